@@ -5,10 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM := $(VENV)/.vllm
 
+# Folders whose names and sentences hack/words.py checks; it always checks the subjects of commits.
+PLAIN := operator $(addprefix runtime/asyncflow/,algorithms api commands data driver flow local models plan queue/storage queue/torch rewards roles rollout telemetry training view weights)
+
 # A run and the tests start hundreds of processes, none of which should compile the same source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test vllm lint types contracts pytest kube controls faults delayed-update same-bits smollm2 smollm2-vllm e2e bench-queue queue-faults attacks fuzz
+.PHONY: run test docs vllm lint types contracts pytest kube controls faults delayed-update same-bits smollm2 smollm2-vllm e2e bench-queue queue-faults attacks fuzz
 
 run: $(STAMP)
 	$(BIN)/asyncflow run examples/quickstart.yaml --fresh
@@ -18,6 +21,7 @@ test: lint types contracts pytest
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python hack/words.py $(PLAIN)
 
 types: $(STAMP)
 	$(BIN)/mypy
@@ -35,6 +39,11 @@ pytest: $(STAMP) $(VLLM) kube
 # (hack/kube/build.py).
 kube: $(STAMP)
 	$(BIN)/python hack/kube/build.py kube kwok helm promtool controller-gen
+
+# The documentation as a site, in build/site; a link that leads nowhere is an error. `make test` builds it too.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(STAMP)
+	$(BIN)/mkdocs build
 
 # Measurements, each with its bar; minutes each, not part of `make test`.
 controls: $(STAMP)
@@ -58,9 +67,9 @@ delayed-update: $(STAMP)
 	$(BIN)/python benchmarks/delayed_update.py
 
 same-bits: $(STAMP)
-	$(BIN)/python benchmarks/same_bits.py examples/quickstart.yaml
+	$(BIN)/python -m pytest tests/system/test_same_bits.py
 
-# The queue beside TransferQueue and raw sockets, interleaved; an hour and a half. The table goes into docs/queue-bench.md.
+# The queue beside raw sockets, in turn; about an hour. The tables go into docs/internals/queue-bench.md.
 bench-queue: $(STAMP)
 	$(BIN)/python benchmarks/queue
 
@@ -69,7 +78,7 @@ fuzz: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check atheris==3.0.0
 	$(BIN)/python hack/fuzz.py --seconds 60
 
-# A real node, our images, our chart; needs root, installs Debian packages, takes many minutes: see docs/e2e.md.
+# A real node, the images, the chart; needs root, installs Debian packages, takes many minutes: see docs/internals/e2e.md.
 e2e: $(STAMP)
 	PYTHONPATH=hack $(BIN)/python -m node prepare
 	$(BIN)/python hack/kube/build.py kube helm coredns
@@ -98,5 +107,5 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "setuptools" "wheel"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[torch,lora,tensordict,gym,math,data,import,plot,mooncake,redis,operator,dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[torch,lora,tensordict,gym,math,data,import,plot,docs,mooncake,redis,operator,dev]"
 	touch $@

@@ -1,4 +1,4 @@
-"""Draws a run's rewards and evaluations: ``python benchmarks/curve.py runs/smollm2 docs/smollm2.png``."""
+"""Draw a run's rewards and evaluations: ``python benchmarks/curve.py runs/smollm2 docs/guide/smollm2.png``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main(folder: Path, picture: Path) -> None:
         axes.plot(
             [e["step"] for e in evaluations], [e[name] for e in evaluations], marker="o", label=f"held out: {words}"
         )
-    axes.set(xlabel="optimizer step", ylabel="share right", ylim=(0, 1), title=folder.name)
+    axes.set(xlabel="optimizer step", ylabel="share right", ylim=(0, 1.02), title=folder.name)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(picture, dpi=110)

@@ -29,18 +29,19 @@ from swap_figures import Bar, Figures, control_bars, plain_bars, stopped_bars
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import to_yaml
 from asyncflow.api.names import HOST_ENV
-from asyncflow.commands.manifest import resolved_job
+from asyncflow.commands.preflight import runnable_job
 from asyncflow.durable import write_whole
+from asyncflow.local.folder import RunFolder
+from asyncflow.local.lifecycle import LocalReplica
+from asyncflow.local.placement import Launch, launcher, replicas_of
+from asyncflow.local.supervisor import Limits, RunOutcome, Supervisor
+from asyncflow.net.issuer import Issuer
 from asyncflow.plan.job import plan
-from asyncflow.substrates.local.crew import Seat
-from asyncflow.substrates.local.folder import RunFolder
-from asyncflow.substrates.local.placement import launcher
-from asyncflow.substrates.local.supervisor import Supervisor
-from asyncflow.substrates.local.terms import Launch, Limits, Outcome
 
 HERE = Path(__file__).parent
 DRIVER = f"tcp://{CORE_ADDRESS}:20001"
 HTTP_PORT = 20002
+"""Of the first replica; the others serve at the ports after it."""
 OVERHEAD = 1.05
 """Bytes on the link for each byte of weights: headers of Ethernet, IP and TCP."""
 MOST_S = 600.0
@@ -65,14 +66,14 @@ def weights_bytes(job: RLJob) -> int:
     return 8 * int(str(job.spec.trainer.backend.options["capacity"]))
 
 
-def placed_in(network: Network, launch: Callable[[Seat, int], Launch]) -> Callable[[Seat, int], Launch]:
+def placed_in(network: Network, launch: Callable[[LocalReplica, int], Launch]) -> Callable[[LocalReplica, int], Launch]:
     """Have rollouts start in the guests' namespaces and all else in the core's."""
 
-    def launched(seat: Seat, attempt: int) -> Launch:
-        inner = launch(seat, attempt)
-        guest = seat.role == "rollout"
-        namespace = network.guests[seat.index] if guest else network.core
-        address = network.address(seat.index) if guest else CORE_ADDRESS
+    def launched(replica: LocalReplica, attempt: int) -> Launch:
+        inner = launch(replica, attempt)
+        guest = replica.role == "rollout"
+        namespace = network.guests[replica.index] if guest else network.core
+        address = network.address(replica.index) if guest else CORE_ADDRESS
         return Launch(argv=network.within(namespace, inner.argv), env={**inner.env, HOST_ENV: address})
 
     return launched
@@ -114,12 +115,14 @@ async def run(setting: Setting) -> Figures:
     return Figures.read(folder.path, rollouts=guests, incident=incident)
 
 
-async def supervise(setting: Setting, folder: RunFolder, network: Network) -> tuple[Outcome, Incident | None]:
+async def supervise(setting: Setting, folder: RunFolder, network: Network) -> tuple[RunOutcome, Incident | None]:
     """Run all roles to their end under the project's own supervisor, and stop one meanwhile where asked."""
-    places, victim = plan(setting.job), len(network.guests) - 1
+    roles, victim = plan(setting.job).roles, len(network.guests) - 1
+    ports = {replica: port for port, replica in enumerate(replicas_of(roles), HTTP_PORT)}
+    launch = launcher(roles, folder=folder, issuer=Issuer(folder.tls), driver=DRIVER, http_ports=ports)
     supervisor = Supervisor(
-        roles=places.roles,
-        launch=placed_in(network, launcher(places, folder=folder, driver=DRIVER, http_port=HTTP_PORT)),
+        roles=roles,
+        launch=placed_in(network, launch),
         folder=folder,
         driver=DRIVER,
         limits=Limits(active_s=MOST_S),
@@ -145,7 +148,7 @@ async def supervise(setting: Setting, folder: RunFolder, network: Network) -> tu
 
 
 def _pid(supervisor: Supervisor, rollout: int) -> int:
-    return next(seat.pid for seat in supervisor.placed if (seat.role, seat.index) == ("rollout", rollout))
+    return next(replica.pid for replica in supervisor.placed if (replica.role, replica.index) == ("rollout", rollout))
 
 
 def judge(bars: list[Bar]) -> bool:
@@ -168,7 +171,7 @@ def main() -> int:
     if lacks := capped_links.missing():
         print(f"this needs {', '.join(lacks)}", file=sys.stderr)
         return 2
-    job = resolved_job(options.manifest)
+    job = runnable_job(options.manifest)
 
     def make(name: str, job: RLJob, *, factor: float = 1.0, stop: bool = False) -> Figures:
         folder, seconds = options.output / name, factor * options.transfer
@@ -178,7 +181,7 @@ def main() -> int:
         return 0 if judge(control_bars(make("control", job, factor=CONTROL))) else 1
     plain = make("plain", job)
     good = judge(plain_bars(plain))
-    fewer = make("fewer", resolved_job(options.manifest, [f"spec.rollout.replicas={job.spec.rollout.replicas - 1}"]))
+    fewer = make("fewer", runnable_job(options.manifest, [f"spec.rollout.replicas={job.spec.rollout.replicas - 1}"]))
     good = judge(plain_bars(fewer)) and good
     stopped = make("stopped", job, stop=True)
     good = judge(stopped_bars(stopped, plain, fewer, lease_s=job.spec.rollout.lease_seconds)) and good

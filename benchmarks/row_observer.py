@@ -17,14 +17,16 @@ import uuid
 from pathlib import Path
 from typing import TextIO
 
+from asyncflow.api.names import VIEWER
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.errors import StaleHandle
 from asyncflow.identity import RowPlace, Version
+from asyncflow.net.access import worker_name
 from asyncflow.net.membership import Membership
 from asyncflow.net.roster import Member
-from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.client import QueueClient
 from asyncflow.queue.ledger import events as ev
-from asyncflow.queue.ledger.records import read_ledger
+from asyncflow.queue.ledger.log import read_ledger
 from asyncflow.queue.protocol.messages import RowMeta, StagedRow
 
 _POLL_S = 0.1
@@ -38,8 +40,9 @@ def finished(ledger: Path) -> dict[int, tuple[int, int, int]]:
     leases: set[int] = set()
     done: dict[int, tuple[int, int, int]] = {}
     for event in read_ledger(ledger):
-        if isinstance(event, ev.Created) and event.partition == TRAIN:
-            rows |= {row: (event.serial, sample, event.step) for sample, row in event.rows}
+        if isinstance(event, ev.RowsPut) and event.partition == TRAIN:
+            places = ((event.serial + group, sample) for group in range(event.groups) for sample in range(event.size))
+            rows |= {row: (*place, event.step) for row, place in enumerate(places, event.row)}
         elif isinstance(event, ev.Leased) and (event.partition, event.task) == (TRAIN, "rollout"):
             leases.add(event.lease)
         elif isinstance(event, ev.Completed) and event.lease in leases:
@@ -49,7 +52,7 @@ def finished(ledger: Path) -> dict[int, tuple[int, int, int]]:
 
 async def observe(ledger: Path, driver: str, out: TextIO) -> None:
     """Write a line a row until the driver says stop."""
-    member = Member(role="observer", index=0, incarnation=uuid.uuid4().hex, attempt=0, address="", http="", info={})
+    member = Member(role=VIEWER, index=0, incarnation=worker_name(VIEWER, 0, uuid.uuid4().hex))
     membership = Membership(driver=driver, member=member)
     await membership.join(_JOIN_S)
     queue, seen = QueueClient.of(membership), set[int]()

@@ -19,7 +19,7 @@ from swap_records import published, worker_of
 
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.queue.ledger import events as ev
-from asyncflow.queue.ledger.records import read_ledger
+from asyncflow.queue.ledger.log import read_ledger
 
 _POLL_S = 0.1
 

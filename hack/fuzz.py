@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -26,25 +27,24 @@ from asyncflow.net.arena.messages import ArenaInbox
 from asyncflow.net.dtypes import OBJECT, TEXT
 from asyncflow.net.frames import BatchHeader, decode_batch, encode_batch
 from asyncflow.net.jagged import Jagged
-from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import wire
 from asyncflow.net.rpc.staging import staging
-from asyncflow.net.stream.handshake import Handshake
+from asyncflow.net.stream import handshake as greeting
 from asyncflow.net.stream.inbox import Inbox
-from asyncflow.queue.client.open_values import decode, encode_columns, pack_object, unpack_object
 from asyncflow.queue.ledger import events as ev
-from asyncflow.queue.ledger.records import pack, read_ledger
-from asyncflow.queue.protocol import calls, moving_calls, open_calls, runs, shard_calls, unit_calls
+from asyncflow.queue.ledger.log import pack, read_ledger
+from asyncflow.queue.protocol import calls, unit_calls
 from asyncflow.queue.protocol.messages import TaskSpec
-from asyncflow.queue.table import news, replica
-from asyncflow.queue.table.folding import empty_books
+from asyncflow.queue.table import replication
+from asyncflow.queue.table.apply import QueueState
+from asyncflow.queue.values import decode, encode_columns, pack_object, unpack_object
 
 MOST = 1 << 20
 LONGEST = 4096
 LIMITS = ("-rss_limit_mb=2048", "-timeout=10", "-print_final_stats=1")
 REQUESTS = [
     msgspec.msgpack.Decoder(kind)
-    for module in (calls, unit_calls, open_calls, shard_calls, moving_calls)
+    for module in (calls, unit_calls)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__ == module.__name__
 ]
@@ -52,8 +52,6 @@ _header = msgspec.msgpack.Decoder(BatchHeader)
 _staging = staging()
 _shared = memfd.made()
 _pieces = msgspec.msgpack.Decoder(list[bytes])
-_ids = msgspec.msgpack.Decoder(list[int])
-_keys = Keys(secret=b"k" * 40)
 
 
 def header(data: bytes) -> None:
@@ -78,7 +76,7 @@ def request(data: bytes) -> None:
 
 def stream(data: bytes) -> None:
     """What comes on a plain stream, in pieces whose lengths the first byte says."""
-    for message in _messages(Inbox(most=MOST, seal=None, staging=_staging), data):
+    for message in _messages(Inbox(most=MOST, staging=_staging), data):
         assert sum(map(len, message)) <= len(data)
 
 
@@ -145,51 +143,39 @@ def ledger(data: bytes) -> None:
 
 
 def handshake(data: bytes) -> None:
-    """What a stranger says where a hello, a proof or a welcome is due; the first byte says whether there is a key."""
-    keys = _keys if data[:1] > b"\x7f" else None
-    caller = Handshake(keys)
-    caller.hello()
-    for take in (caller.welcomed, Handshake(keys).welcome, Handshake(keys).proved):
-        try:
-            said = take(data[1:])
-        except ProtocolError:
-            continue
-        assert keys is None, f"a stranger was told {said!r}"
+    """What a stranger says where a hello or a welcome is due."""
+    for take in (greeting.rest_of_hello, greeting.caller, partial(greeting.check_welcome, dialled=b"a server")):
+        with contextlib.suppress(ProtocolError):
+            take(data)
 
 
 def feed(data: bytes) -> None:
-    """What a home tells a shard: a list of items, taken into its books, and as a snapshot whose place they take."""
+    """What a home tells a shard: a list of items, taken into its state, and as a snapshot whose place they take."""
     try:
         items = _pieces.decode(data)
     except wire.MALFORMED:
         return
-    books = empty_books()
-    books.index = 1
+    state = QueueState()
+    state.index = 1
     with contextlib.suppress(LedgerCorrupt):
         for item in items:
-            replica.take(books, news.decode(item))
-    draft = replica.draft_of(books)
+            replication.take(state, replication.decode(item))
+    draft = replication.draft_of(state)
     with contextlib.suppress(LedgerCorrupt):
         for item in items:
-            replica.take(draft, news.decode(item))
-        replica.install(books, draft)
-        assert books.rows is draft.rows
+            replication.take(draft, replication.decode(item))
+        replication.install(state, draft)
+        assert state.rows is draft.rows
 
 
-def ids(data: bytes) -> None:
-    """Ids in few bytes, and the name of a lease."""
-    assert 0 <= shard_calls.controller_of(data.decode("utf-8", "replace")) < 1 << 64 - shard_calls.LEASE_BITS
-    try:
-        said = _ids.decode(data)
-        meant = runs.expand(said)
-    except (*wire.MALFORMED, ProtocolError):
-        return
-    assert len(meant) <= runs.MOST + len(said)
-    assert min(said, default=0) < 0 or list(runs.expand(runs.shrink(meant))) == list(meant)
+def lease(data: bytes) -> None:
+    """The name of a lease."""
+    assert 0 <= calls.controller_of(data.decode("utf-8", "replace")) < 1 << 64 - calls.LEASE_BITS
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target for target in (header, request, stream, places, batch, plain, ledger, handshake, feed, ids)
+    target.__name__: target
+    for target in (header, request, stream, places, batch, plain, ledger, handshake, feed, lease)
 }
 
 
@@ -201,23 +187,24 @@ def seeds() -> dict[str, list[bytes]]:
     columns = {"a": np.arange(6).reshape(2, 3), "b": ["x", "yy"], "c": [{"d": (1, np.ones(2))}, None], "e": [1.5, 2.5]}
     head, frames = encode_batch(encode_columns(columns))
     pieces = msgspec.msgpack.encode([wire.encode(head), *map(bytes, frames)])
-    records = b"".join(map(pack, (ev.Started(1), ev.Put("p", 1 << 32, 1, 1, 7), ev.RowsCleared("p", [7]))))
+    records = b"".join(
+        map(pack, (ev.ControllerStarted(1), ev.RowsPut("p", "open", 1 << 32, 1, 1, 7), ev.RowsCleared("p", [7])))
+    )
     cells = unit_calls.Cells(dtypes={"a": "<i8"}, sizes={"a": b"\x08\0\0\0"})
     held = unit_calls.Held(row=7, columns={"a": 8}, partial={"b": 8}, tokens=1, tags={"key": "x"})
     items = [
         ev.Declared(TaskSpec(partition="p", name="t", needs=["a"]), 1),
-        ev.Put("p", 1 << 32, 2, 1, 7),
-        news.Gained([7, -1], cells, [{}, {"n": 1}], [], False),
-        news.Recalled([held]),
+        ev.RowsPut("p", "open", 1 << 32, 2, 1, 7),
+        replication.CellsChanged([7, -1], cells, [{}, {"n": 1}], [], False),
+        replication.RowsHeld([held]),
         ev.SnapshotPartition("q", "train", [], {"a": "<i8"}, 0, None, None, *[0] * 8, [0], 0, 0, 1, 0),
         ev.SnapshotRows("q", groups=[ev.GroupRun(0, 1, 2, 1, 0, 1, [ev.RowRun(2, 9, 0, False, 0, [])])]),
         ev.RowsCleared("p", [7]),
     ]
-    fed = msgspec.msgpack.encode([news.encode(item) for item in items])
-    strange = Handshake(Keys(secret=b"s" * 40)).hello()
+    fed = msgspec.msgpack.encode([replication.encode(item) for item in items])
     session = unit_calls.Session(1, 2, 3)
-    leg = wire.encode(moving_calls.AskLeg(session, [7, -1], 2, 16))
-    told = wire.encode(shard_calls.AdmitCells([unit_calls.NewCells("8", [7], cells, [], "")]))
+    leg = wire.encode(unit_calls.AskLeg(session, [7, -1], 2, 16))
+    told = wire.encode(unit_calls.AdmitCells(0, [unit_calls.NewCells("8", [7], cells, [], "")]))
     return {
         "header": [call],
         "request": [claim, leg, told, admitted],
@@ -226,9 +213,9 @@ def seeds() -> dict[str, list[bytes]]:
         "batch": [pieces],
         "plain": [pack_object(value) for value in columns["c"]],
         "ledger": [records],
-        "handshake": [b"\xff" + strange, b"\0" + Handshake(None).hello()],
+        "handshake": [greeting.hello(None), b"asyncflow://job/rollout/3", greeting.welcome(b"a server")],
         "feed": [fed],
-        "ids": [msgspec.msgpack.encode([7, -2, 12]), b"880000100000000"],
+        "lease": [b"880000100000000"],
     }
 
 

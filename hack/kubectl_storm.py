@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
-from asyncflow_operator.cluster.kinds import BY_NAME, CONFIG, OURS, POD, QUEUE, RLJOB, SYNC, Kind
+from asyncflow_operator.cluster.kinds import BY_NAME, CONFIG, CUSTOM_KINDS, POD, QUEUE, RLJOB, SYNC, Kind
 from driver_double import DriverDouble
 from kube.plane import ControlPlane
 from kube.rest import Refused
@@ -245,7 +245,7 @@ class Storm:
         return f"edit {_called(kind, raw)}"
 
     def _relabel(self) -> str:
-        kind = self._dice.choice([kind for kind in _KINDS if kind not in OURS])
+        kind = self._dice.choice([kind for kind in _KINDS if kind not in CUSTOM_KINDS])
         raw = self._some(kind)
         if raw is None:
             return ""
@@ -256,7 +256,7 @@ class Storm:
         return f"relabel {_called(kind, raw)}: {value}"
 
     def _disown(self) -> str:
-        kind = self._dice.choice([kind for kind in _KINDS if kind not in OURS and kind is not POD])
+        kind = self._dice.choice([kind for kind in _KINDS if kind not in CUSTOM_KINDS and kind is not POD])
         raw = self._some(kind)
         if raw is None:
             return ""

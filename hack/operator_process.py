@@ -32,7 +32,8 @@ _NAMESPACES: Final = "/api/v1/namespaces"
 class OperatorProcess:
     """One operator.
 
-    kubeconfig: as whom it works, the administrator by default; options: of ``asyncflow-operator run``, by name.
+    kubeconfig: as whom it works, the administrator by default; options: of ``asyncflow-operator run``, by name. Drivers
+    take orders where they are asked, and without TLS: those of tests stand for many jobs at one address.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class OperatorProcess:
             "http-host": LOOPBACK,
             "http-port": self._port,
             "probe-url": "http://127.0.0.1:1/{namespace}/{name}",
+            "control-url": options.get("probe_url", "http://127.0.0.1:1/{namespace}/{name}"),
         } | {option.replace("_", "-"): value for option, value in options.items()}
         words = [str(word) for option, value in given.items() for word in (f"--{option}", value)]
         command = [sys.executable, "-m", "asyncflow_operator", "run", *words]

@@ -10,9 +10,9 @@ from xdist.scheduler import LoadScopeScheduling
 
 from kube.build import BuildError, binary
 
-TOGETHER = ("tests/cluster/", "tests/rollout/test_engine_vllm.py", "tests/train/test_sharding.py")
-"""Tests that one worker runs, which then has the one control plane of each kind, the one vLLM server, or
-the one gang."""
+TOGETHER = ("tests/cluster/", "tests/rollout/test_engine_vllm.py", "tests/training/")
+"""Tests that one worker runs, which then has the one control plane of each kind, the one vLLM server, or the one
+process that has imported torch and the one gang of each file."""
 BINARIES = {
     "plane": ("etcd", "kube-apiserver", "kubectl", "controller-gen"),
     "kwok_plane": ("kube-controller-manager", "kwok", "controller-gen"),

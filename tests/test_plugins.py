@@ -10,7 +10,7 @@ import pytest
 from asyncflow import plugins
 from asyncflow.errors import ManifestError
 from asyncflow.plugins import installed, load_plugin, read_options
-from asyncflow.queue.backends.base import Backend
+from asyncflow.queue.storage.backend import Backend
 from asyncflow.rollout.engines.base import RolloutEngine
 
 ENGINES = "asyncflow.rollout_engines"

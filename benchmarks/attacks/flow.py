@@ -11,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from jobs import Harmed
 
 from asyncflow.errors import AsyncFlowError, StaleHandle
-from asyncflow.queue.client.blocking import BlockingQueue
-from asyncflow.queue.client.open_partition import BlockingPartition
+from asyncflow.queue.blocking import BlockingPartition, BlockingQueue
 
 PARTITION, TASK = "flow", "count"
 _CALL_S = 60.0

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncflow.queue.ledger.audits import audit_ledgers
+from asyncflow.queue.ledger.audit import audit_ledgers
 
 ROOT = Path(__file__).parents[2]
 STEPS, GROUPS, SIZE = 16, 8, 4

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from asyncflow.durable import write_whole
 from asyncflow.queue.controller.controller import Controller
-from asyncflow.queue.unit.unit import StorageUnit
+from asyncflow.queue.storage.unit import StorageUnit
 
 LIMIT = 64 << 20
 

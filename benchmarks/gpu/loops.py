@@ -22,10 +22,10 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from asyncflow.identity import SampleKey
 from asyncflow.net.frames import Jagged
-from asyncflow.train.backends.torch.backend import TorchBackend
-from asyncflow.train.batch import MicroBatch
-from asyncflow.train.ranks import Alone
-from asyncflow.train.settings import BackendSettings, OptimizerSettings
+from asyncflow.training.batch import MicroBatch
+from asyncflow.training.ranks import SingleProcess
+from asyncflow.training.settings import BackendSettings, OptimizerSettings
+from asyncflow.training.torch.backend import TorchBackend
 
 PLAIN = "benchmark_plain"
 
@@ -119,7 +119,7 @@ class TrainerLoop:
             device=device.type,
             options={"head_tokens": head_tokens, "compile": compiled},
         )
-        self._backend = TorchBackend(settings, group=Alone())
+        self._backend = TorchBackend(settings, group=SingleProcess())
         with tempfile.TemporaryDirectory() as folder:
             AutoModelForCausalLM.from_config(shape.config, dtype=torch.bfloat16).save_pretrained(folder)
             self._backend.load(Path(folder), checkpoint=None)

@@ -21,7 +21,7 @@ from typing import Any
 from kills import OPERATOR, latencies, spread
 from scale import JOBS, NAMESPACE, ROOT, job
 
-from asyncflow_operator.probe import PROVEN_S
+from asyncflow_operator.drivers import PROVEN_S
 from hostile_drivers import KINDS, HostileDrivers
 from kube.plane import ControlPlane
 from operator_process import OperatorProcess

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.api.document import parse
-from asyncflow_operator.cluster.owners import mine
+from asyncflow_operator.cluster.owners import custom_resource
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
 from asyncflow_operator.observed import JobState, Manifest, QueueState
 from driver_double import DriverDouble
@@ -187,12 +187,12 @@ def measure_bare(count: int, limit_s: float) -> dict[str, Any]:
 def prepared(plane: ControlPlane, raw: Manifest) -> list[list[Manifest]]:
     """Return all that the operator would write for a job, without the status, in stages; the queue knows its UID."""
     desired = Desired(DesiredSettings(registry=Registry(prefix="asyncflow", tag="0"), master=b"0" * 32))
-    view = mine("RLJob", raw, None)
+    view = custom_resource("RLJob", raw, None)
     state = JobState(owner=view.owner, job=view.model)
     children = desired.children(state)
     for child in children:
         if child["kind"] == "TransferQueue":
-            queue = mine("TransferQueue", plane.api.create(QUEUES, child), None)
+            queue = custom_resource("TransferQueue", plane.api.create(QUEUES, child), None)
     queue_state = QueueState(owner=queue.owner, queue=queue.model, job=state)
     pods = [desired.pod(state, role, index, 0) for role, many in JOB_PODS for index in range(many)]
     pods += [desired.queue_pod(queue_state, role, index, 0) for role, many in QUEUE_PODS for index in range(many)]

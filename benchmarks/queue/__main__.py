@@ -1,9 +1,10 @@
-"""Runs all benchmarks of the queue for us, the peer and raw sockets, interleaved, and prints the table.
+"""Measures AsyncFlow's queue and raw zmq sockets on the same work, in turn, and prints ratios beside their bars.
 
-    python benchmarks/queue --shared ../shared/bench/queue --rounds 5
+    python benchmarks/queue                                      # everything
+    python benchmarks/queue --cases data claims --rounds 3       # some cases
 
-Each round runs each case for each peer in turn, so that whatever drifts on the machine hits all of them. Exit status 1
-for wrong bytes, lost or doubled rows, and for runs that failed; bars that are missed are named, and are no failure.
+Each round runs each case for each implementation in turn, so that what drifts on the machine hits all of them. The
+exit status is 1 for wrong bytes, lost or doubled rows, and runs that failed; missed bars are named, and are no failure.
 """
 
 from __future__ import annotations
@@ -16,66 +17,59 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bars import MOONCAKE, OURS, PEER, RAW, SHARED
+import report
 from environment import RAY_ENV, peer_python
-from lines import read
-from report import against_raw, faults, own_cases
+from implementations import KINDS, PEER, RAW
+from report import MEMORY, PLAIN, SECURED, SECURED_MEMORY
+from samples import read
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CASE_S = 900.0
 
 SHARED_CASES = {
-    "data": ["bench_dataplane.py", "--units", "1", "2", "--reps", "9"],
-    "data2048": ["bench_dataplane.py", "--units", "1", "2", "--reps", "7", "--rows", "2048", "--chunk", "128"],
-    "dense": ["bench_dataplane.py", "--units", "1", "2", "--reps", "5", "--dense", "2304"],
-    "control": ["bench_control.py"],
-    "putlat": ["bench_putlat.py", "--units", "1", "2"],
-    "pipeline": ["bench_pipeline.py", "--rows", "6000"],
-    "rate": ["bench_pipeline.py", "--rows", "200", "--rate", "20"],
-    "tiny": ["bench_pipeline.py", "--rows", "400", "--mode", "tiny"],
-    "inflight": ["bench_pipeline.py", "--rows", "400", "--inflight", "8"],
-    "sixteen": ["bench_pipeline.py", "--rows", "400", "--train-n", "16"],
+    "data": ["data_plane.py"],
+    "data2048": ["data_plane.py", "--repeats", "7", "--rows", "2048", "--chunk", "128"],
+    "equal": ["data_plane.py", "--repeats", "5", "--units", "1", "--length", "2304"],
+    "claims": ["claims.py"],
+    "sample": ["one_sample.py"],
+    "pipeline": ["pipeline.py"],
+    "rate": ["pipeline.py", "--rows", "200", "--rate", "20"],
 }
-"""Those of the shared ``run_all.py``, by name."""
-SHARED_MEMORY_CASES = ("data", "data2048", "dense")
-"""Those of them that measure shared memory too."""
+"""What every implementation runs, by name."""
+BYTES = ("data", "data2048", "equal")
+"""Those of them that measure shared memory and Mooncake too."""
 OWN_CASES = {
-    "claims": (["own_claims.py"], 0),
-    "memory": (["own_memory.py"], 1),
-    "volume": (["own_volume.py"], 1),
-    "links": (["own_links.py"], 1),
-    "million": (["own_million.py"], 0),
-    "shards": (["own_shards.py"], 1),
+    "memory": ["idle_memory.py"],
+    "volume": ["volume.py"],
+    "links": ["links.py"],
+    "million": ["million.py"],
+    "controllers": ["stopped_controller.py"],
 }
-"""Ours, by name, and in how many rounds they run (0: in all)."""
+"""What only AsyncFlow runs, once a run."""
 
 
-def commands(chosen: argparse.Namespace, number: int) -> Iterator[tuple[str, list[str]]]:
-    """Yield the runs of a round: whose they are, and their command lines."""
-    shared = Path(chosen.shared)
+def commands(chosen: argparse.Namespace, number: int) -> Iterator[list[str]]:
+    """Yield the command lines of a round."""
     for case, words in SHARED_CASES.items():
-        if case in chosen.cases:
-            for peer in chosen.peers:
-                if peer in SHARED.values() and case not in SHARED_MEMORY_CASES:
-                    continue
-                python = str(peer_python()) if peer == PEER else sys.executable
-                yield peer, [python, str(shared / words[0]), "--peer", peer, *words[1:]]
-    for case, (words, rounds) in OWN_CASES.items():
-        if case in chosen.cases and (not rounds or number < rounds):
-            for keys in ([], ["--keys"]):
-                if OURS["keys" if keys else "plain"] in chosen.peers:
-                    yield "asyncflow", [sys.executable, str(HERE / words[0]), *words[1:], *keys]
+        for kind in chosen.implementations if case in chosen.cases else ():
+            if kind in (PLAIN, SECURED, RAW, PEER) or case in BYTES:
+                python = str(peer_python()) if kind == PEER else sys.executable
+                yield [python, str(HERE / words[0]), kind, *words[1:]]
+    for case, words in OWN_CASES.items():
+        for kind in (PLAIN, SECURED) if case in chosen.cases and number == 0 else ():
+            if kind in chosen.implementations:
+                yield [sys.executable, str(HERE / words[0]), kind, *words[1:]]
 
 
 def run(chosen: argparse.Namespace, out: Path) -> list[str]:
-    """Run all rounds; give what failed."""
-    path = os.pathsep.join([str(HERE), str(chosen.shared), *filter(None, [os.environ.get("PYTHONPATH")])])
+    """Run all rounds; return what failed."""
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, **RAY_ENV, "PYTHONPATH": path, "BENCH_OUT": str(out)}
     failed: list[str] = []
     for number in range(chosen.rounds):
-        for peer, argv in commands(chosen, number):
-            words = f"round {number + 1}: {peer}: {' '.join(Path(argv[1]).name.split() + argv[2:])}"
+        for argv in commands(chosen, number):
+            words = f"round {number + 1}: {' '.join([Path(argv[1]).stem, *argv[2:]])}"
             began = time.monotonic()
             problem = _run_one(argv, env)
             print(f"{words}: {problem or f'{time.monotonic() - began:.0f} s'}", flush=True)
@@ -102,28 +96,23 @@ def _run_one(argv: Sequence[str], env: dict[str, str]) -> str:
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--shared", type=Path, default=ROOT.parent / "shared" / "bench" / "queue")
     options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--peers", nargs="+", default=[*OURS.values(), *SHARED.values(), PEER, RAW])
-    options.add_argument("--cases", nargs="+", default=[*SHARED_CASES, *OWN_CASES], metavar="CASE")
+    default = [PLAIN, SECURED, MEMORY, SECURED_MEMORY, RAW]
+    options.add_argument("--implementations", nargs="+", default=default, choices=KINDS)
+    options.add_argument("--cases", nargs="+", default=[*SHARED_CASES, *OWN_CASES], choices=[*SHARED_CASES, *OWN_CASES])
     options.add_argument("--out", type=Path, default=ROOT / ".bench" / f"queue-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
-    options.add_argument("--report", type=Path, help="print the table of an earlier run's results, and run nothing")
+    options.add_argument("--report", type=Path, help="print the tables of an earlier run's results, and run nothing")
     chosen = options.parse_args()
     failed: list[str] = []
     if chosen.report is None:
-        if not (chosen.shared / "peer.py").exists():
-            options.error(f"{chosen.shared} holds no peer.py: say where the shared benchmarks are (--shared)")
-        chosen.shared = chosen.shared.resolve()
         chosen.out.parent.mkdir(exist_ok=True)
-        failed = run(chosen, chosen.out)
+        failed = run(chosen, chosen.out.resolve())
     results = read(chosen.report or chosen.out)
-    known = {result["peer"] for result in results}
-    columns = {words: peer for words, peer in {**OURS, **SHARED, **MOONCAKE}.items() if peer in known}
-    ratios, own = against_raw(results, columns), own_cases(results)
-    print(f"\n{ratios.text()}\n\n{own.text()}\n\n{ratios.met + own.met} bars are met")
-    for missed in [*ratios.missed, *own.missed]:
+    tables = report.ratios(results), report.own(results)
+    print("", *(table.text() for table in tables), f"{sum(table.met for table in tables)} bars are met", sep="\n\n")
+    for missed in [missed for table in tables for missed in table.missed]:
         print(f"missed: {missed}")
-    wrong = [*faults(results), *failed]
+    wrong = [*report.faults(results), *failed]
     for words in wrong:
         print(f"WRONG: {words}")
     print(f"results: {chosen.report or chosen.out}")

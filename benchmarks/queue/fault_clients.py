@@ -1,6 +1,6 @@
 """The clients of the fault test: producers, consumers of three tasks, and the ranks of a trainer that counts.
 
-    python fault_clients.py KIND ADDRESS KEY_FILE FOLDER INDEX ATTEMPT
+    python fault_clients.py KIND ADDRESS CERTIFICATE FOLDER INDEX ATTEMPT
 
 Each is a process, and writes what it does to a diary in FOLDER, a line when it is done: ``diary`` reads them.
 
@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,11 +25,11 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncflow.errors import DeadlineExceeded, StaleHandle
+from asyncflow.net.batches import batches
 from asyncflow.net.frames import Jagged
-from asyncflow.net.keys import Keys
-from asyncflow.queue.client.client import QueueClient
-from asyncflow.queue.client.visitor import visit
-from asyncflow.queue.protocol.messages import RowMeta, TaskSpec
+from asyncflow.net.tls import Credentials
+from asyncflow.queue.client import QueueClient, aconnect
+from asyncflow.queue.protocol.messages import Samples, TaskSpec
 
 P = "faults"
 LEASE_S = 2.5
@@ -91,16 +92,12 @@ async def produce(queue: QueueClient, say: Callable[..., None], folder: Path, in
 
     async def create(serials: Sequence[int], did: str) -> None:
         mine = [serial for serial in serials if serial % PRODUCERS == index]
-        for start in range(0, len(mine), 4):
-            part = mine[start : start + 4]
-            metas = [
-                RowMeta(partition=P, serial=serial, sample=sample, step=1 + serial // GROUPS)
-                for serial in part
-                for sample in range(SAMPLES)
-            ]
-            prompts = _column("prompt", [meta.serial * SAMPLES + meta.sample for meta in metas])
-            ok = await queue.create(metas, {"prompt": prompts}, group_size=SAMPLES, timeout=_CALL_S)
-            say(did, serials=part, new=sum(ok))
+        for step, some in groupby(mine, key=lambda serial: 1 + serial // GROUPS):
+            for part in batches(some, 4):
+                prompts = _column("prompt", [serial * SAMPLES + j for serial in part for j in range(SAMPLES)])
+                samples = Samples(serials=part, step=step)
+                put = await queue.put(P, {"prompt": prompts}, group_size=SAMPLES, samples=samples, timeout=_CALL_S)
+                say(did, serials=part, new=sum(put.new))
 
     revision = -1
     while True:
@@ -118,8 +115,8 @@ async def consume(task: str, queue: QueueClient, say: Callable[..., None]) -> No
     """Lease rows, work on them for a moment, complete them."""
     needs, writes = CHAIN[task]
     while True:
-        rows = await _soon(queue.claim(partition=P, task=task, max_rows=4, timeout=_IDLE_S))
-        if not rows:
+        claimed = await _soon(queue.claim(partition=P, task=task, max_rows=4, timeout=_IDLE_S))
+        if claimed is None or not (rows := claimed.rows):
             say("waited")
             continue
         numbers = [row.meta.serial * SAMPLES + row.meta.sample for row in rows]
@@ -213,13 +210,13 @@ def _diary_file(folder: Path, member: str, attempt: int) -> Path:
     return folder / f"{member}-{attempt}.jsonl"
 
 
-async def main(kind: str, address: str, key_file: Path, folder: Path, index: int, attempt: int) -> int:
+async def main(kind: str, address: str, certificate: Path, folder: Path, index: int, attempt: int) -> int:
     file = os.open(_diary_file(folder, f"{kind}{index}", attempt), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def say(did: str, **what: object) -> None:
         os.write(file, (json.dumps({"t": time.monotonic(), "did": did, **what}) + "\n").encode())
 
-    async with visit(address, keys=Keys.load(key_file), timeout=_CALL_S) as queue:
+    async with aconnect(address, credentials=Credentials(certificate), timeout=_CALL_S) as queue:
         say("joined")
         try:
             if kind == "trainer":
@@ -235,5 +232,5 @@ async def main(kind: str, address: str, key_file: Path, folder: Path, index: int
 
 
 if __name__ == "__main__":
-    _, kind, address, key_file, folder, index, attempt = sys.argv
-    sys.exit(asyncio.run(main(kind, address, Path(key_file), Path(folder), int(index), int(attempt))))
+    _, kind, address, certificate, folder, index, attempt = sys.argv
+    sys.exit(asyncio.run(main(kind, address, Path(certificate), Path(folder), int(index), int(attempt))))

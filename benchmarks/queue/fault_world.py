@@ -79,7 +79,7 @@ class World:
         client.attempt += 1
         client.mark = 0
         handle = self.made.handle
-        words = [client.kind, handle.address, handle.key_file, self.folder, client.index, client.attempt]
+        words = [client.kind, handle.address, handle.certificate, self.folder, client.index, client.attempt]
         with (self.folder / f"{client.name}.log").open("ab") as log:
             client.process = subprocess.Popen(
                 [sys.executable, str(HERE / "fault_clients.py"), *map(str, words)], stdout=log, stderr=log

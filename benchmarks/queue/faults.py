@@ -38,12 +38,11 @@ from fault_clients import (
 )
 from fault_outcomes import Outcome, by_kind, judge, late_writes, slowest, table, too_late
 from fault_world import Plan, World, cause_faults, clients_of, look_after
-from lines import emit
+from samples import emit
 from servers import Servers, servers
 
-from asyncflow.net.keys import Keys
-from asyncflow.queue.client.client import QueueClient
-from asyncflow.queue.client.visitor import visit
+from asyncflow.net.tls import Credentials
+from asyncflow.queue.client import QueueClient, aconnect
 
 AHEAD = 8
 """Steps that are open beyond the last that was committed."""
@@ -76,7 +75,7 @@ async def run(made: Servers, chosen: argparse.Namespace) -> tuple[list[str], lis
     world = World(made, folder, random.Random(chosen.seed))
     plan = Plan(count=chosen.faults, pause=tuple(chosen.pause), alone=chosen.alone, kinds=chosen.kinds or [])
     over, began = asyncio.Event(), time.monotonic()
-    async with visit(made.handle.address, keys=Keys.load(Path(made.handle.key_file))) as queue:
+    async with aconnect(made.handle.address, credentials=Credentials(Path(made.handle.certificate))) as queue:
         await queue.declare(TASKS, timeout=CALL_S)
         publish_goal(folder, 0)
         with clients_of(world):
@@ -137,7 +136,7 @@ def main() -> int:
     chosen = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     sizes = {"controllers": chosen.controllers, "units": chosen.units, "bytes_per_unit": "64Mi"}
-    with servers(**sizes, backend=chosen.backend, keys=True, shared_memory=True) as made:
+    with servers(**sizes, backend=chosen.backend, secured=True, shared_memory=True) as made:
         problems, outcomes, figures = asyncio.run(run(made, chosen))
         if chosen.keep is not None:
             shutil.copytree(made.folder, chosen.keep)

@@ -19,23 +19,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lines import emit
+from samples import emit
 
 from asyncflow.identity import RowPlace
 from asyncflow.net.rpc.wire import decoder_of, encode
 from asyncflow.queue.ledger import events as ev
-from asyncflow.queue.ledger.ledger import Ledger, Sync
-from asyncflow.queue.ledger.records import read_ledger
+from asyncflow.queue.ledger.log import Ledger, Sync, read_ledger
+from asyncflow.queue.protocol.calls import AskPart, Follow, Part
 from asyncflow.queue.protocol.messages import TaskSpec
-from asyncflow.queue.protocol.shard_calls import AskPart, Follow, Part
 from asyncflow.queue.protocol.unit_calls import Held
-from asyncflow.queue.table.books import Books
-from asyncflow.queue.table.feed import NewsFeed
-from asyncflow.queue.table.folding import empty_books
-from asyncflow.queue.table.news import Recalled, decode
-from asyncflow.queue.table.replica import draft_of, install, take
+from asyncflow.queue.table.apply import QueueState
+from asyncflow.queue.table.replication import ChangeFeed, RowsHeld, decode, draft_of, install, take
 from asyncflow.queue.table.snapshot import snapshot
-from asyncflow.roles.base import resting_collector
+from asyncflow.roles.context import paused_gc
 
 P = "p"
 PUT, CLAIM = 256, 16
@@ -44,14 +40,14 @@ NONCE = 7 << 32
 
 def history(rows: int, *, until: str) -> Iterator[ev.Event]:
     """Yield the events of ``rows`` rows: "put", "completed" by one of two tasks, or "cleared"."""
-    yield ev.Started(1)
+    yield ev.ControllerStarted(1)
     for task in ("a", "b"):
         yield ev.Declared(TaskSpec(partition=P, name=task, needs=["x"], clears=until == "cleared"))
     yield ev.UnitJoined(2, 0, "unit")
     first = RowPlace(2, 0, 0).row
     lease = 1 << 40
     for start in range(0, rows, PUT):
-        yield ev.Put(P, NONCE + start, PUT, 1, first + start)
+        yield ev.RowsPut(P, "open", NONCE + start, PUT, 1, first + start)
         for at in range(start, start + PUT if until != "put" else start, CLAIM):
             numbers = list(range(first + at, first + at + CLAIM))
             lease += 1
@@ -59,13 +55,13 @@ def history(rows: int, *, until: str) -> Iterator[ev.Event]:
             yield ev.Completed(lease, numbers)
 
 
-def recover(folder: Path) -> tuple[float, Books]:
+def recover(folder: Path) -> tuple[float, QueueState]:
     """Read a ledger as a controller does; give the seconds."""
     began = time.perf_counter()
-    books = empty_books()
-    with resting_collector():
-        books.replay(read_ledger(folder))
-    return time.perf_counter() - began, books
+    state = QueueState()
+    with paused_gc():
+        state.replay(read_ledger(folder))
+    return time.perf_counter() - began, state
 
 
 def measure_recovery(rows: int) -> None:
@@ -74,12 +70,12 @@ def measure_recovery(rows: int) -> None:
         try:
             Ledger(folder).begin(history(rows, until=until))
             raw = sum(file.stat().st_size for file in folder.glob("*.wal"))
-            seconds, books = recover(folder)
+            seconds, state = recover(folder)
             began = time.perf_counter()
-            Ledger(folder).begin(snapshot(books))
+            Ledger(folder).begin(snapshot(state))
             compaction = time.perf_counter() - began
-            live, small = len(books.rows), sum(file.stat().st_size for file in folder.glob("*.wal"))
-            del books
+            live, small = len(state.rows), sum(file.stat().st_size for file in folder.glob("*.wal"))
+            del state
             again, _ = recover(folder)
             emit(
                 {
@@ -100,15 +96,15 @@ def measure_recovery(rows: int) -> None:
 
 def measure_snapshot(rows: int) -> None:
     """Take a snapshot of living rows of two columns, as a shard does that knows nothing yet, but for the socket."""
-    home = empty_books()
+    home = QueueState()
     home.replay(history(rows, until="put"))
     held = [Held(row=number, columns={"x": 800, "y": 8}, partial={}, tokens=0, tags={}) for number in home.rows]
-    take(home, Recalled(held))
+    take(home, RowsHeld(held))
     del held
     gc.freeze()  # as a controller that has read its ledger
-    feed = NewsFeed(home, shards=[1])
+    feed = ChangeFeed(home, shards=[1])
     feed.start()
-    shard = empty_books()
+    shard = QueueState()
     shard.index = 1
     draft, sizes = draft_of(shard), []
     began = time.perf_counter()

@@ -1,195 +1,284 @@
-"""The table of a run: medians, as ratios to the raw sockets of the same run, beside the bars.
+"""The tables of a run: medians of all rounds, as ratios to the raw sockets of the same run, beside the bars.
 
-Invariant: a ratio compares results of one run only; a line of which nothing was measured is not shown.
+Invariants: a bar is written down once, here; a ratio compares results of one run only; a line of which nothing was
+measured is not shown.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
-from bars import LINES, OURS, PEER, RAW, Line, bar_of, bars
+from implementations import PEER, RAW
 
-Results = Sequence[Mapping[str, Any]]
+Results: TypeAlias = Sequence[Mapping[str, Any]]
+Figure: TypeAlias = Callable[[Results, str], float | None]
+"""Returns a figure of an implementation from the results of a run."""
 
-
-def value(results: Results, line: Line, peer: str) -> float | None:
-    """Return the median of a figure of a peer; None where it was not measured."""
-    found = [
-        _figure(result, line.figure)
-        for result in results
-        if result["bench"] == line.bench
-        and result["peer"] == peer
-        and all(result.get(name) == wanted for name, wanted in line.settings.items())
-    ]
-    return statistics.median(found) if found else None
+PLAIN, SECURED, MEMORY, SECURED_MEMORY = "plain", "secured", "shared memory", "shared memory, secured"
 
 
-def _figure(result: Mapping[str, Any], figure: str) -> float:
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line of a table. bars: by implementation, at least this, or at most where ``most``; unit: of the figure."""
+
+    words: str
+    figure: Figure
+    bars: Mapping[str, float] = field(default_factory=dict)
+    most: bool = False
+    unit: str = ""
+
+
+def measured(case: str, figure: str, **settings: Any) -> Figure:
+    """Return the function that finds the median of a figure, by a path of keys with dots, of a case with settings."""
+
+    def find(results: Results, implementation: str) -> float | None:
+        wanted = {"case": case, "implementation": implementation, **settings}
+        found = [
+            _inside(result, figure)
+            for result in results
+            if all(result.get(name) == value for name, value in wanted.items())
+        ]
+        return statistics.median(found) if found else None
+
+    return find
+
+
+def quotient(above: Figure, below: Figure) -> Figure:
+    """Return the function that divides one figure by another of the same implementation."""
+
+    def find(results: Results, implementation: str) -> float | None:
+        one, other = above(results, implementation), below(results, implementation)
+        return one / other if one is not None and other else None
+
+    return find
+
+
+def to_raw(figure: Figure) -> Figure:
+    """Return the function that divides a figure by that of the raw sockets."""
+
+    def find(results: Results, implementation: str) -> float | None:
+        one, raw = figure(results, implementation), figure(results, RAW)
+        return one / raw if one is not None and raw else None
+
+    return find
+
+
+def _inside(result: Mapping[str, Any], figure: str) -> float:
+    value: Any = result
     for name in figure.split("."):
-        result = result[name]
-    return float(result)  # type: ignore[arg-type]
+        value = value[name]
+    return float(value)
+
+
+def _both(bar: float) -> dict[str, float]:
+    return {PLAIN: bar, SECURED: bar}
+
+
+def _data(words: str, *, rows: int, units: int, length: int | None) -> Iterator[Line]:
+    chunk = 128 if rows == 2048 else 16
+    for what in ("put", "get all", f"get in {chunk}s", "put from samples", "get to samples"):
+        shared = {} if "samples" in what else {MEMORY: 1.5, SECURED_MEMORY: 1.5}
+        yield Line(
+            words=f"{what}, {words}, {units} unit{'s' * (units > 1)}",
+            figure=measured("data", f"GBps.{what}", rows=rows, units=units, length=length),
+            bars={PLAIN: 0.8, SECURED: 0.45, **shared},
+            unit="GB/s",
+        )
+
+
+SIZES = (1000, 10_000, 100_000)
+CLAIMS = {rows: measured("claim", "claim_ms.p50", kind="plain", rows=rows) for rows in SIZES}
+RATIOS: tuple[Line, ...] = (
+    *(line for units in (1, 2) for line in _data("256 rows", rows=256, units=units, length=None)),
+    *(line for units in (1, 2) for line in _data("2,048 rows", rows=2048, units=units, length=None)),
+    *_data("256 equal rows", rows=256, units=1, length=2304),
+    *(
+        Line(words=f"claim of 16 rows of {rows:,}, p50", figure=claim, bars=_both(3.0), most=True, unit="ms")
+        for rows, claim in CLAIMS.items()
+    ),
+    Line(
+        words="pipeline of three processes",
+        figure=measured("pipeline", "rows_per_s", rate=0.0),
+        bars={PLAIN: 0.5, SECURED: 0.35},
+        unit="rows/s",
+    ),
+    Line(
+        words="pipeline of three processes, processor seconds a million rows",
+        figure=measured("pipeline", "cpu_s_per_million_rows", rate=0.0),
+        most=True,
+        unit="s",
+    ),
+    *(
+        Line(
+            words=f"{words} at 20 rows/s, p50",
+            figure=measured("pipeline", f"{figure}.p50", rate=20.0),
+            bars=bars,
+            most=True,
+            unit="ms",
+        )
+        for words, figure, bars in (
+            ("from put to claim", "put_to_claim_ms", {}),
+            ("end to end", "end_to_end_ms", _both(2.0)),
+        )
+    ),
+    *(
+        Line(
+            words=f"{what} of one sample of 24.6 KB, {units} unit{'s' * (units > 1)}, p50",
+            figure=measured("one sample", f"{what}_ms.p50", units=units),
+            bars=_both(2.0) if what == "put" else {},
+            most=True,
+            unit="ms",
+        )
+        for units in (1, 2)
+        for what in ("put", "get")
+    ),
+)
+"""What is shown as a ratio to the raw sockets."""
+
+
+def _raw_claim(rows: int) -> Figure:
+    return lambda results, _implementation: CLAIMS[rows](results, RAW)
+
+
+def _growth(name: str) -> Figure:
+    """Return the memory of a process at the end of the million rows to that half-way."""
+
+    def find(results: Results, implementation: str) -> float | None:
+        grown = [
+            result["resident_MB"][-1][name] / result["resident_MB"][4][name]
+            for result in results
+            if (result["case"], result["implementation"]) == ("million", implementation)
+        ]
+        return statistics.median(grown) if grown else None
+
+    return find
+
+
+def _own() -> Iterator[Line]:
+    kinds = {"groups": "two whole groups of 8", "balanced": "a rank's token-balanced slot"}
+    for kind, words in kinds.items():
+        for rows in SIZES:
+            figure = quotient(measured("claim", "claim_ms.p50", kind=kind, rows=rows), _raw_claim(rows))
+            yield Line(
+                words=f"claim of {words} of {rows:,} rows, p50, to a raw claim of 16",
+                figure=figure,
+                bars=_both(3.0),
+                most=True,
+            )
+    for kind, words in {"plain": "16 rows", **kinds}.items():
+        many, few = (measured("claim", "claim_ms.p50", kind=kind, rows=rows) for rows in (SIZES[-1], SIZES[0]))
+        words = f"claim of {words}: p50 at 100,000 rows to that at 1,000"
+        yield Line(words=words, figure=quotient(many, few), bars=_both(2.0), most=True)
+    for what in ("put", "get"):
+        four, one = (measured("links", f"{what}_GBps", units=units) for units in (4, 1))
+        words = f"links of 100 MB/s: {what}, 4 units to 1"
+        yield Line(words=words, figure=quotient(four, one), bars=_both(3.5))
+    for figure, words, bar in (
+        ("to_tcv", "MindSpeed RL's volume: bytes moved to TCV", 1.03),
+        ("metadata_to_term", "its metadata, to the paper's term", 2.0),
+        ("to_named_columns", "bytes moved to those of the named columns", 1.03),
+    ):
+        yield Line(words=words, figure=measured("volume", figure), bars=_both(bar), most=True)
+    for role in ("controller", "unit0"):
+        words = f"resident memory of an idle {role.rstrip('0')}, MB"
+        yield Line(words=words, figure=measured("idle memory", f"resident_MB.{role}"), bars=_both(85.0), most=True)
+    yield Line(
+        words="three controllers, one stopped: p99 of a claim of the others, to when it runs",
+        figure=measured("stopped controller", "ratio"),
+        bars=_both(1.2),
+        most=True,
+    )
+    yield Line(words="a million rows: rows/s", figure=measured("million", "rows_per_s"))
+    yield Line(
+        words="a million rows: rate of the last tenth to the second",
+        figure=measured("million", "last_to_second"),
+        bars=_both(0.9),
+    )
+    for name in ("controller", "unit0"):
+        words = f"a million rows: memory of the {name.rstrip('0')} at the end to half-way"
+        yield Line(words=words, figure=_growth(name), bars=_both(1.1), most=True)
+
+
+OWN: tuple[Line, ...] = tuple(_own())
+"""What only AsyncFlow measures, or compares with itself."""
 
 
 def faults(results: Results) -> list[str]:
-    """Say what no run may show: wrong bytes, lost and doubled rows."""
+    """Return what no run may show: wrong bytes, lost and doubled rows."""
     return [
-        f"{result['bench']} of {result['peer']}: {name} = {result[name]}"
+        f"{result['case']} of {result['implementation']}: {name} = {result[name]}"
         for result in results
-        for name, wrong in (("bytes_equal", False), ("lost", None), ("dup", None))
-        if name in result and (result[name] is wrong if wrong is False else bool(result[name]))
+        for name, good in (("bytes_equal", True), ("lost", 0), ("doubled", 0))
+        if result.get(name, good) != good
     ]
 
 
 @dataclass
 class Table:
-    """Lines of cells, and how many bars are met."""
+    """Rows of cells; how many bars are met, and those that are missed in words."""
 
     rows: list[list[str]] = field(default_factory=list)
     met: int = 0
     missed: list[str] = field(default_factory=list)
 
-    def mark(self, words: str, ratio: float | None, bar: float | None, *, most: bool) -> str:
-        """Return a ratio with its verdict."""
-        if ratio is None:
-            return "–"
-        if bar is None:
-            return f"{ratio:.2f}"
-        good = ratio <= bar if most else ratio >= bar
-        if good:
-            self.met += 1
-        else:
-            self.missed.append(f"{words}: {ratio:.3g}, the bar is {bar:g}")
-        return f"{ratio:.2f}" if good else f"**{ratio:.2f}**"
-
     def text(self) -> str:
+        """Return the table in Markdown."""
         return "\n".join("| " + " | ".join(row) + " |" for row in self.rows)
 
+    def mark(self, line: Line, implementation: str, value: float | None) -> str:
+        """Return a figure, bold where its bar is missed."""
+        bar = line.bars.get(implementation)
+        if value is None or bar is None:
+            return "–" if value is None else f"{value:.2f}"
+        if value <= bar if line.most else value >= bar:
+            self.met += 1
+            return f"{value:.2f}"
+        self.missed.append(f"{line.words} ({implementation}): {value:.3g}, the bar is {bar:g}")
+        return f"**{value:.2f}**"
 
-def against_raw(results: Results, columns: Mapping[str, str]) -> Table:
-    """Return the table of ratios to raw sockets. columns: peers by their heading; Mooncake's have no bars."""
+
+def ratios(results: Results) -> Table:
+    """Return the table of ratios to the raw sockets, one column for each implementation that was measured."""
+    known = _known(results)
     table = Table()
-    table.rows.append(["same work, one host", "bar", *columns, PEER, "raw sockets"])
+    table.rows.append(["same work, one host", "bar", *known, RAW])
     table.rows.append(["---"] * len(table.rows[0]))
-    for line in LINES:
-        raw = value(results, line, RAW)
-        cells = [line.words, bars(line)]
-        for heading, peer in columns.items():
-            own = value(results, line, peer)
-            ratio = own / raw if own is not None and raw else None
-            cells.append(table.mark(f"{line.words} ({heading})", ratio, bar_of(line, heading), most=line.most))
-        other = value(results, line, PEER)
-        cells.append(f"{other / raw:.2f}" if other is not None and raw else "–")
-        cells.append(f"{raw:.3g} {line.unit}" if raw is not None else "–")
-        if set(cells[2:]) != {"–"}:
-            table.rows.append(cells)
+    for line in RATIOS:
+        cells = [table.mark(line, name, to_raw(line.figure)(results, name)) for name in known]
+        raw = line.figure(results, RAW)
+        if raw is not None or set(cells) != {"–"}:
+            table.rows.append([line.words, _bars(line), *cells, "–" if raw is None else f"{raw:.3g} {line.unit}"])
     return table
 
 
-def own_cases(results: Results) -> Table:
-    """Return the table of what only we measure."""
+def own(results: Results) -> Table:
+    """Return the table of what only AsyncFlow measures."""
+    known = [name for name in _known(results) if name in (PLAIN, SECURED)]
     table = Table()
-    table.rows.append(["our own cases", "bar", "keys off", "keys on"])
-    table.rows.append(["---"] * 4)
-
-    def add(words: str, bar: float | None, figure: Callable[[Results], float | None], *, most: bool) -> None:
-        cells = []
-        for keys in (False, True):
-            mine = [result for result in results if _keyed(result) is keys or result["peer"] == RAW]
-            cells.append(table.mark(f"{words} ({'keys' if keys else 'plain'})", figure(mine), bar, most=most))
-        sign = "≤" if most else "≥"
-        if cells != ["–", "–"]:
-            table.rows.append([words, f"{sign} {bar:g}" if bar is not None else "", *cells])
-
-    for bench, words in (("groups", "claim of two whole groups of 8"), ("balanced", "a rank's token-balanced slot")):
-        for rows in (1000, 10_000, 100_000):
-            add(
-                f"{words} of {rows:,} rows, p50, to a raw claim of 16",
-                2.5,
-                lambda mine, bench=bench, rows=rows: _quotient(  # type: ignore[misc]
-                    _median(mine, bench, "claim_ms.p50", rows=rows),
-                    value(mine, Line(words="", bench="control", figure="claim_ms.p50", settings={"rows": rows}), RAW),
-                ),
-                most=True,
-            )
-    for bench, words in (("control", "claim of 16 rows"), ("groups", "whole groups"), ("balanced", "token-balanced")):
-        add(
-            f"{words}: p50 at 100,000 rows to that at 1,000",
-            2.0,
-            lambda mine, bench=bench: _quotient(  # type: ignore[misc]
-                _ours(mine, bench, rows=100_000), _ours(mine, bench, rows=1000)
-            ),
-            most=True,
-        )
-    for what in ("put", "get"):
-        add(
-            f"links of 100 MB/s: {what}, 4 units to 1",
-            3.5,
-            lambda mine, what=what: _quotient(  # type: ignore[misc]
-                _median(mine, "links", f"{what}_GBps", units=4), _median(mine, "links", f"{what}_GBps", units=1)
-            ),
-            most=False,
-        )
-    for figure, words, bar in (
-        ("to_tcv", "MindSpeed RL's volume, bytes moved to TCV", 1.03),
-        ("metadata_to_term", "its metadata, to the paper's term", 2.0),
-        ("to_named_columns", "bytes moved to those of the named columns", 1.03),
-    ):
-        add(words, bar, lambda mine, figure=figure: _median(mine, "volume", figure), most=True)  # type: ignore[misc]
-    for role in ("controller", "unit0"):
-        add(
-            f"resident memory of an idle {role.rstrip('0')}, MB",
-            85.0,
-            lambda mine, role=role: _median(mine, "memory", f"resident_MB.{role}"),  # type: ignore[misc]
-            most=True,
-        )
-    add(
-        "three controllers, one stopped: p99 of a claim of the others, to when it runs",
-        1.2,
-        lambda mine: _median(mine, "shards", "ratio"),
-        most=True,
-    )
-    add("1 M rows: rows/s", None, lambda mine: _median(mine, "million", "rows_per_s"), most=False)
-    add(
-        "1 M rows: rate of the last tenth to the second",
-        0.9,
-        lambda mine: _median(mine, "million", "last_to_second"),
-        most=False,
-    )
-    add(
-        "1 M rows: memory of the controller at the end to half-way",
-        1.1,
-        lambda mine: _growth(mine, "controller"),
-        most=True,
-    )
-    add("1 M rows: memory of the unit at the end to half-way", 1.1, lambda mine: _growth(mine, "unit0"), most=True)
+    table.rows.append(["AsyncFlow's own cases", "bar", *known])
+    table.rows.append(["---"] * len(table.rows[0]))
+    for line in OWN:
+        cells = [table.mark(line, name, line.figure(results, name)) for name in known]
+        if set(cells) - {"–"}:
+            table.rows.append([line.words, _bars(line), *cells])
     return table
 
 
-def _keyed(result: Mapping[str, Any]) -> bool:
-    return bool(result.get("keys", result["peer"].endswith("Keys")))
+def _known(results: Results) -> list[str]:
+    order = [PLAIN, SECURED, MEMORY, SECURED_MEMORY, "mooncake", PEER]
+    found = {result["implementation"] for result in results}
+    return [name for name in order if name in found]
 
 
-def _ours(results: Results, bench: str, *, rows: int) -> float | None:
-    keyed = any(_keyed(result) for result in results)
-    peer = "asyncflow" if bench != "control" else OURS["keys" if keyed else "plain"]
-    return value(results, Line(words="", bench=bench, figure="claim_ms.p50", settings={"rows": rows}), peer)
-
-
-def _median(results: Results, bench: str, figure: str, **settings: Any) -> float | None:
-    return value(results, Line(words="", bench=bench, figure=figure, settings=settings), "asyncflow")
-
-
-def _growth(results: Results, name: str) -> float | None:
-    grown = [
-        result["resident_MB"][-1][name] / result["resident_MB"][4][name]
-        for result in results
-        if result["bench"] == "million"
-    ]
-    return statistics.median(grown) if grown else None
-
-
-def _quotient(above: float | None, below: float | None) -> float | None:
-    return above / below if above is not None and below else None
+def _bars(line: Line) -> str:
+    """Return the bars of a line in words; one that all columns share is said once."""
+    sign = "≤" if line.most else "≥"
+    if not line.bars:
+        return ""
+    if len(set(line.bars.values())) == 1:
+        return f"{sign} {next(iter(line.bars.values())):g}"
+    others = ", ".join(f"{name} {sign} {bar:g}" for name, bar in line.bars.items() if name in (SECURED, MEMORY))
+    return f"{sign} {line.bars[PLAIN]:g} ({others})"

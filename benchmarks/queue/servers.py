@@ -22,19 +22,18 @@ from pathlib import Path
 import environment
 
 from asyncflow.api.load import load
-from asyncflow.api.names import HOST_ENV, KEY_FILE_ENV
+from asyncflow.api.names import HOST_ENV, INSECURE_ENV, TLS_ENV
 from asyncflow.api.queue import TransferQueue
+from asyncflow.local.placement import PortReservation
 from asyncflow.net.arena.unix import SHARED_MEMORY_ENV
 from asyncflow.net.hosts import address_of
-from asyncflow.net.keys import Keys
+from asyncflow.net.issuer import Issuer
 from asyncflow.net.stream.server import new_server
+from asyncflow.net.tls import Credentials
 from asyncflow.plan.queue import queue_roles
-from asyncflow.queue.client.blocking import BlockingQueue
-from asyncflow.queue.client.blocking_visitor import visiting
-from asyncflow.queue.ledger.audit import audit_ledger
-from asyncflow.queue.ledger.audits import merge_audits, shard_ledger
+from asyncflow.queue.blocking import BlockingQueue, connect
+from asyncflow.queue.ledger.audit import audit_ledger, merge_audits, shard_ledger
 from asyncflow.queue.protocol.messages import AuditReport
-from asyncflow.substrates.local.ports import PortReservation
 
 _START_S = 60.0
 _END_S = 10.0
@@ -59,11 +58,16 @@ class Handle:
     """What a client needs to know of a queue, in a form that goes to other processes."""
 
     address: str
-    key_file: str = ""
+    certificate: str = ""
 
-    def visit(self) -> contextlib.AbstractContextManager[BlockingQueue]:
-        """Be a client."""
-        return visiting(self.address, keys=Keys.load(Path(self.key_file)) if self.key_file else None)
+    def connect(self) -> contextlib.AbstractContextManager[BlockingQueue]:
+        """Be a client of the queue while the context lasts."""
+        return connect(self.address, credentials=Credentials(Path(self.certificate)) if self.certificate else None)
+
+    @property
+    def words(self) -> list[str]:
+        """The options of a command line that name the queue."""
+        return ["--address", self.address, *(["--certificate", self.certificate] if self.certificate else [])]
 
 
 @dataclass(kw_only=True)
@@ -125,14 +129,15 @@ def servers(
     backend: str = "memory",
     bytes_per_unit: str = "4Gi",
     sync: str = "interval",
-    keys: bool = False,
+    secured: bool = False,
     shared_memory: bool = False,
     hosts: Callable[[str], str] = lambda _: "127.0.0.1",
     within: Within = lambda _, argv: list(argv),
 ) -> Iterator[Servers]:
     """Start a queue and give it when it is ready.
 
-    shared_memory: between processes of this host, else TCP; hosts: the address of each process; within: see ``Within``.
+    secured: with certificates, over TLS; shared_memory: between processes of this host, else TCP;
+    hosts: the address of each process; within: see ``Within``.
     """
     folder = Path(tempfile.mkdtemp(prefix="asyncflow-bench-"))
     with contextlib.ExitStack() as started:
@@ -142,15 +147,14 @@ def servers(
         manifest.write_text(_MANIFEST.format(**spec, bytes_per_unit=bytes_per_unit))
         if backend != "memory":
             environment.prepare_libraries()
-        key_file = folder / "key"
-        if keys:
-            Keys.generate(key_file)
+        issuer = Issuer(folder / "tls") if secured else None
+        certificate = str(issuer.issue("client")) if issuer else ""
         queue = load(manifest)
         assert isinstance(queue, TransferQueue)
         roles = queue_roles(queue)
         ports = started.enter_context(PortReservation(1 + sum(role.replicas for role in roles)))
         address = address_of(hosts("controller"), ports.pop(), server=new_server())
-        made = Servers(handle=Handle(address=address, key_file=str(key_file) if keys else ""), folder=folder)
+        made = Servers(handle=Handle(address=address, certificate=certificate), folder=folder)
 
         for role in roles:
             for index in range(role.replicas):
@@ -172,7 +176,7 @@ def servers(
                     **role.env,
                     HOST_ENV: hosts(name),
                     SHARED_MEMORY_ENV: "on" if shared_memory else "off",
-                    **({KEY_FILE_ENV: str(key_file)} if keys else {}),
+                    **({TLS_ENV: str(issuer.issue(role.name, index))} if issuer else {INSECURE_ENV: "1"}),
                 }
 
                 def start(

@@ -20,8 +20,8 @@ from servers import servers
 from torch.utils.data import DataLoader
 
 from asyncflow.net.frames import Jagged
-from asyncflow.queue.client.visitor import visit
-from asyncflow.queue.protocol.messages import RowMeta, TaskSpec
+from asyncflow.queue.client import aconnect
+from asyncflow.queue.protocol.messages import Samples, TaskSpec
 from asyncflow.queue.torch import StreamingDataset
 
 ROWS, VALUES = 32, 131_072
@@ -31,21 +31,23 @@ CASES = {"one after the other": (0, 0), "one batch ahead": (1, 0), "two loader w
 
 async def fill(address: str, partition: str, batches: int) -> None:
     """Put as many rows as all cases together read, and close the partition."""
-    async with visit(address) as queue:
+    async with aconnect(address) as queue:
         tasks = [TaskSpec(partition=partition, name=name, needs=["values"]) for name in ("alone", *CASES)]
         await queue.declare(tasks, timeout=30)
         for batch in range(batches):
-            metas = [RowMeta(partition=partition, serial=batch * ROWS + i, sample=0, step=1) for i in range(ROWS)]
+            samples = Samples(serials=list(range(batch * ROWS, (batch + 1) * ROWS)), step=1)
             values = Jagged.from_rows([np.zeros(VALUES, np.float32)] * ROWS, "float32")
-            await queue.create(metas, {"values": values}, group_size=1, timeout=30)
+            await queue.put(partition, {"values": values}, samples=samples, timeout=30)
         await queue.close_partition(partition=partition, step=1, timeout=30)
 
 
 def seconds_a_batch(
-    address: str, partition: str, task: str, *, ahead: int, workers: int, compute_s: float, batches: int
+    address: str, partition: str, task: str, *, prefetch: int, workers: int, compute_s: float, batches: int
 ) -> float:
     """Read everything; give the median time from batch to batch."""
-    data = StreamingDataset(queue=address, partition=partition, task=task, columns=["values"], rows=ROWS, ahead=ahead)
+    data = StreamingDataset(
+        queue=address, partition=partition, task=task, columns=["values"], rows=ROWS, prefetch=prefetch
+    )
     with data:
         times, count, begun = [], 0, time.perf_counter()
         for batch in DataLoader(data, batch_size=None, num_workers=workers, in_order=not workers):
@@ -69,11 +71,17 @@ def main() -> int:
             address, partition = queue.handle.address, f"round{number}"
             asyncio.run(fill(address, partition, given.batches))
             alone = seconds_a_batch(
-                address, partition, "alone", ahead=0, workers=0, compute_s=0.0, batches=given.batches
+                address, partition, "alone", prefetch=0, workers=0, compute_s=0.0, batches=given.batches
             )
-            for name, (ahead, workers) in CASES.items():
+            for name, (prefetch, workers) in CASES.items():
                 taken = seconds_a_batch(
-                    address, partition, name, ahead=ahead, workers=workers, compute_s=2 * alone, batches=given.batches
+                    address,
+                    partition,
+                    name,
+                    prefetch=prefetch,
+                    workers=workers,
+                    compute_s=2 * alone,
+                    batches=given.batches,
                 )
                 ratios[name].append(taken / (2 * alone))
     megabytes = ROWS * VALUES * 4 / 1e6

@@ -24,7 +24,7 @@ _AUDIT_S: Final = 60.0
 _RESTRICTED: Final = "pod-security.kubernetes.io/enforce=restricted"
 _OPERATOR: Final = f"system:serviceaccount:{SYSTEM}:{RELEASE}-operator"
 _STAYS: Final = {
-    "Secret/asyncflow-operator-master": "jobs' keys are derived from it: the chart keeps it on purpose",
+    "Secret/asyncflow-operator-master": "jobs' certificates are derived from it: the chart keeps it on purpose",
     "Lease/asyncflow-operator": "says who led last",
     "ConfigMap/kube-root-ca.crt": "Kubernetes' own",
     "ServiceAccount/default": "Kubernetes' own",

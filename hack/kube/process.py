@@ -1,4 +1,4 @@
-"""One server process: started on a leash, watched while it is waited for, ended by its pid.
+"""One server process: which ends with its parent, watched while it is waited for, ended by its pid.
 
 Invariant: no process outlives the one that started it, also when that is killed with SIGKILL; and nothing is waited
 for without a deadline, nor any longer once a process that it depends on has died.
@@ -49,7 +49,7 @@ class Process:
             raise PlaneError(f"{self.name} has to be started by the main thread: it would end together with this one")
         parent = os.getpid()
 
-        def leash() -> None:
+        def die_with_parent() -> None:
             _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != parent:
                 os._exit(1)
@@ -61,12 +61,18 @@ class Process:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=leash,  # noqa: PLW1509
+                preexec_fn=die_with_parent,  # noqa: PLW1509
             )
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal, such as SIGSTOP for a server that hangs."""
+        """Send it a signal; after SIGSTOP none of its threads runs any more when this returns."""
         os.kill(self.pid, number)
+        if number == signal.SIGSTOP:
+            wait_until(self._is_stopped, f"{self.name} to stop")
+
+    def _is_stopped(self) -> bool:
+        stats = [each.read_text() for each in Path(f"/proc/{self.pid}/task").glob("*/stat")]
+        return all(stat.rpartition(")")[2].split()[0] in "TZX" for stat in stats)
 
     def end(self, number: signal.Signals = signal.SIGKILL) -> None:
         """End it and wait until it is gone; by default at once, since what it stored is thrown away."""

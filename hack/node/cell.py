@@ -1,7 +1,7 @@
 """Private network, mount and process namespaces in which a node lives, and their first process.
 
-Invariant: the init is the child of a process on our leash, so it dies with us at the latest; the kernel then ends all
-that runs inside, and with the namespaces go the mounts, the interfaces and the rules of the packet filter.
+Invariant: the init is the child of a process that ends with its parent, so it dies with us at the latest; the kernel
+then ends all that runs inside, and with the namespaces go mounts, interfaces and the rules of the packet filter.
 """
 
 from __future__ import annotations

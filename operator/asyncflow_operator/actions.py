@@ -1,12 +1,15 @@
 """Actions of the operator, as data: the answer of ``decide``, carried out by ``cluster``.
 
 Invariant: carrying out a plan twice changes nothing the second time. The status is written first, so that what was
-counted (a failure, an attempt) is on record before what it was counted from is deleted.
+counted (a failure, an attempt) is on record before what it was counted from is deleted. Only that a Secret was written
+is put on record afterwards.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from asyncflow_operator.observed import Manifest, Ref
@@ -49,7 +52,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Write parts of the status of ``ref``, if it still is at this resource version: null takes one away."""
+    """Write parts of the status of ``ref``, if it still is at this resource version: null removes one."""
 
     ref: Ref
     version: str
@@ -57,8 +60,8 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """POST ``path`` to the job's driver, with the job's token; asking twice is asking once."""
+class DriverOrder:
+    """POST ``path`` to the job's driver, as the job's operator; the same order twice is one order."""
 
     path: str
 
@@ -72,7 +75,7 @@ class Note:
     message: str
 
 
-Action: TypeAlias = Apply | Delete | Release | Report | Ask
+Action: TypeAlias = Apply | Delete | Release | Report | DriverOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +83,20 @@ class Plan:
     """Actions to take now, in order: ``status`` (None: as it is), then the stages one after another, then the notes.
 
     The actions of a stage are independent of each other, and those of a later one need no more than they say.
-    again_in_s: when to look again though nothing was seen to change; None: only when something is.
+    again_in_s: when to reconcile again though nothing was seen to change; None: only when something is. records: what
+    the status says once an object has been written, in its field ``secrets``; after: the status that this is added to.
     """
 
     status: Manifest | None = None
     stages: tuple[tuple[Action, ...], ...] = ()
     notes: tuple[Note, ...] = ()
     again_in_s: float | None = None
+    records: Mapping[Ref, Manifest] = field(default_factory=lambda: MappingProxyType({}))
+    after: Manifest | None = None
+
+    def recorded(self, written: Collection[Ref]) -> Manifest | None:
+        """Return the status to write once these objects have been written, None where that changes nothing."""
+        records = {key: value for ref in written for key, value in self.records.get(ref, {}).items()}
+        if self.after is None or not records:
+            return None
+        return self.after | {"secrets": self.after.get("secrets", {}) | records}

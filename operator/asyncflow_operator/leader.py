@@ -15,9 +15,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Final
 
-from asyncflow_operator.cluster.client import Api, Json
+from asyncflow_operator.cluster.client import Api, ApiError, Json, Refusal
 from asyncflow_operator.cluster.kinds import LEASE
-from asyncflow_operator.cluster.refusals import ApiError, Refusal
 
 DURATION_S: Final = 15
 RENEW_S: Final = 2.0
@@ -46,7 +45,7 @@ class Leader:
 
     @property
     def leads(self) -> bool:
-        """Whether this one may write now."""
+        """Return whether this one may write now."""
         return self._holds and self._clock() < self._renewed + RENEW_WITHIN_S
 
     async def acquire(self) -> None:
@@ -54,7 +53,7 @@ class Leader:
         while not await self._try():
             await asyncio.sleep(min(RETRY_S, max(0.1, self._seen_at + DURATION_S - self._clock())))
         self._holds = True
-        _log.info("leading", extra={"lease": f"{self._namespace}/{self._name}", "identity": self._identity})
+        _log.info("leadership acquired", extra={"lease": f"{self._namespace}/{self._name}", "identity": self._identity})
 
     async def keep(self) -> None:
         """Renew until it fails for too long; then this one leads no more, and returns."""
@@ -68,7 +67,7 @@ class Leader:
                 await asyncio.sleep(RENEW_S / 2)
 
     async def release(self) -> None:
-        """Let another one take over at once."""
+        """Release the Lease, so that another one takes over at once."""
         if not self._holds:
             return
         self._holds = False
@@ -78,16 +77,16 @@ class Leader:
                 lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1}
                 await self._api.replace(LEASE, self._namespace, self._name, lease, deadline_s=_CALL_S)
         except ApiError as error:
-            _log.warning("lease not released", extra={"why": str(error)})
+            _log.warning("could not release the lease", extra={"why": str(error)})
 
     async def _try(self) -> bool:
-        """Take or renew the Lease; whether it is ours now."""
+        """Take or renew the Lease, and return whether this process holds it now."""
         left = self._renewed + RENEW_WITHIN_S - self._clock() if self._holds else _CALL_S
         try:
             async with asyncio.timeout(min(_CALL_S, left)):
                 return await self._take()
         except (ApiError, TimeoutError) as error:
-            _log.warning("lease not reached", extra={"why": str(error) or "no answer"})
+            _log.warning("could not take or renew the lease", extra={"why": str(error) or "no answer"})
             return False
 
     async def _take(self) -> bool:

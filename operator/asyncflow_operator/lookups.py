@@ -1,54 +1,169 @@
-"""Objects of the cluster that jobs refer to, read in the background: flavors that Kueue has given, classes of priority.
+"""Objects of the cluster that the operator reads in the background: what jobs refer to, and the free capacity of nodes.
 
-Invariant: what nobody asks for is neither read nor remembered; what is asked for is read again now and then, and a look
-at a job never waits for it.
+Invariants: an object that no job asks for is neither read nor remembered; one that is asked for is read again now and
+then, and the reconciliation of a job never waits for it. Nodes are listed only while a pod waits for a place, and at
+most once a minute: this is the one list of all nodes and pods of the cluster, and only an operator of the whole cluster
+may read it. Of each object only what is counted is kept, and few are in memory at a time: a Node is some 20 KB, and a
+cluster has thousands.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Never
+from typing import Any, Final, Never
 
-from asyncflow_operator.cluster.client import Api
-from asyncflow_operator.cluster.kinds import REFERRED
-from asyncflow_operator.cluster.refusals import ApiError
+from asyncflow.api.base import Quantity
+from asyncflow_operator.cluster.client import Api, ApiError
+from asyncflow_operator.cluster.kinds import NODE, POD, REFERRED
 from asyncflow_operator.observe import Key
-from asyncflow_operator.observed import Found, Ref
+from asyncflow_operator.observed import NodeFree, Ref, ReferredObject
+
+Json = Mapping[str, Any]
+
+EVERY_S: Final = 60.0
+_NODES_CHECK_S: Final = 2.0
+_PAGE: Final = 100
+"""Objects that are read at a time."""
+_ALIVE: Final = "status.phase!=Succeeded,status.phase!=Failed"
 
 FRESH_S: Final = 60.0
 """Seconds after which an object is read again."""
 RETRY_S: Final = 5.0
-"""The same of one that could not be read."""
-_LOOK_S: Final = 0.5
+"""Seconds after which an object that could not be read is tried again."""
+_CHECK_S: Final = 0.5
 _KINDS: Final = {kind.name: kind for kind in REFERRED}
 _READ: Final = ("spec", "value")
+
+_log = logging.getLogger(__name__)
+
+
+class Capacity:
+    """Free capacity of the nodes as last read. wanted: whether any pod waits for a place; changed: called after it."""
+
+    def __init__(self, api: Api, *, wanted: Callable[[], bool], changed: Callable[[], None]) -> None:
+        self._api = api
+        self._wanted = wanted
+        self._changed = changed
+        self.nodes: tuple[NodeFree, ...] | None = None
+
+    async def run(self) -> Never:
+        """Read whenever it is wanted, until cancelled."""
+        listed_at = -EVERY_S
+        while True:
+            if not self._wanted():
+                self.nodes = None
+            elif time.monotonic() - listed_at >= EVERY_S:
+                listed_at = time.monotonic()
+                await self._list_nodes()
+            await asyncio.sleep(_NODES_CHECK_S)
+
+    async def _list_nodes(self) -> None:
+        left: dict[str, dict[str, float]] = {}
+        try:
+            async for page in self._api.pages(NODE, size=_PAGE):
+                left |= {
+                    node["metadata"]["name"]: allocatable(node) for node in page.get("items") or () if is_open(node)
+                }
+            async for page in self._api.pages(POD, fields=_ALIVE, size=_PAGE):
+                for pod in page.get("items") or ():
+                    take(left, pod.get("spec") or {})
+        except ApiError as error:
+            _log.warning("could not read the capacity of the nodes", extra={"why": str(error)})
+            return
+        self.nodes = tuple(NodeFree(name=name, free=free) for name, free in sorted(left.items()))
+        self._changed()
+
+
+def is_open(node: Json) -> bool:
+    """Return whether a node is ready and takes pods."""
+    conditions = (node.get("status") or {}).get("conditions") or ()
+    ready = any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+    return ready and not (node.get("spec") or {}).get("unschedulable")
+
+
+def allocatable(node: Json) -> dict[str, float]:
+    """Return the amounts that a node has for pods, by resource."""
+    allocatable = (node.get("status") or {}).get("allocatable") or {}
+    return {sys.intern(resource): amount(quantity) for resource, quantity in allocatable.items()}
+
+
+def take(left: Mapping[str, dict[str, float]], spec: Json) -> None:
+    """Subtract what a pod needs from what is left of its node."""
+    node = left.get(spec.get("nodeName", ""))
+    if node is not None:
+        for resource, asked in needs(spec).items():
+            if resource in node:
+                node[resource] -= asked
+
+
+def needs(spec: Json) -> dict[str, float]:
+    """Return what the scheduler counts for a pod: its containers together, or its largest init container if more."""
+    together: dict[str, float] = defaultdict(float)
+    for container in spec.get("containers") or ():
+        _add(together, container)
+    largest: dict[str, float] = {}
+    for container in spec.get("initContainers") or ():
+        if container.get("restartPolicy") == "Always":
+            _add(together, container)
+        else:
+            for resource, asked in _requests(container).items():
+                largest[resource] = max(largest.get(resource, 0.0), asked)
+    for resource, asked in largest.items():
+        together[resource] = max(together[resource], asked)
+    for resource, quantity in (spec.get("overhead") or {}).items():
+        together[resource] += amount(quantity)
+    together["pods"] = 1.0
+    return dict(together)
+
+
+def amount(quantity: str) -> float:
+    """Return a quantity of the API in cores, bytes or units; 0 for one that this version cannot read."""
+    try:
+        return float(Quantity(quantity).amount)
+    except (ArithmeticError, KeyError):
+        return 0.0
+
+
+def _add(together: dict[str, float], container: Json) -> None:
+    for resource, asked in _requests(container).items():
+        together[resource] += asked
+
+
+def _requests(container: Json) -> dict[str, float]:
+    asked = (container.get("resources") or {}).get("requests") or {}
+    return {resource: amount(quantity) for resource, quantity in asked.items()}
 
 
 @dataclass(slots=True)
 class _Known:
-    """asked: when each job asked last, by the monotonic clock; due: when to read again."""
+    """Record of one object. asked: when each job asked last, by the monotonic clock; due: when to read again."""
 
     asked: dict[Key, float] = field(default_factory=dict)
-    found: Found | None = None
+    found: ReferredObject | None = None
     due: float = 0.0
 
 
 class Lookups:
-    """All of them. news: told each job for which something is new; keep_s: how long a job is told after it last asked,
-    longer than between two looks at it.
+    """Reader of objects that jobs refer to.
+
+    changed: called with each job for which an object is new or another; keep_s: seconds for which it is called after
+    the job last asked, longer than between two reconciliations of it.
     """
 
-    def __init__(self, api: Api, *, news: Callable[[Key], None], keep_s: float) -> None:
+    def __init__(self, api: Api, *, changed: Callable[[Key], None], keep_s: float) -> None:
         self._api = api
         self._keep_s = keep_s
-        self._news = news
+        self._changed = changed
         self._known: dict[Ref, _Known] = {}
         self._wanted = asyncio.Event()
 
-    def find(self, ref: Ref, *, by: Key) -> Found | None:
+    def find(self, ref: Ref, *, by: Key) -> ReferredObject | None:
         """Return an object as it was last read, None where it has yet to be. by: the job that asks."""
         known = self._known.get(ref)
         if known is None:
@@ -69,7 +184,7 @@ class Lookups:
                 elif known.due <= now:
                     await self._read(ref, known)
             waits = asyncio.create_task(self._wanted.wait())
-            await asyncio.wait([waits], timeout=_LOOK_S)
+            await asyncio.wait([waits], timeout=_CHECK_S)
             waits.cancel()
 
     async def _read(self, ref: Ref, known: _Known) -> None:
@@ -77,11 +192,11 @@ class Lookups:
         try:
             await self._api.settle(kind)
             raw = await self._api.get(kind, "", ref.name)
-            found = Found(content={name: raw[name] for name in _READ if name in raw})
+            found = ReferredObject(content={name: raw[name] for name in _READ if name in raw})
         except ApiError as error:
-            found = Found(problem=error.what)
+            found = ReferredObject(problem=error.what)
         known.due = time.monotonic() + (RETRY_S if found.problem else FRESH_S)
         if found != known.found:
             known.found = found
             for key in known.asked:
-                self._news(key)
+                self._changed(key)

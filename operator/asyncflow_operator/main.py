@@ -1,7 +1,7 @@
 """``asyncflow-operator``: the command line.
 
 Invariant: exit status 0 after SIGTERM or SIGINT, 2 where a setting is wrong and nothing was started, 3 where another
-operator leads now, 1 for anything else; what a person got wrong costs one line, and a traceback is a bug of ours.
+operator leads now, 1 for anything else; a mistake of the user costs one line, and a traceback is a bug.
 """
 
 from __future__ import annotations

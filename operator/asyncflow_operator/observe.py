@@ -1,7 +1,7 @@
-"""From the store to the state that ``decide`` reads.
+"""Observation: the state that ``decide`` reads, made from the store.
 
-Invariant: pure reading of what is known now; nothing is asked of the server. What an object of ours of the same name
-left behind is seen as ending: its seat is not free, and it is nobody's failure.
+Invariant: pure reading of what is known now; nothing is asked of the server. What an earlier resource of the same name
+left behind is seen as ending: its names are not free, and its ends are no failures.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
-from asyncflow_operator.cluster.kinds import OURS, POD, QUEUE, RLJOB
-from asyncflow_operator.cluster.owners import Mine
-from asyncflow_operator.cluster.store import Entry, Group, Store
+from asyncflow_operator.cluster.kinds import CUSTOM_KINDS, POD, QUEUE, RLJOB
+from asyncflow_operator.cluster.owners import CustomResource
+from asyncflow_operator.cluster.store import Entry, ObjectGroup, ObjectStore
 from asyncflow_operator.desired.gang import refers_to
 from asyncflow_operator.observed import (
     Denial,
-    Found,
+    DriverProbe,
     JobState,
     NodeFree,
     ObjectView,
     Owner,
     PodView,
-    Probe,
-    QueueState,
     Ref,
+    ReferredObject,
     SyncState,
+    TransferQueueState,
 )
 from asyncflow_operator.worklist import backoff
 
 ENDING_S: Final = 30.0
-_OURS: Final = frozenset(kind.name for kind in OURS)
+_CUSTOM: Final = frozenset(kind.name for kind in CUSTOM_KINDS)
 
 
 class Key(NamedTuple):
-    """One object of ours."""
+    """Key of a custom resource."""
 
     kind: str
     namespace: str
@@ -48,7 +48,7 @@ class Key(NamedTuple):
 
 @dataclass(slots=True)
 class _Denied:
-    """The refusals that concern one of our objects at one generation.
+    """Refusals that concern a custom resource at one generation.
 
     until: when it is tried again (seconds, monotonic); times: how often it was refused.
     """
@@ -59,7 +59,7 @@ class _Denied:
     until: float = 0.0
 
 
-class Refused:
+class RefusalRecord:
     """Record of what the server refused: objects, and namespaces in which nothing can be made any more.
 
     What was refused is left alone for a while, longer each time, and everything else goes on; when the spec changes it
@@ -75,7 +75,7 @@ class Refused:
     def note(
         self, key: Key, generation: int, denials: Collection[Denial], *, tried: Collection[Ref], ends: bool
     ) -> None:
-        """Take how a plan for an object ended that ``tried`` to write these objects."""
+        """Record the outcome of a plan for an object, which ``tried`` to write these objects."""
         if ends:
             self._ending[key.namespace] = self._clock() + ENDING_S
         known = self._denied.get(key)
@@ -93,7 +93,7 @@ class Refused:
             self._denied.pop(key, None)
 
     def keep(self, key: Key, wanted: Collection[Ref]) -> bool:
-        """Forget refusals of what is not ``wanted`` any more; say whether there were any."""
+        """Forget refusals of what is not ``wanted`` any more, and return whether there were any."""
         known = self._denied.get(key)
         if known is None or known.denials.keys() <= set(wanted):
             return False
@@ -103,12 +103,12 @@ class Refused:
         return True
 
     def denied(self, key: Key) -> tuple[Denial, ...]:
-        """Return what is refused of an object."""
+        """Return the refusals that concern an object."""
         known = self._denied.get(key)
         return tuple(known.denials.values()) if known is not None else ()
 
-    def resting(self, key: Key, generation: int) -> tuple[frozenset[Ref], float | None]:
-        """Return what is left alone now of an object, and the seconds until it is tried again."""
+    def paused(self, key: Key, generation: int) -> tuple[frozenset[Ref], float | None]:
+        """Return which objects are left alone now for an owner, and the seconds until they are tried again."""
         known = self._denied.get(key)
         if known is None or known.generation != generation or self._clock() >= known.until:
             return frozenset(), None
@@ -128,20 +128,20 @@ class Refused:
 
 
 class Observer:
-    """Reads the store.
+    """Reader of the store.
 
-    probe: gives a driver's last answer by the job's UID; nodes: what the nodes have left; find: gives what was read of
-    an object of the cluster that a job refers to, None where it has yet to be.
+    probe: returns a driver's last answer by the job's UID; nodes: returns what the nodes have left; find: returns what
+    was read of an object of the cluster that a job refers to, None where it has yet to be.
     """
 
     def __init__(
         self,
-        store: Store,
+        store: ObjectStore,
         *,
-        probe: Callable[[str], Probe],
+        probe: Callable[[str], DriverProbe],
         nodes: Callable[[], tuple[NodeFree, ...] | None],
-        refused: Refused,
-        find: Callable[[Ref, Key], Found | None] = lambda *_: None,
+        refused: RefusalRecord,
+        find: Callable[[Ref, Key], ReferredObject | None] = lambda *_: None,
     ) -> None:
         self._store = store
         self._probe = probe
@@ -149,73 +149,77 @@ class Observer:
         self._refused = refused
         self._find = find
 
-    def mine(self, key: Key) -> Mine | None:
-        """Return an object of ours, None where there is none."""
+    def resource(self, key: Key) -> CustomResource | None:
+        """Return a custom resource, None where there is none."""
         entry = self._store.get(*key)
         return None if entry is None else entry.view
 
-    def job(self, mine: Mine) -> JobState:
+    def job(self, resource: CustomResource) -> JobState:
         """Return the state of a job."""
-        owner = mine.owner
-        entries = self._store.of(Group(owner.namespace, owner.kind, owner.name))
+        owner = resource.owner
+        entries = self._store.of(ObjectGroup(owner.namespace, owner.kind, owner.name))
         queues = {entry.uid: entry.view for entry in entries if entry.kind == QUEUE.name and entry.owner == owner.uid}
         pods, objects = _members(entries, {owner.uid} | queues.keys())
         return JobState(
             owner=owner,
-            job=mine.model,
-            problem=mine.problem,
-            problem_reason=mine.problem_reason,
-            status=mine.status,
+            job=resource.model,
+            problem=resource.problem,
+            problem_reason=resource.problem_reason,
+            status=resource.status,
             queue=next((queue.status for queue in queues.values()), None),
             pods=pods,
             objects=objects,
             probe=_of_driver(self._probe(owner.uid), pods),
-            scaled_by=mine.scaled_by,
+            scaled_by=resource.scaled_by,
             namespace_ending=self._refused.ends(owner.namespace),
-            denied=tuple(denial for each in (mine, *queues.values()) for denial in self._refused.denied(_key(each))),
+            denied=tuple(
+                denial for each in (resource, *queues.values()) for denial in self._refused.denied(_key(each))
+            ),
             nodes=self._nodes() if any(pod.unschedulable for pod in pods) else None,
-            found=self._found(mine, objects),
+            found=self._found(resource, objects),
         )
 
-    def queue(self, mine: Mine) -> QueueState:
+    def queue(self, resource: CustomResource) -> TransferQueueState:
         """Return the state of a queue."""
-        owner, job = self._standing(mine)
-        group = Group(owner.namespace, *(mine.controller if mine.controller[0] in _OURS else (owner.kind, owner.name)))
+        owner, job = self._with_job(resource)
+        group = ObjectGroup(
+            owner.namespace, *(resource.controller if resource.controller[0] in _CUSTOM else (owner.kind, owner.name))
+        )
         pods, objects = _members(self._store.of(group), {owner.uid})
-        return QueueState(
+        return TransferQueueState(
             owner=owner,
-            queue=mine.model,
-            problem=mine.problem,
-            problem_reason=mine.problem_reason,
-            status=mine.status,
+            queue=resource.model,
+            problem=resource.problem,
+            problem_reason=resource.problem_reason,
+            status=resource.status,
             job=job,
             pods=pods,
             objects=objects,
             namespace_ending=self._refused.ends(owner.namespace),
-            denied=self._refused.denied(_key(mine)),
+            denied=self._refused.denied(_key(resource)),
         )
 
-    def sync(self, mine: Mine) -> SyncState:
+    def sync(self, resource: CustomResource) -> SyncState:
         """Return the state of the weight versions of a job."""
-        owner, job = self._standing(mine)
+        owner, job = self._with_job(resource)
         return SyncState(
             owner=owner,
-            sync=mine.model,
-            problem=mine.problem,
-            problem_reason=mine.problem_reason,
-            status=mine.status,
+            sync=resource.model,
+            problem=resource.problem,
+            problem_reason=resource.problem_reason,
+            status=resource.status,
             job=job,
         )
 
-    def _found(self, mine: Mine, objects: Mapping[Ref, ObjectView]) -> dict[Ref, Found]:
-        """Return what has been read of the cluster's objects that a job refers to."""
-        refs = refers_to(mine.model, mine.owner, objects) if mine.model is not None else ()
-        read = {ref: self._find(ref, _key(mine)) for ref in refs}
+    def _found(self, resource: CustomResource, objects: Mapping[Ref, ObjectView]) -> dict[Ref, ReferredObject]:
+        """Return the cluster's objects that a job refers to, as far as they have been read."""
+        refs = refers_to(resource.model, resource.owner, objects) if resource.model is not None else ()
+        read = {ref: self._find(ref, _key(resource)) for ref in refs}
         return {ref: found for ref, found in read.items() if found is not None}
 
-    def _standing(self, mine: Mine) -> tuple[Owner, JobState | None]:
-        """Return an object as it stands, and its job; what belongs to a job that is gone goes, too."""
-        owner, (kind, name) = mine.owner, mine.controller
+    def _with_job(self, resource: CustomResource) -> tuple[Owner, JobState | None]:
+        """Return the owner and its job; one that belongs to a job that is gone is being deleted, too."""
+        owner, (kind, name) = resource.owner, resource.controller
         if kind != RLJOB.name:
             return owner, None
         entry = self._store.get(owner.kind, owner.namespace, owner.name)
@@ -225,22 +229,22 @@ class Observer:
         return owner, self.job(job.view)
 
 
-def _key(mine: Mine) -> Key:
-    return Key(mine.owner.kind, mine.owner.namespace, mine.owner.name)
+def _key(resource: CustomResource) -> Key:
+    return Key(resource.owner.kind, resource.owner.namespace, resource.owner.name)
 
 
-def _of_driver(probe: Probe, pods: Collection[PodView]) -> Probe:
-    """Return what the driver said that the job has now; what an earlier one said holds no more."""
+def _of_driver(probe: DriverProbe, pods: Collection[PodView]) -> DriverProbe:
+    """Return the answer of the driver that the job has now; that of an earlier one holds no more."""
     others = [pod.uid for pod in pods if pod.role == "driver" and pod.uid != probe.pod]
-    return Probe() if probe.pod and others else probe
+    return DriverProbe() if probe.pod and others else probe
 
 
 def _members(entries: Collection[Entry[Any]], owners: set[str]) -> tuple[tuple[PodView, ...], dict[Ref, ObjectView]]:
     """Return the pods, ordered by name, and the other objects of ``owners`` or of an owner that exists no more.
 
-    What nobody of ours owns is somebody else's, whatever its labels say.
+    An object without a custom resource as its owner belongs to another owner, whatever its labels say.
     """
-    others = {entry.uid for entry in entries if entry.kind in _OURS} - owners
+    others = {entry.uid for entry in entries if entry.kind in _CUSTOM} - owners
     pods: list[PodView] = []
     objects: dict[Ref, ObjectView] = {}
     for entry in entries:
@@ -251,12 +255,14 @@ def _members(entries: Collection[Entry[Any]], owners: set[str]) -> tuple[tuple[P
             pod: PodView = entry.view
             pods.append(replace(pod, deleting=True) if left_behind else pod)
         else:
-            view = _as_object(entry.view) if entry.kind in _OURS else entry.view
+            view = _as_object(entry.view) if entry.kind in _CUSTOM else entry.view
             objects[view.ref] = replace(view, deleting=True) if left_behind else view
     return tuple(sorted(pods, key=lambda pod: pod.name)), objects
 
 
-def _as_object(mine: Mine) -> ObjectView:
-    owner = mine.owner
+def _as_object(resource: CustomResource) -> ObjectView:
+    owner = resource.owner
     ref = Ref(owner.kind, owner.name)
-    return ObjectView(ref=ref, uid=owner.uid, digest=mine.digest, held=mine.held, phase="", deleting=owner.deleting)
+    return ObjectView(
+        ref=ref, uid=owner.uid, digest=resource.digest, held=resource.held, phase="", deleting=owner.deleting
+    )

@@ -23,7 +23,7 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Ref:
-    """Names one object within a namespace, e.g. ``Ref("Pod", "quickstart-rollout-2")``."""
+    """Name of one object within a namespace, e.g. ``Ref("Pod", "quickstart-rollout-2")``."""
 
     kind: str
     name: str
@@ -43,7 +43,7 @@ class Denial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """The object of ours that something is made for."""
+    """The custom resource that something is made for."""
 
     kind: Literal["RLJob", "TransferQueue", "WeightSync"]
     namespace: str
@@ -57,9 +57,10 @@ class Owner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodView:
-    """One pod of ours.
+    """One pod that the operator made.
 
-    digest: of the pod as it was applied; phase: that of our container once it has ended, whatever else runs beside it;
+    digest: of the pod as it was applied; phase: that of its main container once it has ended, whatever else runs beside
+    it;
     leftover: whether something does; scheduled: whether it has a node; unschedulable: the scheduler's words;
     gates, finalizers: what keeps it from being scheduled, and from going;
     unreachable: whether its node does not answer; ends_by: when the grace period of its deletion ends (unix seconds);
@@ -67,7 +68,7 @@ class PodView:
     PersistentVolumeClaims that it mounts;
     waiting: the kubelet's reason why the container does not start (ImagePullBackOff ...); waiting_message: its words;
     exit_code, exit_reason, last_words: how the container ended, None and "" while it has not; started: when it ran;
-    disrupted: whether the cluster took it away (eviction, preemption, a lost node), which is nobody's failure.
+    disrupted: whether the cluster took it away (eviction, preemption, a lost node), which counts as no failure.
     """
 
     name: str
@@ -116,12 +117,12 @@ class Assigned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectView:
-    """Another object of ours: a Service, a claim, a PodGroup.
+    """Another object that the operator made: a Service, a claim, a PodGroup.
 
-    digest: as applied; held: the fields that are this operator's, as the API server records them, "" where nobody
-    looks; phase: where the kind has one, and of a Workload the latest that happened to it; said: why a Workload is
-    where it is; of a Workload also conditions: as Kueue and we have written them; version: the resource version that
-    they are of; assigned: by role.
+    digest: as applied; held: the fields that are this operator's, as the API server records them, "" where it is not
+    compared; phase: where the kind has one, and of a Workload the latest that happened to it; said: why a Workload is
+    where it is; of a Workload also conditions: as Kueue and the operator have written them; version: the resource
+    version that they are of; assigned: by role.
     """
 
     ref: Ref
@@ -137,7 +138,7 @@ class ObjectView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class ReferredObject:
     """An object of the cluster that a job refers to, as last read. problem: why it cannot be had, "" if it can."""
 
     content: Manifest = field(default_factory=dict)
@@ -145,7 +146,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class DriverProbe:
     """Result of asking the driver. status: its last good answer, taken at ``at``; error: why there is no newer one.
 
     pod: UID of the pod that was asked.
@@ -159,13 +160,13 @@ class Probe:
 
     @property
     def asked(self) -> bool:
-        """Whether this process has asked the driver at all: until then what was said of it before still holds."""
+        """Return whether this process has asked the driver at all: until then the written status still holds."""
         return self.status is not None or self.failing_since is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFree:
-    """Free resources of one node, by name (``cpu`` in cores, ``memory`` in bytes, devices in pieces)."""
+    """Free resources of one node, by name (``cpu`` in cores, ``memory`` in bytes, devices by number)."""
 
     name: str
     free: Mapping[str, float]
@@ -175,13 +176,13 @@ class NodeFree:
 class JobState:
     """Everything that decides what happens to one RLJob.
 
-    job: what counts: the spec, or the last that was accepted if ``problem`` says why the spec is not; None where none
-    ever was; status: as last written;
+    job: the spec in force: the newest, or the last that was accepted if ``problem`` says why the spec is not; None
+    where none ever was; status: as last written;
     queue: the status of the job's own TransferQueue as last written, None where there is none yet; pods: of all roles,
     those of the job's own TransferQueue too; objects: all else that carries the job's label; scaled_by: foreign field
     managers of spec.rollout.replicas; namespace_ending: nothing can be made there any more;
-    denied: what the API server refuses of this job (a quota ...); nodes: None if nobody has looked; found: what of the
-    cluster's objects that the job refers to has been read.
+    denied: what the API server refuses of this job (a quota ...); nodes: None if they have not been read; found: what
+    of the cluster's objects that the job refers to has been read.
     """
 
     owner: Owner
@@ -192,19 +193,19 @@ class JobState:
     queue: QueueStatus | None = None
     pods: tuple[PodView, ...] = ()
     objects: Mapping[Ref, ObjectView] = field(default_factory=lambda: MappingProxyType({}))
-    probe: Probe = Probe()
+    probe: DriverProbe = DriverProbe()
     scaled_by: tuple[str, ...] = ()
     namespace_ending: bool = False
     denied: tuple[Denial, ...] = ()
     nodes: tuple[NodeFree, ...] | None = None
-    found: Mapping[Ref, Found] = field(default_factory=lambda: MappingProxyType({}))
+    found: Mapping[Ref, ReferredObject] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueueState:
+class TransferQueueState:
     """Everything that decides what happens to one TransferQueue.
 
-    queue: what counts, as of a job; job: its owner, where it belongs to a job.
+    queue: the spec in force, as of a job; job: its owner, where it belongs to a job.
     """
 
     owner: Owner

@@ -1,7 +1,7 @@
-"""One operator process: all parts put together, from the first list to the last write.
+"""The operator process: all parts put together, from the first list to the last write.
 
 Invariant: nothing is written before everything has been listed and this process leads; and nothing after it has lost
-the lead. Asked to stop, it takes nothing new, lets what is under way end within ``FINISH_S``, and gives the lead away.
+the lead. Asked to stop, it takes nothing new, lets what is under way end within ``FINISH_S``, and releases the lead.
 """
 
 from __future__ import annotations
@@ -13,45 +13,42 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Final
 
-from asyncflow_operator import fleet, ours
-from asyncflow_operator.capacity import Capacity
-from asyncflow_operator.cluster.apply import Hands
+from asyncflow.plan.certificates import period_of
+from asyncflow_operator.cluster.apply import PlanExecutor
 from asyncflow_operator.cluster.client import Api
 from asyncflow_operator.cluster.events import Recorder
-from asyncflow_operator.cluster.kinds import OURS, POD, RLJOB
-from asyncflow_operator.cluster.store import Entry, Group
+from asyncflow_operator.cluster.kinds import CUSTOM_KINDS, POD, RLJOB
+from asyncflow_operator.cluster.store import Entry, ObjectGroup
 from asyncflow_operator.decide.job import decide_job
 from asyncflow_operator.decide.queue import decide_queue
 from asyncflow_operator.decide.weights import decide_sync
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
-from asyncflow_operator.health import Http, Vitals
+from asyncflow_operator.drivers import Drivers, RunningDriver
 from asyncflow_operator.leader import Leader
-from asyncflow_operator.lookups import Lookups
-from asyncflow_operator.observe import Key, Observer, Refused
+from asyncflow_operator.lookups import Capacity, Lookups
+from asyncflow_operator.observe import Key, Observer, RefusalRecord
 from asyncflow_operator.observed import Owner, PodView
-from asyncflow_operator.probe import Drivers, RunningDriver
-from asyncflow_operator.reconcile import Outcome, Reconciler
-from asyncflow_operator.remember import Remembered
+from asyncflow_operator.reconcile import CachedDesired, ReconcileOutcome, Reconciler
 from asyncflow_operator.settings import Settings
-from asyncflow_operator.telemetry import Metrics
-from asyncflow_operator.watch import Watch
+from asyncflow_operator.telemetry import HealthChecks, Http, Metrics, update_gauges
+from asyncflow_operator.watch import ClusterWatch, run_kopf
 from asyncflow_operator.worklist import Worklist
 
 FINISH_S: Final = 20.0
 _END_S: Final = 5.0
-_OURS: Final = frozenset(kind.name for kind in OURS)
+_CUSTOM: Final = frozenset(kind.name for kind in CUSTOM_KINDS)
 
 _log = logging.getLogger(__name__)
 
 
 class LeadershipLost(Exception):
-    """Another operator may work now: this one must end at once."""
+    """Leadership was lost: another operator may work now, and this one must end at once."""
 
 
 class Operator:
-    """Everything that one process does.
+    """Operator process.
 
-    leases: connections for the Lease alone, so that no write of ours holds up its renewal.
+    leases: connections for the Lease alone, so that no other write holds up its renewal.
     """
 
     def __init__(self, settings: Settings, api: Api, *, leases: Api, master: bytes, metrics: Metrics) -> None:
@@ -59,13 +56,13 @@ class Operator:
         self._api = api
         self._metrics = metrics
         self._stop = asyncio.Event()
-        self._looks: set[asyncio.Task[None]] = set()
+        self._running: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(settings.workers)
         self._worklist: Worklist[Key] = Worklist(waited=metrics.wait_seconds.observe)
         self._leader = Leader(leases, namespace=settings.namespace, name=settings.lease, identity=settings.identity)
         self._prepared = False
         api.may_write = self._leads
-        self._watch = Watch(
+        self._watch = ClusterWatch(
             api,
             namespaces=settings.namespaces,
             mark=self._worklist.mark,
@@ -76,22 +73,24 @@ class Operator:
             DesiredSettings(
                 registry=Registry(prefix=settings.images, tag=settings.tag),
                 master=master,
+                namespace=settings.namespace,
                 watchers=(settings.namespace, *settings.watchers),
             )
         )
-        remembered = Remembered(desired)
+        cached = CachedDesired(desired)
         self._drivers = Drivers(
             url=settings.probe_url,
             every_s=settings.probe_seconds,
-            token=desired.token,
+            control_url=settings.control_url,
+            certificate=lambda owner: desired.secrets(owner).operator(period_of(time.time())),
             running=self._running_drivers,
-            news=self._mark_job,
+            changed=self._mark_job,
             asked=metrics.probed,
             ordered=lambda outcome: metrics.acted("ask", outcome),
         )
-        self._capacity = Capacity(api, wanted=lambda: any(self._waiting()), news=self._mark_waiting)
-        self._lookups = Lookups(api, news=self._mark_job, keep_s=2 * settings.resync_seconds)
-        refused = Refused()
+        self._capacity = Capacity(api, wanted=lambda: any(self._waiting()), changed=self._mark_waiting)
+        self._lookups = Lookups(api, changed=self._mark_job, keep_s=2 * settings.resync_seconds)
+        refused = RefusalRecord()
         self._reconciler = Reconciler(
             observer=Observer(
                 self._watch.store,
@@ -101,16 +100,16 @@ class Operator:
                 find=lambda ref, key: self._lookups.find(ref, by=key),
             ),
             decide={
-                "RLJob": lambda state, now: decide_job(state, now=now, desired=remembered),
-                "TransferQueue": lambda state, now: decide_queue(state, now=now, desired=remembered),
+                "RLJob": lambda state, now: decide_job(state, now=now, desired=cached),
+                "TransferQueue": lambda state, now: decide_queue(state, now=now, desired=cached),
                 "WeightSync": lambda state, now: decide_sync(state, now=now),
             },
-            hands=Hands(api, self._watch.store, self._drivers, acted=metrics.acted),
+            executor=PlanExecutor(api, self._watch.store, self._drivers, acted=metrics.acted),
             recorder=Recorder(api, reporter=settings.identity),
             refused=refused,
             metrics=metrics,
         )
-        self._vitals = Vitals(oldest_s=self._oldest_s, silent_s=self._watch.silent_s, metrics=metrics)
+        self._vitals = HealthChecks(oldest_s=self._oldest_s, silent_s=self._watch.silent_s, metrics=metrics)
         metrics.worklist.set_function(lambda: len(self._worklist))
         metrics.leads.set_function(lambda: float(self._leads()))
 
@@ -119,7 +118,7 @@ class Operator:
         self._stop.set()
 
     async def run(self, *, take_signals: Callable[[], None]) -> None:
-        """Work until stopped. Raises LeadershipLost, and whatever made a part of it fail.
+        """Work until stopped. Raises LeadershipLost, and the failure of any part.
 
         take_signals: makes SIGTERM call ``stop``; called once kopf has taken the signals for itself.
         """
@@ -127,19 +126,19 @@ class Operator:
             metrics=self._metrics,
             vitals=self._vitals,
             ready=self._watch.missing,
-            refresh=lambda: fleet.show(self._watch.store, self._metrics),
+            refresh=lambda: update_gauges(self._watch.store, self._metrics),
         )
         port = await http.start(self._settings.http_host, self._settings.http_port)
-        _log.info("started", extra={"identity": self._settings.identity, "http_port": port})
+        _log.info("operator started", extra={"identity": self._settings.identity, "http_port": port})
         kopf_stop, kopf_ready = asyncio.Event(), asyncio.Event()
-        following = ours.follow(
+        kopf_run = run_kopf(
             self._api,
             self._watch.store,
             namespaces=self._settings.namespaces,
             stop=kopf_stop,
             ready=kopf_ready,
         )
-        kopf = asyncio.create_task(following, name="kopf")
+        kopf = asyncio.create_task(kopf_run, name="kopf")
         tasks = {kopf, asyncio.create_task(self._stop.wait())}
         try:
             await _first(tasks, until=kopf_ready.wait())
@@ -152,10 +151,10 @@ class Operator:
                 await _first(tasks)
             await self._finish()
         finally:
-            for task in (*(tasks - {kopf}), *self._looks):
+            for task in (*(tasks - {kopf}), *self._running):
                 task.cancel()
             kopf_stop.set()
-            await asyncio.wait(tasks | self._looks, timeout=_END_S)
+            await asyncio.wait(tasks | self._running, timeout=_END_S)
             await http.close()
         for task in tasks:
             if task.done() and not task.cancelled():
@@ -164,7 +163,8 @@ class Operator:
     async def _prepare(self) -> None:
         """Wait until everything is listed and this process leads."""
         await self._watch.synced()
-        _log.info("synced", extra={kind.name: self._watch.store.count(kind.name) for kind in (*OURS, POD)})
+        counts = {kind.name: self._watch.store.count(kind.name) for kind in (*CUSTOM_KINDS, POD)}
+        _log.info("all kinds listed", extra=counts)
         if self._settings.leader_election:
             await self._leader.acquire()
         self._prepared = True
@@ -182,39 +182,41 @@ class Operator:
             key = await self._worklist.take()
             if self._stop.is_set():
                 return
-            task = asyncio.create_task(self._look(key))
-            self._looks.add(task)
-            task.add_done_callback(self._looked)
+            task = asyncio.create_task(self._reconcile(key))
+            self._running.add(task)
+            task.add_done_callback(self._reconciled)
 
-    def _looked(self, task: asyncio.Task[None]) -> None:
-        self._looks.discard(task)
+    def _reconciled(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
         self._slots.release()
 
-    async def _look(self, key: Key) -> None:
+    async def _reconcile(self, key: Key) -> None:
         begun = time.perf_counter()
         try:
-            outcome = await self._reconciler.look(key)
+            outcome = await self._reconciler.reconcile(key)
         except Exception:  # noqa: BLE001 - a bug that one object meets must not stop the others
-            _log.exception("reconcile failed", extra={"object": str(key)})
-            outcome = Outcome(failed=True)
+            _log.exception("reconciliation met a bug", extra={"object": str(key)})
+            outcome = ReconcileOutcome(failed=True)
         backoff = self._worklist.finish(key, again_in_s=outcome.again_in_s, failed=outcome.failed)
         if outcome.gone:
             self._worklist.forget(key)
         word = "failed" if outcome.failed or outcome.denied else "gone" if outcome.gone else "ok"
         self._metrics.reconciled(key.kind, word, time.perf_counter() - begun)
         if outcome.failed:
-            _log.warning("reconcile put off", extra={"object": str(key), "backoff_s": round(backoff, 1)})
+            _log.warning(
+                "reconciliation failed, trying again later", extra={"object": str(key), "backoff_s": round(backoff, 1)}
+            )
 
     async def _finish(self) -> None:
-        """Let what is under way end, then let another one lead."""
-        _log.info("stopping", extra={"under_way": len(self._looks)})
-        if self._looks:
-            await asyncio.wait(self._looks, timeout=FINISH_S)
+        """Wait for what is under way, then release the lead."""
+        _log.info("operator stopping", extra={"under_way": len(self._running)})
+        if self._running:
+            await asyncio.wait(self._running, timeout=FINISH_S)
         await self._leader.release()
 
     def _running_drivers(self) -> Iterator[RunningDriver]:
         """Yield the drivers that run, each with the number of rollout pods that its job has."""
-        rollouts: Counter[Group] = Counter()
+        rollouts: Counter[ObjectGroup] = Counter()
         drivers: list[Entry[PodView]] = []
         for _, _, entry in self._watch.store.all(POD.name):
             pod: PodView = entry.view
@@ -230,9 +232,9 @@ class Operator:
                 )
 
     def _mark_job(self, job: Owner | Key) -> None:
-        group = Group(job.namespace, job.kind, job.name)
+        group = ObjectGroup(job.namespace, job.kind, job.name)
         for entry in self._watch.store.of(group):
-            if entry.kind in _OURS:
+            if entry.kind in _CUSTOM:
                 self._worklist.mark(Key(entry.kind, job.namespace, entry.view.owner.name))
 
     def _waiting(self) -> Iterator[Key]:
@@ -253,7 +255,7 @@ class Operator:
 
 
 async def _first(tasks: set[asyncio.Task[Any]], *, until: Coroutine[Any, Any, Any] | None = None) -> bool:
-    """Wait until one of ``tasks`` ends, or ``until`` does: whether it was that. Raises what made a task fail.
+    """Wait until one of ``tasks`` ends, or ``until`` does, and return whether it was that. Raises a task's failure.
 
     kopf, when it fails, cancels whatever it finds in the loop: a cancelled task is an end, kopf's error comes later.
     """

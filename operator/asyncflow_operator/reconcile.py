@@ -1,37 +1,86 @@
-"""One look at one object: observe, decide, carry out.
+"""Reconciliation of one object: observe, decide, carry out.
 
-Invariant: nothing is remembered between two looks but what the server refused, and that while it is still wanted;
-whatever was missed, the next look sees everything. What was refused is left alone for its time, everything else is
-done. A state that has not changed, and whose time has not come, is not decided again.
+Invariants: between two reconciliations nothing is remembered but what the server refused, and that while it is still
+wanted; whatever was missed, the next one sees everything. What was refused is left alone for its time, everything else
+is done. A state that has not changed, and whose time has not come, is not decided again. What is cached of the desired
+objects is what would be built: they depend on the parsed job, which is one object as long as spec and labels stay, on
+the pinned images, and on what was found that the job refers to; when one is another, they are built again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-from asyncflow_operator.actions import Action, Ask, Delete, Plan
-from asyncflow_operator.cluster.apply import Hands
+from asyncflow.api.job import RLJob
+from asyncflow_operator.actions import Action, Delete, DriverOrder, Plan
+from asyncflow_operator.cluster.apply import Failures, PlanExecutor
 from asyncflow_operator.cluster.events import Recorder
-from asyncflow_operator.cluster.owners import Mine
-from asyncflow_operator.observe import Key, Observer, Refused
-from asyncflow_operator.observed import JobState, Owner, QueueState, Ref, SyncState
+from asyncflow_operator.cluster.owners import CustomResource
+from asyncflow_operator.desired import Desired
+from asyncflow_operator.observe import Key, Observer, RefusalRecord
+from asyncflow_operator.observed import JobState, Manifest, Owner, Ref, ReferredObject, SyncState, TransferQueueState
 from asyncflow_operator.telemetry import Metrics
 
-State = JobState | QueueState | SyncState
+MOST: Final = 1024
+"""Jobs whose objects are remembered, the latest reconciled; some 12 KiB each."""
+
+Manifests = tuple[Manifest, ...]
+State = JobState | TransferQueueState | SyncState
 Decide = Callable[[Any, float], Plan]
 """Returns the plan for a state at a time (unix seconds)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """Outcome of a look at an object.
+@dataclass(frozen=True, slots=True)
+class _Built:
+    job: RLJob | None
+    images: dict[str, str]
+    found: Mapping[Ref, ReferredObject]
+    manifests: Manifests
 
-    again_in_s: when to look again anyway; failed: whether something could not be done, so that the object is left
-    alone for a while; denied: whether something was refused, which alone is left alone; gone: whether there is no such
-    object.
+
+class CachedDesired:
+    """Cache of what ``desired`` builds."""
+
+    def __init__(self, desired: Desired) -> None:
+        self._desired = desired
+        self._known: OrderedDict[tuple[str, str], _Built] = OrderedDict()
+        self.pod = desired.pod
+        self.images = desired.images
+        self.queue_supporting = desired.queue_supporting
+        self.queue_pod = desired.queue_pod
+        self.secret = desired.secret
+        self.secrets = desired.secrets
+
+    def supporting(self, state: JobState) -> Manifests:
+        """Return every object of the job, except its pods and custom resources."""
+        return self._built("supporting", state, self._desired.supporting)
+
+    def children(self, state: JobState) -> Manifests:
+        """Return the job's own TransferQueue and WeightSync."""
+        return self._built("children", state, self._desired.children)
+
+    def _built(self, what: str, state: JobState, build: Callable[[JobState], Manifests]) -> Manifests:
+        key, images, found = (state.owner.uid, what), state.status.images, state.found
+        known = self._known.get(key)
+        if known is None or known.job is not state.job or (known.images, known.found) != (images, found):
+            known = self._known[key] = _Built(state.job, images, found, build(state))
+            if len(self._known) > 2 * MOST:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return known.manifests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReconcileOutcome:
+    """Outcome of a reconciliation.
+
+    again_in_s: when to reconcile again anyway; failed: whether something could not be done, so that the object is left
+    alone for a while; denied: whether something was refused, of which that alone is left alone; gone: whether there is
+    no such object.
     """
 
     again_in_s: float | None = None
@@ -42,59 +91,59 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Settled:
-    """State for which nothing was left to do. due: until when that holds though nothing changes."""
+    """State for which nothing was left to do. due: the time until which that holds, though nothing changes."""
 
     state: State
     due: float | None
 
 
 class Reconciler:
-    """Looks at objects. decide: by kind."""
+    """Reconciler of custom resources. decide: by kind."""
 
     def __init__(
         self,
         *,
         observer: Observer,
         decide: dict[str, Decide],
-        hands: Hands,
+        executor: PlanExecutor,
         recorder: Recorder,
-        refused: Refused,
+        refused: RefusalRecord,
         metrics: Metrics,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._observer = observer
         self._decide = decide
-        self._hands = hands
+        self._executor = executor
         self._recorder = recorder
         self._refused = refused
         self._metrics = metrics
         self._now = now
         self._settled: dict[Key, _Settled] = {}
 
-    async def look(self, key: Key) -> Outcome:
+    async def reconcile(self, key: Key) -> ReconcileOutcome:
         """Reconcile one object once."""
-        mine = self._observer.mine(key)
-        if mine is None:
+        resource = self._observer.resource(key)
+        if resource is None:
             self._settled.pop(key, None)
             self._refused.forget(key)
-            return Outcome(gone=True)
-        state, now = self._observe(mine), self._now()
+            return ReconcileOutcome(gone=True)
+        state, now = self._observe(resource), self._now()
         settled = self._settled.get(key)
         if settled is not None and settled.state == state and (settled.due is None or now < settled.due):
-            return Outcome(again_in_s=None if settled.due is None else settled.due - now)
+            return ReconcileOutcome(again_in_s=None if settled.due is None else settled.due - now)
         plan = self._decided(key, state, now)
         if self._refused.keep(key, _targets(plan.stages)):
-            state = self._observe(mine)
+            state = self._observe(resource)
             plan = self._decided(key, state, now)
-        resting, retry_in_s = self._refused.resting(key, mine.owner.generation)
-        stages = [[each for each in stage if _is_due(each, resting)] for stage in plan.stages]
+        paused, retry_in_s = self._refused.paused(key, resource.owner.generation)
+        stages = [[each for each in stage if _is_due(each, paused)] for stage in plan.stages]
         again_in_s = min(filter(None, (plan.again_in_s, retry_in_s)), default=None)
         if plan.status is None and not any(stages) and not plan.notes:
             due = None if again_in_s is None else now + again_in_s
             self._settled[key] = _Settled(state, due)
-            return Outcome(again_in_s=again_in_s)
+            return ReconcileOutcome(again_in_s=again_in_s)
         self._settled.pop(key, None)
-        return await self._carry_out(key, mine.owner, plan, stages, resting)
+        return await self._carry_out(key, resource.owner, plan, stages, paused)
 
     def _decided(self, key: Key, state: State, now: float) -> Plan:
         begun = time.thread_time()
@@ -102,35 +151,43 @@ class Reconciler:
         self._metrics.decide_seconds.labels(key.kind).observe(time.thread_time() - begun)
         return plan
 
-    def _observe(self, mine: Mine) -> State:
-        match mine.owner.kind:
+    def _observe(self, resource: CustomResource) -> State:
+        match resource.owner.kind:
             case "RLJob":
-                return self._observer.job(mine)
+                return self._observer.job(resource)
             case "TransferQueue":
-                return self._observer.queue(mine)
+                return self._observer.queue(resource)
             case "WeightSync":
-                return self._observer.sync(mine)
+                return self._observer.sync(resource)
+
+    async def _record(self, owner: Owner, plan: Plan, stages: Sequence[Sequence[Action]], failures: Failures) -> None:
+        """Write into the status what has been written, if nothing but refusals kept anything from it."""
+        written = () if failures.errors else _targets(stages) - {denial.ref for denial in failures.denied}
+        status = plan.recorded(written)
+        if status is not None:
+            failures.errors += (await self._executor.write_status(owner, status)).errors
 
     async def _carry_out(
-        self, key: Key, owner: Owner, plan: Plan, stages: Sequence[Sequence[Action]], resting: frozenset[Ref]
-    ) -> Outcome:
+        self, key: Key, owner: Owner, plan: Plan, stages: Sequence[Sequence[Action]], paused: frozenset[Ref]
+    ) -> ReconcileOutcome:
         if plan.status is not None:
-            failures = await self._hands.write_status(owner, plan.status)
+            failures = await self._executor.write_status(owner, plan.status)
             if failures:
-                return Outcome(failed=not failures.gone, gone=failures.gone)
-        failures = await self._hands.carry_out(owner, stages, lacking=resting)
+                return ReconcileOutcome(failed=not failures.gone, gone=failures.gone)
+        failures = await self._executor.carry_out(owner, stages, lacking=paused)
+        await self._record(owner, plan, stages, failures)
         for note in plan.notes:
-            await self._recorder.say(owner, note)
+            await self._recorder.record(owner, note)
         self._refused.note(key, owner.generation, failures.denied, tried=_targets(stages), ends=failures.ends)
-        retry_in_s = self._refused.resting(key, owner.generation)[1]
+        retry_in_s = self._refused.paused(key, owner.generation)[1]
         again_in_s = min(filter(None, (plan.again_in_s, retry_in_s)), default=None)
-        return Outcome(again_in_s=again_in_s, failed=bool(failures.errors), denied=bool(failures.denied))
+        return ReconcileOutcome(again_in_s=again_in_s, failed=bool(failures.errors), denied=bool(failures.denied))
 
 
-def _is_due(action: Action, resting: frozenset[Ref]) -> bool:
-    """Return whether an action is not left alone: what is to go goes, though a change to it was refused."""
-    return isinstance(action, Ask | Delete) or action.ref not in resting
+def _is_due(action: Action, paused: frozenset[Ref]) -> bool:
+    """Return whether an action is due: a deletion always is, though a change to the object was refused."""
+    return isinstance(action, DriverOrder | Delete) or action.ref not in paused
 
 
 def _targets(stages: Sequence[Sequence[Action]]) -> set[Ref]:
-    return {action.ref for stage in stages for action in stage if not isinstance(action, Ask)}
+    return {action.ref for stage in stages for action in stage if not isinstance(action, DriverOrder)}

@@ -16,6 +16,7 @@ import click
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from asyncflow import __version__
+from asyncflow.api.names import CONTROL_PORT, HTTP_PORT
 from asyncflow.errors import ManifestError
 
 PREFIX: Final = "ASYNCFLOW_OPERATOR_"
@@ -39,7 +40,7 @@ class Settings(BaseModel):
     namespace: str = "asyncflow-system"
     """Namespace of the operator itself, where its Lease lies."""
     identity: str = Field(default_factory=_identity)
-    """Name of this process, among several operators; made up by default."""
+    """Name of this process, among several operators; random by default."""
     watchers: tuple[str, ...] = ()
     """More namespaces that may read metrics and status, beside the operator's own; separated by commas."""
     leader_election: bool = True
@@ -55,19 +56,21 @@ class Settings(BaseModel):
     tag: str = __version__
     """Version of the images of new jobs; those of running jobs stay as they are."""
     key_file: Path
-    """File with the master secret, from which every job's keys are derived."""
-    probe_url: str = "http://{host}:9571"
+    """File with the master secret, from which the certificates and passwords of every job are derived."""
+    probe_url: str = f"http://{{host}}:{HTTP_PORT}"
     """URL of a job's driver; {host} stands for its pod's address, {namespace} and {name} for the job's."""
+    control_url: str = f"https://{{host}}:{CONTROL_PORT}"
+    """URL of the control service of a job's driver, in the same words."""
     probe_seconds: Annotated[float, Field(gt=0, le=3600)] = 5.0
     """Seconds between two questions to one driver."""
     resync_seconds: Annotated[float, Field(ge=10, le=86_400)] = 600.0
-    """Seconds between two looks at everything, changed or not."""
+    """Seconds between two reconciliations of everything, changed or not."""
     http_host: str = "0.0.0.0"  # noqa: S104 - a pod's probes come from the node
     """Address of /healthz, /readyz and /metrics."""
     http_port: Annotated[int, Field(ge=0, le=65_535)] = 8080
     """Port of /healthz, /readyz and /metrics; 0 takes any free one."""
     kubeconfig: Path | None = None
-    """Way to the API server; the pod's service account by default."""
+    """File with the address and credentials of the API server; the pod's service account by default."""
     log_level: str = "INFO"
     """Least level of the operator's own log lines."""
 
@@ -79,7 +82,7 @@ class Settings(BaseModel):
             hint = "Mount the Secret of the operator there"
             raise ManifestError(f"cannot be read: {error.strerror}", where=str(self.key_file), hint=hint) from error
         if len(secret) < _LEAST_KEY_BYTES:
-            hint = f"Give at least {_LEAST_KEY_BYTES} random bytes"
+            hint = f"Write at least {_LEAST_KEY_BYTES} random bytes into it"
             raise ManifestError(f"a master secret of {len(secret)} bytes", where=str(self.key_file), hint=hint)
         return secret
 
@@ -104,7 +107,7 @@ def options(command: Command) -> Command:
 
 
 def settings(given: dict[str, Any]) -> Settings:
-    """Make settings of what was given on the command line or in the environment. Raises ManifestError."""
+    """Make settings from the command line and the environment. Raises ManifestError."""
     values = {name: value for name, value in given.items() if value is not None}
     for name in _LISTS & values.keys():
         values[name] = tuple(part.strip() for part in values[name].split(",") if part.strip())

@@ -1,21 +1,39 @@
-"""Telemetry of the operator: metrics, and one line of JSON for every log record.
+"""Telemetry of the operator: metrics, one line of JSON for every log record, and the HTTP server that shows its health.
 
-Invariant: every metric is declared here, once, as ``asyncflow_operator_*``; labels have few values, and no object's
-name is one. A log line is one JSON object: time, level, logger, what happened, and to which object.
+Invariants: every metric is declared here, once, as ``asyncflow_operator_*``; labels have few values, and no object's
+name is one, so that the number of series does not grow with the number of jobs. A log line is one JSON object: time,
+level, logger, the event, and the object that it is about. Healthy means that this process makes progress: its event
+loop runs, no object waits for ever, and the watches hear the server.
 """
 
 from __future__ import annotations
 
+import asyncio
+import collections
 import json
 import logging
 import sys
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any, Final, TextIO
+from typing import Any, Final, Never, TextIO
 
+from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+
+from asyncflow.errors import Refused
+from asyncflow_operator.cluster.kinds import CUSTOM_KINDS, POD, RLJOB
+from asyncflow_operator.cluster.owners import CustomResource
+from asyncflow_operator.cluster.store import ObjectStore
+from asyncflow_operator.decide.progress import ACTIVE
 
 _SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+MOST_LAG_S: Final = 10.0
+MOST_WAIT_S: Final = 120.0
+MOST_SILENCE_S: Final = 300.0
+_TICK_S: Final = 1.0
 
 
 class Metrics:
@@ -30,7 +48,7 @@ class Metrics:
         self.wait_seconds = self._histogram("wait_seconds", "time that an object that was due waited for its turn")
         self.worklist = self._gauge("worklist_count", "objects that wait, also for a later time")
         self.oldest_seconds = self._gauge("worklist_oldest_seconds", "time that the object longest due waits")
-        self.objects = self._gauge("objects_count", "objects of ours", "kind")
+        self.objects = self._gauge("objects_count", "custom resources", "kind")
         self.jobs = self._gauge("jobs_count", "jobs", "phase")
         self.jobs_stalled = self._gauge("jobs_stalled_count", "jobs that make no progress")
         self.pods = self._gauge("pods_count", "pods", "role", "phase")
@@ -73,8 +91,8 @@ class Metrics:
         return Histogram(f"asyncflow_operator_{what}", words, labels, registry=self.registry, buckets=_SECONDS)
 
 
-class JsonLines(logging.Formatter):
-    """One JSON object a record; what was given as ``extra`` becomes its fields."""
+class JsonLogFormatter(logging.Formatter):
+    """Formatter that makes one JSON object a record; the keys of ``extra`` become its fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line."""
@@ -87,11 +105,129 @@ class JsonLines(logging.Formatter):
 
 
 def setup_logging(level: str, *, stream: TextIO | None = None) -> None:
-    """Send all log records of this process to ``stream`` (stderr); others' than our own from WARNING on."""
+    """Send all log records of this process to ``stream`` (stderr); those of other packages from WARNING on."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonLines())
+    handler.setFormatter(JsonLogFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("asyncflow_operator").setLevel(level.upper())
     logging.captureWarnings(capture=True)
+
+
+def update_gauges(store: ObjectStore, metrics: Metrics) -> None:
+    """Set the gauges of the fleet to what the store holds now, when ``/metrics`` is asked."""
+    phases: collections.Counter[str] = collections.Counter()
+    used: dict[str, float] = {}
+    stalled = 0
+    for _, _, entry in store.all(RLJOB.name):
+        job: CustomResource = entry.view
+        phases[job.status.phase] += 1
+        stalled += any(each.type == "Stalled" and each.status == "True" for each in job.status.conditions)
+        for role, share in _budgets(job).items():
+            used[role] = max(share, used.get(role, 0.0))
+    pods = collections.Counter((entry.view.role, entry.view.phase) for _, _, entry in store.all(POD.name))
+    for gauge in (metrics.jobs, metrics.pods, metrics.budget_used):
+        gauge.clear()
+    for phase, count in phases.items():
+        metrics.jobs.labels(phase).set(count)
+    for (role, phase), count in pods.items():
+        metrics.pods.labels(role, phase).set(count)
+    for role, share in used.items():
+        metrics.budget_used.labels(role).set(share)
+    for kind in CUSTOM_KINDS:
+        metrics.objects.labels(kind.name).set(store.count(kind.name))
+    metrics.jobs_stalled.set(stalled)
+
+
+def _budgets(job: CustomResource) -> dict[str, float]:
+    """Return, by role, the share of its restarts that a job has used; one that may have none is left out, and so is a
+    job that is suspended or has ended, of which nothing is restarted.
+    """
+    if job.model is None or job.status.phase not in ACTIVE:
+        return {}
+    policy = job.model.spec.failure_policy
+    most = {role: getattr(policy, role).max_restarts for role in type(policy).model_fields}
+    return {role: job.status.restarts.get(role, 0) / count for role, count in most.items() if count}
+
+
+class HealthChecks:
+    """Measurements by which ``/healthz`` answers.
+
+    oldest_s: wait of the object longest due; silent_s: silence of the quietest watch.
+    """
+
+    def __init__(self, *, oldest_s: Callable[[], float], silent_s: Callable[[], float], metrics: Metrics) -> None:
+        self._oldest_s = oldest_s
+        self._silent_s = silent_s
+        self._lag_s = 0.0
+        metrics.oldest_seconds.set_function(oldest_s)
+        metrics.watch_age.set_function(silent_s)
+        metrics.loop_lag.set_function(lambda: self._lag_s)
+
+    async def run(self) -> Never:
+        """Measure how late the event loop is, until cancelled."""
+        while True:
+            begun = time.monotonic()
+            await asyncio.sleep(_TICK_S)
+            self._lag_s = max(0.0, time.monotonic() - begun - _TICK_S)
+
+    def problems(self) -> list[str]:
+        """Return a sentence for each limit that is exceeded."""
+        limits = (
+            ("the event loop is late by", self._lag_s, MOST_LAG_S),
+            ("an object waits for its turn since", self._oldest_s(), MOST_WAIT_S),
+            ("a watch has been silent for", self._silent_s(), MOST_SILENCE_S),
+        )
+        return [f"{what} {value:.1f} s" for what, value, most in limits if value > most]
+
+
+class Http:
+    """Server of the three paths.
+
+    ready: returns what is still waited for, nothing if ready; refresh: brings the gauges up to date.
+    """
+
+    def __init__(
+        self, *, metrics: Metrics, vitals: HealthChecks, ready: Callable[[], list[str]], refresh: Callable[[], None]
+    ) -> None:
+        self._metrics = metrics
+        self._vitals = vitals
+        self._ready = ready
+        self._refresh = refresh
+        app = web.Application()
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/readyz", self._readyz)
+        app.router.add_get("/metrics", self._show)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handle_signals=False)
+
+    async def start(self, host: str, port: int) -> int:
+        """Serve, and return the port. Raises Refused where it cannot listen."""
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            hint = "Another process may hold that port: choose another by --http-port"
+            raise Refused(f"cannot listen: {error}", where=f"http://{host}:{port}", hint=hint) from error
+        bound: int = self._runner.addresses[0][1]
+        return bound
+
+    async def close(self) -> None:
+        """Stop serving."""
+        await self._runner.cleanup()
+
+    async def _healthz(self, _: web.Request) -> web.Response:
+        return _health_response(self._vitals.problems())
+
+    async def _readyz(self, _: web.Request) -> web.Response:
+        return _health_response(self._ready())
+
+    async def _show(self, request: web.Request) -> web.Response:
+        self._refresh()
+        encode, form = choose_encoder(request.headers.get("Accept", ""))
+        return web.Response(body=encode(self._metrics.registry), headers={"Content-Type": form})
+
+
+def _health_response(wrong: list[str]) -> web.Response:
+    return web.Response(text="; ".join(wrong) or "ok", status=503 if wrong else 200)

@@ -1,8 +1,11 @@
-"""Keeps the store in step with the cluster, and marks what to look at.
+"""Watches of the cluster, which keep the store in step with it and mark the objects to reconcile.
 
-``ours`` has kopf watch our own three kinds; informers watch everything that we make for them. Invariant: whatever
-changes, the object that it was made for is marked; and a census of our own objects, at the start and now and then,
-finds what no watch has told.
+kopf watches the three custom kinds and passes their events to the store; informers watch everything that the operator
+makes for them.
+
+Invariants: whatever changes, the object that it was made for is marked; and a list of all custom resources, at the
+start and now and then, finds what no watch has reported. kopf leaves no trace: there are handlers of raw events only,
+so that it writes neither finalizer nor annotation; it posts no events, looks for no peers, and remembers nothing.
 """
 
 from __future__ import annotations
@@ -10,19 +13,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, Never
 
-from asyncflow.api.names import MANAGED
-from asyncflow_operator.cluster.client import Api
+import kopf
+
+from asyncflow.api.base import GROUP, VERSION
+from asyncflow.api.names import FIELD_MANAGER, MANAGED
+from asyncflow_operator.cluster.client import Api, ApiError
 from asyncflow_operator.cluster.informer import Informer
-from asyncflow_operator.cluster.kinds import CONFIG, MEMBERS, OURS, QUEUE, RLJOB, SYNC, Kind
-from asyncflow_operator.cluster.owners import begun, mine, recalled
-from asyncflow_operator.cluster.refusals import ApiError
-from asyncflow_operator.cluster.store import Group, Store
+from asyncflow_operator.cluster.kinds import CONFIG, CUSTOM_KINDS, MEMBERS, QUEUE, RLJOB, SYNC, Kind
+from asyncflow_operator.cluster.owners import begun, custom_resource, recover_accepted
+from asyncflow_operator.cluster.store import ObjectGroup, ObjectStore
 from asyncflow_operator.cluster.views import controller_of, object_view, pod_view
 from asyncflow_operator.observe import Key
 
+_SERVER_S: Final = 300
+_CLIENT_S: Final = 310
+_PAGE: Final = 500
+_WORKER_S: Final = 1.0
+"""Seconds for which kopf keeps a task for an object without events."""
+
+Handler = Callable[..., Awaitable[None]]
 Json = Mapping[str, Any]
 
 _LABELS: Final = ",".join(f"{key}={value}" for key, value in MANAGED.items())
@@ -31,15 +43,89 @@ _RETRY_S: Final = 5.0
 _log = logging.getLogger(__name__)
 
 
+async def run_kopf(
+    api: Api, store: ObjectStore, *, namespaces: tuple[str, ...], stop: asyncio.Event, ready: asyncio.Event
+) -> None:
+    """Feed ``store`` until ``stop`` is set. namespaces: all if empty; ready: set once kopf has begun."""
+    registry = kopf.OperatorRegistry()
+    for kind in CUSTOM_KINDS:
+        kopf.on.event(GROUP, VERSION, kind.plural, registry=registry)(_feed(store, kind))
+    kopf.on.login(registry=registry)(_login(api))
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.scanning.disabled = True
+    settings.watching.server_timeout = _SERVER_S
+    settings.watching.client_timeout = _CLIENT_S
+    settings.watching.chunk_size = _PAGE
+    settings.queueing.idle_timeout = _WORKER_S
+    settings.persistence.diffbase_storage = _NoDiffBase()
+    await kopf.operator(
+        registry=registry,
+        settings=settings,
+        standalone=True,
+        identity=FIELD_MANAGER,  # type: ignore[arg-type]  # else kopf asks for the user's name, which a pod has not
+        clusterwide=not namespaces,
+        namespaces=namespaces,
+        stop_flag=stop,
+        ready_flag=ready,
+    )
+
+
+class _NoDiffBase(kopf.DiffBaseStorage):
+    """Empty base of kopf's comparisons. By default kopf copies every object twice for it, a third of its cost here."""
+
+    def build(self, **_: Any) -> kopf.BodyEssence:
+        """Return an empty essence."""
+        return kopf.BodyEssence({})
+
+    def fetch(self, **_: Any) -> None:
+        """Return nothing: nothing is remembered of an object."""
+
+    def store(self, **_: Any) -> None:
+        """Remember nothing."""
+
+
+def _feed(store: ObjectStore, kind: Kind) -> Handler:
+    async def seen(event: Mapping[str, Any], **_: object) -> None:
+        raw = event["object"]
+        if event["type"] == "DELETED":
+            meta = raw["metadata"]
+            store.remove(kind.name, meta["namespace"], meta["name"], meta["uid"])
+        else:
+            store.put(kind.name, raw)
+
+    return seen
+
+
+def _login(api: Api) -> Callable[..., Awaitable[kopf.ConnectionInfo]]:
+    """Return kopf's login with the credentials of ``api``; called again when the server refuses a token."""
+
+    async def login(**_: object) -> kopf.ConnectionInfo:
+        configuration = api.configuration
+        token = await configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
+        scheme, _space, secret = (token or "").rpartition(" ")
+        return kopf.ConnectionInfo(
+            server=configuration.host,
+            ca_path=configuration.ssl_ca_cert,
+            insecure=not configuration.verify_ssl,
+            scheme=scheme.capitalize() or None,
+            token=secret or None,
+            certificate_path=configuration.cert_file,
+            private_key_path=configuration.key_file,
+        )
+
+    return login
+
+
 def project(kind: str, raw: Json, before: Any) -> Any:
     """Return the view of an object of any kind; see ``Store``."""
     if kind == "Pod":
         return pod_view(raw)
-    return mine(kind, raw, before) if kind in _OURS else object_view(raw, kind=kind)
+    return custom_resource(kind, raw, before) if kind in _CUSTOM else object_view(raw, kind=kind)
 
 
-class Watch:
-    """All watches. mark: told a key to look at; renew: told a key that is new, gone, or has another spec."""
+class ClusterWatch:
+    """All watches. mark: called with a key to reconcile; renew: with a key that is new, gone, or has another spec."""
 
     def __init__(
         self,
@@ -55,27 +141,28 @@ class Watch:
         self._mark = mark
         self._renew = renew
         self._resync_s = resync_s
-        self.store = Store(project, self._changed)
-        self._counted = asyncio.Event()
+        self.store = ObjectStore(project, self._changed)
+        self._listed = asyncio.Event()
         self._informers = [
             Informer(api, self.store, kind, namespace=namespace, labels=_LABELS)
             for kind in MEMBERS
             for namespace in namespaces or ("",)
         ]
-        self._doubtful = {
+        self._optional = {
             kind.name: [each for each in self._informers if each.kind is kind] for kind in MEMBERS if kind.optional
         }
 
     def missing(self) -> list[str]:
         """Return what is not known yet, nothing once everything has been listed."""
         kinds = sorted({each.kind.plural for each in self._informers if not each.synced.is_set()})
-        return [f"the list of {plural}" for plural in kinds] + ([] if self._counted.is_set() else ["the census"])
+        resources = [] if self._listed.is_set() else ["the first list of custom resources"]
+        return [f"the list of {plural}" for plural in kinds] + resources
 
     async def synced(self) -> None:
         """Wait until everything has been listed once; ``missing`` says what is waited for."""
         for informer in self._informers:
             await informer.synced.wait()
-        await self._counted.wait()
+        await self._listed.wait()
 
     def silent_s(self) -> float:
         """Return for how long the quietest informer has heard nothing."""
@@ -89,18 +176,18 @@ class Watch:
                 group.create_task(informer.run(), name=f"informer {informer.kind.plural}")
             while True:
                 try:
-                    for kind in OURS:
+                    for kind in CUSTOM_KINDS:
                         for namespace in self._namespaces or ("",):
-                            await self._census(kind, namespace)
+                            await self._relist(kind, namespace)
                 except ApiError as error:
-                    _log.warning("census failed", extra={"why": str(error)})
+                    _log.warning("could not list the custom resources", extra={"why": str(error)})
                     await asyncio.sleep(_RETRY_S)
                     continue
-                self._counted.set()
+                self._listed.set()
                 await asyncio.sleep(self._resync_s)
 
-    async def _census(self, kind: Kind, namespace: str) -> None:
-        """Compare the store with a list, and have everything looked at once."""
+    async def _relist(self, kind: Kind, namespace: str) -> None:
+        """Compare the store with a list, and have everything reconciled once."""
         listed: set[str] = set()
         version = "0"
         async for page in self._api.pages(kind, namespace=namespace):
@@ -108,13 +195,13 @@ class Watch:
             for raw in page.get("items") or ():
                 listed.add(raw["metadata"]["uid"])
                 self.store.put(kind.name, {"apiVersion": kind.api_version, "kind": kind.name} | raw)
-                await self._recall(kind, raw)
+                await self._recover_accepted(kind, raw)
             await asyncio.sleep(0)
         self.store.retain(kind.name, namespace, listed, int(version))
         for where, name, _ in self.store.all(kind.name):
             self._mark(Key(kind.name, where, name))
 
-    async def _recall(self, kind: Kind, raw: Json) -> None:
+    async def _recover_accepted(self, kind: Kind, raw: Json) -> None:
         """Find the spec that was accepted last of an object that has begun and whose newest spec is refused."""
         meta = raw["metadata"]
         entry = self.store.get(kind.name, meta["namespace"], meta["name"])
@@ -125,23 +212,23 @@ class Watch:
             return
         known = self.store.get(kind.name, meta["namespace"], meta["name"])
         if known is not None and known.version == entry.version:
-            self.store.revise(kind.name, meta["namespace"], meta["name"], recalled(entry.view, raw, config))
+            self.store.revise(kind.name, meta["namespace"], meta["name"], recover_accepted(entry.view, raw, config))
 
-    def _changed(self, group: Group, kind: str, before: Any, after: Any) -> None:
-        """Mark whatever may be decided otherwise after an object of ``kind`` in ``group`` has changed."""
+    def _changed(self, group: ObjectGroup, kind: str, before: Any, after: Any) -> None:
+        """Mark every key whose decision may differ after an object of ``kind`` in ``group`` has changed."""
         if before is None:
-            for informer in self._doubtful.get(kind, ()):
+            for informer in self._optional.get(kind, ()):
                 informer.exists()
         affected = _AFFECTED.get(kind, (RLJOB.name, QUEUE.name))
         for entry in self.store.of(group):
             if entry.kind in affected:
                 self._mark(Key(entry.kind, group.namespace, entry.view.owner.name))
-        if kind in _OURS:
+        if kind in _CUSTOM:
             owner = (after or before).owner
-            news = before is None or after is None or before.owner.generation != owner.generation
-            (self._renew if news else self._mark)(Key(kind, group.namespace, owner.name))
+            renewed = before is None or after is None or before.owner.generation != owner.generation
+            (self._renew if renewed else self._mark)(Key(kind, group.namespace, owner.name))
 
 
-_OURS: Final = frozenset(kind.name for kind in OURS)
+_CUSTOM: Final = frozenset(kind.name for kind in CUSTOM_KINDS)
 _AFFECTED: Final = {RLJOB.name: (RLJOB.name, QUEUE.name, SYNC.name), SYNC.name: (RLJOB.name, SYNC.name)}
-"""By the kind that changed: the kinds of its group to look at; RLJob and TransferQueue where it says nothing."""
+"""By the kind that changed: the kinds of its group to reconcile; RLJob and TransferQueue by default."""

@@ -37,7 +37,7 @@ def backoff(
 
 
 class Worklist(Generic[K]):
-    """Keys to work on. clock: seconds; wait: told how long a key that was due waited; rng: of the jitter."""
+    """Keys to work on. clock: seconds; waited: called with the seconds that a due key waited; rng: of the jitter."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Worklist(Generic[K]):
             known.pop(key, None)
 
     async def take(self) -> K:
-        """Wait for the next key that is due and give it; it must be handed to ``finish``."""
+        """Wait for the next key that is due and return it; ``finish`` must be called with it."""
         while True:
             key = self.next()
             if key is not None:
@@ -110,7 +110,7 @@ class Worklist(Generic[K]):
         return None
 
     def finish(self, key: K, *, again_in_s: float | None = None, failed: bool = False) -> float:
-        """End the work on ``key``. Gives the seconds of backoff, 0 where it did not fail."""
+        """End the work on ``key``, and return the seconds of backoff, 0 where it did not fail."""
         self._working.discard(key)
         pause_s = 0.0
         if failed:

@@ -1,3 +1,73 @@
-"""AsyncFlow: asynchronous reinforcement-learning post-training. Importing the package loads nothing heavy."""
+"""AsyncFlow: asynchronous reinforcement-learning post-training of language models.
+
+``train`` runs a job on this machine, ``load`` reads and checks a manifest, ``RLJob`` is a job made in Python;
+``connect`` and ``aconnect`` are clients of a queue, for threads and for an event loop, with ``BlockingPartition`` and
+``Partition`` for its rows. ``StreamingDataset``, ``StepDataset`` and ``share_batches`` are its data sets for torch.
+
+Invariant: importing the package loads nothing heavy; each name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncflow.api.job import RLJob
+    from asyncflow.commands.preflight import load
+    from asyncflow.commands.run import train
+    from asyncflow.net.jagged import Jagged
+    from asyncflow.queue.blocking import BlockingPartition, connect
+    from asyncflow.queue.client import aconnect
+    from asyncflow.queue.partition import Partition
+    from asyncflow.queue.protocol.messages import Samples, TaskSpec
+    from asyncflow.queue.torch import Batch, QueueAddress, StepDataset, StreamingDataset, share_batches
 
 __version__ = "0.1.0"
+__all__ = [
+    "Batch",
+    "BlockingPartition",
+    "Jagged",
+    "Partition",
+    "QueueAddress",
+    "RLJob",
+    "Samples",
+    "StepDataset",
+    "StreamingDataset",
+    "TaskSpec",
+    "__version__",
+    "aconnect",
+    "connect",
+    "load",
+    "share_batches",
+    "train",
+]
+
+_WHERE = {
+    "Batch": "asyncflow.queue.torch",
+    "BlockingPartition": "asyncflow.queue.blocking",
+    "Jagged": "asyncflow.net.jagged",
+    "Partition": "asyncflow.queue.partition",
+    "QueueAddress": "asyncflow.queue.torch",
+    "RLJob": "asyncflow.api.job",
+    "Samples": "asyncflow.queue.protocol.messages",
+    "StepDataset": "asyncflow.queue.torch",
+    "StreamingDataset": "asyncflow.queue.torch",
+    "TaskSpec": "asyncflow.queue.protocol.messages",
+    "aconnect": "asyncflow.queue.client",
+    "connect": "asyncflow.queue.blocking",
+    "load": "asyncflow.commands.preflight",
+    "share_batches": "asyncflow.queue.torch",
+    "train": "asyncflow.commands.run",
+}
+"""The module of each public name."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,20 +1,23 @@
 """The command line. Every command imports what it needs when it runs, so that ``asyncflow --help`` is quick.
 
 Invariant: what a person got wrong ends with exit status 2 and one message, what failed with 1, what was interrupted
-with 130; a traceback is a bug of ours.
+with 130; a traceback is a bug.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 
-from asyncflow.errors import AsyncFlowError, ManifestError
+from asyncflow.errors import AsyncFlowError, ManifestError, NotYetError
 
 USAGE = 2
 FAILED = 1
@@ -64,15 +67,12 @@ def app() -> None:
 def run(file: Path, output: Path | None, overrides: tuple[str, ...], resume: bool, fresh: bool, port: int) -> int:
     """Run a job, or serve a TransferQueue, on this machine."""
     from asyncflow.api.load import kind_of
+    from asyncflow.commands import run as command
 
     if resume and fresh:
         raise ManifestError("--resume and --fresh exclude each other", hint="Give one of them")
     if kind_of(file) == "TransferQueue":
-        from asyncflow.commands import serve as serving
-
-        return serving.serve_file(file, output=output, overrides=overrides, fresh=fresh, port=port)
-    from asyncflow.commands import run as command
-
+        return command.serve_file(file, output=output, overrides=overrides, fresh=fresh, port=port)
     return command.run(file, output=output, overrides=overrides, resume=resume, fresh=fresh)
 
 
@@ -105,7 +105,7 @@ def audit(directory: Path) -> int:
     return inspect.audit(directory)
 
 
-@app.command()
+@app.command(hidden=True)
 @click.option("--check", is_flag=True, help="Write nothing; exit status 1 where a file is not what it should be.")
 @click.option("--directory", type=_DIRECTORY, default=Path("crds"), show_default=True, help="Where the files are.")
 def crds(check: bool, directory: Path) -> int:
@@ -117,7 +117,9 @@ def crds(check: bool, directory: Path) -> int:
 
 @app.command()
 @click.option("--check", is_flag=True, help="Write nothing; exit status 1 where the file is not what it should be.")
-@click.option("--file", type=_DIRECTORY, default=Path("docs/reference.md"), show_default=True, help="The file.")
+@click.option(
+    "--file", type=_DIRECTORY, default=Path("docs/reference/reference.md"), show_default=True, help="The file."
+)
 def reference(check: bool, file: Path) -> int:
     """Write the reference of every field of a manifest."""
     from asyncflow.commands import reference as command
@@ -130,7 +132,7 @@ def reference(check: bool, file: Path) -> int:
     return 0
 
 
-@app.command()
+@app.command(hidden=True)
 @click.argument("name")
 @click.option("--job", type=_DIRECTORY, required=True, help="The manifest, of a job or a TransferQueue.")
 @click.option("--driver", required=True, metavar="ADDRESS", help="The address that all dial, e.g. tcp://10.0.0.7:5571.")
@@ -138,13 +140,28 @@ def reference(check: bool, file: Path) -> int:
 @click.option("--attempt", type=click.IntRange(min=0), required=True, help="Grows with every restart.")
 @click.option("--workdir", type=_DIRECTORY, required=True, help="Folder of the run.")
 @click.option("--http-port", type=click.IntRange(0, 65535), default=0, help="Port of /metrics; 0 is any.")
+@click.option("--control-port", type=click.IntRange(0, 65535), default=0, help="Port to direct a driver at; 0 is any.")
 @click.option("--http-socket", type=click.IntRange(min=3), hidden=True, help="Descriptor of a bound socket instead.")
+@click.option(
+    "--insecure", is_flag=True, help="Serve other hosts without a certificate: whoever reaches it may do all."
+)
 @click.option("--local-rank", type=click.IntRange(min=0), hidden=True, help="Which rank of its replica this is.")
-def role(name: str, **options: Any) -> int:
+def role(name: str, *, insecure: bool, **options: Any) -> int:
     """Be one process of a job, or of a queue that stands alone. Substrates call this."""
-    from asyncflow.commands import role as command
+    from asyncflow.process import die_with_parent
 
-    return command.run(name, **options)
+    die_with_parent()  # before anything else is imported
+    from asyncflow.api.names import INSECURE_ENV, RoleName
+
+    if insecure:
+        os.environ[INSECURE_ENV] = "1"
+    module = f"asyncflow.roles.{'stores' if name in ('holder', 'master') else name}"
+    if name not in get_args(RoleName) or find_spec(module) is None:
+        raise NotYetError(f"there is no role {name!r}", where="asyncflow role", hint="See asyncflow plan FILE")
+    from asyncflow.roles.context import RoleOptions
+
+    status: int = import_module(module).main(RoleOptions(role=name, **options))
+    return status
 
 
 @app.command(hidden=True)
@@ -152,9 +169,12 @@ def role(name: str, **options: Any) -> int:
 @click.option("--socket", type=_DIRECTORY, required=True, help="Where to listen, a path.")
 def rewards(reward: Path, socket: Path) -> None:
     """Score samples for a rollout beside this process. The operator's pods call this."""
-    from asyncflow.commands import rewards as command
+    from asyncflow.process import die_with_parent
 
-    command.serve(reward, socket=socket)
+    die_with_parent()  # before anything else is imported
+    from asyncflow.rewards.service import serve
+
+    serve(reward, path=socket)
 
 
 @app.group()
@@ -227,7 +247,7 @@ def serve(
     fresh: bool,
 ) -> int:
     """Serve a queue on this machine until Ctrl-C."""
-    from asyncflow.commands import serve as command
+    from asyncflow.commands import run as command
 
     given = {"metadata.name": name, "storageUnits": units, "bytesPerUnit": bytes_per_unit, "backend": backend}
     settings = [*(f"{path}={value}" for path, value in given.items()), *overrides]
@@ -238,7 +258,9 @@ def _looking(command: Command) -> Command:
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
         click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True),
-        click.option("--key", type=_DIRECTORY, envvar="ASYNCFLOW_KEY_FILE", help="The queue's key file."),
+        click.option(
+            "--tls", type=_DIRECTORY, envvar="ASYNCFLOW_TLS", help="Folder with your certificate for the queue."
+        ),
         click.argument("address"),
     ):
         command = option(command)
@@ -247,31 +269,31 @@ def _looking(command: Command) -> Command:
 
 @queue.command()
 @_looking
-def ls(address: str, key: Path | None, timeout: float, as_json: bool) -> None:
+def ls(address: str, tls: Path | None, timeout: float, as_json: bool) -> None:
     """List the partitions of the queue at ADDRESS, e.g. tcp://127.0.0.1:5571."""
     from asyncflow.commands import queue as command
 
-    command.ls(address, key=key, timeout=timeout, as_json=as_json)
+    command.ls(address, tls=tls, timeout=timeout, as_json=as_json)
 
 
 @queue.command()
 @_looking
 @click.argument("unit", type=click.IntRange(min=0))
-def drain(address: str, unit: int, key: Path | None, timeout: float, as_json: bool) -> None:
+def drain(address: str, unit: int, tls: Path | None, timeout: float, as_json: bool) -> None:
     """Take the rows of a storage unit to the others and wait, for --timeout seconds, until it has left."""
     from asyncflow.commands import queue as command
 
-    command.drain(address, unit, key=key, timeout=timeout, as_json=as_json)
+    command.drain(address, unit, tls=tls, timeout=timeout, as_json=as_json)
 
 
 @queue.command()
 @_looking
 @click.argument("partition")
-def show(address: str, partition: str, key: Path | None, timeout: float, as_json: bool) -> None:
+def show(address: str, partition: str, tls: Path | None, timeout: float, as_json: bool) -> None:
     """Show how far the tasks of a partition are, and what each waits for."""
     from asyncflow.commands import queue as command
 
-    command.show(address, partition, key=key, timeout=timeout, as_json=as_json)
+    command.show(address, partition, tls=tls, timeout=timeout, as_json=as_json)
 
 
 @queue.command()
@@ -286,18 +308,18 @@ def peek(
     task: str,
     most: int,
     columns: tuple[str, ...],
-    key: Path | None,
+    tls: Path | None,
     timeout: float,
     as_json: bool,
 ) -> None:
     """Look at the oldest rows of a partition; nothing is leased."""
     from asyncflow.commands import queue as command
 
-    command.peek(address, partition, task=task, most=most, columns=columns, key=key, timeout=timeout, as_json=as_json)
+    command.peek(address, partition, task=task, most=most, columns=columns, tls=tls, timeout=timeout, as_json=as_json)
 
 
 def invoke(arguments: Sequence[str]) -> int:
-    """Run one command line and give its exit status; what went wrong is told on stderr in one message."""
+    """Run one command line and return its exit status; what went wrong is told on stderr in one message."""
     try:
         result = app.main(args=list(arguments), prog_name="asyncflow", standalone_mode=False)
     except click.ClickException as error:

@@ -1,4 +1,4 @@
-"""Unix time that goes on evenly, for moments between which durations are measured.
+"""Unix time that goes on evenly, for times between which durations are measured.
 
 The system clock may be set while a process runs. ``now`` is what it said when the process began, counted on by a clock
 that nobody sets, and that goes on while the machine sleeps.
@@ -17,7 +17,7 @@ _EPOCH = time.time() - _elapsed()
 
 
 def now() -> float:
-    """Return the unix seconds of this moment; they only grow."""
+    """Return the unix seconds now; they only grow."""
     return _EPOCH + _elapsed()
 
 

@@ -5,7 +5,7 @@
     │   └── NotYetError          the contract names it, this version does not do it
     ├── DeadlineExceeded         something that was waited for did not come in time
     ├── PeerLost                 the connection to a peer went away with calls in flight: try again
-    ├── Elsewhere                not here, or not here any more: whoever keeps the books knows where
+    ├── Elsewhere                not here, or not here any more: the controller knows where
     ├── Refused                  the other side understood and said no
     │   ├── Fenced               the caller belongs to an older attempt or an expired lease
     │   ├── StaleHandle          the row, version or lease named does not exist any more
@@ -59,7 +59,7 @@ class ManifestError(AsyncFlowError):
 
 
 class NotYetError(ManifestError):
-    """The contract names it, this version does not do it."""
+    """The contract names a feature that this version does not have."""
 
     code = "not_yet"
 
@@ -101,7 +101,7 @@ class StaleHandle(Refused):
 
 
 class RowsLost(StaleHandle):
-    """Rows of a step that had begun were lost with their storage unit: whoever makes the step must begin again."""
+    """Rows of a step that had begun were lost with their storage unit: the step must be begun again."""
 
     code = "rows_lost"
 
@@ -153,7 +153,7 @@ class Diverged(AsyncFlowError):
 
 
 class DiskError(AsyncFlowError):
-    """A file cannot be read or written now; nothing says that it cannot be later."""
+    """A file cannot be read or written now; it may be possible later."""
 
     code = "disk"
 

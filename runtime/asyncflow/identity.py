@@ -1,4 +1,4 @@
-"""Identifiers of samples, rows and weight versions.
+"""Identifiers of processes, samples, rows and weight versions.
 
 Invariants: a ``SampleKey`` names one sample for ever, also when it is generated again; a row id is never reused;
 a row id says where the row was put, which is where it lies unless it was moved since; versions are totally ordered by
@@ -7,7 +7,9 @@ a row id says where the row was put, which is where it lies unless it was moved 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 NEWEST = 2**31 - 1
@@ -18,6 +20,31 @@ _UNIT_BITS = 12
 COUNTER_BITS = 32
 """Below these bits of a row id are the unit and its epoch."""
 _EPOCH_BITS = 19
+
+_PROCESS = re.compile(r"asyncflow://([A-Za-z0-9._-]{1,128})/([a-z]{1,32})/(0|[1-9][0-9]{0,8})")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """Place of a process: the job, by a name that no other job ever has, the role, and the index among its replicas."""
+
+    job: str
+    role: str
+    index: int
+
+    @property
+    def uri(self) -> str:
+        """The place as certificates name it."""
+        return f"asyncflow://{self.job}/{self.role}/{self.index}"
+
+    @classmethod
+    def of(cls, uri: str) -> ProcessIdentity | None:
+        """Return the place that ``uri`` names; None where it names none."""
+        found = _PROCESS.fullmatch(uri)
+        return None if found is None else cls(found[1], found[2], int(found[3]))
+
+    def __str__(self) -> str:
+        return f"{self.role}-{self.index}"
 
 
 class SampleKey(NamedTuple):

@@ -1,4 +1,4 @@
-"""Engines, back ends and transports come from entry points: ours and a third party's are found in the same way.
+"""Engines, back ends and transports come from entry points, AsyncFlow's own as those of third parties.
 
 Invariant: nothing of a plug-in is imported before it is loaded by name, and what a manifest says to one either has a
 meaning or is refused in words.
@@ -18,7 +18,7 @@ Own = TypeVar("Own", bound=msgspec.Struct)
 
 
 class NoOptions(msgspec.Struct, frozen=True):
-    """It has no options."""
+    """Options of a plug-in that has none."""
 
 
 def installed(group: str) -> list[str]:

@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.algorithms.advantages import AdvantageName, group_advantages
-from asyncflow.algorithms.filters import zero_variance
+from asyncflow.algorithms.advantages import AdvantageName, group_advantages, zero_variance
 from asyncflow.errors import AsyncFlowError, ManifestError
 
 NAMES: tuple[AdvantageName, ...] = ("grpo", "dr-grpo", "rloo")

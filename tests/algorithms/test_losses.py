@@ -2,10 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncflow.algorithms.aggregation import Aggregation, LossTotals
-from asyncflow.algorithms.grpo import GrpoLoss
-from asyncflow.algorithms.kl import KlName, kl_penalty
-from asyncflow.algorithms.losses import Clip, ppo_clip
+from asyncflow.algorithms.grpo import Aggregation, GrpoLoss, LossTotals
+from asyncflow.algorithms.losses import Clip, KlName, kl_penalty, ppo_clip
 from asyncflow.errors import ManifestError, NotYetError
 
 

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from asyncflow.api import crd
-from asyncflow.api.accelerators import PROFILES
 from asyncflow.api.document import parse
+from asyncflow.api.placement import PROFILES
 
 ROOT = Path(__file__).parents[2]
 BAD = sorted((Path(__file__).parent / "bad").glob("*.yaml"))

@@ -10,15 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from asyncflow.api.accelerators import PROFILES, counted
-from asyncflow.api.base import COLLECT, Spec
-from asyncflow.api.check import inspect
-from asyncflow.api.conditions import Condition, with_condition
+from asyncflow.api.base import Quantity, Spec
+from asyncflow.api.check import fields, inspect, model_of, place_of
 from asyncflow.api.document import parse
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import KINDS, to_yaml
-from asyncflow.api.paths import fields, model_of, place_of
-from asyncflow.api.quantity import Quantity
+from asyncflow.api.placement import PROFILES, counted
 from asyncflow.api.status import DriverStatus
 
 texts = st.text(max_size=40)
@@ -177,17 +174,6 @@ def test_the_driver_answers_what_the_design_lists() -> None:
 
 def test_a_reader_passes_over_what_a_newer_driver_added() -> None:
     assert DriverStatus.model_validate({"step": 3, "novelty": 1}).step == 3
-
-
-def test_a_condition_keeps_its_time_while_its_status_stays() -> None:
-    def ready(status: str, at: str) -> Condition:
-        fields = {"type": "Ready", "status": status, "reason": "Because", "last_transition_time": at}
-        return Condition.model_validate(fields, context=COLLECT)
-
-    first = with_condition((), ready("False", "t1"))
-    same = with_condition(first, ready("False", "t2"))
-    other = with_condition(same, ready("True", "t3"))
-    assert [condition.last_transition_time for condition in (*first, *same, *other)] == ["t1", "t1", "t3"]
 
 
 def test_a_gang_count_is_a_legal_count() -> None:

@@ -23,5 +23,5 @@ def test_the_trainer_and_a_plain_loop_are_measured_in_one_run(tmp_path):
 
 
 def test_the_document_has_the_table_that_the_benchmark_writes():
-    lines = (ROOT / "docs" / "gpu.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "internals" / "gpu.md").read_text().splitlines()
     assert [line for line in lines if line.startswith(HEADER)]

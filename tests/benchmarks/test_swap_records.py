@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.identity import Version
-from asyncflow.rollout.meter import Lap
+from asyncflow.rollout.worker import SwapInterval
 from asyncflow.telemetry.logs import LineFormatter
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -27,7 +27,7 @@ def pulled(at, step, seconds):
 
 
 def swapped(at, step, wall_s, stall_s, idle_s):
-    return line(at, "swapped to %s in %.3f s; %s", Version(0, step), 0.01, Lap(wall_s, stall_s, idle_s))
+    return line(at, "swapped to %s in %.3f s; %s", Version(0, step), 0.01, SwapInterval(wall_s, stall_s, idle_s))
 
 
 def test_a_stall_belongs_to_the_version_that_it_ended_with():

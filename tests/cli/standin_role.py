@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 from asyncflow.api.status import DriverStatus
-from asyncflow.leash import leash
+from asyncflow.process import die_with_parent
 
-leash()
+die_with_parent()
 role, port, workdir, steps, pause_s = sys.argv[1:6]
 if int(steps) < 0 and role == "trainer":
     sys.stderr.write("spec.trainer: it cannot be\n")

@@ -7,9 +7,9 @@ import pytest
 
 from asyncflow import cli
 from asyncflow.api.load import load_job, to_yaml
-from asyncflow.commands.manifest import FOLDER, folder_of, resolved_job
+from asyncflow.commands.preflight import FOLDER, folder_of, runnable_job
 from asyncflow.queue.ledger import events as ev
-from asyncflow.queue.ledger.records import pack
+from asyncflow.queue.ledger.log import pack
 from asyncflow.queue.protocol.messages import AuditReport
 
 BAD = sorted((Path(__file__).parents[1] / "api" / "bad").glob("*"))
@@ -34,6 +34,16 @@ def test_help_imports_nothing_heavy():
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert run.stdout.splitlines()[-1] == "[]"
     assert "validate" in run.stdout
+
+
+def test_help_shows_what_people_call(capsys):
+    cli.invoke(["--help"])
+    listed = [
+        line.split()[0] for line in capsys.readouterr().out.partition("Commands:")[2].splitlines() if line.strip()
+    ]
+    assert {"run", "validate", "queue"} <= set(listed)
+    assert not {"role", "rewards", "crds"} & set(listed)
+    assert cli.invoke(["crds", "--help"]) == 0
 
 
 def test_a_run_of_the_command_line_never_imports_torch_before_its_roles(manifest):
@@ -113,14 +123,14 @@ def test_a_resolved_manifest_means_the_same_everywhere(manifest, tmp_path):
     data = manifest.parent / "tasks.jsonl"
     data.write_text("{}\n")
     (manifest.parent / "judge.py").write_text("def score(**_): return 1.0\n")
-    job = resolved_job(manifest, ["data.train.source=jsonl://tasks.jsonl?answer=a", "reward.function=judge:score"])
+    job = runnable_job(manifest, ["data.train.source=jsonl://tasks.jsonl?answer=a", "reward.function=judge:score"])
     assert job.spec.data.train.source == f"jsonl://{data}?answer=a"
     assert job.metadata.annotations[FOLDER] == str(manifest.parent)
     elsewhere = tmp_path / "else" / "where.yaml"
     elsewhere.parent.mkdir()
     elsewhere.write_text(to_yaml(job))
-    assert resolved_job(elsewhere) == job
-    assert folder_of(load_job(elsewhere), elsewhere) == manifest.parent
+    assert runnable_job(elsewhere) == job
+    assert folder_of(load_job(elsewhere)) == manifest.parent
 
 
 def test_devices_that_this_machine_lacks_are_a_note_to_who_writes_and_an_error_to_who_runs(
@@ -156,7 +166,7 @@ def audited(monkeypatch, tmp_path):
             | {"last_committed_step": 1, "attempts": 1, "redeliveries": 0, "closed": True, "problems": []}
             | counts
         )
-        monkeypatch.setattr("asyncflow.queue.ledger.audits.audit_ledger", lambda _: report)
+        monkeypatch.setattr("asyncflow.queue.ledger.audit.audit_ledger", lambda _: report)
         return str(tmp_path)
 
     return found
@@ -172,7 +182,11 @@ def test_an_account_without_gaps(audited, capsys):
 
 def test_the_account_of_a_queue_counts_its_open_rows_and_no_samples(tmp_path, capsys):
     (tmp_path / "ledger").mkdir()
-    events = [ev.Put("corpus", 0, 5, 1, 100), ev.RowsCleared("corpus", [101, 102]), ev.RowsLost("corpus", [103])]
+    events = [
+        ev.RowsPut("corpus", "open", 0, 5, 1, 100),
+        ev.RowsCleared("corpus", [101, 102]),
+        ev.RowsGone("corpus", [103]),
+    ]
     (tmp_path / "ledger" / "000000000001.wal").write_bytes(b"".join(map(pack, events)))
     assert cli.invoke(["audit", str(tmp_path)]) == 0
     counted = dict(line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines())

@@ -13,11 +13,11 @@ import pytest
 
 from asyncflow.api.load import load_job
 from asyncflow.commands.run import last_step
+from asyncflow.local.folder import load_record
 from asyncflow.models.tiny import write_config
 from asyncflow.net.hosts import host_and_port, server_of
 from asyncflow.net.stream.server import ANYBODY
-from asyncflow.substrates.local.record import load_record
-from asyncflow.train.checkpoint import CheckpointManifest, Checkpoints
+from asyncflow.training.checkpoint import CheckpointManifest, Checkpoints
 
 pytestmark = pytest.mark.process
 CLI = str(Path(__file__).with_name("standin_cli.py"))
@@ -250,7 +250,7 @@ def test_a_run_goes_on_when_nobody_reads_its_output(manifest, tmp_path):
     run = start("run", manifest, "--output", "out", cwd=tmp_path, steps=3)
     run.stdout.close()
     assert run.wait(30) == 0
-    assert "nobody reads the view" in (tmp_path / "out" / "logs" / "supervisor.log").read_text()
+    assert "the output of the view is read no more" in (tmp_path / "out" / "logs" / "supervisor.log").read_text()
     run.communicate()
 
 

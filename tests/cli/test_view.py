@@ -14,18 +14,20 @@ from asyncflow.api.status import (
     Staleness,
     StepProgress,
 )
-from asyncflow.substrates.local.crew import Restart, Seat
-from asyncflow.substrates.local.events import Ended, Restarting, Started, Stopping
-from asyncflow.substrates.local.exits import ExitStatus
-from asyncflow.substrates.local.record import Placed
-from asyncflow.view import teller, watch
-from asyncflow.view.frame import Frame
-from asyncflow.view.lines import event_line, news, still
-from asyncflow.view.screen import screen
-from asyncflow.view.summary import summary_table
-from asyncflow.view.words import amount, score, share
+from asyncflow.local.folder import Placed
+from asyncflow.local.lifecycle import (
+    ExitStatus,
+    LocalReplica,
+    ProcessEnded,
+    ProcessStarted,
+    Restart,
+    Restarting,
+    Stopping,
+)
+from asyncflow.view import live
+from asyncflow.view.render import Frame, amount, event_line, progress_lines, score, screen, share, still, summary_table
 
-SEAT = Seat("rollout", 1)
+REPLICA = LocalReplica("rollout", 1)
 KILLED = ExitStatus(signal=9)
 RUNNING = DriverStatus(
     phase="Running",
@@ -100,34 +102,34 @@ def test_names_with_markup_are_shown_as_they_are():
 
 def test_plain_lines_say_what_is_new_and_only_that():
     before = DriverStatus()
-    lines = news(before, RUNNING)
+    lines = progress_lines(before, RUNNING)
     assert lines[0] == "phase running"
     assert lines[1] == "step 12/60  reward 0.412  15.3k tokens/s  staleness 1  ready 32  ETA 2m13s"
     assert lines[2] == "eval  accuracy 0.500  greedy 0.625"
     rewarded = RUNNING.model_copy(update={"eval_reward": 0.75})
-    assert news(RUNNING, rewarded) == ["eval  accuracy 0.500  greedy 0.625  reward 0.750"]
+    assert progress_lines(RUNNING, rewarded) == ["eval  accuracy 0.500  greedy 0.625  reward 0.750"]
     sets = {"aime": SetState(accuracy=0.25, greedy=None, reward=0.3, pass_at={"4": 0.5})}
     detailed = RUNNING.model_copy(update={"eval_pass_at": {"4": 0.75}, "eval_sets": sets})
-    assert news(RUNNING, detailed) == [
+    assert progress_lines(RUNNING, detailed) == [
         "eval  accuracy 0.500  greedy 0.625  pass@4 0.750",
         "eval  aime: accuracy 0.250  greedy –  reward 0.300  pass@4 0.500",
     ]
-    assert news(detailed, detailed) == []
+    assert progress_lines(detailed, detailed) == []
     assert "aime: accuracy 0.250" in rendered(screen(frame(detailed)))
     skipping = RUNNING.model_copy(update={"prompts_skipped": 1})
-    assert [line.partition(":")[0] for line in news(RUNNING, skipping)] == ["prompts are skipped"]
-    assert news(skipping, skipping.model_copy(update={"prompts_skipped": 9})) == []
-    assert news(RUNNING, RUNNING) == []
+    assert [line.partition(":")[0] for line in progress_lines(RUNNING, skipping)] == ["prompts are skipped"]
+    assert progress_lines(skipping, skipping.model_copy(update={"prompts_skipped": 9})) == []
+    assert progress_lines(RUNNING, RUNNING) == []
 
 
 def test_a_wait_is_told_once_although_its_seconds_change():
     first = RUNNING.model_copy(update={"waiting_for": "rollout 1 (3.5 s)"})
     later = RUNNING.model_copy(update={"waiting_for": "rollout 1 (4.0 s)"})
-    assert news(RUNNING, first) == ["waiting for rollout 1 (3.5 s)"]
-    assert news(first, later) == []
-    assert news(RUNNING, first, ending=True) == []
+    assert progress_lines(RUNNING, first) == ["waiting for rollout 1 (3.5 s)"]
+    assert progress_lines(first, later) == []
+    assert progress_lines(RUNNING, first, ending=True) == []
     over = first.model_copy(update={"phase": "Succeeded"})
-    assert news(RUNNING, over) == ["phase succeeded"]
+    assert progress_lines(RUNNING, over) == ["phase succeeded"]
 
 
 @pytest.mark.parametrize(
@@ -158,20 +160,19 @@ def test_nothing_is_silent_for_more_than_ten_seconds(monkeypatch, tmp_path, answ
         now += seconds
 
     def ask(*_):
-        passed(2 * teller._ANSWER_S)
+        passed(2 * live._ANSWER_S)
         return RUNNING.model_copy(update={"step_progress": INSIDE}) if answers else None
 
     def collect(_):
-        passed(teller._PERIOD_S)
+        passed(live._PERIOD_S)
         return now < 100.0, []
 
     clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr(teller, "time", clock)
-    monkeypatch.setattr(watch, "time", clock)
-    monkeypatch.setattr(watch.Watch, "_ask", ask)
-    monkeypatch.setattr(watch.Watch, "_collect", collect)
+    monkeypatch.setattr(live, "time", clock)
+    monkeypatch.setattr(live.RunView, "_ask", ask)
+    monkeypatch.setattr(live.RunView, "_collect", collect)
     out = io.StringIO()
-    watch.Watch(name="q", folder=tmp_path, http_port=1, placed=list, console=Console(file=out))._show_lines()
+    live.RunView(name="q", folder=tmp_path, http_port=1, placed=list, console=Console(file=out))._show_lines()
     stamps = [0.0, *(float(line.split()[0]) for line in out.getvalue().splitlines()), now]
     assert max(after - before for before, after in pairwise(stamps)) <= 10.0
     assert out.getvalue().count(INSIDE.words if answers else still(None)) < 30, "nor is it said all the time"
@@ -180,13 +181,13 @@ def test_nothing_is_silent_for_more_than_ten_seconds(monkeypatch, tmp_path, answ
 @pytest.mark.parametrize(
     ("event", "line"),
     [
-        (Started(seat=SEAT, attempt=0, pid=7), None),
-        (Started(seat=SEAT, attempt=2, pid=7), "rollout-1 started, attempt 2, pid 7"),
-        (Ended(seat=SEAT, attempt=0, status=KILLED, wanted=False), "rollout-1 ended: SIGKILL"),
-        (Ended(seat=SEAT, attempt=0, status=ExitStatus(), wanted=False), None),
-        (Ended(seat=SEAT, attempt=0, status=KILLED, wanted=True), None),
+        (ProcessStarted(replica=REPLICA, attempt=0, pid=7), None),
+        (ProcessStarted(replica=REPLICA, attempt=2, pid=7), "rollout-1 started, attempt 2, pid 7"),
+        (ProcessEnded(replica=REPLICA, attempt=0, status=KILLED, wanted=False), "rollout-1 ended: SIGKILL"),
+        (ProcessEnded(replica=REPLICA, attempt=0, status=ExitStatus(), wanted=False), None),
+        (ProcessEnded(replica=REPLICA, attempt=0, status=KILLED, wanted=True), None),
         (
-            Restarting(restart=Restart(seats=(SEAT,), attempt=1, delay_s=0.25, culprit=SEAT, status=KILLED)),
+            Restarting(restart=Restart(replicas=(REPLICA,), attempt=1, delay_s=0.25, culprit=REPLICA, status=KILLED)),
             "rollout-1: again in 0.2 s, as attempt 1",
         ),
         (Stopping(reason="SIGINT"), "ending everything: SIGINT"),

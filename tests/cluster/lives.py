@@ -14,19 +14,19 @@ from kubernetes.aio.client.configuration import Configuration
 from memory import Json, MemoryServer, copied
 
 from asyncflow.api.status import DriverStatus
-from asyncflow_operator.cluster.apply import Hands
+from asyncflow_operator.cluster.apply import PlanExecutor
 from asyncflow_operator.cluster.client import Api
 from asyncflow_operator.cluster.events import Recorder
-from asyncflow_operator.cluster.kinds import BY_NAME, OURS
+from asyncflow_operator.cluster.kinds import BY_NAME, CUSTOM_KINDS
 from asyncflow_operator.decide.job import decide_job
 from asyncflow_operator.decide.queue import decide_queue
 from asyncflow_operator.decide.weights import decide_sync
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
-from asyncflow_operator.observe import Key, Observer, Refused
-from asyncflow_operator.observed import Owner, Probe
+from asyncflow_operator.observe import Key, Observer, RefusalRecord
+from asyncflow_operator.observed import DriverProbe, Owner
 from asyncflow_operator.reconcile import Reconciler
 from asyncflow_operator.telemetry import Metrics
-from asyncflow_operator.watch import Watch
+from asyncflow_operator.watch import ClusterWatch
 
 START = 1_800_000_000.0
 PATIENCE = 2000
@@ -41,9 +41,9 @@ class Drivers:
         self._now = now
         self.suspended: set[str] = set()
 
-    def probe(self, uid: str) -> Probe:
+    def probe(self, uid: str) -> DriverProbe:
         phase: Any = "Suspended" if uid in self.suspended else "Running"
-        return Probe(status=DriverStatus(phase=phase, step=3, steps=60), at=self._now())
+        return DriverProbe(status=DriverStatus(phase=phase, step=3, steps=60), at=self._now())
 
     def order(self, owner: Owner, path: str) -> None:
         assert path == "/v1/suspend"
@@ -70,8 +70,8 @@ class Cluster:
         """Start an operator: nothing is remembered, everything is listed."""
         self._due = {}
         self.server.news.clear()
-        self._watch = Watch(self._api, namespaces=(), mark=self._mark, renew=self._mark, resync_s=600.0)
-        refused = Refused()
+        self._watch = ClusterWatch(self._api, namespaces=(), mark=self._mark, renew=self._mark, resync_s=600.0)
+        refused = RefusalRecord()
         observer = Observer(self._watch.store, probe=self.drivers.probe, nodes=lambda: None, refused=refused)
         self._reconciler = Reconciler(
             observer=observer,
@@ -80,7 +80,7 @@ class Cluster:
                 "TransferQueue": lambda state, now: decide_queue(state, now=now, desired=_DESIRED),
                 "WeightSync": lambda state, now: decide_sync(state, now=now),
             },
-            hands=Hands(self._api, self._watch.store, self.drivers),
+            executor=PlanExecutor(self._api, self._watch.store, self.drivers),
             recorder=Recorder(self._api, reporter="test"),
             refused=refused,
             metrics=_METRICS,
@@ -91,7 +91,7 @@ class Cluster:
                 async for page in self._api.pages(kind):
                     for raw in page["items"]:
                         self._watch.store.put(kind.name, raw)
-        for kind in OURS:
+        for kind in CUSTOM_KINDS:
             for namespace, name, _ in self._watch.store.all(kind.name):
                 self._mark(Key(kind.name, namespace, name))
 
@@ -112,7 +112,7 @@ class Cluster:
         while self.now < until:
             await self._work()
             self.now = min(until, *(due for due in self._due.values() if due > self.now), self.now + 600.0)
-            for kind in OURS:
+            for kind in CUSTOM_KINDS:
                 for namespace, name, _ in self._watch.store.all(kind.name):
                     self._mark(Key(kind.name, namespace, name))
         return self.server.writes - before
@@ -132,15 +132,15 @@ class Cluster:
             self._hear()
 
     async def _look(self, key: Key) -> None:
-        look = asyncio.ensure_future(self._reconciler.look(key))
+        reconcile = asyncio.ensure_future(self._reconciler.reconcile(key))
         death = asyncio.ensure_future(self.server.dead.wait())
-        await asyncio.wait({look, death}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({reconcile, death}, return_when=asyncio.FIRST_COMPLETED)
         death.cancel()
         if self.server.dead.is_set():
-            look.cancel()
-            await asyncio.wait({look})
+            reconcile.cancel()
+            await asyncio.wait({reconcile})
             return
-        outcome = await look
+        outcome = await reconcile
         again = 1.0 if outcome.failed else outcome.again_in_s
         if again is not None:
             self._mark(key, at=self.now + again)

@@ -88,11 +88,11 @@ class OneJob(World):
         self.until(said, f"{self.name} to say {kind} {reason} {words}")
         return self.condition(kind)["message"]
 
-    def token(self) -> str:
-        """Return the bearer token of the POST routes of its driver."""
-        secrets = f"/api/v1/namespaces/{self.namespace}/secrets"
-        (secret,) = self.plane.api.get(secrets, labelSelector=f"asyncflow.dev/job={self.name}")["items"]
-        return base64.b64decode(secret["data"]["token"]).decode()
+    def secret(self, part: str) -> dict[str, bytes]:
+        """Return what is in a Secret of the job, by the name of its part in the job's status."""
+        name = self.status()["secrets"][part]["name"]
+        found = self.plane.api.get(f"/api/v1/namespaces/{self.namespace}/secrets/{name}")
+        return {key: base64.b64decode(value) for key, value in found["data"].items()}
 
 
 def merge(into: dict[str, Any], what: dict[str, Any]) -> None:

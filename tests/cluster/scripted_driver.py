@@ -14,11 +14,11 @@ SILENT = 503
 
 @dataclass
 class Driver:
-    """One job's driver. asked: path and bearer of each POST, in order; heard: how often it has said the latest."""
+    """One job's driver. asked: the path of each POST, in order; heard: how often it has said the latest."""
 
     status: dict[str, Any] = field(default_factory=lambda: {"phase": "Running", "steps": 60})
     silent: bool = False
-    asked: list[tuple[str, str]] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
     heard: int = 0
 
     def say(self, **fields: Any) -> None:
@@ -30,9 +30,6 @@ class Driver:
     def say_rollouts(self, *known: tuple[int, str], **each: Any) -> None:
         """Change which rollouts it knows, by index and state; ``each`` is said of all of them."""
         self.say(rollouts=[{"id": f"worker-{index}", "index": index, "state": state} | each for index, state in known])
-
-    def asked_for(self) -> list[str]:
-        return [path for path, _ in self.asked]
 
 
 class ScriptedDrivers:
@@ -91,6 +88,5 @@ class ScriptedDrivers:
         return web.json_response(text=status.model_dump_json(by_alias=True))
 
     async def _take(self, request: web.Request) -> web.Response:
-        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        self._asked(request).asked.append((f"/{request.match_info['path']}", bearer))
+        self._asked(request).asked.append(f"/{request.match_info['path']}")
         return web.json_response({})

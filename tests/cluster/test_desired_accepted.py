@@ -14,7 +14,7 @@ from asyncflow.api.names import FIELD_MANAGER, RoleName
 from asyncflow.api.queue import TransferQueue
 from asyncflow_operator.cluster.kinds import BY_NAME
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
-from asyncflow_operator.observed import Found, JobState, Manifest, Owner, QueueState, Ref
+from asyncflow_operator.observed import JobState, Manifest, Owner, Ref, ReferredObject, TransferQueueState
 from kube import foreign
 from kube.plane import ControlPlane
 from kube.rest import APPLY, DRY_RUN, STRICT, Refused
@@ -162,7 +162,7 @@ def test_a_workload_with_a_priority(server: ControlPlane, kwok_plane: ControlPla
     template = {"template": {"podSpec": {"priorityClassName": "high"}}} if kind == "PriorityClass" else {}
     state = job_state(restricted, scheduling={"gang": "kueue"}, **template)
     labels = {"kueue.x-k8s.io/priority-class": "high"} if kind == "WorkloadPriorityClass" else {}
-    found = {Ref(kind, "high"): Found(content={"value": 1000})}
+    found = {Ref(kind, "high"): ReferredObject(content={"value": 1000})}
     state = replace(state, owner=replace(state.owner, labels=labels), found=found)
     (workload,) = (each for each in DESIRED.supporting(state) if each["kind"] == "Workload")
     (stored,) = apply(server, [workload], dry=True)
@@ -195,7 +195,7 @@ def test_a_queue_that_stands_alone(server: ControlPlane, restricted: str):
         }
     )
     owner = Owner(kind="TransferQueue", namespace=restricted, name="shared", uid="a-uid")
-    state = QueueState(owner=owner, queue=queue)
+    state = TransferQueueState(owner=owner, queue=queue)
     supporting = DESIRED.queue_supporting(state)
     apply(server, supporting[:1], dry=False)
     pods = [DESIRED.queue_pod(state, role, 0, 0) for role in ("controller", "storage")]

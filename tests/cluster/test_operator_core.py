@@ -9,13 +9,12 @@ import pytest
 
 from asyncflow.errors import ManifestError
 from asyncflow_operator.actions import Apply, Delete, Note
-from asyncflow_operator.cluster.apply import Hands
-from asyncflow_operator.cluster.client import Api
+from asyncflow_operator.cluster.apply import PlanExecutor
+from asyncflow_operator.cluster.client import Api, Refusal
 from asyncflow_operator.cluster.events import Recorder
 from asyncflow_operator.cluster.informer import Informer
 from asyncflow_operator.cluster.kinds import BY_NAME, LEASE, Kind
-from asyncflow_operator.cluster.refusals import Refusal
-from asyncflow_operator.cluster.store import Store
+from asyncflow_operator.cluster.store import ObjectStore
 from asyncflow_operator.cluster.views import object_view
 from asyncflow_operator.leader import DURATION_S, Leader
 from asyncflow_operator.observed import Owner, Ref
@@ -42,8 +41,8 @@ def config_map(name: str, namespace: str, **data: str) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": data}
 
 
-def store() -> Store:
-    return Store(lambda kind, raw, _: object_view(raw, kind=kind), lambda *_: None)
+def store() -> ObjectStore:
+    return ObjectStore(lambda kind, raw, _: object_view(raw, kind=kind), lambda *_: None)
 
 
 def owner(namespace: str) -> Owner:
@@ -59,7 +58,7 @@ async def eventually(condition: Any, what: str) -> None:
 
 
 async def test_no_configuration_is_said_in_one_error(tmp_path: Any) -> None:
-    with pytest.raises(ManifestError, match="no way to the API server"):
+    with pytest.raises(ManifestError, match="no usable configuration for the API server"):
         await Api.connect(kubeconfig=tmp_path / "none", connections=8)
 
 
@@ -141,7 +140,7 @@ async def test_a_kind_that_the_cluster_lacks_is_no_error(api: Api) -> None:
 
 async def test_a_plan_is_carried_out_and_known_at_once(api: Api, namespace: str) -> None:
     known = store()
-    hands = Hands(api, known, NoDriver())
+    hands = PlanExecutor(api, known, NoDriver())
     made = await hands.carry_out(owner(namespace), [[Apply(manifest=config_map("c", namespace))]])
     assert not made
     entry = known.get("ConfigMap", namespace, "c")
@@ -157,7 +156,7 @@ async def test_what_is_refused_stops_only_what_needs_it(api: Api, namespace: str
     wrong = Apply(manifest=config_map("Not A Name", namespace))
     beside, later, other = (Apply(manifest=config_map(name, namespace)) for name in ("beside", "later", "other"))
     needing = Apply(manifest=config_map("needing", namespace), needs=frozenset([wrong.ref, beside.ref]))
-    hands = Hands(api, known, NoDriver())
+    hands = PlanExecutor(api, known, NoDriver())
     failures = await hands.carry_out(owner(namespace), [[wrong, beside], [later, needing]])
     (denial,) = failures.denied
     assert (denial.ref, denial.missing) == (wrong.ref, True)
@@ -174,7 +173,7 @@ async def test_no_stage_begins_after_one_in_which_the_server_was_silent(api: Api
     known = store()
     first, then = ([Apply(manifest=config_map(name, namespace))] for name in ("first", "then"))
     api.may_write = lambda: False
-    failures = await Hands(api, known, NoDriver()).carry_out(owner(namespace), [first, then])
+    failures = await PlanExecutor(api, known, NoDriver()).carry_out(owner(namespace), [first, then])
     assert len(failures.errors) == 1
 
 
@@ -186,7 +185,7 @@ async def test_a_quota_is_told_as_a_denial(api: Api, plane: ControlPlane, namesp
         f"/api/v1/namespaces/{namespace}/resourcequotas/q/status",
         {"status": {"hard": {"count/configmaps": "0"}, "used": {"count/configmaps": "0"}}},
     )
-    hands = Hands(api, store(), NoDriver())
+    hands = PlanExecutor(api, store(), NoDriver())
 
     async def denied() -> str:
         failures = await hands.carry_out(owner(namespace), [[Apply(manifest=config_map("c", namespace))]])
@@ -201,14 +200,14 @@ async def test_a_quota_is_told_as_a_denial(api: Api, plane: ControlPlane, namesp
 
 async def test_a_namespace_that_ends_is_told(api: Api, plane: ControlPlane, namespace: str) -> None:
     plane.api.delete(f"/api/v1/namespaces/{namespace}")
-    hands = Hands(api, store(), NoDriver())
+    hands = PlanExecutor(api, store(), NoDriver())
     failures = await hands.carry_out(owner(namespace), [[Apply(manifest=config_map("c", namespace))]])
     assert failures.ends
     assert not failures.denied
 
 
 async def test_the_status_of_an_object_that_is_gone_is_not_written(api: Api, namespace: str) -> None:
-    failures = await Hands(api, store(), NoDriver()).write_status(owner(namespace), {"phase": "Running"})
+    failures = await PlanExecutor(api, store(), NoDriver()).write_status(owner(namespace), {"phase": "Running"})
     assert failures.gone
 
 
@@ -218,12 +217,12 @@ async def test_the_same_note_is_one_event(api: Api, plane: ControlPlane, namespa
     events = f"/api/v1/namespaces/{namespace}/events"
     recorder = Recorder(api, reporter="me")
     for _ in range(3):
-        await recorder.say(owner(namespace), note)
+        await recorder.record(owner(namespace), note)
     (event,) = plane.api.get(events)["items"]
     assert (event["count"], event["reason"], event["involvedObject"]["name"]) == (3, "Lost", "j")
     after_restart = Recorder(api, reporter="me")
     for _ in range(2):
-        await after_restart.say(owner(namespace), note)
+        await after_restart.record(owner(namespace), note)
     (event,) = plane.api.get(events)["items"]
     assert event["count"] == 4
 

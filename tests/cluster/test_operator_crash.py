@@ -77,7 +77,7 @@ def begin_life(server: MemoryServer) -> None:
     server.put("rljobs", manifest)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 async def test_killed_after_any_write_of_a_jobs_life_it_makes_the_same_objects_as_often() -> None:
     """A life for every write: the operator dies with it, and so do the requests that were under way beside it.
 
@@ -155,7 +155,7 @@ class Life:
         world.kubectl("scale", "rlj/quickstart", "--replicas=1")
         yield self._after("shrinks", lambda: world.is_whole(rollout=1))
         world.edit(suspend=True)
-        self._until("has its driver told", lambda: "/v1/suspend" in self._driver.asked_for())
+        self._until("has its driver told", lambda: "/v1/suspend" in self._driver.asked)
         self._driver.say(phase="Suspended")
         yield self._after("is suspended", lambda: world.phase() == "Suspended" and not world.pods())
         self._driver.say(phase="Running")
@@ -201,8 +201,8 @@ class Life:
 
 
 def _of_any_job(name: str) -> str:
-    """Return the name of an object without what distinguishes jobs of one name: the mark of the Secret's name."""
-    return re.sub("-keys-[0-9a-f]{16}$", "-keys", name)
+    """Return the name of an object without what distinguishes jobs of one name: the mark of a Secret's name."""
+    return re.sub("-(keys|tls-[a-z]+)-[0-9a-f]{16}$", r"-\1", name)
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def life(kwok_plane: ControlPlane, drivers: ScriptedDrivers, tmp_path: Path) -> 
         proxy.__exit__()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(480)
 def test_killed_at_ten_writes_of_a_jobs_life_it_makes_the_same_objects_as_often(life: Callable[[str], Life]) -> None:
     """The writes are drawn with a fixed seed; after half of them the operator dies before it has the answer.
 

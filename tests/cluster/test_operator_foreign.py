@@ -10,15 +10,16 @@ import pytest
 from asyncflow.api.job import RLJob
 from asyncflow.api.status import JobStatus, RoleRecord
 from asyncflow_operator.actions import Apply
-from asyncflow_operator.cluster.apply import Failures, Hands
+from asyncflow_operator.cluster.apply import Failures, PlanExecutor
 from asyncflow_operator.cluster.client import Api
-from asyncflow_operator.cluster.kinds import BY_NAME, OURS, POD
-from asyncflow_operator.cluster.store import Store
-from asyncflow_operator.decide.moments import Alarm
+from asyncflow_operator.cluster.kinds import BY_NAME, CUSTOM_KINDS, POD
+from asyncflow_operator.cluster.store import ObjectStore
+from asyncflow_operator.decide.draft import to_write
+from asyncflow_operator.decide.times import Alarm
 from asyncflow_operator.decide.upkeep import intact
-from asyncflow_operator.decide.writing import to_write
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
-from asyncflow_operator.observed import JobState, Owner, QueueState, Ref
+from asyncflow_operator.desired.secrets import SecretPart
+from asyncflow_operator.observed import JobState, Owner, Ref, TransferQueueState
 from asyncflow_operator.watch import project
 from kube import foreign
 from kube.plane import ControlPlane
@@ -54,8 +55,8 @@ class Cluster:
     def __init__(self, plane: ControlPlane, api: Api, namespace: str) -> None:
         self.plane = plane
         self.owner = Owner(kind="RLJob", namespace=namespace, name="math", uid="0000-1111")
-        self.store = Store(project, lambda *_: None)
-        self.hands = Hands(api, self.store, NoDriver())
+        self.store = ObjectStore(project, lambda *_: None)
+        self.hands = PlanExecutor(api, self.store, NoDriver())
 
     def manifest(self, kind: str, **spec: Any) -> dict[str, Any]:
         """Return the object of this kind that the job needs."""
@@ -63,9 +64,10 @@ class Cluster:
         usual = SPEC | {"scheduling": {"gang": gang}}
         job = RLJob.model_validate({"metadata": {"name": "math"}, "spec": usual | spec})
         state = JobState(owner=self.owner, job=job)
-        queue = QueueState(owner=self.owner, queue=None, job=state)
+        queue = TransferQueueState(owner=self.owner, queue=None, job=state)
         pod = DESIRED.queue_pod(queue, "storage", 0, 0)
-        made = (*DESIRED.supporting(state), *DESIRED.children(state), pod)
+        secret = DESIRED.secret(self.owner, SecretPart(role="rollout", leaves=2, period=10_000))
+        made = (*DESIRED.supporting(state), *DESIRED.children(state), secret, pod)
         return next(each for each in made if each["kind"] == kind)
 
     def path(self, manifest: dict[str, Any]) -> str:
@@ -156,7 +158,7 @@ async def test_one_that_has_taken_the_name_since_is_not_touched(cluster: Cluster
     assert cluster.plane.api.get(cluster.path(manifest)) == before
 
 
-@pytest.mark.parametrize("kind", sorted(set(CHANGED) - {kind.name for kind in OURS}))
+@pytest.mark.parametrize("kind", sorted(set(CHANGED) - {kind.name for kind in CUSTOM_KINDS}))
 async def test_what_has_lost_its_labels_is_the_jobs_all_the_same(cluster: Cluster, kind: str) -> None:
     manifest = cluster.manifest(kind)
     assert not await cluster.apply(manifest)

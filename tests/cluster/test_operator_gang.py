@@ -90,7 +90,7 @@ def test_who_has_no_place_with_the_gang_leaves_first(jobs: dict[str, OneJob]) ->
     job.until(lambda: job.driver.heard > 1, "the rollouts to be known")
     before = workload(job)["metadata"]["uid"]
     job.scale(2)
-    job.until(lambda: set(job.driver.asked_for()) == {"/v1/rollouts/w2/drain"}, "the last one alone to be drained")
+    job.until(lambda: set(job.driver.asked) == {"/v1/rollouts/w2/drain"}, "the last one alone to be drained")
     job.driver.say_rollouts((0, "ready"), (1, "ready"))
     job.until(lambda: set(job.pods("rollout")) == {"rollout-0", "rollout-1"}, "the last one to be gone")
     assert workload(job)["metadata"]["uid"] == before
@@ -101,7 +101,7 @@ def test_an_evicted_job_saves_gives_its_place_back_and_keeps_its_place_in_the_qu
     job.until_phase("Running")
     before = workload(job)["metadata"]
     say(job.plane, f"{WORKLOADS}/{job.name}", Evicted=("True", "Preempted to accommodate a workload"))
-    job.until(lambda: "/v1/suspend" in job.driver.asked_for(), "the driver to be asked to save")
+    job.until(lambda: "/v1/suspend" in job.driver.asked, "the driver to be asked to save")
     assert workload(job)["status"]["admission"]
     job.driver.say(phase="Suspended")
     job.until(lambda: conditions(workload(job)).get("Requeued") == ("True", "Preempted"), "the Workload to wait again")

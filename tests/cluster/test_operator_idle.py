@@ -10,7 +10,7 @@ from scripted_driver import ScriptedDrivers
 from world import OURS, World, quickstart
 
 import operator_rights
-from asyncflow_operator.decide.writing import FIGURES_S
+from asyncflow_operator.decide.draft import FIGURES_S
 from kube.audit import Request
 from kube.plane import ControlPlane
 from operator_process import OperatorProcess

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.data.base import HELD_OUT_SHARE, GeneratedSource, Prompt, PromptSource, Purpose, held_out
+from asyncflow.data.generated import REVERSE_DIGITS
 from asyncflow.data.sources import SourceSpec, check_disjoint, open_source
-from asyncflow.data.tiny import REVERSE_DIGITS
 from asyncflow.errors import ManifestError
 
 GYM = {"source": "gym://chain_sum", "config": {"max_terms": 3, "max_digits": 2}, "seed": 7}

@@ -9,10 +9,10 @@ import numpy as np
 from asyncflow.api.job import RLJobSpec
 from asyncflow.driver.tasks import tasks_of
 from asyncflow.net.frames import Jagged
-from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.protocol.messages import LeasedRow, Tag
-from asyncflow.queue.unit.unit import StorageUnit
+from asyncflow.queue.storage.unit import StorageUnit
 
 
 @asynccontextmanager
@@ -36,7 +36,7 @@ async def claim_all(queue: QueueClient, *, partition: str, rows: int) -> list[Le
     """Claim for generation until there are so many rows."""
     claimed: list[LeasedRow] = []
     while len(claimed) < rows:
-        claimed += await queue.claim(partition=partition, task="rollout", max_rows=rows, timeout=10)
+        claimed += (await queue.claim(partition=partition, task="rollout", max_rows=rows, timeout=10)).rows
     return claimed
 
 

@@ -14,13 +14,13 @@ from test_progress import AUDIT, step_line
 from asyncflow import clock
 from asyncflow.api.status import DriverStatus
 from asyncflow.driver import journal
+from asyncflow.driver.ending import summarize
 from asyncflow.driver.evaluation import EvaluationResult
+from asyncflow.driver.groups import RewardTally, Totals
 from asyncflow.driver.journal import StateFile
 from asyncflow.driver.lives import Life, Lives
-from asyncflow.driver.progress import Progress
-from asyncflow.driver.rewards import RewardTally, Totals
+from asyncflow.driver.progress import RunProgress
 from asyncflow.driver.status import build_status
-from asyncflow.driver.summary import summarize
 
 STEPS = 16
 MADE = 5
@@ -58,9 +58,9 @@ def written(folder: Path, files: dict[str, Any]) -> None:
             (folder / name).write_text(json.dumps(value))
 
 
-def started(folder: Path) -> tuple[Progress, DriverStatus, dict[str, Any]]:
+def started(folder: Path) -> tuple[RunProgress, DriverStatus, dict[str, Any]]:
     """Start what a driver starts with; return its lines, its status and its summary."""
-    progress = Progress(folder, steps=STEPS, now=clock.now())
+    progress = RunProgress(folder, steps=STEPS, now=clock.now())
     done = progress.done >= progress.steps
     lives = Lives(opened=progress.at("first dispatch"), closed=progress.last_step_at if done else None)
     lives.restore(StateFile(folder / journal.LIVES).read(dict[str, Life]) or {})
@@ -81,7 +81,7 @@ def started(folder: Path) -> tuple[Progress, DriverStatus, dict[str, Any]]:
         recent=None,
         rewards=rewards.state,
         prompts_skipped=0,
-        inside=None,
+        step_progress=None,
         waiting_for="",
         clock_ahead_s=-3600.0,
     )

@@ -13,14 +13,12 @@ import pytest
 from asyncflow.api.load import load_job
 from asyncflow.data.base import Prompt
 from asyncflow.data.prompter import Prompter, PromptFormat
-from asyncflow.driver.book import PromptBook
-from asyncflow.driver.dispatch import Dispatcher
-from asyncflow.driver.prompts import PromptColumns
+from asyncflow.driver.dispatch import Dispatcher, PromptAssignment, PromptColumns
 from asyncflow.driver.tasks import tasks_of
 from asyncflow.errors import ManifestError
-from asyncflow.flow.admission import Flow, admission_of
+from asyncflow.flow.admission import InFlight, admission_of
 from asyncflow.flow.schedule import Schedule
-from asyncflow.queue.protocol.messages import PartitionSnapshot, RowMeta, StepState
+from asyncflow.queue.protocol.messages import PartitionSnapshot, Samples, StepState
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
 LIMIT = 16
@@ -31,18 +29,19 @@ class Puts:
     """A queue that keeps what is put."""
 
     def __init__(self) -> None:
-        self.metas: list[RowMeta] = []
+        self.groups: list[tuple[int, int, int]] = []
 
     async def open_step(self, **_: object) -> None:
         """Every step may be opened."""
 
-    async def create(self, metas: Sequence[RowMeta], *_: object, **__: object) -> list[bool]:
-        self.metas += metas
-        return [True] * len(metas)
+    async def put(self, *_: object, samples: Samples, group_size: int, **__: object) -> None:
+        tokens = samples.tokens[::group_size]
+        assert samples.tokens == [count for count in tokens for _ in range(group_size)]
+        self.groups += [(serial, samples.step, count) for serial, count in zip(samples.serials, tokens, strict=True)]
 
     @property
     def steps(self) -> dict[int, int]:
-        return {meta.serial: meta.step for meta in self.metas}
+        return {serial: step for serial, step, _ in self.groups}
 
     def snapshot(self) -> PartitionSnapshot:
         """What a queue would tell of these rows to the next driver."""
@@ -82,7 +81,7 @@ def dispatcher(puts: Puts, lengths: Sequence[int], *settings: str) -> Dispatcher
     spec = load_job(EXAMPLE, [*sizes, *settings]).spec
     source = SimpleNamespace(prompt=lambda serial: Prompt(question="q" * lengths[serial % len(lengths)]), size=None)
     letters = SimpleNamespace(encode=lambda text, **_: list(range(len(text))))
-    book = PromptBook(prompts_per_step=PER_STEP, steps=STEPS)
+    assignment = PromptAssignment(prompts_per_step=PER_STEP, steps=STEPS)
 
     async def changed() -> None:
         raise Stopped
@@ -90,11 +89,11 @@ def dispatcher(puts: Puts, lengths: Sequence[int], *settings: str) -> Dispatcher
     return Dispatcher(
         queue=puts,  # type: ignore[arg-type]
         prompts=PromptColumns.of(spec, prompter=Prompter(source, letters, PromptFormat()), what="prompt"),  # type: ignore[arg-type]
-        book=book,
+        assignment=assignment,
         schedule=Schedule.of(spec),
         policies=admission_of(spec),
         group_size=spec.algorithm.group_size,
-        flow=lambda: Flow(published=STEPS, dispatched=book.dispatched, running=0),
+        flow=lambda: InFlight(published=STEPS, dispatched=assignment.dispatched, running=0),
         changed=changed,
         on_first=lambda: None,
         on_skip=lambda _: None,
@@ -109,7 +108,7 @@ def run(made: Dispatcher) -> None:
 def test_a_row_says_how_many_tokens_its_prompt_has() -> None:
     puts = Puts()
     run(dispatcher(puts, [3, 9, 16]))
-    assert [meta.tokens for meta in puts.metas[::4]] == [3, 9, 16] * 4
+    assert [tokens for _, _, tokens in puts.groups] == [3, 9, 16] * 4
 
 
 @pytest.mark.parametrize("packing", ["separate", "shared-prompt"])
@@ -136,9 +135,9 @@ def test_a_prompt_that_is_too_long_is_skipped_and_the_next_takes_its_place() -> 
 def test_the_next_driver_gives_the_same_prompts_to_the_same_steps_and_counts_the_same(killed_after: int) -> None:
     whole, puts = Puts(), Puts()
     run(dispatcher(whole, LONG))
-    puts.metas = whole.metas[: 4 * killed_after]
+    puts.groups = whole.groups[:killed_after]
     again = dispatcher(puts, LONG)
-    again.book.restore(puts.snapshot())
+    again.assignment.restore(puts.snapshot())
     asyncio.run(again.recall())
     run(again)
     assert puts.steps == whole.steps

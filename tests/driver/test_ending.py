@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from asyncflow.driver.driver import ChangeSignal
 from asyncflow.driver.ending import Ending
+from asyncflow.driver.groups import RewardTally
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
-from asyncflow.driver.progress import Progress
-from asyncflow.driver.rewards import RewardTally
-from asyncflow.driver.wake import Wake
+from asyncflow.driver.progress import RunProgress
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.net.directory import Beat, Directory, Member
 
@@ -24,8 +24,8 @@ class Job:
         self.unevaluated: list[int] = []
         self.suspending = False
         self.directory = Directory()
-        self.wake = Wake(every_s=10.0)
-        self.progress = Progress(folder, steps=2, now=0.0)
+        self.changes = ChangeSignal(every_s=10.0)
+        self.progress = RunProgress(folder, steps=2, now=0.0)
         weights = SimpleNamespace(fence=lambda attempt: None, leave=lambda worker: None)
         self.members = Members(
             self.directory,
@@ -34,14 +34,14 @@ class Job:
             lives=Lives(),
             memory=folder / "lives.json",
             started=0.0,
-            changed=self.wake.tell,  # type: ignore[arg-type]
+            changed=self.changes.notify,  # type: ignore[arg-type]
         )
         self.ending = Ending(
             folder=folder,
             queue=self,  # type: ignore[arg-type]
             progress=self.progress,
             members=self.members,
-            wake=self.wake,
+            changed=self.changes.changed,
             unevaluated=lambda: self.unevaluated,
             suspending=lambda: self.suspending,
             export_s=export_s,
@@ -65,7 +65,7 @@ class Job:
     async def goes_on(self, ended: asyncio.Task[str]) -> bool:
         for _ in range(5):
             await asyncio.sleep(0)
-            self.wake.tell()
+            self.changes.notify()
         await asyncio.sleep(0)
         return not ended.done()
 
@@ -113,7 +113,7 @@ async def test_an_export_without_end_is_named(tmp_path: Path) -> None:
     job.trainer(exported=False)
     ended = asyncio.create_task(job.ending.reached())
     await asyncio.sleep(0)
-    job.wake.tell()
+    job.changes.notify()
     with pytest.raises(DeadlineExceeded, match="did not write export/ within"):
         await ended
 

@@ -17,13 +17,13 @@ from asyncflow.api.job import RLJobSpec
 from asyncflow.api.load import load_job
 from asyncflow.data.prompter import Prompter
 from asyncflow.data.sources import open_held_out, open_training
+from asyncflow.driver.driver import ChangeSignal
 from asyncflow.driver.evaluation import Evaluation, EvaluationResult, SetResult, best_of, pass_at
-from asyncflow.driver.rewards import RewardTally
+from asyncflow.driver.groups import RewardTally
 from asyncflow.driver.tasks import EVAL
-from asyncflow.driver.wake import Wake
 from asyncflow.errors import ManifestError
 from asyncflow.net.roster import Best
-from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.protocol.messages import LeasedRow
 
@@ -56,7 +56,7 @@ class Bench:
     ) -> None:
         self.queue = queue
         self.controller = controller
-        self.wake = Wake()
+        self.changes = ChangeSignal()
         self.dues: list[int] = []
         self.results: list[EvaluationResult] = []
         self.rewards = RewardTally(needed=6, keep=lambda totals: None)
@@ -71,7 +71,7 @@ class Bench:
             prompters=self._prompts,
             steps=[0, 2],
             due=lambda: [step for step in self.dues if step not in [result.step for result in self.results]],
-            changed=self.wake.changed,
+            changed=self.changes.changed,
             finished=self.results.append,
         )
         assert made is not None
@@ -79,11 +79,11 @@ class Bench:
 
     def due(self, step: int) -> None:
         self.dues.append(step)
-        self.wake.tell()
+        self.changes.notify()
 
     def begin_anew(self) -> None:
         self.evaluation.begin_anew()
-        self.wake.tell()
+        self.changes.notify()
 
     async def claim(self, rows: int) -> list[LeasedRow]:
         return await claim_all(self.queue, partition=EVAL, rows=rows)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,15 +11,14 @@ import pytest
 from queue_world import answer_all, claim_all, queue_of
 
 from asyncflow.api.load import load_job
-from asyncflow.driver.book import PromptBook
-from asyncflow.driver.groups import FILTERED_ZERO_VARIANCE, TOO_FEW_REWARDS, GroupPolicy, Groups
-from asyncflow.driver.rewards import RewardTally
+from asyncflow.driver.dispatch import PromptAssignment
+from asyncflow.driver.groups import FILTERED_ZERO_VARIANCE, TOO_FEW_REWARDS, AdvantageTask, GroupPolicy, RewardTally
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.errors import ManifestError
 from asyncflow.net.frames import Jagged
-from asyncflow.queue.client.client import QueueClient
-from asyncflow.queue.protocol.lot import Slot
-from asyncflow.queue.protocol.messages import LeasedRow, RowMeta
+from asyncflow.queue.client import QueueClient
+from asyncflow.queue.protocol.batches import Slot
+from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, Samples
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
 SIZE = 4
@@ -71,17 +71,17 @@ async def test_of_a_group_the_trainer_sees_the_samples_that_have_a_reward(tmp_pa
     tally = RewardTally(needed=2 * SIZE, keep=lambda totals: None)
     excluded: list[int] = []
     async with queue_of(spec, tmp_path) as (queue, _):
-        groups = Groups(
+        groups = AdvantageTask(
             queue=queue, policy=GroupPolicy.of(spec), rewards=tally, finished=lambda _: None, excluded=excluded.append
         )
         await queue.open_step(partition=TRAIN, step=1, groups=2, group_size=SIZE, timeout=10)
         keys = [(serial, sample) for serial in range(3) for sample in range(SIZE)]
-        metas = [RowMeta(partition=TRAIN, serial=serial, sample=sample, step=1) for serial, sample in keys]
         prompts = {
             "prompt_ids": Jagged.from_rows([[1]] * len(keys), np.int32),
             "task": Jagged.from_rows([[1]] * len(keys), np.uint8),
         }
-        await queue.create(metas, prompts, group_size=SIZE, outputs=None, timeout=10)
+        samples = Samples(serials=[0, 1, 2], step=1)
+        await queue.put(TRAIN, prompts, group_size=SIZE, samples=samples, timeout=10)
         rows = await claim_all(queue, partition=TRAIN, rows=len(keys))
         failed = {(1, 0), (2, 0), (2, 1), (2, 3)}
         tags = [
@@ -109,11 +109,11 @@ async def test_of_a_group_the_trainer_sees_the_samples_that_have_a_reward(tmp_pa
     assert excluded == [2]
     assert tally.outcomes() == {"scored": 8, "raised": 4}
     assert (audit.dropped, audit.unfinished, audit.lost, audit.problems) == (5, 7, 0, [])
-    book = PromptBook(prompts_per_step=2, steps=1)
-    book.restore(snapshot)
-    assert book.running == 0
-    assert book.dispatched == 2, "a group of which a part was dropped still counts, one that was dropped whole does not"
-    assert book.issue() is None
+    assignment = PromptAssignment(prompts_per_step=2, steps=1)
+    assignment.restore(snapshot)
+    assert assignment.running == 0
+    assert assignment.dispatched == 2, "a group that lost some of its samples still counts, one that lost all does not"
+    assert assignment.issue() is None
 
 
 async def _slot(queue: QueueClient, number: int) -> Slot:
@@ -124,7 +124,7 @@ async def _slot(queue: QueueClient, number: int) -> Slot:
 
 async def test_where_nothing_may_take_a_groups_place_the_job_pauses(tmp_path: Path) -> None:
     tally = RewardTally(needed=8, keep=lambda totals: None)
-    groups = Groups(
+    groups = AdvantageTask(
         queue=None,  # type: ignore[arg-type]
         policy=policy(refills=False),
         rewards=tally,
@@ -154,11 +154,11 @@ class Finished:
                 LeasedRow(row=meta.sample, meta=meta, attempt=0, lease="l", until=1, unit=0, bytes={}) for meta in metas
             ]
 
-    async def claim(self, **_: Any) -> list[LeasedRow]:
+    async def claim(self, **_: Any) -> SimpleNamespace:
         group = next(self._groups, None)
         if group is None:
             raise TimeoutError
-        return group
+        return SimpleNamespace(rows=group)
 
     async def complete(self, *_: Any, **__: Any) -> None:
         """Every advantage is taken."""
@@ -167,10 +167,10 @@ class Finished:
         self.dropped.append(reason)
 
 
-def groups_of(queue: Finished, limit: int) -> Groups:
+def groups_of(queue: Finished, limit: int) -> AdvantageTask:
     drop = policy(drop_zero_variance=True, most_filtered=limit)
     tally = RewardTally(needed=2, keep=lambda totals: None)
-    return Groups(
+    return AdvantageTask(
         queue=queue,  # type: ignore[arg-type]
         policy=drop,
         rewards=tally,

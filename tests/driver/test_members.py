@@ -68,7 +68,7 @@ async def test_figures_survive_the_driver_and_those_who_died_before_it(tmp_path:
         beat(directory, worker, busy_s=1.0, tokens_generated=10)
     first.observe(10.0)
     directory.leave("a", "killed")
-    first.remember(20.0)
+    first.save(20.0)
     directory = Directory()
     second = members(directory, tmp_path, started=50.0)
     join(directory, "b", index=1)
@@ -87,31 +87,31 @@ def test_a_damaged_memory_costs_figures_and_no_run(tmp_path: Path, damaged: byte
     there = members(Directory(), tmp_path)
     assert there.lives.dump() == {}
     assert (tmp_path / "lives.json.bad").read_bytes() == damaged
-    there.remember(1.0)
+    there.save(1.0)
     assert list(members(Directory(), tmp_path).lives.dump()) == ["driver 0.0"]
 
 
 def test_a_memory_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     there = members(Directory(), tmp_path / "none")
     for now in (1.0, 2.0):
-        there.remember(now)
+        there.save(now)
     assert ["cannot be written" in record.message for record in caplog.records] == [True]
     (tmp_path / "none").mkdir()
-    there.remember(3.0)
+    there.save(3.0)
     assert (tmp_path / "none" / "lives.json").exists()
 
 
 async def test_hearing_ends_when_everybody_was_heard_since(tmp_path: Path) -> None:
     directory = Directory()
     there = members(directory, tmp_path)
-    await there.hear(within_s=10.0)
+    await there.await_heartbeats(within_s=10.0)
     for index, worker in enumerate("ab"):
         join(directory, worker, index=index)
-    hearing = asyncio.create_task(there.hear(within_s=10.0))
+    hearing = asyncio.create_task(there.await_heartbeats(within_s=10.0))
     await asyncio.sleep(0.1)
     beat(directory, "a")
     await asyncio.sleep(0.1)
     assert not hearing.done()
     beat(directory, "b")
     await hearing
-    await there.hear(within_s=0.1)
+    await there.await_heartbeats(within_s=0.1)

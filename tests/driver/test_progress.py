@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from asyncflow.api.status import RewardState
+from asyncflow.driver.ending import summarize
 from asyncflow.driver.evaluation import EvaluationResult, SetResult
 from asyncflow.driver.lives import Lives
-from asyncflow.driver.progress import Progress
-from asyncflow.driver.summary import summarize
+from asyncflow.driver.progress import RunProgress
 from asyncflow.queue.protocol.messages import AuditReport
 
 AUDIT = AuditReport(
@@ -50,12 +50,12 @@ def step_line(step: int, *, attempt: int = 0, at: float = 0.0, **fields: Any) ->
 
 
 def test_a_restarted_driver_sees_the_same_figures(tmp_path: Path) -> None:
-    progress = Progress(tmp_path, steps=10, now=100.0)
+    progress = RunProgress(tmp_path, steps=10, now=100.0)
     progress.note("first dispatch", at=101.0)
     for step in range(1, 5):
         progress.step(step_line(step, at=100.0 + 2 * step))
     progress.evaluated(EvaluationResult(step=0, prompts=8, accuracy=0.25, greedy=None), at=104.0)
-    again = Progress(tmp_path, steps=10, now=500.0)
+    again = RunProgress(tmp_path, steps=10, now=500.0)
     assert again.started == 100.0
     assert again.done == 4
     assert again.lines == progress.lines
@@ -66,7 +66,7 @@ def test_a_restarted_driver_sees_the_same_figures(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bad", ["{", "[]", '{"step":3}', '{"event":"evaluation","at":1.0,"step":2}', '{"at":1}'])
 def test_a_line_that_says_nothing_costs_its_figures_alone(tmp_path: Path, bad: str) -> None:
-    progress = Progress(tmp_path, steps=10, now=100.0)
+    progress = RunProgress(tmp_path, steps=10, now=100.0)
     for step in range(1, 5):
         progress.step(step_line(step, at=100.0 + 2 * step))
     progress.evaluated(EvaluationResult(step=0, prompts=8, accuracy=0.25, greedy=None), at=104.0)
@@ -74,21 +74,21 @@ def test_a_line_that_says_nothing_costs_its_figures_alone(tmp_path: Path, bad: s
     for name in ("metrics.jsonl", "events.jsonl"):
         first, rest = (tmp_path / name).read_text().split("\n", 1)
         (tmp_path / name).write_text(f"{first}\n{bad}\n{rest}")
-    again = Progress(tmp_path, steps=10, now=500.0)
+    again = RunProgress(tmp_path, steps=10, now=500.0)
     assert (again.lines, again.evaluations) == (progress.lines, progress.evaluations)
     assert again.started == 100.0
 
 
 def test_what_the_lines_lack_the_ledger_knows(tmp_path: Path) -> None:
-    progress = Progress(tmp_path, steps=10, now=0.0)
+    progress = RunProgress(tmp_path, steps=10, now=0.0)
     for step in (1, 2):
         progress.step(step_line(step, at=float(step)))
-    again = Progress(tmp_path, steps=10, now=10.0)
+    again = RunProgress(tmp_path, steps=10, now=10.0)
     again.begin_at(4, attempt=0)
     assert again.done == 4
     assert not again.step(step_line(5, at=11.0))
     assert again.done == 5
-    behind = Progress(tmp_path, steps=10, now=20.0)
+    behind = RunProgress(tmp_path, steps=10, now=20.0)
     behind.begin_at(2, attempt=1)
     assert behind.done == 5
     assert behind.step(step_line(3, attempt=1, at=21.0))
@@ -96,7 +96,7 @@ def test_what_the_lines_lack_the_ledger_knows(tmp_path: Path) -> None:
 
 
 def test_a_clock_that_is_set_back_changes_no_duration(tmp_path: Path) -> None:
-    progress = Progress(tmp_path, steps=10, now=10_000.0)
+    progress = RunProgress(tmp_path, steps=10, now=10_000.0)
     for step in range(1, 5):
         progress.step(step_line(step, at=10_000.0 - 3600.0 * step))
     assert progress.step_seconds() == [2.0, 2.0, 2.0]
@@ -104,7 +104,7 @@ def test_a_clock_that_is_set_back_changes_no_duration(tmp_path: Path) -> None:
 
 
 def test_a_step_made_again_replaces_it_and_all_that_followed(tmp_path: Path) -> None:
-    progress = Progress(tmp_path, steps=10, now=0.0)
+    progress = RunProgress(tmp_path, steps=10, now=0.0)
     for step in (1, 2, 3):
         progress.step(step_line(step, at=float(step)))
     progress.step(step_line(2, attempt=1, at=9.0))
@@ -113,7 +113,7 @@ def test_a_step_made_again_replaces_it_and_all_that_followed(tmp_path: Path) -> 
 
 
 def test_evaluations_of_weights_that_did_not_survive_are_forgotten_for_good(tmp_path: Path) -> None:
-    progress = Progress(tmp_path, steps=10, now=0.0)
+    progress = RunProgress(tmp_path, steps=10, now=0.0)
     for step in (1, 2, 3):
         assert not progress.step(step_line(step, at=float(step)))
     for step in (0, 2, 3):
@@ -123,14 +123,14 @@ def test_evaluations_of_weights_that_did_not_survive_are_forgotten_for_good(tmp_
     assert progress.step(step_line(3, attempt=1, at=5.0))
     assert sorted(progress.evaluations) == [0, 2]
     progress.evaluated(EvaluationResult(step=3, prompts=1, accuracy=0.5, greedy=None), at=6.0)
-    again = Progress(tmp_path, steps=10, now=7.0)
+    again = RunProgress(tmp_path, steps=10, now=7.0)
     assert again.evaluations == progress.evaluations
     assert again.step(step_line(1, attempt=2, at=8.0))
-    assert sorted(Progress(tmp_path, steps=10, now=9.0).evaluations) == [0]
+    assert sorted(RunProgress(tmp_path, steps=10, now=9.0).evaluations) == [0]
 
 
 def test_the_summary_counts_what_was_measured(tmp_path: Path) -> None:
-    progress = Progress(tmp_path, steps=2, now=100.0)
+    progress = RunProgress(tmp_path, steps=2, now=100.0)
     progress.note("first dispatch", at=110.0)
     progress.evaluated(EvaluationResult(step=0, prompts=8, accuracy=0.25, greedy=0.5), at=112.0)
     progress.step(
@@ -140,7 +140,7 @@ def test_the_summary_counts_what_was_measured(tmp_path: Path) -> None:
     named = SetResult(prompts=4, accuracy=0.5, greedy=None, reward=0.25, pass_at={"2": 0.625})
     last = EvaluationResult(step=2, prompts=8, accuracy=0.75, greedy=1.0, pass_at={"2": 0.875}, sets={"aime": named})
     progress.evaluated(last, at=125.0)
-    assert Progress(tmp_path, steps=2, now=126.0).evaluations == progress.evaluations
+    assert RunProgress(tmp_path, steps=2, now=126.0).evaluations == progress.evaluations
     lives = Lives(opened=110.0, closed=120.0)
     lives.observe("driver", role="driver", started=100.0, now=104.0)
     lives.observe("a", role="rollout", started=101.0, now=114.0, busy_s=2.0, tokens=60)
@@ -173,7 +173,7 @@ def test_the_summary_counts_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_a_driver_whose_lines_are_gone_begins_where_the_ledger_says(tmp_path: Path) -> None:
-    progress = Progress(tmp_path, steps=10, now=0.0)
+    progress = RunProgress(tmp_path, steps=10, now=0.0)
     progress.begin_at(6, attempt=0)
     assert (progress.done, progress.lines, progress.last_step_at) == (6, [], None)
     assert not progress.step(step_line(6)), "the report that the last driver did not hear"
@@ -182,7 +182,7 @@ def test_a_driver_whose_lines_are_gone_begins_where_the_ledger_says(tmp_path: Pa
 
 
 def test_a_step_that_only_the_ledger_knew_can_be_made_again(tmp_path: Path) -> None:
-    progress = Progress(tmp_path, steps=10, now=0.0)
+    progress = RunProgress(tmp_path, steps=10, now=0.0)
     progress.begin_at(6, attempt=0)
     progress.evaluated(EvaluationResult(step=6, prompts=8, accuracy=0.5, greedy=None), at=1.0)
     assert progress.step(step_line(5, attempt=1))

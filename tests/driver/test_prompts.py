@@ -12,13 +12,13 @@ from asyncflow.api.job import RLJobSpec
 from asyncflow.api.load import load_job
 from asyncflow.data.base import Prompt
 from asyncflow.data.prompter import Prompter, PromptFormat
-from asyncflow.driver.prompts import PromptColumns
+from asyncflow.driver.dispatch import PromptColumns
 from asyncflow.driver.tasks import tasks_of
 from asyncflow.errors import ManifestError
-from asyncflow.flow.admission import Flow, admission_of, admit
+from asyncflow.flow.admission import InFlight, admission_of, admit
 from asyncflow.rewards.wire import RewardResult
 from asyncflow.rollout.engines.base import Completion
-from asyncflow.rollout.job import Outcome, columns
+from asyncflow.rollout.job import SampleOutcome, columns
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
 
@@ -61,7 +61,7 @@ def test_the_longest_response_is_within_what_was_promised() -> None:
         versions=np.zeros(length, np.int64),
         finish="length",
     )
-    outcome = Outcome(job=SimpleNamespace(), completion=completion, reward=RewardResult(value=1.0))  # type: ignore[arg-type]
+    outcome = SampleOutcome(job=SimpleNamespace(), completion=completion, reward=RewardResult(value=1.0))  # type: ignore[arg-type]
     written = {name: column.values.nbytes for name, column in columns([outcome]).items()}
     assert written | {"advantage": 4} == wanted.output_bytes
 
@@ -97,7 +97,7 @@ def test_what_admission_lets_out_between_two_checkpoints_fits(
         *([] if evaluated else ["evaluation=null"]),
     )
     published, dispatched = every, 0
-    while room := admit(admission_of(wanted), Flow(published=published, dispatched=dispatched, running=0)):
+    while room := admit(admission_of(wanted), InFlight(published=published, dispatched=dispatched, running=0)):
         dispatched += room
     row = 4 * wanted.sampling.max_prompt_tokens + wanted.data.max_task_bytes + sum(wanted.output_bytes.values())
     group = row * max(wanted.algorithm.group_size, wanted.evaluation.group_size if wanted.evaluation else 0)

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.driver.rewards import RewardTally
+from asyncflow.driver.groups import RewardTally
 
 OUTCOMES = ["", "raised", "timeout", "invalid"]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.load import load_job
 from asyncflow.api.status import DriverStatus, SetState
-from asyncflow.driver.gauges import show
-from asyncflow.driver.progress import Progress
-from asyncflow.driver.status import rollout_state, waiting_for
+from asyncflow.driver.members import rollout_state
+from asyncflow.driver.progress import RunProgress
+from asyncflow.driver.status import show, waiting_for
 from asyncflow.identity import Version
 from asyncflow.net.roster import Member
 from asyncflow.queue.protocol.messages import QueueStats
@@ -49,7 +49,7 @@ def words(
     steps: int = 60,
 ) -> str:
     return waiting_for(
-        Progress(folder, steps=steps, now=0.0),
+        RunProgress(folder, steps=steps, now=0.0),
         spec=spec,
         members=members,
         newest=newest,

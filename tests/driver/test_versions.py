@@ -2,32 +2,34 @@
 
 from pathlib import Path
 
-from asyncflow.driver.book import PromptBook
+from asyncflow.driver.dispatch import PromptAssignment
+from asyncflow.driver.driver import Versions
 from asyncflow.driver.evaluation import EvaluationResult
-from asyncflow.driver.progress import Progress
-from asyncflow.driver.versions import Versions
+from asyncflow.driver.progress import RunProgress
 from asyncflow.flow.schedule import Schedule
 from asyncflow.identity import Version
 from asyncflow.weights.catalogue import Catalogue
-from asyncflow.weights.manifest import Part, Slice, TensorEntry
+from asyncflow.weights.manifest import ManifestPart, Slice, TensorEntry
 from asyncflow.weights.slices import Box
 
 
-def whole(version: Version) -> Part:
+def whole(version: Version) -> ManifestPart:
     piece = Slice(box=Box((0,), (1,)), holder="t", nbytes=4, digest=str(version.step))
     entry = TensorEntry(name="w", dtype="float32", shape=(1,), slices=(piece,))
-    return Part(version=version.packed, part=0, parts=1, worker="t", address="tcp://t", tensors=(entry,))
+    return ManifestPart(version=version.packed, part=0, parts=1, worker="t", address="tcp://t", tensors=(entry,))
 
 
 def test_required_are_those_of_unfinished_steps_and_unfinished_evaluations(tmp_path: Path) -> None:
     schedule = Schedule(steps=10, lag=1, exact=True, eval_every=5)
-    progress = Progress(tmp_path, steps=10, now=0.0)
-    book = PromptBook(prompts_per_step=1, steps=10)
-    versions = Versions(catalogue=Catalogue(), schedule=schedule, book=book, progress=progress, evaluates=True)
+    progress = RunProgress(tmp_path, steps=10, now=0.0)
+    assignment = PromptAssignment(prompts_per_step=1, steps=10)
+    versions = Versions(
+        catalogue=Catalogue(), schedule=schedule, assignment=assignment, progress=progress, evaluates=True
+    )
     assert versions.newest is None
     assert versions.due() == []
     for _ in range(4):
-        book.issue()
+        assignment.issue()
     assert versions.required() == {0, 1, 2} | {5, 10}
     assert versions.judged() == 4
     progress.evaluated(EvaluationResult(step=5, prompts=1, accuracy=1.0, greedy=None), at=1.0)
@@ -39,11 +41,11 @@ def test_required_are_those_of_unfinished_steps_and_unfinished_evaluations(tmp_p
 
 def test_weights_are_evaluated_only_after_their_step_is_recorded(tmp_path: Path) -> None:
     catalogue = Catalogue()
-    progress = Progress(tmp_path, steps=4, now=0.0)
+    progress = RunProgress(tmp_path, steps=4, now=0.0)
     versions = Versions(
         catalogue=catalogue,
         schedule=Schedule(steps=4, lag=1, exact=True, eval_every=2),
-        book=PromptBook(prompts_per_step=1, steps=4),
+        assignment=PromptAssignment(prompts_per_step=1, steps=4),
         progress=progress,
         evaluates=True,
     )
@@ -61,8 +63,8 @@ def test_a_job_that_does_not_evaluate_waits_for_no_evaluation(tmp_path: Path) ->
     versions = Versions(
         catalogue=Catalogue(),
         schedule=Schedule(steps=4, lag=0, exact=True),
-        book=PromptBook(prompts_per_step=1, steps=4),
-        progress=Progress(tmp_path, steps=4, now=0.0),
+        assignment=PromptAssignment(prompts_per_step=1, steps=4),
+        progress=RunProgress(tmp_path, steps=4, now=0.0),
         evaluates=False,
     )
     assert versions.unevaluated() == []

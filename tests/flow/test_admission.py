@@ -3,12 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.flow.admission import BoundedLag, Concurrency, Flow, StalenessThreshold, admit
+from asyncflow.flow.admission import BoundedLag, Concurrency, InFlight, StalenessThreshold, admit
 from asyncflow.flow.schedule import Schedule
 
 
-def flow(*, published: int = 0, dispatched: int = 0, running: int = 0) -> Flow:
-    return Flow(published=published, dispatched=dispatched, running=running)
+def flow(*, published: int = 0, dispatched: int = 0, running: int = 0) -> InFlight:
+    return InFlight(published=published, dispatched=dispatched, running=running)
 
 
 def test_lag_zero_is_synchronous_and_lag_one_is_one_step_ahead() -> None:

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.flow.instance import Ask, Instance, Work
-from asyncflow.flow.schedule import Window
+from asyncflow.flow.schedule import VersionWindow
 from asyncflow.identity import NEWEST, Version
 
 
 def work(name, step, *, newest=None, purpose="train"):
-    return Work(name, purpose, Window(step, step if newest is None else newest))
+    return Work(name, purpose, VersionWindow(step, step if newest is None else newest))
 
 
 def at(step, *, swap_at="quota", slots=4, ahead=0, **settings):
@@ -270,9 +270,9 @@ def worlds(draw):
     rows = []
     for k in range(1, steps + 1):
         oldest = max(0, k - 2)
-        window = Window(oldest, oldest if quota else NEWEST)
+        window = VersionWindow(oldest, oldest if quota else NEWEST)
         rows += [Work((k, i), "train", window) for i in range(draw(st.integers(0, 6)))]
-        pinned = Window(k - 1, k - 1)
+        pinned = VersionWindow(k - 1, k - 1)
         rows += [Work(("e", k, i), "eval", pinned) for i in range(draw(st.integers(0, 3)))]
     slots = draw(st.integers(1, 5))
     instance = Instance(swap_at="quota" if quota else "sequence", slots=slots, ahead=2)

@@ -4,10 +4,10 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from asyncflow.flow.ready import ReadyIndex
-from asyncflow.flow.schedule import Window
-from asyncflow.flow.selection import Appetite
+from asyncflow.flow.schedule import VersionWindow
+from asyncflow.flow.selection import VersionFilter
 
-windows = st.sampled_from([Window(0, 0), Window(0, 2), Window(1, 3)])
+windows = st.sampled_from([VersionWindow(0, 0), VersionWindow(0, 2), VersionWindow(1, 3)])
 actions = st.sampled_from(["add", "extend", "discard", "discard_all", "take", "each"])
 
 
@@ -16,7 +16,7 @@ def test_index_agrees_with_a_sorted_list(steps):
     index, model, tick = ReadyIndex[int](), {}, 0
     weights = {}
     for action, item, window, number in steps:
-        fits = Appetite(number).suits
+        fits = VersionFilter(number).suits
         fitting = sorted((order, t, i) for i, (order, t, w) in model.items() if fits(w))
         if action == "add":
             tick += 1
@@ -57,7 +57,7 @@ def test_index_agrees_with_a_sorted_list(steps):
 
 
 def test_what_was_taken_is_forgotten():
-    index, window = ReadyIndex[int](), Window(0, 0)
+    index, window = ReadyIndex[int](), VersionWindow(0, 0)
     for start in range(0, 10_000, 10):
         index.extend(range(start, start + 10), window=window, order=(0,))
         assert index.take(lambda _: True, 9)[-1] - start < 10

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.flow.scaling import Elasticity, Signals, Window, Wish
+from asyncflow.flow.scaling import Elasticity, Recommendation, Signals, SignalWindow
 
 POLICY = Elasticity(least=1, most=16, wait_share=0.1, queued_steps=2.0, lag=1.0, stabilization_s=60.0)
 
@@ -50,39 +50,44 @@ def test_what_suits(changes: dict[str, float], wanted: int) -> None:
 def test_from_none_at_all_it_starts_with_one_or_two() -> None:
     from_zero = Elasticity(least=0, most=4, wait_share=0.1, queued_steps=2.0, lag=1.0, stabilization_s=0.0)
     nobody = signals(rollouts=0, ready=0, wait_share=1.0)
-    assert from_zero.follow(nobody, window=Window(0, 17), now=0.0)[0] == 2
+    assert from_zero.follow(nobody, window=SignalWindow(0, 17), now=0.0)[0] == 2
 
 
 def test_a_wish_is_followed_when_it_has_lasted() -> None:
     starving = signals(wait_share=0.5)
-    decided, window = POLICY.follow(starving, window=Window(4, 17), now=100.0)
-    assert (decided, window) == (None, Window(4, 17, Wish("more", 100.0)))
+    decided, window = POLICY.follow(starving, window=SignalWindow(4, 17), now=100.0)
+    assert (decided, window) == (None, SignalWindow(4, 17, Recommendation("more", 100.0)))
     assert POLICY.follow(starving, window=window, now=159.0) == (None, window)
-    assert POLICY.follow(starving, window=window, now=160.0) == (8, Window(8, 20))
+    assert POLICY.follow(starving, window=window, now=160.0) == (8, SignalWindow(8, 20))
 
 
 def test_a_wish_that_turns_or_ends_begins_anew() -> None:
-    window = Window(4, 17, Wish("more", 100.0))
-    assert POLICY.follow(signals(), window=window, now=150.0) == (4, Window(4, 17))
-    turned = Window(4, 17, Wish("fewer", 500.0))
+    window = SignalWindow(4, 17, Recommendation("more", 100.0))
+    assert POLICY.follow(signals(), window=window, now=150.0) == (4, SignalWindow(4, 17))
+    turned = SignalWindow(4, 17, Recommendation("fewer", 500.0))
     assert POLICY.follow(signals(queued_steps=5.0), window=window, now=500.0) == (None, turned)
 
 
-@pytest.mark.parametrize("before", [None, Window(3, 17), Window(4, 21)])
-def test_figures_of_another_number_of_rollouts_or_of_an_older_trainer_decide_nothing(before: Window | None) -> None:
-    assert POLICY.follow(signals(wait_share=0.5), window=before, now=1000.0) == (None, Window(4, 20))
+@pytest.mark.parametrize("before", [None, SignalWindow(3, 17), SignalWindow(4, 21)])
+def test_figures_of_another_number_of_rollouts_or_of_an_older_trainer_decide_nothing(
+    before: SignalWindow | None,
+) -> None:
+    assert POLICY.follow(signals(wait_share=0.5), window=before, now=1000.0) == (None, SignalWindow(4, 20))
 
 
 def test_a_window_begins_when_all_that_were_added_are_there() -> None:
     waits = signals(wait_share=0.5, ready=3)
-    assert POLICY.follow(waits, window=Window(4, 17, Wish("more", 0.0)), now=1000.0) == (None, Window(4, 20))
+    assert POLICY.follow(waits, window=SignalWindow(4, 17, Recommendation("more", 0.0)), now=1000.0) == (
+        None,
+        SignalWindow(4, 20),
+    )
     rests = signals(ready=2, busy_share=0.5)
-    assert POLICY.follow(rests, window=Window(4, 17, Wish("fewer", 0.0)), now=1000.0)[0] == 2
+    assert POLICY.follow(rests, window=SignalWindow(4, 17, Recommendation("fewer", 0.0)), now=1000.0)[0] == 2
 
 
 def test_a_window_of_which_some_steps_are_older_than_the_change_decides_nothing() -> None:
-    window = Window(4, 18, Wish("more", 0.0))
-    assert POLICY.follow(signals(wait_share=0.5), window=window, now=1000.0) == (None, Window(4, 18))
+    window = SignalWindow(4, 18, Recommendation("more", 0.0))
+    assert POLICY.follow(signals(wait_share=0.5), window=window, now=1000.0) == (None, SignalWindow(4, 18))
 
 
 class Run:
@@ -108,7 +113,7 @@ class Run:
         self.tail_s, self.noise, self.start_s = tail_s, noise, start_s
         self.now = 0.0
         self.step = 0
-        self.window: Window | None = None
+        self.window: SignalWindow | None = None
         self.laps: deque[tuple[int, float, float]] = deque(maxlen=3)
         self.joins: list[float] = []
         self.had = [rollouts]
@@ -235,7 +240,9 @@ def test_bounds_patience_and_pace_hold_whatever_is_seen(
         if decided is None or decided == rollouts:
             continue
         assert before is not None
-        assert stabilization_s == 0 or (before.wish is not None and now - before.wish.since >= stabilization_s)
+        assert stabilization_s == 0 or (
+            before.recommended is not None and now - before.recommended.since >= stabilization_s
+        )
         assert step - 3 >= moved_at or step < 3, "figures of steps before the last change"
         assert -(-rollouts // 2) <= decided <= max(2 * rollouts, 2)
         assert policy.least <= decided <= policy.most

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncflow.substrates.local.record import Placed, Record, load_record
+from asyncflow.local.folder import Placed, Record, load_record
 
 HARNESS = str(Path(__file__).with_name("harness.py"))
 
@@ -51,10 +51,10 @@ class Run:
         except OSError:
             return False
 
-    def pids(self, seat: str, attempt: int = 0) -> list[int]:
+    def pids(self, replica: str, attempt: int = 0) -> list[int]:
         """The pids of a stand-in and of its children, once all of them run."""
-        path = self.cwd / f"{seat}.{attempt}.json"
-        self.wait_until(path.exists, f"attempt {attempt} of {seat}")
+        path = self.cwd / f"{replica}.{attempt}.json"
+        self.wait_until(path.exists, f"attempt {attempt} of {replica}")
         return list(json.loads(path.read_text()))
 
     def record(self) -> Record:
@@ -63,11 +63,11 @@ class Run:
         return record
 
     def placed(self, role: str, index: int) -> Placed:
-        """What the record says of a seat."""
+        """What the record says of a replica."""
         return next(each for each in self.record().processes if (each.role, each.index) == (role, index))
 
     def ended(self) -> list[str]:
-        """The seats that ended in order, in that order."""
+        """The replicas that ended in order, in that order."""
         path = self.cwd / "ended.txt"
         return path.read_text().split() if path.exists() else []
 

@@ -1,7 +1,7 @@
 """Runs a supervisor over stand-ins: ``harness.py FOLDER ROLES END_S ACTIVE_S DISK_S``.
 
 ROLES: {"rollout": {"replicas": 1, "gang": false, "restarts": 3, "does": [BEHAVIOUR, ...]}, ...} as JSON.
-"missing": {"0": 2} names seats that cannot be started by attempts before the given one.
+"missing": {"0": 2} names replicas that cannot be started by attempts before the given one.
 """
 
 import asyncio
@@ -9,11 +9,12 @@ import json
 import sys
 from pathlib import Path
 
+from asyncflow.local import supervisor
+from asyncflow.local.folder import RunFolder
+from asyncflow.local.lifecycle import LocalReplica
+from asyncflow.local.placement import Launch
+from asyncflow.local.supervisor import Limits
 from asyncflow.plan.roles import Readiness, Resources, RestartPolicy, Role
-from asyncflow.substrates.local import supervisor
-from asyncflow.substrates.local.crew import Seat
-from asyncflow.substrates.local.folder import RunFolder
-from asyncflow.substrates.local.terms import Launch, Limits
 
 STANDIN = str(Path(__file__).with_name("standin.py"))
 
@@ -39,11 +40,11 @@ def main(path: str, parts: str, end_s: str, active_s: str, disk_s: str) -> int:
     ]
     limits = Limits(active_s=float(active_s) if active_s else None, end_s=float(end_s))
 
-    def launch(seat: Seat, attempt: int) -> Launch:
-        does = wanted[seat.role].get("does", [])
-        if attempt < wanted[seat.role].get("missing", {}).get(str(seat.index), 0):
+    def launch(replica: LocalReplica, attempt: int) -> Launch:
+        does = wanted[replica.role].get("does", [])
+        if attempt < wanted[replica.role].get("missing", {}).get(str(replica.index), 0):
             return Launch(argv=["/nowhere/standin"], env={})
-        return Launch(argv=[sys.executable, STANDIN, *does, "--", str(seat), str(attempt)], env={})
+        return Launch(argv=[sys.executable, STANDIN, *does, "--", str(replica), str(attempt)], env={})
 
     async def run() -> int:
         outcome = await supervisor.Supervisor(roles=roles, launch=launch, folder=folder, limits=limits).run()

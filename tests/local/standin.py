@@ -1,4 +1,4 @@
-"""A role that is not one: ``standin.py BEHAVIOUR... -- SEAT ATTEMPT``, leashed like a real role."""
+"""A stand-in for a role: ``standin.py BEHAVIOUR... -- REPLICA ATTEMPT``, which ends with its parent as real ones do."""
 
 import json
 import os
@@ -9,10 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-from asyncflow.leash import leash
+from asyncflow.process import die_with_parent
 
-leash()
-behaviours, (seat, attempt) = sys.argv[1 : sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1 :]
+die_with_parent()
+behaviours, (replica, attempt) = sys.argv[1 : sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1 :]
 sleep = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
 stopping = False
 
@@ -23,7 +23,7 @@ def on_term(*_: object) -> None:
 
 
 signal.signal(signal.SIGTERM, on_term)
-sys.stdout.write(f"{seat} attempt {attempt} says hello\n")
+sys.stdout.write(f"{replica} attempt {attempt} says hello\n")
 sys.stdout.flush()
 pids = [os.getpid()]
 for behaviour in behaviours:
@@ -38,18 +38,18 @@ for behaviour in behaviours:
         case "listen":
             server = socket.create_server(("127.0.0.1", int(value)))
         case "exit":
-            Path(f"{seat}.{attempt}.json").write_text(json.dumps(pids))
+            Path(f"{replica}.{attempt}.json").write_text(json.dumps(pids))
             sys.exit(int(value))
         case "crash-below":
             if int(attempt) < int(value):
                 sys.exit(f"attempt {attempt} crashes")
         case "done-after":
-            Path(f"{seat}.{attempt}.json").write_text(json.dumps(pids))
+            Path(f"{replica}.{attempt}.json").write_text(json.dumps(pids))
             time.sleep(float(value))
             sys.exit(0)
-Path(f"{seat}.{attempt}.tmp").write_text(json.dumps(pids))
-Path(f"{seat}.{attempt}.tmp").rename(f"{seat}.{attempt}.json")
+Path(f"{replica}.{attempt}.tmp").write_text(json.dumps(pids))
+Path(f"{replica}.{attempt}.tmp").rename(f"{replica}.{attempt}.json")
 while not stopping:
     time.sleep(0.02)
 with Path("ended.txt").open("a") as ended:
-    ended.write(f"{seat}\n")
+    ended.write(f"{replica}\n")

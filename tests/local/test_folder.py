@@ -8,11 +8,18 @@ import pytest
 
 from asyncflow.driver import journal
 from asyncflow.errors import ManifestError
-from asyncflow.substrates.local import folder as folders
-from asyncflow.substrates.local.crew import Seat
-from asyncflow.substrates.local.folder import RunFolder, remembered
-from asyncflow.substrates.local.logs import RoleLog, open_log
-from asyncflow.substrates.local.record import Placed, Record, attempts_in_logs, load_record
+from asyncflow.local import folder as folders
+from asyncflow.local.folder import (
+    Placed,
+    Record,
+    RoleLog,
+    RunFolder,
+    attempts_in_logs,
+    load_record,
+    open_log,
+    saved_overrides,
+)
+from asyncflow.local.lifecycle import LocalReplica
 
 
 def begun(path: Path) -> Path:
@@ -99,7 +106,7 @@ def test_who_begins_where_a_run_goes_on_is_told_that_it_goes_on(tmp_path):
 
 def test_the_lock_ends_with_its_process(tmp_path):
     code = (
-        "import os, signal, sys; from pathlib import Path; from asyncflow.substrates.local.folder import RunFolder;"
+        "import os, signal, sys; from pathlib import Path; from asyncflow.local.folder import RunFolder;"
         "RunFolder.claim(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], check=False)
@@ -125,8 +132,8 @@ def test_attempts_of_an_earlier_run_are_never_given_again(tmp_path):
 @pytest.mark.parametrize("damaged", [b"", b"{", b"[]", bytes(4096), b'{"mark": 7}'])
 def test_a_damaged_record_is_set_aside_and_the_logs_tell_the_attempts(tmp_path, damaged):
     folder = RunFolder.claim(begun(tmp_path / "run"), resume=True)
-    for seat, attempts in {"rollout-0": 3, "rollout-1": 5, "driver-0": 1}.items():
-        log = RoleLog(folder.log(seat))
+    for replica, attempts in {"rollout-0": 3, "rollout-1": 5, "driver-0": 1}.items():
+        log = RoleLog(folder.log(replica))
         for attempt in range(attempts):
             log.begin(attempt=attempt, argv=["it"])
             log.note(f"attempt {attempt} ended: SIGKILL")
@@ -164,7 +171,7 @@ def test_a_log_that_the_disk_does_not_take_or_give_costs_lines_and_ends_nobody(t
 
 
 def test_the_tail_of_a_log_is_what_the_attempt_itself_has_said(tmp_path):
-    log = RoleLog(tmp_path / f"{Seat('rollout', 0)}.log")
+    log = RoleLog(tmp_path / f"{LocalReplica('rollout', 0)}.log")
     log.begin(attempt=0, argv=["old"])
     with log.path.open("a") as file:
         file.write("of the first\n")
@@ -231,7 +238,7 @@ def test_a_run_that_made_progress_is_never_cleared_away(tmp_path, progress):
 def test_what_a_refused_start_has_made_goes_and_what_it_moved_comes_back(tmp_path):
     path = begun(tmp_path / "run")
     folder = RunFolder.claim(path, fresh=True)
-    folder.remember(["a=1"])
+    folder.save_overrides(["a=1"])
     folder.job.write_text("kind: RLJob\n")
     folder.release(undo=True)
     assert (path / "ledger").is_dir()
@@ -297,12 +304,12 @@ def test_a_file_that_a_run_would_write_over_makes_a_folder_one_that_is_taken(tmp
 
 def test_settings_are_remembered_and_unreadable_ones_are_said(tmp_path):
     folder = RunFolder.claim(tmp_path / "run")
-    assert remembered(folder.path) == []
-    folder.remember(["a=1", "b={c: 2}"])
-    assert remembered(folder.path) == ["a=1", "b={c: 2}"]
+    assert saved_overrides(folder.path) == []
+    folder.save_overrides(["a=1", "b={c: 2}"])
+    assert saved_overrides(folder.path) == ["a=1", "b={c: 2}"]
     folder.overrides.write_text("{")
     with pytest.raises(ManifestError, match="give the run's --set values again"):
-        remembered(folder.path)
+        saved_overrides(folder.path)
     folder.release()
 
 

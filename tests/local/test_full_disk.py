@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.substrates.local.record import Placed, load_record
+from asyncflow.local.folder import Placed, load_record
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import Run
@@ -78,20 +78,20 @@ def start(tmp_path) -> Iterator:
 
 def test_what_dies_while_the_disk_is_full_starts_again_when_there_is_room(start):
     run = start(driver={}, rollout={"replicas": 2}, trainer={"replicas": 2, "gang": True})
-    seats = ["driver-0", "rollout-0", "rollout-1", "trainer-0", "trainer-1"]
-    first = {seat: run.pids(seat)[0] for seat in seats}
+    replicas = ["driver-0", "rollout-0", "rollout-1", "trainer-0", "trainer-1"]
+    first = {replica: run.pids(replica)[0] for replica in replicas}
     run.fill()
-    for seat in ("rollout-0", "trainer-1"):
-        os.kill(first[seat], signal.SIGKILL)
+    for replica in ("rollout-0", "trainer-1"):
+        os.kill(first[replica], signal.SIGKILL)
     run.wait_until(lambda: not any(map(run.alive, (first["rollout-0"], first["trainer-0"]))), "their ends")
     time.sleep(0.3)
     assert not (run.cwd / "rollout-0.1.json").exists(), "an attempt is on record before it starts"
     run.free()
-    second = {seat: run.pids(seat, 1)[0] for seat in ("rollout-0", "trainer-0", "trainer-1")}
+    second = {replica: run.pids(replica, 1)[0] for replica in ("rollout-0", "trainer-0", "trainer-1")}
     assert run.alive(first["rollout-1"])
-    for seat, pid in second.items():
-        role, index = seat.split("-")
-        run.wait_until(lambda r=role, i=int(index), p=pid: run.on_disk(r, i).pid == p, f"the record of {seat}")
+    for replica, pid in second.items():
+        role, index = replica.split("-")
+        run.wait_until(lambda r=role, i=int(index), p=pid: run.on_disk(r, i).pid == p, f"the record of {replica}")
         assert run.on_disk(role, int(index)).attempt == 1
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 143
@@ -99,7 +99,7 @@ def test_what_dies_while_the_disk_is_full_starts_again_when_there_is_room(start)
 
 def test_a_disk_that_can_only_be_read_any_more_ends_the_run_in_order_with_a_sentence(start):
     run = start(driver={}, storage={}, rollout={"replicas": 2})
-    pids = [run.pids(seat)[0] for seat in ("driver-0", "storage-0", "rollout-0", "rollout-1")]
+    pids = [run.pids(replica)[0] for replica in ("driver-0", "storage-0", "rollout-0", "rollout-1")]
     run.only_read()
     os.kill(pids[2], signal.SIGKILL)
     assert run.wait() == 1
@@ -114,7 +114,7 @@ def test_a_disk_that_can_only_be_read_any_more_ends_the_run_in_order_with_a_sent
 
 def test_a_disk_that_stays_full_ends_the_run_in_the_end(start):
     run = start(driver={}, rollout={}, disk_s=0.5)
-    pids = [run.pids(seat)[0] for seat in ("driver-0", "rollout-0")]
+    pids = [run.pids(replica)[0] for replica in ("driver-0", "rollout-0")]
     run.fill()
     os.kill(pids[1], signal.SIGKILL)
     assert run.wait() == 1

@@ -2,11 +2,14 @@ import sys
 from pathlib import Path
 
 from asyncflow.api.job import RLJob
-from asyncflow.api.names import TOKEN_FILE_ENV
+from asyncflow.api.names import TLS_ENV, TOKEN_FILE_ENV
+from asyncflow.identity import ProcessIdentity
+from asyncflow.local.folder import RunFolder
+from asyncflow.local.lifecycle import LocalReplica
+from asyncflow.local.placement import launcher, replicas_of
+from asyncflow.net.issuer import Issuer
+from asyncflow.net.tls import Credentials
 from asyncflow.plan.job import plan
-from asyncflow.substrates.local.crew import Seat
-from asyncflow.substrates.local.folder import RunFolder
-from asyncflow.substrates.local.placement import launcher, seats_of
 
 JOB = RLJob.model_validate(
     {
@@ -22,22 +25,33 @@ JOB = RLJob.model_validate(
     }
 )
 ROLES = plan(JOB).roles
-PORTS = dict(zip(seats_of(ROLES), range(16000, 16005), strict=True))
+PORTS = dict(zip(replicas_of(ROLES), range(16000, 16005), strict=True))
 
 
 def test_every_seat_gets_the_command_line_of_the_plan(tmp_path):
     folder = RunFolder(tmp_path, lock=-1)
-    launch = launcher(ROLES, folder=folder, driver="tcp://127.0.0.1:15001", http_ports=PORTS)
-    trainer = launch(Seat("trainer", 0), 4)
+    launch = launcher(ROLES, folder=folder, issuer=Issuer(folder.tls), driver="tcp://127.0.0.1:15001", http_ports=PORTS)
+    trainer = launch(LocalReplica("trainer", 0), 4)
     expected = f"-m asyncflow role trainer --job {folder.job} --driver tcp://127.0.0.1:15001 --index 0 --attempt 4"
     assert " ".join(trainer.argv) == f"{sys.executable} {expected} --workdir {tmp_path} --http-port 16003"
     assert trainer.env["OMP_NUM_THREADS"] == "3"
     assert Path(trainer.env[TOKEN_FILE_ENV]) == folder.token
+    job = Issuer(folder.tls).authority.job
+    assert Credentials(Path(trainer.env[TLS_ENV])).process == ProcessIdentity(job, "trainer", 0)
 
 
 def test_every_seat_serves_at_a_port_of_its_own_that_stays(tmp_path):
-    launch = launcher(ROLES, folder=RunFolder(tmp_path, lock=-1), driver="tcp://127.0.0.1:15001", http_ports=PORTS)
+    launch = launcher(
+        ROLES,
+        folder=RunFolder(tmp_path, lock=-1),
+        issuer=Issuer(tmp_path),
+        driver="tcp://127.0.0.1:15001",
+        http_ports=PORTS,
+        control_port=15002,
+    )
     for attempt in (0, 7):
-        served = [launch(seat, attempt) for seat in seats_of(ROLES)]
+        served = [launch(replica, attempt) for replica in replicas_of(ROLES)]
         assert [each.http for each in served] == [f"http://127.0.0.1:{port}" for port in range(16000, 16005)]
-        assert [each.argv[-2:] for each in served] == [["--http-port", str(port)] for port in range(16000, 16005)]
+        for port, each in zip(range(16000, 16005), served, strict=True):
+            assert each.argv[each.argv.index("--http-port") + 1] == str(port)
+        assert [each.argv[-2:] == ["--control-port", "15002"] for each in served] == [True, *[False] * 4]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import AsyncFlowError
-from asyncflow.substrates.local.ports import PortReservation
+from asyncflow.local.placement import PortReservation
 
 
 def test_ports_are_free_and_below_those_that_the_kernel_gives_away():
@@ -19,9 +19,9 @@ def test_ports_are_free_and_below_those_that_the_kernel_gives_away():
 
 
 def test_two_holders_never_hold_the_same_port(monkeypatch):
-    monkeypatch.setattr("asyncflow.substrates.local.ports._ephemeral_low", lambda: 60)
-    monkeypatch.setattr("asyncflow.substrates.local.ports._LOWEST", 50)
-    monkeypatch.setattr("asyncflow.substrates.local.ports._listen_once", lambda port: None)
+    monkeypatch.setattr("asyncflow.local.placement._ephemeral_low", lambda: 60)
+    monkeypatch.setattr("asyncflow.local.placement._LOWEST", 50)
+    monkeypatch.setattr("asyncflow.local.placement._listen_once", lambda port: None)
     with PortReservation(15) as ports, PortReservation(15) as others:
         assert not set(ports) & set(others)
         with pytest.raises(AsyncFlowError, match="fewer than 1 free"):
@@ -32,7 +32,7 @@ def test_two_holders_never_hold_the_same_port(monkeypatch):
 
 def test_a_killed_holder_holds_nothing():
     code = (
-        "import os, signal; from asyncflow.substrates.local.ports import PortReservation;"
+        "import os, signal; from asyncflow.local.placement import PortReservation;"
         "print(PortReservation(1).ports[0], flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     run = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)

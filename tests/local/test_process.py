@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.substrates.local.exits import ExitStatus
-from asyncflow.substrates.local.process import Process
+from asyncflow.local.lifecycle import ExitStatus
+from asyncflow.local.process import Process
+from asyncflow.process import adopt_orphans
 
 pytestmark = pytest.mark.process
 
@@ -63,3 +64,27 @@ async def test_signals_that_we_ignore_are_not_ignored_by_it(tmp_path):
 async def test_what_cannot_be_started_is_told_at_once(tmp_path):
     with pytest.raises(OSError, match="No such file"):
         Process(["/nowhere/python"], env={}, log=tmp_path / "log", on_exit=lambda _: None)
+
+
+ORPHAN = """
+import ctypes, os, platform, threading, time
+if (child := os.fork()) == 0:
+    threading.Thread(target=time.sleep, args=(0.5,)).start()
+    ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
+print(child)
+time.sleep(0.2)
+"""
+"""A process whose child ends its first thread at once, and the other one when its parent is gone."""
+
+
+async def test_no_zombie_is_left_of_what_it_started(tmp_path):
+    adopt_orphans(enabled=True)
+    try:
+        assert (await ended(ORPHAN, tmp_path / "log")).ok
+        child = Path("/proc") / (tmp_path / "log").read_text().strip()
+        assert child.exists()
+        async with asyncio.timeout(10):
+            while child.exists():
+                await asyncio.sleep(0.05)
+    finally:
+        adopt_orphans(enabled=False)

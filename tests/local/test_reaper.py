@@ -5,8 +5,8 @@ import uuid
 
 import pytest
 
-from asyncflow import leash
-from asyncflow.substrates.local import reaper
+from asyncflow.local import reaper
+from asyncflow.process import PARENT
 
 pytestmark = pytest.mark.process
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
@@ -37,15 +37,15 @@ def test_members_are_those_of_its_sessions_and_those_with_its_mark(sleeper):
     assert [other.poll() for other in others] == [None, None, None]
 
 
-def test_a_leashed_process_whose_parent_is_already_gone_ends_itself():
-    code = "from asyncflow.leash import leash; leash(); print('went on')"
-    env = {**os.environ, leash.PARENT: "1"}
+def test_a_process_whose_parent_is_already_gone_ends_itself():
+    code = "from asyncflow.process import die_with_parent; die_with_parent(); print('went on')"
+    env = {**os.environ, PARENT: "1"}
     run = subprocess.run([sys.executable, "-c", code], env=env, check=False, capture_output=True, text=True)
     assert run.returncode == 1
     assert "went on" not in run.stdout
 
 
-def test_without_a_supervisor_there_is_no_leash():
-    code = "from asyncflow.leash import leash; leash(); print('went on')"
+def test_without_a_supervisor_a_process_goes_on():
+    code = "from asyncflow.process import die_with_parent; die_with_parent(); print('went on')"
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "went on" in run.stdout

@@ -15,7 +15,7 @@ JOB = {
     "trainer": {"replicas": 2, "gang": True},
     "rollout": {"replicas": 2, "does": ["children"]},
 }
-SEATS = ["driver-0", "controller-0", "storage-0", "trainer-0", "trainer-1", "rollout-0", "rollout-1"]
+REPLICAS = ["driver-0", "controller-0", "storage-0", "trainer-0", "trainer-1", "rollout-0", "rollout-1"]
 
 
 def test_a_job_succeeds_when_its_driver_does_and_the_others_are_told_to_end(start):
@@ -30,13 +30,13 @@ def test_a_job_succeeds_when_its_driver_does_and_the_others_are_told_to_end(star
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_everything_in_order(start, number, code):
     run = start(**JOB)
-    pids = [pid for seat in SEATS for pid in run.pids(seat)]
+    pids = [pid for replica in REPLICAS for pid in run.pids(replica)]
     begun = time.monotonic()
     run.process.send_signal(number)
     assert run.wait() == code
     assert time.monotonic() - begun < 10.0
     run.nothing_left(pids)
-    ended = [seat.partition("-")[0] for seat in run.ended()]
+    ended = [replica.partition("-")[0] for replica in run.ended()]
     assert ended == ["rollout", "rollout", "trainer", "trainer", "driver", *ended[5:]]
     assert sorted(ended[5:]) == ["controller", "storage"]
 
@@ -44,7 +44,7 @@ def test_a_signal_ends_everything_in_order(start, number, code):
 def test_roles_that_refuse_to_end_are_killed_in_time(start):
     roles = {role: {**options, "does": ["stubborn"]} for role, options in JOB.items()}
     run = start(end_s=2.0, **roles)
-    pids = [pid for seat in SEATS for pid in run.pids(seat)]
+    pids = [pid for replica in REPLICAS for pid in run.pids(replica)]
     begun = time.monotonic()
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130
@@ -83,7 +83,7 @@ def test_sigkill_of_the_supervisor_leaves_nothing(start):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     run = start(**{**JOB, "driver": {"does": [f"listen={port}"]}})
-    pids = [pid for seat in SEATS for pid in run.pids(seat)]
+    pids = [pid for replica in REPLICAS for pid in run.pids(replica)]
     assert len(run.reapers()) == 1
     run.process.kill()
     run.wait()

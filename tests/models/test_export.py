@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from asyncflow.errors import CheckpointError, ManifestError
-from asyncflow.models.export import export_folder
-from asyncflow.models.importing import find_gguf
+from asyncflow.models.folder import export_folder, find_gguf
 from asyncflow.models.source import materialize_config
 
 

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncflow.data.sources import SourceSpec, open_source
 from asyncflow.errors import ManifestError
-from asyncflow.models import warmup
-from asyncflow.models.folders import whole_folder
+from asyncflow.models import tiny
+from asyncflow.models.folder import whole_folder
 from asyncflow.models.source import ModelSource, materialize_config, materialize_weights
 from asyncflow.models.tiny import linear_layers
 from asyncflow.models.tokenizer import Tokenizer
@@ -82,7 +82,7 @@ def test_a_folder_is_whole_or_not_there(tmp_path: Path) -> None:
 def test_weights_are_a_function_of_the_seed_whatever_the_caller_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warmup, "STEPS", 5)
+    monkeypatch.setattr(tiny, "STEPS", 5)
     threads = torch.get_num_threads()
     files = []
     for name, source in (("a", TINY), ("b", TINY), ("c", f"{TINY}?seed=1")):

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
@@ -22,12 +23,14 @@ import pytest
 
 from asyncflow.net.arena.unix import SHARED_MEMORY_ENV
 from asyncflow.net.hosts import address_of, host_and_port
-from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient, RpcServer
 from asyncflow.net.rpc.staging import staging
-from asyncflow.net.stream.handshake import HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handshake
+from asyncflow.net.stream import handshake
 from asyncflow.net.stream.inbox import Inbox
 from asyncflow.net.stream.outbox import Outbox
+from asyncflow.net.stream.server import ANYBODY
+from asyncflow.net.tls import Credentials, keep
+from asyncflow.plan.certificates import Authority, period_of
 
 ANY_PORT = "tcp://127.0.0.1:*"
 _MEMFD = "memfd:asyncflow"
@@ -91,28 +94,20 @@ def spawn() -> Iterator[Spawn]:
 
 
 class Stranger:
-    """Says anything to a peer, and hears what it says. keys: with which it shakes hands, first or second."""
+    """Says anything to a peer, and hears what it says."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
-        self.outbox, self.inbox = Outbox(seal=None), Inbox(most=1 << 30, seal=None, staging=staging())
+        self.outbox, self.inbox = Outbox(), Inbox(most=1 << 30, staging=staging())
         self.came: list[list[memoryview]] = []
 
-    async def greet(self, keys: Keys | None = None) -> None:
-        shaking = Handshake(keys)
-        self.writer.write(shaking.hello())
-        self.writer.write(shaking.welcomed(await self.reader.readexactly(WELCOME_SIZE)))
-        self._seal(shaking)
+    async def greet(self) -> None:
+        self.writer.write(handshake.hello(None))
+        handshake.check_welcome(await self.reader.readexactly(handshake.WELCOME_SIZE), dialled=ANYBODY)
 
-    async def welcome(self, keys: Keys | None = None) -> None:
-        shaking = Handshake(keys)
-        self.writer.write(shaking.welcome(await self.reader.readexactly(HELLO_SIZE)))
-        shaking.proved(await self.reader.readexactly(PROOF_SIZE))
-        self._seal(shaking)
-
-    def _seal(self, shaken: Handshake) -> None:
-        self.outbox = Outbox(seal=shaken.outgoing)
-        self.inbox = Inbox(most=1 << 30, seal=shaken.incoming, staging=staging())
+    async def welcome(self) -> None:
+        assert not handshake.rest_of_hello(await self.reader.readexactly(handshake.HEAD_SIZE))
+        self.writer.write(handshake.welcome(ANYBODY))
 
     async def send(self, parts: Sequence[bytes]) -> None:
         self.outbox.push("message", parts)
@@ -139,10 +134,10 @@ def stranger() -> Callable[..., AbstractAsyncContextManager[Stranger]]:
     """Connects to a server and shakes hands with it."""
 
     @asynccontextmanager
-    async def connect(server: RpcServer, keys: Keys | None = None) -> AsyncIterator[Stranger]:
+    async def connect(server: RpcServer) -> AsyncIterator[Stranger]:
         made = Stranger(*await asyncio.open_connection(*host_and_port(server.address)))
         try:
-            await made.greet(keys)
+            await made.greet()
             yield made
         finally:
             made.close()
@@ -159,6 +154,39 @@ async def impostor() -> AsyncIterator[tuple[str, asyncio.Future[Stranger]]]:
     if called.done():
         called.result().close()
     listening.close()
+
+
+JOB = "job-7"
+Given = Callable[..., Path]
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> Given:
+    """Write the credentials of a process and return their folder. named: the job that its certificate names."""
+
+    def write(
+        role: str = "rollout",
+        index: int = 0,
+        *,
+        job: str = JOB,
+        seed: bytes = bytes(32),
+        periods: int = 0,
+        named: str = "",
+    ) -> Path:
+        authority = Authority(seed=seed, job=job)
+        authority.job = named or job
+        leaf = authority.leaf(role, index, period=period_of(time.time()) + periods)
+        folder = tmp_path / f"{role}-{index}"
+        keep(folder, authority=authority.certificate, leaf=leaf)
+        return folder
+
+    return write
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "tls"])
+def credentials(request: pytest.FixtureRequest, given: Given) -> Credentials | None:
+    """Those of a rollout, by which both sides of a test speak TLS; or none."""
+    return Credentials(given("rollout", 0)) if request.param else None
 
 
 class Arenas:

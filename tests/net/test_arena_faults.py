@@ -4,7 +4,6 @@ import asyncio
 import gc
 import os
 import random
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from msgspec import Struct
 
 from asyncflow.errors import PeerLost
 from asyncflow.net.rpc import RpcClient, RpcServer
-from asyncflow.net.rpc.blocking_link import BlockingLink
 
 pytestmark = pytest.mark.process
 
@@ -68,12 +66,11 @@ async def test_servers_that_are_killed_while_they_move_bytes_leave_nothing_behin
         server = await asyncio.to_thread(spawn, "echo", BIND)
         client = RpcClient(name="client", resolve=server.said)
         await client.call("add", Number(value=1), Number, timeout=20)
-        link = BlockingLink(server.said, keys=None, max_message=1 << 30)
-        await asyncio.to_thread(link.send, 0, "add", Number(value=1), [FRAME], deadline=time.monotonic() + 20)
-        assert await asyncio.to_thread(link.receive, 20)
+        other = RpcClient(name="other", resolve=server.said)
+        await other.call_frames("add", Number(value=1), Number, timeout=20, frames=[FRAME])
         moving = [
             asyncio.create_task(client.call_frames("add", Number(value=1), Number, timeout=30, frames=[FRAME] * 20)),
-            asyncio.create_task(asyncio.to_thread(keep_moving, link)),
+            asyncio.create_task(keep_moving(other)),
         ]
         await asyncio.sleep(0.02 + seed.random() * 0.03)
         assert arenas() > 0
@@ -82,7 +79,7 @@ async def test_servers_that_are_killed_while_they_move_bytes_leave_nothing_behin
             for task in moving:
                 with pytest.raises(PeerLost):
                     await task
-        link.close()
+        await other.close()
         await client.close()
         await arenas.until_none()
         assert not is_left(server.said)
@@ -90,13 +87,12 @@ async def test_servers_that_are_killed_while_they_move_bytes_leave_nothing_behin
 
 async def test_what_came_outlives_a_server_that_is_killed_and_the_connection(spawn: Any, arenas: Any) -> None:
     server = await asyncio.to_thread(spawn, "echo", BIND)
-    link = BlockingLink(server.said, keys=None, max_message=1 << 30)
-    await asyncio.to_thread(link.send, 0, "add", Number(value=1), [FRAME], deadline=time.monotonic() + 20)
-    came = (await asyncio.to_thread(receive, link))[2]
+    client = RpcClient(name="client", resolve=server.said)
+    _, (came,) = await client.call_frames("add", Number(value=1), Number, timeout=20, frames=[FRAME])
     server.kill()
     assert came == FRAME.cast("B")
-    link.close()
-    del link
+    await client.close()
+    del client
     assert came == FRAME.cast("B")
     came[:8] = bytes(8)
     row = came[8_000_000:8_000_080]
@@ -141,14 +137,6 @@ def shared_kb() -> int:
     return int(shared_memory(os.getpid()).split()[1])
 
 
-def receive(link: Any) -> list[memoryview]:
-    while not (parts := link.receive(20)):
-        pass
-    return list(parts)
-
-
-def keep_moving(link: Any) -> None:
-    for call in range(1, 10_000):
-        link.send(call, "add", Number(value=1), [FRAME], deadline=time.monotonic() + 20)
-        while not link.receive(20):
-            pass
+async def keep_moving(client: RpcClient) -> None:
+    for _ in range(10_000):
+        await client.call_frames("add", Number(value=1), Number, timeout=20, frames=[FRAME])

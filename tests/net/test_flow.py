@@ -1,4 +1,4 @@
-"""Streams on real sockets: what strangers and broken peers do to a server, and calls from a thread that blocks."""
+"""Streams on real sockets: what strangers and broken peers do to a server, and to its callers."""
 
 import asyncio
 import contextlib
@@ -10,23 +10,25 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from msgspec import Struct
 
-from asyncflow.errors import DeadlineExceeded, PeerLost, ProtocolError
+from asyncflow.errors import DeadlineExceeded, PeerLost
+from asyncflow.net.access import Access
 from asyncflow.net.arena.messages import ArenaOutbox
 from asyncflow.net.hosts import host_and_port
-from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import RpcClient, RpcServer, answering, wire
-from asyncflow.net.rpc.blocking_link import BlockingLink
 from asyncflow.net.rpc.staging import staging
-from asyncflow.net.stream.handshake import HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handshake
+from asyncflow.net.stream import handshake
 from asyncflow.net.stream.inbox import Inbox
 from asyncflow.net.stream.outbox import Outbox
+from asyncflow.net.stream.server import ANYBODY
+from asyncflow.net.tls import Credentials
+
+OPEN = Access(table={method: {"rollout": lambda _: ()} for method in ("add", "blob")})
 
 
 class Number(Struct, frozen=True, kw_only=True):
@@ -37,20 +39,15 @@ async def add(request: Number, frames: Sequence[memoryview]) -> tuple[Number, Se
     return Number(value=request.value + 1), frames
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "sealed"])
-def keys(request: pytest.FixtureRequest, tmp_path: Path) -> Keys | None:
-    return Keys.generate(tmp_path / "key") if request.param else None
-
-
-async def serve(keys: Keys | None = None, **options: Any) -> RpcServer:
-    server = RpcServer(name="server", keys=keys, **options)
+async def serve(credentials: Credentials | None = None, **options: Any) -> RpcServer:
+    server = RpcServer(name="server", credentials=credentials, access=OPEN, **options)
     server.route("add", Number, add)
     await server.start()
     return server
 
 
-async def serves(server: RpcServer, keys: Keys | None = None) -> bool:
-    client = RpcClient(name="client", resolve=server.address, keys=keys)
+async def serves(server: RpcServer, credentials: Credentials | None = None) -> bool:
+    client = RpcClient(name="client", resolve=server.address, credentials=credentials)
     answer = await client.call("add", Number(value=1), Number, timeout=10)
     await client.close()
     return answer.value == 2
@@ -62,20 +59,31 @@ def stranger(server: RpcServer) -> socket.socket:
     return made
 
 
-async def welcomed(made: socket.socket) -> bytes:
-    welcome = b""
+async def welcomed(made: Any) -> None:
+    room, came = bytearray(handshake.WELCOME_SIZE), b""
     async with asyncio.timeout(10):
-        while len(welcome) < WELCOME_SIZE:
+        while len(came) < len(room):
             with contextlib.suppress(BlockingIOError):
-                welcome += made.recv(WELCOME_SIZE - len(welcome))
+                came += room[: made.recv_into(room)]
             await asyncio.sleep(0.001)
-    return welcome
+    handshake.check_welcome(came, dialled=ANYBODY)
 
 
-async def greet(made: socket.socket) -> None:
-    handshake = Handshake(None)
-    made.send(handshake.hello())
-    made.send(handshake.welcomed(await welcomed(made)))
+async def greet(made: socket.socket, credentials: Credentials | None = None) -> Any:
+    """Say who calls, over TLS where there are credentials, and return the socket that is used from then on."""
+    stream: Any = made
+    if credentials is not None:
+        stream = credentials.dialled(made)
+        async with asyncio.timeout(10):
+            while not stream.shake():
+                await asyncio.sleep(0.001)
+    stream.send(handshake.hello(credentials.process if credentials is not None else None))
+    await welcomed(stream)
+    return stream
+
+
+def refusals(server: RpcServer) -> int:
+    return server.counters.refused.total()
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -85,9 +93,9 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 @pytest.mark.usefixtures("way")
-async def test_calls_with_keys_and_without(keys: Keys | None) -> None:
-    server = await serve(keys)
-    client = RpcClient(name="client", resolve=server.address, keys=keys)
+async def test_calls_with_keys_and_without(credentials: Credentials | None) -> None:
+    server = await serve(credentials)
+    client = RpcClient(name="client", resolve=server.address, credentials=credentials)
     large = np.random.default_rng(0).integers(0, 255, 3_000_000, np.uint8)
     sent = [b"", b"small", large.data, np.arange(100_000, dtype=np.float64).data]
     for _ in range(3):
@@ -98,29 +106,12 @@ async def test_calls_with_keys_and_without(keys: Keys | None) -> None:
     await server.close()
 
 
-@pytest.mark.usefixtures("way")
-async def test_who_has_another_key_or_none_is_told_so(tmp_path: Path) -> None:
-    ours, theirs = Keys.generate(tmp_path / "ours"), Keys.generate(tmp_path / "theirs")
-    server, plain = await serve(ours), await serve()
-    for address, keys in ((server.address, theirs), (server.address, None), (plain.address, theirs)):
-        client = RpcClient(name="client", resolve=address, keys=keys)
-        with pytest.raises(DeadlineExceeded, match="do both sides hold the key"):
-            await client.call("add", Number(value=1), Number, timeout=0.5)
-        await client.close()
-        link = BlockingLink(address, keys=keys, max_message=1 << 20)
-        with pytest.raises(DeadlineExceeded, match="key"):
-            await asyncio.to_thread(link.send, 1, "add", Number(value=1), [], deadline=time.monotonic() + 0.5)
-        link.close()
-    assert await serves(server, ours)
-    assert server.counters.calls["add"] == 1
-    await server.close()
-    await plain.close()
-
-
-async def test_garbage_half_greetings_and_thousands_of_connections(keys: Keys | None, monkeypatch: Any) -> None:
-    monkeypatch.setattr(answering, "_MAX_PEERS", 300)
-    server = await serve(keys)
-    pieces = [b"GET / HTTP/1.1\r\n\r\n".ljust(HELLO_SIZE), b"", b"AFs3", b"AFp3" + bytes(16), b"AFs3" + bytes(64)]
+async def test_garbage_half_greetings_and_thousands_of_connections(
+    credentials: Credentials | None, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(answering, "MAX_PEERS", 300)
+    server = await serve(credentials)
+    pieces = [b"GET / HTTP/1.1\r\n\r\n", b"", b"AFh4", b"AFs3" + bytes(64), b"\x16\x03\x01\x02\x00\x01"]
     strangers = []
     for number in range(1000):
         try:
@@ -131,15 +122,15 @@ async def test_garbage_half_greetings_and_thousands_of_connections(keys: Keys | 
             continue
         if number % 50 == 0:
             await asyncio.sleep(0)
-    await until(lambda: server.counters.dropped["peer"] >= 700)
-    assert await serves(server, keys)  # those who hold on to their connections have made room
+    await until(lambda: refusals(server) >= 700)
+    assert await serves(server, credentials)  # those who hold on to their connections have made room
     for made in strangers:
         made.close()
     await server.close()
 
 
 async def test_where_there_are_too_many_peers_those_who_have_shaken_hands_stay(monkeypatch: Any) -> None:
-    monkeypatch.setattr(answering, "_MAX_PEERS", 5)
+    monkeypatch.setattr(answering, "MAX_PEERS", 5)
     server = await serve()
     clients = [RpcClient(name="client", resolve=server.address) for _ in range(6)]
     for client in clients[:5]:
@@ -162,7 +153,7 @@ async def test_without_descriptors_new_peers_wait_and_are_let_in_later(no_descri
         before = time.process_time()
         await asyncio.sleep(0.3)
         assert time.process_time() - before < 0.2
-    waiting.send(Handshake(None).hello())
+    waiting.send(handshake.hello(None))
     await welcomed(waiting)
     waiting.close()
     assert await serves(server)
@@ -173,7 +164,7 @@ async def test_a_peer_that_does_not_shake_hands_is_cut_off(monkeypatch: Any) -> 
     monkeypatch.setattr(answering, "_SHAKE_S", 0.05)
     server = await serve()
     with stranger(server) as silent:
-        await until(lambda: server.counters.dropped["peer"] == 1)
+        await until(lambda: refusals(server) == 1)
         assert silent.recv(1) == b""
     assert await serves(server)
     await server.close()
@@ -182,7 +173,7 @@ async def test_a_peer_that_does_not_shake_hands_is_cut_off(monkeypatch: Any) -> 
 def half_way(server: RpcServer) -> list[weakref.ref[Any]]:
     """Return the boxes of the only peer of a server, once there is something in them."""
     assert server._streams is not None
-    for peer in server._streams._peers.values():
+    for peer in (each.flow for each in server._streams._peers.values()):
         if peer._inbox is not None and peer.outbox is not None and (peer._inbox._filled or not peer.outbox.idle):
             return [weakref.ref(peer._inbox), weakref.ref(peer.outbox)]
     return []
@@ -193,7 +184,7 @@ async def test_what_a_connection_held_goes_with_it_without_the_garbage_collector
     server = await serve()
     gone = stranger(server)
     await greet(gone)
-    outbox = Outbox(seal=None)
+    outbox = Outbox()
     call = wire.encode(wire.Call(1, "add", 60.0, 1))
     outbox.push(1, [call, wire.encode(Number(value=1)), bytes(20_000_000)])
     first, frame = outbox.views()
@@ -227,27 +218,10 @@ async def test_huge_declared_sizes_take_no_memory_and_end_the_stream() -> None:
     liar = stranger(server)
     await greet(liar)
     liar.send(struct.pack("<QIQ", 12, 1, 1 << 31))
-    await until(lambda: server.counters.dropped["peer"] == 1)
+    await until(lambda: refusals(server) == 1)
     for made in (*many, liar):
         made.close()
     assert await serves(server)
-    await server.close()
-
-
-async def test_who_has_not_proved_that_it_holds_the_key_is_not_listened_to(tmp_path: Path) -> None:
-    keys = Keys.generate(tmp_path / "key")
-    server = await serve(keys)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    recorded = Handshake(keys).hello()
-    liar = stranger(server)
-    liar.send(recorded)
-    await welcomed(liar)
-    with contextlib.suppress(OSError):
-        liar.send(bytes(PROOF_SIZE) + struct.pack("<QIQ", 12, 1, (1 << 30) - 1) + bytes(1 << 20))
-    await until(lambda: server.counters.dropped["peer"] == 1)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 10_000
-    liar.close()
-    assert await serves(server, keys)
     await server.close()
 
 
@@ -256,12 +230,12 @@ async def test_who_does_not_read_what_it_asks_for_is_cut_off(monkeypatch: Any) -
     server = await serve()
     greedy = stranger(server)
     await greet(greedy)
-    outbox = Outbox(seal=None)
+    outbox = Outbox()
     frame = bytes(1 << 20)
     for call in range(60):
         outbox.push(call, [wire.encode(wire.Call(call, "add", 60.0, 1)), wire.encode(Number(value=1)), frame])
     async with asyncio.timeout(10):
-        while not server.counters.dropped["peer"]:
+        while not refusals(server):
             try:
                 while views := outbox.views():
                     outbox.sent(greedy.sendmsg(views))
@@ -270,7 +244,7 @@ async def test_who_does_not_read_what_it_asks_for_is_cut_off(monkeypatch: Any) -
                 await asyncio.sleep(0)
             except OSError:
                 break
-    await until(lambda: server.counters.dropped["peer"] == 1)
+    await until(lambda: refusals(server) == 1)
     greedy.close()
     assert await serves(server)
     await server.close()
@@ -279,12 +253,12 @@ async def test_who_does_not_read_what_it_asks_for_is_cut_off(monkeypatch: Any) -
 BOUND, BLOB = 2 << 20, 1 << 20
 
 
-async def serve_blobs(monkeypatch: pytest.MonkeyPatch, keys: Keys | None = None) -> RpcServer:
+async def serve_blobs(monkeypatch: pytest.MonkeyPatch, credentials: Credentials | None = None) -> RpcServer:
     """Serve ``blob``, answered at once by so many bytes, where few bytes may lie unsent for a peer."""
     monkeypatch.setattr(answering, "_MOST_UNSENT", BOUND)
-    server = RpcServer(name="server", keys=keys)
+    server = RpcServer(name="server", credentials=credentials, access=OPEN)
     server.route("add", Number, add)
-    server.route_now("blob", Number, lambda asked, _: (asked, [bytes(asked.value)]))
+    server.route("blob", Number, lambda asked, _: (asked, [bytes(asked.value)]))
     await server.start()
     return server
 
@@ -292,20 +266,18 @@ async def serve_blobs(monkeypatch: pytest.MonkeyPatch, keys: Keys | None = None)
 class Asks:
     """Asks for blobs, and reads only when it is told to."""
 
-    def __init__(self, server: RpcServer, keys: Keys | None = None) -> None:
+    def __init__(self, server: RpcServer, credentials: Credentials | None = None) -> None:
         self.socket = socket.socket()
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         self.socket.settimeout(10)
         self.socket.connect(host_and_port(server.address))
         self.socket.setblocking(False)
-        self._shaking = Handshake(keys)
+        self._credentials = credentials
         self._calls = itertools.count()
 
     async def greet(self) -> None:
-        self.socket.send(self._shaking.hello())
-        self.socket.send(self._shaking.welcomed(await welcomed(self.socket)))
-        self._outbox = Outbox(seal=self._shaking.outgoing)
-        self._inbox = Inbox(most=1 << 30, seal=self._shaking.incoming, staging=staging())
+        self.socket = await greet(self.socket, self._credentials)
+        self._outbox, self._inbox = Outbox(), Inbox(most=1 << 30, staging=staging())
 
     def ask(self, count: int, *, size: int = BLOB) -> None:
         for call in itertools.islice(self._calls, count):
@@ -328,15 +300,15 @@ class Asks:
 def lies_unsent(server: RpcServer) -> int:
     """Return the bytes that lie for the first peer of a server."""
     assert server._streams is not None
-    outbox = next(iter(server._streams._peers.values())).outbox
+    outbox = next(iter(server._streams._peers.values())).flow.outbox
     return 0 if outbox is None else outbox.unsent
 
 
 async def test_who_reads_slowly_is_heard_no_more_until_it_has_read_and_then_gets_every_answer(
-    keys: Keys | None, monkeypatch: pytest.MonkeyPatch
+    credentials: Credentials | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = await serve_blobs(monkeypatch, keys)
-    slow = Asks(server, keys)
+    server = await serve_blobs(monkeypatch, credentials)
+    slow = Asks(server, credentials)
     await slow.greet()
     slow.ask(50)  # in one go: most are here, whole, when the first answers do not go
     await until(lambda: lies_unsent(server) > BOUND)
@@ -345,7 +317,7 @@ async def test_who_reads_slowly_is_heard_no_more_until_it_has_read_and_then_gets
     assert lies_unsent(server) <= BOUND + BLOB + 1000
     begun = server.counters.calls["blob"]
     assert begun < 50
-    assert await serves(server, keys)
+    assert await serves(server, credentials)
     for read in range(10, 110, 10):
         assert await slow.read(10) == [(call, BLOB) for call in range(read - 10, read)]
         assert lies_unsent(server) <= BOUND + BLOB + 1000
@@ -358,10 +330,10 @@ async def test_who_reads_slowly_is_heard_no_more_until_it_has_read_and_then_gets
 
 
 async def test_one_answer_may_be_larger_than_what_may_lie_unsent(
-    keys: Keys | None, monkeypatch: pytest.MonkeyPatch
+    credentials: Credentials | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = await serve_blobs(monkeypatch, keys)
-    slow = Asks(server, keys)
+    server = await serve_blobs(monkeypatch, credentials)
+    slow = Asks(server, credentials)
     await slow.greet()
     for sizes in (20 * BOUND, 1, 20 * BOUND):
         slow.ask(1, size=sizes)
@@ -379,7 +351,7 @@ async def test_a_peer_that_goes_away_while_it_is_not_heard_leaves_nothing(monkey
     gone.ask(50)
     await until(lambda: lies_unsent(server) > BOUND)
     assert server._streams is not None
-    (flow,) = server._streams._peers.values()
+    (flow,) = (peer.flow for peer in server._streams._peers.values())
     kept = [weakref.ref(flow), weakref.ref(flow.outbox), weakref.ref(flow._inbox)]
     assert flow._unheard
     begun = server.counters.calls["blob"]
@@ -397,32 +369,27 @@ async def test_a_peer_that_goes_away_while_it_is_not_heard_leaves_nothing(monkey
 
 
 @pytest.mark.usefixtures("way")
-async def test_a_thread_that_sends_much_before_it_reads_gets_through(
-    keys: Keys | None, monkeypatch: pytest.MonkeyPatch
+async def test_a_client_that_sends_much_before_it_reads_gets_through(
+    credentials: Credentials | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = await serve_blobs(monkeypatch, keys)
-    link = BlockingLink(server.address, keys=keys, max_message=1 << 30)
-    frame = bytes(BLOB)
-
-    def send_all() -> None:
-        for call in range(60):
-            link.send(call, "add", Number(value=call), [frame], deadline=time.monotonic() + 20)
-
-    await asyncio.to_thread(send_all)
-    for call in range(60):
-        parts = await asyncio.to_thread(link.receive, 10)
-        assert (wire.read_answer(parts, where="test"), len(parts[2])) == ((call, None), BLOB)
-    link.close()
+    server = await serve_blobs(monkeypatch, credentials)
+    client = RpcClient(name="client", resolve=server.address, credentials=credentials)
+    calls = [
+        client.call_frames("add", Number(value=number), Number, timeout=20, frames=[bytes(BLOB)])
+        for number in range(60)
+    ]
+    for number, (answer, came) in enumerate(await asyncio.gather(*calls)):
+        assert (answer.value, len(came[0])) == (number + 1, BLOB)
+    await client.close()
     await server.close()
 
 
-async def test_a_large_part_that_comes_in_small_pieces_is_there_with_its_last_byte(keys: Keys | None) -> None:
-    server = await serve(keys)
-    handshake = Handshake(keys)
-    with stranger(server) as slow:
-        slow.send(handshake.hello())
-        slow.send(handshake.welcomed(await welcomed(slow)))
-        outbox = Outbox(seal=handshake.outgoing)
+async def test_a_large_part_that_comes_in_small_pieces_is_there_with_its_last_byte(
+    credentials: Credentials | None,
+) -> None:
+    server = await serve(credentials)
+    with contextlib.closing(await greet(stranger(server), credentials)) as slow:
+        outbox = Outbox()
         for call, size in enumerate((1_300_000, 70_000, 3, 600_000)):
             header, body = wire.encode(wire.Call(call, "add", 60.0, 1)), wire.encode(Number(value=1))
             outbox.push(call, [header, body, bytes(size)])
@@ -430,77 +397,6 @@ async def test_a_large_part_that_comes_in_small_pieces_is_there_with_its_last_by
                 outbox.sent(slow.send(views[0][:50_000]))
                 await asyncio.sleep(0.001)
             await until(lambda call=call: server.counters.calls["add"] == call + 1)  # type: ignore[misc]
-    await server.close()
-
-
-async def test_a_recorded_connection_played_again_does_nothing(tmp_path: Path) -> None:
-    keys = Keys.generate(tmp_path / "key")
-    server = await serve(keys)
-    handshake = Handshake(keys)
-    recorded = bytearray(handshake.hello())
-    with stranger(server) as first:
-        first.send(recorded)
-        proof = handshake.welcomed(await welcomed(first))
-        first.send(proof)
-        recorded += proof
-        outbox = Outbox(seal=handshake.outgoing)
-        outbox.push(1, [wire.encode(wire.Call(1, "add", 60.0, 0)), wire.encode(Number(value=1))])
-        sealed = b"".join(outbox.views())
-        recorded += sealed
-        first.send(sealed)
-        await until(lambda: server.counters.calls["add"] == 1)
-        first.send(sealed)
-        await until(lambda: server.counters.dropped["peer"] == 1)
-    with stranger(server) as again:
-        again.send(recorded)
-        await until(lambda: server.counters.dropped["peer"] == 2)
-    assert server.counters.calls["add"] == 1
-    assert await serves(server, keys)
-    await server.close()
-
-
-def ask(link: Any, call: int, value: int, frames: Sequence[Any] = (), *, seconds: float = 10.0) -> list[memoryview]:
-    link.send(call, "add", Number(value=value), frames, deadline=time.monotonic() + seconds)
-    while not (parts := link.receive(seconds)):
-        pass
-    assert wire.read_answer(parts, where="test") == (call, None)
-    return list(parts)
-
-
-@pytest.mark.usefixtures("way")
-async def test_a_thread_that_blocks_calls_over_a_stream(keys: Keys | None) -> None:
-    server = await serve(keys)
-    link = BlockingLink(server.address, keys=keys, max_message=1 << 30)
-    large = np.random.default_rng(0).integers(0, 255, 3_000_000, np.uint8).data
-    for call in range(5):
-        parts = await asyncio.to_thread(ask, link, call, 1, [b"small", large])
-        assert [bytes(part) for part in parts[2:]] == [b"small", large.tobytes()]
-    link.forget(99)
-    for call in (6, 7):
-        link.send(call, "add", Number(value=1), [], deadline=time.monotonic() + 10)
-    came = [await asyncio.to_thread(link.receive, 10) for _ in range(2)]
-    assert [wire.read_answer(parts, where="test")[0] for parts in came] == [6, 7]
-    assert await asyncio.to_thread(link.receive, 0.01) == []
-    link.close()
-    await server.close()
-
-
-@pytest.mark.usefixtures("way")
-async def test_answers_that_are_not_read_at_once_wait_and_come_in_order(keys: Keys | None) -> None:
-    server = await serve(keys)
-    link = BlockingLink(server.address, keys=keys, max_message=1 << 30)
-    frame = bytes(60_000)
-
-    def send_all() -> None:
-        for call in range(400):
-            link.send(call, "add", Number(value=call), [frame], deadline=time.monotonic() + 10)
-
-    await asyncio.to_thread(send_all)
-    await until(lambda: server.counters.calls["add"] == 400)
-    for call in range(400):
-        parts = await asyncio.to_thread(link.receive, 10)
-        assert (wire.read_answer(parts, where="test"), parts[2]) == ((call, None), frame)
-    link.close()
     await server.close()
 
 
@@ -531,43 +427,60 @@ async def test_a_stream_ends_with_an_answer_that_could_not_be_sent_whole(monkeyp
 
 
 @pytest.mark.usefixtures("way")
-async def test_a_link_of_a_thread_ends_with_a_call_that_could_not_be_sent_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_connection_ends_with_a_call_that_could_not_be_sent_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     server = await serve()
-    link = BlockingLink(server.address, keys=None, max_message=1 << 30)
+    client = RpcClient(name="client", resolve=server.address)
     frames = [np.arange(100_000).data]
-    await asyncio.to_thread(ask, link, 1, 1, frames)
+    await client.call("add", Number(value=1), Number, timeout=10)
     fail_at(monkeypatch, 1)
     with pytest.raises(MemoryError):
-        await asyncio.to_thread(ask, link, 2, 1, frames)
-    with pytest.raises(PeerLost, match="MemoryError"):
-        link.receive(10)
-    with pytest.raises(PeerLost, match="broke"):
-        await asyncio.to_thread(ask, link, 3, 1)
+        await client.call_frames("add", Number(value=1), Number, timeout=10, frames=frames)
+    _, came = await client.call_frames("add", Number(value=1), Number, timeout=10, frames=frames)
+    assert came[0] == frames[0].cast("B")
+    assert server.counters.calls["add"] == 2
+    await client.close()
     await server.close()
 
 
-@pytest.mark.usefixtures("way")
-async def test_a_thread_that_blocks_learns_that_its_peer_is_gone() -> None:
-    server = await serve()
-    link = BlockingLink(server.address, keys=None, max_message=1 << 20)
-    await asyncio.to_thread(ask, link, 1, 1)
+async def test_calls_of_a_peer_that_does_not_read_begin_two_at_a_time(credentials: Credentials | None) -> None:
+    server, begun, answer = await serve(credentials), [0], asyncio.Event()
+
+    async def blob(_request: Number, _frames: Sequence[memoryview]) -> tuple[Number, Sequence[memoryview]]:
+        begun[0] += 1
+        if begun[0] > 1:
+            await answer.wait()
+        return Number(value=1), [bytes(8 << 20)]
+
+    server.route("blob", Number, blob)
+    greedy = await greet(stranger(server), credentials)
+    outbox = Outbox()
+    outbox.push(0, [wire.encode(wire.Call(0, "blob", 60.0, 0)), wire.encode(Number(value=0))])
+    await push(greedy, outbox)
+    await until(lambda: begun[0] == 1)
+    await asyncio.sleep(0.1)
+    for number in range(1, 9):
+        outbox.push(number, [wire.encode(wire.Call(number, "blob", 60.0, 0)), wire.encode(Number(value=0))])
+    await push(greedy, outbox)
+    await until(lambda: begun[0] == 3)
+    await asyncio.sleep(0.1)
+    assert begun[0] == 3
+    assert await serves(server, credentials)
+    answer.set()
+    inbox, answered = Inbox(most=1 << 30, staging=staging()), 0
+    async with asyncio.timeout(30):
+        while answered < 9:
+            with contextlib.suppress(BlockingIOError):
+                answered += len(inbox.took(greedy.recv_into(inbox.room())))
+            await asyncio.sleep(0)
+    assert begun[0] == 9
+    greedy.close()
     await server.close()
-    with pytest.raises(PeerLost, match="broke"):
-        await asyncio.to_thread(link.receive, 10)
-    link.close()
 
 
-def test_a_thread_that_blocks_says_that_nobody_listens() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        link = BlockingLink(f"tcp://127.0.0.1:{taken.getsockname()[1]}", keys=None, max_message=1 << 20)
-        with pytest.raises(DeadlineExceeded, match="nobody listens there"):
-            link.send(1, "add", Number(value=1), [], deadline=time.monotonic() + 0.2)
-
-
-def test_a_call_that_is_too_large_is_refused_before_it_is_sent() -> None:
-    link = BlockingLink("tcp://127.0.0.1:1", keys=None, max_message=1 << 20)
-    with pytest.raises(ProtocolError, match="Split it"):
-        link.send(1, "add", Number(value=1), [bytes(1 << 20)], deadline=time.monotonic() + 1)
+async def push(made: Any, outbox: Outbox) -> None:
+    """Send all that lies in ``outbox``."""
+    async with asyncio.timeout(10):
+        while views := outbox.views():
+            with contextlib.suppress(BlockingIOError):
+                outbox.sent(made.sendmsg(views))
+            await asyncio.sleep(0)

@@ -14,7 +14,6 @@ from msgspec import Struct
 from asyncflow.errors import DeadlineExceeded, ManifestError, Refused
 from asyncflow.net import hosts
 from asyncflow.net.rpc import RpcClient, RpcServer
-from asyncflow.net.rpc.blocking_link import BlockingLink
 from asyncflow.net.stream.server import ANYBODY
 
 NAME = "queue.team.svc"
@@ -133,24 +132,6 @@ async def test_a_name_server_that_is_silent_keeps_no_loop_and_is_asked_once(name
         await client.close()
 
 
-async def test_a_thread_that_blocks_keeps_its_deadline_whatever_the_name_server_does(names: Names, port: int) -> None:
-    link = BlockingLink(f"tcp://{NAME}:{port}", keys=None, max_message=1 << 20)
-
-    def send(seconds: float) -> None:
-        link.send(1, "add", Number(value=1), [], deadline=time.monotonic() + seconds)
-
-    with pytest.raises(DeadlineExceeded, match="has no address yet"):
-        await asyncio.to_thread(send, 0.3)
-    names.answers.clear()
-    with pytest.raises(DeadlineExceeded, match="still looked up"):
-        await asyncio.to_thread(send, 0.3)
-    names.known[NAME] = "127.0.0.1"
-    names.answers.set()
-    await asyncio.to_thread(send, 10)
-    assert await asyncio.to_thread(link.receive, 10)
-    link.close()
-
-
 def test_a_forked_child_looks_names_up_itself(names: Names) -> None:
     names.answers.clear()
     mine = hosts.look_up(NAME, 1)
@@ -182,10 +163,6 @@ async def test_ipv6() -> None:
     client = RpcClient(name="client", resolve=await server.start())
     assert server.address.startswith("tcp://[::1]:")
     assert (await client.call("add", Number(value=1), Number, timeout=10)).value == 2
-    link = BlockingLink(server.address, keys=None, max_message=1 << 20)
-    await asyncio.to_thread(link.send, 1, "add", Number(value=1), [], deadline=time.monotonic() + 10)
-    assert await asyncio.to_thread(link.receive, 10)
-    link.close()
     await client.close()
     await server.close()
 

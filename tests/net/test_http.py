@@ -5,6 +5,7 @@ import logging
 import os
 import resource
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -19,7 +20,8 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, Refused
 from asyncflow.net import http
-from asyncflow.net.http import MAX_BODY, MAX_CONNECTIONS, MAX_LINE, HttpServer, role_routes
+from asyncflow.net.http import MAX_BODY, MAX_CONNECTIONS, MAX_LINE, Guard, HttpServer, role_routes
+from asyncflow.net.issuer import Issuer
 from asyncflow.telemetry.metrics import RolloutMetrics
 
 TOKEN = "s3cret"
@@ -33,8 +35,8 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 @asynccontextmanager
-async def serving(*routes: web.RouteDef, token_file: Path | None = None) -> AsyncIterator[str]:
-    server = HttpServer([*role_routes(CollectorRegistry()), *routes], token_file=token_file)
+async def serving(*routes: web.RouteDef) -> AsyncIterator[str]:
+    server = HttpServer([*role_routes(CollectorRegistry()), *routes])
     try:
         yield await server.start()
     finally:
@@ -98,44 +100,114 @@ async def test_metrics_of_another_process_are_shown_as_they_are_when_asked(sessi
     await server.close()
 
 
-async def test_a_post_needs_the_token_of_the_file(session: aiohttp.ClientSession, tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.write_text(f"{TOKEN}\n")
-    heard: list[str] = []
+class Directed:
+    """A server that may be directed, and who tried in vain."""
 
-    async def drain(request: web.Request) -> web.Response:
-        heard.append(request.match_info["id"])
+    url = ""
+
+    def __init__(self, folder: Path) -> None:
+        self.issuer = Issuer(folder / "tls")
+        self.token = folder / "token"
+        self.refused: list[str] = []
+        self.heard: list[str] = []
+        guard = Guard(
+            self.issuer.credentials("driver"),
+            roles=("operator", "driver"),
+            token_file=self.token,
+            refused=lambda _why, reason: self.refused.append(reason),
+        )
+        self.server = HttpServer([web.post("/v1/rollouts/{id}/drain", self._drain)], guard=guard)
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        self.heard.append(request.match_info["id"])
         return web.json_response({})
 
-    async with serving(web.post("/v1/rollouts/{id}/drain", drain), token_file=file) as url:
+    def context(self, shown: Path | None = None) -> ssl.SSLContext:
+        """Return the context of a caller that shows the certificate in a folder, or none."""
+        context = ssl.create_default_context(cafile=self.issuer.issue("driver") / "ca.crt")
+        if shown is not None:
+            context.load_cert_chain(shown / "tls.crt", shown / "tls.key")
+        return context
 
-        async def post(authorization: str | None) -> int:
-            headers = {} if authorization is None else {"Authorization": authorization}
-            async with session.post(f"{url}/v1/rollouts/3/drain", headers=headers) as answer:
-                return answer.status
-
-        for wrong in (None, "", "Bearer", "Bearer ", "Bearer s3cre", f"Basic {TOKEN}", f"Bearer {TOKEN}x", "Bearer é"):
-            assert await post(wrong) == 401
-        assert heard == []
-        assert await post(f"Bearer {TOKEN}") == 200
-        file.write_text("other")
-        assert await post(f"Bearer {TOKEN}") == 401
-        file.write_text("\n")
-        assert await post("Bearer ") == 401
-        file.unlink()
-        assert await post("Bearer other") == 401
-        assert heard == ["3"]
+    async def post(self, rollout: str, context: ssl.SSLContext, authorization: str | None = None) -> int:
+        headers = {} if authorization is None else {"Authorization": authorization}
+        where = f"{self.url}/v1/rollouts/{rollout}/drain"
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(where, headers=headers, ssl=context, server_hostname="driver-0") as answer,
+        ):
+            return answer.status
 
 
-async def test_without_a_token_file_nobody_may_post(session: aiohttp.ClientSession) -> None:
+@pytest.fixture
+async def directed(tmp_path: Path) -> AsyncIterator[Directed]:
+    made = Directed(tmp_path)
+    made.url = await made.server.start()
+    yield made
+    await made.server.close()
+
+
+async def test_a_person_directs_with_the_token_of_the_file(directed: Directed) -> None:
+    directed.token.write_text(f"{TOKEN}\n")
+    context = directed.context()
+    for wrong in (None, "", "Bearer", "Bearer ", "Bearer s3cre", f"Basic {TOKEN}", f"Bearer {TOKEN}x", "Bearer é"):
+        assert await directed.post("3", context, wrong) == 401
+    assert directed.refused == ["access"] * 8
+    assert await directed.post("3", context, f"Bearer {TOKEN}") == 200
+    directed.token.write_text("other")
+    assert await directed.post("4", context, f"Bearer {TOKEN}") == 401
+    directed.token.write_text("\n")
+    assert await directed.post("4", context, "Bearer ") == 401
+    directed.token.unlink()
+    assert await directed.post("4", context, "Bearer other") == 401
+    assert directed.heard == ["3"]
+
+
+async def test_a_certificate_of_these_roles_directs_and_no_other(directed: Directed, tmp_path: Path) -> None:
+    for role in ("operator", "driver"):
+        assert await directed.post(role, directed.context(directed.issuer.issue(role))) == 200
+    for role in ("rollout", "trainer", "viewer", "controller"):
+        assert await directed.post(role, directed.context(directed.issuer.issue(role))) == 403
+    assert directed.refused == ["access"] * 4
+    stranger = Issuer(tmp_path / "another").issue("operator")
+    with pytest.raises(aiohttp.ClientError):
+        await directed.post("stranger", directed.context(stranger))
+    assert directed.heard == ["operator", "driver"]
+    assert directed.refused == ["access"] * 4 + ["other_authority"]
+
+
+async def test_who_does_not_speak_tls_1_3_directs_nothing(directed: Directed) -> None:
+    old = directed.context(directed.issuer.issue("operator"))
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    with pytest.raises(aiohttp.ClientError):
+        await directed.post("old", old)
+    plain = directed.url.replace("https", "http")
+    with pytest.raises((aiohttp.ClientError, OSError)):
+        async with aiohttp.ClientSession() as session, session.post(f"{plain}/v1/rollouts/3/drain"):
+            pass
+    assert directed.heard == []
+    assert set(directed.refused) == {"no_tls"}
+
+
+async def test_handshakes_that_do_not_go_on_keep_nobody_out(directed: Directed) -> None:
+    idle = [socket.create_connection(("127.0.0.1", port_of(directed.url))) for _ in range(MAX_CONNECTIONS + 88)]
+    context = directed.context(directed.issuer.issue("operator"))
+    async with asyncio.timeout(9):
+        assert await directed.post("3", context) == 200
+    for each in idle:
+        each.close()
+
+
+async def test_a_reading_port_changes_nothing(session: aiohttp.ClientSession) -> None:
     async def never(_request: web.Request) -> web.Response:
         raise AssertionError
 
     async with (
         serving(web.post("/v1/suspend", never)) as url,
-        session.post(f"{url}/v1/suspend", headers={"Authorization": "Bearer "}) as answer,
+        session.post(f"{url}/v1/suspend", headers={"Authorization": f"Bearer {TOKEN}"}) as answer,
     ):
-        assert (answer.status, await answer.json()) == (401, {"what": "the bearer token is missing or wrong"})
+        assert (answer.status, await answer.json()) == (405, {"what": "this port is for reading only"})
+        assert answer.headers["Allow"] == "GET,HEAD"
 
 
 async def test_errors_are_answered_in_their_own_words(
@@ -231,8 +303,8 @@ async def test_a_head_has_no_body_and_http_1_0_ends_the_connection() -> None:
         (b"GET /nothing HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n", 404),
         (b"GET /echo/ HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n", 404),
         (b"GET /orders HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n", 405),
-        (b"DELETE /echo/a HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n", 401),
-        (b"POST /orders HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n", 401),
+        (b"DELETE /echo/a HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n", 405),
+        (b"POST /orders HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n", 405),
         (b"GET /fails HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n", 500),
         (b"nonsense\r\n\r\n", 400),
         (b"GET /echo/a HTTP/2\r\nHost: h\r\n\r\n", 400),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from msgspec import Struct
 
+from asyncflow.api.names import INSECURE_ENV
 from asyncflow.errors import DeadlineExceeded, Fenced, PeerLost, ProtocolError, Refused, RemoteError
 from asyncflow.net.frames import Jagged, encode_batch
 from asyncflow.net.rpc import RpcClient, RpcServer
@@ -227,7 +228,8 @@ async def test_an_address_in_use_is_refused_and_a_freed_one_is_waited_for(server
     await second.close()
 
 
-async def test_an_unbound_host_is_advertised() -> None:
+async def test_an_unbound_host_is_advertised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(INSECURE_ENV, "1")
     server = RpcServer(name="server", bind="tcp://0.0.0.0:*", advertise="pod-3.job")
     assert (await server.start()).startswith("tcp://pod-3.job:")
     await server.close()

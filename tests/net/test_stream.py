@@ -1,4 +1,4 @@
-"""Messages over a byte stream, sealed or not, without any I/O."""
+"""Messages over a byte stream, without any I/O."""
 
 import struct
 import weakref
@@ -12,14 +12,8 @@ from asyncflow.net.frames import LARGE
 from asyncflow.net.rpc.staging import staging
 from asyncflow.net.stream.inbox import Inbox
 from asyncflow.net.stream.outbox import Outbox
-from asyncflow.net.stream.sealed import Seal
 
-SECRET = bytes(range(32))
 MOST = 1 << 22
-
-
-def seals(sealed):
-    return (Seal(SECRET[:16]), Seal(SECRET[:16])) if sealed else (None, None)
 
 
 def sent(outbox):
@@ -52,10 +46,9 @@ def parts_of(sizes):
 
 
 @settings(max_examples=100, deadline=None)
-@given(message_sizes, step_sizes, st.booleans())
-def test_messages_come_out_as_they_went_in_however_the_stream_is_cut(sizes, steps, sealed):
-    mine, theirs = seals(sealed)
-    outbox, inbox = Outbox(seal=mine), Inbox(most=MOST, seal=theirs, staging=staging())
+@given(message_sizes, step_sizes)
+def test_messages_come_out_as_they_went_in_however_the_stream_is_cut(sizes, steps):
+    outbox, inbox = Outbox(), Inbox(most=MOST, staging=staging())
     messages = [parts_of(of) for of in sizes]
     for key, message in enumerate(messages):
         outbox.push(key, message)
@@ -64,11 +57,10 @@ def test_messages_come_out_as_they_went_in_however_the_stream_is_cut(sizes, step
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.lists(st.tuples(st.lists(part_sizes, max_size=4), st.integers(0, 200)), min_size=1, max_size=6), st.booleans()
+    st.lists(st.tuples(st.lists(part_sizes, max_size=4), st.integers(0, 200)), min_size=1, max_size=6),
 )
-def test_messages_that_go_in_one_come_in_order_wherever_they_were_cut(messages, sealed):
-    mine, theirs = seals(sealed)
-    outbox, inbox = Outbox(seal=mine), Inbox(most=MOST, seal=theirs, staging=staging())
+def test_messages_that_go_in_one_come_in_order_wherever_they_were_cut(messages):
+    outbox, inbox = Outbox(), Inbox(most=MOST, staging=staging())
     stream = bytearray()
     for key, (sizes, went) in enumerate(messages):
         idle = outbox.idle
@@ -86,33 +78,10 @@ def test_messages_that_go_in_one_come_in_order_wherever_they_were_cut(messages, 
     assert receive(inbox, stream) == [parts_of(sizes) for sizes, _ in messages]
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(part_sizes, min_size=1, max_size=4), st.data())
-def test_sealed_bytes_that_were_changed_left_out_or_repeated_open_nothing(sizes, data):
-    outbox, inbox = Outbox(seal=seals(True)[0]), Inbox(most=MOST, seal=seals(True)[1], staging=staging())
-    messages = [parts_of(sizes), [b"second"]]
-    for key, message in enumerate(messages):
-        outbox.push(key, message)
-    stream = sent(outbox)
-    at = data.draw(st.integers(0, len(stream) - 1))
-    how = data.draw(st.sampled_from(["change", "leave out", "repeat"]))
-    if how == "change":
-        stream[at] ^= 1 << data.draw(st.integers(0, 7))
-    elif how == "leave out":
-        del stream[at : at + data.draw(st.integers(1, 64))]
-    else:
-        stream[at:at] = stream[max(0, at - data.draw(st.integers(1, 64))) : at + 1]
-    came = []
-    inbox.took = lambda count, took=inbox.took: [came.append(message) or message for message in took(count)]
-    with pytest.raises(ProtocolError):
-        receive(inbox, bytes(stream) + bytes(4 * MOST))
-    assert [[bytes(part) for part in message] for message in came] == messages[: len(came)]
-
-
 @settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=200), step_sizes, st.booleans())
-def test_whatever_comes_is_messages_or_a_protocol_error(data, steps, sealed):
-    inbox = Inbox(most=1 << 16, seal=seals(sealed)[1], staging=staging())
+@given(st.binary(max_size=200), step_sizes)
+def test_whatever_comes_is_messages_or_a_protocol_error(data, steps):
+    inbox = Inbox(most=1 << 16, staging=staging())
     try:
         for message in receive(inbox, data, steps):
             assert sum(map(len, message)) <= 1 << 16
@@ -133,11 +102,11 @@ def test_whatever_comes_is_messages_or_a_protocol_error(data, steps, sealed):
 )
 def test_a_size_that_cannot_be_is_refused_before_anything_is_kept(head):
     with pytest.raises(ProtocolError):
-        receive(Inbox(most=1 << 20, seal=None, staging=staging()), head + bytes(16))
+        receive(Inbox(most=1 << 20, staging=staging()), head + bytes(16))
 
 
 def test_large_parts_are_sent_from_where_they_lie_and_received_where_they_stay():
-    outbox, inbox = Outbox(seal=None), Inbox(most=MOST, seal=None, staging=staging())
+    outbox, inbox = Outbox(), Inbox(most=MOST, staging=staging())
     large = bytearray(1 << 20)
     outbox.push("key", [b"small", large])
     views = outbox.views()
@@ -149,11 +118,9 @@ def test_large_parts_are_sent_from_where_they_lie_and_received_where_they_stay()
     assert message[1].obj is room.obj
 
 
-@pytest.mark.parametrize("sealed", [False, True])
 @pytest.mark.parametrize("step", [7, 1 << 16])
-def test_a_stream_keeps_nothing_of_a_message_that_it_gave(sealed, step):
-    mine, theirs = seals(sealed)
-    outbox, inbox = Outbox(seal=mine), Inbox(most=MOST, seal=theirs, staging=staging())
+def test_a_stream_keeps_nothing_of_a_message_that_it_gave(step):
+    outbox, inbox = Outbox(), Inbox(most=MOST, staging=staging())
     outbox.push("key", [b"small", bytes(1 << 17)])
     stream, came = sent(outbox), []
     while stream:
@@ -168,9 +135,9 @@ def test_a_stream_keeps_nothing_of_a_message_that_it_gave(sealed, step):
 
 
 @settings(max_examples=100, deadline=None)
-@given(message_sizes, st.sets(st.integers(0, 3)), st.lists(st.integers(1, 1 << 20), max_size=30), st.booleans())
-def test_what_lies_unsent_is_counted_whatever_was_taken_back_said_again_or_cut(sizes, back, steps, sealed):
-    outbox = Outbox(seal=seals(sealed)[0])
+@given(message_sizes, st.sets(st.integers(0, 3)), st.lists(st.integers(1, 1 << 20), max_size=30))
+def test_what_lies_unsent_is_counted_whatever_was_taken_back_said_again_or_cut(sizes, back, steps):
+    outbox = Outbox()
     for key, of in enumerate(sizes):
         outbox.push(key, parts_of(of))
         outbox.push(key, parts_of(of))
@@ -198,11 +165,11 @@ def test_what_lies_unsent_is_counted_whatever_was_taken_back_said_again_or_cut(s
 
 
 def test_a_message_can_be_taken_back_until_its_first_byte_was_asked_for():
-    outbox = Outbox(seal=None)
+    outbox = Outbox()
     for key in "ab":
         outbox.push(key, [key.encode()])
     assert outbox.withdraw("b")
     assert not outbox.withdraw("b")
     outbox.views()
     assert not outbox.withdraw("a")
-    assert receive(Inbox(most=MOST, seal=None, staging=staging()), sent(outbox)) == [[b"a"]]
+    assert receive(Inbox(most=MOST, staging=staging()), sent(outbox)) == [[b"a"]]

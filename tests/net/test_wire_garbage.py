@@ -13,7 +13,7 @@ from msgspec import Struct
 from asyncflow.errors import ProtocolError
 from asyncflow.net.hosts import host_and_port
 from asyncflow.net.rpc import RpcClient, RpcServer, wire
-from asyncflow.net.stream.handshake import PROOF_SIZE, Handshake
+from asyncflow.net.stream import handshake
 
 
 class Number(Struct, frozen=True, kw_only=True):
@@ -128,13 +128,12 @@ async def test_a_handler_ends_at_the_deadline_of_a_caller_that_died_without_a_wo
 
 async def test_raw_tcp_garbage_half_messages_and_huge_sizes_harm_nobody(server: RpcServer, client: RpcClient) -> None:
     server.route("add", Number, add)
-    hello = Handshake(None).hello()
-    greeted = hello + bytes(PROOF_SIZE)
+    greeted = handshake.hello(None)
     for attack in (
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff" * 4096,
-        hello[:40],
-        hello + b"\x01" * PROOF_SIZE,
+        greeted[:3],
+        greeted[:4] + b"\x10" + b"\x01" * 16,
         greeted + struct.pack("<QIQ", 12 + 5, 1, 5) + b"hel",  # 5 bytes are declared, 3 come
         greeted + struct.pack("<QI", 1 << 20, 1000),
         greeted + struct.pack("<Q", 1 << 62) + b"x",

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from model_api import Mine, Refusal
+from model_api import CustomResource, Refusal
 from model_cluster import Cluster
 from model_samples import DESIRED, JOB, QUEUE, SYNC
 
-from asyncflow_operator.actions import Action, Apply, Ask, Delete, Plan
+from asyncflow_operator.actions import Action, Apply, Delete, DriverOrder, Plan
 from asyncflow_operator.decide import decide_job, decide_queue, decide_sync
-from asyncflow_operator.observed import Denial, JobState, Probe, QueueState, Ref, SyncState
+from asyncflow_operator.observed import Denial, DriverProbe, JobState, Ref, SyncState, TransferQueueState
 
 
 class Killed(Exception):
@@ -24,7 +24,7 @@ class Killed(Exception):
 @dataclass
 class World(Cluster):
     """A cluster with an operator. deaths: after so many writes, counted over the whole life, the operator dies;
-    denied: what it remembers of the API server's refusals; notes: what it told people.
+    denied: the refusals of the API server that it remembers; notes: the events that it wrote.
     """
 
     deaths: frozenset[int] = frozenset()
@@ -34,8 +34,8 @@ class World(Cluster):
     # What the operator sees.
 
     def see_spec(self) -> None:
-        """Bring the operator's view of the objects of ours up to date."""
-        self.seen_mine = dict(self.mine)
+        """Bring the operator's view of the custom resources up to date."""
+        self.seen_resources = dict(self.resources)
 
     def see_all(self) -> None:
         """List everything anew."""
@@ -51,18 +51,18 @@ class World(Cluster):
     def restart_operator(self) -> None:
         """A new process: nothing is remembered, everything is listed."""
         self.see_all()
-        self.probe = Probe()
+        self.probe = DriverProbe()
         self.denied.clear()
 
-    def observe(self, ref: Ref) -> JobState | QueueState | SyncState:
+    def observe(self, ref: Ref) -> JobState | TransferQueueState | SyncState:
         """Return the state that ``decide`` is given."""
-        known = self.seen_mine[ref]
+        known = self.seen_resources[ref]
         if ref == JOB:
             return self._job_state(known)
-        job = self._job_state(self.seen_mine[JOB])
+        job = self._job_state(self.seen_resources[JOB])
         if ref == SYNC:
             return SyncState(owner=known.owner, sync=known.model, status=known.status, job=job)
-        return QueueState(
+        return TransferQueueState(
             owner=known.owner,
             queue=known.model,
             status=known.status,
@@ -71,8 +71,8 @@ class World(Cluster):
             denied=self.denied.get(QUEUE, ()),
         )
 
-    def _job_state(self, known: Mine) -> JobState:
-        queue = self.seen_mine.get(QUEUE)
+    def _job_state(self, known: CustomResource) -> JobState:
+        queue = self.seen_resources.get(QUEUE)
         return JobState(
             owner=known.owner,
             job=known.model,
@@ -92,13 +92,13 @@ class World(Cluster):
         state = self.observe(ref)
         if isinstance(state, JobState):
             return decide_job(state, now=self.now, desired=DESIRED)
-        if isinstance(state, QueueState):
+        if isinstance(state, TransferQueueState):
             return decide_queue(state, now=self.now, desired=DESIRED)
         return decide_sync(state, now=self.now)
 
     def reconcile(self, ref: Ref, *, killed_after: int | None = None) -> Plan:
         """Decide and carry out. killed_after: writes after which the operator dies."""
-        if ref not in self.seen_mine:
+        if ref not in self.seen_resources:
             return Plan()
         plan = self.decide(ref)
         try:
@@ -119,13 +119,20 @@ class World(Cluster):
             done()
             self.write_status(ref, plan.status)
         denied: list[Denial] = []
+        written: set[Ref] = set()
         for stage in plan.stages:
             absent = {denial.ref for denial in denied}
             for action in self.order.sample(stage, len(stage)):
                 if isinstance(action, Apply) and action.needs & absent:
                     continue
                 done()
-                denied.extend(self._do(action))
+                refused = self._do(action)
+                denied.extend(refused)
+                if isinstance(action, Apply) and not refused:
+                    written.add(action.ref)
+        if (status := plan.recorded(written)) is not None:
+            done()
+            self.write_status(ref, status)
         self.denied[ref] = tuple(denied)
         self.notes.extend(note.reason for note in plan.notes)
 
@@ -133,39 +140,40 @@ class World(Cluster):
         match action:
             case Apply(manifest=manifest):
                 there = action.ref in self.objects
+                self.check_certificate(manifest)
                 try:
                     self.apply(manifest)
                 except Refusal as refused:
                     return [Denial(action.ref, str(refused), missing=not there)]
             case Delete(ref=ref, uid=uid, grace_s=grace_s):
                 self.delete(ref, uid, grace_s)
-            case Ask(path=path):
+            case DriverOrder(path=path):
                 self.ask(path)
         return []
 
     # Time.
 
     def settle(self, *, rounds: int = 400, healthy: Callable[[], bool] = lambda: True) -> None:
-        """Let everything happen that is going to, without trouble, until nothing is left to do."""
+        """Make rounds without trouble until nothing is left to do."""
         quiet = 0
         for _ in range(rounds):
             before = self.writes
             moved, waits = self.one_round()
             quiet = 0 if moved or self.writes != before else quiet + 1
-            if JOB not in self.mine or (quiet > 3 and healthy()):
+            if JOB not in self.resources or (quiet > 3 and healthy()):
                 return
             self.now += 1.0 if quiet <= 1 else min(30.0, *waits, 30.0)
-        plans = {ref.kind: self.decide(ref) for ref in self.seen_mine}
+        plans = {ref.kind: self.decide(ref) for ref in self.seen_resources}
         raise AssertionError(f"it never comes to rest: {self.status.phase}, {sorted(self.pods)}, {plans}")
 
-    def calm(self, rounds: int) -> None:
-        """Let so many seconds pass without trouble."""
+    def run_rounds(self, rounds: int) -> None:
+        """Make so many rounds without trouble, a second each."""
         for _ in range(rounds):
             self.one_round()
             self.now += 1.0
 
     def one_round(self) -> tuple[bool, list[float]]:
-        """Let everybody take a step; gives whether a pod moved, and when the operator wants to look again."""
+        """Make one step of everything, and return whether a pod moved, and when the operator reconciles again."""
         self.look_at_driver()
         self.see_all()
         plans = [self.reconcile(ref) for ref in (JOB, QUEUE, SYNC)]

@@ -34,8 +34,8 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True)
-class Mine:
-    """An object of ours: its model, with a problem the last that was accepted; its status, and who it is."""
+class CustomResource:
+    """Custom resource of the model: owner, spec in force (with a problem, the last accepted), and status."""
 
     owner: Owner
     model: Any
@@ -53,7 +53,7 @@ class ApiServer:
     job: RLJob
     order: random.Random = field(default_factory=lambda: random.Random(0))
     now: float = START
-    mine: dict[Ref, Mine] = field(default_factory=dict)
+    resources: dict[Ref, CustomResource] = field(default_factory=dict)
     pods: dict[str, PodView] = field(default_factory=dict)
     objects: dict[Ref, ObjectView] = field(default_factory=dict)
     nodes: tuple[NodeFree, ...] | None = None
@@ -64,23 +64,24 @@ class ApiServer:
     def __post_init__(self) -> None:
         self._uids = iter(range(1, 1_000_000))
         owner = Owner(kind="RLJob", namespace="team", name=JOB.name, uid="uid-job", generation=1, created=self.now)
-        self.mine[JOB] = Mine(owner, self.job, JobStatus())
-        self.seen_mine: dict[Ref, Mine] = dict(self.mine)
+        self.resources[JOB] = CustomResource(owner, self.job, JobStatus())
+        self.seen_resources: dict[Ref, CustomResource] = dict(self.resources)
         self.seen_pods: dict[str, PodView] = {}
         self.seen_objects: dict[Ref, ObjectView] = {}
         self.made: dict[str, list[PodView]] = defaultdict(list)
         self.counted: set[str] = set()
         self.due: Counter[str] = Counter()
+        self.secrets: set[tuple[str, str]] = set()
 
     @property
     def status(self) -> Any:
         """The job's status as it is written."""
-        return self.mine[JOB].status
+        return self.resources[JOB].status
 
     @property
     def spec(self) -> Any:
         """The job's spec as a person wrote it."""
-        return self.mine[JOB].model.spec
+        return self.resources[JOB].model.spec
 
     # The API server.
 
@@ -100,13 +101,23 @@ class ApiServer:
             self.objects[ref] = ObjectView(ref=ref, uid=uid, digest=meta["annotations"][DIGEST])
             if kind != "Secret":
                 self.seen_objects[ref] = self.objects[ref]
+            else:
+                self.secrets |= {(ref.name, key) for key in manifest["data"]}
+
+    def check_certificate(self, manifest: dict[str, Any]) -> None:
+        """No pod is made before what it mounts of Secrets was written."""
+        if manifest["kind"] == "Pod":
+            sources = manifest["spec"]["volumes"][0]["projected"]["sources"]
+            mounted = [source["secret"] for source in sources if "secret" in source]
+            named = {(each["name"], item["key"]) for each in mounted for item in each["items"]}
+            assert named <= self.secrets, f"{manifest['metadata']['name']} mounts {named - self.secrets}"
 
     def delete(self, ref: Ref, uid: str, grace_s: int | None) -> None:
         """Delete an object if it still is the one with this UID."""
         self.writes += 1
         if ref.kind == "RLJob":
-            assert self.mine[ref].owner.uid == uid
-            self.mine.clear()
+            assert self.resources[ref].owner.uid == uid
+            self.resources.clear()
             self.pods.clear()
             self.objects.clear()
             return
@@ -134,11 +145,11 @@ class ApiServer:
     def write_status(self, ref: Ref, status: dict[str, Any]) -> None:
         """Write the status of an object of ours; the schema is the models'."""
         self.writes += 1
-        known = self.mine[ref]
+        known = self.resources[ref]
         written = MODELS[ref.kind][1].model_validate(status, by_name=False)
         self._check_status(known, written)
-        self.mine[ref] = replace(known, status=written)
-        self.seen_mine[ref] = self.mine[ref]
+        self.resources[ref] = replace(known, status=written)
+        self.seen_resources[ref] = self.resources[ref]
 
     def _make(self, meta: dict[str, Any]) -> None:
         name, labels = meta["name"], meta["labels"]
@@ -166,7 +177,7 @@ class ApiServer:
         self.pods[name] = self.seen_pods[name] = pod
 
     def _trained(self, attempt: int) -> bool:
-        """Whether all ranks of an attempt have existed, so that it may have trained."""
+        """Return whether all ranks of an attempt have existed, so that it may have trained."""
         return all(
             any(pod.attempt == attempt for pod in self.made[f"{JOB.name}-trainer-{index}"])
             for index in range(self.spec.trainer.replicas)
@@ -174,18 +185,20 @@ class ApiServer:
 
     def _child(self, ref: Ref, manifest: dict[str, Any]) -> None:
         model, status = MODELS[ref.kind]
-        known = self.mine.get(ref)
+        known = self.resources.get(ref)
         owner = Owner(kind=ref.kind, namespace="team", name=ref.name, uid=self._uid(), generation=1)  # type: ignore[arg-type]
         spec = model.model_validate({"metadata": {"name": ref.name, "namespace": "team"}, "spec": manifest["spec"]})
-        self.mine[ref] = replace(known, model=spec) if known is not None else Mine(owner, spec, status())
-        self.seen_mine[ref] = self.mine[ref]
+        self.resources[ref] = replace(known, model=spec) if known is not None else CustomResource(owner, spec, status())
+        self.seen_resources[ref] = self.resources[ref]
         digest = manifest["metadata"]["annotations"][DIGEST]
-        self.objects[ref] = self.seen_objects[ref] = ObjectView(ref=ref, uid=self.mine[ref].owner.uid, digest=digest)
+        self.objects[ref] = self.seen_objects[ref] = ObjectView(
+            ref=ref, uid=self.resources[ref].owner.uid, digest=digest
+        )
 
     def _uid(self) -> str:
         return f"uid-{next(self._uids)}"
 
-    def _check_status(self, known: Mine, written: Any) -> None:
+    def _check_status(self, known: CustomResource, written: Any) -> None:
         times = {each.type: (each.status, each.last_transition_time) for each in known.status.conditions}
         for each in written.conditions:
             assert each.observed_generation <= known.owner.generation
@@ -201,7 +214,7 @@ class ApiServer:
             if known.status.phase in ("Succeeded", "Failed"):
                 assert written.phase == known.status.phase
 
-    def _check_victims(self, known: Mine, written: JobStatus) -> None:
+    def _check_victims(self, known: CustomResource, written: JobStatus) -> None:
         """Nobody is chosen to leave but who is too much."""
         chosen = {each.uid for each in known.status.draining}
         new = [each for each in written.draining if each.uid not in chosen]
@@ -222,14 +235,14 @@ class ApiServer:
         if self.status.phase not in ("Pending", "Starting", "Running"):
             return
         leaving = pod.uid in {each.uid for each in self.status.draining}
-        beyond = pod.role == "storage" and pod.index >= self.seen_mine[JOB].model.spec.transfer_queue.storage_units
+        beyond = pod.role == "storage" and pod.index >= self.seen_resources[JOB].model.spec.transfer_queue.storage_units
         if pod.role == "trainer":
             assert pod.attempt < self.status.attempt
         elif not (leaving or beyond):
             assert pod.uid in self.record(pod.role).counted, f"{pod.name} was deleted for no reason on record"
 
     def record(self, role: str) -> Any:
-        holder = self.mine[QUEUE] if role in ("controller", "storage") else self.mine[JOB]
+        holder = self.resources[QUEUE] if role in ("controller", "storage") else self.resources[JOB]
         return holder.status.failures[role]
 
     def see(self, name: str) -> None:

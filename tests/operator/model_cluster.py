@@ -1,16 +1,16 @@
-"""What happens in a cluster in memory: kubelets and a driver do as they are told, and people meddle."""
+"""A cluster in memory: kubelets and a driver that do as they are ordered, and people who meddle."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from model_api import ApiServer, Mine
+from model_api import ApiServer, CustomResource
 from model_samples import JOB, QUEUE
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.status import DriverStatus, Phase, RolloutState
-from asyncflow_operator.observed import PodView, Probe, Ref
+from asyncflow_operator.observed import DriverProbe, PodView, Ref
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Cluster(ApiServer):
     it told to leave; driver_attempt: the newest of the trainer that it knows; step: how far it is.
     """
 
-    probe: Probe = field(default_factory=Probe)
+    probe: DriverProbe = field(default_factory=DriverProbe)
     drained: set[str] = field(default_factory=set)
     silent: set[str] = field(default_factory=set)
     suspending: bool = False
@@ -79,7 +79,7 @@ class Cluster(ApiServer):
         return sorted((pod for pod in self.pods.values() if pod.role == role), key=lambda pod: pod.index)
 
     def kubelets_work(self) -> bool:
-        """Let every pod take its next step; gives whether one did."""
+        """Bring every pod one step further, and return whether one moved."""
         moved = False
         for pod in list(self.pods.values()):
             if pod.uid in self.silent:
@@ -103,7 +103,7 @@ class Cluster(ApiServer):
 
     @property
     def driver_up(self) -> bool:
-        """Whether the driver answers."""
+        """Return whether the driver answers."""
         return any(pod.ready and pod.phase == "Running" for pod in self.with_role("driver"))
 
     def ask(self, path: str) -> None:
@@ -143,10 +143,10 @@ class Cluster(ApiServer):
             version=self.step,
             rollouts=rollouts,
         )
-        self.probe = Probe(status=status, at=self.now)
+        self.probe = DriverProbe(status=status, at=self.now)
 
     def driver_works(self) -> None:
-        """What was asked is done: drained rollouts leave; a job that is suspended ends, the driver last."""
+        """Carry out the orders: drained rollouts end; a job that is suspended ends, the driver last."""
         for pod in self._registered():
             if pod.uid in self.drained:
                 self.end(pod, code=0)
@@ -170,7 +170,7 @@ class Cluster(ApiServer):
 
     def edit(self, **changes: Any) -> None:
         """Change the job's spec, by dotted-free part: ``rollout={...}`` is merged into that part."""
-        known = self.mine[JOB]
+        known = self.resources[JOB]
         spec = known.model.spec.model_dump(by_alias=True, mode="json", exclude_none=True)
         for part, value in changes.items():
             spec[part] = spec[part] | value if isinstance(value, dict) else value
@@ -178,20 +178,20 @@ class Cluster(ApiServer):
         model = RLJob.model_validate(
             known.model.model_dump(by_alias=True, mode="json", exclude_none=True) | {"spec": spec}
         )
-        self.mine[JOB] = replace(known, owner=owner, model=model)
+        self.resources[JOB] = replace(known, owner=owner, model=model)
 
     def refuse(self, problem: str, reason: str) -> None:
         """Change the job's spec to one that is refused, or with "" to one that is not."""
-        known = self.mine[JOB]
+        known = self.resources[JOB]
         owner = replace(known.owner, generation=known.owner.generation + 1)
-        self.mine[JOB] = replace(known, owner=owner, problem=problem, problem_reason=reason)
+        self.resources[JOB] = replace(known, owner=owner, problem=problem, problem_reason=reason)
 
     def scale_queue(self, units: int) -> None:
         """Change the job's own queue, as kubectl scale does: the number is not the operator's field any more."""
-        known = self.mine[QUEUE]
+        known = self.resources[QUEUE]
         model = known.model.model_copy(update={"spec": known.model.spec.model_copy(update={"storage_units": units})})
         owner = replace(known.owner, generation=known.owner.generation + 1)
-        self.mine[QUEUE] = Mine(owner, model, known.status)
+        self.resources[QUEUE] = CustomResource(owner, model, known.status)
         self.meddle(QUEUE)
 
     def meddle(self, ref: Ref) -> None:

@@ -55,7 +55,7 @@ def dead(role: str, index: int = 0, *, code: int = 1, at: float = START + 5, **c
 
 
 def failed(pod: PodView) -> bool:
-    """Whether a pod ended by its own failure, and not because somebody took it away."""
+    """Return whether a pod ended by its own failure, and not because it was taken away."""
     return pod.phase == "Failed" and not pod.disrupted and not pod.deleting and pod.exit_code not in (0, 2)
 
 

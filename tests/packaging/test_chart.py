@@ -83,7 +83,7 @@ def test_no_rule_says_everything_and_nobody_reads_secrets(rendered: list[Object]
     for rule in rules(rendered):
         assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
         if "secrets" in rule["resources"]:
-            assert set(rule["verbs"]) == {"create"}
+            assert set(rule["verbs"]) == {"create", "patch"}
 
 
 def test_the_operator_may_touch_exactly_the_kinds_that_it_knows(render: Render) -> None:

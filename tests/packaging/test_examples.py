@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import yaml
 
-from asyncflow.api.accelerators import PROFILES
 from asyncflow.api.check import inspect
 from asyncflow.api.document import parse
 from asyncflow.api.load import KINDS, load
+from asyncflow.api.placement import PROFILES
 from asyncflow.plugins import installed
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-SETUPS = sorted((ROOT / "docs" / "setups").glob("*.yaml"))
+SETUPS = sorted((ROOT / "docs" / "guide" / "setups").glob("*.yaml"))
 OTHERS = {"kubernetes/autoscaler.yaml"}
 """Manifests of other kinds than ours."""
 OURS = sorted({str(file.relative_to(EXAMPLES)) for file in EXAMPLES.rglob("*.yaml")} - OTHERS)
@@ -63,7 +63,7 @@ def test_there_is_one_for_every_accelerator_and_every_mode() -> None:
 
 
 def test_the_setups_are_those_of_the_list() -> None:
-    listed = (ROOT / "docs" / "setups" / "README.md").read_text()
+    listed = (ROOT / "docs" / "guide" / "setups" / "README.md").read_text()
     for file in SETUPS:
         assert file.name in listed
         assert "ot published" in header(file)

@@ -1,4 +1,4 @@
-"""docs/fields.md is true: every field has a row, the immutable ones are the CRD's, and decisions are as it says."""
+"""docs/reference/fields.md: every field has a row, the immutable ones are the CRD's, and decisions are as it says."""
 
 import re
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from asyncflow.api.base import Spec
+from asyncflow.api.check import fields, model_of, place_of
 from asyncflow.api.job import RLJob, RLJobSpec
 from asyncflow.api.names import DIGEST, RoleName
-from asyncflow.api.paths import fields, model_of, place_of
 from asyncflow.api.status import JobStatus
 from asyncflow.plan import plan
 from asyncflow_operator.actions import Apply, Delete
@@ -18,7 +18,7 @@ from asyncflow_operator.decide.job import decide_job
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
 from asyncflow_operator.observed import JobState, Manifest, ObjectView, Owner, PodView, Ref
 
-TABLE = (Path(__file__).parents[2] / "docs" / "fields.md").read_text()
+TABLE = (Path(__file__).parents[2] / "docs" / "reference" / "fields.md").read_text()
 KINDS = ("immutable", "at once", "restart", "next start")
 NOW = 1_800_000_000.0
 DESIRED = Desired(DesiredSettings(registry=Registry(prefix="registry", tag="1"), master=b"m" * 32))

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import debian
-from asyncflow.api.accelerators import PROFILES
+from asyncflow.api.placement import PROFILES
 
 ROOT = Path(__file__).parents[2]
 IMAGES = {path.parent.name: path for path in sorted((ROOT / "images").glob("*/Dockerfile"))}

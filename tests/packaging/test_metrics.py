@@ -1,4 +1,4 @@
-"""Dashboards and alerts ask only for what is emitted: every series, and every label by which it is chosen."""
+"""Dashboards and alerts ask only for what is emitted, by series and label; the page of metrics has all of it."""
 
 import json
 import re
@@ -16,13 +16,20 @@ import chart
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load
 from asyncflow.net.rpc import RpcCounters
-from asyncflow.telemetry.busy import BusyClock
-from asyncflow.telemetry.metrics import ControllerMetrics, DriverMetrics, RolloutMetrics, StorageMetrics, TrainerMetrics
+from asyncflow.telemetry.metrics import (
+    BusyClock,
+    ControllerMetrics,
+    DriverMetrics,
+    RolloutMetrics,
+    StorageMetrics,
+    TrainerMetrics,
+)
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
 from asyncflow_operator.observed import JobState, Owner
 from asyncflow_operator.telemetry import Metrics
 
 FILES = Path(__file__).parents[2] / "charts" / "asyncflow" / "files"
+PAGE = FILES.parents[2] / "docs" / "reference" / "metrics.md"
 DASHBOARDS = sorted((FILES / "dashboards").glob("*.json"))
 SCRAPED = {"namespace", "pod", "instance", "rljob", "queue", "role", "index"}
 """Labels that the scraper adds, those of the chart's PodMonitor among them."""
@@ -31,9 +38,11 @@ SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), 
 
 def registries() -> Iterator[CollectorRegistry]:
     """Of every role and of the operator, with all that a running process adds to its own."""
-    for role in (DriverMetrics(), ControllerMetrics(), StorageMetrics()):
+    driver = DriverMetrics()
+    driver.watch_rewards(lambda: {"raised": 1})
+    for role in (driver, ControllerMetrics(), StorageMetrics()):
         counters = RpcCounters()
-        counters.calls["a"] = counters.errors["a"] = counters.dropped["a"] = 1
+        counters.calls["a"] = counters.errors["a"] = counters.refused["a"] = counters.dropped["a"] = 1
         role.watch_rpc(counters)
         yield role.registry
     rollout, trainer = RolloutMetrics(), TrainerMetrics()
@@ -107,6 +116,27 @@ def test_what_is_asked_for_is_emitted(expression: str) -> None:
     for name, labels in asked(promql.parse(expression)):
         assert name in series, f"nobody emits {name}"
         assert labels <= series[name] | SCRAPED, f"{name} has no {labels - series[name] - SCRAPED}"
+
+
+def documented() -> dict[str, set[str]]:
+    """Return the metrics of the page by name, each with its labels; ROLE stands for those that count their calls."""
+    found: dict[str, set[str]] = {}
+    for name, labels in re.findall(r"`(asyncflow_\w+)(?:{([\w, ]+)})?`", PAGE.read_text()):
+        for role in ("driver", "controller", "storage") if "ROLE" in name else ("",):
+            found[name.replace("ROLE", role)] = set(labels.split(", ")) if labels else set()
+    return found
+
+
+def test_the_page_has_every_metric_with_its_labels() -> None:
+    shown = documented()
+    series = emitted()
+    families = {family.name: family for registry in registries() for family in registry.collect()}
+    own = {
+        f"{name}_total" if family.type == "counter" else name: series[names(family)[0]] - {"le"}
+        for name, family in families.items()
+        if name.startswith("asyncflow_")
+    }
+    assert shown == own
 
 
 WAITED_FOR = {

@@ -1,18 +1,19 @@
-"""docs/reference.md is what the models say: every field with its words, and links that lead somewhere."""
+"""docs/reference is what models and command line say: every field with its words, every command with its options."""
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
 from asyncflow import cli
 from asyncflow.api.base import Spec
+from asyncflow.api.check import fields, model_of
 from asyncflow.api.load import KINDS
-from asyncflow.api.paths import fields, model_of
 from asyncflow.commands import reference
 
-FILE = Path(__file__).parents[2] / "docs" / "reference.md"
+FILE = Path(__file__).parents[2] / "docs" / "reference" / "reference.md"
 
 
 def test_the_reference_is_up_to_date() -> None:
@@ -54,3 +55,21 @@ def test_every_row_has_words_and_every_link_a_target() -> None:
     assert not [name for name, words in rows if not words.strip() and f"`{name}` | `" not in text]
     targets = {re.sub(r"[^a-z0-9-]", "", heading.lower()) for heading in re.findall(r"^## (.*)$", text, re.MULTILINE)}
     assert set(re.findall(r"\(#([\w-]+)\)", text)) <= targets
+
+
+def commands(group: click.Group, above: str = "asyncflow") -> Iterator[tuple[str, click.Command]]:
+    """Yield the commands that a person may type, each with its name."""
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{above} {name}")
+        elif not command.hidden:
+            yield f"{above} {name}", command
+
+
+def test_the_page_of_the_command_line_has_every_command_and_its_options() -> None:
+    page = (FILE.parent / "command-line.md").read_text()
+    for name, command in commands(cli.app):
+        assert name in page
+        flags = {flag for each in command.params if isinstance(each, click.Option) for flag in each.opts}
+        if name != "asyncflow role":
+            assert {flag for flag in flags if f"`{flag}`" not in page} == set(), name

@@ -8,8 +8,8 @@ import pytest
 from asyncflow.api import RLJob, load_job
 from asyncflow.plan import plan
 from asyncflow.plan.describe import duration, size, tables
-from asyncflow.plan.flow import generated_by
-from asyncflow.plan.holding import held_bytes
+from asyncflow.plan.job import generated_by
+from asyncflow.plan.queue import held_bytes
 
 MANIFEST = """
 apiVersion: asyncflow.dev/v1alpha1
@@ -98,8 +98,9 @@ def test_the_command_line_is_that_of_the_role() -> None:
     )
     expected = "py -m asyncflow role rollout --job /etc/asyncflow/job.yaml --driver tcp://10.0.0.1:5571"
     assert command == [*expected.split(), "--index", "2", "--attempt", "1", "--workdir", "/work"]
-    with_port = plan(job()).role("driver").command(index=0, attempt=0, driver="a", job="j", workdir="w", http_port=9)
-    assert with_port[-2:] == ["--http-port", "9"]
+    driver = plan(job()).role("driver")
+    ports = driver.command(index=0, attempt=0, driver="a", job="j", workdir="w", http_port=9, control_port=7)
+    assert ports[-4:] == ["--http-port", "9", "--control-port", "7"]
     with pytest.raises(ValueError, match="-1"):
         plan(job()).role("driver").command(index=-1, attempt=0, driver="a", job="j", workdir="w")
 

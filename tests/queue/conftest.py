@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 import debian
-from asyncflow.flow.selection import Appetite
+from asyncflow.flow.selection import VersionFilter
 from asyncflow.identity import NEWEST, RowPlace, home
-from asyncflow.queue.protocol.messages import RowMeta, TaskSpec
-from asyncflow.queue.protocol.unit_calls import Cells, Held
-from asyncflow.queue.table.claims import Claim
-from asyncflow.queue.table.state import State, Work
+from asyncflow.queue.protocol.messages import Samples, TaskSpec
+from asyncflow.queue.protocol.unit_calls import Cells, Held, NewRows
+from asyncflow.queue.table.leases import Claim
+from asyncflow.queue.table.state import RowState, TaskWork
 from asyncflow.queue.table.table import Table
 
-sys.path.insert(0, str(Path(__file__).parent / "backends"))
+sys.path.insert(0, str(Path(__file__).parent / "storage"))
 
 from store_world import MemoryWorld, make_world
 
@@ -42,41 +42,36 @@ class Queue:
         self.tickets = 0
         self.creator = 0
 
-    def create(self, *serials, size=2, step=1, oldest=0, newest=NEWEST, purpose="train", partition=P):
-        metas = [
-            RowMeta(
-                partition=partition,
-                serial=serial,
-                sample=sample,
-                step=step,
-                min_version=oldest,
-                max_version=newest,
-                purpose=purpose,
-            )
-            for serial in serials
-            for sample in range(size)
-        ]
-        return self.put(metas, size)
-
-    def put(self, metas, size):
-        rows = [RowPlace(self.epoch, 0, self.counter + i).row for i in range(len(metas))]
+    def create(self, *serials, size=2, step=1, oldest=0, newest=NEWEST, purpose="train", partition=P, tokens=()):
+        """Put groups; return whether each row is new."""
+        samples = Samples(
+            serials=list(serials), step=step, purpose=purpose, oldest=oldest, newest=newest, tokens=list(tokens)
+        )
+        rows = [RowPlace(self.epoch, 0, self.counter + i).row for i in range(len(serials) * size)]
         self.counter += len(rows)
-        admitted = self.table.create(metas, rows, size, self.cells(len(rows), "prompt"), attempt=self.creator)
+        cells = self.cells(len(rows), "prompt")
+        entry = NewRows(partition, b"a client", 0, size, rows, cells, [], samples, self.creator)
+        admitted, _ = self.table.puts.put(entry)
         self.keep([row for row, ok in zip(rows, admitted, strict=True) if ok], ["prompt"])
         return admitted
+
+    def create_wanted(self, *, size=2):
+        """Put the groups that are wanted again; return whether each row is new."""
+        wanted = sorted({(meta.step, meta.serial) for meta in self.table.wanted(P).keys})
+        return [new for step, serial in wanted for new in self.create(serial, size=size, step=step)]
 
     def cells(self, count, *columns, dtype="int32"):
         return Cells(dtypes=dict.fromkeys(columns, dtype), sizes=dict.fromkeys(columns, b"\x08\0\0\0" * count))
 
     def park(self, task, *, now=0.0, worker="w", ticket=None, version=None, accept=(), rows=100, groups=None):
-        claim = Claim(P, task, worker, ticket or f"t{self.tickets}", Appetite(version, accept), rows, groups)
+        claim = Claim(P, task, worker, ticket or f"t{self.tickets}", VersionFilter(version, accept), rows, groups)
         self.tickets += 1
         self.table.claims.park(claim)
         return claim
 
     def claim(self, task, *, now=0.0, **options):
         claim = self.park(task, **options)
-        grants = {met: lot.leased() for met, lot in self.table.claims.serve(now)}
+        grants = {met: batch.leased() for met, batch in self.table.claims.serve(now)}
         self.table.claims.withdraw(claim)
         return grants.get(claim, [])
 
@@ -98,20 +93,20 @@ class Queue:
 
     def work(self, task, row):
         """Return how far ``task`` has come with a leased row."""
-        held = self.table.books.rows.get(row.row)
-        return held.work.get(task, Work()) if held else Work()
+        held = self.table.state.rows.get(row.row)
+        return held.work.get(task, TaskWork()) if held else TaskWork()
 
     def ready_by_hand(self, queue):
         """Return the rows or groups that are ready for a task, found by looking at every row."""
         ready = set()
-        for group in self.table.books.partitions[P].groups.values():
+        for group in self.table.state.partitions[P].groups.values():
             is_open, blocked = [], False
             for row in group.rows:
-                work = row.work.get(queue.spec.name, Work())
-                idle = row.state is State.LIVE and not (work.lease or work.done)
+                work = row.work.get(queue.spec.name, TaskWork())
+                idle = row.state is RowState.LIVE and not (work.lease or work.done)
                 if idle and set(queue.spec.needs) <= row.columns.keys():
                     is_open.append(row)
-                elif not row.state.final and not (row.state is State.LIVE and work.done):
+                elif not row.state.final and not (row.state is RowState.LIVE and work.done):
                     blocked = True
             if queue.by_group:
                 ready |= {group} if is_open and not blocked else set()
@@ -121,16 +116,16 @@ class Queue:
 
     @property
     def counts(self):
-        return {state: n for state, n in self.table.books.partitions[P].counts.items() if n}
+        return {state: n for state, n in self.table.state.partitions[P].counts.items() if n}
 
     def events(self):
         """Return everything that was recorded so far; free what is to be freed."""
-        books = self.table.books
-        self.log += books.outbox
-        books.outbox.clear()
-        for row in books.frees:
+        state = self.table.state
+        self.log += state.outbox
+        state.outbox.clear()
+        for row in state.frees:
             self.held.pop(row.row, None)
-        books.frees.clear()
+        state.frees.clear()
         return self.log
 
     def restart(self, now=0.0):
@@ -138,7 +133,7 @@ class Queue:
         log = list(self.events())
         self.table = Table()
         for event in log:
-            self.table.books.apply(event)
+            self.table.state.apply(event)
         self.table.start(now)
         for row in self.table.hold(home(self.epoch, 0), self.held.values()):
             del self.held[row]
@@ -157,7 +152,7 @@ class Queue:
             full = dict(old.columns) if old else {}
             part = dict(old.partial) if old else {}
             (part if partial else full).update(dict.fromkeys(columns, 8))
-            row = self.table.books.rows[number]
+            row = self.table.state.rows[number]
             self.held[number] = Held(row=number, columns=full, partial=part, tokens=row.tokens, tags=row.tags)
 
 

@@ -1,11 +1,12 @@
 """The audit must be able to find fault: sound ledgers pass, tampered ones do not."""
 
+import msgspec
 import pytest
 
 from asyncflow.identity import RowPlace
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.audit import Auditor, audit_ledger
-from asyncflow.queue.ledger.records import pack
+from asyncflow.queue.ledger.log import pack
 
 P = "train"
 
@@ -71,30 +72,35 @@ def test_a_run_that_was_stopped_is_unfinished_and_not_lost(events):
 
 
 def test_a_missing_prompt_is_lost(events):
-    created = [event for event in events if isinstance(event, ev.Created)]
-    report = audit([event for event in created if event is not created[1]])
+    first, second = [event for event in events if isinstance(event, ev.RowsPut)]
+    report = audit([msgspec.structs.replace(first, groups=1), second])
     assert report.lost == 2
     assert "prompt 1 lacks 2 of 2 samples" in report.problems
     assert not report.ok
 
 
 def test_a_missing_sample_is_lost(events):
-    last = [event for event in events if isinstance(event, ev.Created)][-1]
-    tampered = replaced(events, last, rows=last.rows[:1])
-    report = audit([event for event in tampered if not isinstance(event, ev.Slotted | ev.Dropped)])
+    last = [event for event in events if isinstance(event, ev.RowsPut)][-1]
+    parts = [
+        msgspec.structs.replace(last, groups=1),
+        msgspec.structs.replace(last, serial=last.serial + 1, groups=1, size=1, row=last.row + 2),
+    ]
+    at = events.index(last)
+    tampered = [*events[:at], *parts, *events[at + 1 :]]
+    report = audit([event for event in tampered if not isinstance(event, ev.SlotDecided | ev.RowsDropped)])
     assert report.lost >= 1
     assert "prompt 3 lacks 1 of 2 samples" in report.problems
 
 
 def test_a_sample_that_a_slot_left_out_is_lost(events):
-    slot = next(event for event in events if isinstance(event, ev.Slotted))
+    slot = next(event for event in events if isinstance(event, ev.SlotDecided))
     report = audit(replaced(events, slot, ranks=[slot.ranks[0][1:]]))
     assert (report.lost, report.trained, report.duplicated) == (1, 5, 0)
     assert "was never finished" in report.problems[0]
 
 
 def test_a_drop_that_was_not_recorded_is_lost(events):
-    report = audit(without(events, ev.Dropped))
+    report = audit(without(events, ev.RowsDropped))
     assert (report.lost, report.filtered) == (1, 0)
 
 
@@ -111,21 +117,21 @@ def test_a_step_with_too_few_groups_is_lost(events):
 
 
 def test_a_sample_in_two_slots_is_duplicated(events):
-    slot = next(event for event in events if isinstance(event, ev.Slotted))
+    slot = next(event for event in events if isinstance(event, ev.SlotDecided))
     report = audit(replaced(events, slot, ranks=[slot.ranks[0] + slot.ranks[0][:1]]))
     assert report.duplicated == 1
     assert not report.ok
 
 
 def test_a_sample_in_two_steps_is_duplicated(events):
-    first, second = [event for event in events if isinstance(event, ev.Slotted)]
+    first, second = [event for event in events if isinstance(event, ev.SlotDecided)]
     report = audit(replaced(events, second, ranks=[second.ranks[0] + first.ranks[0][:1]]))
     assert report.duplicated == 1
 
 
 def test_a_sample_that_is_created_twice_is_duplicated(events):
-    created = next(event for event in events if isinstance(event, ev.Created))
-    report = audit([*events, created])
+    put = next(event for event in events if isinstance(event, ev.RowsPut))
+    report = audit([*events, msgspec.structs.replace(put, groups=1)])
     assert report.duplicated == 2
 
 
@@ -140,8 +146,10 @@ def test_a_sample_that_was_lost_with_its_unit_may_be_created_again(queue):
 def test_what_an_older_checkpoint_does_not_hold_does_not_count(events):
     report = audit([*events[:-1], ev.Began(P, 1, 1, 1)])
     assert (report.trained, report.unfinished, report.attempts) == (3, 3, 2)
-    again = ev.Created(P, "train", 2, 2, 2, 0, 0, [(0, RowPlace(9, 0, 0).row), (1, RowPlace(9, 0, 1).row)])
-    assert audit([*events[:-1], ev.Began(P, 1, 1, 1), again]).duplicated == 1
+    again = ev.RowsPut(P, "train", 2, 1, 2, RowPlace(9, 0, 0).row, 2, 0, 0)
+    report = audit([*events[:-1], ev.Began(P, 1, 1, 1), again])
+    assert (report.duplicated, report.dropped, report.unfinished) == (0, 1, 3)
+    assert audit([*events[:-1], ev.Began(P, 1, 1, 1), again, again]).duplicated == 2
 
 
 def test_eval_partitions_are_passed_over(queue):
@@ -149,3 +157,26 @@ def test_eval_partitions_are_passed_over(queue):
     queue.create(0)
     report = audit(queue.events())
     assert report.dispatched == 2
+
+
+def test_a_row_that_a_task_has_twice_is_found(events):
+    lease = next(event for event in events if isinstance(event, ev.Leased))
+    again = msgspec.structs.replace(lease, lease=lease.lease + (1 << 30))
+    for place in (events.index(lease) + 1, len(events)):
+        report = audit([*events[:place], again, *events[place:]])
+        assert f"row {lease.rows[0]} of {P} went to rollout twice, or was gone" in report.problems
+        assert not report.ok
+
+
+def test_a_completion_without_a_lease_is_found(events):
+    done = next(event for event in events if isinstance(event, ev.Completed))
+    report = audit([*events, done])
+    assert f"row {done.rows[0]} of {P} was completed by rollout without its lease" in report.problems
+
+
+def test_an_open_group_that_is_put_twice_is_found():
+    put = ev.RowsPut("p", "open", 1 << 32, 2, 1, 7)
+    assert audit([put]).ok
+    report = audit([put, put])
+    assert (report.put, report.remaining) == (2, 2)
+    assert f"the group {1 << 32} of p was put twice" in report.problems

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.flow.selection import balance
-from asyncflow.queue.protocol.messages import RowMeta, TaskSpec
+from asyncflow.queue.protocol.messages import TaskSpec
 
 P = "train"
 MOST_OVER_MEAN = 1.05
@@ -105,12 +105,7 @@ def test_groups_that_share_a_prompt_stay_together_within_the_budget(make_queue, 
     rng = np.random.default_rng(world)
     prompts = rng.lognormal(6, 0.5, groups).astype(int) + 1
     lengths = rng.lognormal(5, 0.8, (groups, size)).astype(int) + 1
-    metas = [
-        RowMeta(partition=P, serial=serial, sample=sample, step=1, tokens=int(prompts[serial]))
-        for serial in range(groups)
-        for sample in range(size)
-    ]
-    queue.put(metas, size)
+    queue.create(*range(groups), size=size, tokens=[int(count) for count in prompts for _ in range(size)])
     budget = int((prompts + lengths.sum(1)).max()) * 2
     loads, places, seen, number = [0] * world, [], [], 0
     while True:
@@ -146,7 +141,7 @@ def test_a_group_that_is_too_heavy_for_a_slot_is_cut_and_no_slot_is_above_the_bu
     training = queue.table.training
     training.begin(P, 0, 0, 2)
     training.open_step(P, 1, 2, 8)
-    queue.put([RowMeta(partition=P, serial=s, sample=j, step=1, tokens=prompt) for s in range(2) for j in range(8)], 8)
+    queue.create(0, 1, size=8, tokens=[prompt] * 16)
     rows = queue.claim("make", rows=100)
     queue.complete(rows, "advantage", [{"tokens": response}] * 16)
     parts = []
@@ -175,7 +170,7 @@ def test_what_was_dealt_ahead_and_then_lost_is_given_when_it_was_made_again(make
     assert ask[1]() is None
     wanted = queue.table.wanted(P).keys
     assert {meta.serial for meta in wanted} == set(range(1, 8))
-    assert all(queue.put(wanted, 2))
+    assert all(queue.create_wanted())
     for slot in ask[1:]:
         found = slot()
         seen += [row.meta.key for row in found.rows]

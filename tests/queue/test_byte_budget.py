@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.errors import DeadlineExceeded, Refused
-from asyncflow.queue.unit.budget import Budget
+from asyncflow.queue.storage.budget import ByteBudget
 
 
 async def test_budget_is_first_come_first_served_and_forgets_those_who_left():
-    budget = Budget(10, where="test")
+    budget = ByteBudget(10, where="test")
     await budget.reserve(8, timeout=1)
     big = asyncio.create_task(budget.reserve(9, timeout=10))
     small = asyncio.create_task(budget.reserve(2, timeout=10))
@@ -51,13 +51,13 @@ async def served(budget, asks, *, rounds):
 
 
 async def test_producers_that_all_want_more_get_the_same_bytes_whatever_sizes_they_ask_for():
-    got = await served(Budget(100, where="test"), {"large": 90, "small": 5, "medium": 30}, rounds=300)
+    got = await served(ByteBudget(100, where="test"), {"large": 90, "small": 5, "medium": 30}, rounds=300)
     assert max(got.values()) - min(got.values()) <= 2 * 90
     assert min(got.values()) > 5_000
 
 
 async def test_one_producer_with_many_puts_does_not_keep_another_waiting():
-    budget = Budget(10, where="test")
+    budget = ByteBudget(10, where="test")
     await budget.reserve(10, timeout=1)
     flood = [asyncio.create_task(budget.reserve(10, timeout=60, producer="flood")) for _ in range(50)]
     await asyncio.sleep(0)
@@ -76,7 +76,7 @@ async def test_one_producer_with_many_puts_does_not_keep_another_waiting():
 
 
 async def test_the_largest_gets_its_turn_although_smaller_ones_would_fit():
-    budget = Budget(10, where="test")
+    budget = ByteBudget(10, where="test")
     await budget.reserve(8, timeout=1)
     large = asyncio.create_task(budget.reserve(10, timeout=60, producer="large"))
     await asyncio.sleep(0)
@@ -92,7 +92,7 @@ async def test_the_largest_gets_its_turn_although_smaller_ones_would_fit():
 
 
 async def test_what_can_never_fit_is_refused_at_once():
-    budget = Budget(10, where="test")
+    budget = ByteBudget(10, where="test")
     with pytest.raises(Refused, match="11 bytes never fit into 10"):
         await budget.reserve(6, promise=5, timeout=60)
 
@@ -124,7 +124,7 @@ def test_promised_writes_never_wait_whatever_else_does(rows, random):
         budget.release(written)
 
     async def run():
-        budget = Budget(100, where="test")
+        budget = ByteBudget(100, where="test")
         fitting = [row for row in rows if row[0] + sum(row[1]) <= budget.limit]
         async with asyncio.TaskGroup() as group:
             for row in fitting:

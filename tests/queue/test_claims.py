@@ -1,17 +1,18 @@
 """Claims of open rows: how few and how many, acknowledgement by lease, the end of a partition, keys of lost rows."""
 
+import msgspec
 import pytest
 
-from asyncflow.errors import PeerLost, Refused
+from asyncflow.errors import PeerLost, ProtocolError, Refused
 from asyncflow.identity import RowPlace, home
 from asyncflow.queue.ledger.audit import Auditor
-from asyncflow.queue.ledger.events import SnapshotRows
-from asyncflow.queue.protocol.messages import KEY_TAG, TaskSpec
-from asyncflow.queue.protocol.unit_calls import Cells
-from asyncflow.queue.table.claims import Claim
-from asyncflow.queue.table.folding import empty_books
+from asyncflow.queue.ledger.events import RowsPut, SnapshotRows
+from asyncflow.queue.protocol.messages import KEY_TAG, Samples, TaskSpec
+from asyncflow.queue.protocol.unit_calls import Cells, NewRows
+from asyncflow.queue.table.apply import QueueState
+from asyncflow.queue.table.leases import Claim
 from asyncflow.queue.table.snapshot import snapshot
-from asyncflow.queue.table.state import State
+from asyncflow.queue.table.state import RowState
 from asyncflow.queue.table.table import Table
 
 P = "open"
@@ -34,24 +35,18 @@ class Rows:
         first = RowPlace(self.epoch, 0, self.put_so_far).row
         group = self.put_so_far if group is None else group
         self.put_so_far += count
-        _, rows = self.table.puts.put(
-            P,
-            client=client,
-            group=group,
-            size=size,
-            rows=range(first, first + count),
-            cells=Cells(dtypes={"x": "int64"}, sizes={"x": b"\x08\0\0\0"}),
-            tags=tags,
-        )
+        numbers = list(range(first, first + count))
+        cells = Cells(dtypes={"x": "int64"}, sizes={"x": b"\x08\0\0\0"})
+        _, rows = self.table.puts.put(NewRows(P, client, group, size, numbers, cells, list(tags)))
         return list(rows)
 
     def claim(self, task="t", worker="w", **options):
-        ticket = f"{worker}{len(self.table.books.outbox)}"
+        ticket = f"{worker}{len(self.table.state.outbox)}"
         return self.table.claims.grant(Claim(P, task, worker, ticket, **options), 0.0)
 
     @property
     def partition(self):
-        return self.table.books.partitions[P]
+        return self.table.state.partitions[P]
 
 
 def test_a_claim_gets_at_least_what_it_asks_for_or_nothing():
@@ -82,10 +77,10 @@ def test_a_claim_holds_no_more_tokens_than_it_asks_for_but_one_row():
 def test_a_lease_is_acknowledged_whole_and_as_often_as_asked():
     rows = Rows(("t", {}), ("writer", {"writes": ["y"]}))
     rows.put(4)
-    lot, other = rows.claim(max_rows=2), rows.claim(max_rows=2)
+    batch, other = rows.claim(max_rows=2), rows.claim(max_rows=2)
     acknowledge = rows.table.claims.acknowledge
-    assert acknowledge([lot.lease, "ffff"]) == [True, False]
-    assert acknowledge([lot.lease]) == [True]
+    assert acknowledge([batch.lease, "ffff"]) == [True, False]
+    assert acknowledge([batch.lease]) == [True]
     rows.table.claims.expire(100.0)
     assert acknowledge([other.lease]) == [False]
     assert rows.claim(max_rows=9).rows == other.rows
@@ -97,35 +92,35 @@ def test_a_lease_is_acknowledged_whole_and_as_often_as_asked():
 def test_an_acknowledgement_is_known_after_a_restart(compacted):
     rows = Rows(("t", {"clears": True}))
     rows.put(2)
-    lot = rows.claim(max_rows=2)
-    rows.table.claims.acknowledge([lot.lease])
+    batch = rows.claim(max_rows=2)
+    rows.table.claims.acknowledge([batch.lease])
     again = Table()
-    for event in snapshot(rows.table.books) if compacted else rows.table.books.outbox:
-        again.books.apply(event)
-    assert again.claims.acknowledge([lot.lease]) == [True]
+    for event in snapshot(rows.table.state) if compacted else rows.table.state.outbox:
+        again.state.apply(event)
+    assert again.claims.acknowledge([batch.lease]) == [True]
 
 
 def test_a_lease_that_gave_rows_back_is_not_acknowledged_after_a_restart_either():
     rows = Rows(("t", {}))
     put = rows.put(3)
-    lot = rows.claim(max_rows=3)
-    rows.table.claims.give_back(lot.lease, put[:1], "test")
+    batch = rows.claim(max_rows=3)
+    rows.table.claims.give_back(batch.lease, put[:1], "test")
     again = Table()
-    again.books.replay(snapshot(rows.table.books))
-    assert rows.table.claims.acknowledge([lot.lease]) == [False]
-    assert again.claims.acknowledge([lot.lease]) == [False]
-    assert list(snapshot(again.books)) == list(snapshot(rows.table.books))
+    again.state.replay(snapshot(rows.table.state))
+    assert rows.table.claims.acknowledge([batch.lease]) == [False]
+    assert again.claims.acknowledge([batch.lease]) == [False]
+    assert list(snapshot(again.state)) == list(snapshot(rows.table.state))
 
 
 def test_rows_that_were_dropped_from_a_group_are_counted_once_by_the_audit_of_a_snapshot():
     rows = Rows(("t", {}))
     put = rows.put(6, size=3)
-    lot = rows.claim(max_rows=4)
-    rows.table.claims.drop(lot.lease, put[:1], "filtered:test")
-    rows.table.claims.drop(lot.lease, put[3:4], "test")
+    batch = rows.claim(max_rows=4)
+    rows.table.claims.drop(batch.lease, put[:1], "filtered:test")
+    rows.table.claims.drop(batch.lease, put[3:4], "test")
     rows.table.clear_rows(P, put[4:])
     reports = []
-    for events in (rows.table.books.outbox, snapshot(rows.table.books)):
+    for events in (rows.table.state.outbox, snapshot(rows.table.state)):
         auditor = Auditor()
         for event in events:
             auditor.see(event)
@@ -137,11 +132,11 @@ def test_rows_that_were_dropped_from_a_group_are_counted_once_by_the_audit_of_a_
 def test_a_task_that_clears_leaves_nothing_of_its_rows():
     rows = Rows(("t", {"clears": True}), ("u", {}))
     put = rows.put(6, size=2)
-    lot = rows.claim(max_rows=3)
+    batch = rows.claim(max_rows=3)
     held = rows.claim("u", max_rows=6)
-    rows.table.claims.acknowledge([lot.lease])
-    assert [row.row for row in rows.table.books.frees] == put[:3]
-    assert rows.table.books.rows.keys() == set(put[3:])
+    rows.table.claims.acknowledge([batch.lease])
+    assert [row.row for row in rows.table.state.frees] == put[:3]
+    assert rows.table.state.rows.keys() == set(put[3:])
     assert [len(group.rows) for group in rows.partition.groups.values()] == [2, 2]
     assert rows.partition.cleared == 3
     assert rows.partition.counts.total() == 3
@@ -173,7 +168,7 @@ def test_a_key_of_a_lost_row_makes_it_again_under_its_own_serial():
     rows = Rows(("t", {}))
     (first,) = rows.put(1, tags=[{KEY_TAG: "a"}])
     rows.table.lose_rows([first])
-    assert rows.partition.counts[State.WANTED] == 1
+    assert rows.partition.counts[RowState.WANTED] == 1
     (again,) = rows.put(1, tags=[{KEY_TAG: "a"}])
     assert rows.partition.groups.keys() == {FIRST}
     assert rows.claim(max_rows=9).rows == [again]
@@ -181,13 +176,13 @@ def test_a_key_of_a_lost_row_makes_it_again_under_its_own_serial():
 
 
 def test_a_client_whose_rows_live_is_known_however_many_others_put(monkeypatch):
-    monkeypatch.setattr("asyncflow.queue.table.serials._IDLE", 4)
+    monkeypatch.setattr("asyncflow.queue.table.partition._IDLE", 4)
     rows = Rows(("t", {}))
     mine = rows.put(2)
     for number in range(20):
         rows.table.clear_rows(P, rows.put(1, client=b"client %02d" % number))
     assert rows.put(2, group=0) == mine
-    assert len(rows.table.books.rows) == 2
+    assert len(rows.table.state.rows) == 2
 
 
 def test_keys_wait_until_the_units_have_spoken():
@@ -195,7 +190,7 @@ def test_keys_wait_until_the_units_have_spoken():
     rows.put(1, tags=[{KEY_TAG: "a"}])
     again = Rows()
     table = Table()
-    table.books.replay(rows.table.books.outbox)
+    table.state.replay(rows.table.state.outbox)
     table.start(0.0)
     again.table, again.epoch, again.put_so_far = table, rows.epoch, 10
     with pytest.raises(PeerLost, match="not yet told"):
@@ -210,11 +205,69 @@ def test_what_is_alike_is_compacted_together():
     rows.put(1000)
     for _ in range(10):
         rows.table.claims.acknowledge([rows.claim(max_rows=16).lease])
-    events = list(snapshot(rows.table.books))
+    events = list(snapshot(rows.table.state))
     kept = [group for event in events if isinstance(event, SnapshotRows) for group in event.groups]
     assert len(events) == 4
     assert [(group.count, len(group.rows)) for group in kept] == [(1000, 11)]
-    again = empty_books()
+    again = QueueState()
     again.replay(events)
     assert list(snapshot(again)) == events
     assert again.partitions[P].queues["t"].busy == rows.partition.queues["t"].busy == 160
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"cells": Cells(dtypes={"x": "int64"}, sizes={"x": b"\x08\0\0\0" * 3})}, ProtocolError),
+        ({"samples": Samples(serials=[0, 1], step=1, tokens=[1])}, Refused),
+        ({"tags": [{}]}, Refused),
+        ({"samples": Samples(serials=[0, 0], step=1)}, Refused),
+        ({"samples": Samples(serials=[0, -1], step=1)}, Refused),
+        ({"samples": Samples(serials=[0], step=1)}, Refused),
+        ({"group": (1 << 32) - 1}, Refused),
+        ({"group_size": 3}, Refused),
+    ],
+)
+def test_a_put_that_is_refused_leaves_nothing_behind(wrong, error):
+    rows = Rows(("t", {}))
+    before = list(rows.table.state.outbox)
+    first = RowPlace(rows.epoch, 0, 0).row
+    cells = Cells(dtypes={"x": "int64"}, sizes={"x": b"\x08\0\0\0"})
+    put = NewRows(P, CLIENT, 0, 1, [first, first + 1], cells, [])
+    with pytest.raises(error):
+        rows.table.puts.put(msgspec.structs.replace(put, **wrong))
+    assert rows.table.state.outbox == before
+    assert not rows.table.state.rows
+
+
+def test_a_put_of_training_rows_joins_what_differs_in_its_serial_only(queue):
+    queue.create(0, 1, 3, step=1)
+    queue.create(4, step=2)
+    puts = [event for event in queue.events() if isinstance(event, RowsPut)]
+    assert [(put.serial, put.groups, put.size, put.step) for put in puts] == [(0, 2, 2, 1), (3, 1, 2, 1), (4, 1, 2, 2)]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_lease_is_of_no_use_under_the_name_of_another_process(restarted):
+    rows = Rows(("t", {}), ("writer", {"writes": ["y"]}))
+    put = rows.put(2)
+    held, worked = rows.claim(worker="rollout-1-a"), rows.claim("writer", worker="rollout-1-a", max_rows=2)
+    cells, table = Cells(dtypes={"y": "int64"}, sizes={"y": b"\x08\0\0\0"}), rows.table
+    stolen = {lease: f"{lease.partition('@')[0]}@rollout-2" for lease in (held.lease, worked.lease)}
+    assert held.lease.endswith("@rollout-1")
+    assert table.complete(stolen[worked.lease], put, cells, None) == [False, False]
+    assert table.complete(worked.lease, put, cells, None) == [True, True]
+    if restarted:
+        events = list(snapshot(table.state))
+        table = Table()
+        table.state.replay(events)
+        assert list(snapshot(table.state)) == events
+    assert table.complete(stolen[worked.lease], put, cells, None) == [False, False]
+    assert table.complete(worked.lease, put, cells, None) == [True, True]
+    for theft in (held.lease.partition("@")[0], stolen[held.lease]):
+        claims = table.claims
+        assert claims.renew([theft], 1.0) == []
+        assert claims.acknowledge([theft]) == [False]
+        assert claims.drop(theft, put, "filtered:test") == [False, False]
+        assert claims.give_back(theft, put, "test") == [False, False]
+    assert table.claims.renew([held.lease], 1.0) == [held.lease]

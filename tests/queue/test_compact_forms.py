@@ -1,41 +1,17 @@
-"""What is kept or sent in few bytes says the same: ids as runs, serials as spans, outcomes by number, lots."""
+"""What is kept or sent in few bytes says the same: ids as runs, serials as spans, batches."""
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
 from asyncflow.errors import ProtocolError
-from asyncflow.flow.schedule import Window
 from asyncflow.identity import NEWEST
 from asyncflow.net.jagged import Jagged
-from asyncflow.queue.protocol.lot import Lot, Slot
+from asyncflow.queue.protocol.batches import ABSENT, RowBatch, Slot, pack, packed
 from asyncflow.queue.protocol.messages import SERIAL_BITS
-from asyncflow.queue.protocol.runs import expand, shrink
-from asyncflow.queue.protocol.sizes import ABSENT, pack, packed
 from asyncflow.queue.protocol.unit_calls import Cells
-from asyncflow.queue.table.cells import by_row
-from asyncflow.queue.table.outcomes import Outcomes
-from asyncflow.queue.table.serials import Serials
-from asyncflow.queue.table.state import Finished
-
-runs = st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(1, 9)), max_size=8)
-
-
-@given(runs, st.lists(st.integers(0, 5), max_size=8))
-def test_ids_are_what_they_were(spans, others):
-    ids = [first + k for first, count in spans for k in range(count)] + others
-    assert list(expand(shrink(ids))) == ids
-    assert list(expand(ids)) == ids
-
-
-def test_a_batch_of_new_rows_is_two_numbers():
-    assert shrink(range(7 << 44, (7 << 44) + 256)) == [7 << 44, -255]
-
-
-@pytest.mark.parametrize("ids", [[-1], [5, -(1 << 40)], [0, -(1 << 20)]])
-def test_numbers_that_are_no_ids_are_refused(ids):
-    with pytest.raises(ProtocolError, match="do not stand for ids"):
-        expand(ids)
+from asyncflow.queue.table.partition import Serials
+from asyncflow.queue.table.state import by_row
 
 
 @given(st.integers(1, 4).flatmap(lambda count: st.lists(st.lists(st.integers(0, 1), min_size=count, max_size=count))))
@@ -49,7 +25,7 @@ def test_sizes_told_by_column_are_known_by_row(columns):
 
 @pytest.mark.parametrize("sizes", [{"a": b"\1\0\0\0" * 2}, {"a": b"\1\0\0\0", "b": b""}, {"a": b"\1" * 11}])
 def test_sizes_of_other_rows_are_refused(sizes):
-    with pytest.raises(ValueError, match="sizes in"):
+    with pytest.raises(ProtocolError, match="sizes in"):
         by_row(Cells(dtypes={}, sizes=sizes), 3)
 
 
@@ -64,7 +40,7 @@ def test_serials_are_known_once_they_were_used(puts):
         if name:
             serials.name(name, number)
         start = (number << SERIAL_BITS) + first
-        assert serials.overlaps(start, count) == (not used.isdisjoint(range(start, start + count)))
+        assert serials.overlaps(range(start, start + count)) == (not used.isdisjoint(range(start, start + count)))
         serials.add(start, count)
         used |= set(range(start, start + count))
     assert all(serial in serials for serial in used)
@@ -77,7 +53,7 @@ def test_serials_are_known_once_they_were_used(puts):
 
 
 def test_of_the_clients_those_without_rows_that_were_silent_longest_are_forgotten(monkeypatch):
-    monkeypatch.setattr("asyncflow.queue.table.serials._IDLE", 4)
+    monkeypatch.setattr("asyncflow.queue.table.partition._IDLE", 4)
     serials, living = Serials(), {1 << SERIAL_BITS}
     for count in range(20):
         number = serials.unused_number()
@@ -91,7 +67,7 @@ def test_of_the_clients_those_without_rows_that_were_silent_longest_are_forgotte
 
 
 def test_numbers_begin_anew_when_all_were_given_and_pass_over_those_that_are_taken(monkeypatch):
-    monkeypatch.setattr("asyncflow.queue.table.serials._NUMBERS", 3)
+    monkeypatch.setattr("asyncflow.queue.table.partition._NUMBERS", 3)
     serials = Serials()
     for name, number in ((b"a", 1), (b"b", 3)):
         serials.name(name, number)
@@ -106,25 +82,19 @@ def test_what_was_not_put_yet_is_not_taken_for_used_however_many_puts_are_under_
     assert not any(first + number in serials for number in range(1, 1000, 2))
 
 
-outcome = st.builds(Finished, st.integers(1, 2), st.just(Window(0, NEWEST)), st.sampled_from(["t", "f"]))
+@given(st.lists(st.integers(0, 40), max_size=30))
+def test_the_serials_of_a_creator_who_gives_them_itself_say_which_comes_next_and_which_were_skipped(given):
+    serials = Serials()
+    for serial in given:
+        serials.add(serial, 1)
+    serials.name(b"a client", serials.unused_number())
+    serials.add(1 << SERIAL_BITS, 1)
+    assert serials.next() == max(given, default=-1) + 1
+    assert serials.missing() == sorted(set(range(serials.next())) - set(given))
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 4000), outcome), max_size=40))
-def test_outcomes_agree_with_a_dictionary(steps):
-    outcomes, model = Outcomes(), {}
-    for remove, serial, finished in steps:
-        if remove and serial in model:
-            del model[serial], outcomes[serial]
-        else:
-            model[serial] = outcomes[serial] = finished
-        assert len(outcomes) == len(model)
-    assert dict(outcomes.items()) == model
-    assert list(outcomes) == sorted(model)
-    assert all((serial in outcomes) == (serial in model) for _, serial, _ in steps)
-
-
-def a_lot(*, rows):
-    return Lot(
+def a_batch(*, rows):
+    return RowBatch(
         partition="p",
         purpose="train",
         lease="a",
@@ -138,24 +108,17 @@ def a_lot(*, rows):
 
 
 @pytest.mark.parametrize("rows", [2, 31, 32, 100])
-def test_a_lot_is_what_it_was(rows):
-    lot = a_lot(rows=rows)
-    assert lot.shrunk().expanded() == lot
-    leased = lot.leased()
+def test_a_batch_is_what_it_was(rows):
+    batch = a_batch(rows=rows)
+    leased = batch.leased()
     assert [row.bytes for row in leased[:2]] == [{"x": 8, "y": 1}, {"x": 8}]
     assert {row.meta.max_version for row in leased} == {NEWEST}
 
 
 @pytest.mark.parametrize("rows", [0, 2, 100])
 def test_a_slot_is_what_it_was(rows):
-    slot = Slot(step=1, slot=2, lot=a_lot(rows=rows) if rows else None, last=False)
-    assert slot.shrunk().expanded() == slot
+    slot = Slot(step=1, slot=2, batch=a_batch(rows=rows) if rows else None, last=False)
     assert [(row.row, row.meta, row.unit, row.bytes) for row in slot.rows] == [
-        (row.row, row.meta, row.unit, row.bytes) for row in (slot.lot.leased() if rows else [])
+        (row.row, row.meta, row.unit, row.bytes) for row in (slot.batch.leased() if rows else [])
     ]
-    assert [row.meta.key for row in slot.rows] == (slot.lot.keys if rows else [])
-
-
-def test_a_large_lot_is_sent_in_few_numbers():
-    short = a_lot(rows=100).shrunk()
-    assert (short.rows, short.steps, short.sizes["x"]) == ([8, -98, 4000], [3], pack([8]))
+    assert [row.meta.key for row in slot.rows] == (slot.batch.keys if rows else [])

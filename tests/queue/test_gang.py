@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from asyncflow.errors import Fenced, Refused
 from asyncflow.queue.protocol.messages import TaskSpec
-from asyncflow.queue.table.state import State
+from asyncflow.queue.table.state import RowState
 
 P = "train"
 WHOLE = [
@@ -80,11 +80,11 @@ def test_a_step_is_trained_after_the_one_before(queue):
     assert flat(train(queue, 1)[0]) == [(0, 0), (0, 1)]
     assert flat(train(queue, 2)[0]) == [(1, 0), (1, 1)]
     training.commit(P, 0, 1)
-    assert queue.counts == {State.TRAINED: 2, State.BOUND: 2}
+    assert queue.counts == {RowState.TRAINED: 2, RowState.BOUND: 2}
     training.commit(P, 0, 2)
     training.commit(P, 0, 2)
-    assert queue.counts == {State.TRAINED: 4}
-    assert len(queue.table.books.frees) == 4
+    assert queue.counts == {RowState.TRAINED: 4}
+    assert len(queue.table.state.frees) == 4
 
 
 def test_lowering_a_step_after_its_groups_were_handed_out_ends_it_with_an_empty_slot(queue):
@@ -122,7 +122,7 @@ def test_a_new_attempt_gets_the_same_samples_again_and_the_old_one_is_fenced(mak
     assert again == first
     assert totals_again == totals
     training.begin(P, 2, 1, 2)
-    assert queue.counts == {State.TRAINED: 12}
+    assert queue.counts == {RowState.TRAINED: 12}
 
 
 def test_weights_that_hold_what_was_never_handed_out_are_refused(queue):
@@ -142,7 +142,7 @@ def test_a_trainer_that_crashed_after_its_checkpoint_commits_by_beginning(queue)
         assert ask(queue, 1, 0, rank=rank).last
     training.step_done(P, 0, 1, 0)
     training.begin(P, 1, 1, 2)
-    assert queue.counts == {State.TRAINED: 2}
+    assert queue.counts == {RowState.TRAINED: 2}
 
 
 def test_resuming_an_older_checkpoint_makes_later_samples_again(queue):
@@ -161,12 +161,12 @@ def test_resuming_an_older_checkpoint_makes_later_samples_again(queue):
         ((1, 0), 2, 1, 1),
         ((1, 1), 2, 1, 1),
     ]
-    assert queue.counts == {State.TRAINED: 2, State.WANTED: 2}
-    assert queue.put(wanted, 2) == [True, True]
+    assert queue.counts == {RowState.TRAINED: 2, RowState.WANTED: 2}
+    assert queue.create_wanted() == [True, True]
     queue.through()
     assert flat(train(queue, 2, attempt=1)[0]) == [(1, 0), (1, 1)]
     training.commit(P, 1, 2)
-    assert queue.counts == {State.TRAINED: 4}
+    assert queue.counts == {RowState.TRAINED: 4}
 
 
 def test_rows_lost_while_bound_are_wanted_only_when_the_step_is_begun_anew(queue):
@@ -182,10 +182,10 @@ def test_rows_lost_while_bound_are_wanted_only_when_the_step_is_begun_anew(queue
     queue.replace_unit("unit-b")
     assert queue.table.wanted(P).keys == []
     training.commit(P, 0, 1)
-    assert queue.counts == {State.TRAINED: 2, State.BOUND: 2}
+    assert queue.counts == {RowState.TRAINED: 2, RowState.BOUND: 2}
     training.begin(P, 1, 1, 1)
-    assert queue.counts == {State.TRAINED: 2, State.WANTED: 2}
-    queue.put(queue.table.wanted(P).keys, 2)
+    assert queue.counts == {RowState.TRAINED: 2, RowState.WANTED: 2}
+    queue.create_wanted()
     queue.through()
     assert flat(train(queue, 2, attempt=1)[0]) == [(1, 0), (1, 1)]
 
@@ -197,7 +197,7 @@ def test_a_slot_says_what_its_rows_are_also_when_they_are_lost(make_queue):
     queue.create(7, size=3, oldest=0, newest=4)
     make(queue, tokens=lambda meta: 1 + meta.sample)
     slot = ask(queue, 1, 0)
-    rows = [queue.table.books.rows[row.row] for row in slot.rows]
+    rows = [queue.table.state.rows[row.row] for row in slot.rows]
     assert [(row.meta, row.unit, row.bytes) for row in slot.rows] == [(r.meta, r.unit, r.sizes) for r in rows]
     assert [row.meta.tags for row in slot.rows] == [{"tokens": 1}, {"tokens": 2}, {"tokens": 3}]
     queue.replace_unit("unit-b")
@@ -217,7 +217,7 @@ def test_a_row_that_was_bound_and_lost_is_on_lease_to_nobody(make_queue):
     assert queue.table.claims.expire(1000.0) == 0
     assert queue.table.claims.acknowledge([held[0].lease]) == [False]
     queue.table.training.begin(P, 1, 0, 1)
-    assert queue.counts == {State.WANTED: 2}
+    assert queue.counts == {RowState.WANTED: 2}
 
 
 def test_a_group_that_was_split_over_slots_is_lost_as_a_whole(queue):
@@ -228,10 +228,10 @@ def test_a_group_that_was_split_over_slots_is_lost_as_a_whole(queue):
     queue.through()
     assert len(ask(queue, 1, 0, tokens=2).rows) == 2
     queue.replace_unit("unit-b")
-    assert queue.counts == {State.BOUND: 4}
+    assert queue.counts == {RowState.BOUND: 4}
     assert len(ask(queue, 1, 1, tokens=2).rows) == 2
     training.begin(P, 1, 0, 1)
-    assert queue.counts == {State.WANTED: 4}
+    assert queue.counts == {RowState.WANTED: 4}
 
 
 def test_slots_survive_the_controller(queue):

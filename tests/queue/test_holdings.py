@@ -9,14 +9,20 @@ from hypothesis import strategies as st
 
 from asyncflow.errors import DeadlineExceeded, StaleHandle
 from asyncflow.net.jagged import Jagged
-from asyncflow.queue.backends.base import BytesLost, Place, each
-from asyncflow.queue.backends.memory import MemoryBackend
-from asyncflow.queue.protocol.messages import RowMeta
+from asyncflow.queue.protocol.messages import Samples
 from asyncflow.queue.protocol.unit_calls import MovedRows, NewCells, NewRows, Verdict
-from asyncflow.queue.unit.budget import Budget
-from asyncflow.queue.unit.holdings import Holdings
+from asyncflow.queue.storage.backend import BytesLost, Place, each
+from asyncflow.queue.storage.budget import ByteBudget
+from asyncflow.queue.storage.drain import MovingRows
+from asyncflow.queue.storage.holdings import Holdings
+from asyncflow.queue.storage.memory import MemoryBackend
 
 OUTPUTS = {"b": 24}
+
+
+async def freed():
+    """Wait until memory has let go of what was freed."""
+    await asyncio.sleep(0)
 
 
 class Unit:
@@ -24,44 +30,44 @@ class Unit:
 
     def __init__(self, *, limit=1 << 20, backend=None):
         self.backend = backend or MemoryBackend()
-        self.budget = Budget(limit, where="test")
+        self.budget = ByteBudget(limit, where="test")
         self.lost = []
         self.holdings = Holdings(backend=self.backend, budget=self.budget, where="test", lost=self.lost.extend)
         self.rows = 0
 
     async def create(self, lengths, *, ok=None, outputs=OUTPUTS):
         columns = {"a": Jagged.from_rows([np.full(n, self.rows + i) for i, n in enumerate(lengths)], "int64")}
-        parcel = await self.holdings.store_new(columns, rows=len(lengths), outputs=outputs, producer="", timeout=0)
+        blob = await self.holdings.store_new(columns, rows=len(lengths), outputs=outputs, producer="", timeout=0)
         rows = list(range(self.rows, self.rows + len(lengths)))
         self.rows += len(lengths)
-        metas = [
-            RowMeta(partition="p", serial=row, sample=0, step=1, tokens=row, tags={"made": row} if row % 2 else {})
-            for row in rows
-        ]
-        put = self.holdings.propose(NewRows(metas, rows, 1, parcel.cells), parcel, outputs=outputs)
+        tags = [{"made": row} if row % 2 else {} for row in rows]
+        entry = NewRows("p", b"a client", 0, 1, rows, blob.cells, tags, Samples(serials=rows, step=1, tokens=rows))
+        put = self.holdings.propose(entry, blob, outputs=outputs)
         self.holdings.decide(put, Verdict(ok if ok is not None else [True] * len(rows)))
         return rows
 
-    async def move(self, rows, lengths, *, ok):
-        """Take in rows from another unit, with a whole column and an unfinished one."""
+    async def send(self, rows, lengths):
+        """Store rows from another unit, with a whole column and an unfinished one, to be decided about."""
         columns = {
             name: Jagged.from_rows([np.full(n, row) for n, row in zip(lengths, rows, strict=True)], "int64")
             for name in "ab"
         }
-        parcel = await self.holdings.store_new(
+        blob = await self.holdings.store_new(
             columns, rows=len(rows), outputs=OUTPUTS, partial=["b"], producer="", timeout=0
         )
         tokens, tags = [2 * row for row in rows], [{"moved": row} for row in rows]
-        put = self.holdings.propose(MovedRows(0, 1, rows, parcel.cells, ["b"], tokens, tags), parcel, outputs=OUTPUTS)
-        self.holdings.decide(put, Verdict(ok))
+        return self.holdings.propose(MovedRows(0, 1, rows, blob.cells, ["b"], tokens, tags), blob, outputs=OUTPUTS)
+
+    async def move(self, rows, lengths, *, ok):
+        self.holdings.decide(await self.send(rows, lengths), Verdict(ok))
 
     async def store(self, rows, columns, *, lease="1", reason="", tags=()):
         made = {name: Jagged.from_rows([np.full(n, v) for n, v in cells], "int64") for name, cells in columns.items()}
-        parcel = await self.holdings.store_outputs(
+        blob = await self.holdings.store_outputs(
             made, rows=rows, lease=lease, partial=bool(reason), producer="", timeout=0
         )
-        entry = NewCells(lease=lease, rows=rows, cells=parcel.cells, tags=list(tags), reason=reason)
-        return self.holdings.propose(entry, parcel, outputs={})
+        entry = NewCells(lease=lease, rows=rows, cells=blob.cells, tags=list(tags), reason=reason)
+        return self.holdings.propose(entry, blob, outputs={})
 
     async def write(self, rows, columns, *, ok=None, **how):
         put = await self.store(rows, columns, **how)
@@ -168,6 +174,7 @@ def test_rows_bytes_promises_and_tags_are_those_of_a_model_that_keeps_row_by_row
                 unit.holdings.clear(rows)
                 for row in rows:
                     model.clear(row)
+            await freed()
             assert (unit.budget.used, unit.budget.promised) == (model.used, model.promised)
             assert {h.row for h in unit.holdings.held()} == model.whole.keys()
             for held in unit.holdings.held():
@@ -182,6 +189,7 @@ def test_rows_bytes_promises_and_tags_are_those_of_a_model_that_keeps_row_by_row
                         cells = [model.cells(row)[name] for row in asked]
                         assert got[name] == Jagged.from_rows([np.full(*cell) for cell in cells], "int64")
         unit.holdings.wipe()
+        await freed()
         assert (unit.budget.used, unit.budget.promised, len(unit.holdings), unit.backend.nbytes) == (0, 0, 0, 0)
 
     asyncio.run(run())
@@ -192,8 +200,10 @@ async def test_a_row_that_one_write_names_twice_keeps_one_cell_and_the_other_is_
     rows = await unit.create([1] * 8, outputs={})
     await unit.write([rows[6], *rows[4:7]], {"c": [(1, 0), (2, 1), (3, 2), (4, 3)]})
     got = await unit.holdings.fetch(rows[4:7], ["c"])
+    await freed()
     assert (got["c"].lengths.tolist(), unit.budget.used) == ([2, 3, 1], 8 * (8 + 6))
     unit.holdings.wipe()
+    await freed()
     assert (unit.budget.used, unit.backend.nbytes) == (0, 0)
 
 
@@ -207,7 +217,38 @@ async def test_who_asks_for_cells_that_are_not_decided_about_waits_for_the_verdi
     assert not waiting.done()
     unit.holdings.decide(put, Verdict([True]))
     assert (await waiting)["b"].values.tolist() == [7, 7]
-    assert (await put.verdict).ok == [True]
+    assert (await put.result).ok == [True]
+
+
+async def test_whoever_waits_for_rows_on_their_way_and_has_gone_keeps_them_from_nobody_else():
+    unit = Unit()
+    moving = MovingRows(unit.holdings, location=lambda: -1, where="test")
+    put = await unit.send([FAR], [1])
+    for method in (moving.readable, moving.writable, unit.holdings.decided):
+        gone, stays = (asyncio.create_task(method([FAR])) for _ in range(2))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.wait([gone])
+        assert not stays.done()
+    unit.holdings.decide(put, Verdict([True]))
+    await asyncio.wait_for(stays, 10)
+    assert unit.lost == []
+
+
+async def test_whoever_put_and_has_gone_takes_the_verdict_from_nobody_else():
+    unit = Unit()
+    rows = await unit.create([1])
+    put = await unit.store(rows, {"b": [(2, 7)]})
+    gone, stays = asyncio.create_task(put.decided()), asyncio.create_task(put.decided())
+    left, reads = (asyncio.create_task(unit.holdings.fetch(rows, ["b"])) for _ in range(2))
+    await asyncio.sleep(0)
+    for task in (gone, left):
+        task.cancel()
+    await asyncio.wait([gone, left])
+    assert (stays.done(), reads.done()) == (False, False)
+    unit.holdings.decide(put, Verdict([True]))
+    assert (await stays).ok == [True]
+    assert (await reads)["b"].values.tolist() == [7, 7]
 
 
 async def test_what_is_not_there_is_a_stale_handle_that_says_what_is():
@@ -221,9 +262,7 @@ async def test_what_is_not_there_is_a_stale_handle_that_says_what_is():
 
 
 class Slow(MemoryBackend):
-    """A store that takes its time, can lose parcels, and can fail to take them."""
-
-    immediate = False
+    """A store that takes its time, can lose blobs, and can fail to take them."""
 
     def __init__(self):
         super().__init__()
@@ -231,10 +270,10 @@ class Slow(MemoryBackend):
         self.gone = set()
         self.full = False
 
-    async def put(self, parcel, columns):
+    async def put(self, blob, columns):
         if self.full:
             raise DeadlineExceeded("the store is full")
-        await super().put(parcel, columns)
+        await super().put(blob, columns)
 
     async def get(self, places, columns):
         if lost := [place for place in each(places) if place in self.gone]:

@@ -18,9 +18,8 @@ from asyncflow.errors import LedgerCorrupt, Refused
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.ledger.events import Committed, Completed, Declared, Event
-from asyncflow.queue.ledger.ledger import Ledger
-from asyncflow.queue.ledger.records import newest, pack, read_ledger
-from asyncflow.queue.table.folding import FOLDS, empty_books
+from asyncflow.queue.ledger.log import Ledger, newest, pack, read_ledger
+from asyncflow.queue.table.apply import APPLY, QueueState
 from asyncflow.queue.table.snapshot import snapshot
 
 P = "train"
@@ -49,7 +48,7 @@ def history(queue):
     training.slot(P, attempt=1, step=2, slot=0, rank=0, tokens=2)
     queue.replace_unit("unit-b")
     training.begin(P, 2, 1, 1)
-    queue.put(queue.table.wanted(P).keys, 2)
+    queue.create_wanted()
     queue.claim("rollout")
     queue.table.close(P, 1)
     return queue.events()
@@ -57,21 +56,21 @@ def history(queue):
 
 def test_a_ledger_is_read_without_making_the_garbage_of_others_last(queue):
     events = history(queue)
-    circle = empty_books()
+    circle = QueueState()
     circle.itself = circle
     gone = weakref.ref(circle)
     del circle
-    empty_books().replay(events)
+    QueueState().replay(events)
     assert gc.isenabled()
     gc.collect()
     assert gone() is None
 
 
 def fold(events):
-    books = empty_books()
+    state = QueueState()
     for event in events:
-        books.apply(event)
-    return list(snapshot(books))
+        state.apply(event)
+    return list(snapshot(state))
 
 
 def test_a_crash_at_any_byte_leaves_a_prefix_of_what_happened(queue, tmp_path):
@@ -88,11 +87,11 @@ def test_a_crash_at_any_byte_leaves_a_prefix_of_what_happened(queue, tmp_path):
 
 
 def test_what_is_read_back_is_the_state_that_was_left(queue):
-    books = empty_books()
+    state = QueueState()
     live = []
     for event in history(queue):
-        books.apply(event)
-        live.append(list(snapshot(books)))
+        state.apply(event)
+        live.append(list(snapshot(state)))
     events = queue.events()
     for number in range(len(events)):
         assert (
@@ -145,23 +144,23 @@ async def test_a_ledger_of_another_format_is_refused_and_not_changed(queue, tmp_
     assert {file.name for file in tmp_path.iterdir()} == {path.name, "lock"}
 
 
-def test_every_event_has_a_fold():
-    assert set(get_args(Event)) == FOLDS.keys()
+def test_every_event_can_be_applied():
+    assert set(get_args(Event)) == APPLY.keys()
 
 
 def test_records_that_do_not_follow_are_refused():
     with pytest.raises(LedgerCorrupt, match="does not follow"):
-        empty_books().apply(Completed(99, [1]))
+        QueueState().apply(Completed(99, [1]))
 
 
 async def test_compaction_keeps_the_state_and_one_file(queue, tmp_path):
     events = history(queue)
-    books = empty_books()
-    ledger = Ledger(tmp_path, compact=lambda: snapshot(books), limit=100)
+    state = QueueState()
+    ledger = Ledger(tmp_path, compact=lambda: snapshot(state), limit=100)
     list(ledger.recover())
     ledger.begin([])
     for event in events:
-        books.apply(event)
+        state.apply(event)
         ledger.append([event])
         await ledger.flushed()
     await ledger.close()
@@ -187,7 +186,7 @@ async def test_calls_that_come_together_share_a_sync(tmp_path):
         await ledger.flushed()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("asyncflow.queue.ledger.ledger.os.write", write)
+        patch.setattr("asyncflow.queue.ledger.log.os.write", write)
         await asyncio.gather(*(call(step) for step in range(50)))
     assert len(writes) <= 2
     await ledger.close()
@@ -223,7 +222,7 @@ from pathlib import Path
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.ledger.events import Committed
-from asyncflow.queue.ledger.ledger import Ledger
+from asyncflow.queue.ledger.log import Ledger
 
 async def main():
     ledger = Ledger(Path(sys.argv[1]))
@@ -325,7 +324,7 @@ def test_a_compaction_that_finds_no_room_stops_nothing(tmp_path):
 
 async def test_answers_wait_for_the_sync_that_covers_them(tmp_path, monkeypatch):
     synced = []
-    monkeypatch.setattr("asyncflow.queue.ledger.ledger.os.fdatasync", lambda fd: synced.append(os.fstat(fd).st_size))
+    monkeypatch.setattr("asyncflow.queue.ledger.log.os.fdatasync", lambda fd: synced.append(os.fstat(fd).st_size))
     ledger = Ledger(tmp_path, sync="always")
     list(ledger.recover())
     ledger.begin([])

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from asyncflow.queue.ledger.events import Committed
-from asyncflow.queue.ledger.ledger import Ledger
-from asyncflow.queue.ledger.records import read_ledger
+from asyncflow.queue.ledger.log import Ledger, read_ledger
 
 P = "train"
 STEPS = 40
@@ -139,7 +138,7 @@ def test_after_an_error_of_the_disk_a_ledger_is_what_was_confirmed_and_goes_on(t
 
 @pytest.mark.parametrize("sync", ["process", "interval", "always"])
 def test_after_a_crash_at_any_operation_a_ledger_is_what_was_confirmed(tmp_path, monkeypatch, sync):
-    monkeypatch.setattr("asyncflow.queue.ledger.ledger._INTERVAL_S", 0.0)
+    monkeypatch.setattr("asyncflow.queue.ledger.log._INTERVAL_S", 0.0)
     for at in itertools.count():
         folder, confirmed = tmp_path / str(at), []
         folder.mkdir()

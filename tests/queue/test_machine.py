@@ -22,10 +22,10 @@ from hypothesis.stateful import (
 from asyncflow.errors import Fenced
 from asyncflow.queue.ledger.audit import Auditor
 from asyncflow.queue.protocol.messages import TaskSpec
-from asyncflow.queue.table.folding import empty_books
-from asyncflow.queue.table.news import decode, encode
+from asyncflow.queue.table.apply import QueueState
+from asyncflow.queue.table.replication import decode, encode
 from asyncflow.queue.table.snapshot import snapshot
-from asyncflow.queue.table.state import State
+from asyncflow.queue.table.state import RowState
 
 P = "train"
 STEPS, GROUPS, SIZE = 3, 2, 2
@@ -68,8 +68,8 @@ class QueueMachine(RuleBasedStateMachine):
         wanted = {meta.serial for meta in self.queue.table.wanted(P).keys}
         fresh = serial not in {key[0] for key in self.created}
         if fresh or serial in wanted:
-            gone = self.queue.table.books.partitions[P].groups.get(serial)
-            old = [row.sample for row in gone.rows if row.state is State.WANTED] if gone else range(SIZE)
+            gone = self.queue.table.state.partitions[P].groups.get(serial)
+            old = [row.sample for row in gone.rows if row.state is RowState.WANTED] if gone else range(SIZE)
             verdicts = self.queue.create(serial, size=SIZE, step=self.step_of(serial))
             assert verdicts == [sample in old for sample in range(SIZE)]
             self.created |= {(serial, sample) for sample in range(SIZE)}
@@ -107,8 +107,8 @@ class QueueMachine(RuleBasedStateMachine):
             self.leases.append((task, granted))
         if task != "score":
             for serial in {row.meta.serial for row in granted}:
-                group = self.queue.table.books.partitions[P].groups[serial]
-                mine = {row.sample for row in group.rows if row.state is State.LIVE}
+                group = self.queue.table.state.partitions[P].groups[serial]
+                mine = {row.sample for row in group.rows if row.state is RowState.LIVE}
                 done = {row.sample for row in group.rows if (w := row.work.get(task)) and w.done}
                 assert {row.meta.sample for row in granted if row.meta.serial == serial} | done == mine
 
@@ -134,7 +134,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def filter(self, rows):
         for serial in {row.meta.serial for row in rows}:
-            group = self.queue.table.books.partitions[P].groups[serial]
+            group = self.queue.table.state.partitions[P].groups[serial]
             mine = [row for row in rows if row.meta.serial == serial]
             rest = [row for row in group.rows if not row.state.final]
             if len(mine) == len(rest):
@@ -230,65 +230,65 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_sample_is_in_one_state(self):
-        partition = self.queue.table.books.partitions[P]
+        partition = self.queue.table.state.partitions[P]
         alive = {(s, j): row for s, g in partition.groups.items() for j, row in enumerate(g.rows)}
         ended = {(s, j) for s, f in partition.finished.items() for j in range(len(f.outcome))}
         assert alive.keys() | ended == self.created
         assert not alive.keys() & ended
         assert sum(partition.counts.values()) == len(self.created)
-        for state in State:
+        for state in RowState:
             in_groups = sum(row.state is state for row in alive.values())
-            letters = {State.TRAINED: "t", State.FILTERED: "f", State.DROPPED: "d"}
+            letters = {RowState.TRAINED: "t", RowState.FILTERED: "f", RowState.DROPPED: "d"}
             finished = sum(f.outcome.count(letters.get(state, "-")) for _, f in partition.finished.items())
             assert partition.counts[state] == in_groups + finished
-        assert {row for row in alive.values() if row.state is State.WANTED} == set(partition.wanted)
+        assert {row for row in alive.values() if row.state is RowState.WANTED} == set(partition.wanted)
 
     @invariant()
     def bytes_exist_exactly_for_rows_that_need_them(self):
         self.queue.events()
-        assert self.queue.held.keys() == self.queue.table.books.rows.keys()
+        assert self.queue.held.keys() == self.queue.table.state.rows.keys()
 
     @invariant()
     def no_row_has_two_holders(self):
-        books = self.queue.table.books
-        held = Counter((lease.task, row) for lease in books.leases for row in lease.rows)
+        state = self.queue.table.state
+        held = Counter((lease.task, row) for lease in state.leases for row in lease.rows)
         assert all(times == 1 for times in held.values())
-        working = {(task, n) for n, row in books.rows.items() for task, work in row.work.items() if work.lease}
+        working = {(task, n) for n, row in state.rows.items() for task, work in row.work.items() if work.lease}
         assert held.keys() == working
-        works = [row.work for row in books.rows.values() if row.state is State.LIVE]
-        for name, queue in books.partitions[P].queues.items():
+        works = [row.work for row in state.rows.values() if row.state is RowState.LIVE]
+        for name, queue in state.partitions[P].queues.items():
             assert queue.leased == sum(task == name for task, _ in held)
             assert queue.busy == sum(bool(name in work and (work[name].lease or work[name].done)) for work in works)
 
     @invariant()
     def indexes_agree_with_the_rows(self):
-        partition = self.queue.table.books.partitions[P]
+        partition = self.queue.table.state.partitions[P]
         for queue in partition.queues.values():
             assert set(queue.index) == self.queue.ready_by_hand(queue)
 
     @invariant()
     def the_log_makes_the_same_state_again(self):
         events = self.queue.events()
-        live = list(snapshot(self.queue.table.books))
-        again = empty_books()
+        live = list(snapshot(self.queue.table.state))
+        again = QueueState()
         for event in events:
             again.apply(event)
         assert list(snapshot(again)) == live
-        restored = empty_books()
+        restored = QueueState()
         for event in live:
             restored.apply(decode(encode(event)))
         assert list(snapshot(restored)) == live
 
     @invariant()
     def the_auditor_agrees(self):
-        counts = self.queue.table.books.partitions[P].counts
+        counts = self.queue.table.state.partitions[P].counts
         repeats = set()
-        for events in (self.queue.events(), snapshot(self.queue.table.books)):
+        for events in (self.queue.events(), snapshot(self.queue.table.state)):
             auditor = Auditor()
             for event in events:
                 auditor.see(event)
             report = auditor.report()
-            assert (report.trained, report.filtered) == (counts[State.TRAINED], counts[State.FILTERED])
+            assert (report.trained, report.filtered) == (counts[RowState.TRAINED], counts[RowState.FILTERED])
             assert report.dispatched == len(self.created)
             assert report.duplicated == 0
             repeats.add((report.redeliveries, report.attempts))

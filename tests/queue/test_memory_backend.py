@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.net.jagged import Jagged
-from asyncflow.queue.backends.base import Place, each
-from asyncflow.queue.backends.memory import MemoryBackend
+from asyncflow.queue.storage.backend import Place, each
+from asyncflow.queue.storage.memory import MemoryBackend
 
 
 def columns(lengths):
@@ -19,10 +19,10 @@ def columns(lengths):
     }
 
 
-parcels = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=8), min_size=1, max_size=4)
+blobs = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=8), min_size=1, max_size=4)
 
 
-@given(parcels, st.data())
+@given(blobs, st.data())
 def test_what_lives_reads_back_in_any_order_and_takes_no_more_than_twice_its_bytes(lengths, data):
     async def run():
         backend = MemoryBackend()
@@ -38,7 +38,7 @@ def test_what_lives_reads_back_in_any_order_and_takes_no_more_than_twice_its_byt
             got = await backend.get(asked, list(names))
             assert list(got) == list(names)
             for name in names:
-                expected = [(put[place.parcel][name], place.row, place.row + 1) for place in asked]
+                expected = [(put[place.blob][name], place.row, place.row + 1) for place in asked]
                 assert got[name] == Jagged.gather(expected)
             runs = [
                 Place(n, i, m) for n, i, _ in there for m in range(2, 9) if set(each([Place(n, i, m)])) <= set(there)
@@ -52,8 +52,8 @@ def test_what_lives_reads_back_in_any_order_and_takes_no_more_than_twice_its_byt
                 gone = data.draw(st.lists(st.sampled_from(there), max_size=6, unique=True))
             await backend.free(gone, list(names))
             alive -= {(place, name) for place in each(gone) for name in names}
-            needed = sum(put[place.parcel][name].row(place.row).nbytes + 8 for place, name in alive)
-            assert backend.nbytes <= 2 * needed + 8 * len({(place.parcel, name) for place, name in alive})
+            needed = sum(put[place.blob][name].row(place.row).nbytes + 8 for place, name in alive)
+            assert backend.nbytes <= 2 * needed + 8 * len({(place.blob, name) for place, name in alive})
         for place, name in sorted(alive):
             await backend.free([place], [name])
         assert backend.nbytes == 0

@@ -10,19 +10,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from asyncflow.errors import StaleHandle
 from asyncflow.identity import RowPlace, home
 from asyncflow.net.jagged import Jagged
-from asyncflow.queue.backends.memory import MemoryBackend
 from asyncflow.queue.ledger.audit import Auditor
-from asyncflow.queue.protocol.moving_calls import NOWHERE
-from asyncflow.queue.protocol.unit_calls import MovedRows, NewCells, OpenRows, Verdict
-from asyncflow.queue.table import open_table
-from asyncflow.queue.table.folding import empty_books
+from asyncflow.queue.protocol.calls import NOWHERE
+from asyncflow.queue.protocol.unit_calls import MovedRows, NewCells, NewRows, Verdict
+from asyncflow.queue.storage.budget import ByteBudget
+from asyncflow.queue.storage.drain import MovingRows
+from asyncflow.queue.storage.holdings import Holdings
+from asyncflow.queue.storage.memory import MemoryBackend
+from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.moves import Room, choose
+from asyncflow.queue.table.rows import write as admit_write
 from asyncflow.queue.table.snapshot import snapshot
 from asyncflow.queue.table.table import Table
-from asyncflow.queue.table.taking import take_over
-from asyncflow.queue.unit.budget import Budget
-from asyncflow.queue.unit.holdings import Holdings
-from asyncflow.queue.unit.transit import Transit
 
 P = "p"
 CLIENT = b"a client"
@@ -34,9 +33,9 @@ class Unit:
 
     def __init__(self, index, epoch):
         self.index, self.epoch, self.home = index, epoch, home(epoch, index)
-        self.budget = Budget(1 << 20, where="test")
+        self.budget = ByteBudget(1 << 20, where="test")
         self.holdings = Holdings(backend=MemoryBackend(), budget=self.budget, where="test", lost=lambda _: None)
-        self.transit = Transit(self.holdings, home=lambda: self.home, where="test")
+        self.moving = MovingRows(self.holdings, location=lambda: self.home, where="test")
         self.values, self.orders, self.sent, self.leg, self.counter = {}, [], [], None, 0
         self.synced = True
 
@@ -45,10 +44,10 @@ class Unit:
         return [RowPlace(self.epoch, self.index, first + n).row for n in range(count)]
 
     async def put(self, rows, columns, entry, **options):
-        parcel = await self.holdings.store_new(
+        blob = await self.holdings.store_new(
             columns, rows=len(rows), outputs=OUTPUTS, producer="", timeout=0, **options
         )
-        put = self.holdings.propose(entry(parcel.cells), parcel, outputs=OUTPUTS)
+        put = self.holdings.propose(entry(blob.cells), blob, outputs=OUTPUTS)
         self.values[put] = {
             row: {name: int(of.row(n)[0]) for name, of in columns.items()} for n, row in enumerate(rows)
         }
@@ -94,17 +93,17 @@ class Movement(RuleBasedStateMachine):
         self.flush()
 
     def flush(self):
-        books = self.table.books
-        self.log += books.outbox
-        books.outbox.clear()
-        for row in books.frees:
+        state = self.table.state
+        self.log += state.outbox
+        state.outbox.clear()
+        for row in state.frees:
             for unit in self.units.values():
-                if unit.home == row.home:
+                if unit.home == row.location:
                     unit.orders.append(row.row)
-        books.frees.clear()
+        state.frees.clear()
 
     def leaving(self, unit):
-        return unit.epoch in self.table.books.leaving
+        return unit.epoch in self.table.state.leaving
 
     def stays(self, unit):
         return not self.leaving(unit)
@@ -127,34 +126,34 @@ class Movement(RuleBasedStateMachine):
         values = range(self.version + 1, self.version + 1 + len(rows))
         self.version, self.serial = self.version + len(rows), group + groups
         columns = {"x": Jagged.from_rows([[value] * 3 for value in values], "int64")}
-        await unit.put(rows, columns, lambda cells: OpenRows(P, CLIENT, group, size, rows, cells, []))
+        await unit.put(rows, columns, lambda cells: NewRows(P, CLIENT, group, size, rows, cells, []))
 
-    @precondition(lambda self: self.table.books.rows)
+    @precondition(lambda self: self.table.state.rows)
     @rule(data=st.data(), name=st.sampled_from(["x", "late"]), answered=st.booleans())
     def write(self, data, name, answered):
-        number = data.draw(st.sampled_from(sorted(self.table.books.rows)))
+        number = data.draw(st.sampled_from(sorted(self.table.state.rows)))
         unit = self.units[self.table.moves.where([number])[0]]
-        if unit.transit.blocks([number]) or number not in unit.holdings:
+        if unit.moving.blocks([number]) or number not in unit.holdings:
             return
         self.version += 1
         value, lease = self.version, f"write:{self.version}"
         columns = {name: Jagged.from_rows([[value] * 2], "int64")}
 
         async def store():
-            parcel = await unit.holdings.store_outputs(
+            blob = await unit.holdings.store_outputs(
                 columns, rows=[number], lease=lease, partial=False, producer="", timeout=0
             )
-            put = unit.holdings.propose(NewCells(lease, [number], parcel.cells, [], ""), parcel, outputs={})
+            put = unit.holdings.propose(NewCells(lease, [number], blob.cells, [], ""), blob, outputs={})
             unit.values[put] = {number: {name: value}}
             if unit.synced and answered:
                 await self.told(unit)
 
         self.runner.run(store())
 
-    @precondition(lambda self: self.table.books.rows)
+    @precondition(lambda self: self.table.state.rows)
     @rule(data=st.data())
     def clear(self, data):
-        self.table.clear_rows(P, [data.draw(st.sampled_from(sorted(self.table.books.rows)))])
+        self.table.clear_rows(P, [data.draw(st.sampled_from(sorted(self.table.state.rows)))])
         self.flush()
 
     # --- what units and the controller tell each other
@@ -173,16 +172,15 @@ class Movement(RuleBasedStateMachine):
     def admit(self, unit, put):
         entry, rows, values = put.entry, put.rows, unit.values[put]
         if isinstance(entry, MovedRows):
-            ok = take_over(self.table, unit.home, rows, entry)
-        elif isinstance(entry, OpenRows):
-            known = {"client": entry.client, "group": entry.group, "size": entry.group_size, "rows": rows, "tags": []}
-            ok, _ = self.table.puts.put(P, cells=entry.cells, **known)
+            ok = self.table.move_in(unit.home, rows, entry)
+        elif isinstance(entry, NewRows):
+            ok, _ = self.table.puts.put(entry)
             self.truth |= {
                 row: values[row] for row, good in zip(rows, ok, strict=True) if good and row not in self.truth
             }
         else:
             try:
-                ok = open_table.write(self.table.books, rows, entry.cells, [])
+                ok = admit_write(self.table.state, rows, entry.cells, [])
                 self.truth[rows[0]] = self.truth[rows[0]] | values[rows[0]]
             except StaleHandle:
                 ok = [False]
@@ -208,7 +206,7 @@ class Movement(RuleBasedStateMachine):
 
     def leave(self, unit):
         self.table.moves.drain(unit.index)
-        unit.transit.leaving = True
+        unit.moving.draining = True
         self.flush()
 
     @precondition(lambda self: self.some(self.leaving))
@@ -227,24 +225,24 @@ class Movement(RuleBasedStateMachine):
             for other in self.units.values()
             if other.synced and not self.leaving(other)
         }
-        rows, nbytes = unit.transit.first(most=3, most_bytes=1 << 20)
+        rows, nbytes = unit.moving.first(most=3, most_bytes=1 << 20)
         unit.leg = self.table.moves.leg(unit.home, rows, held=len(unit.holdings), nbytes=nbytes, rooms=rooms)
-        unit.transit.thaw()
+        unit.moving.thaw()
         unit.holdings.clear(unit.leg.gone)
-        unit.transit.freeze(unit.leg.rows)
+        unit.moving.freeze(unit.leg.rows)
         assert not (unit.leg.over and len(unit.holdings))
 
     def send(self, unit):
         """Send a leg, unless the unit must wait yet."""
-        if not unit.leg.rows or self.units[unit.leg.unit].transit.leaving:
+        if not unit.leg.rows or self.units[unit.leg.unit].moving.draining:
             return
         if all(set(put.rows).isdisjoint(unit.leg.rows) for put in unit.holdings.puts):
             self.runner.run(self.sent(unit, self.units[unit.leg.unit]))
 
     async def sent(self, unit, other):
-        for pack in unit.transit.packs(unit.leg.rows, most_bytes=100):
-            columns = await unit.holdings.fetch(pack.rows, pack.columns)
-            rows, ticket = list(pack.rows), unit.leg.ticket
+        for batch in unit.moving.batches(unit.leg.rows, most_bytes=100):
+            columns = await unit.holdings.fetch(batch.rows, batch.columns)
+            rows, ticket = list(batch.rows), unit.leg.ticket
             entry = lambda cells: MovedRows(unit.home, ticket, rows, cells, [], [0] * len(rows), [{}] * len(rows))  # noqa: B023, E731
             unit.sent.append((rows, await other.put(rows, columns, entry)))
 
@@ -255,9 +253,9 @@ class Movement(RuleBasedStateMachine):
 
     async def heard(self, unit):
         for rows, put in unit.sent:
-            if put.verdict.done():
-                unit.holdings.clear(row for row, ok in zip(rows, put.verdict.result().ok, strict=True) if ok)
-        unit.sent = [(rows, put) for rows, put in unit.sent if not put.verdict.done()]
+            if put.result.done():
+                unit.holdings.clear(row for row, ok in zip(rows, put.result.result().ok, strict=True) if ok)
+        unit.sent = [(rows, put) for rows, put in unit.sent if not put.result.done()]
 
     # --- what goes wrong
 
@@ -270,11 +268,11 @@ class Movement(RuleBasedStateMachine):
     @precondition(lambda self: all(unit.synced for unit in self.units.values()))
     @rule(compacted=st.booleans())
     def restart(self, compacted):
-        assert list(snapshot(self.replayed())) == list(snapshot(self.table.books))
+        assert list(snapshot(self.replayed())) == list(snapshot(self.table.state))
         if compacted:
-            self.log = list(snapshot(self.table.books))
+            self.log = list(snapshot(self.table.state))
         self.table = Table()
-        self.table.books.replay(self.log)
+        self.table.state.replay(self.log)
         self.table.start(0.0)
         for unit in self.units.values():
             unit.synced, unit.orders = False, []
@@ -289,31 +287,31 @@ class Movement(RuleBasedStateMachine):
     async def greeted(self, unit):
         await self.told(unit)
         unit.holdings.clear(self.table.hold(unit.home, list(unit.holdings.held())))
-        before = len(self.table.books.rows)
+        before = len(self.table.state.rows)
         self.table.miss(unit.home)
-        assert len(self.table.books.rows) == before
+        assert len(self.table.state.rows) == before
         unit.synced = True
         self.flush()
 
     def replayed(self):
-        books = empty_books()
-        books.replay(self.log)
-        return books
+        state = QueueState()
+        state.replay(self.log)
+        return state
 
     # --- what must hold in the end
 
     def settle(self):
         self.runner.run(self.settled())
-        books = self.table.books
-        assert list(snapshot(self.replayed())) == list(snapshot(books))
-        assert self.kills or not any(partition.wanted for partition in books.partitions.values())
+        state = self.table.state
+        assert list(snapshot(self.replayed())) == list(snapshot(state))
+        assert self.kills or not any(partition.wanted for partition in state.partitions.values())
         for unit in self.units.values():
-            here = {number for number, row in books.rows.items() if row.home == unit.home}
+            here = {number for number, row in state.rows.items() if row.location == unit.home}
             assert set(unit.holdings.rows) == here
             assert unit.budget.used == sum(block.size(row) for row, block in unit.holdings.rows.items())
             assert unit.budget.promised == sum(block.promise for block in unit.holdings.rows.values())
             for number in here:
-                row, truth = books.rows[number], self.truth[number]
+                row, truth = state.rows[number], self.truth[number]
                 assert (set(row.columns), row.here) == (set(truth), True)
                 got = self.runner.run(unit.holdings.fetch([number], list(truth)))
                 assert {name: int(of.row(0)[0]) for name, of in got.items()} == truth
@@ -358,7 +356,7 @@ def queue():
 
 
 def rows_at(queue, index):
-    return [number for number, row in queue.table.books.rows.items() if row.unit == index]
+    return [number for number, row in queue.table.state.rows.items() if row.unit == index]
 
 
 def ask_and_send(queue):
@@ -375,21 +373,21 @@ def tell(queue, unit, *, answered=True):
 def write(queue, unit, number, value):
     async def store():
         columns = {"x": Jagged.from_rows([[value] * 2], "int64")}
-        parcel = await unit.holdings.store_outputs(
+        blob = await unit.holdings.store_outputs(
             columns, rows=[number], lease=f"write:{value}", partial=False, producer="", timeout=0
         )
-        put = unit.holdings.propose(NewCells(f"write:{value}", [number], parcel.cells, [], ""), parcel, outputs={})
+        put = unit.holdings.propose(NewCells(f"write:{value}", [number], blob.cells, [], ""), blob, outputs={})
         unit.values[put] = {number: {"x": value}}
         await queue.told(unit)
 
-    assert not unit.transit.blocks([number])
+    assert not unit.moving.blocks([number])
     queue.runner.run(store())
 
 
 def test_a_group_moves_whole_and_nothing_is_written_to_it_meanwhile(queue):
     rows, other = ask_and_send(queue)
     assert len(rows) == 2
-    assert all(queue.units[0].transit.blocks([number]) for number in rows)
+    assert all(queue.units[0].moving.blocks([number]) for number in rows)
     tell(queue, other)
     assert set(rows_at(queue, other.index)) >= set(rows)
     assert queue.table.moves.where([*rows, 5]) == [other.index] * 2 + [NOWHERE]
@@ -398,7 +396,7 @@ def test_a_group_moves_whole_and_nothing_is_written_to_it_meanwhile(queue):
 def test_what_was_sent_before_the_controller_was_asked_again_comes_too_late(queue):
     rows, other = ask_and_send(queue)
     queue.runner.run(queue.asked(queue.units[0]))
-    queue.units[0].transit.thaw()
+    queue.units[0].moving.thaw()
     write(queue, queue.units[0], rows[0], 1000)
     tell(queue, other)
     assert set(rows_at(queue, 0)) >= set(rows)
@@ -408,7 +406,7 @@ def test_what_was_sent_before_the_controller_was_asked_again_comes_too_late(queu
 def test_of_rows_that_were_sent_twice_the_unit_keeps_what_was_sent_last(queue):
     rows, other = ask_and_send(queue)
     queue.runner.run(queue.asked(queue.units[0]))
-    queue.units[0].transit.thaw()
+    queue.units[0].moving.thaw()
     write(queue, queue.units[0], rows[0], 1000)
     again, same = ask_and_send(queue)
     assert (again, same) == (rows, other)
@@ -433,7 +431,7 @@ def test_a_restarted_controller_takes_rows_over_from_a_unit_that_has_not_greeted
     queue.restart(compacted=True)
     queue.runner.run(queue.greeted(other))
     assert set(rows_at(queue, other.index)) >= set(rows)
-    assert all(queue.table.books.rows[number].here for number in rows)
+    assert all(queue.table.state.rows[number].here for number in rows)
 
 
 def test_rows_of_a_unit_that_died_over_its_leave_are_wanted_and_what_was_sent_is_freed(queue):
@@ -441,7 +439,7 @@ def test_rows_of_a_unit_that_died_over_its_leave_are_wanted_and_what_was_sent_is
     queue.kills = 1
     queue.enter(0)
     tell(queue, other)
-    assert len(queue.table.books.partitions[P].wanted) == 4
+    assert len(queue.table.state.partitions[P].wanted) == 4
     assert not set(other.holdings.rows) & set(rows)
 
 

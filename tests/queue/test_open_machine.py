@@ -13,13 +13,14 @@ from asyncflow.errors import Refused, StaleHandle
 from asyncflow.identity import RowPlace, home
 from asyncflow.queue.ledger.audit import Auditor
 from asyncflow.queue.protocol.messages import KEY_TAG, TaskSpec
-from asyncflow.queue.protocol.unit_calls import Cells, Held
-from asyncflow.queue.table import open_table
-from asyncflow.queue.table.claims import Claim
-from asyncflow.queue.table.folding import empty_books
-from asyncflow.queue.table.news import decode, encode
+from asyncflow.queue.protocol.unit_calls import Cells, Held, NewRows
+from asyncflow.queue.table.apply import QueueState
+from asyncflow.queue.table.leases import Claim
+from asyncflow.queue.table.replication import decode, encode
+from asyncflow.queue.table.report import consumed, find, listing, peek
+from asyncflow.queue.table.rows import expect, list_rows, reset, write
 from asyncflow.queue.table.snapshot import snapshot
-from asyncflow.queue.table.state import State
+from asyncflow.queue.table.state import RowState
 from asyncflow.queue.table.table import Table
 
 P = "scores"
@@ -51,15 +52,9 @@ class OpenMachine(RuleBasedStateMachine):
         tags = [{KEY_TAG: key, "n": 0}] if key else [{"n": n} for n in range(len(numbers))]
         had = next((number for number, row in self.rows.items() if key and row["key"] == key), None)
         for _ in range(1 + again):
-            ok, answer = self.table.puts.put(
-                P,
-                client=CLIENT,
-                group=self.serial - FIRST,
-                size=size,
-                rows=numbers,
-                cells=Cells(dtypes={"text": "text"}, sizes={"text": b"\3\0\0\0"}),
-                tags=tags,
-            )
+            cells = Cells(dtypes={"text": "text"}, sizes={"text": b"\3\0\0\0"})
+            entry = NewRows(P, CLIENT, self.serial - FIRST, size, numbers, cells, tags)
+            ok, answer = self.table.puts.put(entry)
             if had is not None:
                 assert (ok, answer) == ([False], [had])
             elif ok[0]:
@@ -82,15 +77,15 @@ class OpenMachine(RuleBasedStateMachine):
     def write(self, data, column, size, dtype):
         numbers = self.some(data)
         stale = any(number not in self.rows for number in numbers)
-        books = self.table.books
-        wrong = bool(numbers) and not stale and books.partitions[P].schema.get(column, dtype) != dtype
+        state = self.table.state
+        wrong = bool(numbers) and not stale and state.partitions[P].schema.get(column, dtype) != dtype
         cells = Cells(dtypes={column: dtype}, sizes={column: size.to_bytes(4, "little")})
         tags = [{"late": size}] * len(numbers)
         if stale or wrong:
             with pytest.raises(StaleHandle if stale else Refused):
-                open_table.write(books, numbers, cells, tags)
+                write(state, numbers, cells, tags)
             return
-        assert open_table.write(books, numbers, cells, tags) == [True] * len(numbers)
+        assert write(state, numbers, cells, tags) == [True] * len(numbers)
         for number in numbers:
             self.rows[number]["columns"][column] = size
             self.rows[number]["tags"]["late"] = size
@@ -100,16 +95,16 @@ class OpenMachine(RuleBasedStateMachine):
         self.tickets += 1
         claim = Claim(P, task, worker, f"t{self.tickets}", max_rows=most)
         self.table.claims.park(claim)
-        lots = [lot for met, lot in self.table.claims.serve(self.now) if met is claim]
+        batches = [batch for met, batch in self.table.claims.serve(self.now) if met is claim]
         self.table.claims.withdraw(claim)
-        if not lots:
+        if not batches:
             assert not self.ready(task)
             return
-        (lot,) = lots
-        assert set(lot.rows) <= self.ready(task)
-        for number in lot.rows:
-            self.rows[number]["held"][task] = lot.lease
-        self.leases.append((task, lot.lease, list(lot.rows)))
+        (batch,) = batches
+        assert set(batch.rows) <= self.ready(task)
+        for number in batch.rows:
+            self.rows[number]["held"][task] = batch.lease
+        self.leases.append((task, batch.lease, list(batch.rows)))
 
     @rule(data=st.data(), good=st.booleans())
     def end(self, data, good):
@@ -130,7 +125,7 @@ class OpenMachine(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from("vw"))
     def lose_worker(self, worker):
-        held = {lease.name for lease in self.table.books.leases if lease.worker == worker}
+        held = {lease.name for lease in self.table.state.leases if lease.worker == worker}
         self.table.claims.expire_worker(worker)
         for row in self.rows.values():
             row["held"] = {task: lease for task, lease in row["held"].items() if lease not in held}
@@ -139,7 +134,7 @@ class OpenMachine(RuleBasedStateMachine):
     def reset(self, task):
         names = NEEDS if task is None else [task]
         had = sum(name in row["held"] or name in row["had"] for row in self.rows.values() for name in names)
-        assert open_table.reset(self.table.books, self.partition, task) == had
+        assert reset(self.table.state, self.partition, task) == had
         self.resets += had
         for row in self.rows.values():
             for name in names:
@@ -174,13 +169,13 @@ class OpenMachine(RuleBasedStateMachine):
 
     @rule(total=st.integers(0, 9))
     def expect(self, total):
-        open_table.expect(self.table.books, self.partition, total)
+        expect(self.table.state, self.partition, total)
         self.expected = total
 
     @rule(task=TASK)
     def look(self, task):
-        rows = list(open_table.list_rows(self.partition))
-        sight = open_table.peek(self.table.books, self.partition, task, rows)
+        rows = list(list_rows(self.partition))
+        sight = peek(self.table.state, self.partition, task, rows)
         self.peeked += len(rows)
         assert {n for n, ready in zip(sight.rows, sight.ready, strict=True) if ready} == self.ready(task)
         for place, number in enumerate(sight.rows):
@@ -195,7 +190,7 @@ class OpenMachine(RuleBasedStateMachine):
         self.events()
         self.table = Table()
         for event in self.log:
-            self.table.books.apply(event)
+            self.table.state.apply(event)
         self.table.start(self.now)
         assert set(self.table.hold(home(self.epoch, 0), held)) == self.gone
         assert self.table.miss(home(self.epoch, 0)) == 0
@@ -206,22 +201,22 @@ class OpenMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_listing_is_what_the_user_believes(self):
-        listing = open_table.listing(open_table.list_rows(self.partition))
-        told = {n: (k, t) for n, k, t in zip(listing.rows, listing.keys, listing.tags, strict=True)}
+        told_rows = listing(list_rows(self.partition))
+        told = {n: (k, t) for n, k, t in zip(told_rows.rows, told_rows.keys, told_rows.tags, strict=True)}
         assert told == {number: (row["key"], row["tags"]) for number, row in self.rows.items()}
         assert len(self.partition.wanted) == len(self.lost)
         keys = {row["key"]: number for number, row in self.rows.items() if row["key"]}
         lost = [row["key"] for row in self.lost.values()]
-        found = open_table.find(self.partition, ["a", "b"])
+        found = find(self.partition, ["a", "b"])
         assert found.rows == [keys.get("a", 0), keys.get("b", 0)]
         assert found.lost == [key for key in ("a", "b") if key in lost]
         assert found.unnamed == lost.count("")
-        assert self.table.books.rows.keys() == self.rows.keys()
+        assert self.table.state.rows.keys() == self.rows.keys()
 
     @invariant()
     def progress_is_what_the_user_believes(self):
         for task in NEEDS:
-            told = open_table.consumed(self.partition, task)
+            told = consumed(self.partition, task)
             assert told.done == sum(task in row["had"] for row in self.rows.values())
             assert told.leased == sum(task in row["held"] for row in self.rows.values())
             assert (told.rows, told.cleared, told.expected) == (
@@ -234,9 +229,9 @@ class OpenMachine(RuleBasedStateMachine):
     @invariant()
     def the_log_makes_the_same_state_again(self):
         self.events()
-        live = list(snapshot(self.table.books))
+        live = list(snapshot(self.table.state))
         for events in (self.log, live):
-            again = empty_books()
+            again = QueueState()
             for event in events:
                 again.apply(decode(encode(event)))
             assert list(snapshot(again)) == live
@@ -244,22 +239,22 @@ class OpenMachine(RuleBasedStateMachine):
     @invariant()
     def the_auditor_agrees(self):
         self.events()
-        for events in (self.log, snapshot(self.table.books)):
+        for events in (self.log, snapshot(self.table.state)):
             auditor = Auditor()
             for event in events:
                 auditor.see(event)
             report = auditor.report()
             assert report.ok, report
             counts = self.partition.counts
-            assert report.remaining == counts[State.LIVE] + counts[State.WANTED]
-            assert report.without_bytes == counts[State.WANTED]
-            assert report.cleared == self.partition.cleared + counts[State.DROPPED] + counts[State.FILTERED]
+            assert report.remaining == counts[RowState.LIVE] + counts[RowState.WANTED]
+            assert report.without_bytes == counts[RowState.WANTED]
+            assert report.cleared == self.partition.cleared + counts[RowState.DROPPED] + counts[RowState.FILTERED]
 
     # --- short words
 
     @property
     def partition(self):
-        return self.table.books.partition(P)
+        return self.table.state.partition(P)
 
     def ready(self, task):
         """The rows that the next claim of ``task`` may give."""
@@ -291,13 +286,13 @@ class OpenMachine(RuleBasedStateMachine):
         self.counter = 0
 
     def events(self):
-        self.log += self.table.books.outbox
-        self.table.books.outbox.clear()
-        self.table.books.frees.clear()
+        self.log += self.table.state.outbox
+        self.table.state.outbox.clear()
+        self.table.state.frees.clear()
 
     def teardown(self):
         if hasattr(self, "table"):
-            assert self.partition.counts[State.LIVE] == len(self.rows)
+            assert self.partition.counts[RowState.LIVE] == len(self.rows)
 
 
 def test_open_machine(monkeypatch):

@@ -2,10 +2,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.flow.ready import ReadyIndex
-from asyncflow.flow.schedule import Window
-from asyncflow.flow.selection import Appetite
+from asyncflow.flow.schedule import VersionWindow
+from asyncflow.flow.selection import VersionFilter
 
-windows = st.tuples(st.integers(0, 3), st.integers(0, 3)).map(lambda ends: Window(min(ends), max(ends)))
+windows = st.tuples(st.integers(0, 3), st.integers(0, 3)).map(lambda ends: VersionWindow(min(ends), max(ends)))
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "discard", "head"]), st.integers(0, 9), windows, st.integers(0, 5))))
@@ -20,9 +20,9 @@ def test_index_agrees_with_a_sorted_list(steps):
             model.pop(item, None)
             index.discard(item)
         else:
-            appetite = Appetite(item % 4)
-            fitting = [(o, t, i) for i, (o, t, w) in model.items() if appetite.suits(w)]
-            assert index.head(appetite.suits) == (min(fitting)[2] if fitting else None)
+            version_filter = VersionFilter(item % 4)
+            fitting = [(o, t, i) for i, (o, t, w) in model.items() if version_filter.suits(w)]
+            assert index.head(version_filter.suits) == (min(fitting)[2] if fitting else None)
         assert len(index) == len(model)
         assert all(index.count(w) == sum(m[2] == w for m in model.values()) for w in {m[2] for m in model.values()})
 
@@ -30,7 +30,7 @@ def test_index_agrees_with_a_sorted_list(steps):
 def test_index_forgets_what_was_discarded():
     index = ReadyIndex[int]()
     for number in range(10_000):
-        index.add(number, window=Window(0, 0), order=(0,))
+        index.add(number, window=VersionWindow(0, 0), order=(0,))
         if number:
             index.discard(number)
     assert len(index) == 1
@@ -39,16 +39,16 @@ def test_index_forgets_what_was_discarded():
 
 def test_an_item_keeps_its_place_but_not_its_weight():
     index = ReadyIndex[str]()
-    index.add("a", window=Window(0, 0), order=(0,), weight=3)
-    index.add("b", window=Window(0, 0), order=(0,), weight=1)
-    index.add("a", window=Window(0, 0), order=(9,), weight=5)
+    index.add("a", window=VersionWindow(0, 0), order=(0,), weight=3)
+    index.add("b", window=VersionWindow(0, 0), order=(0,), weight=1)
+    index.add("a", window=VersionWindow(0, 0), order=(9,), weight=5)
     assert index.weight == 6
     assert index.head(lambda _: True) == "a"
 
 
 def test_appetite():
-    assert Appetite().suits(Window(7, 7))
-    assert Appetite(2).suits(Window(1, 3))
-    assert not Appetite(2).suits(Window(3, 3))
-    assert Appetite(2, (3,)).accepts(Window(3, 3))
-    assert not Appetite(2, (4,)).accepts(Window(3, 3))
+    assert VersionFilter().suits(VersionWindow(7, 7))
+    assert VersionFilter(2).suits(VersionWindow(1, 3))
+    assert not VersionFilter(2).suits(VersionWindow(3, 3))
+    assert VersionFilter(2, (3,)).accepts(VersionWindow(3, 3))
+    assert not VersionFilter(2, (4,)).accepts(VersionWindow(3, 3))

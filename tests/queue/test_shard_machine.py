@@ -1,7 +1,7 @@
 """A shard follows a home to which anything may happen, in any order, and itself restarts and falls behind.
 
 The homes are those of the other two machines. What is asked of the shard: when it has caught up it has the home's rows;
-its own task has every row once, whatever the home did; its ledger makes the same books again, and its audit agrees.
+its own task has every row once, whatever the home did; its ledger makes the same state again, and its audit agrees.
 """
 
 import sys
@@ -14,14 +14,12 @@ from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.audit import Auditor
+from asyncflow.queue.protocol.calls import AskPart, Follow
 from asyncflow.queue.protocol.messages import TaskSpec
-from asyncflow.queue.protocol.shard_calls import AskPart, Follow
 from asyncflow.queue.protocol.unit_calls import Cells, Held
-from asyncflow.queue.table.claims import Claim
-from asyncflow.queue.table.feed import NewsFeed
-from asyncflow.queue.table.folding import empty_books
-from asyncflow.queue.table.news import decode
-from asyncflow.queue.table.replica import draft_of, install, take
+from asyncflow.queue.table.apply import QueueState
+from asyncflow.queue.table.leases import Claim
+from asyncflow.queue.table.replication import ChangeFeed, decode, draft_of, install, take
 from asyncflow.queue.table.snapshot import snapshot, snapshot_rows
 from asyncflow.queue.table.table import Table
 
@@ -34,7 +32,7 @@ TASK = "away"
 
 
 class Shard:
-    """A shard's books, its ledger, and how far it has followed."""
+    """A shard's state, its ledger, and how far it has followed."""
 
     def __init__(self):
         self.log, self.home, self.position = [], 0, 0
@@ -44,27 +42,27 @@ class Shard:
         self.write()
         self.table = Table(index=1, controllers=2)
         for event in self.log:
-            self.table.books.apply(event)
+            self.table.state.apply(event)
         self.table.start(0.0)
         self.home = self.position = 0
 
     def write(self):
         if hasattr(self, "table"):
-            self.log += self.table.books.outbox
-            self.table.books.outbox.clear()
+            self.log += self.table.state.outbox
+            self.table.state.outbox.clear()
 
     def follow(self, feed):
         while (told := feed.answer(Follow(1, self.home, self.position, 0.0))) is not None:
             if told.parts:
-                draft = draft_of(self.table.books)
+                draft = draft_of(self.table.state)
                 for part in range(told.parts):
                     for raw in feed.part(AskPart(1, told.position, part)).items:
                         take(draft, decode(raw))
-                install(self.table.books, draft)
-                self.table.books.outbox.clear()
-                self.log = list(snapshot(self.table.books))
+                install(self.table.state, draft)
+                self.table.state.outbox.clear()
+                self.log = list(snapshot(self.table.state))
             for raw in told.items:
-                take(self.table.books, decode(raw))
+                take(self.table.state, decode(raw))
             self.home, self.position = told.home, told.position
 
 
@@ -75,23 +73,21 @@ class Followed:
     feed = None
 
     def attend(self):
-        if self.feed is None or self.feed._books is not self.home.books:
-            self.feed, self.told_of = NewsFeed(self.home.books, shards=[1], limit=1500), set()
+        if self.feed is None or self.feed._state is not self.home.state:
+            self.feed, self.told_of = ChangeFeed(self.home.state, shards=[1], limit=1500), set()
             self.feed.start()
             spec = TaskSpec(partition=self.partition_name, name=TASK, needs=[self.column])
-            if TASK not in self.home.books.partition(self.partition_name).elsewhere:
-                self.home.books.record(ev.Declared(spec, 1))
+            if TASK not in self.home.state.partition(self.partition_name).elsewhere:
+                self.home.state.record(ev.Declared(spec, 1))
         if self.shard is None:
-            self.shard, self.tickets_of_shard, self.lots, self.finished = Shard(), 0, [], set()
+            self.shard, self.tickets_of_shard, self.batches, self.finished = Shard(), 0, [], set()
             self.away = False
 
     def catch_up(self):
         self.attend()
-        fresh = [number for number in self.home.books.rows if number not in self.told_of]
+        fresh = [number for number in self.home.state.rows if number not in self.told_of]
         self.told_of.update(fresh)
-        self.feed.recalled(
-            Held(row=number, columns={self.column: 1}, partial={}, tokens=0, tags={}) for number in fresh
-        )
+        self.feed.held(Held(row=number, columns={self.column: 1}, partial={}, tokens=0, tags={}) for number in fresh)
         self.shard.follow(self.feed)
 
     @invariant()
@@ -101,7 +97,7 @@ class Followed:
             return
         self.catch_up()
 
-        assert list(snapshot_rows(self.shard.table.books)) == list(snapshot_rows(self.home.books))
+        assert list(snapshot_rows(self.shard.table.state)) == list(snapshot_rows(self.home.state))
 
     @rule(away=st.booleans())
     def stop_or_go_on(self, away):
@@ -117,30 +113,30 @@ class Followed:
         self.catch_up()
         self.tickets_of_shard += 1
         claim = Claim(self.partition_name, TASK, "w", f"s{self.tickets_of_shard}", max_rows=most)
-        lot = self.shard.table.claims.grant(claim, 0.0)
-        if lot is None:
+        batch = self.shard.table.claims.grant(claim, 0.0)
+        if batch is None:
             return
-        assert self.finished.isdisjoint(lot.rows)
-        self.lots.append(lot)
+        assert self.finished.isdisjoint(batch.rows)
+        self.batches.append(batch)
         if then != "hold":
-            self.end_lot(lot, good=then != "return")
+            self.end_lot(batch, good=then != "return")
         if then == "restart":
             self.shard.start()
 
     @rule(data=st.data(), good=st.booleans())
     def end_at_shard(self, data, good):
-        if getattr(self, "lots", None):
-            self.end_lot(data.draw(st.sampled_from(self.lots)), good=good)
+        if getattr(self, "batches", None):
+            self.end_lot(data.draw(st.sampled_from(self.batches)), good=good)
 
-    def end_lot(self, lot, *, good):
-        claims, numbers = self.shard.table.claims, list(lot.rows)
-        lease = claims.holder(lot.lease)
+    def end_lot(self, batch, *, good):
+        claims, numbers = self.shard.table.claims, list(batch.rows)
+        lease = claims.holder(batch.lease)
         held = [lease is not None and number in lease.rows for number in numbers]
         if not good:
-            assert claims.give_back(lot.lease, numbers, "test") == held
+            assert claims.give_back(batch.lease, numbers, "test") == held
             return
-        done = claims.completed(lot.lease, numbers)
-        ok = self.shard.table.complete(lot.lease, numbers, Cells(dtypes={}, sizes={}), [])
+        done = claims.completed(batch.lease, numbers)
+        ok = self.shard.table.complete(batch.lease, numbers, Cells(dtypes={}, sizes={}), [])
         assert ok == [a or b for a, b in zip(held, done, strict=True)]
         self.finished.update(number for number, admitted in zip(numbers, ok, strict=True) if admitted)
 
@@ -149,25 +145,25 @@ class Followed:
         if self.shard is None:
             return
         self.catch_up()
-        lot = True
-        while lot:
+        batch = True
+        while batch:
             self.tickets_of_shard += 1
             claim = Claim(self.partition_name, TASK, "w", f"s{self.tickets_of_shard}", max_rows=100)
-            if lot := self.shard.table.claims.grant(claim, 0.0):
-                assert self.finished.isdisjoint(lot.rows)
-                self.lots.append(lot)
-        for lot in self.lots:
-            self.shard.table.claims.complete(lot.lease, lot.rows)
-        partition = self.shard.table.books.partition(self.partition_name)
+            if batch := self.shard.table.claims.grant(claim, 0.0):
+                assert self.finished.isdisjoint(batch.rows)
+                self.batches.append(batch)
+        for batch in self.batches:
+            self.shard.table.claims.complete(batch.lease, batch.rows)
+        partition = self.shard.table.state.partition(self.partition_name)
         living = [row for group in partition.groups.values() for row in group.rows if row.state == 0]
         assert all(row.work[TASK].done for row in living)
         self.shard.write()
-        again, auditor = empty_books(), Auditor()
+        again, auditor = QueueState(), Auditor()
         again.index = 1
         for event in self.shard.log:
             again.apply(event)
             auditor.see(event)
-        assert list(snapshot(again)) == list(snapshot(self.shard.table.books))
+        assert list(snapshot(again)) == list(snapshot(self.shard.table.state))
         assert not auditor.report().problems
 
 

@@ -5,10 +5,11 @@ import pytest
 
 from asyncflow.errors import Fenced, Refused
 from asyncflow.queue.protocol.calls import Begin
-from asyncflow.queue.protocol.messages import RowMeta, TaskSpec
+from asyncflow.queue.protocol.messages import Samples, TaskSpec
+from asyncflow.queue.protocol.unit_calls import NewRows
 from asyncflow.queue.table.report import snapshot
 from asyncflow.queue.table.snapshot import snapshot as records_of
-from asyncflow.queue.table.state import State
+from asyncflow.queue.table.state import RowState
 
 P = "train"
 
@@ -31,9 +32,10 @@ def test_a_row_is_ready_when_all_columns_are_there_and_for_each_task_once(queue)
 def test_creation_is_idempotent_and_whole(queue):
     assert queue.create(0) == [True, True]
     assert queue.create(0) == [False, False]
-    half = [RowMeta(partition=P, serial=5, sample=1, step=1)]
-    assert queue.put(half, 2) == [False]
-    assert queue.table.books.partitions[P].next_serial == 1
+    half = NewRows(P, b"a client", 0, 2, [1 << 44], queue.cells(1, "prompt"), [], Samples(serials=[5], step=1))
+    with pytest.raises(Refused, match="1 rows do not make 1 groups of 2"):
+        queue.table.puts.put(half)
+    assert queue.table.state.partitions[P].used.next() == 1
 
 
 def test_an_attempt_that_was_taken_over_from_changes_nothing(queue):
@@ -61,36 +63,29 @@ def test_a_take_over_lasts(queue, meanwhile):
         queue.table.clear(P, 2)
     if meanwhile == "compaction":
         queue.events()
-        queue.log[:] = records_of(queue.table.books)
+        queue.log[:] = records_of(queue.table.state)
     queue.restart()
     queue.creator = 1
     with pytest.raises(Fenced):
         queue.create(1)
 
 
-def test_a_put_into_two_partitions_is_fenced_as_a_whole(queue):
-    queue.table.take_over("eval", 1)
-    metas = [RowMeta(partition=name, serial=0, sample=0, step=1) for name in (P, "eval")]
-    before = list(queue.events())
-    with pytest.raises(Fenced):
-        queue.put(metas, 1)
-    assert queue.events() == before
-
-
 def test_serials_that_were_skipped_are_known(queue):
     queue.create(0, 3)
-    assert snapshot(queue.table.books.partitions[P]).missing == [1, 2]
+    assert snapshot(queue.table.state.partitions[P]).missing == [1, 2]
     queue.create(2)
     finished = queue.claim("rollout", rows=2)
     queue.table.claims.drop(finished[0].lease, [row.row for row in finished], "why")
-    assert snapshot(queue.table.books.partitions[P]).missing == [1]
+    assert snapshot(queue.table.state.partitions[P]).missing == [1]
 
 
 def test_huge_numbers_of_a_caller_take_neither_memory_nor_time(queue):
     far = 1 << 62
     assert queue.create(far, purpose="eval", partition="eval") == [True, True]
-    assert snapshot(queue.table.books.partitions["eval"]).missing == []
-    assert queue.put([RowMeta(partition=P, serial=0, sample=0, step=1)], far) == [False]
+    assert snapshot(queue.table.state.partitions["eval"]).missing == []
+    cells = queue.cells(1, "prompt")
+    with pytest.raises(Refused, match="do not make 1 groups"):
+        queue.table.puts.put(NewRows(P, b"a client", 0, far, [1 << 44], cells, [], Samples(serials=[0], step=1)))
     assert queue.create(far) == [False, False]
     with pytest.raises(Refused, match="never all handed out"):
         queue.table.training.begin(P, 0, far, 1)
@@ -212,8 +207,8 @@ def test_dropped_rows_are_final_and_leave_the_group(queue):
     assert queue.table.claims.drop(rows[0].lease, [rows[0].row], "filtered:zero") == [True]
     assert queue.table.claims.drop(rows[1].lease, [rows[1].row], "broken") == [True]
     assert queue.table.claims.drop(rows[1].lease, [rows[1].row], "broken") == [False]
-    assert queue.counts == {State.LIVE: 1, State.FILTERED: 1, State.DROPPED: 1}
-    assert [row.row for row in queue.table.books.frees] == [rows[0].row, rows[1].row]
+    assert queue.counts == {RowState.LIVE: 1, RowState.FILTERED: 1, RowState.DROPPED: 1}
+    assert [row.row for row in queue.table.state.frees] == [rows[0].row, rows[1].row]
     assert queue.create(0, size=3) == [False] * 3
 
 
@@ -241,8 +236,8 @@ def test_a_new_incarnation_of_a_unit_makes_its_rows_wanted(queue):
     assert [tuple(meta.key) for meta in wanted.keys] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert queue.complete(before, "response") == [False, False]
     assert queue.claim("rollout") == []
-    assert queue.put([meta for meta in wanted.keys if meta.serial == 1 and meta.sample == 0], 2) == [False]
-    assert queue.put(wanted.keys, 2) == [True] * 4
+    assert queue.create(1, step=2) == [False] * 2
+    assert queue.create(0, 1) == [True] * 4
     assert queue.table.wanted(P).keys == []
     assert len(queue.claim("rollout")) == 4
 
@@ -256,7 +251,7 @@ def test_clearing_a_partition_keeps_its_tasks_and_frees_its_rows(queue):
     queue.create(0)
     rows = queue.claim("rollout")
     queue.table.clear(P)
-    assert sorted(row.row for row in queue.table.books.frees) == sorted(row.row for row in rows)
+    assert sorted(row.row for row in queue.table.state.frees) == sorted(row.row for row in rows)
     assert queue.complete(rows, "response") == [False, False]
     assert queue.create(0) == [True, True]
     assert len(queue.claim("rollout")) == 2
@@ -265,7 +260,7 @@ def test_clearing_a_partition_keeps_its_tasks_and_frees_its_rows(queue):
 def test_a_claim_does_not_look_at_all_rows(make_queue):
     queue = make_queue([TaskSpec(partition=P, name="rollout", needs=["prompt"])])
     queue.create(*range(20_000), size=1)
-    index = queue.table.books.partitions[P].queues["rollout"].index
+    index = queue.table.state.partitions[P].queues["rollout"].index
     looked = []
 
     class Places(dict):

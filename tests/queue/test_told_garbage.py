@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from msgspec import Struct
 
-from asyncflow.errors import LedgerCorrupt, ProtocolError
+from asyncflow.errors import LedgerCorrupt
 from asyncflow.queue.ledger import events as ev
-from asyncflow.queue.protocol import moving_calls, runs, shard_calls, unit_calls
+from asyncflow.queue.protocol import calls, unit_calls
 from asyncflow.queue.protocol.messages import TaskSpec
-from asyncflow.queue.table import news, replica
-from asyncflow.queue.table.folding import empty_books
+from asyncflow.queue.table import replication
+from asyncflow.queue.table.apply import QueueState
 
 WORDS = st.sampled_from(["p", "t", "a", "b", "key", "", "880000100000000"])
 NUMBERS = st.sampled_from([0, 1, 2, 7, 8, 9, -1, -2, 1 << 20, 1 << 32, (1 << 63) - 1])
@@ -58,59 +58,59 @@ def run_of(*, groups=1, size=2, rows=None, row=7, state=0):
 
 
 ITEMS = st.one_of(
-    anything(news.Item),
+    anything(replication.Change),
     st.just(PARTITION),
     st.builds(run_of, groups=st.integers(1, 3), row=st.sampled_from([7, 20]), state=st.integers(0, 6)).map(
         lambda run: ev.SnapshotRows("q", groups=[run])
     ),
-    st.builds(ev.Put, st.just("p"), st.just(1 << 32), st.integers(0, 3), st.integers(1, 2), st.sampled_from([7, 8])),
     st.builds(
-        ev.Created,
-        *map(st.just, ["q", "train"]),
-        st.integers(0, 2),
-        *map(st.just, [2, 1, 0, 1, [(0, 20), (1, 21)]]),
+        ev.RowsPut,
+        *map(st.just, ["p", "open", 1 << 32]),
+        st.integers(0, 3),
+        st.integers(1, 2),
+        st.sampled_from([7, 8]),
     ),
+    st.builds(ev.RowsPut, *map(st.just, ["q", "train"]), st.integers(0, 2), *map(st.just, [1, 2, 20, 1, 0, 1])),
 )
 
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(ITEMS, max_size=8), st.lists(ITEMS, max_size=8))
 def test_what_a_shard_is_told_it_takes_in_or_calls_corrupt(told, snapshot):
-    books = empty_books()
-    books.index = 1
-    draft = replica.draft_of(books)
-    for into, items in ((books, told), (draft, snapshot)):
+    state = QueueState()
+    state.index = 1
+    draft = replication.draft_of(state)
+    for into, items in ((state, told), (draft, snapshot)):
         for item in [*BEGINNING, *items]:
             try:
-                replica.take(into, news.decode(news.encode(item)))
+                replication.take(into, replication.decode(replication.encode(item)))
             except LedgerCorrupt:
                 break
         else:
-            assert len(into.rows) <= runs.MOST
+            assert len(into.rows) <= unit_calls.MOST_ROWS * len(items)
             if into is draft:
-                replica.install(books, draft)
-                assert books.rows is draft.rows
+                replication.install(state, draft)
+                assert state.rows is draft.rows
 
 
-@given(st.binary(max_size=60) | st.sampled_from(BEGINNING).map(news.encode).map(lambda said: said[:-1]))
+@given(st.binary(max_size=60) | st.sampled_from(BEGINNING).map(replication.encode).map(lambda said: said[:-1]))
 def test_bytes_that_are_no_item_are_called_corrupt(said):
     with pytest.raises(LedgerCorrupt):
-        news.decode(said)
+        replication.decode(said)
 
 
 @pytest.mark.parametrize(
     "item",
     [
-        ev.Put("p", 1 << 32, runs.MOST, 2, 7),
+        ev.RowsPut("p", "open", 1 << 32, unit_calls.MOST_ROWS, 2, 7),
         ev.SnapshotRows("p", groups=[run_of(groups=1 << 60)]),
-        ev.SnapshotRows("p", groups=[run_of(groups=runs.MOST)]),
+        ev.SnapshotRows("p", groups=[run_of(groups=unit_calls.MOST_ROWS)]),
         ev.SnapshotRows("p", finished=[(0, 1 << 60, 1, 0, 0, "t")]),
-        news.Gained([7, -(1 << 40)], unit_calls.Cells(dtypes={}, sizes={}), [], [], False),
     ],
 )
 def test_an_item_that_stands_for_too_much_is_called_corrupt(item):
     with pytest.raises(LedgerCorrupt):
-        replica.take(empty_books(), item)
+        replication.take(QueueState(), item)
 
 
 @pytest.mark.parametrize(
@@ -121,18 +121,18 @@ def test_an_item_that_stands_for_too_much_is_called_corrupt(item):
         (ev.SnapshotRows("p", finished=[(0, 1, 1, 0, 0, "t")]), "no purpose"),
         (ev.SnapshotRows("q", groups=[run_of(rows=3)]), "too many rows or too few"),
         (ev.SnapshotRows("q", groups=[run_of(), run_of()]), "are there"),
-        (ev.SnapshotRows("q", groups=[run_of(state=9)]), "9 is not a valid State"),
+        (ev.SnapshotRows("q", groups=[run_of(state=9)]), "9 is not a valid RowState"),
         (ev.SnapshotRows("q", finished=[(0, 1, 1, 0, 0, "tx")]), "tx is no outcome"),
     ],
 )
 def test_a_snapshot_that_cannot_be_one_is_called_corrupt(record, what):
-    books = empty_books()
-    replica.take(books, PARTITION)
+    state = QueueState()
+    replication.take(state, PARTITION)
     with pytest.raises(LedgerCorrupt, match=what):
-        replica.take(books, record)
+        replication.take(state, record)
 
 
-@pytest.mark.parametrize("module", [shard_calls, moving_calls])
+@pytest.mark.parametrize("module", [calls, unit_calls])
 def test_no_bytes_make_anything_but_a_message_or_an_error(module):
     kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
     assert len(kinds) > 5
@@ -161,17 +161,7 @@ def anything_plain(kind):
 
 @given(st.text(max_size=40) | st.integers().map(lambda number: f"{number:x}"))
 def test_a_lease_names_one_of_the_controllers_that_there_may_be(lease):
-    assert 0 <= shard_calls.controller_of(lease) < 1 << 64 - shard_calls.LEASE_BITS
-
-
-@given(st.lists(NUMBERS, max_size=9))
-def test_numbers_are_ids_or_refused(numbers):
-    try:
-        meant = runs.expand(numbers)
-    except ProtocolError:
-        return
-    assert len(meant) <= runs.MOST + len(numbers)
-    assert all(number >= 0 for number in meant)
+    assert 0 <= calls.controller_of(lease) < 1 << 64 - calls.LEASE_BITS
 
 
 @pytest.mark.parametrize("size", [-1, (1 << 32) - 1])

@@ -13,7 +13,7 @@ from fcntl import F_GETFL
 from pathlib import Path
 from typing import Any
 
-from asyncflow.rewards.wire import Answer, frame
+from asyncflow.rewards.wire import ScoreAnswer, frame
 
 CANARY = "canary-7f3a"
 UNREACHABLE = "composite"
@@ -35,7 +35,7 @@ def answers(place: Path, *, port: int) -> dict[str, str]:
         return f"{{}}[{secret}]"
 
     os, sys, socket, fcntl = (f"__import__({name!r})" for name in ("os", "sys", "socket", "fcntl"))
-    forged = frame(Answer(nonce=bytes(16), value=1.0))
+    forged = frame(ScoreAnswer(nonce=bytes(16), value=1.0))
     code = {
         "open": mark("open"),
         "import": f"{os}.system('touch {place}/marks/import')",
@@ -132,7 +132,7 @@ def _give_up(*_: object) -> None:
 
 
 def main(place: Path, port: int, scorer: str) -> None:
-    from asyncflow.rewards.registry import load
+    from asyncflow.rewards.functions import load
 
     sys.set_int_max_str_digits(4300)
     function = load(scorer, workdir=Path(__file__).parent)

@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.data.gym import open_gym
+from asyncflow.data.generated import open_gym
 from asyncflow.errors import ManifestError
-from asyncflow.rewards.extract import boxed, last_number, text
+from asyncflow.rewards.functions import boxed, check, last_number, text
 from asyncflow.rewards.pool import RewardPool
 from asyncflow.rewards.process import Scorer
-from asyncflow.rewards.registry import check
 from asyncflow.rewards.wire import Example
 
 

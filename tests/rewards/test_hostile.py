@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from hostile import CANARY, UNREACHABLE, VARIABLE, answers
 
-from asyncflow.data.gym import make_dataset
+from asyncflow.data.generated import make_dataset
 from asyncflow.errors import ManifestError
+from asyncflow.rewards.functions import BUILT_IN
 from asyncflow.rewards.pool import RewardPool
 from asyncflow.rewards.process import Scorer
-from asyncflow.rewards.registry import BUILT_IN
 from asyncflow.rewards.wire import Example, RewardResult
 
 HERE = Path(__file__).parent

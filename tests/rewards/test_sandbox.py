@@ -172,7 +172,7 @@ async def test_threads_and_scratch_files_are_bounded(folder: Path, monkeypatch) 
 
 
 async def test_it_sees_no_variable_and_no_descriptor_of_the_job(folder: Path, monkeypatch) -> None:
-    monkeypatch.setenv("ASYNCFLOW_KEY_FILE", "/somewhere")
+    monkeypatch.setenv("ASYNCFLOW_TLS", "/somewhere")
     inherited = os.open("/dev/null", os.O_RDONLY)
     os.set_inheritable(inherited, True)
     try:

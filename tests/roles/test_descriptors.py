@@ -12,10 +12,9 @@ COUNTING = Path(__file__).parents[2] / "examples" / "counting.yaml"
 ROLE = """
 import resource, sys
 from pathlib import Path
-from asyncflow.roles.base import run_role
-from asyncflow.roles.post import RoleOptions
+from asyncflow.roles.context import RoleOptions, run_role
 
-async def serve(post):
+async def serve(context):
     print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 300))

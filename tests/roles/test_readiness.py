@@ -11,12 +11,12 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from asyncflow.commands.manifest import resolved_job
+from asyncflow.commands.preflight import runnable_job
+from asyncflow.local.placement import PortReservation
 from asyncflow.net.directory import Directory
 from asyncflow.net.rpc import RpcServer
 from asyncflow.roles import controller, driver, rollout, storage, trainer
-from asyncflow.roles.post import JobPost, RoleOptions
-from asyncflow.substrates.local.ports import PortReservation
+from asyncflow.roles.context import JobContext, RoleOptions
 from asyncflow.telemetry.metrics import StorageMetrics
 from asyncflow.weights.service import CatalogueService
 
@@ -34,13 +34,13 @@ def collector() -> Iterator[None]:
     gc.freeze()
 
 
-def post(role: str, at: str, workdir: Path, *, http_port: int = 0) -> JobPost:
+def context(role: str, at: str, workdir: Path, *, http_port: int = 0) -> JobContext:
     options = RoleOptions(role=role, job=COUNTING, driver=at, index=0, attempt=0, workdir=workdir, http_port=http_port)
-    return JobPost(options=options, job=resolved_job(COUNTING))
+    return JobContext(options=options, job=runnable_job(COUNTING))
 
 
 @contextlib.asynccontextmanager
-async def serving(serve: Callable[[JobPost], Awaitable[None]], at: JobPost) -> AsyncIterator[None]:
+async def serving(serve: Callable[[JobContext], Awaitable[None]], at: JobContext) -> AsyncIterator[None]:
     async def run() -> None:
         await serve(at)
 
@@ -76,16 +76,16 @@ async def test_each_role_is_ready_when_it_can_serve(tmp_path: Path) -> None:
                 await asyncio.sleep(0.05)
         return members[0].http
 
-    async with serving(storage.serve, post("storage", at, tmp_path)):
+    async with serving(storage.serve, context("storage", at, tmp_path)):
         unit = await url_of("storage")
         assert await answer(unit) == (503, "the controller has not taken it in yet")
-        async with serving(controller.serve, post("controller", at, tmp_path)):
+        async with serving(controller.serve, context("controller", at, tmp_path)):
             await becomes_ready(await url_of("controller"))
             await becomes_ready(unit)
-            async with serving(rollout.serve, post("rollout", at, tmp_path)):
+            async with serving(rollout.serve, context("rollout", at, tmp_path)):
                 instance = await url_of("rollout")
                 assert await answer(instance) == (503, "no weights are loaded yet")
-                async with serving(trainer.serve, post("trainer", at, tmp_path)):
+                async with serving(trainer.serve, context("trainer", at, tmp_path)):
                     await becomes_ready(await url_of("trainer"))
                     await becomes_ready(instance)
                 assert await answer(instance) == (200, "ready")
@@ -95,7 +95,7 @@ async def test_each_role_is_ready_when_it_can_serve(tmp_path: Path) -> None:
 
 async def test_nobody_is_ready_who_is_not_registered(tmp_path: Path) -> None:
     with PortReservation(2) as (nobody, port):
-        here = post("storage", f"tcp://127.0.0.1:{nobody}", tmp_path, http_port=port)
+        here = context("storage", f"tcp://127.0.0.1:{nobody}", tmp_path, http_port=port)
         joining = asyncio.create_task(here.join(metrics=StorageMetrics()))
         async with asyncio.timeout(10):
             while True:
@@ -111,7 +111,7 @@ async def test_nobody_is_ready_who_is_not_registered(tmp_path: Path) -> None:
 
 async def test_a_driver_is_ready_before_anybody_has_joined(tmp_path: Path) -> None:
     with PortReservation(2) as (at, port):
-        here = post("driver", f"tcp://127.0.0.1:{at}", tmp_path, http_port=port)
+        here = context("driver", f"tcp://127.0.0.1:{at}", tmp_path, http_port=port)
         async with serving(driver.serve, here), asyncio.timeout(60):
             while True:
                 with contextlib.suppress(aiohttp.ClientConnectionError):

@@ -14,9 +14,8 @@ import pytest
 from asyncflow.api import load
 from asyncflow.errors import AsyncFlowError, CheckpointError, PeerLost, RowsLost
 from asyncflow.plan.roles import REFUSED
-from asyncflow.roles import base
-from asyncflow.roles.base import run_role
-from asyncflow.roles.post import JobPost, RoleOptions
+from asyncflow.roles import context
+from asyncflow.roles.context import JobContext, RoleOptions, run_role
 
 COUNTING = Path(__file__).parents[2] / "examples" / "counting.yaml"
 
@@ -51,7 +50,7 @@ def test_the_exit_status_says_whether_another_attempt_helps_and_whose_fault_it_w
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
 
-    async def serve(_: JobPost) -> None:
+    async def serve(_: JobContext) -> None:
         raise ExceptionGroup("all of it", errors)
 
     options = RoleOptions(role="trainer", job=COUNTING, driver="tcp://a:1", index=0, attempt=0, workdir=tmp_path)
@@ -115,6 +114,6 @@ def test_a_disk_that_fails_for_a_moment_is_no_wrong_input(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(load.Path, "open", fail)
-    monkeypatch.setattr(base, "setup_logging", lambda *_: None)
+    monkeypatch.setattr(context, "setup_logging", lambda *_: None)
     options = RoleOptions(role="driver", index=0, attempt=0, driver="", job=tmp_path / "job.yaml", workdir=tmp_path)
-    assert base.run_role(lambda _: pytest.fail("nothing is to be served"), options) == status
+    assert context.run_role(lambda _: pytest.fail("nothing is to be served"), options) == status

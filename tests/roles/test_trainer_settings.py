@@ -8,8 +8,8 @@ import pytest
 from asyncflow.api.job import RLJob
 from asyncflow.models.source import materialize_config, materialize_weights
 from asyncflow.roles.backend import backend_settings, export_checkpoint
-from asyncflow.train.checkpoint import CheckpointManifest, Checkpoints
-from asyncflow.train.ranks import Alone
+from asyncflow.training.checkpoint import CheckpointManifest, Checkpoints
+from asyncflow.training.ranks import SingleProcess
 
 
 def job(**spec: object) -> RLJob:
@@ -52,14 +52,14 @@ def test_a_trainer_uses_its_share_of_the_device() -> None:
 def test_a_checkpoint_is_exported_as_the_trainer_holds_it(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    from asyncflow.train.backends.torch.backend import TorchBackend
+    from asyncflow.training.torch.backend import TorchBackend
 
     for precision in ("bf16", "bf16-stochastic"):
         trainer = {"backend": {"precision": precision}}
         spec = job(algorithm={"steps": 1}, trainer=trainer).spec
         model = materialize_config(spec.model.source, tmp_path)
         materialize_weights(spec.model.source, model)
-        backend = TorchBackend(backend_settings(spec, host="127.0.0.1"), group=Alone())
+        backend = TorchBackend(backend_settings(spec, host="127.0.0.1"), group=SingleProcess())
         backend.load(model, checkpoint=None)
         held = {name: np.array(array) for name, array in backend.tensors()}
         manifest = CheckpointManifest(attempt=0, step=1, samples=0)

@@ -21,20 +21,20 @@ from asyncflow.identity import NEWEST, Version
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.net.frames import Jagged
 from asyncflow.net.rpc import RpcClient, RpcServer
-from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
-from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, TaskSpec
-from asyncflow.queue.unit.unit import StorageUnit
+from asyncflow.queue.protocol.messages import LeasedRow, Samples, TaskSpec
+from asyncflow.queue.storage.unit import StorageUnit
 from asyncflow.rewards.pool import RewardPool
 from asyncflow.rewards.process import Scorer
 from asyncflow.rollout.engines import open_engine
 from asyncflow.rollout.job import RolloutSettings
 from asyncflow.rollout.worker import RolloutWorker, Weights, wanted_by
 from asyncflow.telemetry.metrics import RolloutMetrics
+from asyncflow.weights.host_transport import HostTransport
 from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.sender import WeightSender
 from asyncflow.weights.service import CatalogueService
-from asyncflow.weights.transports.host import HostTransport
 
 MADE = ["response_ids", "logprobs", "versions", "reward"]
 VOCAB = 97
@@ -151,33 +151,29 @@ class World:
         purpose: str = "train",
         tags: dict[str, Any] | None = None,
     ) -> None:
-        metas = [
-            RowMeta(
-                partition=purpose,
-                serial=serial,
-                sample=sample,
-                step=step,
-                purpose=purpose,
-                min_version=oldest,
-                max_version=oldest if newest is None else newest,
-                tags=tags or {},
-            )
-            for serial in serials
-            for sample in range(group)
-        ]
-        tasks = [np.frombuffer(Prompt(question=f"q{m.serial}", answer=f"{m.serial}").packed(), np.uint8) for m in metas]
+        tasks = [np.frombuffer(Prompt(question=f"q{s}", answer=f"{s}").packed(), np.uint8) for s in serials]
         columns = {
-            "prompt_ids": Jagged.from_rows([[2 + m.serial % 50, 3, 4] for m in metas], np.int32),
-            "task": Jagged.from_rows(tasks, np.uint8),
+            "prompt_ids": Jagged.from_rows([[2 + s % 50, 3, 4] for s in serials for _ in range(group)], np.int32),
+            "task": Jagged.from_rows([task for task in tasks for _ in range(group)], np.uint8),
         }
-        assert all(await self.queue.create(metas, columns, group_size=group, timeout=CALL_S))
+        samples = Samples(
+            serials=list(serials),
+            step=step,
+            purpose=purpose,
+            oldest=oldest,
+            newest=oldest if newest is None else newest,
+        )
+        own = [tags or {}] * (len(samples.serials) * group)
+        put = await self.queue.put(purpose, columns, tags=own, group_size=group, samples=samples, timeout=CALL_S)
+        assert all(put.new)
 
     async def made(self, count: int, *, purpose: str = "train") -> tuple[list[LeasedRow], dict[str, list[np.ndarray]]]:
         """Wait until ``count`` finished rows were read; rows in the order of keys, columns by name."""
         rows: list[LeasedRow] = []
         async with asyncio.timeout(30):
             while len(rows) < count:
-                rows += await self.queue.claim(partition=purpose, task="read", max_rows=1000, timeout=1.0)
+                claimed = await self.queue.claim(partition=purpose, task="read", max_rows=1000, timeout=1.0)
+                rows += claimed.rows
         rows.sort(key=lambda row: row.meta.key)
         columns = await self.queue.fetch(rows, MADE, timeout=CALL_S)
         return rows, {name: [column.row(i) for i in range(len(rows))] for name, column in columns.items()}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from asyncflow.flow.instance import Instance
 from asyncflow.identity import Version
-from asyncflow.rollout.claimer import Claimer
 from asyncflow.rollout.job import RolloutSettings
+from asyncflow.rollout.leases import Claimer
 
 SETTINGS = RolloutSettings(temperature=1.0, max_tokens=8, stop_ids=(1,), seed=7)
 
@@ -26,12 +27,12 @@ class Till:
     def ticket(self) -> str:
         return "t-1"
 
-    async def claim(self, **_: object) -> list[object]:
+    async def claim(self, **_: object) -> SimpleNamespace:
         if self.asked.is_set():
             await asyncio.Event().wait()
         self.asked.set()
         try:
-            return await self.answer
+            return SimpleNamespace(rows=await self.answer)
         except asyncio.CancelledError:
             self.withdrawn = True
             raise

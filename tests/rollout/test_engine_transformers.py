@@ -247,7 +247,7 @@ def test_options_that_are_checked_without_loading_a_plugin_are_the_plugins_own()
     from asyncflow.commands.preflight import HEAVY
     from asyncflow.rollout.engines.transformers import TransformersEngine
     from asyncflow.rollout.engines.vllm.engine import VllmEngine
-    from asyncflow.train.backends.torch.backend import TorchBackend
+    from asyncflow.training.torch.backend import TorchBackend
 
     engines = {"transformers": TransformersEngine.Options, "vllm": VllmEngine.Options}
     assert {**engines, "torch": TorchBackend.Options} == HEAVY

@@ -9,6 +9,7 @@ import signal
 import sys
 import textwrap
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +26,12 @@ from asyncflow.rollout.engines.vllm.program import REFUSED
 
 from .conftest import random_weights
 
-pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300), pytest.mark.process]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(300),
+    pytest.mark.process,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm"),
+]
 
 SLOTS, LENGTH = 16, 300
 V1, V2, V3 = (Version(0, step) for step in (1, 2, 3))
@@ -227,7 +232,7 @@ REFUSALS = """
     from pathlib import Path
     from asyncflow.rollout.engines.vllm.program import ServerSettings, main
 
-    usual = {"required": {"model": sys.argv[1], "max_num_seqs": 2}, "wished": {}, "given": {}, "device": "cpu"}
+    usual = {"required": {"model": sys.argv[1], "max_num_seqs": 2}, "optional": {}, "given": {}, "device": "cpu"}
     for wrong in json.loads(sys.argv[2]):
         refusal = Path(sys.argv[1], "refusal")
         try:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import ManifestError, NotYetError
-from asyncflow.models.supported import check_model
+from asyncflow.models.source import check_model
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -92,7 +92,7 @@ def decoded(engine: Any, prompts: list[Any], responses: list[Any], *, slots: int
         found = []
         for slot, prompt in enumerate(prompts):
             prefix = engine.prefill(prompt.tolist())
-            cache.seat(slot, prefix)
+            cache.begin(slot, prefix)
             found.append([prefix.logits])
         for place in range(max(map(len, responses)) - 1):
             cache.open()
@@ -110,8 +110,8 @@ def test_engine_and_trainer_agree_and_batches_do_not_matter(tmp_path: Path, fami
     import torch
 
     from asyncflow.rollout.engines.model import CausalModel
-    from asyncflow.train.backends.torch.model import LogprobModel, named_weights, open_model
-    from asyncflow.train.packing import pack_samples
+    from asyncflow.training.packing import pack_samples
+    from asyncflow.training.torch.model import LogprobModel, named_weights, open_model
 
     plain = opened(tmp_path, family)
     check_model(json.loads((tmp_path / "config.json").read_text()), longest=LONGEST, where="")
@@ -139,8 +139,8 @@ def test_exports_have_the_names_that_the_models_files_have(tmp_path: Path, famil
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    from asyncflow.models.export import export_folder
-    from asyncflow.train.backends.torch.model import named_weights
+    from asyncflow.models.folder import export_folder
+    from asyncflow.training.torch.model import named_weights
 
     plain = opened(tmp_path / "source", family)
     export_folder(dict(named_weights(plain)), tmp_path / "source", tmp_path / "export")
@@ -202,7 +202,7 @@ def test_what_only_the_model_tells_is_refused_before_anything_is_trained(
 ) -> None:
     import torch
 
-    from asyncflow.train.backends.torch import model as torch_model
+    from asyncflow.training.torch import model as torch_model
 
     monkeypatch.setattr(torch_model, "check_model", lambda *_args, **_more: None)
     monkeypatch.setitem(FAMILIES, family, {"num_kv_heads": 2} if family == "falcon" else {})

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from asyncflow.errors import ManifestError
 from asyncflow.models import tiny
 from asyncflow.models.tokenizer import Tokenizer
-from asyncflow.rollout.engines.stopping import StopTexts
+from asyncflow.rollout.engines.base import StopTexts
 
 from .conftest import random_weights
 from .test_engine_transformers import V1, make_engine, request

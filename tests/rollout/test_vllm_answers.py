@@ -7,8 +7,7 @@ import pytest
 from asyncflow.errors import AsyncFlowError, ManifestError
 from asyncflow.identity import SampleKey, Version
 from asyncflow.plugins import read_options
-from asyncflow.rollout.engines.base import GenerationRequest
-from asyncflow.rollout.engines.stopping import StopTexts
+from asyncflow.rollout.engines.base import GenerationRequest, StopTexts
 from asyncflow.rollout.engines.vllm.engine import _completion, _Open, _versions
 from asyncflow.rollout.engines.vllm.program import VllmOptions
 

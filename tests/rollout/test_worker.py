@@ -12,7 +12,7 @@ import pytest
 from asyncflow.errors import AsyncFlowError, ManifestError, PeerLost
 from asyncflow.identity import Version
 from asyncflow.rollout.engines.simulated import SimulatedEngine
-from asyncflow.weights.probe import Probe, probe_ids
+from asyncflow.weights.probe import WeightProbe, probe_ids
 
 from .conftest import random_weights
 
@@ -101,7 +101,7 @@ async def test_a_rollout_is_occupied_while_it_has_rows_also_while_they_wait_for_
     world.catalogue.require([1])
     await world.put([0], step=3, oldest=1)
     await world.made(4)
-    await until(lambda: not len(rollout.worker._desk), "the rows to be delivered")
+    await until(lambda: not len(rollout.worker._in_flight), "the rows to be delivered")
     before = meter.occupied.total()
     assert before > meter.generate_s
     await asyncio.sleep(0.05)
@@ -291,7 +291,7 @@ async def test_an_engine_that_has_other_weights_than_were_published_ends_the_wor
 
     monkeypatch.setattr(SimulatedEngine, "probe", probe)
     monkeypatch.setattr(SimulatedEngine, "stage", stage)
-    tensors = {"step": np.zeros(64, np.float32), **Probe(ids, logprobs).tensors}
+    tensors = {"step": np.zeros(64, np.float32), **WeightProbe(ids, logprobs).tensors}
     rollout = await world.rollout("r0")
     await world.publish(0, tensors)
     if off > 1e-3:

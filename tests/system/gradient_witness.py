@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from asyncflow.train.backends.torch.backend import TorchBackend
-from asyncflow.train.backends.torch.model import LogprobModel, open_model
-from asyncflow.train.batch import MicroBatch
+from asyncflow.training.batch import MicroBatch
+from asyncflow.training.torch.backend import TorchBackend
+from asyncflow.training.torch.model import LogprobModel, open_model
 
 
 class GradientWitness(TorchBackend):

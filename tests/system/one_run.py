@@ -3,15 +3,18 @@
 import json
 import os
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from http.client import HTTPSConnection
 from pathlib import Path
 
 import numpy as np
 
-from asyncflow.queue.ledger.audits import audit_ledgers
+from asyncflow.queue.ledger.audit import audit_ledgers
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -30,6 +33,29 @@ def start(
 def finish(run: subprocess.Popen[bytes], *, within_s: float) -> None:
     said, _ = run.communicate(timeout=within_s)
     assert run.returncode == 0, said.decode()
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def direct(folder: Path, path: str, *, certificate: str = "", headers: Mapping[str, str] | None = None) -> int:
+    """POST to the control service of a run's driver, which is known by its name, and return the status of the answer.
+
+    certificate: whose is shown, ``ROLE-INDEX``; none where it is empty.
+    """
+    tls = folder / "run" / "tls"
+    context = ssl.create_default_context(cafile=tls / "driver-0" / "ca.crt")
+    if certificate:
+        context.load_cert_chain(tls / certificate / "tls.crt", tls / certificate / "tls.key")
+    where = json.loads((folder / "run" / "processes.json").read_text())["control"].removeprefix("https://")
+    host, _, port = where.partition(":")
+    connected = socket.create_connection((host, int(port)), timeout=10)
+    connection = HTTPSConnection("driver-0")
+    with context.wrap_socket(connected, server_hostname="driver-0") as connection.sock:
+        assert connection.sock.version() == "TLSv1.3"
+        connection.request("POST", path, headers=dict(headers or {}))
+        return connection.getresponse().status
 
 
 def kill(folder: Path, role: str, index: int = 0) -> None:

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.api.load import load, to_yaml
-from asyncflow.api.names import HOST_ENV, HTTP_PORT, KEY_FILE_ENV, TOKEN_FILE_ENV
-from asyncflow.net.keys import Keys
+from asyncflow.api.names import HOST_ENV, HTTP_PORT, TLS_ENV, TOKEN_FILE_ENV
+from asyncflow.local.placement import PortReservation
+from asyncflow.net.issuer import Issuer
 from asyncflow.plan.roles import DISRUPTED, Role
-from asyncflow.substrates.local.ports import PortReservation
 
 TOLD_TO_END = 128 + signal.SIGTERM
 
@@ -68,7 +68,7 @@ class Pods:
         self.config.mkdir(parents=True)
         text = to_yaml(load(Path(self.manifest), self.settings))
         (self.config / "job.yaml").write_text(text)
-        self.keys = Keys.generate(self.config / "key")
+        self.issuer = Issuer(self.base / "tls")
         (self.config / "token").write_text("a-token")
         for file in self.config.iterdir():
             file.chmod(0o440)
@@ -164,7 +164,7 @@ class Pods:
             "PYTHONSAFEPATH": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
             HOST_ENV: pod.host,
-            KEY_FILE_ENV: str(self.config / "key"),
+            TLS_ENV: str(self.issuer.issue(pod.role.name, pod.index)),
             TOKEN_FILE_ENV: str(self.config / "token"),
         }
         with pod.log.open("ab") as log:

@@ -18,7 +18,7 @@ from asyncflow.driver.tasks import TRAIN
 from asyncflow.plan import plan
 from asyncflow.queue.ledger.audit import audit_ledger, trained_samples
 from asyncflow.queue.ledger.events import Returned
-from asyncflow.queue.ledger.records import read_ledger
+from asyncflow.queue.ledger.log import read_ledger
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
@@ -66,7 +66,7 @@ def test_a_job_whose_processes_share_nothing_succeeds_and_leaves_its_weights(tmp
     assert not (second / "checkpoints").exists()
     summary = json.loads((made.pods["driver-0"].folder / "summary.json").read_text())
     assert (summary["phase"], summary["samples_lost"], summary["samples_duplicated"]) == ("Succeeded", 0, 0)
-    assert sorted(file.name for file in made.config.iterdir()) == ["job.yaml", "key", "token"]
+    assert sorted(file.name for file in made.config.iterdir()) == ["job.yaml", "token"]
 
 
 def test_every_process_may_die_with_its_folder_unless_that_is_a_claim(tmp_path: Path) -> None:

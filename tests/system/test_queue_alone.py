@@ -17,10 +17,9 @@ from asyncflow.api.names import LEAVE_ENV
 from asyncflow.api.queue import QueueStatus, TransferQueue
 from asyncflow.net.frames import Jagged
 from asyncflow.plan.queue import queue_roles
-from asyncflow.queue.client.client import QueueClient
-from asyncflow.queue.client.visitor import visit
+from asyncflow.queue.client import QueueClient, aconnect
 from asyncflow.queue.ledger.audit import audit_ledger
-from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, TaskSpec
+from asyncflow.queue.protocol.messages import LeasedRow, Samples, TaskSpec
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
@@ -45,15 +44,15 @@ def queue_of(file: Path) -> TransferQueue:
 
 
 async def create(client: QueueClient, *serials: int) -> None:
-    metas = [RowMeta(partition=P, serial=serial, sample=j, step=1) for serial in serials for j in range(SIZE)]
-    prompts = Jagged.from_rows([np.full(3, meta.serial) for meta in metas], "int32")
-    await client.create(metas, {"prompt": prompts}, group_size=SIZE, timeout=60)
+    prompts = Jagged.from_rows([np.full(3, serial) for serial in serials for _ in range(SIZE)], "int32")
+    samples = Samples(serials=list(serials), step=1)
+    await client.put(P, {"prompt": prompts}, group_size=SIZE, samples=samples, timeout=60)
 
 
 async def claim(client: QueueClient, task: str, *, rows: int) -> list[LeasedRow]:
     got: list[LeasedRow] = []
     while len(got) < rows:
-        claimed = await client.claim(partition=P, task=task, max_rows=rows - len(got), timeout=60)
+        claimed = (await client.claim(partition=P, task=task, max_rows=rows - len(got), timeout=60)).rows
         assert claimed, f"{len(got)} of {rows} rows came"
         got += claimed
     return got
@@ -80,14 +79,14 @@ async def test_a_queue_serves_whoever_joins_and_survives_deaths(tmp_path: Path) 
         def status() -> QueueStatus:
             return QueueStatus.model_validate(made.status())
 
-        async with visit(made.address, keys=made.keys) as client:
+        async with aconnect(made.address, credentials=made.issuer.credentials("client")) as client:
             await client.declare(TASKS, timeout=60)
             await create(client, *range(8))
             assert status().ready_units == 2
             assert (status().rows, status().partitions, status().limit) == (16, 1, 8 << 20)
             assert all(await answer(client, await claim(client, "write", rows=8)))
 
-            async with visit(made.address, keys=made.keys) as leaving:
+            async with aconnect(made.address, credentials=made.issuer.credentials("client")) as leaving:
                 assert len(await claim(leaving, "write", rows=4)) == 4
             taken_over = await claim(client, "write", rows=8)
             assert {row.attempt for row in taken_over} == {0, 1}
@@ -124,7 +123,7 @@ async def test_a_unit_that_is_given_time_to_end_takes_its_rows_to_the_others(tmp
         made.seat(*(replace(role, env={**role.env, LEAVE_ENV: "60"}) for role in queue_roles(queue_of(file))))
         made.start()
         await until(made, "readiness", lambda: all(pod.ask("/readyz") for pod in made.pods.values()))
-        async with visit(made.address, keys=made.keys) as client:
+        async with aconnect(made.address, credentials=made.issuer.credentials("client")) as client:
             await client.declare(TASKS, timeout=60)
             await create(client, *range(8))
             leased = await claim(client, "write", rows=16)

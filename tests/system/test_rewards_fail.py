@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from one_run import EXAMPLES, finish, start
+from one_run import EXAMPLES, direct, finish, start
 
-from asyncflow.queue.ledger.audits import audit_ledgers
+from asyncflow.queue.ledger.audit import audit_ledgers
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -39,15 +39,9 @@ def write_reward(place: Path, *, raises: int, none_above: int = 100) -> None:
     (place / "mine.py").write_text(REWARD % (raises, none_above))
 
 
-def ask(place: Path, path: str, *, post: bool = False) -> dict[str, Any]:
+def status_of(place: Path) -> dict[str, Any]:
     record = json.loads((place / "run" / "run" / "processes.json").read_text())
-    token = (place / "run" / "run" / "token").read_text()
-    request = urllib.request.Request(
-        f"{record['http']}{path}",
-        method="POST" if post else "GET",
-        headers={"Authorization": f"Bearer {token}"},
-    )
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(f"{record['http']}/v1/status", timeout=10) as answer:
         said: dict[str, Any] = json.loads(answer.read())
         return said
 
@@ -56,7 +50,7 @@ def wait_until_paused(place: Path) -> dict[str, Any]:
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline:
         try:
-            status = ask(place, "/v1/status")
+            status = status_of(place)
         except (OSError, KeyError, ValueError):
             status = {}
         if status.get("phase") == "Paused":
@@ -89,7 +83,7 @@ def test_a_job_whose_rewards_mostly_fail_pauses_and_goes_on_when_they_are_mended
     assert "samples of step" in status["waitingFor"]
     assert "KeyError: 'no answer for" in status["waitingFor"]
     assert "Traceback" in status["rewards"]["firstFailure"]
-    ask(place, "/v1/suspend", post=True)
+    assert direct(place / "run", "/v1/suspend", certificate="operator-0") == 202
     said, _ = run.communicate(timeout=100)
     assert run.returncode == 0, said.decode()
     assert b"a sample has no reward: raised: Traceback" in said
@@ -104,7 +98,7 @@ def test_a_paused_job_goes_on_when_it_is_told_to(place: Path) -> None:
     write_reward(place, raises=70)
     run = start(str(place / "job.yaml"), place / "run", [*SETTINGS, "reward.workers={min: 1, max: 1}"])
     wait_until_paused(place)
-    ask(place, "/v1/resume", post=True)
+    assert direct(place / "run", "/v1/resume", certificate="operator-0") == 202
     wait_until_paused(place)
     run.terminate()
     run.communicate(timeout=100)

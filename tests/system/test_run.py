@@ -2,13 +2,14 @@
 
 import json
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from one_run import counted_once, finish, kill, start, wait_for_step
+from one_run import bearer, counted_once, direct, finish, kill, start, wait_for_step
 from safetensors.numpy import load_file
 
 from asyncflow import cli
@@ -19,6 +20,7 @@ from asyncflow.queue.ledger.audit import audit_ledger, trained_samples
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 COUNTING = [
     "algorithm.steps=24",
     "evaluation.every=12",
@@ -77,6 +79,7 @@ def test_a_model_is_trained_and_the_run_goes_on_after_its_end(tmp_path: Path) ->
     first = summary(folder)
     the_best_is_kept(folder, first)
     assert set(first) >= FIELDS
+    every_figure_and_event_is_on_its_page(folder)
     assert (first["steps"], first["samples_trained"], first["samples_lost"]) == (3, 3 * 4 * 8, 0)
     assert first["staleness_start_max"] == 1
     assert first["logprob_gap_p99"] < 1e-4
@@ -107,6 +110,17 @@ def test_adapters_are_trained_in_several_updates_a_step(tmp_path: Path) -> None:
     assert [file.name for file in (folder / "export").glob("*.safetensors")] == ["adapter_model.safetensors"]
 
 
+def every_figure_and_event_is_on_its_page(folder: Path) -> None:
+    lines, events = (
+        [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        for name in ("metrics.jsonl", "events.jsonl")
+    )
+    figures = {name for each in (summary(folder), *lines) for name in each}
+    for page, names in (("run-folder.md", figures), ("events.md", {event["event"] for event in events})):
+        text = (REFERENCE / page).read_text()
+        assert {name for name in names if f"`{name}`" not in text} == set()
+
+
 def the_best_is_kept(folder: Path, said: dict[str, Any]) -> None:
     """The checkpoint with the best evaluation is named, and kept beside the newest; each can be exported."""
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
@@ -130,11 +144,13 @@ def test_a_suspended_job_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: p
     wait_for_step(folder, 3, run, within_s=60)
     record = json.loads((folder / "run" / "processes.json").read_text())
     token = (folder / "run" / "token").read_text()
-    ask = urllib.request.Request(
-        f"{record['http']}/v1/suspend", method="POST", headers={"Authorization": f"Bearer {token}"}
-    )
-    with urllib.request.urlopen(ask, timeout=10) as answer:
-        assert answer.status == 202
+    read_only = urllib.request.Request(f"{record['http']}/v1/suspend", method="POST", headers=bearer(token))
+    with pytest.raises(urllib.error.HTTPError, match="405"):
+        urllib.request.urlopen(read_only, timeout=10)
+    assert [direct(folder, "/v1/suspend", headers=headers) for headers in ({}, bearer("wrong"))] == [401, 401]
+    assert direct(folder, "/v1/suspend", certificate="viewer-0") == 403
+    assert direct(folder, "/v1/checkpoint", headers=bearer(token)) == 202
+    assert direct(folder, "/v1/suspend", certificate="operator-0") == 202
     finish(run, within_s=60)
     assert summary(folder)["phase"] == last_word.read_text() == "Suspended"
     assert 3 <= summary(folder)["steps"] < 24

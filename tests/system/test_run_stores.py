@@ -13,7 +13,7 @@ from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
 import debian
-from asyncflow.stores.server import free_port
+from asyncflow.queue.storage.servers import free_port
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 

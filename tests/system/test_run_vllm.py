@@ -1,16 +1,20 @@
 """One small job whose rollout is a real vLLM server, which is killed in the middle of it."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
 from one_run import finish, start, wait_for_step
 
-from asyncflow.queue.ledger.audits import audit_ledgers
+from asyncflow.queue.ledger.audit import audit_ledgers
 
-pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm"),
+]
 
 STEPS = 12
 SETTINGS = [f"algorithm.steps={STEPS}", "evaluation.every=0", "data.eval.size=64", "rollout.replicas=1"]

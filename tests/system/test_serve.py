@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from asyncflow import cli
-from asyncflow.queue.client import BlockingPartition, visiting
+from asyncflow.queue.blocking import BlockingPartition, connect
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
@@ -91,7 +91,7 @@ def test_one_line_serves_a_queue_that_is_used_hit_ended_and_served_again(tmp_pat
     words = ("queue", "serve", "--units", "2", "--bytes-per-unit", "4Mi", "--port", "0", "--output", "mine")
     folder = tmp_path / "mine"
     with serving(*words, cwd=tmp_path) as served:
-        with visiting(served.address()) as queue:
+        with connect(served.address()) as queue:
             corpus = BlockingPartition(queue, "corpus")
             corpus.declare("read", ["n"])
             corpus.put({"n": np.arange(100)})
@@ -116,7 +116,7 @@ def test_one_line_serves_a_queue_that_is_used_hit_ended_and_served_again(tmp_pat
     assert "dispatched" not in counts
     with serving(*words, "--units", "1", cwd=tmp_path) as again:
         address, deadline = again.address(), time.monotonic() + 20
-        with visiting(address) as queue:
+        with connect(address) as queue:
             corpus = BlockingPartition(queue, "corpus")
             corpus.put({"n": np.arange(5)})
             assert len(corpus.claim("read", 8)) == 5, "the rows of before were lost with the memory of their units"

@@ -6,8 +6,8 @@ from prometheus_client.metrics_core import Metric
 
 from asyncflow.api.status import DriverStatus, JobStatus
 from asyncflow.net.rpc import RpcCounters
-from asyncflow.telemetry.busy import BusyClock
 from asyncflow.telemetry.metrics import (
+    BusyClock,
     ControllerMetrics,
     DriverMetrics,
     RoleMetrics,
@@ -16,14 +16,14 @@ from asyncflow.telemetry.metrics import (
     TrainerMetrics,
     labelled,
 )
-from asyncflow.train.report import TrainReport
+from asyncflow.training.report import TrainReport
 
 ROLES: list[type[RoleMetrics]] = [DriverMetrics, ControllerMetrics, StorageMetrics, RolloutMetrics, TrainerMetrics]
 SHARES = {f"asyncflow_driver_{name}_ratio" for name in ("eval_accuracy", "eval_pass", "idle_share")}
 SHARES |= {f"asyncflow_driver_eval_set_{name}_ratio" for name in ("accuracy", "pass")}
 """What is between 0 and 1."""
 GROWING = re.compile(
-    "tokens_|samples|lease_expiries|redeliveries|fenced_writes|moved_rows|put_bytes|fetched_bytes|budget_wait|swaps|"
+    "certificate_errors|tokens_|samples|lease_expiries|redeliveries|fenced_writes|moved_rows|put_bytes|fetched_bytes|budget_wait|swaps|"
     "sequences$|rewards|skipped|checkpoint_failures"
 )
 """What only grows while a process lives."""

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from asyncflow.errors import Fenced, ProtocolError, Refused, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.weights.catalogue import Catalogue, Holding
-from asyncflow.weights.manifest import HASH, Part, Slice, TensorEntry, merge
+from asyncflow.weights.manifest import HASH, ManifestPart, Slice, TensorEntry, merge
 from asyncflow.weights.slices import Box
 
 ROWS = 4
@@ -22,11 +22,11 @@ def rows(rank: int, parts: int) -> Box:
     return Box((rank * size,), (size,))
 
 
-def part(version: Version, rank: int = 0, parts: int = 1, *, worker: str = "", digest: str = "") -> Part:
+def part(version: Version, rank: int = 0, parts: int = 1, *, worker: str = "", digest: str = "") -> ManifestPart:
     box, worker = rows(rank, parts), worker or f"t{version.attempt}.{rank}"
     piece = Slice(box=box, holder=worker, nbytes=box.volume * 4, digest=f"{HASH}:{digest or f'{version.step}.{rank}'}")
     entry = TensorEntry(name="w", dtype="float32", shape=(ROWS,), slices=(piece,))
-    return Part(
+    return ManifestPart(
         version=version.packed, part=rank, parts=parts, worker=worker, address=f"tcp://{worker}", tensors=(entry,)
     )
 

@@ -14,9 +14,9 @@ import pytest
 from weights_world import Relay, RelayedTransport, bulk, until
 
 from asyncflow.identity import Version
+from asyncflow.weights.host_transport import HostTransport
 from asyncflow.weights.manifest import digest_of
-from asyncflow.weights.policy import preference
-from asyncflow.weights.transports.host import HostTransport
+from asyncflow.weights.transfer import preference
 
 SOON = 40.0
 

@@ -9,12 +9,11 @@ import pytest
 
 from asyncflow.errors import ManifestError, PeerLost, ProtocolError, RemoteError, StaleHandle
 from asyncflow.identity import Version
-from asyncflow.net.keys import Keys
+from asyncflow.net.issuer import Issuer
 from asyncflow.net.rpc import RpcClient, RpcServer
-from asyncflow.weights.arena import Arena
-from asyncflow.weights.slices import Box
-from asyncflow.weights.transports.base import Region, Source, open_transport
-from asyncflow.weights.transports.host import Fetch, Fetched, HostTransport
+from asyncflow.weights.host_transport import ChunkReply, ChunkRequest, HostTransport
+from asyncflow.weights.slices import Arena, Box
+from asyncflow.weights.transport import Region, Source, open_transport
 
 VERSION = Version(0, 1)
 WHOLE = Box.whole((300, 200))
@@ -93,7 +92,9 @@ async def test_requests_that_make_no_sense_are_refused_and_do_no_harm(served):
         (Region(tensor="w", box=Box((0, 0), (1, 1, 1)), itemsize=8),),
     ):
         with pytest.raises((ProtocolError, StaleHandle)):
-            await client.call("weights.fetch", Fetch(version=1, regions=regions, checked=False), Fetched, timeout=5)
+            await client.call(
+                "weights.fetch", ChunkRequest(version=1, regions=regions, checked=False), ChunkReply, timeout=5
+            )
     await client.close()
     assert await pull(served, [small])
 
@@ -101,11 +102,11 @@ async def test_requests_that_make_no_sense_are_refused_and_do_no_harm(served):
 async def test_bytes_that_are_not_what_was_asked_for_are_refused():
     server = RpcServer(name="liar")
 
-    async def lie(request: Fetch, _frames):
+    async def lie(request: ChunkRequest, _frames):
         nbytes = sum(region.nbytes for region in request.regions)
-        return Fetched(digests=("0" * 32,)), [bytes(nbytes if request.checked else nbytes - 1)]
+        return ChunkReply(digests=("0" * 32,)), [bytes(nbytes if request.checked else nbytes - 1)]
 
-    server.route("weights.fetch", Fetch, lie)
+    server.route("weights.fetch", ChunkRequest, lie)
     source = Source(worker="liar", address=await server.start())
     region = Region(tensor="w", box=Box((0, 0), (1, 4)), itemsize=8)
     for checked, match in ((False, "sizes"), (True, "changed on the way")):
@@ -130,12 +131,11 @@ async def test_a_holder_that_closes_is_lost_at_once(served):
 
 
 async def test_weights_travel_under_the_key_of_the_job(arena, tmp_path):
-    Keys.generate(tmp_path / "key")
-    keys = Keys.load(tmp_path / "key")
-    transport = HostTransport(name="holder", keys=keys)
+    credentials = Issuer(tmp_path / "tls").credentials("rollout")
+    transport = HostTransport(name="holder", credentials=credentials)
     source = Source(worker="holder", address=await transport.start(lambda _, tensor, box: arena.read(tensor, box)))
     region = Region(tensor="w", box=WHOLE, itemsize=8)
-    pieces = await pull(source, [region], keys=keys)
+    pieces = await pull(source, [region], credentials=credentials)
     assert sum(len(data) for _, data in pieces) == region.nbytes
     await transport.close()
 

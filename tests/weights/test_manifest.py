@@ -9,11 +9,11 @@ from xxhash import xxh3_128
 
 from asyncflow.errors import ProtocolError, Refused
 from asyncflow.identity import Version
-from asyncflow.weights.manifest import HASH, Manifest, Part, Slice, TensorEntry, digest_of, dtype_name, merge
+from asyncflow.weights.manifest import HASH, Manifest, ManifestPart, Slice, TensorEntry, digest_of, dtype_name, merge
 from asyncflow.weights.slices import Box
 
 
-def part(rank: int, parts: int, boxes: dict[str, Box], *, shape=(4, 6), dtype="float32", digest="d") -> Part:
+def part(rank: int, parts: int, boxes: dict[str, Box], *, shape=(4, 6), dtype="float32", digest="d") -> ManifestPart:
     itemsize = 2 if dtype == "bfloat16" else 4
     tensors = tuple(
         TensorEntry(
@@ -24,7 +24,7 @@ def part(rank: int, parts: int, boxes: dict[str, Box], *, shape=(4, 6), dtype="f
         )
         for name, box in boxes.items()
     )
-    return Part(
+    return ManifestPart(
         version=Version(1, 2).packed,
         part=rank,
         parts=parts,

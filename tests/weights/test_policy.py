@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.identity import Version
-from asyncflow.weights.messages import CatalogueView, VersionView, newest_step
-from asyncflow.weights.policy import next_version, preference
-from asyncflow.weights.transports.pace import Pace
+from asyncflow.weights.host_transport import Pace
+from asyncflow.weights.manifest import CatalogueView, VersionView, newest_step
+from asyncflow.weights.receiver import next_version
+from asyncflow.weights.transfer import preference
 
 
 def view(*available: tuple[int, int], required=()) -> CatalogueView:

@@ -9,10 +9,10 @@ import pytest
 
 from asyncflow.errors import DeadlineExceeded, Fenced, Refused, StaleHandle
 from asyncflow.identity import Version
-from asyncflow.weights.messages import CatalogueView, Watch
-from asyncflow.weights.sender import Shard
+from asyncflow.weights.host_transport import HostTransport
+from asyncflow.weights.manifest import CatalogueView, WatchVersions
+from asyncflow.weights.sender import PublishedSlice
 from asyncflow.weights.slices import Box
-from asyncflow.weights.transports.host import HostTransport
 
 SOON = 20.0
 
@@ -55,7 +55,7 @@ async def test_any_sharding_feeds_any_other(world):
     whole = {"w": rng.standard_normal((12, 10)).astype(np.float32), "b": rng.standard_normal(10).astype(np.float32)}
     for part in range(3):
         sender = await world.sender(f"rank{part}", part=part, parts=3)
-        rows = Shard(array=whole["w"][4 * part : 4 * part + 4], offset=(4 * part, 0), shape=(12, 10))
+        rows = PublishedSlice(array=whole["w"][4 * part : 4 * part + 4], offset=(4 * part, 0), shape=(12, 10))
         complete = await sender.publish(Version(0, 0), {"w": rows, "b": whole["b"]}, timeout=SOON)
         assert complete == (part == 2)
 
@@ -274,5 +274,5 @@ async def test_large_tensors_come_in_bounded_chunks(world):
 async def test_a_watch_is_answered_at_once_by_another_catalogue_of_the_same_revision(world):
     driver = world.link("worker").driver
     known = world.service.view()
-    stale = Watch(worker="w", epoch="of the driver before", revision=known.revision, wait_s=30.0)
+    stale = WatchVersions(worker="w", epoch="of the driver before", revision=known.revision, wait_s=30.0)
     assert await driver.call("weights.watch", stale, CatalogueView, timeout=5.0) == known

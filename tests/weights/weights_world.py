@@ -12,10 +12,10 @@ import numpy as np
 
 from asyncflow.net.hosts import host_and_port
 from asyncflow.net.rpc import RpcClient, RpcServer
+from asyncflow.weights.host_transport import HostTransport
 from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.sender import WeightSender
 from asyncflow.weights.service import CatalogueService
-from asyncflow.weights.transports.host import HostTransport
 
 
 @dataclass

@@ -14,11 +14,11 @@ from weights_world import Link, Relay, RelayedTransport, bulk
 
 from asyncflow.identity import Version
 from asyncflow.net.rpc import RpcClient, RpcServer
+from asyncflow.weights.host_transport import HostTransport
 from asyncflow.weights.manifest import digest_of
 from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.sender import WeightSender
 from asyncflow.weights.service import CatalogueService
-from asyncflow.weights.transports.host import HostTransport
 
 
 def say(*words: Any) -> None:

@@ -52,7 +52,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   verbs: [list, watch, create, patch]
 - apiGroups: [""]
   resources: [secrets]
-  verbs: [create]
+  verbs: [create, patch]
 - apiGroups: [""]
   resources: [events]
   verbs: [create, patch]

@@ -1,8 +1,8 @@
-"""Carries out a plan: the status, then stage after stage.
+"""Execution of a plan: the status, then stage after stage.
 
-Nothing that somebody else made is ever taken over: an object is created, or changed if it is controlled by the owner's
-UID and still has the UID that was seen; one of that name that is another's is refused, and named. A Secret is only ever
-created (``desired.keys`` says why that is enough).
+An object that somebody else made is never taken over: an object is created, or changed if it is controlled by the
+owner's UID and still has the UID that was seen; one of that name that is another's is refused, and named. A Secret is
+applied without having been seen (``desired.secrets`` says why that is enough), and not even the answer shows it.
 
 Invariant: a stage begins only when all of the one before has been tried and the server answers, so what was counted is
 on record before what it was counted from is gone; what the server refuses stops only what says that it needs it; and
@@ -20,11 +20,10 @@ from typing import Any, Final, Protocol
 from asyncflow.api.base import API_VERSION
 from asyncflow.api.names import LABEL_ATTEMPT
 from asyncflow.errors import AsyncFlowError
-from asyncflow_operator.actions import Action, Apply, Ask, Delete, Release, Report
-from asyncflow_operator.cluster.client import Api, Json
+from asyncflow_operator.actions import Action, Apply, Delete, DriverOrder, Release, Report
+from asyncflow_operator.cluster.client import Api, ApiError, Json, Refusal
 from asyncflow_operator.cluster.kinds import BY_NAME, POD, Kind
-from asyncflow_operator.cluster.refusals import ApiError, Refusal
-from asyncflow_operator.cluster.store import Store
+from asyncflow_operator.cluster.store import ObjectStore
 from asyncflow_operator.cluster.views import controller_of
 from asyncflow_operator.observed import Denial, Manifest, Owner, Ref
 
@@ -36,11 +35,11 @@ Acted = Callable[[str, str], None]
 _log = logging.getLogger(__name__)
 
 
-class Driver(Protocol):
-    """A job's driver, as far as a plan needs it."""
+class DriverCalls(Protocol):
+    """Orders to jobs' drivers, as far as a plan needs them."""
 
     def order(self, owner: Owner, path: str) -> None:
-        """POST ``path`` with the job's token soon, without waiting for whether the driver takes it."""
+        """POST ``path`` soon, without waiting for whether the driver takes it."""
 
 
 @dataclass(kw_only=True)
@@ -60,10 +59,10 @@ class Failures:
         return bool(self.errors or self.denied)
 
 
-class Hands:
-    """Does what plans say. driver: how to reach the jobs' drivers; acted: told each action and how it ended."""
+class PlanExecutor:
+    """Executor of plans. driver: sends orders to the jobs' drivers; acted: called with each action and its outcome."""
 
-    def __init__(self, api: Api, store: Store, driver: Driver, *, acted: Acted = lambda *_: None) -> None:
+    def __init__(self, api: Api, store: ObjectStore, driver: DriverCalls, *, acted: Acted = lambda *_: None) -> None:
         self._api = api
         self._store = store
         self._driver = driver
@@ -87,13 +86,13 @@ class Hands:
             failures.errors.append(error)
         else:
             self._store.put(owner.kind, raw)
-        self._report(owner, "status", owner.name, *failures.errors)
+        self._log_action(owner, "status", owner.name, *failures.errors)
         return failures
 
     async def carry_out(
         self, owner: Owner, stages: Sequence[Sequence[Action]], *, lacking: Collection[Ref] = ()
     ) -> Failures:
-        """Do the stages in order, the actions of each at the same time; none after one in which the server was silent.
+        """Carry out the stages in order, the actions of each at the same time; none after one in which a call failed.
 
         lacking: objects that were refused before and are not tried again now.
         """
@@ -108,7 +107,7 @@ class Hands:
         return failures
 
     async def _one(self, owner: Owner, action: Action, failures: Failures, slots: asyncio.Semaphore) -> None:
-        if isinstance(action, Ask):
+        if isinstance(action, DriverOrder):
             self._driver.order(owner, action.path)
             return
         async with slots:
@@ -125,9 +124,9 @@ class Hands:
                 failures.errors.append(failed)
                 error = failed
             else:
-                self._report(owner, type(action).__name__.lower(), _name(action.ref))
+                self._log_action(owner, type(action).__name__.lower(), _name(action.ref))
                 return
-        self._report(owner, type(action).__name__.lower(), _name(action.ref), error)
+        self._log_action(owner, type(action).__name__.lower(), _name(action.ref), error)
 
     async def _do(self, owner: Owner, action: Apply | Delete | Release | Report) -> None:
         match action:
@@ -138,35 +137,42 @@ class Hands:
             case Release():
                 await self._release(owner.namespace, action)
             case Report():
-                await self._tell(owner.namespace, action)
+                await self._write_part_of_status(owner.namespace, action)
 
     def _lacks(self, owner: Owner, action: Action) -> bool:
         """Return whether the owner lacks what was to be made."""
         if not isinstance(action, Apply):
             return False
+        if BY_NAME[action.ref.kind].watched == "never":
+            resource = self._store.get(owner.kind, owner.namespace, owner.name)
+            written = resource.view.status.secrets.values() if resource is not None else ()
+            return all(record.name != action.ref.name for record in written)
         known = self._store.get(action.ref.kind, owner.namespace, action.ref.name)
         return known is None or known.owner != owner.uid
 
     async def _apply(self, owner: Owner, action: Apply) -> None:
         kind, name = BY_NAME[action.ref.kind], action.ref.name
         known = self._store.get(kind.name, owner.namespace, name)
+        if kind.watched == "never":
+            await self._api.apply(kind, owner.namespace, action.manifest, force=True, metadata_only=True)
+            return
         if known is not None and known.owner == owner.uid and kind is not POD:
             raw: Json | None = await self._change(kind, owner.namespace, action.manifest, uid=known.uid)
         else:
             raw = await self._create(owner, kind, action.manifest)
-        if raw is not None and kind.watched != "never":
+        if raw is not None:
             self._store.put(kind.name, raw)
 
     async def _create(self, owner: Owner, kind: Kind, manifest: Manifest) -> Json | None:
-        """Create an object. Returns None where it is the owner's already, and the watch will tell."""
+        """Create an object. Returns None where it is the owner's already, which the watch will report."""
         try:
-            if kind is POD or kind.watched == "never":
+            if kind is POD:
                 return await self._api.create(kind, owner.namespace, manifest)
             return await self._api.make(kind, owner.namespace, manifest)
         except Refusal as refused:
             if not refused.exists:
                 raise
-            return None if kind.watched == "never" else await self._recover(owner, kind, manifest, refused)
+            return await self._recover(owner, kind, manifest, refused)
 
     async def _recover(self, owner: Owner, kind: Kind, manifest: Manifest, refused: Refusal) -> Json | None:
         """Return the existing object that no watch reports: the owner's own, if somebody took its labels away.
@@ -230,8 +236,8 @@ class Hands:
             if not (refused.absent or refused.replaced):
                 raise
 
-    async def _tell(self, namespace: str, action: Report) -> None:
-        """Write parts of a status, unless the object has changed since: its watch makes for another look then."""
+    async def _write_part_of_status(self, namespace: str, action: Report) -> None:
+        """Write parts of a status, unless the object has changed since: its watch then has it reconciled again."""
         kind = BY_NAME[action.ref.kind]
         body = {"metadata": {"resourceVersion": action.version}, "status": action.status}
         try:
@@ -242,7 +248,7 @@ class Hands:
         else:
             self._store.put(kind.name, raw)
 
-    def _report(self, owner: Owner, action: str, target: str, *errors: AsyncFlowError) -> None:
+    def _log_action(self, owner: Owner, action: str, target: str, *errors: AsyncFlowError) -> None:
         about: dict[str, Any] = {"object": f"{owner.kind}/{owner.namespace}/{owner.name}", "target": target}
         self._acted(action, "failed" if errors else "ok")
         if errors:

@@ -1,8 +1,9 @@
-"""Calls to the API server: JSON in, JSON out, one pool of connections.
+"""Calls to the API server: JSON in, JSON out, one pool of connections, and errors sorted by what to do about them.
 
-``kubernetes.aio`` gives configuration, credentials and transport; its model classes are not used. Invariant: a call
+``kubernetes.aio`` provides configuration, credentials and transport; its model classes are not used. Invariants: a call
 ends within its deadline and with at most ``ANSWER_BYTES``, whatever the server does; no redirect is followed and
-nothing is decompressed; what may be tried again is, and every answer is counted once.
+nothing is decompressed; what may be tried again is, and every answer is counted once. Every failed call ends as one of
+the errors here; what was asked for and why it failed are in its words, no secret is.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
 from asyncflow.api.names import FIELD_MANAGER
-from asyncflow.errors import ManifestError
+from asyncflow.errors import AsyncFlowError, ManifestError
 from asyncflow_operator.cluster.kinds import Kind
-from asyncflow_operator.cluster.refusals import NotLeading, Refusal, TooLarge, Unreachable, refusal
 from asyncflow_operator.worklist import backoff
 
+_ENDING = "NamespaceTerminating"
 Json = dict[str, Any]
 Answered = Callable[[str, str, str, float], None]
-"""Told each answer: verb, resource, HTTP status or the name of what went wrong, seconds."""
+"""Called with each answer: verb, resource, HTTP status or the name of the error, seconds."""
 
 JSON: Final = "application/json"
 MERGE: Final = "application/merge-patch+json"
@@ -53,6 +54,83 @@ _BUSY: Final = frozenset((429, 502, 503, 504))
 _BROKEN: Final = (aiohttp.ClientError, TimeoutError, OSError)
 
 _log = logging.getLogger(__name__)
+
+
+class ApiError(AsyncFlowError):
+    """A call to the API server failed."""
+
+    code = "api"
+
+
+class Unreachable(ApiError):
+    """No answer came in time, or only that the server is too busy; the call was tried again until its deadline."""
+
+    code = "api_unreachable"
+
+
+class TooLarge(ApiError):
+    """An answer is larger than any that is read."""
+
+    code = "api_too_large"
+
+
+class NotLeading(ApiError):
+    """Nothing was sent: another operator may write now."""
+
+    code = "api_not_leading"
+
+
+class Expired(ApiError):
+    """A watch or a page continues from a version that the server no longer has: list again."""
+
+    code = "api_expired"
+
+
+class Refusal(ApiError):
+    """The server understood and said no. status: of HTTP; reason: Kubernetes' one word."""
+
+    code = "api_refusal"
+
+    def __init__(self, what: str, *, where: str, status: int, reason: str = "", causes: tuple[str, ...] = ()) -> None:
+        super().__init__(what, where=where)
+        self.status = status
+        self.reason = reason
+        self.causes = causes
+
+    @property
+    def absent(self) -> bool:
+        """Return whether the object, or the whole kind, does not exist."""
+        return self.status == 404
+
+    @property
+    def conflict(self) -> bool:
+        """Return whether another writer was faster, or owns a field that was not forced."""
+        return self.status == 409
+
+    @property
+    def exists(self) -> bool:
+        """Return whether there is an object of that name already."""
+        return self.status == 409 and self.reason == "AlreadyExists"
+
+    @property
+    def replaced(self) -> bool:
+        """Return whether the object with the UID that was named is no more, or has changed since."""
+        return self.conflict or (self.status == 422 and "metadata.uid" in self.what)
+
+    @property
+    def namespace_ends(self) -> bool:
+        """Return whether nothing can be made in the namespace any more, because it is being deleted."""
+        return _ENDING in self.causes
+
+
+def refusal(status: int, answer: Mapping[str, Any], *, where: str) -> ApiError:
+    """Return the error for an answer of the server, a ``Status`` object or anything else."""
+    details = answer.get("details") or {}
+    causes = tuple(str(cause.get("reason", "")) for cause in details.get("causes") or ())
+    what = str(answer.get("message") or f"HTTP {status}")
+    if status == 410:
+        return Expired(what, where=where)
+    return Refusal(what, where=where, status=status, reason=str(answer.get("reason", "")), causes=causes)
 
 
 async def _refuse_redirects(
@@ -78,7 +156,7 @@ def _fenced(api: Api) -> type[aiohttp.ClientRequest]:
 
 
 class Api:
-    """One server, as one user. may_write: asked before each write is sent; what it refuses raises NotLeading."""
+    """Client of one server, as one user. may_write: called before each write is sent; where it is False, NotLeading."""
 
     def __init__(self, configuration: Configuration, *, answered: Answered = lambda *_: None) -> None:
         configuration.client_session_kwargs = {
@@ -111,8 +189,9 @@ class Api:
                 )
         except (kubernetes_config.ConfigException, OSError) as error:
             where = str(kubeconfig or "service account")
-            hint = "Give --kubeconfig, or run in a pod with a service account"
-            raise ManifestError(f"no way to the API server: {error}", where=where, hint=hint) from error
+            hint = "Set --kubeconfig, or run in a pod with a service account"
+            what = f"no usable configuration for the API server: {error}"
+            raise ManifestError(what, where=where, hint=hint) from error
         return cls(configuration, answered=answered)
 
     async def close(self) -> None:
@@ -120,7 +199,7 @@ class Api:
         await self._client.close()
 
     async def settle(self, kind: Kind) -> None:
-        """Find out in which version the cluster has a kind that some have in an older one. Raises as ``get``."""
+        """Find out in which version the cluster serves a kind of which some serve an older one. Raises as ``get``."""
         if not kind.older:
             return
         group = kind.api_version.partition("/")[0]
@@ -172,12 +251,25 @@ class Api:
         path = self._path(kind, namespace, name, subresource)
         return await self._call("patch", "PATCH", kind, path, body=body, form=MERGE)
 
-    async def apply(self, kind: Kind, namespace: str, manifest: Json, *, subresource: str = "", force: bool) -> Json:
-        """Apply an object by server-side apply. force: take fields from other managers instead of being refused."""
+    async def apply(
+        self,
+        kind: Kind,
+        namespace: str,
+        manifest: Json,
+        *,
+        subresource: str = "",
+        force: bool,
+        metadata_only: bool = False,
+    ) -> Json:
+        """Apply an object by server-side apply, and return what it is then.
+
+        force: take fields from other managers instead of being refused; metadata_only: whether the rest is not sent.
+        """
         path = self._path(kind, namespace, manifest["metadata"]["name"], subresource)
         query = _OWNED | ({"force": "true"} if force else {})
         body = self._written(kind, manifest)
-        return await self._call("patch", "PATCH", kind, path, body=body, query=query, form=APPLY)
+        accept = METADATA if metadata_only else JSON
+        return await self._call("patch", "PATCH", kind, path, body=body, query=query, form=APPLY, accept=accept)
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str, grace_s: int | None = None) -> Json:
         """Delete the object with this uid; refused (``conflict``) where the name belongs to another one by now."""

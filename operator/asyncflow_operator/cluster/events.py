@@ -1,7 +1,7 @@
-"""Kubernetes events: what happened to an object of ours, for ``kubectl describe``.
+"""Kubernetes events about custom resources, for ``kubectl describe``.
 
-Invariant: one event object per owner and words, however often they are said; the same again only counts it up, and
-counts at most every ``REPEAT_S``. An event that cannot be written stops nothing.
+Invariant: one event object per owner and words, however often they are recorded; the same again only counts it up,
+at most every ``REPEAT_S``. An event that cannot be written stops nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import Final
 from asyncflow.api.base import API_VERSION
 from asyncflow.api.names import FIELD_MANAGER
 from asyncflow_operator.actions import Note
-from asyncflow_operator.cluster.client import Api, Json
+from asyncflow_operator.cluster.client import Api, ApiError, Json, Refusal
 from asyncflow_operator.cluster.kinds import EVENT
-from asyncflow_operator.cluster.refusals import ApiError, Refusal
 from asyncflow_operator.observed import Owner
 
 REPEAT_S: Final = 10.0
@@ -30,20 +29,20 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Said:
+class _Recorded:
     count: int
     at: float
 
 
 class Recorder:
-    """Writes events. reporter: who says it."""
+    """Writer of events. reporter: name of this process in them."""
 
     def __init__(self, api: Api, *, reporter: str) -> None:
         self._api = api
         self._reporter = reporter
-        self._said: OrderedDict[str, _Said] = OrderedDict()
+        self._said: OrderedDict[str, _Recorded] = OrderedDict()
 
-    async def say(self, owner: Owner, note: Note) -> None:
+    async def record(self, owner: Owner, note: Note) -> None:
         """Write ``note`` about ``owner``, or count it up."""
         name = name_of(owner, note)
         said = self._said.get(name)
@@ -55,14 +54,16 @@ class Recorder:
         try:
             count = await self._write(owner, note, name, said)
         except ApiError as error:
-            _log.warning("event not written", extra={"object": f"{owner.namespace}/{owner.name}", "why": str(error)})
+            _log.warning(
+                "could not write an event", extra={"object": f"{owner.namespace}/{owner.name}", "why": str(error)}
+            )
             return
-        self._said[name] = _Said(count, now)
+        self._said[name] = _Recorded(count, now)
         self._said.move_to_end(name)
         if len(self._said) > _REMEMBERED:
             self._said.popitem(last=False)
 
-    async def _write(self, owner: Owner, note: Note, name: str, said: _Said | None) -> int:
+    async def _write(self, owner: Owner, note: Note, name: str, said: _Recorded | None) -> int:
         """Return the count as it stands after writing."""
         stamp = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
         if said is not None:
@@ -103,6 +104,6 @@ class Recorder:
 
 
 def name_of(owner: Owner, note: Note) -> str:
-    """Return the name of the one event that says this about this object."""
+    """Return the name of the one event that has these words about this object."""
     words = "\n".join((owner.uid, note.type, note.reason, note.message))
     return f"{owner.name}.{hashlib.sha256(words.encode()).hexdigest()[:16]}"

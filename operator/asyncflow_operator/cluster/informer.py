@@ -1,4 +1,4 @@
-"""Keeps the store in step with the API server for one kind: list once, then follow every change.
+"""Informer: keeps the store in step with the API server for one kind, by a list and then by every change.
 
 Invariant: after ``synced`` the store misses nothing older than the last line received. A stream that ends is continued
 where it ended; one that is silent, bookmarks included, for ``IDLE_S`` is dead; one that is too old begins with a list.
@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Never
 
-from asyncflow_operator.cluster.client import Api
+from asyncflow_operator.cluster.client import Api, ApiError, Expired, Refusal
 from asyncflow_operator.cluster.kinds import Kind
-from asyncflow_operator.cluster.refusals import ApiError, Expired, Refusal
-from asyncflow_operator.cluster.store import Store
+from asyncflow_operator.cluster.store import ObjectStore
 from asyncflow_operator.worklist import backoff
 
 IDLE_S: Final = 70.0
@@ -24,18 +23,18 @@ IDLE_S: Final = 70.0
 _FIRST_BACKOFF_S: Final = 0.5
 _LONGEST_BACKOFF_S: Final = 30.0
 _ABSENT_PAUSE_S: Final = 300.0
-"""Between two looks for a kind that the cluster does not have."""
+"""Seconds between two checks for a kind that the cluster does not have."""
 
 _log = logging.getLogger(__name__)
 
 
 class Informer:
-    """One kind in one namespace, or in all ("")."""
+    """Informer of one kind in one namespace, or in all ("")."""
 
     def __init__(
         self,
         api: Api,
-        store: Store,
+        store: ObjectStore,
         kind: Kind,
         *,
         namespace: str = "",
@@ -54,7 +53,7 @@ class Informer:
         self._there = asyncio.Event()
 
     def exists(self) -> None:
-        """Learn that the cluster has the kind after all: an object of it was written."""
+        """Take note that the cluster has the kind after all: an object of it was written."""
         self._there.set()
 
     async def run(self) -> Never:
@@ -91,7 +90,7 @@ class Informer:
         return version
 
     async def _follow(self, version: str) -> str:
-        """Take changes until the server ends the stream; give the last version seen. Raises as ``Api.watch``."""
+        """Take changes until the server ends the stream, and return the last version seen. Raises as ``Api.watch``."""
         stream = self._api.watch(
             self.kind,
             since=version,
@@ -109,7 +108,9 @@ class Informer:
         except ApiError as error:
             if isinstance(error, (Expired, Refusal)):
                 raise
-            _log.info("watch continued", extra={"resource": self.kind.plural, "why": str(error)})
+            _log.info(
+                "watch ended early, continuing where it ended", extra={"resource": self.kind.plural, "why": str(error)}
+            )
             await self._rest()
         return version
 
@@ -137,7 +138,7 @@ class Informer:
                 async with asyncio.timeout(_ABSENT_PAUSE_S):
                     await self._there.wait()
         else:
-            _log.error("watch refused", extra={"resource": self.kind.plural, "why": str(refused)})
+            _log.error("the API server refused a watch", extra={"resource": self.kind.plural, "why": str(refused)})
             await self._rest()
 
     async def _rest(self) -> None:

@@ -44,9 +44,9 @@ class Kind:
         return replace(self, api_version=version)
 
     def written(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``manifest``, which is of the newest version that we know, as one of this version.
+        """Return ``manifest``, which is of the newest version that this operator knows, as one of this version.
 
-        A Workload of v1beta1 names the class of its priority in another way; all else that we write is the same.
+        A Workload of v1beta1 names the class of its priority in another way; all else that is written is the same.
         """
         if manifest["apiVersion"] == self.api_version:
             return dict(manifest)
@@ -58,7 +58,7 @@ class Kind:
         return older
 
 
-def _ours(name: str) -> Kind:
+def _custom(name: str) -> Kind:
     return Kind(name=name, api_version=API_VERSION, plural=f"{name.lower()}s", watched="whole")
 
 
@@ -76,10 +76,10 @@ def _kueue(name: str, *, watched: Watched = "never", optional: bool = False, nam
     )
 
 
-RLJOB: Final = _ours("RLJob")
-QUEUE: Final = _ours("TransferQueue")
-SYNC: Final = _ours("WeightSync")
-OURS: Final = (RLJOB, QUEUE, SYNC)
+RLJOB: Final = _custom("RLJob")
+QUEUE: Final = _custom("TransferQueue")
+SYNC: Final = _custom("WeightSync")
+CUSTOM_KINDS: Final = (RLJOB, QUEUE, SYNC)
 
 POD: Final = Kind(name="Pod", api_version="v1", plural="pods", watched="whole")
 NODE: Final = Kind(name="Node", api_version="v1", plural="nodes", watched="never", namespaced=False)
@@ -119,7 +119,7 @@ REFERRED: Final = (
 )
 """Objects of the cluster that others make and jobs refer to: they are read by name, where a job asks for them."""
 
-BY_NAME: Final = {kind.name: kind for kind in (*OURS, *_OWNED)}
+BY_NAME: Final = {kind.name: kind for kind in (*CUSTOM_KINDS, *_OWNED)}
 """Every kind that a plan may name."""
 MEMBERS: Final = tuple(kind for kind in _OWNED if kind.watched != "never")
-"""Kinds that the informers watch: everything of ours that is made for one of our objects."""
+"""Kinds that the informers watch: those of the objects that the operator makes for custom resources."""

@@ -1,8 +1,8 @@
-"""Our three kinds as the API server sends them, checked by the contract.
+"""The three custom kinds as the API server sends them, checked by the contract.
 
-What has begun and is edited to a spec that the contract refuses goes on by the last that was accepted, with as much of
-the newest as can be obeyed all the same: ``suspend: true``, and the number that is scaled. An operator that did not see
-that spec finds it in the ConfigMap that the pods read (``recalled``).
+A resource that has begun and is edited to a spec that the contract refuses goes on by the last that was accepted, with
+as much of the newest as can be obeyed all the same: ``suspend: true``, and the number that is scaled. An operator that
+did not see that spec finds it in the ConfigMap that the pods read (``recover_accepted``).
 
 Invariant: an object is parsed once per generation and set of labels, however often its status changes; one that the
 contract refuses is kept with the reason and what to do, and never stops the operator. The API server knows the newest
@@ -46,11 +46,11 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mine:
-    """One object of ours.
+class CustomResource:
+    """An RLJob, a TransferQueue or a WeightSync.
 
-    model: what counts, None where no spec was ever accepted; problem: why the contract refuses the newest spec;
-    written: the status as it is stored; controller: kind and name of what owns it, "" where a person made it.
+    model: the spec in force, None where no spec was ever accepted; problem: why the contract refuses the newest spec;
+    written: the status as it is stored; controller: kind and name of its owner, "" where a person made it.
     """
 
     owner: Owner
@@ -65,8 +65,8 @@ class Mine:
     held: str
 
 
-def mine(kind: str, raw: Json, before: Mine | None) -> Mine:
-    """Return the view of an object of ours; ``before`` is that of its last version."""
+def custom_resource(kind: str, raw: Json, before: CustomResource | None) -> CustomResource:
+    """Return the view of a custom resource; ``before`` is that of its last version."""
     meta = raw["metadata"]
     labels = dict(meta.get("labels") or {})
     generation = int(meta.get("generation", 0))
@@ -79,7 +79,7 @@ def mine(kind: str, raw: Json, before: Mine | None) -> Mine:
     status = before.status if before is not None and unchanged else _status(kind, raw, written)
     if model is None and before is not None and before.model is not None and begun(status):
         model = _obeyed(before.model, raw, status)
-    return Mine(
+    return CustomResource(
         owner=Owner(
             kind=kind,  # type: ignore[arg-type]
             namespace=meta.get("namespace", ""),
@@ -103,11 +103,11 @@ def mine(kind: str, raw: Json, before: Mine | None) -> Mine:
 
 
 def begun(status: Any) -> bool:
-    """Return whether pods were made for an object of ours, by its status."""
+    """Return whether pods were made for a custom resource, by its status."""
     return isinstance(status, JobStatus | QueueStatus) and status.begun
 
 
-def recalled(view: Mine, raw: Json, config: Json) -> Mine:
+def recover_accepted(view: CustomResource, raw: Json, config: Json) -> CustomResource:
     """Return ``view`` with the spec that was accepted last, as it is in the ConfigMap of the pods; unchanged if it is
     not legible, or another object's.
     """
@@ -157,7 +157,7 @@ def _status(kind: str, raw: Json, written: Json) -> Any:
     except ValidationError as error:
         meta = raw["metadata"]
         _log.warning(
-            "status not understood",
+            "could not read the whole status",
             extra={"object": f"{kind}/{meta.get('namespace', '')}/{meta['name']}", "why": str(error.errors()[:3])},
         )
     try:

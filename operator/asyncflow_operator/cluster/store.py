@@ -1,7 +1,7 @@
-"""The newest version of every object that concerns us, as views, grouped by the job they belong to.
+"""The newest version of every object that concerns the operator, as views, grouped by the job they belong to.
 
-It is fed by watches, lists and the answers to our own writes, in whatever order these arrive. Invariant: a version is
-never replaced by an older one, and what was deleted does not come back by late news; so a reconcile that follows a
+It is fed by watches, lists and the answers to its own writes, in whatever order these arrive. Invariant: a version is
+never replaced by an older one, and what was deleted does not come back by a late message; so a reconcile that follows a
 write sees it, and no write is repeated because a watch is late.
 """
 
@@ -13,19 +13,19 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from asyncflow.api.names import LABEL_JOB, LABEL_QUEUE
-from asyncflow_operator.cluster.kinds import OURS, QUEUE, RLJOB
+from asyncflow_operator.cluster.kinds import CUSTOM_KINDS, QUEUE, RLJOB
 from asyncflow_operator.cluster.views import controller_of
 
 Json = Mapping[str, Any]
 View = TypeVar("View")
 
-_OURS: Final = frozenset(kind.name for kind in OURS)
+_CUSTOM: Final = frozenset(kind.name for kind in CUSTOM_KINDS)
 _REMEMBERED: Final = 4096
-"""Deleted objects whose late news are still expected."""
+"""Deleted objects of which late messages are still expected."""
 
 
-class Group(NamedTuple):
-    """Group of objects that belong together: one of ours with all that is made for it. kind, name: of that object."""
+class ObjectGroup(NamedTuple):
+    """Objects that belong together: a custom resource and all that is made for it. kind, name: of that resource."""
 
     namespace: str
     kind: str
@@ -34,37 +34,37 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[View]):
-    """One object. version: its resource version; owner: UID of the object of ours that controls it, "" without one."""
+    """One object. version: its resource version; owner: UID of the custom resource that controls it, "" without one."""
 
     kind: str
     uid: str
     version: int
-    group: Group
+    group: ObjectGroup
     owner: str
     view: View
 
 
 Project = Callable[[str, Json, Any], Any]
-"""Makes the view of an object of a kind, given the view of its last version or None."""
-Changed = Callable[[Group, str, Any, Any], None]
-"""Told the group in which an object of a kind changed, its view before and after; None where there was or is none."""
+"""Makes the view of an object of a kind, from it and the view of its last version or None."""
+Changed = Callable[[ObjectGroup, str, Any, Any], None]
+"""Called with the group in which an object of a kind changed, its view before and after; None for no object."""
 
 
-class Store:
-    """All objects by kind, namespace and name."""
+class ObjectStore:
+    """Store of all objects by kind, namespace and name."""
 
     def __init__(self, project: Project, changed: Changed) -> None:
         self._project = project
         self._changed = changed
         self._kinds: dict[str, dict[tuple[str, str], Entry[Any]]] = {}
-        self._groups: dict[Group, dict[tuple[str, str], Entry[Any]]] = {}
+        self._groups: dict[ObjectGroup, dict[tuple[str, str], Entry[Any]]] = {}
         self._gone: dict[str, float] = {}
 
     def get(self, kind: str, namespace: str, name: str) -> Entry[Any] | None:
         """Return an object, None where there is none."""
         return self._kinds.get(kind, {}).get((namespace, name))
 
-    def of(self, group: Group) -> Collection[Entry[Any]]:
+    def of(self, group: ObjectGroup) -> Collection[Entry[Any]]:
         """Return all objects of a group."""
         return self._groups.get(group, {}).values()
 
@@ -88,7 +88,7 @@ class Store:
         same = before is not None and before.uid == uid
         view = self._project(kind, raw, before.view if before is not None and same else None)
         owner_kind, _, controller = controller_of(raw)
-        owner = controller if owner_kind in _OURS else ""
+        owner = controller if owner_kind in _CUSTOM else ""
         group = group_of(kind, raw)
         if before is not None and before.group != group:
             self._drop(kind, namespace, name, before)
@@ -99,14 +99,14 @@ class Store:
             self._changed(group, kind, before.view if before is not None and same else None, view)
 
     def revise(self, kind: str, namespace: str, name: str, view: Any) -> None:
-        """Take that more is known of an object than its newest version says."""
+        """Replace the view of an object by one that knows more than its newest version says."""
         entry = self._kinds[kind][namespace, name]
         revised = replace(entry, view=view)
         self._kinds[kind][namespace, name] = self._groups[entry.group][kind, name] = revised
         self._changed(entry.group, kind, entry.view, view)
 
     def remove(self, kind: str, namespace: str, name: str, uid: str, *, version: float = math.inf) -> None:
-        """Take that the object with this UID exists no more.
+        """Record that the object with this UID exists no more.
 
         version: as of which a watch or a list says so. They say the same of one that has lost the labels by which it is
         chosen, and that comes back with a later version when it has them again.
@@ -120,7 +120,7 @@ class Store:
             self._changed(entry.group, kind, entry.view, None)
 
     def retain(self, kind: str, namespace: str, listed: Collection[str], version: int) -> None:
-        """Take that at ``version`` the objects of a kind (in a namespace, or "" for all) had just these UIDs."""
+        """Record that at ``version`` the objects of a kind (in a namespace, or "" for all) had just these UIDs."""
         lost = [
             (where, name, entry.uid)
             for where, name, entry in self.all(kind)
@@ -137,13 +137,17 @@ class Store:
             del self._groups[entry.group]
 
 
-def group_of(kind: str, raw: Json) -> Group:
-    """Return the group of an object, by its labels; one of ours that has no owner of ours is alone in its group."""
+def group_of(kind: str, raw: Json) -> ObjectGroup:
+    """Return the group of an object, by its labels; a custom resource without an owner is alone in its group."""
     meta = raw["metadata"]
     namespace, name, labels = meta.get("namespace", ""), meta["name"], meta.get("labels") or {}
     owner_kind, owner_name, _ = controller_of(raw)
-    if kind in _OURS:
-        return Group(namespace, owner_kind, owner_name) if owner_kind in _OURS else Group(namespace, kind, name)
+    if kind in _CUSTOM:
+        return (
+            ObjectGroup(namespace, owner_kind, owner_name)
+            if owner_kind in _CUSTOM
+            else ObjectGroup(namespace, kind, name)
+        )
     if LABEL_JOB in labels:
-        return Group(namespace, RLJOB.name, labels[LABEL_JOB])
-    return Group(namespace, QUEUE.name, labels.get(LABEL_QUEUE, ""))
+        return ObjectGroup(namespace, RLJOB.name, labels[LABEL_JOB])
+    return ObjectGroup(namespace, QUEUE.name, labels.get(LABEL_QUEUE, ""))

@@ -1,4 +1,4 @@
-"""From an object as the API server sends it to the view that ``decide`` reads.
+"""Conversion of an object, as the API server sends it, to the view that ``decide`` reads.
 
 Invariant: pure, and total over whatever a server may send: what is missing becomes the view's default, and no part of
 the object is kept alive by its view.
@@ -114,7 +114,7 @@ def _workload_view(view: ObjectView, raw: Json) -> ObjectView:
 
 
 def _stage_of(conditions: Mapping[str, Json], *, admission: bool) -> str:
-    """Return how far a Workload of Kueue is; one that was evicted has yet to give its quota back."""
+    """Return the stage of a Workload of Kueue; one that was evicted has yet to return its quota."""
     if _holds(conditions, "Finished"):
         return "Finished"
     if _holds(conditions, "Evicted") and (admission or _holds(conditions, "QuotaReserved")):

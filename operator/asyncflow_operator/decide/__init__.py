@@ -1,4 +1,4 @@
-"""Decisions: from what was observed, and the time, to what is to be done. Pure: nothing here reads a clock or waits.
+"""Decisions: plans made from observations and the time. Pure: nothing here reads a clock or waits.
 
 Invariant: equal observations at equal times give equal plans, and carrying out a plan leads to an observation that asks
 for nothing more, unless something else happens.

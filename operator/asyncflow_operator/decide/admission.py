@@ -1,8 +1,8 @@
-"""State of the gang scheduler's object: whether the core has its place, has lost it, or needs it no more.
+"""State of the gang scheduler's object: the core has its place, has lost it, or needs it no more.
 
-Volcano holds the pods of its PodGroup back by itself. Kueue admits a Workload of ours, and then pods are made, on nodes
-of the flavors that it was given. Of an evicted Workload the pods end; then its quota is given back, and it waits for a
-place again, where it was in its queue.
+Volcano holds the pods of its PodGroup back by itself. Kueue admits a Workload of the operator, and then pods are made,
+on nodes of the flavors that it was given. Of an evicted Workload the pods end; then its quota is given back, and it
+waits for a place again, where it was in its queue.
 
 Invariants: with Kueue no pod is made without an admitted Workload whose flavors are known; a job that has ended or is
 suspended holds no place; a Workload that holds quota is not changed, which Kueue would refuse.
@@ -16,7 +16,7 @@ from typing import Final
 from asyncflow.api.names import DIGEST
 from asyncflow.plan import plan
 from asyncflow_operator.actions import Delete, Release, Report
-from asyncflow_operator.decide.moments import written
+from asyncflow_operator.decide.times import to_rfc3339
 from asyncflow_operator.desired.objects import KUEUE
 from asyncflow_operator.observed import JobState, Manifest, ObjectView, Ref
 
@@ -43,7 +43,7 @@ def evicted(state: JobState) -> bool:
 
 
 def waits_for(state: JobState) -> str:
-    """Return what keeps the pods of a gang from being made, in words; "" where that is over in a moment."""
+    """Return what keeps the pods of a gang from being made, in words; "" where that is over in less than a second."""
     admission = any(each.phase == "Admitted" for each in _workloads(state.objects))
     if admission or any(each.problem for each in state.found.values()):
         return _unread(state)
@@ -51,14 +51,14 @@ def waits_for(state: JobState) -> str:
     return f"Kueue has not admitted the job's Workload: {said}"
 
 
-def given_back(objects: Objects) -> tuple[Delete, ...]:
-    """Return the deletion of what holds the core's place."""
+def delete_gang(objects: Objects) -> tuple[Delete, ...]:
+    """Return the deletion of the objects that hold the core's place."""
     gangs = (view for ref, view in objects.items() if ref.kind in _GANGS and not view.deleting)
     return tuple(Delete(ref=view.ref, uid=view.uid) for view in gangs)
 
 
-def queued_again(objects: Objects, *, now: float) -> tuple[Report, ...]:
-    """Return what gives an evicted Workload's quota back, once no pod is left, so that it waits for its turn again."""
+def requeue(objects: Objects, *, now: float) -> tuple[Report, ...]:
+    """Return the reports that free an evicted Workload's quota, once no pod is left, so that it waits in line again."""
     return tuple(
         Report(ref=view.ref, version=view.version, status={"admission": None, "conditions": _requeued(view, now)})
         for view in _workloads(objects)
@@ -67,9 +67,9 @@ def queued_again(objects: Objects, *, now: float) -> tuple[Report, ...]:
 
 
 def pods_ready(objects: Objects, *, lacks: Collection[str], now: float) -> tuple[Report, ...]:
-    """Return what tells Kueue whether all pods of an admitted Workload are ready, where that is news.
+    """Return the reports to Kueue whether all pods of an admitted Workload are ready, where that has changed.
 
-    Kueue may be told to evict what is not ready in time. lacks: as ``phases.lacking`` says it.
+    Kueue may be configured to evict what is not ready in time. lacks: as ``progress.lacking`` returns it.
     """
     reports = []
     for view in _workloads(objects):
@@ -87,8 +87,8 @@ def pods_ready(objects: Objects, *, lacks: Collection[str], now: float) -> tuple
     return tuple(reports)
 
 
-def released(state: JobState) -> tuple[Release, ...]:
-    """Return what takes away what Kueue has put on pods of the core: they wait as one Workload, which is admitted."""
+def release_pods(state: JobState) -> tuple[Release, ...]:
+    """Return the removal of Kueue's gates and finalizers from pods of the core, which wait as one admitted Workload."""
     if state.job is None or state.job.spec.scheduling.gang != "kueue":
         return ()
     cores: dict[str, int] = {role.name: role.core for role in plan(state.job).roles}
@@ -157,6 +157,6 @@ def _with(
 ) -> tuple[Manifest, ...]:
     """Return ``conditions`` with this one; its time is that of the last change of its status."""
     before: Manifest = next((each for each in conditions if each["type"] == kind), {})
-    since = before["lastTransitionTime"] if before.get("status") == status else written(now)
+    since = before["lastTransitionTime"] if before.get("status") == status else to_rfc3339(now)
     stated = {"type": kind, "status": status, "reason": reason, "message": message, "lastTransitionTime": since}
     return (*(each for each in conditions if each["type"] != kind), stated)

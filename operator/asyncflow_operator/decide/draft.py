@@ -1,93 +1,200 @@
-"""One decision while it is being made: the status as it will be, and what is to be done.
+"""One decision while it is made: the conditions, the status as it will be, and what is to be done.
 
-Invariant: it is turned into a plan once, at the end; what it holds was given to it by pure functions.
+A transition is written at once, figures at most every ``FIGURES_S`` seconds, the same status never.
+
+Invariants: a draft is turned into a plan once, at the end. Each condition names the generation that it was decided for,
+and its time moves with its status; one that says the same as before is the same object. A status that says what the
+one before said causes no write, however often and however late it is decided.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, Literal, TypeVar
 
+from asyncflow.api.base import Condition
 from asyncflow.api.queue import QueueStatus
 from asyncflow.api.status import JobStatus
 from asyncflow.api.weights import WeightsStatus
 from asyncflow_operator.actions import Action, Delete, Note, Plan
-from asyncflow_operator.decide.conditions import Board
-from asyncflow_operator.decide.moments import Alarm
-from asyncflow_operator.decide.writing import to_write
-from asyncflow_operator.observed import Owner
+from asyncflow_operator.decide.secrets import SecretUpkeep
+from asyncflow_operator.decide.times import Alarm, from_rfc3339, to_rfc3339
+from asyncflow_operator.observed import Manifest, Owner, Ref
+
+Status = Literal["True", "False", "Unknown"]
+
+_LONGEST: Final = 1024
+_STATUS: Final[dict[bool | None, Status]] = {True: "True", False: "False", None: "Unknown"}
+FIGURES_S: Final = 15.0
+"""Least seconds between two writes of one status that differ in figures only."""
+_SECOND: Final = 1.0
+"""Most seconds by which a written time is earlier than the real one."""
 
 S = TypeVar("S", JobStatus, QueueStatus, WeightsStatus)
 
 
+@dataclass(slots=True)
+class ConditionSet:
+    """The conditions of one object. before: those it has; generation: of the spec that is decided about now."""
+
+    before: Iterable[Condition]
+    generation: int
+    now: float
+    _shown: dict[str, Condition] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._shown = {condition.type: condition for condition in self.before}
+
+    def set(self, kind: str, holds: bool | None, reason: str, message: str = "") -> None:
+        """State one aspect. holds: None where it is not known."""
+        known, status, message = self._shown.get(kind), _STATUS[holds], message[:_LONGEST]
+        stays = known is not None and known.status == status
+        if known is not None and stays and known.reason == reason and known.message == message:
+            if known.observed_generation != self.generation:
+                self._shown[kind] = known.model_copy(update={"observed_generation": self.generation})
+            return
+        self._shown[kind] = Condition(
+            type=kind,
+            status=status,
+            reason=reason,
+            message=message,
+            observed_generation=self.generation,
+            last_transition_time=known.last_transition_time if known and stays else to_rfc3339(self.now),
+        )
+
+    def drop(self, kind: str) -> None:
+        """Remove an aspect that this object does not have any more."""
+        self._shown.pop(kind, None)
+
+    def states(self, kind: str, message: str) -> bool:
+        """Return whether an aspect is stated with this message."""
+        return kind in self._shown and self._shown[kind].message == message[:_LONGEST]
+
+    def has(self, kind: str) -> bool:
+        """Return whether anything was ever stated about an aspect."""
+        return kind in self._shown
+
+    @property
+    def current(self) -> tuple[Condition, ...]:
+        """All conditions."""
+        return tuple(self._shown.values())
+
+
+def to_write(before: S, after: S, *, figures: Collection[str], alarm: Alarm) -> Manifest | None:
+    """Return the status to write now, None for none. figures: the fields that may wait."""
+    changed = {name for name in type(after).model_fields if getattr(before, name) != getattr(after, name)}
+    changed.discard("progress_time")
+    if not changed:
+        return None
+    waits = changed <= {*figures, "conditions"} and _transitions(before.conditions) == _transitions(after.conditions)
+    last = from_rfc3339(before.progress_time)
+    if waits and last is not None and last <= alarm.now and alarm.until(last + FIGURES_S + _SECOND):
+        return None
+    return _dump(after.model_copy(update={"progress_time": to_rfc3339(alarm.now)}))
+
+
+def _transitions(conditions: Collection[Condition]) -> dict[str, tuple[str, str, int]]:
+    """Return the part of the conditions that makes a transition: all but the messages."""
+    return {each.type: (each.status, each.reason, each.observed_generation) for each in conditions}
+
+
+def _dump(status: S) -> dict[str, Any]:
+    """Return the status as it is applied, without maps that are empty.
+
+    Of a map that loses its last key the API server makes ``null`` when it is applied empty, and then refuses that.
+    """
+    said = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return {name: value for name, value in said.items() if value != {}}
+
+
 @dataclass(slots=True, kw_only=True)
 class Draft(Generic[S]):
-    """before: the status as it was written; fields: what of it changes; first, then: the stages of the plan."""
+    """Draft of a plan.
+
+    before: the status as it was written; fields: what of it changes; first, then: the stages of the plan;
+    records: what the status says of Secrets once they have been written.
+    """
 
     owner: Owner
     before: S
     now: float
-    board: Board = field(init=False)
+    conditions: ConditionSet = field(init=False)
     alarm: Alarm = field(init=False)
     fields: dict[str, Any] = field(default_factory=dict)
     first: list[Action] = field(default_factory=list)
     then: list[Action] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
+    records: dict[Ref, Manifest] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.board = Board(self.before.conditions, self.owner.generation, self.now)
+        self.conditions = ConditionSet(self.before.conditions, self.owner.generation, self.now)
         self.alarm = Alarm(self.now)
 
     def after(self) -> S:
         """Return the status as it will be."""
-        shown = {"conditions": self.board.shown, "observed_generation": self.owner.generation}
+        shown = {"conditions": self.conditions.current, "observed_generation": self.owner.generation}
         return self.before.model_copy(update={**self.fields, **shown})
 
     def note(self, reason: str, message: str, *, warning: bool = False) -> None:
         """Add an event about a transition, for people."""
         self.notes.append(Note(type="Warning" if warning else "Normal", reason=reason, message=message))
 
-    def take_away(self, deletes: Iterable[Delete]) -> None:
-        """Delete pods; people are told of those whose node does not let go of them."""
+    def delete_pods(self, deletes: Iterable[Delete]) -> None:
+        """Delete pods, with a warning for each whose node does not let go of it."""
         for delete in deletes:
             self.first.append(delete)
             if delete.grace_s == 0:
                 words = "its node does not let go of it, so it is taken off the API server"
                 self.note("NodeLost", f"{delete.ref.name}: {words}", warning=True)
 
-    def do_first(self, actions: Iterable[Action]) -> None:
+    def add_first(self, actions: Iterable[Action]) -> None:
         """Add what nothing has to wait for."""
         self.first.extend(actions)
 
-    def do_then(self, actions: Iterable[Action]) -> None:
+    def add_then(self, actions: Iterable[Action]) -> None:
         """Add what needs what comes first."""
         self.then.extend(actions)
+
+    def keep_secrets(self, secrets: SecretUpkeep) -> None:
+        """Write Secrets, and say in the status which were."""
+        self.fields["secrets"] = dict(secrets.kept)
+        self.add_first(secrets.write)
+        for ref, (part, record) in secrets.written.items():
+            self.records[ref] = {part: record.model_dump(mode="json", by_alias=True)}
 
     def plan(self, *, figures: Collection[str]) -> Plan:
         """Return the plan. figures: the fields of the status that may wait."""
         status = to_write(self.before, self.after(), figures=figures, alarm=self.alarm)
         stages = tuple(tuple(stage) for stage in (self.first, self.then) if stage)
-        return Plan(status=status, stages=stages, notes=tuple(self.notes), again_in_s=self.alarm.again_in_s)
+        after = status or _dump(self.after().model_copy(update={"progress_time": to_rfc3339(self.now)}))
+        return Plan(
+            status=status,
+            stages=stages,
+            notes=tuple(self.notes),
+            again_in_s=self.alarm.again_in_s,
+            records=self.records,
+            after=after if self.records else None,
+        )
 
 
 def accept(draft: Draft[JobStatus] | Draft[QueueStatus], *, problem: str, reason: str, message: str = "") -> None:
     """Record whether the newest spec counts; where ``problem`` says why not, the last that was accepted does."""
     if not problem:
         draft.fields["accepted_generation"] = draft.owner.generation
-        draft.board.say("Accepted", True, "Accepted", message)
+        draft.conditions.set("Accepted", True, "Accepted", message)
         return
     last = draft.before.accepted_generation
     counts = f"Generation {last} runs on" if last is not None else "What runs goes on as it was accepted"
     message = f"{counts}; of this one suspend: true and its scale are obeyed, and no more. {problem}"
-    if not draft.board.says("Accepted", message):
+    if not draft.conditions.states("Accepted", message):
         draft.note(reason, message, warning=True)
-    draft.board.say("Accepted", False, reason, message)
+    draft.conditions.set("Accepted", False, reason, message)
 
 
 def refuse(draft: Draft[Any], *, problem: str, reason: str) -> Plan:
     """Record why an object is invalid and what to do about it, and return its plan; what runs is left as it is."""
-    draft.board.say("Accepted", False, reason or "Invalid", problem)
-    if not draft.board.has("Ready"):
-        draft.board.say("Ready", False, "NotAccepted", "See the condition Accepted")
+    draft.conditions.set("Accepted", False, reason or "Invalid", problem)
+    if not draft.conditions.has("Ready"):
+        draft.conditions.set("Ready", False, "NotAccepted", "See the condition Accepted")
     return draft.plan(figures=())

@@ -1,4 +1,4 @@
-"""The end of a job: for good, or until it is resumed. What is told, what goes, and what stays to be read.
+"""The end of a job: for good, or until it is resumed; its last status, and the pods that are deleted or kept.
 
 Suspending asks the driver for a checkpoint and waits until it has ended, or its time is over; only then pods go.
 
@@ -13,14 +13,13 @@ from typing import Any, Final
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.status import JobStatus, Phase
 from asyncflow.plan.describe import duration
-from asyncflow_operator.actions import Ask, Delete, Plan
-from asyncflow_operator.decide.admission import given_back, queued_again, released
+from asyncflow_operator.actions import Delete, DriverOrder, Plan
+from asyncflow_operator.decide.admission import delete_gang, release_pods, requeue
 from asyncflow_operator.decide.draft import Draft
-from asyncflow_operator.decide.failure import End, Verdict, end_of
-from asyncflow_operator.decide.gang import next_attempt
-from asyncflow_operator.decide.moments import read, written
+from asyncflow_operator.decide.failure import FailureResult, PodEnd, end_of
 from asyncflow_operator.decide.progress import FIGURES, figures
-from asyncflow_operator.decide.seats import removed
+from asyncflow_operator.decide.replicas import next_attempt, removed
+from asyncflow_operator.decide.times import from_rfc3339, to_rfc3339
 from asyncflow_operator.observed import JobState, PodView, Ref
 
 STOPS: Final = 4
@@ -33,35 +32,35 @@ def driver_of(state: JobState) -> PodView | None:
     return next((pod for pod in state.pods if pod.role == "driver"), None)
 
 
-def left_as(driver: PodView, state: JobState) -> str:
-    """Return the phase in which a driver that is done has left the job: its last word, or what it answered last."""
+def final_phase(driver: PodView, state: JobState) -> str:
+    """Return the phase that a driver which has ended reports: its last words, or its last answer."""
     seen = state.probe.status
     return driver.last_words or (seen.phase if seen is not None else "")
 
 
-def finish(draft: Draft[JobStatus], state: JobState, verdict: Verdict | None) -> None:
-    """End the job for good: well, or because of ``verdict``."""
-    phase: Phase = "Succeeded" if verdict is None else "Failed"
+def finish(draft: Draft[JobStatus], state: JobState, failure: FailureResult | None) -> None:
+    """End the job for good: as succeeded, or as failed because of ``failure``."""
+    phase: Phase = "Succeeded" if failure is None else "Failed"
     draft.fields |= figures(state.probe.status, ())
-    draft.fields |= {"phase": phase, "completion_time": written(draft.now), "eta": "", "waiting_for": ""}
+    draft.fields |= {"phase": phase, "completion_time": to_rfc3339(draft.now), "eta": "", "waiting_for": ""}
     draft.fields |= {"draining": (), "ready_rollouts": 0, "replicas": 0, "elasticity": None}
-    if verdict is None:
-        draft.board.say("Complete", True, "Succeeded", "The driver has ended the run")
+    if failure is None:
+        draft.conditions.set("Complete", True, "Succeeded", "The driver has ended the run")
         draft.note("Succeeded", "The run is complete")
     else:
-        draft.board.say("Failed", True, verdict.reason, verdict.message)
-        draft.note(verdict.reason, verdict.message, warning=True)
-    _quiet(draft, reason=phase, message=f"The job has {phase.lower()}")
+        draft.conditions.set("Failed", True, failure.reason, failure.message)
+        draft.note(failure.reason, failure.message, warning=True)
+    _state_inactive(draft, reason=phase, message=f"The job has {phase.lower()}")
 
 
-def after_the_end(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
-    """Take away what a finished job does not need, and the job itself when its time to live is over."""
-    kept = _kept(state, keeps_failures=spec.limits.keep_on_failure)
-    draft.take_away(removed((pod for pod in state.pods if pod.uid not in kept), draft.alarm))
-    draft.do_first(given_back(state.objects) + released(state))
-    ttl, finished = spec.limits.ttl_seconds_after_finished, read(state.status.completion_time)
+def clean_up(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
+    """Delete what a finished job does not need, and the job itself when its time to live is over."""
+    kept = _pods_to_keep(state, keeps_failures=spec.limits.keep_on_failure)
+    draft.delete_pods(removed((pod for pod in state.pods if pod.uid not in kept), draft.alarm))
+    draft.add_first(delete_gang(state.objects) + release_pods(state))
+    ttl, finished = spec.limits.ttl_seconds_after_finished, from_rfc3339(state.status.completion_time)
     if ttl is not None and finished is not None and not draft.alarm.until(finished + ttl):
-        draft.do_then([Delete(ref=Ref("RLJob", state.owner.name), uid=state.owner.uid)])
+        draft.add_then([Delete(ref=Ref("RLJob", state.owner.name), uid=state.owner.uid)])
     return draft.plan(figures=FIGURES)
 
 
@@ -69,30 +68,32 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
     """Bring a job closer to being suspended."""
     driver, status = driver_of(state), state.status
     if status.phase not in ("Suspending", "Suspended"):
-        draft.fields |= {"phase": "Suspending", "suspend_time": written(draft.now)}
+        draft.fields |= {"phase": "Suspending", "suspend_time": to_rfc3339(draft.now)}
         draft.note("Suspending", "A checkpoint is made, then all pods are released")
     ended = end_of(driver) if driver is not None else None
     seen = state.probe.status
-    if driver is not None and ended is End.DONE and left_as(driver, state) == "Succeeded":
+    if driver is not None and ended is PodEnd.DONE and final_phase(driver, state) == "Succeeded":
         finish(draft, state, None)
         return draft.plan(figures=FIGURES)
-    began = read(status.suspend_time) or draft.now
+    began = from_rfc3339(status.suspend_time) or draft.now
     in_time = draft.alarm.until(began + STOPS * spec.limits.stop_seconds + SPARE_S)
     saves = status.phase in ("Running", "Suspending") and _may_save(state)
     if status.phase != "Suspended" and driver is not None and ended is None and in_time and saves:
-        draft.do_first([Ask(path="/v1/suspend")] if seen is None or seen.phase in ("Running", "Paused") else [])
-        _say_suspended(draft, done=False)
+        draft.add_first(
+            [DriverOrder(path="/v1/suspend")] if seen is None or seen.phase in ("Running", "Paused") else []
+        )
+        _state_suspended(draft, done=False)
         return draft.plan(figures=FIGURES)
-    draft.take_away(removed(state.pods, draft.alarm))
-    draft.do_first(released(state))
+    draft.delete_pods(removed(state.pods, draft.alarm))
+    draft.add_first(release_pods(state))
     done = not state.pods
     if done:
-        draft.do_first(given_back(state.objects) if spec.suspend else queued_again(state.objects, now=draft.now))
+        draft.add_first(delete_gang(state.objects) if spec.suspend else requeue(state.objects, now=draft.now))
     if done and status.phase != "Suspended":
         draft.fields |= {"phase": "Suspended", "start_time": None, "replicas": 0, "ready_rollouts": 0, "draining": ()}
         draft.fields |= {"eta": "", "waiting_for": "", "elasticity": None}
         draft.note("Suspended", "All pods are released; suspend: false resumes from the checkpoint")
-    _say_suspended(draft, done=done or status.phase == "Suspended")
+    _state_suspended(draft, done=done or status.phase == "Suspended")
     return draft.plan(figures=FIGURES)
 
 
@@ -105,12 +106,14 @@ def resumed(status: JobStatus) -> dict[str, Any]:
     return {"phase": "Pending", "suspend_time": None, "failures": failures}
 
 
-def overdue(draft: Draft[JobStatus], spec: RLJobSpec) -> Verdict | None:
-    """Return the verdict on a job that has taken longer than it may, None on any other."""
-    deadline, began = spec.limits.active_deadline_seconds, read(draft.before.start_time)
+def deadline_exceeded(draft: Draft[JobStatus], spec: RLJobSpec) -> FailureResult | None:
+    """Return the failure of a job that has taken longer than it may, None for any other."""
+    deadline, began = spec.limits.active_deadline_seconds, from_rfc3339(draft.before.start_time)
     if deadline is None or began is None or draft.alarm.until(began + deadline):
         return None
-    return Verdict("DeadlineExceeded", f"The job did not finish within activeDeadlineSeconds ({duration(deadline)})")
+    return FailureResult(
+        "DeadlineExceeded", f"The job did not finish within activeDeadlineSeconds ({duration(deadline)})"
+    )
 
 
 def _may_save(state: JobState) -> bool:
@@ -119,7 +122,7 @@ def _may_save(state: JobState) -> bool:
     return seen is None or seen.phase not in ("Starting", "Pending", "Suspended", "Succeeded")
 
 
-def _kept(state: JobState, *, keeps_failures: bool) -> set[str]:
+def _pods_to_keep(state: JobState, *, keeps_failures: bool) -> set[str]:
     """Return the UIDs of the pods that stay for their logs: the driver's, and of a failed job those that failed, unless
     nothing is kept. Of a pod that a sidecar keeps running nothing stays: it would hold its node's resources.
     """
@@ -127,20 +130,20 @@ def _kept(state: JobState, *, keeps_failures: bool) -> set[str]:
     if failed and not keeps_failures:
         return set()
     over = [pod for pod in state.pods if not pod.leftover]
-    ended = {pod.uid for pod in over if end_of(pod) in (End.FAILED, End.REFUSED)} if failed else set()
+    ended = {pod.uid for pod in over if end_of(pod) in (PodEnd.FAILED, PodEnd.REFUSED)} if failed else set()
     return ended | {pod.uid for pod in over if pod.role == "driver"}
 
 
-def _say_suspended(draft: Draft[JobStatus], *, done: bool) -> None:
+def _state_suspended(draft: Draft[JobStatus], *, done: bool) -> None:
     reason = "Suspended" if done else "Suspending"
-    draft.board.say("Suspended", done, reason)
-    _quiet(draft, reason=reason, message="")
+    draft.conditions.set("Suspended", done, reason)
+    _state_inactive(draft, reason=reason, message="")
 
 
-def _quiet(draft: Draft[JobStatus], *, reason: str, message: str) -> None:
+def _state_inactive(draft: Draft[JobStatus], *, reason: str, message: str) -> None:
     """State that nothing runs or is to run."""
     for kind in ("Ready", "Progressing", "WhyPending"):
-        draft.board.say(kind, False, reason, message)
+        draft.conditions.set(kind, False, reason, message)
     for kind in ("Stalled", "ElasticityActive"):
-        if draft.board.has(kind):
-            draft.board.say(kind, False, reason, message)
+        if draft.conditions.has(kind):
+            draft.conditions.set(kind, False, reason, message)

@@ -1,4 +1,4 @@
-"""Ends of processes: what each one counts as, and what a role's ends add up to.
+"""Ends of processes: how each one counts, and the restart budget that a role's ends use.
 
 Every end is entered into the role's record once: a pod of a gang by its attempt, which the entry leaves behind, any
 other by its UID. The record is on disk before the pod is deleted, so a crash in between enters nothing twice.
@@ -20,22 +20,22 @@ from asyncflow.api.status import RoleRecord
 from asyncflow.plan.describe import duration
 from asyncflow.plan.roles import DISRUPTED, MOST_DISRUPTIONS, REFUSED, RestartPolicy, Role
 from asyncflow_operator.actions import Note
-from asyncflow_operator.decide.moments import Alarm, read, written
+from asyncflow_operator.decide.times import Alarm, from_rfc3339, to_rfc3339
 from asyncflow_operator.observed import PodView
 
 SETTLED_S: Final = 20.0
-"""A process that ran for so many seconds can run: its next end is the first of a row."""
+"""Seconds after which a process counts as able to run: its next end is the first of a row."""
 LONGEST_S: Final = 60.0
 """Most seconds that a restart is put off."""
 DISMISSED_S: Final = 15.0
-"""Seconds within which a driver that told the others to end has ended too; later than that they are made again."""
+"""Seconds within which a driver that ordered the others to end has ended too; after them they are made again."""
 COUNTED: Final = 256
 """Most UIDs that a record holds; further ends wait until some of these pods are gone."""
 _MOST_DOUBLINGS: Final = 32
 _WORDS: Final = 600
 
 
-class End(StrEnum):
+class PodEnd(StrEnum):
     """Classes of the end of a pod."""
 
     FAILED = "failed"
@@ -47,38 +47,38 @@ class End(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Why a job or a queue cannot go on: one word for machines and a sentence for people."""
+class FailureResult:
+    """Reason why a job or a queue cannot go on: one word for machines and a sentence for people."""
 
     reason: str
     message: str
 
 
 @dataclass(frozen=True, slots=True)
-class Stock:
-    """A role's record with all ends entered, what they amount to, and what to tell."""
+class RecordedEnds:
+    """A role's record with all ends entered, the failure that follows from it, and the events to write."""
 
     record: RoleRecord
-    verdict: Verdict | None
+    failure: FailureResult | None
     notes: tuple[Note, ...]
 
 
-def end_of(pod: PodView) -> End | None:
+def end_of(pod: PodView) -> PodEnd | None:
     """Return what the end of ``pod`` counts as; None while it has not ended."""
     if pod.deleting:
-        return End.DELETED
+        return PodEnd.DELETED
     if pod.phase not in ("Succeeded", "Failed"):
         return None
     if pod.disrupted:
-        return End.TAKEN
+        return PodEnd.TAKEN
     if pod.exit_code == REFUSED:
-        return End.REFUSED
+        return PodEnd.REFUSED
     if pod.exit_code == DISRUPTED:
-        return End.DISRUPTED
-    return End.DONE if pod.phase == "Succeeded" or pod.exit_code == 0 else End.FAILED
+        return PodEnd.DISRUPTED
+    return PodEnd.DONE if pod.phase == "Succeeded" or pod.exit_code == 0 else PodEnd.FAILED
 
 
-def take_stock(role: Role, pods: Iterable[PodView], record: RoleRecord, alarm: Alarm) -> Stock:
+def record_ends(role: Role, pods: Iterable[PodView], record: RoleRecord, alarm: Alarm) -> RecordedEnds:
     """Enter the ends of ``pods``, all of one role, that are not in ``record`` yet.
 
     Of a gang that ended, one end is entered for all: that of a rank which was disrupted, if there is one, because the
@@ -86,19 +86,21 @@ def take_stock(role: Role, pods: Iterable[PodView], record: RoleRecord, alarm: A
     """
     pods = sorted(pods, key=lambda pod: (pod.index, pod.uid))
     there = {pod.uid for pod in pods}
-    record = _forgetful(role.restart, record, alarm)
-    verdict: Verdict | None = None
+    record = _without_old_failures(role.restart, record, alarm)
+    failure: FailureResult | None = None
     notes: list[Note] = []
-    ends = sorted(_new_ends(role, pods, record, alarm), key=lambda each: each[1] is not End.DISRUPTED)
+    ends = sorted(_new_ends(role, pods, record, alarm), key=lambda each: each[1] is not PodEnd.DISRUPTED)
     for pod, end in ends:
-        if end is End.REFUSED:
-            verdict = verdict or Verdict("Refused", f"{_ended(pod)}, which no restart can mend. {_words(pod)}".strip())
+        if end is PodEnd.REFUSED:
+            failure = failure or FailureResult(
+                "Refused", f"{_ended(pod)}, which no restart can mend. {_words(pod)}".strip()
+            )
         elif not (role.gang and pod.attempt < record.attempt):
             counted = tuple(uid for uid in record.counted if uid in there)
             if len(counted) < COUNTED:
-                record = _enter(role, record.model_copy(update={"counted": counted}), pod, end, alarm.now)
-                notes.append(_told(role, pod, end))
-    return Stock(record, verdict or _exceeded(role, pods, record), tuple(notes))
+                record = _recorded(role, record.model_copy(update={"counted": counted}), pod, end, alarm.now)
+                notes.append(_note_of(role, pod, end))
+    return RecordedEnds(record, failure or _exceeded(role, pods, record), tuple(notes))
 
 
 def delay(policy: RestartPolicy, ends: int) -> float:
@@ -108,76 +110,78 @@ def delay(policy: RestartPolicy, ends: int) -> float:
 
 def begins_at(policy: RestartPolicy, record: RoleRecord) -> float:
     """Return when a gang may begin again (unix seconds)."""
-    return (read(record.last_failure) or 0.0) + delay(policy, record.in_a_row)
+    return (from_rfc3339(record.last_failure) or 0.0) + delay(policy, record.in_a_row)
 
 
-def cleared(policy: RestartPolicy, record: RoleRecord, pod: PodView, alarm: Alarm) -> bool:
-    """Return whether the remains of ``pod`` may go, so that its seat is filled again: counted, and past the backoff."""
+def may_be_replaced(policy: RestartPolicy, record: RoleRecord, pod: PodView, alarm: Alarm) -> bool:
+    """Return whether the remains of ``pod`` may be deleted, so that it is made again: counted, and past the backoff."""
     if pod.uid not in record.counted:
         return False
-    ended = read(record.last_failure) or 0.0
+    ended = from_rfc3339(record.last_failure) or 0.0
     return not alarm.until(min(ended, pod.finished or ended) + delay(policy, record.in_a_row))
 
 
-def _forgetful(policy: RestartPolicy, record: RoleRecord, alarm: Alarm) -> RoleRecord:
+def _without_old_failures(policy: RestartPolicy, record: RoleRecord, alarm: Alarm) -> RoleRecord:
     """Return the record without the failures of a window that is over."""
-    since = read(record.window_start)
+    since = from_rfc3339(record.window_start)
     if since is None or alarm.until(since + policy.window_s):
         return record
     return record.model_copy(update={"restarts": 0, "disruptions": 0, "window_start": None})
 
 
-def _new_ends(role: Role, pods: Iterable[PodView], record: RoleRecord, alarm: Alarm) -> Iterator[tuple[PodView, End]]:
+def _new_ends(
+    role: Role, pods: Iterable[PodView], record: RoleRecord, alarm: Alarm
+) -> Iterator[tuple[PodView, PodEnd]]:
     for pod in pods:
         end = end_of(pod)
         if end is None or pod.uid in record.counted or (role.gang and pod.attempt < record.attempt):
             continue
-        if end is End.DONE and (role.leader or alarm.until((pod.finished or 0.0) + DISMISSED_S)):
+        if end is PodEnd.DONE and (role.leader or alarm.until((pod.finished or 0.0) + DISMISSED_S)):
             continue
         yield pod, end
 
 
-def _enter(role: Role, record: RoleRecord, pod: PodView, end: End, now: float) -> RoleRecord:
+def _recorded(role: Role, record: RoleRecord, pod: PodView, end: PodEnd, now: float) -> RoleRecord:
     entered: dict[str, object] = {"attempt": max(record.attempt, pod.attempt + 1)}
     entered |= {"begun": False, "whole": False} if role.gang else {"counted": (*record.counted, pod.uid)}
-    if end is not End.DELETED:
-        entered |= {"in_a_row": _row(record, pod, now), "last_failure": written(now)}
-    if end in (End.FAILED, End.DISRUPTED):
-        entered |= {"restarts": record.restarts + (end is End.FAILED)}
-        entered |= {"disruptions": record.disruptions + (end is End.DISRUPTED)}
-        entered |= {"window_start": record.window_start or written(now)}
+    if end is not PodEnd.DELETED:
+        entered |= {"in_a_row": _ends_in_a_row(record, pod, now), "last_failure": to_rfc3339(now)}
+    if end in (PodEnd.FAILED, PodEnd.DISRUPTED):
+        entered |= {"restarts": record.restarts + (end is PodEnd.FAILED)}
+        entered |= {"disruptions": record.disruptions + (end is PodEnd.DISRUPTED)}
+        entered |= {"window_start": record.window_start or to_rfc3339(now)}
     return record.model_copy(update=entered)
 
 
-def _row(record: RoleRecord, pod: PodView, now: float) -> int:
-    """Return the length of the row that ends with ``pod``: only the successor of an end makes it longer."""
+def _ends_in_a_row(record: RoleRecord, pod: PodView, now: float) -> int:
+    """Return the number of ends in a row, up to that of ``pod``: only the successor of an end makes it larger."""
     lived = pod.finished - pod.started if pod.started is not None and pod.finished is not None else 0.0
-    quiet = now - (read(record.last_failure) or 0.0)
+    quiet = now - (from_rfc3339(record.last_failure) or 0.0)
     if lived >= SETTLED_S or quiet >= LONGEST_S + SETTLED_S:
         return 1
     return record.in_a_row + 1 if pod.attempt >= record.attempt else max(record.in_a_row, 1)
 
 
-def _exceeded(role: Role, pods: list[PodView], record: RoleRecord) -> Verdict | None:
+def _exceeded(role: Role, pods: list[PodView], record: RoleRecord) -> FailureResult | None:
     policy = role.restart
     disrupted = record.disruptions > MOST_DISRUPTIONS
     if not disrupted and record.restarts <= policy.max_restarts:
         return None
-    failed = [pod for pod in pods if end_of(pod) in (End.FAILED, End.DISRUPTED)]
+    failed = [pod for pod in pods if end_of(pod) in (PodEnd.FAILED, PodEnd.DISRUPTED)]
     last = max(failed, key=lambda pod: (pod.finished or 0.0, pod.name), default=None)
     who = _ended(last) if last is not None else f"{role.name} failed"
     most = MOST_DISRUPTIONS if disrupted else policy.max_restarts
     budget = f"{most} restarts of {role.name} within {duration(policy.window_s)} are used up"
     words = f". {_words(last)}" if last is not None and last.last_words else ""
-    return Verdict("BudgetExceeded", f"{who}, and the {budget}{words}")
+    return FailureResult("BudgetExceeded", f"{who}, and the {budget}{words}")
 
 
-def _told(role: Role, pod: PodView, end: End) -> Note:
-    who = _ended(pod) if end is End.FAILED else f"{pod.name} {end}"
+def _note_of(role: Role, pod: PodView, end: PodEnd) -> Note:
+    who = _ended(pod) if end is PodEnd.FAILED else f"{pod.name} {end}"
     then = "the gang starts again from its checkpoint" if role.gang else "it is replaced"
     return Note(
-        type="Warning" if end is End.FAILED else "Normal",
-        reason=f"{role.name.capitalize()}{'Failed' if end is End.FAILED else 'Gone'}",
+        type="Warning" if end is PodEnd.FAILED else "Normal",
+        reason=f"{role.name.capitalize()}{'Failed' if end is PodEnd.FAILED else 'Gone'}",
         message=f"{who}: {then}",
     )
 

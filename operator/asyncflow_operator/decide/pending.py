@@ -1,7 +1,7 @@
-"""WhyPending: why something that is wanted does not run, in one sentence, with the arithmetic.
+"""The condition WhyPending: the obstacle that keeps wanted pods from running, in one sentence, with the arithmetic.
 
-Invariant: what is said is what was observed; the sentence names one object, what it needs or lacks, and what to do
-where that is known.
+Invariant: the sentence states what was observed; it names one object, what it needs or lacks, and what to do where
+that is known.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Final
 from asyncflow.plan.describe import duration
 from asyncflow.plan.roles import Resources, Role
 from asyncflow_operator.decide.admission import admitted, waits_for
-from asyncflow_operator.decide.moments import Alarm
-from asyncflow_operator.decide.seats import OVERDUE_S
+from asyncflow_operator.decide.replicas import OVERDUE_S
+from asyncflow_operator.decide.times import Alarm
 from asyncflow_operator.observed import Denial, JobState, NodeFree, ObjectView, PodView, Ref
 
 ATTACH_S: Final = 60.0
@@ -28,31 +28,31 @@ _CONFIG: Final = frozenset(("CreateContainerConfigError", "CreateContainerError"
 
 _REMEDIES: Final = {
     "quota": "Raise the quota or ask for less",
-    "already exists": "It belongs to somebody else: delete it, or give this job another name",
+    "already exists": "It belongs to another owner: delete it, or give this job another name",
     "could not find the requested resource": "Install what defines that kind, or do without it in spec.scheduling",
 }
 _USUAL_REMEDY: Final = "The object, or who may make it, must change"
 
 
 @dataclass(frozen=True, slots=True)
-class Why:
-    """One obstacle: a word for machines, a sentence for people."""
+class Obstacle:
+    """Obstacle to a pod: one word for machines and a sentence for people."""
 
     reason: str
     message: str
 
 
-def why_pending(roles: Sequence[Role], state: JobState) -> Why | None:
+def why_pending(roles: Sequence[Role], state: JobState) -> Obstacle | None:
     """Return the first obstacle on the way of ``roles`` of a legal job, None where there is none.
 
     A change that was refused to an object that is there is the last of them.
     """
     if state.namespace_ending:
-        return Why("NamespaceTerminating", "The namespace is being deleted, so nothing can be made in it")
+        return Obstacle("NamespaceTerminating", "The namespace is being deleted, so nothing can be made in it")
     if missing := [denial for denial in state.denied if denial.missing]:
         return why_denied(missing)
     if not admitted(state) and (words := waits_for(state)):
-        return Why("Gang", _short(words))
+        return Obstacle("Gang", _short(words))
     gang = state.job.spec.scheduling.gang if state.job is not None else "none"
     waiting = [pod for role in roles for pod in _of(role, state.pods) if _stands_still(pod)]
     claims = [
@@ -63,50 +63,54 @@ def why_pending(roles: Sequence[Role], state: JobState) -> Why | None:
         if why := _of_pod(pod, role.resources, state.nodes, claims, gang):
             others = len(waiting) - 1
             more = f" ({others} more {'pod waits' if others == 1 else 'pods wait'})" if others else ""
-            return Why(why.reason, why.message + more)
+            return Obstacle(why.reason, why.message + more)
     return why_denied(state.denied) if state.denied else None
 
 
-def why_denied(denied: Sequence[Denial]) -> Why:
-    """Return in words what the API server refused: what is missing because of that first, and pods first of that."""
+def why_denied(denied: Sequence[Denial]) -> Obstacle:
+    """Return what the API server refused, in words: objects that are missing for it first, and pods first of those."""
     first, *others = sorted(denied, key=lambda denial: (not denial.missing, denial.ref.kind != "Pod", denial.ref))
     more = f" ({len(others)} more {'is' if len(others) == 1 else 'are'} refused)" if others else ""
     goes_on = "" if first.missing else ". What runs goes on as it is"
-    return Why("Denied", f"The API server refused {_short(str(first))}{more}. {_remedy(first.why)}{goes_on}")
+    return Obstacle("Denied", f"The API server refused {_short(str(first))}{more}. {_remedy(first.why)}{goes_on}")
 
 
 def why_lacking(
     lacks: Sequence[str], pods: Collection[PodView], *, going: Collection[Ref] = (), ran: bool, alarm: Alarm
-) -> Why:
+) -> Obstacle:
     """Return why roles lack ready processes though nothing stands in the way.
 
-    lacks: as ``phases.lacking`` says it; going: objects that pods need and that are on their way out; ran: whether the
-    job ran already, so that it does not merely start.
+    lacks: as ``progress.lacking`` returns it; going: objects that pods need and that are on their way out; ran: whether
+    the job ran already, so that it does not merely start.
     """
     if going:
         first = min(going)
-        return Why("Terminating", f"{first.kind}/{first.name} is being deleted; what needs it waits until it is gone")
+        return Obstacle(
+            "Terminating", f"{first.kind}/{first.name} is being deleted; what needs it waits until it is gone"
+        )
     short = {words.partition(" ")[0] for words in lacks}
     affected = sorted((pod for pod in pods if pod.role in short and pod.node), key=lambda pod: pod.name)
     said = f"{', '.join(lacks)} ready"
     if lost := [pod for pod in affected if pod.unreachable]:
         pod = lost[0]
         then = f"{pod.name} is made again elsewhere: a rollout at once, others after limits.nodeLostSeconds"
-        return Why("NodeLost", f"{said}: {pod.node} does not answer. {then}")
-    if leaving := [pod for pod in affected if pod.deleting]:
-        pod = leaving[0]
+        return Obstacle("NodeLost", f"{said}: {pod.node} does not answer. {then}")
+    if deleting := [pod for pod in affected if pod.deleting]:
+        pod = deleting[0]
         then = f"at the latest {duration(OVERDUE_S)} after its grace period"
-        return Why("Terminating", f"{said}: {pod.name} has yet to go from {pod.node} and then comes again, {then}")
+        return Obstacle("Terminating", f"{said}: {pod.name} has yet to go from {pod.node} and then comes again, {then}")
     if attaching := [pod for pod in affected if _attaches(pod, alarm)]:
         pod = attaching[0]
         what = f"{pod.name} on {pod.node} waits for the volume of {', '.join(pod.claims)}"
         rule = "A ReadWriteOnce volume stays attached to a lost node for 6 minutes"
         remedy = "To have it now: kubectl taint node LOST-NODE node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
-        return Why("VolumeAttach", f"{said}: {what}. {rule}. {remedy}")
+        return Obstacle("VolumeAttach", f"{said}: {what}. {rule}. {remedy}")
     if ran and (unready := [pod for pod in affected if pod.phase == "Running" and not pod.ready]):
         pod = unready[0]
-        return Why("NotReady", f"{said}: {pod.name} on {pod.node} is not. See its log, and whether that node is Ready")
-    return Why("Starting", f"{said}; {'it is being replaced' if ran else 'the rest starts after them'}")
+        return Obstacle(
+            "NotReady", f"{said}: {pod.name} on {pod.node} is not. See its log, and whether that node is Ready"
+        )
+    return Obstacle("Starting", f"{said}; {'it is being replaced' if ran else 'the rest starts after them'}")
 
 
 def _attaches(pod: PodView, alarm: Alarm) -> bool:
@@ -131,37 +135,41 @@ def _stands_still(pod: PodView) -> bool:
 
 def _of_pod(
     pod: PodView, needs: Resources, nodes: Sequence[NodeFree] | None, claims: Sequence[ObjectView], gang: str
-) -> Why | None:
+) -> Obstacle | None:
     if pod.gated:
-        return Why("Gated", f"{pod.name} is held by a scheduling gate until {_placer(gang)} admits it")
+        return Obstacle("Gated", f"{pod.name} is held by a scheduling gate until {_scheduler_name(gang)} admits it")
     if pod.unschedulable:
         return _unschedulable(pod, needs, nodes, claims, gang)
     if pod.waiting in _IMAGE:
-        return Why(
+        return Obstacle(
             "ImagePull",
             f"{pod.name} cannot have its image: {pod.waiting}{_because(pod)}. Check its name and imagePullSecrets",
         )
     if pod.waiting in _CONFIG:
-        return Why(
+        return Obstacle(
             "ContainerConfig",
             f"{pod.name} cannot be started: {pod.waiting}{_because(pod)}. Make what it lacks, or do without",
         )
-    return Why("Waiting", f"{pod.name} waits: {pod.waiting or 'Pending'}{_because(pod)}")
+    return Obstacle("Waiting", f"{pod.name} waits: {pod.waiting or 'Pending'}{_because(pod)}")
 
 
 def _unschedulable(
     pod: PodView, needs: Resources, nodes: Sequence[NodeFree] | None, claims: Sequence[ObjectView], gang: str
-) -> Why:
+) -> Obstacle:
     if claims and "PersistentVolumeClaim" in pod.unschedulable:
         names = ", ".join(sorted(claim.ref.name for claim in claims))
-        return Why("ClaimPending", f"{pod.name} needs a volume, and no volume is bound to {names}")
+        return Obstacle("ClaimPending", f"{pod.name} needs a volume, and no volume is bound to {names}")
     if short := _shortage(needs, nodes or ()):
-        return Why("Unschedulable", f"{pod.name} needs {short}")
+        return Obstacle("Unschedulable", f"{pod.name} needs {short}")
     if "persistentvolumeclaim" in pod.unschedulable and "not found" in pod.unschedulable:
-        return Why("ClaimMissing", f"{pod.name} needs a claim: {_short(pod.unschedulable)}. Make it, or name another")
+        return Obstacle(
+            "ClaimMissing", f"{pod.name} needs a claim: {_short(pod.unschedulable)}. Make it, or name another"
+        )
     if gang != "none" and "gang" in pod.unschedulable.lower():
-        return Why("Gang", f"{pod.name} waits until {_placer(gang)} has room for all: {_short(pod.unschedulable)}")
-    return Why("Unschedulable", f"{pod.name} finds no node: {_short(pod.unschedulable)}")
+        return Obstacle(
+            "Gang", f"{pod.name} waits until {_scheduler_name(gang)} has room for all: {_short(pod.unschedulable)}"
+        )
+    return Obstacle("Unschedulable", f"{pod.name} finds no node: {_short(pod.unschedulable)}")
 
 
 def _shortage(needs: Resources, nodes: Sequence[NodeFree]) -> str:
@@ -188,8 +196,8 @@ def _called(resource: str) -> str:
     return {"cpu": "CPU"}.get(resource, resource)
 
 
-def _placer(gang: str) -> str:
-    return {"volcano": "Volcano", "kueue": "Kueue"}.get(gang, "whoever set the gate")
+def _scheduler_name(gang: str) -> str:
+    return {"volcano": "Volcano", "kueue": "Kueue"}.get(gang, "the scheduler that set the gate")
 
 
 def _because(pod: PodView) -> str:

@@ -1,20 +1,28 @@
-"""Progress: the driver's figures in the words of ``kubectl get``, and whether the job still makes any.
+"""Progress of a job: the phase that it has reached, the driver's figures, and whether it makes steps.
 
-Invariant: a figure is the driver's or absent; that a job stalls is said only of a driver that answers.
+Invariants: a phase says what was reached, so a pod that is replaced does not turn a running job back into a starting
+one; whether all is well now is what the condition Ready says. A figure is the driver's or absent; that a job stalls is
+said only of a driver that answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from asyncflow.api.durability import LimitsSpec
-from asyncflow.api.status import MOST_COUNTED, DriverStatus, JobStatus
+from asyncflow.api.status import MOST_COUNTED, DriverStatus, JobStatus, Phase
 from asyncflow.plan.describe import duration
-from asyncflow_operator.decide.conditions import Board
-from asyncflow_operator.decide.moments import Alarm, read
-from asyncflow_operator.observed import PodView, Probe
+from asyncflow.plan.roles import Role
+from asyncflow_operator.decide.draft import ConditionSet
+from asyncflow_operator.decide.times import Alarm, from_rfc3339
+from asyncflow_operator.observed import DriverProbe, PodView
 
+ACTIVE: Final = frozenset[Phase](("Pending", "Starting", "Running"))
+"""Phases in which processes run, or are to."""
+FINISHED: Final = frozenset[Phase](("Succeeded", "Failed"))
+"""Phases that a job never leaves."""
 FIGURES: Final = frozenset(
     (
         *("step", "steps", "progress", "reward", "eval", "tokens_per_second", "staleness", "version", "queue_depth"),
@@ -24,11 +32,41 @@ FIGURES: Final = frozenset(
 )
 """Fields of a job's status that may wait; all others are transitions."""
 SILENT_S: Final = 60.0
-"""Seconds without an answer after which nobody can say whether a job makes progress."""
+"""Seconds without an answer after which it is unknown whether a job makes progress."""
 _STEPS: Final = 10.0
 """Steps, at the length that 95 of 100 keep, that may pass without one."""
 _LEAST_S: Final = 60.0
 _LINE: Final = 1024
+
+
+def ready_of(pods: Collection[PodView]) -> Counter[str]:
+    """Count the ready pods by role."""
+    return Counter(pod.role for pod in pods if pod.ready and not pod.deleting)
+
+
+def lacking(roles: Sequence[Role], ready: Counter[str]) -> list[str]:
+    """Return the roles with fewer ready processes than they must have, in few words each, in the order of the plan."""
+    return [f"{role.name} {ready[role.name]}/{role.core}" for role in roles if ready[role.name] < role.core]
+
+
+def may_start(role: Role, roles: Sequence[Role], ready: Counter[str], *, ran: bool, gang: str) -> bool:
+    """Return whether processes of ``role`` may be made: all that it starts after are ready, or ``roles`` ran already.
+
+    A gang scheduler wants to see all of the gang at once.
+    """
+    if ran or gang != "none":
+        return True
+    return all(ready[other.name] >= other.core for other in roles if other.name in role.after)
+
+
+def reached(
+    before: Phase, roles: Sequence[Role], pods: Collection[PodView], ready: Counter[str], *, begun: bool
+) -> Phase:
+    """Return the phase of an active job. begun: the trainer's gang is on record, so that this costs no status write."""
+    if before == "Running" or not lacking(roles, ready):
+        return "Running"
+    starts = before == "Starting" or (begun and any(pod.started is not None or pod.ready for pod in pods))
+    return "Starting" if starts else "Pending"
 
 
 def figures(seen: DriverStatus | None, rollouts: Collection[PodView]) -> dict[str, Any]:
@@ -56,30 +94,38 @@ def figures(seen: DriverStatus | None, rollouts: Collection[PodView]) -> dict[st
     }
 
 
-def judge(
-    board: Board, *, limits: LimitsSpec, status: JobStatus, probe: Probe, trainers: Collection[PodView], alarm: Alarm
+def set_stalled(
+    conditions: ConditionSet,
+    *,
+    limits: LimitsSpec,
+    status: JobStatus,
+    probe: DriverProbe,
+    trainers: Collection[PodView],
+    alarm: Alarm,
 ) -> None:
     """State whether a running job has stalled: no step for ``stall_seconds``, or for ten times what steps take."""
     if not probe.asked:
         return
     silent = probe.failing_since is not None and not alarm.until(probe.failing_since + SILENT_S)
     if probe.status is None or silent:
-        board.say("Stalled", None, "DriverSilent", "The driver does not answer, so nobody knows how far the job is")
+        conditions.set(
+            "Stalled", None, "DriverSilent", "The driver does not answer, so the progress of the job is unknown"
+        )
         return
     seen = probe.status
     if seen.phase == "Paused":
-        board.say("Stalled", True, "Paused", _shown(seen.waiting_for))
+        conditions.set("Stalled", True, "Paused", _shown(seen.waiting_for))
         return
     usual = max(_STEPS * seen.step_p95, _LEAST_S) if seen.step_p95 is not None else limits.stall_seconds
     patience = min(limits.stall_seconds, usual)
     began = max((pod.started or 0.0 for pod in trainers), default=0.0)
-    since = max(read(seen.last_step_at) or 0.0, read(status.start_time) or 0.0, began)
+    since = max(from_rfc3339(seen.last_step_at) or 0.0, from_rfc3339(status.start_time) or 0.0, began)
     if alarm.until(since + patience):
-        board.say("Stalled", False, "Stepping")
+        conditions.set("Stalled", False, "Stepping")
         return
     what = f"; it waits for {_shown(seen.waiting_for)}" if seen.waiting_for else ""
     message = f"No step for more than {duration(patience)}, after step {seen.step} of {seen.steps}{what}"
-    board.say("Stalled", True, "NoStep", message)
+    conditions.set("Stalled", True, "NoStep", message)
 
 
 def _shown(words: str) -> str:

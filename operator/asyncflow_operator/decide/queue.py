@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
-from asyncflow.api.names import LABEL_JOB, LABEL_QUEUE, LABEL_ROLE, QUEUE_ROLES, RPC_PORT, RoleName, service
+from asyncflow.api.names import CLIENT, LABEL_JOB, LABEL_QUEUE, LABEL_ROLE, QUEUE_ROLES, RPC_PORT, RoleName, service
 from asyncflow.api.queue import QueueStatus, TransferQueue
 from asyncflow.api.status import RoleRecord
 from asyncflow.plan import plan as plan_of
@@ -21,13 +21,14 @@ from asyncflow.plan.queue import queue_roles
 from asyncflow.plan.roles import Role
 from asyncflow_operator.actions import Plan
 from asyncflow_operator.decide.admission import admitted
-from asyncflow_operator.decide.builders import DesiredQueue, Upkeep, needs, put_back, upkeep
 from asyncflow_operator.decide.draft import Draft, accept, refuse
-from asyncflow_operator.decide.failure import Verdict, take_stock
+from asyncflow_operator.decide.failure import FailureResult, record_ends
 from asyncflow_operator.decide.pending import why_denied
-from asyncflow_operator.decide.phases import ACTIVE, lacking, may_start, ready_of
-from asyncflow_operator.decide.seats import Moves, tend
-from asyncflow_operator.observed import JobState, PodView, QueueState
+from asyncflow_operator.decide.progress import ACTIVE, lacking, may_start, ready_of
+from asyncflow_operator.decide.replicas import ReplicaMoves, plan_replicas
+from asyncflow_operator.decide.secrets import has_certificate, secret_upkeep
+from asyncflow_operator.decide.upkeep import DesiredQueue, Upkeep, needs, restore_notes, upkeep, with_needs
+from asyncflow_operator.observed import JobState, PodView, TransferQueueState
 
 FIGURES: Final = frozenset(("rows", "bytes", "limit", "ready_units"))
 """Fields of a queue's status that may wait."""
@@ -35,7 +36,7 @@ FIGURES: Final = frozenset(("rows", "bytes", "limit", "ready_units"))
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """Setting of a queue: its roles, who they wait for, whether pods may be made at all, and the address to dial."""
+    """Setting of a queue: its roles, those that they wait for, whether pods may be made at all, and its address."""
 
     roles: tuple[Role, ...]
     around: tuple[Role, ...]
@@ -48,7 +49,7 @@ class _Setting:
     selector: str
 
 
-def decide_queue(state: QueueState, *, now: float, desired: DesiredQueue) -> Plan:
+def decide_queue(state: TransferQueueState, *, now: float, desired: DesiredQueue) -> Plan:
     """Return the plan for a queue as it is at ``now`` (unix seconds)."""
     if state.owner.deleting:
         return Plan()
@@ -61,12 +62,12 @@ def decide_queue(state: QueueState, *, now: float, desired: DesiredQueue) -> Pla
         accept(draft, problem=state.problem, reason=state.problem_reason)
     else:
         return refuse(draft, problem=state.problem, reason=state.problem_reason)
-    verdict = _act(draft, state, setting, desired) if setting.active else None
-    _tell(draft, state, setting, verdict)
+    failure = _act(draft, state, setting, desired) if setting.active else None
+    _report(draft, state, setting, failure)
     return draft.plan(figures=FIGURES)
 
 
-def _alone(state: QueueState, queue: TransferQueue) -> _Setting:
+def _alone(state: TransferQueueState, queue: TransferQueue) -> _Setting:
     owner, roles = state.owner, queue_roles(queue)
     return _Setting(
         roles=roles,
@@ -81,7 +82,7 @@ def _alone(state: QueueState, queue: TransferQueue) -> _Setting:
     )
 
 
-def _of_job(state: QueueState, job: JobState) -> _Setting:
+def _of_job(state: TransferQueueState, job: JobState) -> _Setting:
     """Return the setting of a job's queue. Only the job's spec counts: what the queue's own says follows it."""
     planned = plan_of(job.job).roles if job.job is not None else ()
     roles = tuple(role for role in planned if role.name in QUEUE_ROLES)
@@ -105,40 +106,58 @@ def _address(name: str, namespace: str, role: RoleName) -> str:
     return f"tcp://{service(name, role)}.{namespace}.svc:{RPC_PORT}"
 
 
-def _act(draft: Draft[QueueStatus], state: QueueState, setting: _Setting, desired: DesiredQueue) -> Verdict | None:
-    """Enter what ended, fill seats and empty them; give why the queue cannot go on."""
-    ready, verdict, moves = ready_of(setting.pods), None, Moves()
-    records, kept = dict(state.status.failures), _kept(draft, state, desired)
+def _act(
+    draft: Draft[QueueStatus], state: TransferQueueState, setting: _Setting, desired: DesiredQueue
+) -> FailureResult | None:
+    """Enter what ended, make and delete pods, and return why the queue cannot go on, None where it can."""
+    ready, failure, moves = ready_of(setting.pods), None, ReplicaMoves()
+    records, supporting_upkeep = dict(state.status.failures), _upkeep(state, desired)
     for role in setting.roles:
         pods = [pod for pod in state.pods if pod.role == role.name and not _holds_for(pod, role, state.pods)]
         wanted = [pod for pod in pods if pod.index < role.replicas]
-        stock = take_stock(role, wanted, records.get(role.name, RoleRecord()), draft.alarm)
-        records[role.name] = stock.record
-        draft.notes.extend(stock.notes)
-        verdict = verdict or stock.verdict
-        if stock.verdict is None:
+        ends = record_ends(role, wanted, records.get(role.name, RoleRecord()), draft.alarm)
+        records[role.name] = ends.record
+        draft.notes.extend(ends.notes)
+        failure = failure or ends.failure
+        if ends.failure is None:
             may = setting.admitted and may_start(role, setting.around, ready, ran=setting.ran, gang=setting.gang)
-            waits = kept.going if state.job is None else kept.absent
+            waits = supporting_upkeep.going if state.job is None else supporting_upkeep.absent
             if may and waits:
                 may = not needs(desired.queue_pod(state, role.name, 0, 0), waits)
-            moves += tend(role, pods, stock.record, open_=may, alarm=draft.alarm)
+            moves += plan_replicas(role, pods, ends.record, may_make=may, alarm=draft.alarm)
     draft.fields["failures"] = records
-    draft.take_away(moves.remove)
-    if state.job is None:
-        draft.do_first(kept.write)
-        draft.notes.extend(put_back(kept.changed, state.denied, owner=f"TransferQueue {state.owner.name}"))
-    made = (desired.queue_pod(state, seat.role, seat.index, seat.attempt) for seat in moves.make)
-    draft.do_then(kept.with_needs(made))
-    return verdict
+    draft.delete_pods(moves.remove)
+    make, absent = moves.make, supporting_upkeep.absent
+    if state.job is not None:
+        written = state.job.status.secrets
+        make = tuple(each for each in make if has_certificate(written, each.role, each.index))
+    else:
+        secrets = secret_upkeep(
+            state.owner,
+            setting.roles,
+            person=CLIENT,
+            pods=state.pods,
+            made=make,
+            records=state.status.secrets,
+            desired=desired,
+            alarm=draft.alarm,
+        )
+        draft.keep_secrets(secrets)
+        absent = {**absent, **secrets.needed}
+        draft.add_first(supporting_upkeep.write)
+        draft.notes.extend(
+            restore_notes(supporting_upkeep.changed, state.denied, owner=f"TransferQueue {state.owner.name}")
+        )
+    made = (desired.queue_pod(state, replica.role, replica.index, replica.attempt) for replica in make)
+    draft.add_then(with_needs(made, absent))
+    return failure
 
 
-def _kept(draft: Draft[QueueStatus], state: QueueState, desired: DesiredQueue) -> Upkeep:
+def _upkeep(state: TransferQueueState, desired: DesiredQueue) -> Upkeep:
     """Compare what the pods need: of a job's queue the job makes it, and it has to be there first."""
     if state.job is not None:
-        return upkeep(desired.supporting(state.job), seen=state.job.objects, alarm=draft.alarm)
-    begins = not any(pod.role == "controller" for pod in state.pods)
-    supporting = desired.queue_supporting(state)
-    return upkeep(supporting, seen=state.objects, pods=state.pods, begins=begins, alarm=draft.alarm)
+        return upkeep(desired.supporting(state.job), seen=state.job.objects)
+    return upkeep(desired.queue_supporting(state), seen=state.objects)
 
 
 def _holds_for(pod: PodView, role: Role, pods: Collection[PodView]) -> bool:
@@ -147,33 +166,37 @@ def _holds_for(pod: PodView, role: Role, pods: Collection[PodView]) -> bool:
     return role.name == "holder" and pod.index >= role.replicas and pod.index in units
 
 
-def _tell(draft: Draft[QueueStatus], state: QueueState, setting: _Setting, verdict: Verdict | None) -> None:
-    board, ready = draft.board, ready_of(state.pods)
+def _report(
+    draft: Draft[QueueStatus], state: TransferQueueState, setting: _Setting, failure: FailureResult | None
+) -> None:
+    conditions, ready = draft.conditions, ready_of(state.pods)
     draft.fields |= {"address": setting.address, "selector": setting.selector, "ready_units": ready["storage"]}
     draft.fields |= _figures(state.job)
     if not setting.active:
         phase = state.job.status.phase if state.job is not None else ""
         reason = phase if phase and phase not in ACTIVE else "Inactive"
         for kind in ("Ready", "Progressing"):
-            board.say(kind, False, reason)
+            conditions.set(kind, False, reason)
         return
     lacks = lacking(setting.roles, ready)
-    board.say("Ready", not lacks, "Waiting" if lacks else "Ready", f"Only {', '.join(lacks)} ready" if lacks else "")
+    conditions.set(
+        "Ready", not lacks, "Waiting" if lacks else "Ready", f"Only {', '.join(lacks)} ready" if lacks else ""
+    )
     if state.denied:
         why = why_denied(state.denied)
-        if state.job is None and not board.says("Progressing", why.message):
+        if state.job is None and not conditions.states("Progressing", why.message):
             draft.note(why.reason, why.message, warning=True)
-        board.say("Progressing", False, why.reason, why.message)
+        conditions.set("Progressing", False, why.reason, why.message)
     else:
-        board.say("Progressing", bool(lacks) and verdict is None, "Starting" if lacks else "Settled")
-    if verdict is not None:
-        board.say("Degraded", True, verdict.reason, verdict.message)
-    elif board.has("Degraded"):
-        board.say("Degraded", False, "Mended")
+        conditions.set("Progressing", bool(lacks) and failure is None, "Starting" if lacks else "Settled")
+    if failure is not None:
+        conditions.set("Degraded", True, failure.reason, failure.message)
+    elif conditions.has("Degraded"):
+        conditions.set("Degraded", False, "Mended")
 
 
 def _figures(job: JobState | None) -> dict[str, Any]:
-    """Return what the job's driver says of the queue; of a queue that stands alone nobody says it."""
+    """Return the figures that the job's driver reports of the queue; a queue that stands alone has none."""
     seen = job.probe.status if job is not None else None
     if job is None or seen is None:
         return {}

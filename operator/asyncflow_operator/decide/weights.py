@@ -13,7 +13,7 @@ from asyncflow.api.status import DriverStatus, RolloutState
 from asyncflow.api.weights import Laggard, WeightsStatus
 from asyncflow_operator.actions import Plan
 from asyncflow_operator.decide.draft import Draft, refuse
-from asyncflow_operator.decide.phases import ACTIVE
+from asyncflow_operator.decide.progress import ACTIVE
 from asyncflow_operator.observed import SyncState
 
 BUCKETS: Final = 16
@@ -29,20 +29,20 @@ def decide_sync(state: SyncState, *, now: float) -> Plan:
     draft = Draft(owner=state.owner, before=state.status, now=now)
     if state.sync is None:
         return refuse(draft, problem=state.problem, reason=state.problem_reason)
-    draft.board.say("Accepted", True, "Accepted")
+    draft.conditions.set("Accepted", True, "Accepted")
     seen = state.job.probe.status if state.job is not None else None
     if state.job is None or state.job.status.phase not in ACTIVE:
         reason = "NoJob" if state.job is None else state.job.status.phase
-        draft.board.say("Ready", False, reason, "No job publishes versions here now")
+        draft.conditions.set("Ready", False, reason, "No job publishes versions here now")
         draft.fields |= {"lag": (), "laggards": ()}
-    elif seen is None and (state.job.probe.asked or not draft.board.has("Ready")):
-        draft.board.say("Ready", False, "NoVersion", "The driver has not said which versions there are")
+    elif seen is None and (state.job.probe.asked or not draft.conditions.has("Ready")):
+        draft.conditions.set("Ready", False, "NoVersion", "The driver has not said which versions there are")
     elif seen is not None:
-        _tell(draft, seen, allowed=state.job.job.spec.schedule.max_staleness if state.job.job is not None else 0)
+        _report(draft, seen, allowed=state.job.job.spec.schedule.max_staleness if state.job.job is not None else 0)
     return draft.plan(figures=FIGURES)
 
 
-def _tell(draft: Draft[WeightsStatus], seen: DriverStatus, *, allowed: int) -> None:
+def _report(draft: Draft[WeightsStatus], seen: DriverStatus, *, allowed: int) -> None:
     serving = [each for each in seen.rollouts if each.state in ("ready", "lagging", "draining")]
     behind = {each.id: max(seen.version - each.version, 0) for each in serving}
     draft.fields |= {
@@ -54,14 +54,14 @@ def _tell(draft: Draft[WeightsStatus], seen: DriverStatus, *, allowed: int) -> N
         "transfer_seconds": seen.transfer_seconds,
     }
     ready = any(each.state == "ready" for each in serving)
-    draft.board.say("Ready", ready, "Serving" if ready else "NoRollout", f"{len(serving)} rollouts have a version")
+    draft.conditions.set("Ready", ready, "Serving" if ready else "NoRollout", f"{len(serving)} rollouts have a version")
     worst = max(behind.values(), default=0)
     lagged = any(each.type == "Lagging" and each.status == "True" for each in draft.before.conditions)
     if worst > allowed + (0 if lagged else 1):
         many = sum(lag > allowed for lag in behind.values())
-        draft.board.say("Lagging", True, "Behind", f"{many} rollouts are more than {allowed} versions behind")
+        draft.conditions.set("Lagging", True, "Behind", f"{many} rollouts are more than {allowed} versions behind")
     else:
-        draft.board.say("Lagging", False, "CaughtUp")
+        draft.conditions.set("Lagging", False, "CaughtUp")
 
 
 def histogram(lags: Collection[int]) -> tuple[int, ...]:

@@ -1,9 +1,8 @@
 """Objects that should exist, as pure functions: no clock, no I/O, no state."""
 
 from asyncflow.plan.queue import queue_roles
+from asyncflow_operator.desired.blueprint import Registry
 from asyncflow_operator.desired.bundle import Desired, DesiredSettings
-from asyncflow_operator.desired.images import Registry
-from asyncflow_operator.desired.keys import token
 from asyncflow_operator.desired.objects import digest
 
-__all__ = ["Desired", "DesiredSettings", "Registry", "digest", "queue_roles", "token"]
+__all__ = ["Desired", "DesiredSettings", "Registry", "digest", "queue_roles"]

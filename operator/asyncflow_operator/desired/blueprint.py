@@ -1,12 +1,16 @@
-"""Blueprint of the pods of one role: a role of the plan, with all that only the cluster knows.
+"""Blueprint of the pods of one role: a role of the plan, with all that only the cluster knows, its image among it.
 
-Invariant: two pods of one role differ by index and attempt alone. What the user said about a role (``wish``) is kept
-apart from what this operator makes of it, so that an operator of another version finds that nothing has changed.
+An image is the user's, else the one that the job began with, else that of the operator's own version.
+
+Invariants: two pods of one role differ by index and attempt alone. What the user said about a role (``requested``) is
+kept apart from what this operator makes of it, so that an operator of another version finds that nothing has changed;
+it changes no image of a job that has begun, and a pin holds only as long as it names the image that the devices need.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -17,13 +21,13 @@ from asyncflow.api.durability import LimitsSpec
 from asyncflow.api.job import RLJob
 from asyncflow.api.learning import RewardSpec
 from asyncflow.api.names import LABEL_QUEUE, QUEUE_ROLES, REWARD_CONTAINER, RPC_PORT, RoleName, service
-from asyncflow.api.placement import SchedulingSpec, TemplateSpec
+from asyncflow.api.placement import PROFILES, SchedulingSpec, TemplateSpec
 from asyncflow.api.queue import LEAVE_S, StoreSpec, TransferQueue
 from asyncflow.plan import plan
 from asyncflow.plan.queue import queue_role, queue_roles
 from asyncflow.plan.roles import Role
-from asyncflow_operator.desired.images import Registry, image_of
 from asyncflow_operator.desired.objects import Family
+from asyncflow_operator.desired.secrets import OwnerSecrets
 from asyncflow_operator.desired.storage import Mounted, job_mounts, queue_mounts
 
 _GRACE_S: Final = 10.0
@@ -32,7 +36,29 @@ _SHAPE: Final = {"accelerator", "ranks_per_replica", "threads", "resources", "te
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Membership:
+class Registry:
+    """Location of the operator's own images: ``prefix/runtime-cpu:tag``."""
+
+    prefix: str
+    tag: str
+
+    def image(self, name: str) -> str:
+        """Return the full name of an image."""
+        return f"{self.prefix}/{name}:{self.tag}" if self.prefix else f"{name}:{self.tag}"
+
+
+def image_of(role: Role, *, templates: Sequence[TemplateSpec], pinned: Mapping[str, str], registry: Registry) -> str:
+    """Return the image of a role. templates: the user's, the later wins; pinned: by role, from the job's status."""
+    stated = [template.image for template in templates if template.image is not None]
+    if stated:
+        return stated[-1]
+    needed = PROFILES[role.resources.profile].image
+    pin = pinned.get(role.name, "")
+    return pin if re.fullmatch(rf"(.*/)?{re.escape(needed)}([:@].*)?", pin) else registry.image(needed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GangMembership:
     """Fields that a gang scheduler reads from a pod, or wants in it.
 
     spec: fields of its spec, which a template may change; place: those that no template changes.
@@ -48,8 +74,9 @@ class Membership:
 class Blueprint:
     """Properties that distinguish the pods of a role.
 
-    keys: the Secret with key and token; templates: the user's, the later wins; wish: what the user said of the role, as
-    JSON values; leader: the address that others dial, where process 0 of the role listens if ``leads``; first_seat,
+    secrets: those of the job or queue; templates: the user's, the later wins; requested: what the user said of the
+    role, as JSON values; leader: the address that others dial, where process 0 of the role listens if ``leads``;
+    first_replica,
     first_slot: number of process 0 among all of the family, and among those that have devices; store: one that others
     run, which the role uses; reward: what its pods score by, None for nothing; grace_s: seconds from SIGTERM to
     SIGKILL; node_lost_s: for which its node may not answer; readers: roles that read from this one; granted: what the
@@ -57,10 +84,10 @@ class Blueprint:
     """
 
     family: Family
-    keys: str
+    secrets: OwnerSecrets
     role: Role
     templates: tuple[TemplateSpec, ...]
-    wish: Mapping[str, object]
+    requested: Mapping[str, object]
     image: str
     leader: str
     leads: bool
@@ -71,25 +98,27 @@ class Blueprint:
     reward: RewardSpec | None = None
     grace_s: float = _GRACE_S
     node_lost_s: int = LimitsSpec().node_lost_seconds
-    first_seat: int = 0
+    first_replica: int = 0
     first_slot: int = 0
     readers: tuple[RoleName, ...] = ()
-    granted: Membership = Membership()
+    granted: GangMembership = GangMembership()
 
     def said(self, field: str, *, otherwise: Any) -> Any:
-        """Return what the templates say about a field of the pod's spec, the last word where several do."""
+        """Return the value that the templates set for a field of the pod's spec: the last, where several do."""
         said = [template.pod_spec[field] for template in self.templates if field in template.pod_spec]
         return said[-1] if said else otherwise
 
     @property
     def host_network(self) -> bool:
-        """Whether the pods are on the network of their nodes."""
+        """Return whether the pods are on the network of their nodes."""
         return bool(self.said("hostNetwork", otherwise=False))
 
     @property
     def vendor_runtime(self) -> bool:
-        """Whether the container runtime brings what the devices need: a node's usual one, or the class that a template
-        names. It does not where a template says ``runtimeClassName: ""``.
+        """Return whether the container runtime brings what the devices need.
+
+        A node's usual one does, and the class that a template names; none does where a template says
+        ``runtimeClassName: ""``.
         """
         return bool(self.said("runtimeClassName", otherwise=True))
 
@@ -99,10 +128,10 @@ def job_blueprint(
     name: RoleName,
     *,
     family: Family,
-    keys: str,
+    secrets: OwnerSecrets,
     pinned: Mapping[str, str],
     registry: Registry,
-    granted: Membership = Membership(),
+    granted: GangMembership = GangMembership(),
 ) -> Blueprint:
     """Return the blueprint of a role of a job.
 
@@ -119,10 +148,10 @@ def job_blueprint(
     grace_s["storage"] = LEAVE_S + _GRACE_S
     return Blueprint(
         family=family,
-        keys=keys,
+        secrets=secrets,
         role=role,
         templates=used,
-        wish=wish_of(job, name),
+        requested=requested_by_job(job, name),
         image=image_of(role, templates=used, pinned=pinned, registry=registry),
         leader=f"tcp://{service(family.name, 'driver')}.{family.namespace}.svc:{RPC_PORT}",
         leads=name == "driver",
@@ -130,7 +159,7 @@ def job_blueprint(
         mounts=job_mounts(job, role),
         grace_s=grace_s.get(name, _GRACE_S),
         node_lost_s=spec.limits.node_lost_seconds,
-        first_seat=_before(role, planned.roles),
+        first_replica=_before(role, planned.roles),
         first_slot=_before(role, [other for other in planned.roles if other.resources.accelerators]),
         scheduling=spec.scheduling,
         store=spec.transfer_queue.store if name == "storage" else None,
@@ -141,17 +170,17 @@ def job_blueprint(
 
 
 def queue_blueprint(
-    queue: TransferQueue, name: RoleName, *, family: Family, keys: str, registry: Registry
+    queue: TransferQueue, name: RoleName, *, family: Family, secrets: OwnerSecrets, registry: Registry
 ) -> Blueprint:
     """Return the blueprint of a role of a queue that stands alone. Raises KeyError where a queue has no such role."""
     spec = queue.spec
     role = queue_role(queue, name)
     return Blueprint(
         family=family,
-        keys=keys,
+        secrets=secrets,
         role=role,
         templates=(spec.template,),
-        wish=queue_wish(queue),
+        requested=requested_by_queue(queue),
         image=image_of(role, templates=(spec.template,), pinned={}, registry=registry),
         leader=f"tcp://{service(family.name, 'controller')}.{family.namespace}.svc:{RPC_PORT}",
         leads=name == "controller",
@@ -160,7 +189,7 @@ def queue_blueprint(
         grace_s=LEAVE_S + _GRACE_S if name == "storage" else _GRACE_S,
         scheduling=SchedulingSpec(),
         store=spec.store if name == "storage" else None,
-        first_seat=_before(role, queue_roles(queue)),
+        first_replica=_before(role, queue_roles(queue)),
     )
 
 
@@ -176,8 +205,8 @@ def _before(role: Role, roles: Sequence[Role]) -> int:
     return sum(other.replicas for other in itertools.takewhile(lambda other: other.name != role.name, roles))
 
 
-def wish_of(job: RLJob, name: RoleName) -> dict[str, object]:
-    """Return what shapes a pod of the role; not what its processes read from the manifest, nor how many there are."""
+def requested_by_job(job: RLJob, name: RoleName) -> dict[str, object]:
+    """Return what shapes a pod of the role, without what its processes read from the manifest and their number."""
     spec = job.spec
     of_role: dict[str, dict[str, object]] = {
         "driver": {"resources": spec.driver.resources},
@@ -200,20 +229,22 @@ def wish_of(job: RLJob, name: RoleName) -> dict[str, object]:
             "rewards": spec.reward.resources,
         },
     }
-    return _said(template=spec.template, scheduling=spec.scheduling, **of_role[name])
+    return _without_defaults(template=spec.template, scheduling=spec.scheduling, **of_role[name])
 
 
-def queue_wish(queue: TransferQueue) -> dict[str, object]:
+def requested_by_queue(queue: TransferQueue) -> dict[str, object]:
     """Return what shapes the pods of a queue that stands alone."""
     spec = queue.spec
     held, ledger = spec.bytes_per_unit, spec.ledger.claim
-    return _said(template=spec.template, resources=spec.resources, bytes=held, ledger=ledger, store=spec.store)
+    return _without_defaults(
+        template=spec.template, resources=spec.resources, bytes=held, ledger=ledger, store=spec.store
+    )
 
 
-def _said(**wishes: object) -> dict[str, object]:
-    """Return wishes as JSON values without what is left open, which may get another default one day."""
+def _without_defaults(**requested: object) -> dict[str, object]:
+    """Return values as JSON, without those that are left open, which may get another default one day."""
     values = (
-        (name, wish.model_dump(mode="json", exclude_defaults=True) if isinstance(wish, Spec) else wish)
-        for name, wish in wishes.items()
+        (name, requested.model_dump(mode="json", exclude_defaults=True) if isinstance(requested, Spec) else requested)
+        for name, requested in requested.items()
     )
     return {name: value for name, value in values if value not in (None, {})}

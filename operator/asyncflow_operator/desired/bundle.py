@@ -16,33 +16,42 @@ from asyncflow.plan.queue import queue_roles
 from asyncflow.plan.roles import Role
 from asyncflow_operator.desired.blueprint import (
     Blueprint,
+    Registry,
+    image_of,
     job_blueprint,
     queue_blueprint,
     templates_of,
 )
-from asyncflow_operator.desired.children import make_children
-from asyncflow_operator.desired.config import make_config
 from asyncflow_operator.desired.gang import granted, make_gang
-from asyncflow_operator.desired.images import Registry, image_of
-from asyncflow_operator.desired.keys import make_keys, secret_name, token
 from asyncflow_operator.desired.objects import job_family, queue_family
 from asyncflow_operator.desired.pods import make_pod
-from asyncflow_operator.desired.policy import make_account, make_budget, make_egress_policy, make_network_policy
-from asyncflow_operator.desired.services import make_gang_service, make_leader_service
+from asyncflow_operator.desired.secrets import OwnerSecrets, SecretPart
 from asyncflow_operator.desired.storage import job_claims, queue_claims
-from asyncflow_operator.observed import JobState, Manifest, Owner, QueueState
+from asyncflow_operator.desired.supporting import (
+    make_account,
+    make_budget,
+    make_children,
+    make_config,
+    make_driver_policy,
+    make_egress_policy,
+    make_gang_service,
+    make_leader_service,
+    make_network_policy,
+)
+from asyncflow_operator.observed import JobState, Manifest, Owner, TransferQueueState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DesiredSettings:
     """Settings of the operator that shape the objects it makes.
 
-    registry: where its images are; master: the secret that all keys are derived from; watchers: namespaces that may
-    read metrics and status, the operator's own among them.
+    registry: where its images are; master: the secret that all others are derived from; namespace: the operator's own;
+    watchers: namespaces that may read metrics and status, that one among them.
     """
 
     registry: Registry
     master: bytes = field(repr=False)
+    namespace: str = "asyncflow-system"
     watchers: tuple[str, ...] = ()
 
 
@@ -53,7 +62,7 @@ class Desired:
     settings: DesiredSettings
 
     def supporting(self, state: JobState) -> tuple[Manifest, ...]:
-        """Return all that a job's pods need, in the order to apply: everything but pods and children."""
+        """Return all that a job's pods need but Secrets, in the order to apply: everything but pods and children."""
         job, family = _job(state), job_family(state.owner)
         roles = plan(job).roles
         core = [role for role in roles if role.core and role.name != "rollout"]
@@ -61,8 +70,8 @@ class Desired:
         return (
             make_account(family),
             make_config(job, family),
-            make_keys(family, master=self.settings.master),
             make_network_policy(family, watchers=self.settings.watchers),
+            make_driver_policy(family, watchers=self.settings.watchers, operator=self.settings.namespace),
             make_egress_policy(family, network=job.spec.reward.network),
             make_leader_service(family, "driver"),
             *(make_gang_service(family, role.name) for role in gangs),
@@ -79,8 +88,8 @@ class Desired:
         """Return a pod of the job. Raises KeyError for a role that it has not."""
         return make_pod(self._of_job(state, role, owner=state.owner), index=index, attempt=attempt)
 
-    def queue_supporting(self, state: QueueState) -> tuple[Manifest, ...]:
-        """Return all that the pods of a queue need that stands alone; those of a job's queue have what the job has."""
+    def queue_supporting(self, state: TransferQueueState) -> tuple[Manifest, ...]:
+        """Return all but Secrets that the pods of a queue need that stands alone; those of a job's have the job's."""
         if state.job is not None:
             return ()
         queue, family = _queue(state), queue_family(state.owner)
@@ -88,14 +97,13 @@ class Desired:
         return (
             make_account(family),
             make_config(queue, family),
-            make_keys(family, master=self.settings.master),
             make_network_policy(family, watchers=self.settings.watchers, open_to_namespace=True),
             make_leader_service(family, "controller"),
             *queue_claims(queue, family),
             make_budget(family, roles=[role.name for role in roles], pods=sum(role.core for role in roles)),
         )
 
-    def queue_pod(self, state: QueueState, role: RoleName, index: int, attempt: int) -> Manifest:
+    def queue_pod(self, state: TransferQueueState, role: RoleName, index: int, attempt: int) -> Manifest:
         """Return a pod of a queue. Raises KeyError for a role that it has not."""
         if state.job is not None:
             blueprint = self._of_job(state.job, role, owner=state.owner)
@@ -104,7 +112,7 @@ class Desired:
                 _queue(state),
                 role,
                 family=queue_family(state.owner),
-                keys=secret_name(self.settings.master, state.owner),
+                secrets=self.secrets(state.owner),
                 registry=self.settings.registry,
             )
         return make_pod(blueprint, index=index, attempt=attempt)
@@ -118,16 +126,21 @@ class Desired:
         }
         return images | {REWARD_CONTAINER: images["rollout"]}
 
-    def token(self, owner: Owner) -> str:
-        """Return the bearer token of the POST routes of a job's driver."""
-        return token(self.settings.master, owner)
+    def secret(self, owner: Owner, part: SecretPart) -> Manifest:
+        """Return a Secret of a job or of a queue that stands alone."""
+        family = job_family(owner) if owner.kind == "RLJob" else queue_family(owner)
+        return self.secrets(owner).make(family, part)
+
+    def secrets(self, owner: Owner) -> OwnerSecrets:
+        """Return the secrets of a job or of a queue that stands alone."""
+        return OwnerSecrets(owner, self.settings.master)
 
     def _of_job(self, state: JobState, role: RoleName, *, owner: Owner) -> Blueprint:
         return job_blueprint(
             _job(state),
             role,
             family=job_family(state.owner).of(owner),
-            keys=secret_name(self.settings.master, state.owner),
+            secrets=self.secrets(state.owner),
             pinned=state.status.images,
             registry=self.settings.registry,
             granted=granted(state, role),
@@ -148,7 +161,7 @@ def _job(state: JobState) -> RLJob:
     return state.job
 
 
-def _queue(state: QueueState) -> TransferQueue:
+def _queue(state: TransferQueueState) -> TransferQueue:
     if state.queue is None:
         raise ValueError(f"{state.owner.name} is no legal queue: {state.problem}")
     return state.queue

@@ -1,12 +1,12 @@
 """Scheduling of a job's core as a whole: its trainer, queue, driver and least number of rollouts.
 
-Volcano: one PodGroup of the core; a rollout above the minimum is in no group of ours, so Volcano gives it one of its
-own, in the same queue. Kueue: one Workload of our own for the core, which the operator starts when it is admitted, on
-nodes of the flavors that it was given; a rollout above the minimum is a plain pod with the queue's label, a Workload by
-itself. Kueue's plain-pod *groups* are of no use here: their size is fixed, and their finalizer keeps a dead pod, and so
-its name, until a substitute exists. Where Kueue manages plain pods, and a namespace has a LocalQueue ``default``, it
+Volcano: one PodGroup of the core; a rollout above the minimum is in no group of the operator, so Volcano makes one for
+it, in the same queue. Kueue: one Workload of the operator for the core, which the operator starts when it is admitted,
+on nodes of the flavors that it was given; a rollout above the minimum is a plain pod with the queue's label, a Workload
+by itself. Kueue's plain-pod *groups* are of no use here: their size is fixed, and their finalizer keeps a dead pod, and
+so its name, until a substitute exists. Where Kueue manages plain pods, and a namespace has a LocalQueue ``default``, it
 would take each pod of the core for a Workload too: they say that their parent is the one that waits, and the operator
-takes away the gates that Kueue gives such pods.
+removes the gates that Kueue adds to such pods.
 
 A Workload has the priority of the class that its pods have, or of the WorkloadPriorityClass that the job's label
 ``kueue.x-k8s.io/priority-class`` names, as Kueue's own integrations do.
@@ -25,17 +25,15 @@ from decimal import Decimal
 from functools import reduce
 from typing import Final
 
-from asyncflow.api.base import GROUP
+from asyncflow.api.base import GROUP, QUANTITY, Quantity
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import RoleName
 from asyncflow.api.placement import SchedulingSpec
-from asyncflow.api.quantity import PATTERN, Quantity
 from asyncflow.plan import plan
 from asyncflow.plan.roles import Role
-from asyncflow_operator.desired.blueprint import Blueprint, Membership, templates_of
-from asyncflow_operator.desired.merge import merge
-from asyncflow_operator.desired.objects import KUEUE, Family, make_object, stamped
-from asyncflow_operator.observed import Assigned, Found, JobState, Manifest, ObjectView, Owner, Ref
+from asyncflow_operator.desired.blueprint import Blueprint, GangMembership, templates_of
+from asyncflow_operator.desired.objects import KUEUE, Family, make_object, merge, stamped
+from asyncflow_operator.observed import Assigned, JobState, Manifest, ObjectView, Owner, Ref, ReferredObject
 
 VOLCANO_GROUP: Final = "scheduling.k8s.io/group-name"
 VOLCANO_QUEUE: Final = "scheduling.volcano.sh/queue-name"
@@ -59,20 +57,22 @@ _SCHEDULED_BY: Final = (
 """Fields of a PodSpec that decide where, and at whose cost, it runs."""
 
 
-def granted(state: JobState, role: RoleName) -> Membership:
-    """Return what Kueue gives to the pods of a role with its place: what the nodes of its flavors are labelled with and
-    tainted by, and what admission checks add. Nothing before the Workload is admitted.
+def granted(state: JobState, role: RoleName) -> GangMembership:
+    """Return the settings that Kueue assigns to the pods of a role with its place.
+
+    They are the labels and taints of the nodes of its flavors, and what admission checks add; none before the Workload
+    is admitted.
     """
     views = (view for ref, view in state.objects.items() if ref.kind == "Workload" and view.phase == "Admitted")
     assigned = next((view.assigned[role] for view in views if role in view.assigned), Assigned())
-    read = (state.found.get(Ref("ResourceFlavor", name), Found()) for name in assigned.flavors)
+    read = (state.found.get(Ref("ResourceFlavor", name), ReferredObject()) for name in assigned.flavors)
     flavors: Iterable[Manifest] = (each.content.get("spec", {}) for each in read)
     parts = [
         *({"nodeSelector": each.get("nodeLabels"), "tolerations": each.get("tolerations")} for each in flavors),
         *assigned.more,
     ]
     chosen: Manifest = reduce(merge, ({key: part[key] for key in part if part[key]} for part in parts), {})
-    return Membership(
+    return GangMembership(
         labels=chosen.get("labels", {}),
         annotations=chosen.get("annotations", {}),
         place={key: chosen[key] for key in ("nodeSelector", "tolerations") if key in chosen},
@@ -90,7 +90,7 @@ def refers_to(job: RLJob, owner: Owner, objects: Mapping[Ref, ObjectView]) -> tu
 
 
 def priority_class(job: RLJob, owner: Owner) -> Ref | None:
-    """Return the class that gives a job its priority: that of its label, else of the first role whose pods have one."""
+    """Return the priority class of a job: that of its label, else of the first role whose pods have one."""
     if named := owner.labels.get(KUEUE_PRIORITY):
         return Ref("WorkloadPriorityClass", named)
     for role in plan(job).roles:
@@ -101,23 +101,23 @@ def priority_class(job: RLJob, owner: Owner) -> Ref | None:
     return None
 
 
-def membership(blueprint: Blueprint, index: int) -> Membership:
-    """Return what ties process ``index`` to the core's group, or keeps it out: the lowest indices are the core."""
+def membership(blueprint: Blueprint, index: int) -> GangMembership:
+    """Return the fields by which process ``index`` is in the core's group, or out of it: the lowest indices are in."""
     scheduling, in_core = blueprint.scheduling, index < blueprint.role.core
     if scheduling.gang == "volcano":
         queue = {VOLCANO_QUEUE: scheduling.queue} if scheduling.queue is not None else {}
         group = {VOLCANO_GROUP: blueprint.family.name} if in_core else {}
-        return Membership(annotations={**queue, **group}, spec={"schedulerName": "volcano"})
+        return GangMembership(annotations={**queue, **group}, spec={"schedulerName": "volcano"})
     if scheduling.gang == "kueue" and not in_core:
-        return Membership(labels={KUEUE_QUEUE: scheduling.queue or _KUEUE_USUAL})
+        return GangMembership(labels={KUEUE_QUEUE: scheduling.queue or _KUEUE_USUAL})
     if scheduling.gang == "kueue":
         parent = {KUEUE_PARENT: f"{blueprint.family.owner.kind.lower()}.{GROUP}"}
         return replace(blueprint.granted, annotations={**blueprint.granted.annotations, **parent})
-    return Membership()
+    return GangMembership()
 
 
 def make_gang(
-    job: RLJob, family: Family, *, core: Sequence[tuple[Role, Manifest]], found: Mapping[Ref, Found]
+    job: RLJob, family: Family, *, core: Sequence[tuple[Role, Manifest]], found: Mapping[Ref, ReferredObject]
 ) -> tuple[Manifest, ...]:
     """Return the object that places the core, if there is one; none as long as its priority is not known.
 
@@ -134,9 +134,9 @@ def make_gang(
     return ()
 
 
-def _priority(named: Ref, found: Mapping[Ref, Found]) -> Manifest | None:
+def _priority(named: Ref, found: Mapping[Ref, ReferredObject]) -> Manifest | None:
     """Return the fields of a Workload that say its priority; None as long as the class could not be read."""
-    value = found.get(named, Found()).content.get("value")
+    value = found.get(named, ReferredObject()).content.get("value")
     if not isinstance(value, int):
         return None
     group = "scheduling.k8s.io" if named.kind == "PriorityClass" else KUEUE.rstrip("/")
@@ -190,7 +190,7 @@ def _requests(core: Sequence[tuple[Role, Manifest]]) -> dict[str, str]:
     for role, pod in core:
         for container in _running(pod["spec"]):
             for name, amount in container.get("resources", {}).get("requests", {}).items():
-                if re.fullmatch(PATTERN, str(amount)):
+                if re.fullmatch(QUANTITY, str(amount)):
                     total[name] += int(Quantity(str(amount)).amount * 1000) * role.core
     return {name: _written(Decimal(thousandths) / 1000) for name, thousandths in sorted(total.items())}
 

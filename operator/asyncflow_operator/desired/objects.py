@@ -1,10 +1,14 @@
-"""The frame that all objects of a family share: name, labels, owner, digest.
+"""The frame that all objects of a family share (name, labels, owner, digest), and the merge of a user's part of a pod.
 
 A family is what is made for one job, or for one TransferQueue that stands alone: its objects carry one label by which
 they find each other and are found.
 
-Invariant: every object has exactly one owner, a controller, so that garbage collection alone takes everything away;
-ours are the labels that ours are called, whatever the user says.
+A user's part is merged as ``kubectl patch`` would do it: mappings are merged, null takes a field away, lists of things
+that have names are merged by name, tolerations are added, every other list is replaced whole.
+
+Invariants: every object has exactly one owner, a controller, so that garbage collection alone takes everything away;
+the operator's own labels stand, whatever the user says; merging nothing changes nothing, and what is merged in twice is
+there once.
 """
 
 from __future__ import annotations
@@ -23,14 +27,30 @@ from asyncflow_operator.observed import Manifest, Owner
 DIGEST_DIGITS: Final = 16
 KUEUE: Final = "kueue.x-k8s.io/"
 """Prefix of the labels, annotations, gates and finalizers that are Kueue's."""
+_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+    "containers": ("name",),
+    "initContainers": ("name",),
+    "volumes": ("name",),
+    "env": ("name",),
+    "ports": ("containerPort", "protocol"),
+    "volumeMounts": ("mountPath",),
+    "volumeDevices": ("devicePath",),
+    "imagePullSecrets": ("name",),
+    "resourceClaims": ("name",),
+    "schedulingGates": ("name",),
+    "hostAliases": ("ip",),
+    "topologySpreadConstraints": ("topologyKey",),
+    "tolerations": ("key", "operator", "value", "effect", "tolerationSeconds"),
+}
+"""By field of a PodSpec: the keys of the items of its list (Kubernetes' ``patchMergeKey``, where it has one)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Objects that belong together.
+    """Family of objects.
 
-    name: that of the job or queue, with which their names begin; selector: labels that all of them have and nobody
-    else; labels: more labels, of the user; owner: whom the object at hand is made for.
+    name: that of the job or queue, with which their names begin; selector: labels that all of them have and no
+    others; labels: more labels, of the user; owner: the resource that the object at hand is made for.
     """
 
     name: str
@@ -119,3 +139,37 @@ def stamped(manifest: Manifest, *, made_from: object = None) -> Manifest:
     metadata = manifest["metadata"]
     annotations = {**metadata.get("annotations", {}), DIGEST: digest(manifest if made_from is None else made_from)}
     return {**manifest, "metadata": {**metadata, "annotations": annotations}}
+
+
+def merge(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``base`` with ``patch`` laid over it; neither is changed."""
+    merged = dict(base)
+    for name, value in patch.items():
+        if value is None:
+            merged.pop(name, None)
+            continue
+        before = merged.get(name)
+        if isinstance(value, Mapping):
+            merged[name] = merge(before if isinstance(before, Mapping) else {}, value)
+        elif isinstance(value, list) and name in _KEYS:
+            merged[name] = _merge_items(before if isinstance(before, list) else [], value, _KEYS[name])
+        else:
+            merged[name] = value
+    return merged
+
+
+def _merge_items(base: list[Any], patch: list[Any], keys: tuple[str, ...]) -> list[Any]:
+    items = {_identity(item, keys): item for item in base}
+    for item in patch:
+        identity = _identity(item, keys)
+        known = items.get(identity)
+        items[identity] = _merge_item(known if isinstance(known, Mapping) else {}, item)
+    return list(items.values())
+
+
+def _merge_item(base: Mapping[str, Any], item: Any) -> Any:
+    return merge(base, item) if isinstance(item, Mapping) else item
+
+
+def _identity(item: Any, keys: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(str(item.get(key)) for key in keys) if isinstance(item, Mapping) else (str(item),)

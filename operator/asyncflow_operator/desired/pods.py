@@ -1,23 +1,23 @@
-"""The pod of one process of a role.
+"""The pod of one process of a role, and where it may run.
 
 It keeps Pod Security ``restricted`` unless a template says otherwise or a device needs paths of its host. It never
 restarts by itself: the operator makes it again, under the next attempt. There is no preStop hook, because SIGTERM is
 the order to hand back what is unfinished, and the grace period is the time for it. On a host's network each process of
 a family has an HTTP port of its own, so that several find room on one node.
 
-Invariant: a pod is a function of (blueprint, index, attempt); its name of role and index alone, so that the API server
-lets no two processes have one seat.
+Invariants: a pod is a function of (blueprint, index, attempt); its name of role and index alone, so that the API server
+lets no two processes be one replica. What its devices need of a node is required; what is only good for speed (spread,
+nearness) is preferred, so that nothing waits for a place that is merely better.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from types import MappingProxyType
 from typing import Final
 
-from asyncflow.api.accelerators import PROFILES
 from asyncflow.api.names import (
     CONTAINER,
     HTTP_PORT,
@@ -33,15 +33,17 @@ from asyncflow.api.names import (
     instance,
     service,
 )
-from asyncflow_operator.desired.blueprint import Blueprint, Membership
-from asyncflow_operator.desired.environment import make_environment, make_reward_environment
+from asyncflow.api.placement import PROFILES
+from asyncflow_operator.desired.blueprint import Blueprint, GangMembership
+from asyncflow_operator.desired.container import make_environment, make_reward_environment, make_volumes, reward_mounts
 from asyncflow_operator.desired.gang import membership
-from asyncflow_operator.desired.merge import merge
-from asyncflow_operator.desired.objects import make_object, stamped
-from asyncflow_operator.desired.placement import lost_nodes, make_placement
-from asyncflow_operator.desired.volumes import make_volumes, reward_mounts
+from asyncflow_operator.desired.objects import make_object, merge, stamped
 from asyncflow_operator.observed import Manifest
 
+_NOT_READY: Final = "node.kubernetes.io/not-ready"
+_UNREACHABLE: Final = "node.kubernetes.io/unreachable"
+_NODE: Final = "kubernetes.io/hostname"
+_NEAR_WEIGHT: Final = 10
 USER: Final = 65532
 """User and group of the runtime images."""
 _EVERYWHERE: Final = f"tcp://0.0.0.0:{RPC_PORT}"
@@ -57,11 +59,78 @@ _START_PERIOD_S: Final = 1
 _READY_PERIOD_S: Final = 2
 _LIVE_PERIOD_S: Final = 10
 _LIVE_FAILURES: Final = 18
-"""A process that says nothing for three minutes hangs: its event loop never computes."""
+"""Failed probes after which a process counts as hung: three minutes, and its event loop never computes that long."""
+
+
+def make_placement(blueprint: Blueprint) -> Manifest:
+    """Return the fields of a pod's spec that say where it may run."""
+    resources = blueprint.role.resources
+    facts = PROFILES[resources.profile]
+    placement: Manifest = {}
+    if facts.node_labels:
+        placement["nodeSelector"] = dict(facts.node_labels)
+    if facts.resource:
+        placement["tolerations"] = [{"key": facts.resource, "operator": "Exists", "effect": "NoSchedule"}]
+    if affinity := _affinity(blueprint):
+        placement["affinity"] = affinity
+    if blueprint.role.name == "storage":
+        placement["topologySpreadConstraints"] = [_spread(blueprint)]
+    return placement
+
+
+def lost_nodes(blueprint: Blueprint, tolerations: Sequence[object]) -> list[Manifest]:
+    """Return the tolerations that say how long a pod stays on a node that is lost, which Kubernetes would make 300 s.
+
+    A rollout goes at once from a node that does not answer: others have its prompts as soon as its leases end.
+    tolerations: those that the pod has; what they say about such a node stays.
+    """
+    seconds = {_NOT_READY: blueprint.node_lost_s, _UNREACHABLE: blueprint.node_lost_s}
+    if blueprint.role.name == "rollout":
+        seconds[_UNREACHABLE] = 0
+    said = {
+        str(each.get("key") or "")
+        for each in tolerations
+        if isinstance(each, Mapping) and each.get("effect") in (None, "", "NoExecute")
+    }
+    return [
+        {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": after}
+        for key, after in seconds.items()
+        if not said & {key, ""}
+    ]
+
+
+def _affinity(blueprint: Blueprint) -> Manifest:
+    facts = PROFILES[blueprint.role.resources.profile]
+    affinity: Manifest = {}
+    if facts.node_types:
+        kinds = [{"key": key, "operator": "In", "values": list(values)} for key, values in facts.node_types.items()]
+        terms = {"nodeSelectorTerms": [{"matchExpressions": kinds}]}
+        affinity["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
+    if blueprint.readers:
+        near = {"topologyKey": _NODE, "labelSelector": _selector(blueprint, *blueprint.readers)}
+        preferred = [{"weight": _NEAR_WEIGHT, "podAffinityTerm": near}]
+        affinity["podAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": preferred}
+    return affinity
+
+
+def _spread(blueprint: Blueprint) -> Manifest:
+    return {
+        "maxSkew": 1,
+        "topologyKey": _NODE,
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": _selector(blueprint, blueprint.role.name),
+    }
+
+
+def _selector(blueprint: Blueprint, *roles: str) -> Manifest:
+    return {
+        "matchLabels": dict(blueprint.family.selector),
+        "matchExpressions": [{"key": LABEL_ROLE, "operator": "In", "values": list(roles)}],
+    }
 
 
 def make_pod(blueprint: Blueprint, *, index: int, attempt: int) -> Manifest:
-    """Return the pod of process ``index`` as its ``attempt``-th try. Its digest is that of the user's wishes."""
+    """Return the pod of process ``index`` as its ``attempt``-th try. Its digest is that of the user's requests."""
     family, role = blueprint.family, blueprint.role
     member = membership(blueprint, index)
     labels = {
@@ -81,19 +150,19 @@ def make_pod(blueprint: Blueprint, *, index: int, attempt: int) -> Manifest:
         annotations={**_DEFAULT_CONTAINER, **_theirs(blueprint, "annotations"), **member.annotations},
         body={"spec": _spec(blueprint, member, index=index, attempt=attempt)},
     )
-    return stamped(pod, made_from=blueprint.wish)
+    return stamped(pod, made_from=blueprint.requested)
 
 
 def _theirs(blueprint: Blueprint, field: str) -> dict[str, str]:
     return {key: value for template in blueprint.templates for key, value in getattr(template, field).items()}
 
 
-def _spec(blueprint: Blueprint, member: Membership, *, index: int, attempt: int) -> Manifest:
+def _spec(blueprint: Blueprint, member: GangMembership, *, index: int, attempt: int) -> Manifest:
     family = blueprint.family
-    http_port = HTTP_PORT + (blueprint.first_seat + index if blueprint.host_network else 0)
+    http_port = HTTP_PORT + (blueprint.first_replica + index if blueprint.host_network else 0)
     volumes = make_volumes(blueprint, index)
     container = _container(blueprint, index=index, attempt=attempt, http_port=http_port)
-    ours: Manifest = {
+    base: Manifest = {
         "restartPolicy": "Never",
         "serviceAccountName": family.name,
         "automountServiceAccountToken": False,
@@ -107,12 +176,12 @@ def _spec(blueprint: Blueprint, member: Membership, *, index: int, attempt: int)
         "volumes": volumes.volumes,
     }
     if blueprint.role.spread:
-        ours |= {"hostname": instance(family.name, blueprint.role.name, index)}
-        ours |= {"subdomain": service(family.name, blueprint.role.name)}
+        base |= {"hostname": instance(family.name, blueprint.role.name, index)}
+        base |= {"subdomain": service(family.name, blueprint.role.name)}
     if blueprint.host_network:
-        ours["dnsPolicy"] = "ClusterFirstWithHostNet"
+        base["dnsPolicy"] = "ClusterFirstWithHostNet"
     patches: list[Mapping[str, object]] = [template.pod_spec for template in blueprint.templates]
-    spec = reduce(merge, [*patches, member.place], ours)
+    spec = reduce(merge, [*patches, member.place], base)
     tolerations = spec.get("tolerations", [])
     if isinstance(tolerations, list):
         spec["tolerations"] = tolerations + lost_nodes(blueprint, tolerations)
@@ -127,11 +196,18 @@ def _container(blueprint: Blueprint, *, index: int, attempt: int, http_port: int
     driver = _EVERYWHERE if leads else blueprint.leader
     numbers = {port.name: http_port if port.name == "http" else port.number for port in role.ports}
     listens = numbers if leads else {"http": http_port}
+    control_port = listens.get("control")
     return {
         "name": CONTAINER,
         "image": blueprint.image,
         "command": role.command(
-            index=index, attempt=attempt, driver=driver, job=JOB_FILE, workdir=WORKDIR, http_port=http_port
+            index=index,
+            attempt=attempt,
+            driver=driver,
+            job=JOB_FILE,
+            workdir=WORKDIR,
+            http_port=http_port,
+            control_port=control_port,
         ),
         "workingDir": WORKDIR,
         "env": make_environment(blueprint, index),

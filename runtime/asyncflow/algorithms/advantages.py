@@ -1,7 +1,8 @@
-"""Advantages out of the rewards of one group: what makes a sample better than its siblings.
+"""Advantages out of the rewards of one group, and groups that teach nothing.
 
-Invariant: only the group's own rewards enter, so an advantage is final as soon as its group is complete, and a group
-whose rewards are all equal gets exactly 0, never a rounding error divided by a small number.
+Invariants: only the group's own rewards enter, so an advantage is final as soon as its group is complete; a group
+whose rewards are all equal gets exactly 0, never a rounding error divided by a small number; a group is filtered by
+the raw metric of the task, never by a shaped reward, since a length penalty would fake variance where there is none.
 """
 
 from __future__ import annotations
@@ -52,3 +53,8 @@ def group_advantages(rewards: NDArray[np.floating], *, name: AdvantageName = "gr
     elif name == "rloo":
         centred *= values.size / (values.size - 1)
     return centred.astype(np.float32)
+
+
+def zero_variance(metric: NDArray[np.floating]) -> bool:
+    """Return whether all samples of a group, metric [G], did equally well, so that every advantage is 0."""
+    return not np.ptp(np.asarray(metric, dtype=np.float64))

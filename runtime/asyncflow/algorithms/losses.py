@@ -1,18 +1,20 @@
-"""The clipped policy gradient, per token.
+"""Losses per token: the clipped policy gradient, and estimators of KL(policy || reference) (Schulman, "kl approx").
 
-Invariant: nothing is summed or averaged here; a token's loss depends on that token alone. A token whose advantage is
-exactly 0 has loss exactly 0 and gradient exactly 0, whatever its ratio.
+Invariants: nothing is summed or averaged here; a token's loss depends on that token alone. A token whose advantage is
+exactly 0 has loss exactly 0 and gradient exactly 0, whatever its ratio. Every estimator of KL is 0 where policy and
+reference agree, and so is the gradient of k2, k3 and k3+.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from asyncflow.errors import ManifestError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 MAX_LOG_RATIO = 20.0
 """Bound of |log ratio| before exp, so that one absurd token gives a large finite number instead of infinity."""
@@ -71,3 +73,29 @@ def ppo_clip(logprobs: Tensor, old: Tensor, advantages: Tensor, clip: Clip) -> P
         dual = (advantages < 0) & (loss > ceiling)
         loss = loss.where(~dual, ceiling)
     return PolicyTerms(loss, ratio.detach(), clipped & (advantages < 0), clipped & (advantages > 0), dual)
+
+
+KlName = Literal["k1", "k2", "k3", "k3+"]
+
+
+def kl_penalty(logprobs: Tensor, reference: Tensor, name: KlName) -> Tensor:
+    """Return one estimate per token, [N], of KL(policy || reference) from log-probs of the sampled tokens, [N] each.
+
+    ``k1`` = lp - ref: unbiased value, but its gradient as a loss has mean zero, so it teaches nothing; ``k2`` = (lp -
+    ref)^2 / 2: the right gradient on-policy; ``k3`` = exp(ref - lp) - (ref - lp) - 1: unbiased and never negative;
+    ``k3+``: the value of k3 with the gradient of k2. Raises ManifestError for another name.
+    """
+    if name not in get_args(KlName):
+        raise ManifestError(
+            f"unknown KL estimator {name!r}",
+            where="spec.algorithm.kl",
+            hint=f"Use one of {', '.join(get_args(KlName))}.",
+        )
+    distance = logprobs - reference
+    if name == "k1":
+        return distance
+    k2 = 0.5 * distance.square()
+    if name == "k2":
+        return k2
+    k3 = (-distance).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() + distance - 1
+    return k3 if name == "k3" else k3.detach() + k2 - k2.detach()

@@ -1,17 +1,37 @@
-"""Common base of the API's models: they are frozen, closed and bounded, with their rules declared beside the fields.
+"""Common base of the API: its frozen models, and the parts that all Kubernetes kinds share.
 
-Invariant: a model that was built from Python keeps all its rules. A ``Rule`` says one thing twice, as a Python
-predicate and as a CEL expression for the API server; the generated CRDs carry the second, so both refuse the same.
+Models are frozen, closed and bounded, with their rules declared beside the fields. Quantities (``256Mi``, ``500m``,
+``2``) are strings that know how much they are. Every object has metadata and standard conditions.
+
+Invariants: a model that was built from Python keeps all its rules. A ``Rule`` says one thing twice, as a Python
+predicate and as a CEL expression for the API server; the generated CRDs carry the second, so both refuse the same. A
+quantity keeps the words in which it was written; ``amount`` is exact. A job's name fits into every name that is derived
+from it (pods, services, claims: at most 63 characters). A list holds one condition of each type, and
+``lastTransitionTime`` moves only when ``status`` does.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, Self
+from decimal import ROUND_CEILING, Decimal
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, ValidationInfo, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    JsonValue,
+    StringConstraints,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic.alias_generators import to_camel
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import PydanticCustomError, core_schema
 
 API_VERSION: Final = "asyncflow.dev/v1alpha1"
 GROUP, VERSION = API_VERSION.split("/")
@@ -94,7 +114,7 @@ Qualified = Annotated[str, StringConstraints(pattern=QUALIFIED, max_length=316)]
 """A label or annotation key: ``[prefix/]name``."""
 LabelValue = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$", max_length=63)]
 Options = Annotated[dict[Annotated[str, StringConstraints(max_length=128)], JsonValue], Field(max_length=64)]
-"""Free settings of an extension; whoever reads them checks them."""
+"""Free settings of an extension, which checks them."""
 Labels = Annotated[dict[Qualified, LabelValue], Field(max_length=64)]
 Annotations = Annotated[dict[Qualified, Annotated[str, StringConstraints(max_length=4096)]], Field(max_length=64)]
 
@@ -104,3 +124,93 @@ Seconds = Annotated[float, Field(ge=0, le=31_536_000)]
 Replicas = Annotated[int, Field(ge=0, le=10_000)]
 Steps = Annotated[int, Field(ge=0, le=10_000_000)]
 Threads = Annotated[int, Field(ge=1, le=1024)]
+
+
+QUANTITY = r"^[0-9]{1,15}([.][0-9]{1,9})?([mkMGTP]|[KMGTP]i)?$"
+_QUANTITY = re.compile(QUANTITY)
+_FACTOR = {
+    "": Decimal(1),
+    "m": Decimal("0.001"),
+    **{unit: Decimal(1000) ** power for power, unit in enumerate("kMGTP", start=1)},
+    **{f"{unit}i": Decimal(1024) ** power for power, unit in enumerate("KMGTP", start=1)},
+}
+
+
+class Quantity(str):
+    """An amount of memory or CPU as Kubernetes writes it, e.g. ``Quantity("256Mi").bytes == 268435456``."""
+
+    __slots__ = ()
+
+    @property
+    def amount(self) -> Decimal:
+        """The amount in bytes or cores, exact."""
+        number = self.rstrip("mkKMGTPi")
+        return Decimal(number) * _FACTOR[self[len(number) :]]
+
+    @property
+    def bytes(self) -> int:
+        """The amount as a whole number, rounded up."""
+        return int(self.amount.to_integral_value(ROUND_CEILING))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[Any], handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            cls._parse, serialization=core_schema.plain_serializer_function_ser_schema(str, when_used="json")
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {"x-kubernetes-int-or-string": True, "pattern": QUANTITY, "maxLength": 32}
+
+    @classmethod
+    def _parse(cls, value: object) -> Quantity:
+        written = str(value) if isinstance(value, (str, int)) and not isinstance(value, bool) else None
+        if written is None or not _QUANTITY.fullmatch(written):
+            raise PydanticCustomError("quantity", "Input should be a quantity such as 512Mi, 4Gi, 500m or 2")
+        return cls(written)
+
+
+Time = Annotated[str, StringConstraints(max_length=35)]
+"""RFC 3339 in UTC, e.g. ``2026-11-21T10:46:00Z``."""
+
+
+class Condition(Spec):
+    """One aspect of an object's state."""
+
+    type: Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z]*$", max_length=64)]
+    """Aspect that it is about, e.g. Ready, Progressing, Stalled."""
+    status: Literal["True", "False", "Unknown"]
+    """Truth of the condition."""
+    reason: Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z0-9]*$", max_length=64)]
+    """One word for machines."""
+    message: Annotated[str, StringConstraints(max_length=4096)] = ""
+    """One sentence for people: what, why, and what to do."""
+    observed_generation: Annotated[int, Field(ge=0)] = 0
+    """Generation of the spec that it speaks of."""
+    last_transition_time: Time
+    """Time at which status last changed."""
+
+
+Conditions = Annotated[tuple[Condition, ...], Field(max_length=16, json_schema_extra=keyed_by("type"))]
+
+
+ObjectName = Annotated[str, StringConstraints(pattern=NAME, max_length=40)]
+
+
+class ObjectMeta(Spec):
+    """Name, namespace, labels and annotations of an object."""
+
+    name: ObjectName
+    """Name of the object, a DNS label of at most 40 characters."""
+    namespace: Name = "default"
+    """Namespace of the object; of no meaning on one machine."""
+    labels: Labels = Field(default_factory=dict)
+    """Labels, given on to everything that is made for the object."""
+    annotations: Annotations = Field(default_factory=dict)
+    """Annotations, for tools."""
+    uid: Annotated[str, StringConstraints(max_length=64)] | None = None
+    """Identity that the API server gives; absent on one machine. It names the job's partition."""
+
+    rules: ClassVar[tuple[Rule, ...]] = ()

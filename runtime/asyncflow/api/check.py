@@ -1,8 +1,11 @@
-"""Everything that is wrong with the data of a manifest, in one pass.
+"""Everything that is wrong with the data of a manifest, in one pass: where it is, why it is wrong, and what to do.
 
 Shapes are pydantic's to check; then each model's rules. Where a shape is wrong, the rules that look elsewhere are
 still checked, so that a manifest is mended in one go. Features that the schema names and this version lacks are refused
-as "not yet" until they work (``_PLANNED``). Invariant: no problem is reported that follows from another.
+as "not yet" until they work (``_PLANNED``).
+
+Invariants: a manifest is refused once, with every problem that was found, each in one line; no problem is reported that
+follows from another. A place as written (camelCase) and a dotted path of attributes (snake_case) name the same place.
 """
 
 from __future__ import annotations
@@ -10,16 +13,99 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import reduce
 from operator import attrgetter, getitem
-from typing import Any, Final, TypeVar
+from types import UnionType
+from typing import Annotated, Any, Final, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
+from pydantic.alias_generators import to_camel
 
 from asyncflow.api.base import COLLECT, Spec
-from asyncflow.api.paths import fields, model_at, model_of, place_of
-from asyncflow.api.problems import MISSING, Place, Problem
+from asyncflow.api.document import Place
+from asyncflow.errors import ManifestError, NotYetError
+
+MISSING: Any = object()
+_SHOWN = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that is wrong.
+
+    place: keys as written in the manifest; value: what was found, MISSING where nothing was; reason: why that is wrong;
+    fix: what would be right; line: where in the file, 0 where unknown; planned: a later version will accept it.
+    """
+
+    place: Place
+    reason: str
+    fix: str
+    value: Any = MISSING
+    line: int = 0
+    planned: bool = False
+
+    @property
+    def path(self) -> str:
+        """The place as people write it: ``spec.rollout.template.env[0].name``."""
+        return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.place).removeprefix(".")
+
+    @property
+    def what(self) -> str:
+        """Path, line, value and reason."""
+        found = "" if self.value is MISSING else f" = {shown(self.value)}"
+        line = f" (line {self.line})" if self.line else ""
+        return f"{self.path or 'manifest'}{found}{line}: {self.reason}"
+
+    def __str__(self) -> str:
+        return f"{self.what}. {self.fix}"
+
+
+def shown(value: object) -> str:
+    """Return a value in few characters."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def refusal(problems: Sequence[Problem], *, source: str) -> ManifestError:
+    """Return the one error for all problems; a NotYetError where nothing else is wrong."""
+    kind = NotYetError if all(problem.planned for problem in problems) else ManifestError
+    if len(problems) == 1:
+        return kind(problems[0].what, where=source, hint=problems[0].fix)
+    lines = "".join(f"\n  {problem}" for problem in problems)
+    return kind(f"{len(problems)} problems{lines}", where=source)
+
+
+def place_of(attributes: str) -> tuple[str, ...]:
+    """Return the place in a manifest of a dotted attribute path: ``rollout.min_replicas`` -> (rollout, minReplicas)."""
+    return tuple(to_camel(attribute) for attribute in attributes.split("."))
+
+
+def fields(model: type[Spec]) -> dict[str, Any]:
+    """Return the type of every field of ``model``, by the name that it has in a manifest."""
+    return {info.alias or name: info.annotation for name, info in model.model_fields.items()}
+
+
+def model_at(root: type[Spec], place: Place) -> type[Spec] | None:
+    """Return the model that describes the mapping at ``place``; None where there is none, as inside free settings."""
+    here: Any = root
+    for step in place:
+        model = model_of(here)
+        if model is None:
+            return None
+        here = model if isinstance(step, int) else fields(model).get(step)
+    return model_of(here)
+
+
+def model_of(annotation: Any) -> type[Spec] | None:
+    """Return the model inside an annotation such as ``X | None`` or ``tuple[X, ...]``."""
+    if isinstance(annotation, type) and issubclass(annotation, Spec):
+        return annotation
+    if get_origin(annotation) in (Annotated, Union, UnionType, tuple):
+        return next((model for part in get_args(annotation) if (model := model_of(part))), None)
+    return None
+
 
 M = TypeVar("M", bound=Spec)
 

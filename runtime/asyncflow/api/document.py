@@ -1,22 +1,26 @@
-"""One YAML document as plain data, with the line of every value; and plain data as YAML.
+"""One YAML document as plain data, with the line of every value; changes by ``--set path=value``; plain data as YAML.
 
 Only what JSON can say is accepted: no tags, no dates, no octal numbers; ``5e-4`` is a number, as it is for kubectl.
-Invariant: the work is bounded by the limits below, whoever made the file: bytes, depth, aliases, and nodes after the
-expansion of aliases are counted while it is read.
+
+Invariants: the work is bounded by the limits below, whoever made the file: bytes, depth, aliases, and nodes after the
+expansion of aliases are counted while it is read. An override is checked exactly as if its value had been written into
+the file.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import yaml
 
-from asyncflow.api.problems import Place
 from asyncflow.errors import ManifestError
+
+Place = tuple[str | int, ...]
+"""Keys and indices from the root of a manifest to a value."""
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
@@ -184,3 +188,40 @@ def dump(data: dict[str, Any]) -> str:
     """Write plain data as YAML that ``parse`` reads back as it was."""
     text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     return text
+
+
+_ROOTS = ("spec", "metadata")
+
+
+def apply(document: Document, overrides: Sequence[str]) -> None:
+    """Write each ``path=value`` into ``document``. Paths start at spec, or at the root with ``spec.``, ``metadata.``.
+
+    Raises ManifestError where an override is not of this form, or its path leads through something that is no mapping.
+    """
+    for override in overrides:
+        path, separator, text = override.partition("=")
+        where = f"--set {override}"
+        keys = path.strip().split(".")
+        if not separator or not all(keys):
+            raise ManifestError("not of the form path=value", where=where, hint="E.g. --set algorithm.steps=5")
+        if keys[0] not in _ROOTS:
+            keys = ["spec", *keys]
+        document.lines = {place: line for place, line in document.lines.items() if place[: len(keys)] != tuple(keys)}
+        _put(document.data, keys, parse(f"value: {text}", source=where).data["value"], where=where)
+
+
+def latest(overrides: Sequence[str]) -> list[str]:
+    """Return ``overrides`` without those whose path is set again later."""
+    last = {override.partition("=")[0].strip(): index for index, override in enumerate(overrides)}
+    return [override for index, override in enumerate(overrides) if index in last.values()]
+
+
+def _put(data: Any, keys: Sequence[str], value: Any, *, where: str) -> None:
+    here = data
+    for depth, key in enumerate(keys[:-1]):
+        here = here.setdefault(key, {})
+        if not isinstance(here, dict):
+            raise ManifestError(
+                f"{'.'.join(keys[: depth + 1])} is no mapping", where=where, hint="Set it as a whole: path={key: value}"
+            )
+    here[keys[-1]] = value

@@ -9,8 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from asyncflow.api.base import Name, Rule, Spec
-from asyncflow.api.quantity import Quantity
+from asyncflow.api.base import Name, Quantity, Rule, Spec
 
 
 class ClaimSpec(Spec):
@@ -129,19 +128,19 @@ class LimitsSpec(Spec):
     node_lost_seconds: Annotated[int, Field(ge=0, le=86_400)] = 120
     """Seconds after which what ran on a node that does not answer is started elsewhere; rollouts are at once."""
     keep_on_failure: bool = True
-    """Whether the pods of a failed job stay until its TTL, so that their logs can be read."""
+    """Keep the pods of a failed job until its TTL, so that their logs can be read."""
 
 
 class ElasticitySpec(Spec):
     """The built-in policy that scales rollouts between minReplicas and maxReplicas."""
 
     enabled: bool = False
-    """Whether the policy acts. A foreign owner of ``replicas`` switches it off."""
+    """Let the policy act. A foreign owner of ``replicas`` switches it off."""
     dry_run: bool = False
-    """Whether to only show in status what the policy would do."""
+    """Only show in status what the policy would do."""
     target_trainer_wait_share: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of its time that the trainer may wait for samples before rollouts are added."""
     max_queued_steps: Annotated[float, Field(gt=0, le=1000)] = 2.0
     """Finished samples in the queue, in optimizer steps, above which rollouts are taken away."""
     stabilization_seconds: Annotated[float, Field(ge=0, le=86_400)] = 60.0
-    """Seconds for which a wish must last before it is followed."""
+    """Seconds for which a recommendation must last before it is followed."""

@@ -11,10 +11,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from asyncflow.api.base import API_VERSION, Frozen, Rule, Spec
+from asyncflow.api.base import API_VERSION, Frozen, ObjectMeta, Rule, Spec
 from asyncflow.api.durability import ElasticitySpec, FailurePolicySpec, LimitsSpec, StorageSpec
 from asyncflow.api.learning import AlgorithmSpec, DataSpec, EvaluationSpec, ModelSpec, RewardSpec, SamplingSpec
-from asyncflow.api.metadata import ObjectMeta
 from asyncflow.api.placement import AUTO, DriverSpec, SchedulingSpec, TemplateSpec
 from asyncflow.api.queue import LEAST_BYTES, QueueSpec
 from asyncflow.api.schedule import AHEAD_CEL, LAG_CEL, ScheduleSpec
@@ -71,7 +70,7 @@ class RLJobSpec(Spec):
     scheduling: SchedulingSpec = Field(default_factory=SchedulingSpec)
     """Scheduling of the gang as a whole."""
     suspend: bool = False
-    """Whether to checkpoint and release all processes; false again resumes."""
+    """Checkpoint and release all processes; false again resumes."""
     managed_by: Annotated[str, StringConstraints(pattern=r"^[a-z0-9.-]+/[a-z0-9.-]+$", max_length=253)] | None = None
     """Controller that manages the job instead of this operator, as ``domain/name``."""
 

@@ -10,9 +10,21 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from asyncflow.api.base import Frozen, Name, Options, PluginName, Rule, Seed, Source, Spec, Steps, Text, keyed_by
+from asyncflow.api.base import (
+    Frozen,
+    Name,
+    Options,
+    PluginName,
+    Quantity,
+    Rule,
+    Seed,
+    Source,
+    Spec,
+    Steps,
+    Text,
+    keyed_by,
+)
 from asyncflow.api.placement import ResourcesSpec
-from asyncflow.api.quantity import Quantity
 
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 FILE_SCHEMES = ("jsonl", "parquet", "dataset")
@@ -42,7 +54,7 @@ class TrainDataSpec(Spec):
     template: Text | None = None
     """Text of a prompt with ``{question}`` where the question goes. Absent: the question itself."""
     chat: bool = False
-    """Whether to apply the tokenizer's chat template."""
+    """Apply the tokenizer's chat template."""
     system: Text | None = None
     """System message; needs ``chat``."""
     chat_options: Options | None = None
@@ -157,14 +169,14 @@ class RewardSpec(Spec):
     processes: Annotated[int, Field(ge=0, le=4096)] = 0
     """Processes that the function may start, per process of the pool: for a reward that runs tests, say."""
     network: bool = False
-    """Whether the function may open network connections: for a reward server, say. On Kubernetes it also opens the
+    """Let the function open network connections: for a reward server, say. On Kubernetes it also opens the
     egress of the rollouts' pods."""
     files: Annotated[tuple[Source, ...], Field(max_length=64)] = ()
     """Files and folders that the function may read beside the job's folder and what is installed."""
     resources: ResourcesSpec = Field(default_factory=ResourcesSpec)
     """CPU and memory of the container that judges, one in each pod of a rollout."""
     shuffle: bool = False
-    """Whether rewards are permuted within each group, keyed by the seed: a control, in which nothing may be learned."""
+    """Permute rewards within each group, keyed by the seed: a control, in which nothing may be learned."""
     config: Options = Field(default_factory=dict)
     """Settings that the function is given."""
 
@@ -354,7 +366,7 @@ class EvaluationSpec(Spec):
     pass_reward: Annotated[float, Field(ge=-1e9, le=1e9)] = 1.0
     """The least reward of a sample that passes."""
     greedy: bool = True
-    """Whether to evaluate greedy decoding too."""
+    """Evaluate greedy decoding too."""
     temperature: Annotated[float, Field(gt=0, le=10)] | None = None
     """Temperature of these samples. Absent: that of ``sampling``."""
 

@@ -13,12 +13,10 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 from asyncflow.api.base import API_VERSION
-from asyncflow.api.check import inspect
-from asyncflow.api.document import MAX_BYTES, Document, dump, parse
+from asyncflow.api.check import MISSING, Problem, inspect, refusal
+from asyncflow.api.document import MAX_BYTES, Document, Place, apply, dump, parse
 from asyncflow.api.job import RLJob
 from asyncflow.api.learning import FILE_SCHEMES, RewardSpec
-from asyncflow.api.overrides import apply
-from asyncflow.api.problems import MISSING, Place, Problem, refusal
 from asyncflow.api.queue import TransferQueue
 from asyncflow.api.weights import WeightSync
 from asyncflow.errors import ManifestError
@@ -138,11 +136,11 @@ def _kind(document: Document, name: str) -> str:
         Problem(
             place=(key,),
             value=document.data.get(key, MISSING),
-            reason="is not one of ours",
-            fix=f"Give {' or '.join(ours)}",
+            reason="is not known here",
+            fix=f"Give {' or '.join(known)}",
         )
-        for key, ours in (("apiVersion", (API_VERSION,)), ("kind", tuple(KINDS)))
-        if document.data.get(key) not in ours
+        for key, known in (("apiVersion", (API_VERSION,)), ("kind", tuple(KINDS)))
+        if document.data.get(key) not in known
     ]
     if wrong:
         raise refusal(_located(wrong, document), source=name)

@@ -18,15 +18,29 @@ QUEUE_ROLES: Final[tuple[RoleName, ...]] = ("controller", "master", "holder", "s
 ``master`` knows which holder has what."""
 
 CONFIG_DIR: Final = "/etc/asyncflow"
-"""Folder of manifest, key and token in a pod."""
+"""Folder of manifest, certificate and token in a pod."""
 JOB_FILE: Final = f"{CONFIG_DIR}/job.yaml"
 """Path of the manifest in a pod."""
 REWARD_FILE: Final = f"{CONFIG_DIR}/reward.yaml"
 """Path, in the container that scores, of the only part of the manifest that it sees: ``spec.reward``."""
-KEY_FILE: Final = f"{CONFIG_DIR}/key"
-"""Path of the job's key in a pod."""
-KEY_FILE_ENV: Final = "ASYNCFLOW_KEY_FILE"
-"""Variable that names the job's key file elsewhere."""
+TLS_DIR: Final = f"{CONFIG_DIR}/tls"
+"""Folder of the certificate and key of a process, and of its authority's certificate, in a pod."""
+TLS_ENV: Final = "ASYNCFLOW_TLS"
+"""Variable that names that folder elsewhere."""
+INSECURE_ENV: Final = "ASYNCFLOW_INSECURE"
+"""Variable that, where it is ``1``, lets a process without a certificate serve others than those of its host."""
+CERTIFICATE_FILES: Final = ("ca.crt", "tls.crt", "tls.key")
+"""What lies in that folder: the authority's certificate, the process's own, and its private key, all in PEM."""
+STORE_SECRET: Final = "store"  # noqa: S105 — a name, not a password
+"""File beside a certificate with the password of the store that the job runs itself."""
+STORE_ROLES: Final[tuple[RoleName, ...]] = ("holder", "storage")
+"""Roles that have that file."""
+CLIENT: Final = "client"
+"""Role of whoever uses a queue that stands alone; any number of processes may share one certificate."""
+VIEWER: Final = "viewer"
+"""Role of a person who looks into a queue."""
+OPERATOR: Final = "operator"
+"""Role of whoever supervises a job: it directs the driver, looks into the queue, and drains its storage units."""
 STORE_PASSWORD_FILE: Final = f"{CONFIG_DIR}/store-password"
 """Path, in the pods of storage units, of the password of a store that others run."""
 STORE_PASSWORD_FILE_ENV: Final = "ASYNCFLOW_STORE_PASSWORD_FILE"  # noqa: S105 — a name, not a password
@@ -57,7 +71,9 @@ CLAIMS_DIR: Final = "/mnt"
 RPC_PORT: Final = 5571
 """Port of a role's RPC server, where it has an address of its own."""
 HTTP_PORT: Final = 9571
-"""Port of /metrics, /healthz, /readyz, and of the driver's service."""
+"""Port of /metrics, /healthz, /readyz and the driver's status."""
+CONTROL_PORT: Final = 7571
+"""Port of the driver's control service. It is not beside the other, since on a host's network those run on from it."""
 GANG_PORT: Final = 29571
 """Port at which trainer rank 0 meets the other ranks."""
 
@@ -97,9 +113,9 @@ def service(owner: str, role: RoleName) -> str:
     return f"{owner}-{role}"
 
 
-def keys_secret(owner: str, mark: str) -> str:
-    """Return the name of the Secret with key and token, e.g. ``quickstart-keys-4be5c0a1d2f39e87``."""
-    return f"{owner}-keys-{mark}"
+def secret(owner: str, part: str, mark: str) -> str:
+    """Return the name of a Secret, e.g. ``quickstart-tls-rollout-4be5c0a1d2f39e87``."""
+    return f"{owner}-{part}-{mark}"
 
 
 def claim(owner: str, volume: str) -> str:

@@ -9,13 +9,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from asyncflow.api.base import API_VERSION, Frozen, Name, Rule, Spec
-from asyncflow.api.conditions import Conditions, Time
+from asyncflow.api.base import API_VERSION, Conditions, Frozen, Name, ObjectMeta, Quantity, Rule, Spec, Time
 from asyncflow.api.durability import LedgerSpec
-from asyncflow.api.metadata import ObjectMeta
 from asyncflow.api.placement import ResourcesSpec, TemplateSpec
-from asyncflow.api.quantity import Quantity
-from asyncflow.api.status import Count, RoleRecord
+from asyncflow.api.status import Count, RoleRecord, SecretRecords
 
 LEAST_BYTES = 1 << 20
 """No unit holds less: whoever looks for room for at most so much never hears that it can never be had."""
@@ -34,7 +31,7 @@ class SecretEntry(Spec):
 
 
 class StoreSpec(Spec):
-    """A store that somebody else runs."""
+    """A store that is run outside of AsyncFlow."""
 
     address: Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z0-9]+:[0-9]{1,5}$", max_length=256)]
     """HOST:PORT of the Redis server, or of Mooncake's master."""
@@ -127,19 +124,23 @@ class QueueStatus(Spec):
     selector: Annotated[str, StringConstraints(max_length=512)] = ""
     """Label selector of the storage units, for /scale."""
     rows: Count | None = None
-    """Live rows; absent while nobody knows."""
+    """Live rows; absent while unknown."""
     bytes: Count | None = None
-    """Bytes held; absent while nobody knows."""
+    """Bytes held; absent while unknown."""
     limit: Count | None = None
-    """Bytes that may be held; absent while nobody knows."""
+    """Bytes that may be held; absent while unknown."""
     partitions: Count | None = None
-    """Jobs that use it; absent while nobody knows."""
+    """Jobs that use it; absent while unknown."""
+    insecure: bool = False
+    """Whether its first controller serves other hosts without a certificate."""
     failures: Annotated[dict[str, RoleRecord], Field(max_length=16)] = Field(default_factory=dict)
     """By role: ends and attempts, as far as they must be remembered."""
+    secrets: SecretRecords = Field(default_factory=dict)
+    """By role: Secrets of a queue that stands alone; ``client``: that for whoever uses it."""
 
     @property
     def begun(self) -> bool:
-        """Whether pods were made for the queue."""
+        """True once pods were made for the queue."""
         return self.address is not None
 
 

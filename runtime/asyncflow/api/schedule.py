@@ -67,7 +67,7 @@ class ScheduleSpec(Spec):
     max_inflight: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     """Most prompts in flight, over all rollouts (AReaL: ``max_concurrent``). Absent: no bound beside staleness."""
     deterministic: bool = False
-    """Whether gradients accumulate in the order of keys, so that a run is a function of seed and manifest."""
+    """Accumulate gradients in the order of keys, so that a run is a function of seed and manifest."""
 
     @property
     def lag(self) -> int:
@@ -84,7 +84,7 @@ class ScheduleSpec(Spec):
 
     @property
     def whole_steps(self) -> bool:
-        """Whether training waits for all of D_k, in the order of keys, instead of streaming."""
+        """True where training waits for all of D_k, in the order of keys, instead of streaming."""
         return self.mode == "sync" or self.require_batches == 1 or self.deterministic
 
     rules: ClassVar[tuple[Rule, ...]] = (

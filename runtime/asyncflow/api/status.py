@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, FailFast, Field, StringConstraints
 
-from asyncflow.api.base import Name, Spec
-from asyncflow.api.conditions import Conditions, Time
+from asyncflow.api.base import Conditions, Name, Spec, Time
 
 Phase = Literal["Pending", "Starting", "Running", "Paused", "Suspending", "Suspended", "Succeeded", "Failed"]
 MOST_ROLLOUTS = 10_000
@@ -129,7 +128,7 @@ class StepProgress(Wire):
     publishing: Count | None = None
     """Step of the version that is being published."""
     saving: bool = False
-    """Whether a checkpoint is being written."""
+    """True while a checkpoint is being written."""
 
     @property
     def words(self) -> str:
@@ -178,6 +177,8 @@ class DriverStatus(Wire):
     """The trainer's attempt."""
     phase: Phase = "Starting"
     """Phase of the job."""
+    insecure: bool = False
+    """Whether the driver serves other hosts without a certificate."""
     step: Count = 0
     """Optimizer steps done."""
     steps: Count = 0
@@ -265,6 +266,22 @@ class RoleRecord(Spec):
     """UIDs of pods whose end is counted and that may still exist."""
 
 
+class SecretRecord(Spec):
+    """A Secret that the operator has written, so that it need not be read."""
+
+    name: Annotated[str, StringConstraints(max_length=253)]
+    """Its name."""
+    leaves: Count = 0
+    """Certificates in it."""
+    period: Count = 0
+    """Period of the certificates; each is of two days."""
+    time: Time
+    """Time at which it was written."""
+
+
+SecretRecords = Annotated[dict[RoleKey, SecretRecord], Field(max_length=128)]
+
+
 class ElasticityRecord(Spec):
     """State that the elastic policy keeps between decisions."""
 
@@ -273,13 +290,13 @@ class ElasticityRecord(Spec):
     step: Count = 0
     """Optimizer step from which on they were there."""
     wish: Literal["more", "fewer"] | None = None
-    """Change that the policy wishes for, and makes once it has wished it for long enough."""
+    """Change that the policy recommends, and makes once it has recommended it for long enough."""
     wish_time: Time | None = None
-    """Time since which it wishes so."""
+    """Time since which it recommends that."""
 
 
-class Leaving(Spec):
-    """A rollout that is on its way out."""
+class DrainingRollout(Spec):
+    """A rollout that is being drained."""
 
     name: Annotated[str, StringConstraints(max_length=63)]
     """Its pod."""
@@ -350,7 +367,7 @@ class JobStatus(Spec):
     """Rollouts that the built-in policy wants."""
     elasticity: ElasticityRecord | None = None
     """State that the built-in policy keeps between decisions."""
-    draining: Annotated[tuple[Leaving, ...], Field(max_length=256)] = ()
+    draining: Annotated[tuple[DrainingRollout, ...], Field(max_length=256)] = ()
     """Rollouts on their way out."""
     selector: Annotated[str, StringConstraints(max_length=512)] = ""
     """Label selector of the rollouts, for /scale."""
@@ -362,9 +379,11 @@ class JobStatus(Spec):
         default_factory=dict
     )
     """By role, and of what scores: image, pinned when the job began."""
+    secrets: SecretRecords = Field(default_factory=dict)
+    """By role: Secrets with certificates; ``keys``: that with the bearer token and the password of the store."""
 
     @property
     def begun(self) -> bool:
-        """Whether pods were made for the job, also where it waits now to be resumed."""
+        """True once pods were made for the job, also where it waits now to be resumed."""
         attempted = any(record.attempt for record in self.failures.values())
         return self.start_time is not None or self.phase != "Pending" or attempted

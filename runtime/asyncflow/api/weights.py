@@ -9,9 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from asyncflow.api.base import API_VERSION, Frozen, Name, Spec
-from asyncflow.api.conditions import Conditions, Time
-from asyncflow.api.metadata import ObjectMeta
+from asyncflow.api.base import API_VERSION, Conditions, Frozen, Name, ObjectMeta, Spec, Time
 
 PublishedDtype = Literal["float32", "bfloat16"]
 
@@ -67,9 +65,9 @@ class WeightsStatus(Spec):
     laggards: Annotated[tuple[Laggard, ...], Field(max_length=10)] = ()
     """The ten rollouts that are furthest behind."""
     bytes: Annotated[int, Field(ge=0)] | None = None
-    """Bytes of one version; absent while nobody knows."""
+    """Bytes of one version; absent while unknown."""
     transfer_seconds: Annotated[float, Field(ge=0)] | None = None
-    """Median duration of the rollouts' last transfers; absent while nobody knows."""
+    """Median duration of the rollouts' last transfers; absent while unknown."""
 
 
 class WeightSync(Spec):

@@ -9,9 +9,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, StringConstraints
 
-from asyncflow.api.accelerators import PROFILES, counted
 from asyncflow.api.base import Options, PluginName, Replicas, Rule, Seconds, Spec, Threads
-from asyncflow.api.placement import AUTO, AcceleratorSpec, ResourcesSpec, TemplateSpec
+from asyncflow.api.placement import AUTO, PROFILES, AcceleratorSpec, ResourcesSpec, TemplateSpec, counted
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 ON_CPU: Final = ("transformers", "simulated", "counting")
@@ -33,8 +32,8 @@ class EngineSpec(Spec):
     """The rollout engine: an entry point of the group ``asyncflow.rollout_engines``."""
 
     name: PluginName = "transformers"
-    """``transformers`` (in this process, on the CPU), ``vllm`` (a vLLM server beside it, docs/vllm.md), ``simulated``
-    (service times, no model), or a third party's."""
+    """``transformers`` (in this process, on the CPU), ``vllm`` (a vLLM server beside it, docs/guide/vllm.md),
+    ``simulated`` (service times, no model), or a third party's."""
     slots: Annotated[int, Field(ge=1, le=65_536)] = 16
     """Sequences that run at the same time in one instance."""
     dtype: Dtype = "float32"
@@ -104,7 +103,7 @@ class BackendSpec(Spec):
     ``bf16-stochastic`` holds them in bfloat16 too and rounds each update to it stochastically. The moments of the
     optimizer and the sum of gradients are always float32."""
     packing: Literal["separate", "shared-prompt"] = "separate"
-    """Whether the responses of a group share one copy of their prompt in a micro-batch."""
+    """Share one copy of a group's prompt among its responses in a micro-batch."""
     tokens_per_micro_batch: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
     """Most tokens of a rank's micro-batch, which is one pack. Absent: what fits the device; on the CPU 4,096."""
     options: Options = Field(default_factory=dict)

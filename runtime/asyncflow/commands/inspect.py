@@ -27,28 +27,26 @@ _TRAINING = ("attempts", "last_committed_step")
 def validate(file: Path, overrides: Sequence[str]) -> None:
     """Print what is worth knowing about a manifest, and that it is valid. Raises ManifestError where it is not."""
     from asyncflow.api.job import RLJob
-    from asyncflow.commands.manifest import anchored, checked, folder_of
+    from asyncflow.commands.preflight import folder_of, load, preflight
 
-    manifest = checked(file, overrides)
+    manifest = load(file, overrides)
     if isinstance(manifest, RLJob):
-        from asyncflow.commands.preflight import preflight
-        from asyncflow.substrates.local.devices import resolve
+        from asyncflow.local.placement import resolve
 
-        folder = folder_of(manifest, file)
-        job, notes = resolve(anchored(manifest, folder))
-        for note in notes + preflight(job, folder, source=str(file), elsewhere=True):
+        job, notes = resolve(manifest)
+        for note in notes + preflight(job, folder_of(job), source=str(file), elsewhere=True):
             click.echo(f"note: {note}")
     click.echo(f"{file}: {manifest.kind} {manifest.metadata.name} is valid")
 
 
 def plan(file: Path, overrides: Sequence[str]) -> None:
     """Print the tables of a job's plan."""
-    from asyncflow.commands.manifest import resolved_job
+    from asyncflow.commands.preflight import runnable_job
+    from asyncflow.local.placement import resolve
     from asyncflow.plan.describe import tables
     from asyncflow.plan.job import plan as make_plan
-    from asyncflow.substrates.local.devices import resolve
 
-    job, notes = resolve(resolved_job(file, overrides))
+    job, notes = resolve(runnable_job(file, overrides))
     for note in notes:
         click.echo(f"note: {note}")
     console = Console(highlight=False)
@@ -66,7 +64,7 @@ def plan(file: Path, overrides: Sequence[str]) -> None:
 
 def audit(directory: Path) -> int:
     """Print the account of all samples, and of the open rows of a queue; 1 where one was lost or counted twice."""
-    from asyncflow.queue.ledger.audits import audit_ledgers
+    from asyncflow.queue.ledger.audit import audit_ledgers
 
     ledger = directory / "ledger"
     if not ledger.is_dir():
@@ -105,8 +103,8 @@ def crds(directory: Path, *, check: bool) -> int:
 def export_model(run: Path, directory: Path, *, step: str, job: Path | None) -> None:
     """Make a Hugging Face folder of a checkpoint of a run. Raises ManifestError, CheckpointError."""
     from asyncflow.api.load import load_job
+    from asyncflow.local.folder import JOB
     from asyncflow.roles.backend import export_checkpoint
-    from asyncflow.substrates.local.folder import JOB
 
     if step not in ("newest", "best") and not step.isdecimal():
         raise ManifestError(f"--step {step} is none", where=str(run), hint="Give newest, best, or the number of a step")
@@ -117,7 +115,7 @@ def export_model(run: Path, directory: Path, *, step: str, job: Path | None) -> 
 
 def import_model(package: str, directory: Path) -> None:
     """Make a Hugging Face folder of a model file."""
-    from asyncflow.models.importing import import_gguf
+    from asyncflow.models.folder import import_gguf
 
     import_gguf(package, directory)
     click.echo(f"{directory}: ready; give it as model.source")

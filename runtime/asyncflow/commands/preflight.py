@@ -1,7 +1,10 @@
-"""Checks of a job before anything starts: model, data, options of plug-ins, and the reward function.
+"""A manifest, checked as far as one machine can before anything starts.
+
+``load`` reads a manifest of any kind: the contract's rules, the files it names, the plug-ins installed here.
+``preflight`` then looks at a job's model, data, options of plug-ins, and the reward function.
 
 Invariant: nothing is written but a folder that goes away again, nothing is downloaded, torch is not imported, and the
-code of a reward runs in a reward process only.
+code of a reward runs in a reward process only, which ``load`` does not start.
 """
 
 from __future__ import annotations
@@ -9,32 +12,123 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from importlib.util import find_spec
+from io import StringIO
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from asyncflow.api.check import Problem, refusal
 from asyncflow.api.job import RLJob, RLJobSpec
-from asyncflow.api.learning import TrainDataSpec
+from asyncflow.api.learning import FILE_SCHEMES, TrainDataSpec
+from asyncflow.api.load import Manifest, check_files, to_yaml
+from asyncflow.api.load import load as parse
+from asyncflow.api.names import FOLDER
 from asyncflow.data.prompter import Encoder, Prompter, survey
 from asyncflow.data.sources import open_held_out, open_training
 from asyncflow.errors import AsyncFlowError, ManifestError
-from asyncflow.models.supported import check_dtype, check_length, check_model, positions
+from asyncflow.local.placement import assign_devices
 from asyncflow.plan.job import plan
-from asyncflow.plugins import NoOptions, load_plugin, read_options
-from asyncflow.queue.backends.base import BACKENDS, Backend
+from asyncflow.plugins import NoOptions, installed, load_plugin, read_options
+from asyncflow.queue.storage.backend import BACKENDS, Backend
+from asyncflow.rewards.functions import check as check_reward
 from asyncflow.rewards.process import RewardProcess, Scorer
 from asyncflow.rollout.engines.base import OPTIONS as ENGINE_OPTIONS
 from asyncflow.rollout.engines.base import RolloutEngine
 from asyncflow.rollout.engines.vllm.program import VllmOptions
-from asyncflow.substrates.local.devices import hand_out
-from asyncflow.train.backends.base import OPTIONS as BACKEND_OPTIONS
-from asyncflow.train.backends.base import TrainerBackend
-from asyncflow.train.settings import TorchOptions
+from asyncflow.training.backend import OPTIONS as BACKEND_OPTIONS
+from asyncflow.training.backend import TrainerBackend
+from asyncflow.training.settings import TorchOptions
+
+_PLUGINS = (
+    (("rollout", "engine", "name"), "asyncflow.rollout_engines"),
+    (("trainer", "backend", "name"), "asyncflow.trainer_backends"),
+    (("weightSync", "transport"), "asyncflow.transports"),
+    (("transferQueue", "backend"), BACKENDS),
+)
+
+
+def load(source: Path | str | RLJob, overrides: Sequence[str] = ()) -> Manifest:
+    """Read and check a manifest: an RLJob, a TransferQueue or a WeightSync.
+
+    source: a file, or a job that was made in Python, whose relative paths start at the working directory; overrides:
+    ``path=value`` each, as ``--set`` takes them. The paths of a job are made absolute, so that it means the same
+    wherever it is run. Raises ManifestError that says everything that was found to be wrong.
+    """
+    if isinstance(source, RLJob):
+        text: Path | StringIO = StringIO(to_yaml(source))
+        name, beside = f"job {source.name}", Path.cwd()
+    else:
+        text = Path(source)
+        name, beside = str(source), text.absolute().parent
+    manifest = parse(text, overrides)
+    if not isinstance(manifest, RLJob):
+        return manifest
+    folder = Path((manifest.metadata.annotations or {}).get(FOLDER, beside))
+    check_files(manifest, folder)
+    if problems := list(_absent_plugins(manifest)):
+        raise refusal(problems, source=name)
+    reward = manifest.spec.reward
+    check_reward(reward.function, reward.extractor, workdir=folder)
+    return _anchored(manifest, folder)
+
+
+def runnable_job(source: Path | str | RLJob, overrides: Sequence[str] = ()) -> RLJob:
+    """Read and check a job that is to run now.
+
+    Raises ManifestError as ``load`` does, and for a manifest that is no job or a job that is suspended.
+    """
+    manifest = load(source, overrides)
+    where = f"job {source.name}" if isinstance(source, RLJob) else str(source)
+    if not isinstance(manifest, RLJob):
+        raise ManifestError(f"kind = {manifest.kind!r}: not a job", where=where, hint="Give an RLJob")
+    if manifest.spec.suspend:
+        raise ManifestError("the job is suspended", where=where, hint="Run it with --set suspend=false")
+    return manifest
+
+
+def folder_of(job: RLJob) -> Path:
+    """Return the folder where the relative paths and the modules of a job, as ``load`` returns it, are."""
+    return Path(job.metadata.annotations[FOLDER])
+
+
+def _anchored(job: RLJob, base: Path) -> RLJob:
+    """Return ``job`` with the paths of its model and files made absolute; relative ones start at ``base``."""
+    data = job.model_dump(mode="json", by_alias=True, exclude_none=True)
+    spec = data["spec"]
+    named = (spec["data"][name] for name in ("train", "eval") if name in spec["data"])
+    for holder in (spec["model"], *named, *spec["data"].get("evalSets", ())):
+        holder["source"] = _absolute(holder["source"], base)
+    data["metadata"].setdefault("annotations", {})[FOLDER] = str(base)
+    return RLJob.model_validate(data)
+
+
+def _absolute(source: str, base: Path) -> str:
+    scheme, separator, rest = source.partition("://")
+    if not separator:
+        return str(base / source)
+    return f"{scheme}://{base / rest}" if scheme in FILE_SCHEMES else source
+
+
+def _absent_plugins(job: RLJob) -> Iterator[Problem]:
+    data = job.spec.model_dump(mode="json", by_alias=True)
+    for place, group in _PLUGINS:
+        name: Any = reduce(getitem, place, data)
+        known = installed(group)
+        if name not in known:
+            yield Problem(
+                place=("spec", *place),
+                value=name,
+                reason=f"no installed package offers it in {group}",
+                fix=f"Installed here: {', '.join(known) or 'none'}",
+            )
+
 
 ROWS = 20_000
 """Most prompts of one file that are looked at."""
@@ -55,7 +149,7 @@ _JUDGED_BY_ANSWER = ("task", "math_verify")
 
 @dataclass
 class _Findings:
-    """errors: what must be mended; notes: what is worth knowing."""
+    """Findings of the checks. errors: what must be mended; notes: what is worth knowing."""
 
     errors: list[AsyncFlowError] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -112,7 +206,7 @@ def preflight(job: RLJob, folder: Path, *, source: str, elsewhere: bool = False)
 
 
 def _check_options(spec: RLJobSpec, findings: _Findings) -> None:
-    """Have the options of engine and back end mean something to them."""
+    """Check the options of engine and back end."""
     engine, backend = spec.rollout.engine, spec.trainer.backend
     for group, kind, plugin, where in (
         ("asyncflow.rollout_engines", RolloutEngine, engine, ENGINE_OPTIONS),
@@ -125,7 +219,7 @@ def _check_options(spec: RLJobSpec, findings: _Findings) -> None:
 
 
 def _check_store(spec: RLJobSpec, findings: _Findings, *, elsewhere: bool) -> None:
-    """Have what the queue's back end needs on this machine. Raises ManifestError."""
+    """Check that the queue's back end has what it needs on this machine. Raises ManifestError."""
     queue = spec.transfer_queue
     backend = load_plugin(BACKENDS, queue.backend, kind=Backend, where="spec.transferQueue.backend")
     try:
@@ -137,18 +231,18 @@ def _check_store(spec: RLJobSpec, findings: _Findings, *, elsewhere: bool) -> No
 def _check_devices(job: RLJob, findings: _Findings, *, elsewhere: bool) -> None:
     """Find a device of this machine for each process that asks for one. Raises ManifestError."""
     try:
-        hand_out(plan(job).roles)
+        assign_devices(plan(job).roles)
     except ManifestError as error:
         _lacking(error, findings, elsewhere=elsewhere)
 
 
 def _check_packages(spec: RLJobSpec, findings: _Findings, *, elsewhere: bool) -> None:
-    """Have the packages installed that read models, and those that compute them. Raises ManifestError."""
+    """Check that the packages that read and compute models are installed. Raises ManifestError."""
     needed = ["tokenizers", "safetensors"]
     if spec.rollout.engine.name in HEAVY or spec.trainer.backend.name in HEAVY:
         needed += ["torch", "transformers"]
     if spec.rollout.engine.name == "vllm" and find_spec("vllm") is None:
-        hint = "make vllm installs the build for the CPU; for others see docs/vllm.md"
+        hint = "make vllm installs the build for the CPU; for others see docs/guide/vllm.md"
         error = ManifestError("not installed: vllm", where="spec.rollout.engine", hint=hint)
         _lacking(error, findings, elsewhere=elsewhere)
     if absent := [name for name in needed if find_spec(name) is None]:
@@ -160,7 +254,16 @@ def _check_packages(spec: RLJobSpec, findings: _Findings, *, elsewhere: bool) ->
 def _check_model(spec: RLJobSpec, scratch: Path, findings: _Findings, *, elsewhere: bool) -> Encoder | None:
     """Return the model's tokenizer, None where the model is not on this machine. Raises ManifestError."""
     from asyncflow.models.lora import chosen_layers
-    from asyncflow.models.source import ModelSource, check_weights, materialize_config, stored_matrices
+    from asyncflow.models.source import (
+        ModelSource,
+        check_dtype,
+        check_length,
+        check_model,
+        check_weights,
+        materialize_config,
+        positions,
+        stored_matrices,
+    )
     from asyncflow.models.tiny import linear_layers
     from asyncflow.models.tokenizer import Tokenizer
 
@@ -253,17 +356,17 @@ def _quoted(questions: list[str]) -> str:
 
 
 async def _check_reward(spec: RLJobSpec, folder: Path) -> None:
-    """Have a reward process load the function. Raises ManifestError, DeadlineExceeded."""
+    """Load the function in a reward process. Raises ManifestError, DeadlineExceeded."""
     try:
         process = await RewardProcess.start(Scorer.of(spec.reward, workdir=folder), timeout=LOAD_S)
     except ManifestError as error:
-        hint = f"It is imported in a sandbox (docs/rewards.md), in {folder}"
+        hint = f"It is imported in a sandbox (docs/guide/rewards.md), in {folder}"
         raise ManifestError(error.what, where="spec.reward.function", hint=hint) from error
     await process.kill()
 
 
 def _lacking(error: ManifestError, findings: _Findings, *, elsewhere: bool) -> None:
-    """Take in that this machine lacks something."""
+    """Note that this machine lacks something, or raise ``error`` where the job runs here."""
     if not elsewhere:
         raise error
     findings.notes.append(f"this machine could not run it: {error}")

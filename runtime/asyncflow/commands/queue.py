@@ -19,15 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncflow.errors import DeadlineExceeded, ManifestError
-from asyncflow.net.keys import Keys
+from asyncflow.net.tls import Credentials
 from asyncflow.plan.describe import size
-from asyncflow.queue.client.client import QueueClient
-from asyncflow.queue.client.open_values import decode
-from asyncflow.queue.client.visitor import visit
-from asyncflow.queue.protocol.messages import QueueStats, Tag
-from asyncflow.queue.protocol.moving_calls import UnitView
-from asyncflow.queue.protocol.open_calls import Sight
-from asyncflow.queue.protocol.views import PartitionView, TaskView
+from asyncflow.queue.client import QueueClient, aconnect
+from asyncflow.queue.protocol.messages import PartitionView, QueueStats, Sight, Tag, TaskView, UnitView
+from asyncflow.queue.values import decode
 
 T = TypeVar("T")
 _WIDTH = 160
@@ -44,7 +40,7 @@ class Overview(Struct, frozen=True, kw_only=True):
     units: list[UnitView]
 
 
-class Shown(PartitionView, frozen=True, kw_only=True):
+class PartitionReport(PartitionView, frozen=True, kw_only=True):
     """Output of ``show --json``."""
 
     units: list[UnitView]
@@ -62,19 +58,19 @@ class SeenRow(Struct, frozen=True, kw_only=True):
     values: dict[str, str]
 
 
-def ls(address: str, *, key: Path | None, timeout: float, as_json: bool) -> None:
+def ls(address: str, *, tls: Path | None, timeout: float, as_json: bool) -> None:
     """Print the partitions of a queue, and how full it is."""
 
     async def look(queue: QueueClient) -> Overview:
         names = await queue.partitions(timeout=_CALL_S)
-        stats, units, *views = await asyncio.gather(
+        stats, units, views = await asyncio.gather(
             queue.stats(timeout=_CALL_S),
             queue.units_there(timeout=_CALL_S),
-            *(queue.show(name, timeout=_CALL_S) for name in names),
+            asyncio.gather(*(queue.show(name, timeout=_CALL_S) for name in names)),
         )
         return Overview(stats=stats, partitions=views, units=units)
 
-    overview = _look(address, look, key=key, timeout=timeout)
+    overview = _look(address, look, tls=tls, timeout=timeout)
     if as_json:
         _print_json(overview)
         return
@@ -93,8 +89,8 @@ def ls(address: str, *, key: Path | None, timeout: float, as_json: bool) -> None
         click.echo(f"controller {silent} does not answer: its tasks are not counted here")
 
 
-def drain(address: str, unit: int, *, key: Path | None, timeout: float, as_json: bool) -> None:
-    """Have a storage unit leave, and wait ``timeout`` seconds until it has. DeadlineExceeded where it has not."""
+def drain(address: str, unit: int, *, tls: Path | None, timeout: float, as_json: bool) -> None:
+    """Drain a storage unit. Raises DeadlineExceeded where it has not left after ``timeout`` seconds."""
 
     async def leave(queue: QueueClient) -> None:
         deadline = time.monotonic() + timeout
@@ -109,22 +105,22 @@ def drain(address: str, unit: int, *, key: Path | None, timeout: float, as_json:
                 click.echo(f"unit {unit}: {left[0].rows} rows, {size(left[0].bytes)} to move")
             await asyncio.sleep(_LOOK_S)
 
-    _look(address, leave, key=key, timeout=timeout)
+    _look(address, leave, tls=tls, timeout=timeout)
     if as_json:
         click.echo(json.dumps({"unit": unit, "left": True}))
     else:
         click.echo(f"unit {unit} has left: nothing is lost")
 
 
-def show(address: str, partition: str, *, key: Path | None, timeout: float, as_json: bool) -> None:
+def show(address: str, partition: str, *, tls: Path | None, timeout: float, as_json: bool) -> None:
     """Print the tasks of one partition and what each waits for, and the storage units."""
 
-    async def look(queue: QueueClient) -> Shown:
+    async def look(queue: QueueClient) -> PartitionReport:
         asked = queue.show(partition, timeout=_CALL_S), queue.units_there(timeout=_CALL_S)
         told, units = await asyncio.gather(*asked)
-        return Shown(**msgspec.structs.asdict(told), units=units)
+        return PartitionReport(**msgspec.structs.asdict(told), units=units)
 
-    view = _look(address, look, key=key, timeout=timeout)
+    view = _look(address, look, tls=tls, timeout=timeout)
     if as_json:
         _print_json(view)
         return
@@ -154,18 +150,18 @@ def peek(
     task: str,
     most: int,
     columns: Sequence[str],
-    key: Path | None,
+    tls: Path | None,
     timeout: float,
     as_json: bool,
 ) -> None:
     """Print the oldest rows of a partition, as ``task`` sees them, with the values of some columns."""
 
     async def look(queue: QueueClient) -> list[SeenRow]:
-        sight = await queue.peek(partition, task=task, most=most, timeout=_CALL_S)
-        values = {name: await _values(queue, sight, name) for name in columns}
-        return [_seen(sight, index, values, task=task) for index in range(len(sight.rows))]
+        peek = await queue.peek(partition, task=task, most=most, timeout=_CALL_S)
+        values = {name: await _values(queue, peek, name) for name in columns}
+        return [_seen(peek, index, values, task=task) for index in range(len(peek.rows))]
 
-    rows = _look(address, look, key=key, timeout=timeout)
+    rows = _look(address, look, tls=tls, timeout=timeout)
     if as_json:
         _print_json(rows)
         return
@@ -180,21 +176,22 @@ def peek(
 
 
 def _look(
-    address: str, look: Callable[[QueueClient], Coroutine[Any, Any, T]], *, key: Path | None, timeout: float
+    address: str, look: Callable[[QueueClient], Coroutine[Any, Any, T]], *, tls: Path | None, timeout: float
 ) -> T:
-    """Do ``look`` as a visitor of the queue at ``address``."""
+    """Run ``look`` with a client of the queue at ``address``."""
 
     async def run() -> T:
-        async with visit(address, keys=Keys.load(key) if key is not None else None, timeout=timeout) as queue:
+        credentials = Credentials(tls) if tls is not None else None
+        async with aconnect(address, credentials=credentials, timeout=timeout) as queue:
             return await look(queue)
 
     return asyncio.run(run())
 
 
-async def _values(queue: QueueClient, sight: Sight, column: str) -> dict[int, str]:
+async def _values(queue: QueueClient, peek: Sight, column: str) -> dict[int, str]:
     """Return the values of a column in words, by row."""
-    sizes = sight.sizes.get(column, [])
-    there = [row for row, size in zip(sight.rows, sizes, strict=False) if size >= 0]
+    sizes = peek.sizes.get(column, [])
+    there = [row for row, size in zip(peek.rows, sizes, strict=False) if size >= 0]
     fetched = await queue.fetch(there, [column], timeout=_CALL_S)
     return dict(zip(there, map(_words, decode(fetched[column])), strict=True))
 
@@ -204,27 +201,27 @@ def _words(value: Any) -> str:
     return words if len(words) <= _LONGEST else f"{words[: _LONGEST - 1]}…"
 
 
-def _seen(sight: Sight, index: int, values: Mapping[str, Mapping[int, str]], *, task: str) -> SeenRow:
-    row = sight.rows[index]
+def _seen(peek: Sight, index: int, values: Mapping[str, Mapping[int, str]], *, task: str) -> SeenRow:
+    row = peek.rows[index]
     return SeenRow(
         row=row,
-        key=sight.keys[index],
-        tags=sight.tags[index],
-        state=_state(sight, index) if task else "",
-        attempt=sight.attempts[index],
-        bytes={name: sizes[index] for name, sizes in sight.sizes.items() if sizes[index] >= 0},
+        key=peek.keys[index],
+        tags=peek.tags[index],
+        state=_state(peek, index) if task else "",
+        attempt=peek.attempts[index],
+        bytes={name: sizes[index] for name, sizes in peek.sizes.items() if sizes[index] >= 0},
         values={name: of[row] for name, of in values.items() if row in of},
     )
 
 
-def _state(sight: Sight, index: int) -> str:
-    if sight.lacks[index]:
-        return f"lacks {_list(sight.lacks[index])}"
-    if sight.done[index]:
+def _state(peek: Sight, index: int) -> str:
+    if peek.lacks[index]:
+        return f"lacks {_list(peek.lacks[index])}"
+    if peek.done[index]:
         return "done"
-    if sight.leased[index]:
+    if peek.leased[index]:
         return "leased"
-    return "ready" if sight.ready[index] else "its group is not ready"
+    return "ready" if peek.ready[index] else "its group is not ready"
 
 
 def _of_units(units: Sequence[UnitView]) -> Table:

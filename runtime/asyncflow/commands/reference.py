@@ -17,27 +17,26 @@ import msgspec
 from pydantic.fields import FieldInfo
 
 from asyncflow.api.base import Spec
-from asyncflow.api.check import planned_fields
+from asyncflow.api.check import model_of, place_of, planned_fields
+from asyncflow.api.crd import Schema, schema_of
 from asyncflow.api.load import KINDS
-from asyncflow.api.paths import model_of, place_of
-from asyncflow.api.structural import Schema, schema_of
 from asyncflow.commands.preflight import HEAVY
 from asyncflow.plugins import load_plugin
 from asyncflow.rollout.engines.base import RolloutEngine
-from asyncflow.train.backends.base import TrainerBackend
+from asyncflow.training.backend import TrainerBackend
 
 _HEAD = """\
 # Every field of a manifest
 
 Made by `asyncflow reference` from the models in `runtime/asyncflow/api`: change those, not this file.
-[jobs.md](jobs.md) explains what belongs together, [fields.md](fields.md) what a change of a running job does.
+[Writing a job](../guide/jobs.md) explains what belongs together, [Changing a running job](fields.md) what an edit does.
 Quantities are written as in Kubernetes (`512Mi`, `500m`); times are seconds; – is absent.
 """
 _OPTIONS = (
     ("spec.rollout.engine.options", "asyncflow.rollout_engines", RolloutEngine, ("simulated", "transformers")),
     ("spec.trainer.backend.options", "asyncflow.trainer_backends", TrainerBackend, ("counting", "torch")),
 )
-"""Places in a manifest where options are given, and the plug-ins of ours that read them."""
+"""Places in a manifest where options are given, and AsyncFlow's own plug-ins that read them."""
 _WORDS = {"string": "text", "integer": "integer", "number": "number", "boolean": "true or false", "object": "mapping"}
 
 

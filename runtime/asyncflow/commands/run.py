@@ -1,4 +1,7 @@
-"""``asyncflow run FILE``: a job on this machine, from its manifest to its summary.
+"""A job, or a queue that stands alone, on this machine: ``asyncflow run FILE``, ``asyncflow queue serve``, ``train``.
+
+A job runs from its manifest to its summary. A queue is served until it is told to end; its folder keeps the ledger: who
+serves from it again goes on with it, at the same address, though what lay in the memory of units is gone.
 
 Invariant: until manifest, model, data, plug-ins and folder have been found good, nothing is created and nothing is
 started; a start that is refused leaves no folder behind.
@@ -8,34 +11,48 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import logging
 import os
 import shlex
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 import msgspec
 from rich.console import Console
 
+from asyncflow.api.document import latest
 from asyncflow.api.job import RLJob, RLJobSpec
-from asyncflow.api.load import load_job, name_of, to_yaml
-from asyncflow.api.overrides import latest
-from asyncflow.commands.manifest import folder_of, resolved_job
-from asyncflow.commands.preflight import preflight
+from asyncflow.api.load import load, load_job, name_of, to_yaml
+from asyncflow.api.names import TLS_ENV
+from asyncflow.api.queue import TransferQueue
+from asyncflow.api.status import DriverStatus
+from asyncflow.commands.preflight import folder_of, preflight, runnable_job
 from asyncflow.driver.journal import METRICS
 from asyncflow.durable import write_whole
-from asyncflow.errors import CheckpointError, ManifestError
+from asyncflow.errors import AsyncFlowError, CheckpointError, ManifestError
+from asyncflow.local.folder import QUEUE, RunFolder, differences, saved_overrides
+from asyncflow.local.placement import resolve
+from asyncflow.local.supervisor import Limits, LocalSite, RunOutcome, local_site
 from asyncflow.plan.job import plan
-from asyncflow.substrates.local.devices import resolve
-from asyncflow.substrates.local.folder import RunFolder, remembered
-from asyncflow.substrates.local.resume import differences
-from asyncflow.substrates.local.site import Site, site
-from asyncflow.substrates.local.terms import Limits, Outcome
-from asyncflow.train.checkpoint import Checkpoints
-from asyncflow.view.teller import Teller
-from asyncflow.view.watch import Watch
+from asyncflow.plan.queue import queue_roles
+from asyncflow.plugins import load_plugin
+from asyncflow.queue.storage.backend import BACKENDS, Backend
+from asyncflow.training.checkpoint import Checkpoints
+from asyncflow.view.live import LiveView, ProgressView, QueueView, RunView, read_summary
 
+_log = logging.getLogger(__name__)
+V = TypeVar("V", bound=LiveView)
+
+_SIGNALLED = 128
+"""Exit code of a run that a signal ended, less the number of the signal."""
 RUNS = Path("runs")
 """Folder of the runs that are given none, each under its name."""
 
@@ -45,26 +62,23 @@ def run(file: Path, *, output: Path | None, overrides: Sequence[str], resume: bo
 
     Raises ManifestError before anything was started, another AsyncFlowError where the job failed.
     """
-    begun_with = remembered(output or RUNS / name_of(file, overrides)) if resume else []
+    begun_with = saved_overrides(output or RUNS / name_of(file, overrides)) if resume else []
     if begun_with:
         click.echo(f"as the run was begun: {_sets(begun_with)}")
     overrides = latest([*begun_with, *overrides])
-    job, notes = resolve(resolved_job(file, overrides))
-    for note in notes + preflight(job, folder_of(job, file), source=str(file)):
+    job, notes = resolve(runnable_job(file, overrides))
+    for note in notes + preflight(job, folder_of(job), source=str(file)):
         click.echo(f"note: {note}")
-    folder = RunFolder.claim(output or RUNS / job.name, resume=resume, fresh=fresh)
-    refused = True
-    try:
-        if resume:
-            for difference in differences(load_job(folder.job), job):
-                click.echo(f"changed: {difference}")
-        if folder.moved_to:
-            click.echo(f"the run that was there is now in {folder.moved_to}")
-        outcome, seen = _supervise(job, folder, overrides)
-        refused = outcome.refused
-    finally:
-        folder.release(undo=refused and not resume)
-    if not seen:
+    outcome, view, folder = _carry_out(
+        job,
+        output,
+        overrides=overrides,
+        resume=resume,
+        fresh=fresh,
+        make_view=partial(RunView, console=Console(highlight=False)),
+        tell=click.echo,
+    )
+    if not view.closed:
         leave(outcome)
     if outcome.exit_code and folder.job.exists():
         _say_what_was_kept(job, folder.path, file=file, overrides=overrides)
@@ -73,6 +87,115 @@ def run(file: Path, *, output: Path | None, overrides: Sequence[str], resume: bo
     if outcome.failure:
         raise outcome.failure
     return outcome.exit_code
+
+
+def train(
+    job: RLJob | Path | str,
+    *,
+    output: Path | str | None = None,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    fresh: bool = False,
+    progress: Callable[[DriverStatus], None] | None = None,
+) -> dict[str, Any]:
+    """Run a job on this machine to its end, as ``asyncflow run`` does, and return the figures of its ``summary.json``.
+
+    job: a manifest, or a job, as ``asyncflow.load`` returns it or made in Python; overrides: ``path=value`` each, as
+    ``--set`` takes them. output: folder of the run, ``runs/NAME`` where None; resume: continue the run that it holds;
+    fresh: move that aside and begin anew. progress: called with each new status of the driver, about twice a second, in
+    a thread of its own; what it raises ends the run in order, and is raised here.
+
+    Call it in the main thread and in no event loop: until it returns, SIGINT, SIGTERM and SIGHUP of this process end
+    the run, and log records of this process go to ``logs/supervisor.log`` of the run. Raises ManifestError where
+    nothing was started, KeyboardInterrupt after SIGINT, SystemExit after the other signals, another AsyncFlowError
+    where the job failed.
+    """
+    _check_thread()
+    if resume and fresh:
+        raise ManifestError("resume and fresh exclude each other", where="asyncflow.train", hint="Give one of them")
+    path = None if output is None else Path(output)
+    if resume and not isinstance(job, RLJob):
+        overrides = [*saved_overrides(path or RUNS / name_of(Path(job), overrides)), *overrides]
+    overrides = latest(overrides)
+    given = f"job {job.name}" if isinstance(job, RLJob) else str(job)
+    resolved, notes = resolve(runnable_job(job, overrides))
+    for note in notes + preflight(resolved, folder_of(resolved), source=given):
+        _log.info("note: %s", note)
+    with _callers_logging():
+        outcome, view, folder = _carry_out(
+            resolved,
+            path,
+            overrides=overrides,
+            resume=resume,
+            fresh=fresh,
+            make_view=partial(ProgressView, progress=progress),
+            tell=_log.info,
+        )
+    if failure := view.failure or outcome.failure:
+        raise failure
+    if outcome.exit_code == _SIGNALLED + signal.SIGINT:
+        raise KeyboardInterrupt
+    if outcome.exit_code:
+        raise SystemExit(outcome.exit_code)
+    summary = read_summary(folder.summary)
+    if summary is None:
+        raise AsyncFlowError("the run has ended well, and its summary cannot be read", where=str(folder.summary))
+    return summary
+
+
+def _check_thread() -> None:
+    """Refuse to run where signals cannot be taken over, or an event loop runs. Raises AsyncFlowError."""
+    where = "asyncflow.train"
+    if threading.current_thread() is not threading.main_thread():
+        raise AsyncFlowError("called in a thread", where=where, hint="Call it in the main thread of a process")
+    with contextlib.suppress(RuntimeError):
+        asyncio.get_running_loop()
+        raise AsyncFlowError("called in an event loop", where=where, hint="Call it outside, or in a process of its own")
+
+
+@contextlib.contextmanager
+def _callers_logging() -> Iterator[None]:
+    """Restore the logging of the caller at the end: meanwhile all records go to the log of the supervisor."""
+    root, own = logging.getLogger(), logging.getLogger("asyncflow")
+    handlers, levels, warned = root.handlers[:], (root.level, own.level), warnings.showwarning
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(levels[0])
+        own.setLevel(levels[1])
+        if warnings.showwarning is not warned:
+            logging.captureWarnings(capture=False)
+
+
+def _carry_out(
+    job: RLJob,
+    path: Path | None,
+    *,
+    overrides: Sequence[str],
+    resume: bool,
+    fresh: bool,
+    make_view: Callable[..., V],
+    tell: Callable[[str], None],
+) -> tuple[RunOutcome, V, RunFolder]:
+    """Run a job that was found good from the folder ``path``, which is removed again where a role refuses the job.
+
+    overrides: with which the job was read, kept for a run that is resumed; make_view: makes the display of the run;
+    tell: called with what is worth knowing. Returns the outcome, the display and the folder.
+    """
+    folder = RunFolder.claim(path or RUNS / job.name, resume=resume, fresh=fresh)
+    refused = True
+    try:
+        if resume:
+            for difference in differences(load_job(folder.job), job):
+                tell(f"changed: {difference}")
+        if folder.moved_to:
+            tell(f"the run that was there is now in {folder.moved_to}")
+        outcome, view = _supervise(job, folder, overrides, make_view=make_view, tell=tell)
+        refused = outcome.refused
+    finally:
+        folder.release(undo=refused and not resume)
+    return outcome, view, folder
 
 
 def _sets(overrides: Sequence[str]) -> str:
@@ -142,34 +265,41 @@ def _kept_step(folder: Path) -> int:
     return checkpoint.manifest.step if checkpoint is not None else 0
 
 
-def _supervise(job: RLJob, folder: RunFolder, overrides: Sequence[str]) -> tuple[Outcome, bool]:
-    """Run everything; return the outcome, and whether all of the view could be written."""
-    folder.remember(overrides)
+def _supervise(
+    job: RLJob,
+    folder: RunFolder,
+    overrides: Sequence[str],
+    *,
+    make_view: Callable[..., V],
+    tell: Callable[[str], None],
+) -> tuple[RunOutcome, V]:
+    folder.save_overrides(overrides)
     write_whole(folder.job, to_yaml(job).encode())
     folder.write_token()
     limits = Limits(active_s=job.spec.limits.active_deadline_seconds, end_s=job.spec.limits.stop_seconds)
-    with site(plan(job).roles, folder=folder, limits=limits) as here:
+    with local_site(plan(job).roles, folder=folder, limits=limits) as here:
         if ignored := _only_on_a_cluster(job.spec):
-            click.echo(f"of no effect on one machine: {', '.join(ignored)}")
-        watch = Watch(
-            name=job.name,
-            folder=folder.path,
-            placed=lambda: here.supervisor.placed,
-            console=Console(highlight=False),
-            http_port=here.http_port,
+            tell(f"of no effect on one machine: {', '.join(ignored)}")
+        view = make_view(
+            name=job.name, folder=folder.path, placed=lambda: here.supervisor.placed, http_port=here.http_port
         )
-        return attended(here, watch)
+        return _attended(here, view), view
 
 
-def attended(here: Site, watch: Teller) -> tuple[Outcome, bool]:
-    """Run a crew to its end while ``watch`` shows it; return the outcome, and whether all of that could be written."""
-    here.supervisor.observe = watch.event
-    watch.start()
+def _attended(here: LocalSite, view: LiveView) -> RunOutcome:
+    """Run a supervisor to its end while ``view`` shows it, and may end it."""
+
+    async def supervise() -> RunOutcome:
+        loop = asyncio.get_running_loop()
+        view.stop = lambda: loop.call_soon_threadsafe(here.supervisor.stop, signal.SIGINT)
+        return await here.supervisor.run()
+
+    here.supervisor.observe = view.event
+    view.start()
     try:
-        outcome = asyncio.run(here.supervisor.run())
+        return asyncio.run(supervise())
     finally:
-        seen = watch.close()
-    return outcome, seen
+        view.close()
 
 
 def _only_on_a_cluster(spec: RLJobSpec) -> list[str]:
@@ -180,8 +310,81 @@ def _only_on_a_cluster(spec: RLJobSpec) -> list[str]:
     return [place for place, given in asked.items() if given]
 
 
-def leave(outcome: Outcome) -> None:
-    """End although a thread hangs in a write that nobody reads: interpreter shutdown would wait for its lock."""
+def leave(outcome: RunOutcome) -> None:
+    """End although a thread hangs in a write that is not read: interpreter shutdown would wait for its lock."""
     if outcome.failure:
         os.write(sys.stderr.fileno(), f"error: {outcome.failure}\n".encode())
     os._exit(outcome.exit_code)
+
+
+_SMALLEST = "{apiVersion: asyncflow.dev/v1alpha1, kind: TransferQueue, metadata: {name: queue}}"
+
+
+def described(settings: Sequence[str]) -> TransferQueue:
+    """Return the queue of these ``path=value`` settings. Raises ManifestError."""
+    queue = load(io.StringIO(_SMALLEST), settings)
+    assert isinstance(queue, TransferQueue)
+    return queue
+
+
+def serve_file(file: Path, *, output: Path | None, overrides: Sequence[str], fresh: bool, port: int) -> int:
+    """Serve the queue of a manifest; see ``serve``."""
+    queue = load(file, overrides)
+    assert isinstance(queue, TransferQueue)
+    return serve(queue, output=output, fresh=fresh, port=port)
+
+
+def serve(queue: TransferQueue, *, output: Path | None, fresh: bool, port: int) -> int:
+    """Serve ``queue`` from ``output`` until told to end, and return the exit status.
+
+    fresh: move aside what is there instead of going on with it; port: that clients dial, 0: any. Raises ManifestError
+    before anything was started, another AsyncFlowError where it failed.
+    """
+    path = output or RUNS / queue.metadata.name
+    load_plugin(BACKENDS, queue.spec.backend, kind=Backend, where="spec.backend").check(
+        servers=queue.spec.store is None
+    )
+    resume = (path / QUEUE).is_file() and not fresh
+    if resume:
+        _check_same(path / QUEUE, queue)
+    folder = RunFolder.claim(path, resume=resume, fresh=fresh, name=QUEUE)
+    begun = False
+    try:
+        if folder.moved_to:
+            click.echo(f"the queue that was there is now in {folder.moved_to}")
+        write_whole(folder.job, to_yaml(queue).encode())
+        folder.write_token()
+        with local_site(queue_roles(queue), folder=folder, limits=Limits(), port=port) as here:
+            begun = True
+            view = QueueView(
+                address=here.address,
+                units=queue.spec.storage_units,
+                name=queue.metadata.name,
+                folder=folder.path,
+                placed=lambda: here.supervisor.placed,
+                console=Console(highlight=False),
+                http_port=here.http_port,
+            )
+            click.echo(f"clients show the certificate in {here.certificate}: export {TLS_ENV}={here.certificate}")
+            outcome = _attended(here, view)
+    finally:
+        folder.release(undo=not (begun or resume))
+    if not view.closed:
+        leave(outcome)
+    if outcome.failure:
+        raise outcome.failure
+    gone = "what lay in memory is gone; " if queue.spec.store is None else ""
+    click.echo(f"{gone}the ledger stays in {folder.path}: asyncflow audit {folder.path}")
+    return outcome.exit_code
+
+
+def _check_same(file: Path, queue: TransferQueue) -> None:
+    """Refuse to go on with the ledger of a queue whose rows are kept otherwise. Raises ManifestError."""
+    before = load(file)
+    if not isinstance(before, TransferQueue):
+        raise ManifestError(f"kind = {before.kind!r}: not a queue", where=str(file), hint="Give another --output")
+    for frozen in queue.spec.frozen_fields:
+        old, new = getattr(before.spec, frozen.reads), getattr(queue.spec, frozen.reads)
+        if old != new:
+            hint = "Keep it, or begin anew with --fresh or another --output"
+            raise ManifestError(f"{frozen.reads} was {old!r}, and is {new!r}: {frozen.why}", where=str(file), hint=hint)

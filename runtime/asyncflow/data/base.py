@@ -68,12 +68,12 @@ class PromptSource(Protocol):
 
 
 def held_out(question: str, share: float = HELD_OUT_SHARE) -> bool:
-    """Whether the question belongs to evaluation, by a hash of its text with whitespace normalised."""
+    """Return whether the question belongs to evaluation, by a hash of its text with whitespace normalised."""
     return digest("held-out", " ".join(question.split())) < share * 2**63
 
 
 def digest(*parts: str | int) -> int:
-    """A 63-bit number from the parts, the same on every machine."""
+    """Return a 63-bit number from the parts, the same on every machine."""
     text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 

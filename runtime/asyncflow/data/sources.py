@@ -13,13 +13,10 @@ from urllib.parse import parse_qsl, urlsplit
 import msgspec
 
 from asyncflow.api.learning import FILE_SCHEMES, DataSpec, EvalDataSpec, TrainDataSpec
-from asyncflow.data.arrow import open_parquet, open_saved
 from asyncflow.data.base import GeneratedSource, PromptSource, Purpose
-from asyncflow.data.files import FileConfig, FileSource, Rows, read_config
-from asyncflow.data.gym import open_gym
-from asyncflow.data.jsonl import JsonLines
+from asyncflow.data.files import FileConfig, FileSource, JsonlRows, Rows, open_parquet, open_saved, read_config
+from asyncflow.data.generated import open_gym, open_tiny
 from asyncflow.data.prompter import Encoder, Prompter, PromptFormat, split_config
-from asyncflow.data.tiny import open_tiny
 from asyncflow.errors import ManifestError
 
 DEFAULT_EVAL_SIZE = 512
@@ -96,7 +93,7 @@ def _open(
 def _rows(scheme: str, path: Path, config: FileConfig, cache: Path, *, where: str) -> Rows:
     if scheme == "parquet":
         return open_parquet(path, config, cache=cache, where=where)
-    return open_saved(path, config, where=where) if scheme == "dataset" else JsonLines(path, where=where)
+    return open_saved(path, config, where=where) if scheme == "dataset" else JsonlRows(path, where=where)
 
 
 def _file(text: str, *, scheme: str, where: str) -> tuple[Path, dict[str, str]]:

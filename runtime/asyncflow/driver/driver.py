@@ -1,12 +1,13 @@
 """The driver: wires data, admission, groups, evaluation and progress to the queue and the catalogue of versions.
 
-Its loops share one bell (``Wake``) and look at levels: what is published, dispatched, trained, evaluated. Its durable
-state is the ledger, the checkpoint, its own two files of lines, ``lives.json`` and ``rewards.json``; a driver that is
-killed starts again from those.
+Its loops wait for one signal (``ChangeSignal``) and look at levels: what is published, dispatched, trained, evaluated.
+Its durable state is the ledger, the checkpoint, its own two files of lines, ``lives.json`` and ``rewards.json``; a
+driver that is killed starts again from those.
 
 Invariants: what a loop does is a function of levels, so it may be ended and begun again at any point; a driver takes
 over before it reads the ledger, so no prompt that a dead one put comes in later; when the job is over is decided in one
-place (``ending``).
+place (``ending``); a version that an unfinished step or an unfinished evaluation names is required until neither does,
+and one that can never be had again is not waited for.
 """
 
 from __future__ import annotations
@@ -15,48 +16,131 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from asyncflow import clock
 from asyncflow.api.job import RLJob
 from asyncflow.api.status import DriverStatus, Phase, StepProgress
 from asyncflow.data.prompter import Prompter
-from asyncflow.driver.book import PromptBook
-from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher
+from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher, PromptAssignment, PromptColumns
 from asyncflow.driver.ending import Ending
 from asyncflow.driver.evaluation import Evaluation, EvaluationResult, best_of
-from asyncflow.driver.gauges import count_step, show
-from asyncflow.driver.groups import GroupPolicy, Groups
-from asyncflow.driver.inside import StepWatch, tell
+from asyncflow.driver.groups import AdvantageTask, GroupPolicy, RewardTally, Totals
 from asyncflow.driver.journal import LIVES, REWARDS, StateFile
 from asyncflow.driver.lives import Laps, Lives
 from asyncflow.driver.members import Members
-from asyncflow.driver.progress import Progress, line_of
-from asyncflow.driver.prompts import PromptColumns
-from asyncflow.driver.rewards import RewardTally, Totals
-from asyncflow.driver.status import build_status, waiting_for
+from asyncflow.driver.progress import RunProgress, StepWatch, line_of, log_progress
+from asyncflow.driver.status import build_status, count_step, show, waiting_for
 from asyncflow.driver.tasks import EVAL, TRAIN
-from asyncflow.driver.versions import Versions
-from asyncflow.driver.wake import Wake, persevere
-from asyncflow.errors import Refused
-from asyncflow.flow.admission import Flow, admission_of
+from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
+from asyncflow.flow.admission import InFlight, admission_of
 from asyncflow.flow.schedule import Schedule
 from asyncflow.net.directory import Directory
 from asyncflow.net.rpc import RpcServer
-from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.telemetry.metrics import DriverMetrics
-from asyncflow.train.report import Reported, TrainReport
+from asyncflow.training.report import ReportReply, TrainReport
+from asyncflow.weights.catalogue import Catalogue
 from asyncflow.weights.service import CatalogueService
 
 log = logging.getLogger(__name__)
 
+RETRY_S = 0.5
+
 PULSE_S = 0.5
-REMEMBER_S = 5.0
-LOOK_S = 2.0
+SAVE_S = 5.0
+STEP_WATCH_S = 2.0
 FULL = 0.8
 """Share of the queue's bytes at which a checkpoint is forced, so that its commit frees them."""
+
+
+class ChangeSignal:
+    """Signal of a possible change: ``changed`` waits for the next ``notify``, at most ``every_s`` seconds."""
+
+    def __init__(self, *, every_s: float = 5.0) -> None:
+        self._every_s = every_s
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wake every waiter."""
+        event, self._event = self._event, asyncio.Event()
+        event.set()
+
+    async def changed(self) -> None:
+        """Wait for the next ``notify``."""
+        event = self._event
+        try:
+            async with asyncio.timeout(self._every_s):
+                await event.wait()
+        except TimeoutError:
+            return
+
+
+async def keep_running(loop: Callable[[], Awaitable[None]], *, what: str) -> NoReturn:
+    """Run an endless loop again whenever a peer was lost or late; one log line for each outage."""
+    away = False
+    while True:
+        try:
+            await loop()
+            raise RuntimeError(f"the loop of {what} ended")
+        except (PeerLost, DeadlineExceeded) as error:
+            (log.debug if away else log.warning)("%s: %s; trying again", what, error)
+            away = True
+            await asyncio.sleep(RETRY_S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Versions:
+    """Looks at the catalogue with the schedule in hand. evaluates: whether the job evaluates at all."""
+
+    catalogue: Catalogue
+    schedule: Schedule
+    assignment: PromptAssignment
+    progress: RunProgress
+    evaluates: bool
+
+    @property
+    def newest(self) -> int | None:
+        """Step of the newest version that was ever complete, None before the first."""
+        newest = self.catalogue.newest
+        return None if newest is None else newest.step
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of the newest version, None where it is not to be had."""
+        newest = self.newest
+        version = None if newest is None else self.catalogue.find(newest)
+        return None if version is None else self.catalogue.manifest(version).nbytes
+
+    def required(self) -> set[int]:
+        """Return the steps of the versions that must not be forgotten."""
+        unfinished = self.assignment.unfinished(trained_step=self.progress.done)
+        return self.schedule.required(unfinished) | set(self.unevaluated())
+
+    def unevaluated(self) -> list[int]:
+        """Return the versions that are to be evaluated, are not, and still can be."""
+        if not self.evaluates:
+            return []
+        newest = self.newest or 0
+        return [
+            step
+            for step in self.schedule.evaluations()
+            if step not in self.progress.evaluations and (step > newest or self.catalogue.find(step) is not None)
+        ]
+
+    def judged(self) -> int:
+        """Return the step up to which every evaluation is recorded, or can not be any more."""
+        unevaluated = self.unevaluated()
+        return unevaluated[0] - 1 if unevaluated else self.progress.steps
+
+    def due(self) -> list[int]:
+        """Return the versions that can be evaluated now: of the history that survives, after the line of their step."""
+        done = self.progress.done
+        return [step for step in self.unevaluated() if step <= done and self.catalogue.find(step) is not None]
 
 
 class Driver:
@@ -79,10 +163,10 @@ class Driver:
         self.queue = queue
         self.metrics = metrics
         self.schedule = Schedule.of(spec)
-        self.progress = Progress(folder, steps=spec.algorithm.steps, now=clock.now())
-        self.book = PromptBook(prompts_per_step=spec.algorithm.prompts_per_step, steps=spec.algorithm.steps)
+        self.progress = RunProgress(folder, steps=spec.algorithm.steps, now=clock.now())
+        self.assignment = PromptAssignment(prompts_per_step=spec.algorithm.prompts_per_step, steps=spec.algorithm.steps)
         self.weights = CatalogueService(server)
-        self.wake = Wake()
+        self.changes = ChangeSignal()
         done = self.progress.done >= self.progress.steps
         self.lives = Lives(
             opened=self.progress.at("first dispatch"), closed=self.progress.last_step_at if done else None
@@ -95,12 +179,12 @@ class Driver:
             lives=self.lives,
             memory=folder / LIVES,
             started=self.progress.now,
-            changed=self.wake.tell,
+            changed=self.changes.notify,
         )
         self.phase: Phase = "Starting"
         self._stats: QueueStats | None = None
-        self._inside: StepProgress | None = None
-        self._watch = StepWatch(
+        self._step_progress: StepProgress | None = None
+        self._step_watch = StepWatch(
             queue, members=self.members, samples=spec.algorithm.prompts_per_step * spec.algorithm.group_size
         )
         self._full_at = -1
@@ -108,12 +192,12 @@ class Driver:
         self._dispatcher = Dispatcher(
             queue=queue,
             prompts=PromptColumns.of(spec, prompter=train_prompts, what="prompt"),
-            book=self.book,
+            assignment=self.assignment,
             schedule=self.schedule,
             policies=admission_of(spec),
             group_size=spec.algorithm.group_size,
             flow=self._flow,
-            changed=self.wake.changed,
+            changed=self.changes.changed,
             on_first=self._first_dispatch,
             on_skip=self.metrics.prompts_skipped.inc,
         )
@@ -125,7 +209,7 @@ class Driver:
         )
         self.rewards.restore(kept.read(Totals))
         metrics.watch_rewards(self.rewards.outcomes)
-        self._groups = Groups(
+        self._groups = AdvantageTask(
             queue=queue,
             policy=GroupPolicy.of(spec),
             rewards=self.rewards,
@@ -135,7 +219,7 @@ class Driver:
         self.versions = Versions(
             catalogue=self.weights.catalogue,
             schedule=self.schedule,
-            book=self.book,
+            assignment=self.assignment,
             progress=self.progress,
             evaluates=spec.evaluation is not None,
         )
@@ -146,7 +230,7 @@ class Driver:
             prompters=eval_prompts,
             steps=self.schedule.evaluations(),
             due=self.versions.due,
-            changed=self.wake.changed,
+            changed=self.changes.changed,
             finished=self._evaluated,
         )
         self._ending = Ending(
@@ -154,7 +238,7 @@ class Driver:
             queue=queue,
             progress=self.progress,
             members=self.members,
-            wake=self.wake,
+            changed=self.changes.changed,
             unevaluated=self.versions.unevaluated,
             suspending=lambda: self.phase == "Suspending",
             export_s=spec.limits.stall_seconds,
@@ -169,7 +253,7 @@ class Driver:
         """Drive the job to its end: Succeeded or Suspended."""
         queue = self.job.spec.transfer_queue
         needed = Counter(controller=queue.controllers, storage=queue.storage_units)
-        await self.members.gather(needed, changed=self.wake.changed, within_s=self.job.spec.limits.start_seconds)
+        await self.members.gather(needed, changed=self.changes.changed, within_s=self.job.spec.limits.start_seconds)
         await self._restore()
         self.phase, self._moved = "Running", clock.now()
         loops = {
@@ -177,8 +261,8 @@ class Driver:
             "replacing lost samples": self._dispatcher.replace_lost,
             "advantages": self._groups.run,
             "the pulse": self._pulse,
-            "progress": self._look_inside,
-            "the log": self._tell,
+            "progress": self._watch_step,
+            "the log": self._log_progress,
         }
         if self._evaluation is not None:
             loops |= {
@@ -187,7 +271,7 @@ class Driver:
                 "replacing lost evaluations": self._evaluation.replace_lost,
             }
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(persevere(loop, what=what), name=what) for what, loop in loops.items()]
+            tasks = [group.create_task(keep_running(loop, what=what), name=what) for what, loop in loops.items()]
             self.phase = await self._ending.reached()
             for task in tasks:
                 task.cancel()
@@ -199,7 +283,7 @@ class Driver:
 
     def status(self) -> DriverStatus:
         """Return what ``GET /v1/status`` answers."""
-        newest = self.versions.newest
+        newest, watched = self.versions.newest, self._step_progress
         return build_status(
             self.progress,
             phase=self.phase,
@@ -215,7 +299,7 @@ class Driver:
             recent=self._laps.recent(),
             rewards=self.rewards.state,
             prompts_skipped=self._dispatcher.skipped,
-            inside=self._inside if self._inside and self._inside.step == self.progress.done + 1 else None,
+            step_progress=watched if watched and watched.step == self.progress.done + 1 else None,
             clock_ahead_s=clock.ahead(),
             waiting_for=self.rewards.paused
             or waiting_for(
@@ -231,7 +315,7 @@ class Driver:
         )
 
     def drain(self, worker: str) -> None:
-        """Let a rollout hand back its work and leave. Raises StaleHandle for an unknown one."""
+        """Tell a rollout to give back its work and leave. Raises StaleHandle for an unknown one."""
         self.members.drain(worker)
 
     def checkpoint(self) -> None:
@@ -248,7 +332,7 @@ class Driver:
             self.phase = "Suspending"
             self.progress.note("suspend", at=clock.now())
             self.checkpoint()
-            self.wake.tell()
+            self.changes.notify()
 
     def resume(self) -> None:
         """Go on after a pause. Raises Refused where the job is not paused."""
@@ -257,7 +341,7 @@ class Driver:
         self.rewards.resume()
         self.phase = "Running"
         self.progress.note("resume", at=clock.now())
-        self.wake.tell()
+        self.changes.notify()
 
     def _pause(self) -> None:
         log.error("%s", self.rewards.paused)
@@ -270,7 +354,7 @@ class Driver:
         for partition in (TRAIN, EVAL):
             await self.queue.take_over(partition=partition, timeout=CALL_TIMEOUT_S)
         snapshot = await self.queue.snapshot(partition=TRAIN, timeout=CALL_TIMEOUT_S)
-        self.book.restore(snapshot)
+        self.assignment.restore(snapshot)
         size = self.job.spec.algorithm.group_size
         self._groups.filtered.update({step: state.filtered // size for step, state in snapshot.steps.items()})
         self.progress.begin_at(snapshot.last_staged_step, attempt=snapshot.attempt)
@@ -279,14 +363,14 @@ class Driver:
         await self.queue.clear_partition(partition=EVAL, timeout=CALL_TIMEOUT_S)
 
     async def _pulse(self) -> None:
-        committed, remembered = -1, 0.0
+        committed, saved_at = -1, 0.0
         while True:
             self.members.observe(clock.now())
             if self.rewards.paused and self.phase == "Running":
                 self._pause()
-            if time.monotonic() - remembered > REMEMBER_S:
-                remembered = time.monotonic()
-                self.members.remember(clock.now())
+            if time.monotonic() - saved_at > SAVE_S:
+                saved_at = time.monotonic()
+                self.members.save(clock.now())
                 self.progress.write()
                 self.rewards.flush()
             self.weights.require(self.versions.required())
@@ -307,41 +391,41 @@ class Driver:
                 self._full_at = self.progress.done
                 self.checkpoint()
             show(self.metrics, self.status(), stats=stats, members=self.members.counts)
-            self.wake.tell()
+            self.changes.notify()
             await asyncio.sleep(PULSE_S)
 
-    async def _look_inside(self) -> None:
+    async def _watch_step(self) -> None:
         """Look into the step that is being made."""
         while True:
             step = self.progress.done + 1
-            self._inside = await self._watch.look(step) if step <= self.progress.steps else None
-            await asyncio.sleep(LOOK_S)
+            self._step_progress = await self._step_watch.look(step) if step <= self.progress.steps else None
+            await asyncio.sleep(STEP_WATCH_S)
 
-    async def _tell(self) -> None:
-        await tell(lambda: self.status().words)
+    async def _log_progress(self) -> None:
+        await log_progress(lambda: self.status().words)
 
-    def _flow(self) -> Flow | None:
+    def _flow(self) -> InFlight | None:
         newest = self.versions.newest
         if newest is None or self.phase != "Running" or self.rewards.paused:
             return None
-        return Flow(
+        return InFlight(
             published=newest,
-            dispatched=self.book.dispatched,
-            running=self.book.running,
+            dispatched=self.assignment.dispatched,
+            running=self.assignment.running,
         )
 
     def _evaluated(self, result: EvaluationResult) -> None:
         self.progress.evaluated(result, at=clock.now())
         log.info("evaluated θ_%d: %s", result.step, result.words)
-        self.wake.tell()
+        self.changes.notify()
 
     def _finished(self, serial: int) -> None:
-        self.book.finish(serial)
-        self.wake.tell()
+        self.assignment.finish(serial)
+        self.changes.notify()
 
     def _exclude(self, serial: int) -> None:
-        self.book.exclude(serial)
-        self.wake.tell()
+        self.assignment.exclude(serial)
+        self.changes.notify()
 
     def _first_dispatch(self) -> None:
         self._moved = clock.now()
@@ -349,7 +433,7 @@ class Driver:
             self.lives.opened = self._moved
             self.progress.note("first dispatch", at=self.lives.opened)
 
-    async def _report(self, report: TrainReport, _frames: Sequence[memoryview]) -> Reported:
+    async def _report(self, report: TrainReport, _frames: Sequence[memoryview]) -> ReportReply:
         self._moved = clock.now()
         line = line_of(report, at=self._moved)
         again = self.progress.step(line)
@@ -360,5 +444,5 @@ class Driver:
         self.members.observe(clock.now())
         self._laps.step(line)
         self.lives.closed = self._moved if report.step >= self.schedule.steps else None
-        self.wake.tell()
-        return Reported()
+        self.changes.notify()
+        return ReportReply()

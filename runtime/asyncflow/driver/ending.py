@@ -1,54 +1,146 @@
-"""End of a job: when it has come, and what is done then.
+"""End of a job: when it has come, what is done then, and the summary of what the run did.
 
 A run succeeds when its last weights are safe and known to be: they are in a checkpoint, every evaluation that is still
 possible is recorded, and the trainer has written what the run leaves behind. It is suspended when the newest step is in
 a checkpoint. Only then is anybody told to stop. A job that is paused reaches no further step, so it is suspended at
 once: a trainer that is told to stop writes a checkpoint of the last step that it finished.
 
-Invariant: nothing that a success promises is still being written when it is declared; each wait for it is one that
-``/v1/status`` names, and the last has a deadline.
+Invariants: nothing that a success promises is still being written when it is declared; each wait for it is one that
+``/v1/status`` names, and the last has a deadline; each figure of ``summary.json`` is computed from lines, from the
+audit of the ledger, or from what roles reported; nothing is assumed, and what was not measured is null. Its times are
+those in which the job was up (``Lives.up_s``): a run that was suspended, or that lay dead until it was resumed, does
+not grow older meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from asyncflow import clock
-from asyncflow.api.status import Phase
+from asyncflow.api.status import Phase, RewardState
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
+from asyncflow.driver.evaluation import EvaluationResult
+from asyncflow.driver.groups import RewardTally
 from asyncflow.driver.journal import SUMMARY, write_whole
+from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
-from asyncflow.driver.progress import Progress
-from asyncflow.driver.rewards import RewardTally
-from asyncflow.driver.summary import summarize
+from asyncflow.driver.progress import RunProgress
 from asyncflow.driver.tasks import TRAIN
-from asyncflow.driver.wake import Wake
 from asyncflow.errors import DeadlineExceeded, PeerLost
-from asyncflow.queue.client.client import QueueClient
+from asyncflow.net.roster import Best
+from asyncflow.queue.client import QueueClient
+from asyncflow.queue.protocol.messages import AuditReport
 
-HEAR_S = 2.0
+LAST_HEARTBEAT_S = 2.0
 """Seconds for which a last heartbeat is waited for, so that the figures of the last second count too."""
+
+
+def summarize(
+    progress: RunProgress,
+    *,
+    audit: AuditReport,
+    phase: str,
+    finished: float,
+    lives: Lives,
+    rewards: RewardState,
+    devices: int,
+    prompts_skipped: int,
+    best: Best | None,
+) -> dict[str, Any]:
+    """Return the summary.
+
+    finished: unix seconds; devices: as ``RLJobSpec.devices`` counts them; prompts_skipped: those
+    that were too long; best: what the trainer keeps as the best.
+    """
+    lines = progress.lines
+    evaluations = [progress.evaluations[step] for step in sorted(progress.evaluations)]
+    first_eval = evaluations[0] if evaluations else None
+    last_eval = evaluations[-1] if evaluations else None
+    dispatched = progress.at("first dispatch")
+    tokens_trained = sum(int(line["tokens"]) for line in lines)
+    training_s = lives.up_s(dispatched, lines[-1]["at"]) if lines and dispatched is not None else None
+    samples = sum(int(line["samples"]) for line in lines)
+    gaps = [float(line["logprob_gap_p99"]) for line in lines if line.get("logprob_gap_p99") is not None]
+    return {
+        "phase": phase,
+        "steps": progress.done,
+        "wall_s": lives.up_s(progress.started, finished),
+        "training_s": training_s,
+        "eval_prompts": last_eval.prompts if last_eval else None,
+        "eval_accuracy_first": first_eval.accuracy if first_eval else None,
+        "eval_accuracy_last": last_eval.accuracy if last_eval else None,
+        "eval_greedy_first": first_eval.greedy if first_eval else None,
+        "eval_greedy_last": last_eval.greedy if last_eval else None,
+        "eval_reward_first": first_eval.reward if first_eval else None,
+        "eval_reward_last": last_eval.reward if last_eval else None,
+        "eval_pass_at_first": first_eval.pass_at if first_eval else {},
+        "eval_pass_at_last": last_eval.pass_at if last_eval else {},
+        "eval_sets_first": _sets(first_eval),
+        "eval_sets_last": _sets(last_eval),
+        "best": msgspec.to_builtins(best) if best else None,
+        "reward_first": lines[0]["reward"] if lines else None,
+        "reward_last": lines[-1]["reward"] if lines else None,
+        "tokens_generated": lives.tokens_generated,
+        "tokens_trained": tokens_trained,
+        "tpspd": tokens_trained / training_s / devices if training_s and devices else None,
+        "devices": devices,
+        "staleness_start_max": max((line["staleness_start_max"] for line in lines), default=None),
+        "staleness_start_mean": (
+            sum(line["staleness_start_mean"] * line["samples"] for line in lines) / samples if samples else None
+        ),
+        "staleness_end_max": max((line["staleness_end_max"] for line in lines), default=None),
+        "staleness_token_mean": (
+            sum(line["staleness_token_mean"] * line["response_tokens"] for line in lines)
+            / max(1, sum(line["response_tokens"] for line in lines))
+            if lines
+            else None
+        ),
+        "prompts_skipped": prompts_skipped,
+        "samples_dispatched": audit.dispatched,
+        "samples_trained": audit.trained,
+        "samples_filtered": audit.filtered,
+        "samples_dropped": audit.dropped,
+        "samples_unfinished": audit.unfinished,
+        "rewards_failed": rewards.failed,
+        "first_failed_reward": rewards.first_failure or None,
+        "samples_lost": audit.lost,
+        "samples_duplicated": audit.duplicated,
+        "idle_share": lives.idle_shares(finished),
+        "steps_skipped": sum(int(line.get("skipped", 0)) for line in lines),
+        "logprob_gap_p99": max(gaps, default=None),
+        "trainer_attempts": audit.attempts,
+        "redeliveries": audit.redeliveries,
+    }
+
+
+def _sets(evaluation: EvaluationResult | None) -> dict[str, dict[str, Any]]:
+    """Return the results of the sets that have a name."""
+    return {name: asdict(result) for name, result in evaluation.sets.items()} if evaluation else {}
 
 
 @dataclass(kw_only=True)
 class Ending:
     """Waits for the end of one job and concludes it.
 
-    unevaluated: gives the versions whose evaluation is still to come; suspending: whether the job is to be suspended;
-    export_s: how long the trainer may take from the last commit to the end of its export; stop_s: how long the others
-    have to leave; devices: that the job uses; prompts_skipped: gives how many were too long.
+    changed: waits until something may have changed; unevaluated: returns the versions whose evaluation is still to
+    come; suspending: whether the job is to be suspended; export_s: seconds that the trainer may take from the last
+    commit to the end of its export; stop_s: seconds that the others have to leave; devices: that the job uses;
+    prompts_skipped: returns how many were too long.
     checkpoint: step of the newest commit and when it was first seen, by ``clock.now``.
     """
 
     folder: Path
     queue: QueueClient
-    progress: Progress
+    progress: RunProgress
     members: Members
-    wake: Wake
+    changed: Callable[[], Awaitable[None]]
     unevaluated: Callable[[], list[int]]
     suspending: Callable[[], bool]
     export_s: float
@@ -62,7 +154,7 @@ class Ending:
         """Wait for the end. Raises DeadlineExceeded when the trainer does not get done with its export."""
         asked = self.progress.done
         while True:
-            await self.wake.changed()
+            await self.changed()
             trained = self.progress.done >= self.progress.steps
             if trained and not self.unevaluated() and await self.committed():
                 await self._exported()
@@ -93,8 +185,8 @@ class Ending:
             await self.queue.close_partition(partition=TRAIN, step=self.progress.steps, timeout=CALL_TIMEOUT_S)
         audit = await self.queue.audit(timeout=CALL_TIMEOUT_S)
         finished = clock.now()
-        await self.members.hear(within_s=HEAR_S)
-        self.members.remember(clock.now())
+        await self.members.await_heartbeats(within_s=LAST_HEARTBEAT_S)
+        self.members.save(clock.now())
         self.rewards.flush()
         self.progress.note(phase, at=finished)
         summary = summarize(
@@ -115,7 +207,7 @@ class Ending:
         try:
             async with asyncio.timeout(self.export_s):
                 while not self.members.exported:
-                    await self.wake.changed()
+                    await self.changed()
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the trainer did not write export/ within {self.export_s:g} s",

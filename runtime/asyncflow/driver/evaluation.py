@@ -37,15 +37,14 @@ from msgspec import Meta
 from asyncflow.api.base import NAME
 from asyncflow.api.job import RLJobSpec
 from asyncflow.data.prompter import Prompter
-from asyncflow.driver.dispatch import CALL_TIMEOUT_S
+from asyncflow.driver.dispatch import CALL_TIMEOUT_S, PROMPTS_PER_PUT, EncodedPrompt, Overlong, PromptColumns
+from asyncflow.driver.groups import RewardTally, failure_of
 from asyncflow.driver.journal import Count, Finite, Share
-from asyncflow.driver.prompts import PROMPTS_PER_PUT, EncodedPrompt, Overlong, PromptColumns
-from asyncflow.driver.rewards import RewardTally, failure_of
 from asyncflow.driver.tasks import EVAL
 from asyncflow.net.batches import batches
 from asyncflow.net.roster import Best
-from asyncflow.queue.client.client import QueueClient
-from asyncflow.queue.protocol.messages import LeasedRow, RowMeta
+from asyncflow.queue.client import QueueClient
+from asyncflow.queue.protocol.messages import LeasedRow, Samples, Tag
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ SetName = Annotated[str, Meta(pattern=NAME, max_length=63)]
 
 
 @dataclass(kw_only=True)
-class Tally:
+class EvaluationTally:
     """Rewards received for one evaluation by (serial, sample), None where there is none: a repeat changes nothing."""
 
     sampled: dict[tuple[int, int], float | None] = field(default_factory=dict)
@@ -131,7 +130,7 @@ class Evaluation:
     sets: by name, the main one first. steps: all that are evaluated, in order: the n-th evaluation has the serials from
     n * prompts on, where prompts are those of all sets. pass_at, pass_reward: of ``EvaluationSpec``. due: gives the
     steps whose weights are published and are to be evaluated. changed: waits until that may have changed. finished:
-    told each result.
+    called with each result.
     """
 
     queue: QueueClient
@@ -148,7 +147,7 @@ class Evaluation:
     changed: Callable[[], Awaitable[None]]
     finished: Callable[[EvaluationResult], None]
     _fitting: Sequence[int] = ()
-    _tallies: dict[int, Tally] = field(default_factory=dict)
+    _tallies: dict[int, EvaluationTally] = field(default_factory=dict)
     _put: set[int] = field(default_factory=set)
     _round: int = 0
     _cleared: int = 0
@@ -205,7 +204,7 @@ class Evaluation:
                 self._put.clear()
                 self._cleared = cleared
             for step in [step for step in self.due() if step not in self._put]:
-                self._tallies.setdefault(step, Tally())
+                self._tallies.setdefault(step, EvaluationTally())
                 await self._create(step)
                 self._put.add(step)
             await self.changed()
@@ -215,11 +214,17 @@ class Evaluation:
             await self._put_prompts(step, indices)
 
     async def _put_prompts(self, step: int, indices: Sequence[int]) -> None:
-        metas = [self._meta(step, index, sample) for index in indices for sample in range(self.group_size)]
-        main = self.sets[self._names[0]]
-        columns = main.columns([self._encode(index) for index in indices], copies=self.group_size)
-        await self.queue.create(
-            metas, columns, group_size=self.group_size, outputs=main.outputs, timeout=CALL_TIMEOUT_S
+        main, first = self.sets[self._names[0]], self.steps.index(step) * self.prompts
+        await self.queue.put(
+            EVAL,
+            main.columns([self._encode(index) for index in indices], copies=self.group_size),
+            tags=[self._tags(sample) for _ in indices for sample in range(self.group_size)],
+            group_size=self.group_size,
+            outputs=main.outputs,
+            samples=Samples(
+                serials=[first + index for index in indices], step=step, purpose="eval", oldest=step, newest=step
+            ),
+            timeout=CALL_TIMEOUT_S,
         )
 
     def _encode(self, index: int) -> EncodedPrompt:
@@ -258,7 +263,8 @@ class Evaluation:
     async def count(self) -> None:
         """Take in what the rollouts have scored, for as long as the job lasts."""
         while True:
-            rows = await self.queue.claim(partition=EVAL, task="score", max_rows=4096, timeout=CALL_TIMEOUT_S)
+            claimed = await self.queue.claim(partition=EVAL, task="score", max_rows=4096, timeout=CALL_TIMEOUT_S)
+            rows = claimed.rows
             for row in rows:
                 self._take(row)
             if rows:
@@ -276,7 +282,7 @@ class Evaluation:
         elif row.meta.tags.get(ROUND) == self._round and tally is not None:
             self._note(tally, row)
 
-    def _note(self, tally: Tally, row: LeasedRow) -> None:
+    def _note(self, tally: EvaluationTally, row: LeasedRow) -> None:
         greedy = self._is_greedy(row.meta.sample)
         kind = tally.greedy if greedy else tally.sampled
         if (row.meta.serial, row.meta.sample) not in kind:
@@ -284,8 +290,8 @@ class Evaluation:
         reward = None if failure_of(row) else float(row.meta.tags["reward"])
         kind[row.meta.serial, row.meta.sample] = reward
 
-    def _result(self, step: int, tally: Tally) -> EvaluationResult:
-        parts = {name: Tally() for name in self._names}
+    def _result(self, step: int, tally: EvaluationTally) -> EvaluationResult:
+        parts = {name: EvaluationTally() for name in self._names}
         for (serial, sample), reward in tally.sampled.items():
             parts[self._set_of(serial % self.prompts)].sampled[serial, sample] = reward
         for (serial, sample), reward in tally.greedy.items():
@@ -298,7 +304,7 @@ class Evaluation:
             sets={name: result for name, result in results.items() if name},
         )
 
-    def _set_result(self, tally: Tally) -> SetResult:
+    def _set_result(self, tally: EvaluationTally) -> SetResult:
         passed: Counter[int] = Counter()
         for (serial, _), reward in tally.sampled.items():
             passed[serial] += self._passes(reward)
@@ -315,18 +321,8 @@ class Evaluation:
     def _passes(self, reward: float | None) -> bool:
         return reward is not None and reward >= self.pass_reward
 
-    def _meta(self, step: int, index: int, sample: int) -> RowMeta:
-        temperature = 0.0 if self._is_greedy(sample) else self.temperature
-        return RowMeta(
-            partition=EVAL,
-            serial=self.steps.index(step) * self.prompts + index,
-            sample=sample,
-            step=step,
-            purpose="eval",
-            min_version=step,
-            max_version=step,
-            tags={"temperature": temperature, ROUND: self._round},
-        )
+    def _tags(self, sample: int) -> dict[str, Tag]:
+        return {"temperature": 0.0 if self._is_greedy(sample) else self.temperature, ROUND: self._round}
 
     def _is_greedy(self, sample: int) -> bool:
         return self.greedy and sample == self.group_size - 1

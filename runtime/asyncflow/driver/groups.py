@@ -1,12 +1,16 @@
-"""The advantage task: whole groups in, one scalar a sample out.
+"""Finished groups: their rewards are counted, and each of their samples is given an advantage or dropped.
 
 The driver claims each finished group, decides which of its samples the trainer shall see, and writes ``advantage``.
 Everything it needs travels as tags with the claim, so no cell is fetched. The trainer never filters after a claim.
 
-A sample without a reward is dropped, and the group goes on with the others as long as these can be compared.
+A sample without a reward is no sample: it is counted by why it has none, and never trained as if it had earned 0. Its
+group goes on with the others as long as these can be compared. When too many have none, the job pauses.
 
-Invariant: every sample that the rollouts finished is either given an advantage or dropped with a reason that is
-counted; a driver that takes over in the middle of a group decides as the one before would have.
+Invariants: every sample that the rollouts finished is either given an advantage or dropped with a reason that is
+counted; a driver that takes over in the middle of a group decides as the one before would have; a job pauses once more
+than half of the samples that one step needs have failed, and more than half of those that were judged for it; a timeout
+to which the manifest gives 0 does not count for that; the totals go on over restarts of the driver, but for the last
+seconds of one that was killed.
 """
 
 from __future__ import annotations
@@ -16,28 +20,129 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Final
+from typing import Annotated, Final
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
-from asyncflow.algorithms.advantages import AdvantageName, group_advantages
-from asyncflow.algorithms.filters import zero_variance
+from asyncflow.algorithms.advantages import AdvantageName, group_advantages, zero_variance
 from asyncflow.api.job import RLJobSpec
+from asyncflow.api.status import RewardState
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
-from asyncflow.driver.rewards import RewardTally, failure_of
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.errors import ManifestError
 from asyncflow.net.frames import Jagged
-from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow
 
 log = logging.getLogger(__name__)
+
+_MOST_WORDS = 2000
+_Kept = Annotated[int, Meta(ge=0, le=1 << 50)]
 
 FILTERED_ZERO_VARIANCE: Final = "filtered: zero variance"
 TOO_FEW_REWARDS: Final = "too few rewards in its group"
 GROUPS_PER_CLAIM: Final = 64
 _FEWEST: Final = 2
 """Rewards that an advantage within a group needs."""
+
+
+class Totals(msgspec.Struct, frozen=True):
+    """Counts that are kept over restarts of the driver; fields as in ``RewardTally``."""
+
+    scored: _Kept
+    failed: Annotated[dict[Annotated[str, Meta(max_length=32)], _Kept], Meta(max_length=8)]
+    first_failure: Annotated[str, Meta(max_length=_MOST_WORDS)]
+
+
+def failure_of(row: LeasedRow) -> str:
+    """Return why a sample has no reward, "" where it has one."""
+    return str(row.meta.tags.get("failure", ""))
+
+
+@dataclass(kw_only=True)
+class RewardTally:
+    """The outcomes of all samples of a run.
+
+    needed: samples of one optimizer step; keep: writes the totals down for the next driver, which is given them back
+    by ``restore``.
+    timeouts_fail: whether a sample whose reward took too long counts for a pause: not where the manifest gives it 0.
+    first_failure: what is known of the first sample without a reward; paused: what a paused job waits for, "" while
+    it runs.
+    """
+
+    needed: int
+    keep: Callable[[Totals], None]
+    timeouts_fail: bool = True
+    scored: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    first_failure: str = ""
+    paused: str = ""
+    _judged: Counter[int] = field(default_factory=Counter)
+    _failed_of: dict[int, Counter[str]] = field(default_factory=dict)
+    _kept: Totals | None = None
+
+    def restore(self, kept: Totals | None) -> None:
+        """Go on from what an earlier driver kept, None where that is nothing."""
+        if kept is not None:
+            self.scored, self.failed, self.first_failure = kept.scored, Counter(kept.failed), kept.first_failure
+
+    def take(self, row: LeasedRow, *, step: int | None = None) -> None:
+        """Count a sample that was judged; step: the one that it is for, None where it is for an evaluation."""
+        failure = failure_of(row)
+        if step is not None:
+            self._judged[step] += 1
+        if not failure:
+            self.scored += 1
+            return
+        self.failed[failure] += 1
+        self.first_failure = self.first_failure or f"{failure}: {row.meta.tags.get('detail', '')}"[:_MOST_WORDS]
+        if step is not None and (failure != "timeout" or self.timeouts_fail):
+            self._failed_of.setdefault(step, Counter())[failure] += 1
+            self._pause_if_most_failed(step)
+
+    def pause(self, why: str) -> None:
+        """Stop the job from taking on more work; the first reason stays."""
+        self.paused = self.paused or why
+
+    def resume(self) -> None:
+        """Continue the job, and judge each step anew."""
+        self.paused = ""
+        self._judged.clear()
+        self._failed_of.clear()
+
+    def flush(self) -> None:
+        """Save the totals, if they have changed since they were saved."""
+        totals = Totals(self.scored, dict(self.failed), self.first_failure)
+        if totals != self._kept:
+            self.keep(totals)
+            self._kept = totals
+
+    def forget(self, step: int) -> None:
+        """Forget the counts of a step that was trained."""
+        self._judged.pop(step, None)
+        self._failed_of.pop(step, None)
+
+    def outcomes(self) -> dict[str, int]:
+        """Return how many samples were scored, and how many failed by why."""
+        return {"scored": self.scored, **self.failed}
+
+    @property
+    def state(self) -> RewardState:
+        """Counts of scored and failed samples, for the status."""
+        return RewardState(scored=self.scored, failed=dict(self.failed), first_failure=self.first_failure)
+
+    def _pause_if_most_failed(self, step: int) -> None:
+        failures, judged = self._failed_of[step], self._judged[step]
+        failed = failures.total()
+        if 2 * failed > max(self.needed, judged):
+            said = ", ".join(f"{count} {failure}" for failure, count in failures.most_common())
+            last_line = self.first_failure.strip().rpartition("\n")[2][:300]
+            self.pause(
+                f"the reward to be mended: {failed} of {judged} samples of step {step} have none ({said}). The first: "
+                f"{last_line}. Suspend the job, mend the reward and resume; or POST /v1/resume to go on as it is"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +195,10 @@ class GroupPolicy:
 
 
 @dataclass(kw_only=True)
-class Groups:
+class AdvantageTask:
     """Runs the advantage task.
 
-    finished: told the serial of each group that was generated; excluded: of one that the trainer will not see.
+    finished: called with the serial of each group that was generated; excluded: of one that the trainer will not see.
     filtered: groups of each step without variance, those that an earlier driver dropped included.
     """
 
@@ -110,10 +215,10 @@ class Groups:
         Raises ManifestError when more groups of a step had no variance than the policy allows.
         """
         while True:
-            rows = await self.queue.claim(
+            claimed = await self.queue.claim(
                 partition=TRAIN, task="advantage", max_rows=1 << 20, max_groups=GROUPS_PER_CLAIM, timeout=CALL_TIMEOUT_S
             )
-            by_serial = sorted(rows, key=lambda row: (row.meta.serial, row.meta.sample))
+            by_serial = sorted(claimed.rows, key=lambda row: (row.meta.serial, row.meta.sample))
             for serial, group in groupby(by_serial, key=lambda row: row.meta.serial):
                 await self._decide(serial, list(group))
 

@@ -1,7 +1,7 @@
 """Lifetime of each process of the job, its working time, and its output.
 
 A role counts the seconds in which it worked (a running sequence; forward, backward, optimizer, checkpoint), a rollout
-also those in which it had something to do, and the tokens that it generated, and tells the sums with each heartbeat.
+also those in which it had something to do, and the tokens that it generated, and reports the sums with each heartbeat.
 Idle shares are those of a window, which begins with the first prompt dispatched and ends with the last step. The job
 was *up* while at least one process was there: what a driver's restart leaves out, the others cover, and what nobody
 covers was no time of the job. The figures of the last laps are what the elastic policy goes by.
@@ -36,8 +36,8 @@ _ROLE: Final = f"^({'|'.join(get_args(RoleName))})$"
 class Life:
     """One incarnation of a role; times by ``clock.now``.
 
-    busy_s: what it told last, at ``busy_seen``, of its work; held_s: seconds since ``held_since`` in which it had
-    something to do, waiting for weights or rewards included.
+    busy_s: seconds of work that it reported last, at ``busy_seen``; held_s: seconds since ``held_since`` in which it
+    had something to do, waiting for weights or rewards included.
     """
 
     role: Annotated[str, Meta(pattern=_ROLE)]
@@ -82,7 +82,7 @@ class Lives:
                 life.held_since = now if life.held_since is None else life.held_since
 
     def idle_shares(self, now: float) -> dict[str, float]:
-        """Return the idle share of each role that tells how it works and lived inside the window."""
+        """Return the idle share of each role that reports its work and lived inside the window."""
         if self.opened is None:
             return {}
         end = now if self.closed is None else self.closed
@@ -96,8 +96,8 @@ class Lives:
         return {role: 1.0 - worked[role] / lived[role] for role in sorted(lived)}
 
     def occupied(self, role: str) -> tuple[float, float]:
-        """Return the seconds in which all processes of a role could work, as far as they have told, and the seconds of
-        those in which they had something to do.
+        """Return the seconds in which the processes of a role could work, as far as they have reported, and of these
+        the seconds in which they had something to do.
         """
         could = held = 0.0
         for life in self._lives.values():

@@ -14,17 +14,18 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from asyncflow.api.status import RolloutState
 from asyncflow.driver.journal import StateFile
 from asyncflow.driver.lives import Life, Lives
-from asyncflow.driver.status import rollout_state
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, StaleHandle
+from asyncflow.identity import Version
 from asyncflow.net.directory import Directives, Directory, Member
 from asyncflow.net.roster import AGE, Best, Status
-from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.client import QueueClient
 from asyncflow.weights.service import CatalogueService
 
 log = logging.getLogger(__name__)
@@ -32,14 +33,16 @@ log = logging.getLogger(__name__)
 EXPIRE_S = 10.0
 LAST = (frozenset(("controller", "storage")), frozenset(("holder", "master")))
 """Roles that are dismissed last, because the others hand back to them, and those that they in turn rely on."""
-HEAR_AGAIN_S = 0.05
+HEARTBEAT_POLL_S = 0.05
+
+Standing = Literal["starting", "ready", "lagging", "draining", "lost"]
 
 
 class Members:
     """Watches a directory.
 
     lives: what is known of them, and was by earlier drivers, from ``memory``, a file. started: when this driver was,
-    by ``clock.now``. changed: told whenever somebody came or went.
+    by ``clock.now``. changed: called whenever a member came or went.
     """
 
     def __init__(
@@ -67,8 +70,8 @@ class Members:
         self.judged = -1
         self.best: Best | None = None
         self._stopping = False
-        self._departure = asyncio.Event()
-        self._goodbyes: set[asyncio.Task[None]] = set()
+        self._somebody_left = asyncio.Event()
+        self._expiring: set[asyncio.Task[None]] = set()
         directory.on_join.append(self._joined)
         directory.on_leave.append(self._left)
         directory.directives = self._directives
@@ -82,7 +85,7 @@ class Members:
 
     @property
     def exported(self) -> bool:
-        """Whether the trainer has made the last step and written what the run is to leave behind."""
+        """True once the trainer has made the last step and written what the run is to leave behind."""
         leaders = (member for member in self._directory.members("trainer") if member.index == 0)
         return any(self._directory.status(member.incarnation).get("exported") for member in leaders)
 
@@ -94,11 +97,11 @@ class Members:
     @property
     def transfer_seconds(self) -> float | None:
         """Median duration of the rollouts' last transfers of weights, None before there was one."""
-        lasted = [float(status["pull_s"]) for status in self.told("rollout") if "pull_s" in status]
+        lasted = [float(status["pull_s"]) for status in self.statuses("rollout") if "pull_s" in status]
         return statistics.median(lasted) if lasted else None
 
-    def told(self, role: str) -> list[Status]:
-        """Return what the members of a role said in their last heartbeats."""
+    def statuses(self, role: str) -> list[Status]:
+        """Return what the members of a role reported in their last heartbeats."""
         return [self._directory.status(member.incarnation) for member in self._directory.members(role)]
 
     def rollouts(self, *, newest: int | None, lag: int) -> list[RolloutState]:
@@ -120,22 +123,22 @@ class Members:
                 )
             await changed()
 
-    async def hear(self, *, within_s: float) -> None:
+    async def await_heartbeats(self, *, within_s: float) -> None:
         """Wait until everybody who is there has sent another heartbeat, at most ``within_s`` seconds."""
         asked = time.monotonic()
         while (waited := time.monotonic() - asked) < within_s:
             silent = [self._directory.silent_s(member.incarnation) or 0.0 for member in self._directory.members()]
             if max(silent, default=0.0) < waited:
                 return
-            await asyncio.sleep(HEAR_AGAIN_S)
+            await asyncio.sleep(HEARTBEAT_POLL_S)
 
-    def remember(self, now: float) -> None:
+    def save(self, now: float) -> None:
         """Observe, and write down for the next driver what is known."""
         self.observe(now)
         self._memory.write(self.lives.dump())
 
     def observe(self, now: float) -> None:
-        """Take in what members said in their last heartbeats, and that this driver is there; now: ``clock.now()``."""
+        """Record what members reported in their last heartbeats, and that this driver lives; now: ``clock.now()``."""
         self.lives.observe(f"driver {self._started}", role="driver", started=self._started, now=now)
         for member in self._directory.members():
             status = self._directory.status(member.incarnation)
@@ -151,14 +154,14 @@ class Members:
             )
 
     def drain(self, worker: str) -> None:
-        """Let a rollout hand back its work and leave. Raises StaleHandle for an unknown one."""
+        """Tell a rollout to give back its work and leave. Raises StaleHandle for an unknown one."""
         member = self._directory.member(worker)
         if member is None or member.role != "rollout":
             raise StaleHandle(f"no rollout {worker}", where="drain", hint="GET /v1/status lists them.")
         self._drained.add(worker)
 
     def ask_for_checkpoint(self) -> None:
-        """Have the trainer write one at the next step boundary."""
+        """Direct the trainer to write a checkpoint at the next step boundary."""
         self._checkpoints_asked += 1
 
     async def dismiss(self, *, within_s: float) -> None:
@@ -167,11 +170,11 @@ class Members:
         try:
             async with asyncio.timeout(within_s):
                 while self._directory.members():
-                    self._departure.clear()
-                    await self._departure.wait()
+                    self._somebody_left.clear()
+                    await self._somebody_left.wait()
         except TimeoutError:
             rest = ", ".join(str(member) for member in self._directory.members())
-            log.warning("still there after %g s: %s", within_s, rest)
+            log.warning("these members have not left within %g s: %s", within_s, rest)
 
     def _directives(self, member: Member) -> Directives:
         return Directives(
@@ -195,13 +198,13 @@ class Members:
         self._changed()
 
     def _left(self, member: Member, _reason: str) -> None:
-        self._departure.set()
+        self._somebody_left.set()
         self._weights.leave(member.incarnation)
         self._drained.discard(member.incarnation)
         if member.role == "rollout" and not self._stopping:
-            goodbye = asyncio.get_running_loop().create_task(self._expire(member), name=f"expire {member}")
-            self._goodbyes.add(goodbye)
-            goodbye.add_done_callback(self._goodbyes.discard)
+            expiring = asyncio.get_running_loop().create_task(self._expire(member), name=f"expire {member}")
+            self._expiring.add(expiring)
+            expiring.add_done_callback(self._expiring.discard)
         self._changed()
 
     async def _expire(self, member: Member) -> None:
@@ -209,3 +212,23 @@ class Members:
             await self._queue.expire(worker=member.incarnation, timeout=EXPIRE_S)
         except AsyncFlowError as error:
             log.warning("the leases of %s end by themselves: %s", member, error)
+
+
+def rollout_state(member: Member, status: Status, *, newest: int | None, lag: int) -> RolloutState:
+    """Return one rollout's state from its last heartbeat; it lags when it is further behind than the schedule says."""
+    packed = status.get("version")
+    version = Version.unpack(packed).step if isinstance(packed, int) and packed >= 0 else None
+    standing: Standing = "ready"
+    if status.get("draining"):
+        standing = "draining"
+    elif version is None:
+        standing = "starting"
+    elif newest is not None and newest - version > lag + 1:
+        standing = "lagging"
+    return RolloutState(
+        id=member.incarnation,
+        index=member.index,
+        state=standing,
+        version=version or 0,
+        inflight=int(status.get("inflight", 0)),
+    )

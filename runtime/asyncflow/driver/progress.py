@@ -1,4 +1,4 @@
-"""Progress of the run: a line for each step, a line for each evaluation, and the figures drawn from them.
+"""Progress of the run and within its current step: lines for steps and evaluations, and the figures drawn from them.
 
 The lines are the truth: ``metrics.jsonl`` (steps) and ``events.jsonl`` (start, evaluations, end) are read back by a
 restarted driver; where they are gone with its folder, the ledger still says which step was the last. A step that a
@@ -7,12 +7,19 @@ weights that are no more: an event says from which step on they are void.
 
 Invariants: no figure is kept that is not computed from lines, so what a person sees before and after a restart agrees;
 an evaluation that counts is one of the weights that survive; how far the run has come is known from the ledger where
-lines are missing; durations are those that the trainer measured with a clock that nobody sets.
+lines are missing; durations are those that the trainer measured with a clock that nobody sets; figures of the current
+step are counted by those who do the work: generated samples by the queue, trained ones by the trainer's ranks, tokens
+and running sequences by the rollouts.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import statistics
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -21,16 +28,27 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from asyncflow.api.status import StepProgress
+from asyncflow.driver.dispatch import CALL_TIMEOUT_S
 from asyncflow.driver.evaluation import EvaluationResult
 from asyncflow.driver.journal import EVENTS, METRICS, Count, Finite, Journal, Moment, Seconds
-from asyncflow.train.report import TrainReport
+from asyncflow.driver.members import Members
+from asyncflow.driver.tasks import TRAIN
+from asyncflow.queue.client import QueueClient
+from asyncflow.training.report import TrainReport
+
+log = logging.getLogger(__name__)
 
 RECENT_STEPS = 10
 _LEAST_S = 1e-6
 AGAIN = "step made again"
 
-
 _Versions = Annotated[float, Meta(ge=-1e9, le=1e9)]
+
+LOG_S = 7.0
+"""Seconds between two lines of progress: an event loop that is busy for a while still keeps to the promised 10."""
+_WINDOW = 5
+"""Looks over which the rate of generation is taken."""
 
 
 class _Step(Struct, kw_only=True):
@@ -75,7 +93,7 @@ def line_of(report: TrainReport, *, at: float) -> dict[str, Any]:
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """The run's lines. folder: the run's output folder; steps: of the whole run; now: unix seconds at the start."""
 
     folder: Path
@@ -88,11 +106,11 @@ class Progress:
     def __post_init__(self) -> None:
         """Read what an earlier driver of this run wrote."""
         self._metrics = Journal(self.folder / METRICS, check=self._check_step)
-        self._events = Journal(self.folder / EVENTS, check=self._told)
+        self._events = Journal(self.folder / EVENTS, check=self._event_of)
         for line in self._metrics.lines:
             self._take(line)
         for line in self._events.lines:
-            match self._told(line):
+            match self._event_of(line):
                 case _Again(step=step):
                     self._forget(step)
                 case EvaluationResult() as result:
@@ -121,7 +139,7 @@ class Progress:
         self._began_at = {step: attempt}
 
     def step(self, line: dict[str, Any]) -> bool:
-        """Record an optimizer step; say whether it, or a later one, was made before by another attempt."""
+        """Record an optimizer step; return whether it, or a later one, was made before by another attempt."""
         made = {step: int(old["attempt"]) for step, old in self._by_step.items()}
         made |= {step: attempt for step, attempt in self._began_at.items() if step > max(made, default=0)}
         again = any(step >= line["step"] and attempt != line["attempt"] for step, attempt in made.items())
@@ -207,7 +225,7 @@ class Progress:
         """Raise msgspec.ValidationError or ValueError for what is no step of this run."""
         self._check_within(msgspec.convert(line, _Step).step)
 
-    def _told(self, line: Any) -> _Event | _Again | EvaluationResult:
+    def _event_of(self, line: Any) -> _Event | _Again | EvaluationResult:
         """Return what a line of ``events.jsonl`` says. Raises as ``_check_step``."""
         event = msgspec.convert(line, _Event)
         if event.event == AGAIN:
@@ -221,3 +239,47 @@ class Progress:
     def _check_within(self, step: int) -> None:
         if step > self.steps:
             raise ValueError(f"step {step} of a run of {self.steps}")
+
+
+class StepWatch:
+    """Looks into a step. samples: of one step; clock: monotonic seconds."""
+
+    def __init__(
+        self, queue: QueueClient, *, members: Members, samples: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._queue = queue
+        self._members = members
+        self._samples = samples
+        self._clock = clock
+        self._seen: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
+
+    async def look(self, step: int) -> StepProgress:
+        """Return how far ``step`` is. Raises PeerLost or DeadlineExceeded while the queue cannot be asked."""
+        snapshot = await self._queue.snapshot(partition=TRAIN, step=step, timeout=CALL_TIMEOUT_S)
+        state, trainers = snapshot.steps.get(step), self._members.statuses("trainer")
+        behind = [status for status in trainers if status.get("step") == step - 1]
+        publishing = max((int(status.get("publishing", -1)) for status in trainers), default=-1)
+        return StepProgress(
+            step=step,
+            samples=self._samples,
+            generated=min(state.done.get("rollout", 0), self._samples) if state else 0,
+            filtered=state.filtered if state else 0,
+            trained=sum(int(status.get("trained", 0)) for status in behind),
+            running=sum(int(status.get("running", 0)) for status in self._members.statuses("rollout")),
+            tokens_per_second=self._rate(),
+            publishing=publishing if publishing >= 0 else None,
+            saving=any(bool(status.get("saving")) for status in trainers),
+        )
+
+    def _rate(self) -> float:
+        now, tokens = self._clock(), self._members.lives.tokens_generated
+        self._seen.append((now, tokens))
+        since, before = self._seen[0]
+        return max(0, tokens - before) / (now - since) if now > since else 0.0
+
+
+async def log_progress(words: Callable[[], str]) -> None:
+    """Log ``words()`` every ``LOG_S`` seconds, without end."""
+    while True:
+        await asyncio.sleep(LOG_S)
+        log.info("%s", words())

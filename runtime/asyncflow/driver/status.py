@@ -1,13 +1,17 @@
-"""Status of the job as the driver reports it: the answer of ``GET /v1/status``.
+"""Status of the job: as ``GET /v1/status`` answers it, as Prometheus gauges, and the HTTP requests that change it.
 
-Invariant: pure; a status says what is waited for whenever the job makes no progress.
+Invariants: a status says what is waited for whenever the job makes no progress; no figure has two definitions: what
+Prometheus scrapes is what a person reads; a request only sets what is wanted (drain this rollout, write a checkpoint,
+suspend): the driver's directives carry it out, level-triggered, so that asking twice is asking once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Protocol
+
+from aiohttp import web
 
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.status import (
@@ -24,13 +28,11 @@ from asyncflow.api.status import (
     StepProgress,
 )
 from asyncflow.driver.evaluation import SetResult
-from asyncflow.driver.progress import Progress
-from asyncflow.identity import Version
-from asyncflow.net.roster import Best, Member, Status
-from asyncflow.plan.holding import holders
+from asyncflow.driver.progress import RunProgress
+from asyncflow.net.roster import Best
+from asyncflow.plan.queue import holders
 from asyncflow.queue.protocol.messages import QueueStats
-
-Standing = Literal["starting", "ready", "lagging", "draining", "lost"]
+from asyncflow.telemetry.metrics import DriverMetrics
 
 
 def timestamp(at: float) -> str:
@@ -38,28 +40,8 @@ def timestamp(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def rollout_state(member: Member, status: Status, *, newest: int | None, lag: int) -> RolloutState:
-    """Return one rollout's state from its last heartbeat; it lags when it is further behind than the schedule says."""
-    packed = status.get("version")
-    version = Version.unpack(packed).step if isinstance(packed, int) and packed >= 0 else None
-    standing: Standing = "ready"
-    if status.get("draining"):
-        standing = "draining"
-    elif version is None:
-        standing = "starting"
-    elif newest is not None and newest - version > lag + 1:
-        standing = "lagging"
-    return RolloutState(
-        id=member.incarnation,
-        index=member.index,
-        state=standing,
-        version=version or 0,
-        inflight=int(status.get("inflight", 0)),
-    )
-
-
 def build_status(
-    progress: Progress,
+    progress: RunProgress,
     *,
     phase: Phase,
     attempt: int,
@@ -74,7 +56,7 @@ def build_status(
     recent: RecentFigures | None,
     rewards: RewardState,
     prompts_skipped: int,
-    inside: StepProgress | None,
+    step_progress: StepProgress | None,
     waiting_for: str,
     clock_ahead_s: float,
 ) -> DriverStatus:
@@ -82,8 +64,8 @@ def build_status(
 
     newest: step of the newest version; version_bytes: its size; transfer_seconds: what its transfers take; checkpoint:
     step and when, by ``clock.now``; best: what the trainer keeps as the best; recent: what the elastic policy goes by;
-    prompts_skipped: those that were too long; inside: how far the next step is; clock_ahead_s: by how much the system
-    clock is ahead of ``clock.now``.
+    prompts_skipped: those that were too long; step_progress: how far the next step is; clock_ahead_s: by how much the
+    system clock is ahead of ``clock.now``.
     """
     last: dict[str, Any] = progress.lines[-1] if progress.lines else {}
     evaluation = progress.evaluations[max(progress.evaluations)] if progress.evaluations else None
@@ -92,7 +74,7 @@ def build_status(
         phase=phase,
         step=progress.done,
         steps=progress.steps,
-        step_progress=inside,
+        step_progress=step_progress,
         reward=last.get("reward"),
         eval=evaluation.accuracy if evaluation else None,
         eval_greedy=evaluation.greedy if evaluation else None,
@@ -123,7 +105,7 @@ def build_status(
 
 
 def waiting_for(
-    progress: Progress,
+    progress: RunProgress,
     *,
     spec: RLJobSpec,
     members: Mapping[str, int],
@@ -186,3 +168,95 @@ def _depth(stats: QueueStats | None) -> QueueDepth:
         bytes=stats.bytes,
         limit=stats.limit,
     )
+
+
+def show(metrics: DriverMetrics, status: DriverStatus, *, stats: QueueStats, members: Mapping[str, int]) -> None:
+    """Set the gauges."""
+    metrics.step.set(status.step)
+    metrics.target_step.set(status.steps)
+    if status.reward is not None:
+        metrics.reward_mean.set(status.reward)
+    if status.eval is not None:
+        metrics.eval_accuracy.set(status.eval)
+    if status.eval_reward is not None:
+        metrics.eval_reward.set(status.eval_reward)
+    for k, passing in status.eval_pass_at.items():
+        metrics.eval_pass.labels(k).set(passing)
+    for name, each in status.eval_sets.items():
+        metrics.set_accuracy.labels(name).set(each.accuracy)
+        if each.reward is not None:
+            metrics.set_reward.labels(name).set(each.reward)
+        for k, passing in each.pass_at.items():
+            metrics.set_pass.labels(name, k).set(passing)
+    for task, count in stats.ready.items():
+        metrics.queue_rows.labels(f"ready {task}").set(count)
+    for state, count in (("staged", stats.staged), ("live", stats.live), ("wanted", stats.wanted)):
+        metrics.queue_rows.labels(state).set(count)
+    metrics.queue_bytes.set(stats.bytes)
+    for role, share in status.idle_share.items():
+        metrics.idle_share.labels(role).set(share)
+    for role, count in members.items():
+        metrics.members.labels(role).set(count)
+
+
+def count_step(metrics: DriverMetrics, line: Mapping[str, Any]) -> None:
+    """Count one optimizer step, a line of ``metrics.jsonl``."""
+    metrics.step_seconds.observe(line["wall_s"])
+    metrics.staleness.labels("oldest").observe(line["staleness_start_max"])
+    metrics.staleness.labels("newest").observe(line["staleness_end_max"])
+    metrics.tokens.labels("prompt").inc(line["tokens"] - line["response_tokens"])
+    metrics.tokens.labels("response").inc(line["response_tokens"])
+    metrics.samples.labels("trained").inc(line["samples"])
+
+
+class Control(Protocol):
+    """Requests that the driver accepts. AsyncFlow's errors become HTTP errors with their words."""
+
+    def drain(self, worker: str) -> None:
+        """Tell a rollout to give back its work and leave. Raises StaleHandle for an unknown one."""
+
+    def checkpoint(self) -> None:
+        """Write a checkpoint at the next step boundary."""
+
+    def suspend(self) -> None:
+        """Checkpoint at the next step boundary, then end all roles; the run can be resumed."""
+
+    def resume(self) -> None:
+        """Go on after a pause. Raises Refused where the job is not paused."""
+
+
+def status_route(status: Callable[[], DriverStatus]) -> web.RouteDef:
+    """Return the route by which the driver shows how the job goes."""
+
+    async def get_status(_request: web.Request) -> web.Response:
+        return web.json_response(text=status().model_dump_json(by_alias=True))
+
+    return web.get("/v1/status", get_status)
+
+
+def control_routes(control: Control) -> list[web.RouteDef]:
+    """Return the routes by which the driver is directed."""
+
+    async def drain(request: web.Request) -> web.Response:
+        worker = request.match_info["id"]
+        control.drain(worker)
+        return web.json_response({"draining": worker}, status=202)
+
+    async def checkpoint(_request: web.Request) -> web.Response:
+        control.checkpoint()
+        return web.json_response({"checkpoint": "asked for"}, status=202)
+
+    async def suspend(_request: web.Request) -> web.Response:
+        control.suspend()
+        return web.json_response({"suspend": "asked for"}, status=202)
+
+    async def resume(_request: web.Request) -> web.Response:
+        control.resume()
+        return web.json_response({"resume": "done"}, status=202)
+
+    return [
+        web.post("/v1/rollouts/{id}/drain", drain),
+        web.post("/v1/checkpoint", checkpoint),
+        web.post("/v1/suspend", suspend),
+        web.post("/v1/resume", resume),
+    ]

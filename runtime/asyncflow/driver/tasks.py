@@ -3,7 +3,7 @@
     train:  prompt_ids, task ─> rollout ─> responses, reward ─> advantage ─> advantage ─> train (the gang)
     eval:   prompt_ids, task ─> rollout ─> responses, reward ─> score
 
-Invariant: a function of the manifest; whoever serves the queue declares them before anybody can ask.
+Invariant: a function of the manifest; the process that serves the queue declares them before any client can ask.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flow:
+class InFlight:
     """Counts by which an admission policy decides; all in prompts but ``published``.
 
     published: step of the newest published version. dispatched: prompts given out that were not filtered or dropped.
@@ -32,7 +32,7 @@ class Flow:
 class Admission(Protocol):
     """A rule for dispatching prompts."""
 
-    def allowance(self, flow: Flow) -> int:
+    def allowance(self, flow: InFlight) -> int:
         """Return how many more prompts may be dispatched; negative counts as none."""
 
 
@@ -49,7 +49,7 @@ class BoundedLag:
     lag: int
     steps: int
 
-    def allowance(self, flow: Flow) -> int:
+    def allowance(self, flow: InFlight) -> int:
         """Return the prompts that may still go out under the newest published version."""
         last_step = min(self.lag + flow.published + 1, self.steps)
         return last_step * self.prompts_per_step - flow.dispatched
@@ -61,7 +61,7 @@ class Concurrency:
 
     limit: int
 
-    def allowance(self, flow: Flow) -> int:
+    def allowance(self, flow: InFlight) -> int:
         """Return the free places."""
         return self.limit - flow.running
 
@@ -79,7 +79,7 @@ class StalenessThreshold:
     sync_every: int
     threshold: float
 
-    def allowance(self, flow: Flow) -> int:
+    def allowance(self, flow: InFlight) -> int:
         """Return max_required_samples - staleness_samples."""
         limit = int(self.prompts_per_step * (1 + self.threshold) * self.sync_every)
         return limit - (flow.dispatched - flow.published * self.prompts_per_step)
@@ -99,6 +99,6 @@ def admission_of(spec: RLJobSpec) -> list[Admission]:
     return policies
 
 
-def admit(policies: Iterable[Admission], flow: Flow) -> int:
+def admit(policies: Iterable[Admission], flow: InFlight) -> int:
     """Return how many prompts may be dispatched now under all policies, at least 0."""
     return max(0, min(policy.allowance(flow) for policy in policies))

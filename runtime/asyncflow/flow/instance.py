@@ -22,7 +22,7 @@ from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncflow.flow.schedule import Window
+from asyncflow.flow.schedule import VersionWindow
 from asyncflow.identity import Version
 
 SwapAt = Literal["quota", "sequence"]
@@ -35,7 +35,7 @@ class Work:
 
     id: Hashable
     purpose: Purpose
-    window: Window
+    window: VersionWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +175,15 @@ class Instance:
         pinned = [version for version in newer if version.step in required]
         return min(pinned).step if pinned else max(newer).step
 
-    def waits(self, wish: int | None, *, required: Collection[int]) -> bool:
+    def waits(self, target: int | None, *, required: Collection[int]) -> bool:
         """Return whether this instance has work of which none runs because other weights must be loaded first.
 
-        wish: what ``want`` gives now; required: as for ``want``. Whether those weights are still being received or are
-        here already makes no difference. In ``sequence`` no step is required, so any newer version counts as needed.
+        target: what ``want`` gives now; required: as for ``want``. Whether those weights are still being received or
+        are here already makes no difference. In ``sequence`` no step is required, so any newer version is needed.
         """
         if self.current is None or self._running or self._draining:
             return False
-        needed = wish is not None and wish != self.current.step and (wish in required or not self._back)
+        needed = target is not None and target != self.current.step and (target in required or not self._back)
         return needed or self._misfit() is not None
 
     def _all(self) -> list[Work]:

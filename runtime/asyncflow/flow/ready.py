@@ -17,7 +17,7 @@ from itertools import islice
 from operator import itemgetter
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from asyncflow.flow.schedule import Window
+from asyncflow.flow.schedule import VersionWindow
 
 T = TypeVar("T", bound=Hashable)
 Rank: TypeAlias = tuple[int, ...]
@@ -33,7 +33,7 @@ class _Shelf:
 
     __slots__ = ("count", "gone", "runs", "start", "window")
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: VersionWindow) -> None:
         self.window = window
         self.runs: list[_Run] = []
         self.start = 0
@@ -53,7 +53,7 @@ class ReadyIndex(Generic[T]):
     """Items that are ready, in order within their window of versions. weight: the sum of theirs."""
 
     def __init__(self) -> None:
-        self._shelves: dict[Window, _Shelf] = {}
+        self._shelves: dict[VersionWindow, _Shelf] = {}
         self._places: dict[T, _Run] = {}
         self._heavy: dict[T, int] = {}
         self._ticks = 0
@@ -68,16 +68,16 @@ class ReadyIndex(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         return iter(self._places)
 
-    def count(self, window: Window) -> int:
+    def count(self, window: VersionWindow) -> int:
         """Return how many items lie on the shelf ``window``."""
         shelf = self._shelves.get(window)
         return shelf.count if shelf is not None else 0
 
-    def fitting(self, fits: Callable[[Window], bool]) -> int:
+    def fitting(self, fits: Callable[[VersionWindow], bool]) -> int:
         """Return how many items have a window that ``fits``."""
         return sum([shelf.count for window, shelf in self._shelves.items() if fits(window)])
 
-    def add(self, item: T, *, window: Window, order: Rank, weight: int = 1) -> None:
+    def add(self, item: T, *, window: VersionWindow, order: Rank, weight: int = 1) -> None:
         """Put ``item`` on its shelf; smaller ``order`` comes first, equal ones as they were added.
 
         weight: what it adds to ``ReadyIndex.weight``. An item that is there already keeps its place.
@@ -90,7 +90,7 @@ class ReadyIndex(Generic[T]):
         if weight != 1:
             self._heavy[item] = weight
 
-    def extend(self, items: Sequence[T], *, window: Window, order: Rank, weight: int = 1) -> None:
+    def extend(self, items: Sequence[T], *, window: VersionWindow, order: Rank, weight: int = 1) -> None:
         """Add items that are not there, each of ``weight``, all of one window and one order."""
         if not items:
             return
@@ -99,7 +99,7 @@ class ReadyIndex(Generic[T]):
         if weight != 1:
             self._heavy.update(dict.fromkeys(items, weight))
 
-    def _insert(self, items: list[T], window: Window, order: Rank) -> _Run:
+    def _insert(self, items: list[T], window: VersionWindow, order: Rank) -> _Run:
         shelf = self._shelves.get(window)
         if shelf is None:
             self._shelves[window] = shelf = _Shelf(window)
@@ -124,7 +124,7 @@ class ReadyIndex(Generic[T]):
             for item in items:
                 self.discard(item)
 
-    def head(self, fits: Callable[[Window], bool]) -> T | None:
+    def head(self, fits: Callable[[VersionWindow], bool]) -> T | None:
         """Return the first item whose window ``fits``; it stays where it is."""
         first: _Run | None = None
         for window, shelf in self._shelves.items():
@@ -134,7 +134,7 @@ class ReadyIndex(Generic[T]):
                     first = run
         return None if first is None else first[2][-1]
 
-    def take(self, fits: Callable[[Window], bool], most: int) -> list[T]:
+    def take(self, fits: Callable[[VersionWindow], bool], most: int) -> list[T]:
         """Take out the first items whose windows ``fits``, at most so many."""
         fitting = [shelf for window, shelf in self._shelves.items() if fits(window)]
         if len(fitting) == 1:
@@ -165,13 +165,13 @@ class ReadyIndex(Generic[T]):
         self._tidy(shelf)
         return taken
 
-    def each(self, fits: Callable[[Window], bool]) -> Iterator[T]:
+    def each(self, fits: Callable[[VersionWindow], bool]) -> Iterator[T]:
         """Return the items whose windows ``fits`` in order; they stay where they are. Nothing may change meanwhile."""
         shelves = [self._runs(shelf) for window, shelf in self._shelves.items() if fits(window)]
         merged = shelves[0] if len(shelves) == 1 else heapq.merge(*shelves, key=_BEFORE)
         return (item for run in merged for item in self._held(run))
 
-    def in_order(self, window: Window) -> Iterator[T]:
+    def in_order(self, window: VersionWindow) -> Iterator[T]:
         """Yield the items of the shelf ``window`` in order; they stay where they are. Nothing may change meanwhile."""
         shelf = self._shelves.get(window)
         if shelf is not None:

@@ -44,7 +44,7 @@ class Signals:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Recommendation:
     """A direction that is wished for since ``since`` (unix seconds)."""
 
     direction: Direction
@@ -52,17 +52,17 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class SignalWindow:
     """State kept between two decisions: ``rollouts`` have been wanted since ``step``, and all were there then."""
 
     rollouts: int
     step: int
-    wish: Wish | None = None
+    recommended: Recommendation | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elasticity:
-    """The policy. wait_share, queued_steps, lag: above which it acts; stabilization_s: how long a wish must last."""
+    """The policy. wait_share, queued_steps, lag: above which it acts; stabilization_s: how long it only recommends."""
 
     least: int
     most: int
@@ -82,25 +82,27 @@ class Elasticity:
             spare = min(spare, now - 1)
         return self.within(min(now, spare))
 
-    def follow(self, signals: Signals, *, window: Window | None, now: float) -> tuple[int | None, Window]:
+    def follow(self, signals: Signals, *, window: SignalWindow | None, now: float) -> tuple[int | None, SignalWindow]:
         """Return the rollouts to have from ``now`` (unix seconds) on, None while that is not decided, and the window to
         bring along next time.
         """
         current, wanted = self.within(signals.rollouts), self.wanted(signals)
-        fresh = Window(current, signals.step)
+        fresh = SignalWindow(current, signals.step)
         if window is None or window.rollouts != current or signals.step < window.step:
             return None, fresh
         if wanted > current and signals.ready < current:
             return None, fresh
         if signals.since < window.step:
-            return None, replace(window, wish=None)
+            return None, replace(window, recommended=None)
         if wanted == current:
-            return current, replace(window, wish=None)
+            return current, replace(window, recommended=None)
         direction: Direction = "more" if wanted > current else "fewer"
-        wish = window.wish if window.wish is not None and window.wish.direction == direction else Wish(direction, now)
-        if now - wish.since < self.stabilization_s:
-            return None, replace(window, wish=wish)
-        return wanted, Window(wanted, signals.step)
+        recommended = window.recommended
+        if recommended is None or recommended.direction != direction:
+            recommended = Recommendation(direction, now)
+        if now - recommended.since < self.stabilization_s:
+            return None, replace(window, recommended=recommended)
+        return wanted, SignalWindow(wanted, signals.step)
 
     def within(self, rollouts: int) -> int:
         """Return the number nearest to ``rollouts`` that is allowed."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from asyncflow.api.job import RLJobSpec
 
 
-class Window(NamedTuple):
+class VersionWindow(NamedTuple):
     """The steps of the versions that may generate a row, both ends included."""
 
     oldest: int
@@ -51,10 +51,10 @@ class Schedule:
             eval_every=spec.evaluation.every if spec.evaluation else 0,
         )
 
-    def window(self, step: int) -> Window:
+    def window(self, step: int) -> VersionWindow:
         """Return the versions that may generate D_step; the oldest is the first published one that keeps the lag."""
         oldest = -(-max(0, step - 1 - self.lag) // self.sync_every) * self.sync_every
-        return Window(oldest, oldest if self.exact else NEWEST)
+        return VersionWindow(oldest, oldest if self.exact else NEWEST)
 
     def publishes(self, step: int) -> bool:
         """Return whether θ_step is published."""

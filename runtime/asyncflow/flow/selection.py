@@ -1,6 +1,6 @@
 """Selection of the rows that a claimer can serve, and assignment of a slot's rows to ranks.
 
-``Appetite`` is what a claimer can serve; ``balance`` deals samples or groups to ranks.
+``VersionFilter`` is what a claimer can serve; ``balance`` deals samples or groups to ranks.
 
 Invariant: the same items give the same choice whatever happened before.
 """
@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from asyncflow.flow.schedule import Window
+from asyncflow.flow.schedule import VersionWindow
 
 _SWAPS = 4
 """Most swaps for each rank after LPT; hardly ever as many."""
@@ -22,7 +22,7 @@ _CLOSE = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Appetite:
+class VersionFilter:
     """Versions of the weights under which a claimer can serve items.
 
     version: step of the weights that it has (None: versions do not matter); accept: further ones that it could load.
@@ -31,11 +31,11 @@ class Appetite:
     version: int | None = None
     accept: tuple[int, ...] = ()
 
-    def suits(self, window: Window) -> bool:
+    def suits(self, window: VersionWindow) -> bool:
         """Return whether the claimer can begin an item of this window as it is."""
         return self.version is None or window.oldest <= self.version <= window.newest
 
-    def accepts(self, window: Window) -> bool:
+    def accepts(self, window: VersionWindow) -> bool:
         """Return whether the claimer could begin an item of this window, after loading another version if need be."""
         return self.suits(window) or any(window.oldest <= step <= window.newest for step in self.accept)
 

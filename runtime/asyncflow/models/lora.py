@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from asyncflow.api.workers import LoraSpec
 from asyncflow.errors import ManifestError
-from asyncflow.models.export import export_folder
-from asyncflow.models.folders import whole_folder
+from asyncflow.models.folder import export_folder, whole_folder
 from asyncflow.models.source import materialize_config
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ once at a time however many ask, so that no event loop and no deadline waits for
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import re
 import socket
@@ -57,6 +58,14 @@ def address_of(host: str, port: int, *, server: bytes = ANYBODY) -> str:
     """Write an address."""
     where = f"{SCHEME}[{host}]:{port}" if ":" in host else f"{SCHEME}{host}:{port}"
     return where if server == ANYBODY else f"{where}/{server.hex()}"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only processes of this host reach ``host``, a number or a name."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 async def dialled(bound: str, advertise: str = "") -> str:

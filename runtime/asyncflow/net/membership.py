@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost
-from asyncflow.net.keys import Keys
 from asyncflow.net.retry import retry
 from asyncflow.net.roster import (
     HEARTBEAT,
@@ -33,6 +32,7 @@ from asyncflow.net.roster import (
     Status,
 )
 from asyncflow.net.rpc import RpcClient
+from asyncflow.net.tls import Credentials
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +44,9 @@ _LEAVE_S = 0.5
 class Membership:
     """This process as a member of a job.
 
-    driver: address of the directory; member: who this process is; keys: the job's key; status: asked before each
-    heartbeat for what to report (JSON scalars, lists, dicts).
-    on_directives: functions to be told whenever the directives change; on_peers: whenever the members change.
+    driver: address of the directory; member: who this process is; credentials: of this process; status: asked before
+    each heartbeat for what to report (JSON scalars, lists, dicts). on_directives: functions to be told whenever the
+    directives change; on_peers: whenever the members change.
     """
 
     def __init__(
@@ -54,11 +54,13 @@ class Membership:
         *,
         driver: str,
         member: Member,
-        keys: Keys | None = None,
+        credentials: Credentials | None = None,
         status: Callable[[], Status] = dict,
     ) -> None:
         self.member = member
-        self.driver = RpcClient(name=str(member), resolve=driver, keys=keys)
+        self.driver = RpcClient(
+            name=str(member), resolve=driver, credentials=credentials, expects=("driver", "controller")
+        )
         self.directives = Directives()
         self.connected = False
         self.fenced: Fenced | None = None

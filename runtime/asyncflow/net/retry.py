@@ -1,6 +1,6 @@
 """Attempts that are repeated until they succeed, with growing delays between them.
 
-Invariants: ``retry`` repeats a call only within its deadline, and only after errors that leave open whether it was done
+Invariants: a call is repeated only within its deadline, and only after errors that leave open whether it was done
 (``PeerLost``, ``DeadlineExceeded``), so the call must be idempotent; an outage is one warning in the log, however long
 it lasts and however often the attempt fails.
 """
@@ -32,25 +32,46 @@ def delays(*, first: float = 0.05, longest: float = 1.0) -> Iterator[float]:
         delay = min(2 * delay, longest)
 
 
+class _CutOff(Exception):
+    """An attempt was still under way at the deadline."""
+
+
 async def retry(attempt: Callable[[], Awaitable[T]], *, what: str, timeout: float) -> T:
     """Await ``attempt()`` again and again until it succeeds, for ``timeout`` seconds in all.
 
     Only PeerLost and DeadlineExceeded are retried; other errors pass through. Raises DeadlineExceeded that names
     ``what``, the last error, and the last error that the peer itself answered with.
     """
+
+    async def within(seconds: float) -> T:
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                return await attempt()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise _CutOff from None
+
+    return await retry_within(within, what=what, timeout=timeout)
+
+
+async def retry_within(attempt: Callable[[float], Awaitable[T]], *, what: str, timeout: float) -> T:
+    """Do as ``retry`` with ``attempt(seconds)``, which ends by itself within the seconds that it is given."""
+    loop = asyncio.get_running_loop()
+    deadline, seconds = loop.time() + timeout, timeout
     last: AsyncFlowError | None = None
     answered: AsyncFlowError | None = None
-    try:
-        async with asyncio.timeout(timeout) as limit:
-            for delay in delays():
-                try:
-                    return await attempt()
-                except (PeerLost, DeadlineExceeded) as error:
-                    last, answered = error, error if error.told else answered
-                await asyncio.sleep(delay)
-    except TimeoutError:
-        if not limit.expired():
-            raise
+    for delay in delays():
+        try:
+            return await attempt(seconds)
+        except (PeerLost, DeadlineExceeded) as error:
+            last, answered = error, error if error.told else answered
+        except _CutOff:
+            break
+        seconds = deadline - loop.time() - delay
+        if seconds <= 0:
+            break
+        await asyncio.sleep(delay)
     reason = f"; last: {last}" if last is not None else ""
     earlier = f"; before that it answered: {answered}" if answered not in (None, last) else ""
     raise DeadlineExceeded(f"{what} did not succeed within {timeout:g} s{reason}{earlier}") from last

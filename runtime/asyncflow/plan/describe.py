@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncflow.api.job import RLJob
-from asyncflow.plan.flow import generated_by
+from asyncflow.plan.job import generated_by
 from asyncflow.plan.roles import JobPlan, Resources, Role
 
 ABSENT = "–"
@@ -17,7 +17,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class TextTable:
     """A titled table of texts."""
 
     title: str
@@ -25,20 +25,20 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
 
-def tables(job: RLJob, plan: JobPlan) -> tuple[Table, ...]:
+def tables(job: RLJob, plan: JobPlan) -> tuple[TextTable, ...]:
     """Return the roles, the data flow and the figures of a job."""
     return (
-        Table(
+        TextTable(
             title="Roles",
             columns=("role", "processes", "each", "restarts", "starts after"),
             rows=tuple(_role(role) for role in plan.roles),
         ),
-        Table(
+        TextTable(
             title="Flow",
             columns=("from", "to", "what", "when"),
             rows=tuple((edge.source, edge.target, edge.what, edge.when) for edge in plan.edges),
         ),
-        Table(title="Figures", columns=("what", "how much"), rows=_figures(job)),
+        TextTable(title="Figures", columns=("what", "how much"), rows=_figures(job)),
     )
 
 

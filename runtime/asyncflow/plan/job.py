@@ -1,7 +1,8 @@
-"""``plan(job)``: which roles a job has.
+"""``plan(job)``: which roles a job has, and what flows between them.
 
-Invariant: a pure function of the job, the same on every substrate; roles stand in the order in which they start, each
-after those it waits for. There is no list of endpoints in a plan: a role is told the driver's address and dials in.
+Invariants: a pure function of the job, the same on every substrate; roles stand in the order in which they start, each
+after those it waits for. There is no list of endpoints in a plan: a role is told the driver's address and dials in. Of
+the flow only what the schedule fixes is said; the policies that do it are ``asyncflow.flow``.
 """
 
 from __future__ import annotations
@@ -10,14 +11,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from asyncflow.api.accelerators import PROFILES
 from asyncflow.api.durability import RestartSpec
 from asyncflow.api.job import RLJob, RLJobSpec
-from asyncflow.api.names import HTTP_PORT, RPC_PORT, RoleName
-from asyncflow.api.placement import AcceleratorSpec, ResourcesSpec, TemplateSpec
-from asyncflow.plan.flow import edges
-from asyncflow.plan.holding import holding_roles, unit_after, unit_bytes
-from asyncflow.plan.roles import JobPlan, Port, Readiness, Resources, RestartPolicy, Role
+from asyncflow.api.names import CONTROL_PORT, HTTP_PORT, RPC_PORT, RoleName
+from asyncflow.api.placement import PROFILES, AcceleratorSpec, ResourcesSpec, TemplateSpec
+from asyncflow.api.schedule import ScheduleSpec
+from asyncflow.plan.queue import holding_roles, unit_after, unit_bytes
+from asyncflow.plan.roles import Edge, JobPlan, Port, Readiness, Resources, RestartPolicy, Role
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _CPU_ONLY = AcceleratorSpec()
@@ -41,7 +41,7 @@ def _driver(spec: RLJobSpec) -> Role:
         resources=_resources(spec.driver.resources, threads=1),
         restart=_restart(spec.failure_policy.driver),
         env=_env(spec.template, threads=1),
-        **_listening(spec),
+        **_listening(spec, Port(name="control", number=CONTROL_PORT)),
     )
 
 
@@ -125,9 +125,9 @@ def _rollout(spec: RLJobSpec) -> Role:
     )
 
 
-def _listening(spec: RLJobSpec) -> dict[str, Any]:
+def _listening(spec: RLJobSpec, *more: Port) -> dict[str, Any]:
     return {
-        "ports": (Port(name="rpc", number=RPC_PORT), Port(name="http", number=HTTP_PORT)),
+        "ports": (Port(name="rpc", number=RPC_PORT), Port(name="http", number=HTTP_PORT), *more),
         "readiness": Readiness(path="/readyz", port="http", within_s=spec.limits.start_seconds),
     }
 
@@ -158,3 +158,42 @@ def _env(*templates: TemplateSpec, threads: int, accelerator: AcceleratorSpec = 
         | dict(PROFILES[accelerator.profile].env)
         | {variable.name: variable.value for template in templates for variable in template.env}
     )
+
+
+_SWAPS = {
+    "quota": "when its share of the step is done",
+    "sequence": "between sequences",
+    "token": "between tokens",
+}
+
+
+def edges(spec: RLJobSpec) -> tuple[Edge, ...]:
+    """Return the data flow in the order in which a sample meets it."""
+    schedule = spec.schedule
+    judged = f"responses, log-probs, versions, reward ({spec.reward.function})"
+    return (
+        Edge(source="driver", target="storage", what="prompts", when=f"{spec.algorithm.prompts_per_step} a step"),
+        Edge(source="storage", target="rollout", what="prompts, leased", when=generated_by(schedule)),
+        Edge(source="rollout", target="storage", what=judged, when="as each sample is finished"),
+        Edge(source="driver", target="storage", what="advantages", when="as each group is finished"),
+        Edge(source="storage", target="trainer", what="groups, in equal slots for all ranks", when=_trained(schedule)),
+        Edge(source="trainer", target="rollout", what="weights, pulled", when=_swapped(schedule)),
+    )
+
+
+def generated_by(schedule: ScheduleSpec) -> str:
+    """Return in words which version generates D_k."""
+    if schedule.update == "sync" and schedule.swap_at == "quota":
+        return "D_k by θ_{k-1}"
+    if schedule.swap_at == "quota":
+        return "D_1, D_2 by θ_0, D_k by θ_{k-2}"
+    return f"D_k by θ_{{k-{1 + schedule.max_staleness}}} or newer"
+
+
+def _trained(schedule: ScheduleSpec) -> str:
+    return "when D_k is complete" if schedule.whole_steps else "as groups are finished"
+
+
+def _swapped(schedule: ScheduleSpec) -> str:
+    often = "every step" if schedule.sync_every == 1 else f"every {schedule.sync_every} steps"
+    return f"{often}; a rollout swaps {_SWAPS[schedule.swap_at]}"

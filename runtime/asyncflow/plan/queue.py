@@ -1,19 +1,69 @@
-"""The roles of a TransferQueue that stands alone; those of a job's own queue are in the job's plan.
+"""The roles that hold a queue's bytes, and all roles of a TransferQueue that stands alone.
 
-Invariant: process 0 of ``controller`` is the one address that all dial; it starts first, and the ledger lies with it.
+Where the bytes do not lie in the units, Mooncake's master and holders or Redis servers hold them, in a job as in a
+queue that stands alone. The other roles of a job's own queue are in the job's plan.
+
+Invariants: process 0 of ``controller`` is the one address that all dial; it starts first, and the ledger lies with it.
+Every unit has a holder of its own index, with more room than the unit may fill: what was freed goes a moment later than
+the unit's budget would have it, and an allocator leaves gaps. A store that others run has its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Final
 
 from asyncflow.api.durability import LimitsSpec, RestartSpec
 from asyncflow.api.names import HTTP_PORT, RPC_PORT, RoleName
 from asyncflow.api.placement import TemplateSpec
-from asyncflow.api.queue import TransferQueue
-from asyncflow.plan.holding import holding_roles, unit_after, unit_bytes
+from asyncflow.api.queue import QueueSpec, TransferQueue
 from asyncflow.plan.roles import Port, Readiness, Resources, RestartPolicy, Role
+
+OVERHEAD = 256 << 20
+"""Bytes of a process that holds cells, beside those."""
+_GRAIN = 16 << 20
+_MASTER_BYTES = 1 << 30
+
+MakeRole = Callable[[RoleName, int, Resources, tuple[RoleName, ...]], Role]
+"""Makes a role of a name, for so many processes with these resources, to be started after others."""
+
+
+def held_bytes(queue: QueueSpec) -> int:
+    """Return the room of one holder: a quarter more than a unit may fill, and a grain for small ones."""
+    least = queue.bytes_per_unit.bytes * 5 // 4 + _GRAIN
+    return -(-least // _GRAIN) * _GRAIN
+
+
+def unit_bytes(queue: QueueSpec) -> int:
+    """Return the memory that the process of a unit needs at least."""
+    return OVERHEAD + (queue.bytes_per_unit.bytes if queue.backend == "memory" else 0)
+
+
+def holders(queue: QueueSpec) -> dict[RoleName, int]:
+    """Return how many processes of which roles hold the bytes, in the order in which they start."""
+    if queue.backend == "memory" or queue.store is not None:
+        return {}
+    masters: dict[RoleName, int] = {"master": 1} if queue.backend == "mooncake" else {}
+    return {**masters, "holder": queue.storage_units}
+
+
+def unit_after(queue: QueueSpec, leader: RoleName) -> tuple[RoleName, ...]:
+    """Return the roles that a unit starts after. leader: the role that all dial."""
+    return (leader, "holder") if holders(queue) else (leader,)
+
+
+def holding_roles(queue: QueueSpec, leader: RoleName, make: MakeRole) -> tuple[Role, ...]:
+    """Return the roles of ``holders``, each started after the one before it, the first after the leader."""
+    cpu = float(queue.resources.cpu.amount) if queue.resources.cpu is not None else 1.0
+    memory: dict[RoleName, int] = {"master": _MASTER_BYTES, "holder": held_bytes(queue) + OVERHEAD}
+    made: list[Role] = []
+    after = leader
+    for name, count in holders(queue).items():
+        made.append(make(name, count, Resources(cpu=cpu, memory=memory[name]), (after,)))
+        after = name
+    return tuple(made)
+
 
 _THREADS: Final = MappingProxyType({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
 _RESTARTS: Final = RestartSpec()

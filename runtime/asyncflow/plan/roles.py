@@ -97,12 +97,12 @@ class Role:
 
     @property
     def elastic(self) -> bool:
-        """Whether the number of processes may change while the job runs."""
+        """True where the number of processes may change while the job runs."""
         return self.core != self.most
 
     @property
     def spread(self) -> bool:
-        """Whether several processes compute together, over a network."""
+        """True where several processes compute together, over a network."""
         return self.gang and self.replicas > 1
 
     @property
@@ -129,19 +129,23 @@ class Role:
         job: str,
         workdir: str,
         http_port: int | None = None,
+        control_port: int | None = None,
         python: str = "python",
     ) -> list[str]:
         """Return the command line of process ``index``.
 
         attempt: counts from 0, grows with every restart; driver: the driver's address, for the driver itself the one
         to listen on; job: path of the manifest; workdir: where the process may write; http_port: where /metrics is
-        served, any free port if None; python: the interpreter. Raises ValueError for a negative index.
+        served, any free port if None; control_port: where the driver takes orders, likewise; python: the interpreter.
+        Raises ValueError for a negative index.
         """
         if index < 0:
             raise ValueError(f"process {index} of role {self.name}")
         options = {"job": job, "driver": driver, "index": index, "attempt": attempt, "workdir": workdir}
         if http_port is not None:
             options["http-port"] = http_port
+        if control_port is not None:
+            options["control-port"] = control_port
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         return [python, "-m", "asyncflow", "role", self.name, *words]
 

@@ -1,1 +1,1 @@
-"""Rewards: somebody else's code, run in killable processes with a deadline."""
+"""Rewards: user code that scores responses, run in sandboxed processes with a deadline."""

@@ -1,4 +1,4 @@
-"""A reward process: ``python -P -m asyncflow.rewards.child``, told over its standard input what to load and to score.
+"""A reward process: ``python -P -m asyncflow.rewards.child``; its standard input says what to load and to score.
 
 Invariants: it has restricted itself before it loads anybody's code; the function runs in the main thread and nothing
 that it prints reaches the pipe; the process ends when its parent does (PR_SET_PDEATHSIG, also while the function runs)
@@ -7,13 +7,10 @@ or when the pipe ends; it never imports torch itself.
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import math
 import numbers
 import os
-import signal
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -21,25 +18,17 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
+from asyncflow.process import die_with_parent
 from asyncflow.rewards import sandbox
-from asyncflow.rewards.extract import EXTRACTORS
-from asyncflow.rewards.registry import RewardFunction, load
-from asyncflow.rewards.wire import LENGTH, Answer, Load, Question, frame
+from asyncflow.rewards.functions import EXTRACTORS, RewardFunction, load
+from asyncflow.rewards.wire import LENGTH, Load, Question, ScoreAnswer, frame
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_PR_SET_PDEATHSIG = 1
 _MOST_DETAIL = 4000
 
 
-def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent ends; end now if it has ended already."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        sys.exit(1)
-
-
-def answer(function: RewardFunction, extractor: Callable[[str], str], question: Question) -> Answer:
+def answer(function: RewardFunction, extractor: Callable[[str], str], question: Question) -> ScoreAnswer:
     """Call the function; whatever it raises or returns becomes an answer."""
     example, nonce = question.example, question.nonce
     try:
@@ -50,12 +39,12 @@ def answer(function: RewardFunction, extractor: Callable[[str], str], question: 
             if inspect.iscoroutine(value):
                 value.close()
             detail = _said(f"the reward function returned a {type(value).__name__}; it must return a finite number")
-            return Answer(nonce=nonce, failure="invalid", detail=detail)
+            return ScoreAnswer(nonce=nonce, failure="invalid", detail=detail)
     except Exception:  # noqa: BLE001  somebody else's code: what it raises is the outcome
-        return Answer(nonce=nonce, failure="raised", detail=_said(traceback.format_exc(limit=-8)))
+        return ScoreAnswer(nonce=nonce, failure="raised", detail=_said(traceback.format_exc(limit=-8)))
     if not math.isfinite(reward):
-        return Answer(nonce=nonce, failure="invalid", detail=f"the reward function returned {reward}")
-    return Answer(nonce=nonce, value=reward)
+        return ScoreAnswer(nonce=nonce, failure="invalid", detail=f"the reward function returned {reward}")
+    return ScoreAnswer(nonce=nonce, value=reward)
 
 
 def _as_float(value: object) -> float | None:
@@ -90,9 +79,9 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001  importing somebody else's code: the pool reports it
         traceback.print_exc()
         (why,) = traceback.format_exception_only(error)[-1:]
-        _write(answers, Answer(nonce=told.nonce, failure="raised", detail=_said(why.strip())))
+        _write(answers, ScoreAnswer(nonce=told.nonce, failure="raised", detail=_said(why.strip())))
         return
-    _write(answers, Answer(nonce=told.nonce, unrestricted=unrestricted))
+    _write(answers, ScoreAnswer(nonce=told.nonce, unrestricted=unrestricted))
     while (question := _read(questions, Question)) is not None:
         sandbox.limit_cpu(question.seconds)
         _write(answers, answer(function, EXTRACTORS[told.extractor], question))
@@ -105,7 +94,7 @@ def _read(pipe: BinaryIO, kind: type[T]) -> T | None:
     return msgspec.msgpack.decode(pipe.read(LENGTH.unpack(head)[0]), type=kind)
 
 
-def _write(pipe: BinaryIO, said: Answer) -> None:
+def _write(pipe: BinaryIO, said: ScoreAnswer) -> None:
     pipe.write(frame(said))
     pipe.flush()
 

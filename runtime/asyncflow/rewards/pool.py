@@ -15,7 +15,7 @@ from typing import Final
 from asyncflow.api.learning import RewardSpec
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost
 from asyncflow.rewards.process import RewardProcess, Scorer
-from asyncflow.rewards.wire import FAILURES, Answer, Example, Failure, RewardResult
+from asyncflow.rewards.wire import FAILURES, Example, Failure, RewardResult, ScoreAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class RewardPool:
         self._free.put_nowait(worker)
         return self._judge(answer)
 
-    def _judge(self, answer: Answer) -> RewardResult:
+    def _judge(self, answer: ScoreAnswer) -> RewardResult:
         if answer.failure:
             return RewardResult(value=0.0, failure=answer.failure, detail=answer.detail)
         if not math.isfinite(answer.value):

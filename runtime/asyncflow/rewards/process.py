@@ -31,7 +31,7 @@ from asyncflow.api.learning import RewardSpec
 from asyncflow.api.names import REWARD_VARIABLES
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, PeerLost
 from asyncflow.rewards.sandbox import MOST_THREADS, Sandbox
-from asyncflow.rewards.wire import LENGTH, MAX_ANSWER, Answer, Example, Load, Question, frame
+from asyncflow.rewards.wire import LENGTH, MAX_ANSWER, Example, Load, Question, ScoreAnswer, frame
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ _MOST_LINE_BYTES = 2000
 class Scorer:
     """Definition of a reward process: the function that it loads and how it is confined.
 
-    function, extractor: see ``rewards.registry`` and ``rewards.extract``; workdir: the job's folder, from where a
+    function, extractor: see ``rewards.functions``; workdir: the job's folder, from where a
     user's module is imported; readable: what it may read beside that folder and Python; hidden: folders that it may not
     see, wherever they are; memory: bytes of address space, for each process; processes: how many it may start.
     """
@@ -113,7 +113,7 @@ class RewardProcess:
         self._scratch = scratch
         self._processes = processes
         self._nonce = b""
-        self._answered: asyncio.Future[Answer] | None = None
+        self._answered: asyncio.Future[ScoreAnswer] | None = None
         self._tasks = [asyncio.create_task(each()) for each in (self._listen, self._show_output, self._watch)]
 
     @classmethod
@@ -155,14 +155,14 @@ class RewardProcess:
                 raise ManifestError(
                     f"{scorer.function!r} cannot be loaded: {ready.detail}",
                     where="reward.function",
-                    hint="It is loaded in a sandbox (docs/rewards.md); the log of the role has the traceback.",
+                    hint="It is loaded in a sandbox (docs/guide/rewards.md); the log of the role has the traceback.",
                 )
         except BaseException:
             await child.kill()
             raise
         return child
 
-    async def score(self, example: Example, *, timeout: float) -> Answer:
+    async def score(self, example: Example, *, timeout: float) -> ScoreAnswer:
         """Score one example. After any exception but ValueError the child must be killed.
 
         Raises ValueError where the example is too large or is no JSON (nothing was sent), DeadlineExceeded after
@@ -196,7 +196,7 @@ class RewardProcess:
         self._nonce = secrets.token_bytes(16)
         return self._nonce
 
-    async def _ask(self, message: Load | Question, *, timeout: float, what: str) -> Answer:
+    async def _ask(self, message: Load | Question, *, timeout: float, what: str) -> ScoreAnswer:
         writer = self._process.stdin
         assert writer is not None
         asked = frame(message)
@@ -221,13 +221,13 @@ class RewardProcess:
                 (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
                 if length > MAX_ANSWER:
                     raise PeerLost(f"announced an answer of {length} bytes")
-                self._take(msgspec.msgpack.decode(await reader.readexactly(length), type=Answer))
+                self._take(msgspec.msgpack.decode(await reader.readexactly(length), type=ScoreAnswer))
         except (asyncio.IncompleteReadError, ConnectionError):
             self._break(f"ended ({_ending(await self._process.wait())})")
         except (AsyncFlowError, msgspec.DecodeError, UnicodeDecodeError) as error:
             self._break(f"wrote something that is no answer: {error}")
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: ScoreAnswer) -> None:
         if self._answered is None or self._answered.done() or not secrets.compare_digest(answer.nonce, self._nonce):
             raise PeerLost("it has another nonce than the open question")
         self._answered.set_result(answer)

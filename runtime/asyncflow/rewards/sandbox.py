@@ -334,10 +334,10 @@ def _program(machine: _Machine, sandbox: Sandbox, *, pid: int) -> _Filter:
     return [*rules, *_on(machine, "clone", _deny_without(_CLONE_THREAD)), (_RETURN, 0, 0, _ALLOW)]
 
 
-def _on(machine: _Machine, name: str, verdict: _Filter) -> _Filter:
+def _on(machine: _Machine, name: str, action: _Filter) -> _Filter:
     """Return a rule for one system call; the number is in the accumulator before and, where it is another, after."""
     number = machine.numbers.get(name)
-    return [] if number is None else [(_EQUAL, 0, len(verdict), number), *verdict]
+    return [] if number is None else [(_EQUAL, 0, len(action), number), *action]
 
 
 def _deny(reason: int = errno.EPERM) -> _Filter:

@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import logging
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
@@ -20,10 +21,12 @@ from typing import Final, Protocol, TypeVar
 import msgspec
 
 from asyncflow.api.learning import RewardSpec
+from asyncflow.api.load import load_reward
 from asyncflow.api.names import REWARD_SOCKET_ENV
 from asyncflow.errors import DeadlineExceeded, ManifestError, PeerLost
 from asyncflow.rewards.pool import RewardPool
 from asyncflow.rewards.wire import LENGTH, MAX_FRAME, Example, RewardResult, frame
+from asyncflow.telemetry.logs import setup_logging
 
 log = logging.getLogger(__name__)
 
@@ -70,14 +73,14 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True):
     failure: str = ""
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """An example to score."""
 
     number: int
     example: Example
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
     """Its result."""
 
     number: int
@@ -126,7 +129,7 @@ class RewardServer:
             async with asyncio.TaskGroup() as scoring:
                 writer.write(frame(self._greeting))
                 while True:
-                    asked = await _read(reader, Asked)
+                    asked = await _read(reader, ScoreRequest)
                     scoring.create_task(self._score(asked, writer))
         except* (asyncio.IncompleteReadError, ConnectionError):
             log.info("the rollout has hung up")
@@ -136,9 +139,9 @@ class RewardServer:
             self._connections.discard(me)
             writer.close()
 
-    async def _score(self, asked: Asked, writer: asyncio.StreamWriter) -> None:
+    async def _score(self, asked: ScoreRequest, writer: asyncio.StreamWriter) -> None:
         result = await self._pool.score(asked.example)
-        writer.write(frame(Told(number=asked.number, result=result)))
+        writer.write(frame(ScoreReply(number=asked.number, result=result)))
 
 
 class RewardClient:
@@ -225,7 +228,7 @@ class _Connection:
     async def ask(self, example: Example) -> RewardResult:
         """Score an example. Raises PeerLost, ValueError where it cannot be sent."""
         number = next(self._numbers)
-        message = frame(Asked(number=number, example=example))
+        message = frame(ScoreRequest(number=number, example=example))
         if not self._open:
             self._heard = time.monotonic()
         answer: asyncio.Future[RewardResult] = asyncio.get_running_loop().create_future()
@@ -249,7 +252,7 @@ class _Connection:
     async def _listen(self) -> None:
         try:
             while True:
-                told = await _read(self._reader, Told)
+                told = await _read(self._reader, ScoreReply)
                 self._heard = time.monotonic()
                 if (answer := self._open.get(told.number)) is not None and not answer.done():
                     answer.set_result(told.result)
@@ -271,3 +274,24 @@ async def _read(reader: asyncio.StreamReader, kind: type[T]) -> T:
     if length > MAX_FRAME:
         raise PeerLost(f"a frame of {length} bytes was announced")
     return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)
+
+
+def serve(reward: Path, *, path: Path) -> None:
+    """Score samples at the Unix socket ``path`` until SIGTERM or SIGINT: the process of ``asyncflow rewards``.
+
+    reward: a file that holds the section ``spec.reward`` of a job. Raises ManifestError where it does not.
+    """
+    setup_logging("rewards", 0)
+    asyncio.run(_serve(reward, path))
+
+
+async def _serve(reward: Path, path: Path) -> None:
+    server = RewardServer(RewardPool.of(load_reward(reward), workdir=reward.parent), path=path)
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    await server.start()
+    try:
+        await stopping.wait()
+    finally:
+        await server.close()

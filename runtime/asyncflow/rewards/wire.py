@@ -51,7 +51,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class ScoreAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of the process: a finite value, or why there is none.
 
     detail: a line about a failure, or the traceback of what was raised. To ``Load`` it answers with 0.0 or why the

@@ -9,21 +9,19 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from asyncflow.algorithms.aggregation import Aggregation
-from asyncflow.algorithms.grpo import GrpoLoss
+from asyncflow.algorithms.grpo import Aggregation, GrpoLoss
 from asyncflow.algorithms.losses import Clip
-from asyncflow.api.accelerators import PROFILES
 from asyncflow.api.job import RLJobSpec
+from asyncflow.api.placement import PROFILES
 from asyncflow.errors import ManifestError
-from asyncflow.models.export import export_folder
+from asyncflow.models.folder import export_folder
 from asyncflow.models.lora import export_adapters
 from asyncflow.models.source import ModelSource, materialize_config, materialize_weights
 from asyncflow.plugins import load_plugin
-from asyncflow.train.backends.base import TrainerBackend
-from asyncflow.train.best import find_checkpoint
-from asyncflow.train.checkpoint import Checkpoints
-from asyncflow.train.ranks import Alone
-from asyncflow.train.settings import BackendSettings, OptimizerSettings
+from asyncflow.training.backend import TrainerBackend
+from asyncflow.training.checkpoint import Checkpoints, find_checkpoint
+from asyncflow.training.ranks import SingleProcess
+from asyncflow.training.settings import BackendSettings, OptimizerSettings
 
 
 def kind_of_backend(spec: RLJobSpec, *, device: str) -> type[TrainerBackend]:
@@ -32,7 +30,7 @@ def kind_of_backend(spec: RLJobSpec, *, device: str) -> type[TrainerBackend]:
     On an NPU torch_npu comes first, because transformers imports it too, and would not say what it lacks.
     """
     if device == "npu":
-        import_module("asyncflow.train.backends.torch.npu").load_npu()
+        import_module("asyncflow.training.torch.attention").load_npu()
     where = "spec.trainer.backend.name"
     return load_plugin("asyncflow.trainer_backends", spec.trainer.backend.name, kind=TrainerBackend, where=where)
 
@@ -97,7 +95,7 @@ def export_checkpoint(spec: RLJobSpec, *, run: Path, step: str, target: Path) ->
     options = {name: value for name, value in settings.options.items() if name != "compile"}
     without_reference = replace(settings.loss, kl=0.0)
     settings = replace(settings, loss=without_reference, device="cpu", share=1.0, options=options)
-    backend = kind(settings, group=Alone())
+    backend = kind(settings, group=SingleProcess())
     if not backend.of_model:
         name = spec.trainer.backend.name
         raise ManifestError(f"the back end {name} trains no model", where=str(run), hint="There is nothing to export")

@@ -1,8 +1,8 @@
-"""The queue's controllers, each with its ledger: the first is the home of all rows, further ones have tasks.
+"""The queue's controllers, each with its ledger: the first has all rows, further ones have tasks.
 
-In a job the home declares the job's tasks, and all join the driver's directory. In a queue that stands alone the tasks
-are declared by clients, and the directory is served by the home, at the one address that all dial; the controllers are
-members of it like any other.
+In a job the first declares the job's tasks, and all join the driver's directory. In a queue that stands alone the
+tasks are declared by clients, and the directory is served by the first, at the one address that all dial; the
+controllers are members of it like any other.
 
 Invariant: what a member of such a queue held when it went is given to others at once.
 """
@@ -22,11 +22,18 @@ from asyncflow.net.directory import Directory, Member
 from asyncflow.net.membership import Membership
 from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.controller.controller import Controller
-from asyncflow.queue.ledger.audits import shard_ledger
+from asyncflow.queue.ledger.audit import shard_ledger
 from asyncflow.queue.protocol.messages import TaskSpec
-from asyncflow.queue.table.outlook import waits
-from asyncflow.roles.base import calm_collector, resting_collector, run_role
-from asyncflow.roles.post import JobPost, Post, QueuePost, RoleOptions
+from asyncflow.queue.table.report import waits
+from asyncflow.roles.context import (
+    JobContext,
+    ProcessContext,
+    QueueContext,
+    RoleOptions,
+    freeze_gc,
+    paused_gc,
+    run_role,
+)
 from asyncflow.telemetry.metrics import ControllerMetrics
 
 PULSE_S = 1.0
@@ -37,46 +44,55 @@ def main(options: RoleOptions) -> int:
     return run_role(serve, options, alone=serve_alone)
 
 
-async def serve(post: JobPost) -> None:
+async def serve(context: JobContext) -> None:
     """Serve a job until told to stop. Raises RoleFailed when the ledger cannot be written any more."""
-    await _serve_member(post, () if post.options.index else tasks_of(post.job.spec))
+    await _serve_member(context, () if context.options.index else tasks_of(context.job.spec))
 
 
-async def _serve_member(post: Post, tasks: Sequence[TaskSpec] = ()) -> None:
+async def _serve_member(context: ProcessContext, tasks: Sequence[TaskSpec] = ()) -> None:
     """Serve as a member of a directory elsewhere."""
     others = _Others()
-    controller, metrics = _controller(post, others), ControllerMetrics()
-    with resting_collector():
+    controller, metrics = _controller(context, others), ControllerMetrics()
+    with paused_gc():
         address = await controller.start()
     controller.table.declare(tasks)
     controller.settle()
     metrics.watch_rpc(controller.server.counters)
-    membership = others.membership = await post.join(metrics=metrics, address=address, ready=controller.part.ready)
-    await _until_told(post, controller, metrics)
+    membership = others.membership = await context.join(metrics=metrics, address=address, ready=controller.part.ready)
+    await _until_told(context, controller, metrics)
     await _close(membership, controller)
 
 
-async def serve_alone(post: QueuePost) -> None:
+async def serve_alone(context: QueueContext) -> None:
     """Serve whoever joins, until told to stop. Raises RoleFailed when the ledger cannot be written any more."""
-    if post.options.index:
-        await _serve_member(post)
+    if context.options.index:
+        await _serve_member(context)
         return
     others = _Others()
-    front = RpcServer(name="directory", bind=post.options.driver, keys=post.keys, advertise=post.host)
-    controller, directory, metrics = _controller(post, others), Directory(), ControllerMetrics()
+    front = RpcServer(
+        name="directory",
+        bind=context.options.driver,
+        credentials=context.credentials,
+        access=context.access,
+        advertise=context.host,
+    )
+    controller, directory, metrics = _controller(context, others), Directory(), ControllerMetrics()
     directory.attach(front)
 
     def gone(member: Member, _reason: str) -> None:
         controller.part.expire(member.incarnation)
 
     directory.on_leave.append(gone)
-    with resting_collector():
+    with paused_gc():
         address = await controller.start()
     metrics.watch_rpc(controller.server.counters)
-    membership = others.membership = await post.join(
-        metrics=metrics, address=address, directory=await front.start(), routes=[_status_route(controller, directory)]
+    membership = others.membership = await context.join(
+        metrics=metrics,
+        address=address,
+        directory=await front.start(),
+        routes=[_status_route(context, controller, directory)],
     )
-    await _until_told(post, controller, metrics)
+    await _until_told(context, controller, metrics)
     await directory.close()
     await _close(membership, controller)
     await front.close()
@@ -93,24 +109,25 @@ class _Others:
         return self.membership.address("controller", index) if self.membership is not None else None
 
 
-def _controller(post: Post, others: _Others) -> Controller:
-    index = post.options.index
+def _controller(context: ProcessContext, others: _Others) -> Controller:
+    index = context.options.index
     return Controller(
-        ledger_dir=shard_ledger(post.options.workdir / "ledger", index),
-        sync=post.ledger.sync,
-        host=post.host,
-        advertise=post.host,
-        keys=post.keys,
+        ledger_dir=shard_ledger(context.options.workdir / "ledger", index),
+        sync=context.ledger.sync,
+        host=context.host,
+        advertise=context.host,
+        credentials=context.credentials,
+        access=context.access,
         index=index,
-        controllers=post.queue.controllers,
+        controllers=context.queue.controllers,
         address=others.address,
-        units=post.queue.storage_units,
+        units=context.queue.storage_units,
     )
 
 
-async def _until_told(post: Post, controller: Controller, metrics: ControllerMetrics) -> None:
-    calm_collector()
-    stopping = asyncio.create_task(post.stopping.wait())
+async def _until_told(context: ProcessContext, controller: Controller, metrics: ControllerMetrics) -> None:
+    freeze_gc()
+    stopping = asyncio.create_task(context.stopping.wait())
     while not stopping.done() and not controller.failed.done():
         _show(controller, metrics)
         await asyncio.wait((stopping, controller.failed), timeout=PULSE_S, return_when=asyncio.FIRST_COMPLETED)
@@ -124,23 +141,24 @@ async def _close(membership: Membership, controller: Controller) -> None:
         raise RoleFailed(str(controller.failed.exception()), where="controller", hint="Free some space, then resume")
 
 
-def _status_route(controller: Controller, directory: Directory) -> web.RouteDef:
+def _status_route(context: ProcessContext, controller: Controller, directory: Directory) -> web.RouteDef:
     async def get_status(_request: web.Request) -> web.Response:
-        status = _status(controller, units=len(directory.members("storage")))
+        status = _status(controller, units=len(directory.members("storage")), insecure=context.insecure)
         return web.json_response(text=status.model_dump_json(by_alias=True, exclude_unset=True))
 
     return web.get("/v1/status", get_status)
 
 
-def _status(controller: Controller, *, units: int) -> QueueStatus:
+def _status(controller: Controller, *, units: int, insecure: bool) -> QueueStatus:
     """Return the part of the queue's status that the controller knows. units: how many are registered."""
-    stats, partitions = controller.stats(), controller.table.books.partitions.values()
+    stats, partitions = controller.stats(), controller.table.state.partitions.values()
     return QueueStatus(
         ready_units=min(stats.units, units),
         rows=stats.live,
         bytes=stats.bytes,
         limit=stats.limit,
         partitions=sum(partition.closed is None for partition in partitions),
+        insecure=insecure,
     )
 
 
@@ -164,7 +182,7 @@ def _show(controller: Controller, metrics: ControllerMetrics) -> None:
         metrics.unready.labels(f"{partition}/{task}", row.lacks[0]).set(row.seconds)
     for index, seconds in controller.part.silences().items():
         metrics.silence.labels(str(index)).set(seconds)
-    if controller.table.books.index:
+    if controller.table.state.index:
         return
     for state, count in (("staged", stats.staged), ("committed", stats.committed), ("live", stats.live)):
         metrics.rows.labels("", state).set(count)

@@ -11,19 +11,19 @@ from asyncflow.api.names import LAST_WORD_ENV
 from asyncflow.api.status import Phase
 from asyncflow.data.sources import CACHE, open_held_out, open_training
 from asyncflow.driver.driver import Driver
-from asyncflow.driver.service import routes
+from asyncflow.driver.status import control_routes, status_route
 from asyncflow.models.source import materialize_config
 from asyncflow.models.tokenizer import Tokenizer
+from asyncflow.net.access import worker_name
 from asyncflow.net.directory import Directory
 from asyncflow.net.rpc import RpcServer
-from asyncflow.queue.client.client import QueueClient
-from asyncflow.roles.base import run_role
-from asyncflow.roles.post import JobPost, RoleOptions, job_folder
+from asyncflow.queue.client import QueueClient
+from asyncflow.roles.context import JobContext, RoleOptions, job_folder, run_role
 from asyncflow.telemetry.metrics import DriverMetrics
 
 log = logging.getLogger(__name__)
 
-WORKER = "driver"
+WORKER = worker_name("driver", 0, "driver")
 """Worker that holds the driver's leases: the same for all incarnations, so that each ends those of the one before."""
 
 
@@ -32,17 +32,23 @@ def main(options: RoleOptions) -> int:
     return run_role(serve, options)
 
 
-async def serve(post: JobPost) -> None:
+async def serve(context: JobContext) -> None:
     """Drive the job to its end, or until told to end."""
-    spec, options, metrics = post.job.spec, post.options, DriverMetrics()
+    spec, options, metrics = context.job.spec, context.options, DriverMetrics()
     tokenizer = Tokenizer.load(materialize_config(spec.model.source, options.workdir))
-    folder = job_folder(post.job, options)
+    folder = job_folder(context.job, options)
     cache = options.workdir / CACHE
     train = open_training(spec.data, tokenizer, folder=folder, cache=cache)
     held_out = {}
     if spec.evaluation is not None:
         held_out = open_held_out(spec.data, tokenizer, train=train.source, folder=folder, cache=cache)
-    server = RpcServer(name="driver", bind=options.driver, keys=post.keys, advertise=post.host)
+    server = RpcServer(
+        name="driver",
+        bind=options.driver,
+        credentials=context.credentials,
+        access=context.access,
+        advertise=context.host,
+    )
     directory = Directory()
     directory.attach(server)
     queue = QueueClient(
@@ -51,11 +57,11 @@ async def serve(post: JobPost) -> None:
         units=lambda: [member.index for member in directory.members("storage")],
         worker=WORKER,
         attempt=options.attempt,
-        keys=post.keys,
+        credentials=context.credentials,
         shard=lambda index: _address(directory, "controller", index),
     )
     driver = Driver(
-        post.job,
+        context.job,
         folder=options.workdir,
         server=server,
         directory=directory,
@@ -65,23 +71,31 @@ async def serve(post: JobPost) -> None:
         metrics=metrics,
     )
     metrics.watch_rpc(server.counters)
-    http = post.http(metrics, routes=routes(status=driver.status, control=driver))
+    status = status_route(lambda: driver.status().model_copy(update={"insecure": context.insecure}))
+    http = context.http(metrics, routes=[status])
+    control = context.control(control_routes(driver), refused=server.note_refusal)
     await server.start()
-    await http.start(post.host, options.http_port)
+    await http.start(context.host, options.http_port)
+    if control is None:
+        log.warning("without a certificate nobody can direct this driver: there is no control service")
+    else:
+        await control.start(context.host, options.control_port)
     try:
-        if await _until_told(post, driver):
+        if await _until_told(context, driver):
             await driver.conclude()
             _say_last(driver.phase)
     finally:
         await directory.close()
         await queue.close()
         await http.close()
+        if control is not None:
+            await control.close()
         await server.close()
 
 
-async def _until_told(post: JobPost, driver: Driver) -> bool:
+async def _until_told(context: JobContext, driver: Driver) -> bool:
     """Return whether the job came to its own end."""
-    running, told = asyncio.create_task(driver.run()), asyncio.create_task(post.stopping.wait())
+    running, told = asyncio.create_task(driver.run()), asyncio.create_task(context.stopping.wait())
     await asyncio.wait((running, told), return_when=asyncio.FIRST_COMPLETED)
     told.cancel()
     if running.done():

@@ -7,18 +7,17 @@ import contextlib
 from functools import partial
 from pathlib import Path
 
-from asyncflow.api.accelerators import PROFILES
 from asyncflow.api.job import RLJobSpec
+from asyncflow.api.placement import PROFILES
 from asyncflow.errors import ManifestError
 from asyncflow.flow.instance import Instance
 from asyncflow.models.lora import MergedWeights
 from asyncflow.models.source import materialize_config, materialize_weights
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.net.roster import Status
-from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.client import QueueClient
 from asyncflow.rewards.service import open_rewards
-from asyncflow.roles.base import run_role
-from asyncflow.roles.post import JobPost, RoleOptions, job_folder
+from asyncflow.roles.context import JobContext, RoleOptions, job_folder, run_role
 from asyncflow.rollout.engines import open_engine
 from asyncflow.rollout.engines.base import Devices, RolloutEngine
 from asyncflow.rollout.job import RolloutSettings
@@ -26,7 +25,7 @@ from asyncflow.rollout.worker import RolloutWorker, wanted_by
 from asyncflow.telemetry.metrics import RolloutMetrics
 from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.transfer import TransferRecord
-from asyncflow.weights.transports.base import open_transport
+from asyncflow.weights.transport import open_transport
 
 _EXACT, _ROUNDED = 1e-3, 0.25
 """Most by which an engine's log-probs may differ on average from the trainer's for the same weights, in float32 and in
@@ -38,9 +37,9 @@ def main(options: RoleOptions) -> int:
     return run_role(serve, options)
 
 
-async def serve(post: JobPost) -> None:
+async def serve(context: JobContext) -> None:
     """Generate until told to stop or to drain."""
-    spec, options, accelerator = post.job.spec, post.options, post.job.spec.rollout.accelerator
+    spec, options, accelerator = context.job.spec, context.options, context.job.spec.rollout.accelerator
     metrics = RolloutMetrics()
     folder = materialize_config(spec.model.source, options.workdir)
     tokenizer = Tokenizer.load(folder)
@@ -62,7 +61,7 @@ async def serve(post: JobPost) -> None:
     metrics.relay(engine.metrics)
     special = {text: tokenizer.special_id(text) for text in spec.sampling.stop}
     rewards = open_rewards(
-        spec.reward, workdir=job_folder(post.job, options), run=options.workdir, within_s=post.start_s
+        spec.reward, workdir=job_folder(context.job, options), run=options.workdir, within_s=context.start_s
     )
     if spec.schedule.swap_at == "token":
         raise ManifestError("swapAt token does not work yet", where="spec.schedule.swapAt")
@@ -85,17 +84,24 @@ async def serve(post: JobPost) -> None:
     async with contextlib.AsyncExitStack() as stack:
         merge = await asyncio.to_thread(_merge_of, spec, folder)
         stack.push_async_callback(engine.close)
-        if not await _started(post, engine):
+        if not await _started(context, engine):
             return
-        membership = await post.join(metrics=metrics, status=status, ready=ready)
+        membership = await context.join(metrics=metrics, status=status, ready=ready)
         stack.push_async_callback(membership.close)
-        queue = QueueClient.of(membership, keys=post.keys)
+        queue = QueueClient.of(membership, credentials=context.credentials)
         stack.push_async_callback(queue.close)
         transport = open_transport(
-            spec.weight_sync.transport, name=f"rollout-{options.index}", bind=post.bind, keys=post.keys
+            spec.weight_sync.transport,
+            name=f"rollout-{options.index}",
+            bind=context.bind,
+            credentials=context.credentials,
         )
         receiver = WeightReceiver(
-            membership=membership, worker=post.worker, transport=transport, want=wanted_by(instance), on_transfer=pulled
+            membership=membership,
+            worker=context.worker,
+            transport=transport,
+            want=wanted_by(instance),
+            on_transfer=pulled,
         )
         await receiver.start()
         stack.push_async_callback(receiver.close)
@@ -123,7 +129,7 @@ async def serve(post: JobPost) -> None:
         )
         metrics.watch_busy(worker.meter.busy)
         metrics.watch_busy(worker.meter.occupied, what="occupied")
-        draining = asyncio.create_task(_drain_when_told(post, worker))
+        draining = asyncio.create_task(_drain_when_told(context, worker))
         try:
             await worker.run()
         finally:
@@ -143,9 +149,9 @@ def _merge_of(spec: RLJobSpec, folder: Path) -> MergedWeights | None:
     return MergedWeights(folder, scale=spec.trainer.lora.scale, dtype=spec.published_dtype)
 
 
-async def _started(post: JobPost, engine: RolloutEngine) -> bool:
+async def _started(context: JobContext, engine: RolloutEngine) -> bool:
     """Start the engine; return False where this process was told to end meanwhile. Raises what ``start`` raises."""
-    starting, told = asyncio.create_task(engine.start()), asyncio.create_task(post.stopping.wait())
+    starting, told = asyncio.create_task(engine.start()), asyncio.create_task(context.stopping.wait())
     await asyncio.wait((starting, told), return_when=asyncio.FIRST_COMPLETED)
     told.cancel()
     if starting.done():
@@ -156,7 +162,7 @@ async def _started(post: JobPost, engine: RolloutEngine) -> bool:
     return False
 
 
-async def _drain_when_told(post: JobPost, worker: RolloutWorker) -> None:
-    waits = [asyncio.create_task(event.wait()) for event in (post.stopping, post.draining)]
+async def _drain_when_told(context: JobContext, worker: RolloutWorker) -> None:
+    waits = [asyncio.create_task(event.wait()) for event in (context.stopping, context.draining)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     worker.drain()

@@ -17,11 +17,10 @@ from asyncflow.api.names import LEAVE_ENV
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.net.membership import Membership
 from asyncflow.net.roster import Member
-from asyncflow.queue.backends.base import Site
-from asyncflow.queue.client.placement import LEAVING
-from asyncflow.queue.unit.unit import StorageUnit, open_backend
-from asyncflow.roles.base import calm_collector, run_role
-from asyncflow.roles.post import Post, RoleOptions
+from asyncflow.queue.putting import LEAVING
+from asyncflow.queue.storage.backend import Site
+from asyncflow.queue.storage.unit import StorageUnit, open_backend
+from asyncflow.roles.context import ProcessContext, RoleOptions, freeze_gc, run_role
 from asyncflow.telemetry.metrics import StorageMetrics
 
 PULSE_S = 1.0
@@ -37,9 +36,9 @@ def main(options: RoleOptions) -> int:
     return run_role(serve, options, alone=serve)
 
 
-async def serve(post: Post) -> None:
+async def serve(context: ProcessContext) -> None:
     """Hold cells until told to stop. Raises Fenced when another incarnation has taken this place."""
-    queue, metrics = post.queue, StorageMetrics()
+    queue, metrics = context.queue, StorageMetrics()
     leave_s = float(os.environ.get(LEAVE_ENV, "0"))
     membership: Membership | None = None
 
@@ -49,23 +48,24 @@ async def serve(post: Post) -> None:
         return membership.address(role, index) if membership is not None else None
 
     site = Site(
-        owner=post.owner,
-        unit=post.options.index,
-        incarnation=post.worker,
-        host=post.host,
+        owner=context.owner,
+        unit=context.options.index,
+        incarnation=context.worker,
+        host=context.host,
         find=find,
-        password=post.store_password,
+        password=context.store_password,
         lasting=queue.store is not None,
     )
     backend = open_backend(queue.backend, site)
     unit = StorageUnit(
-        index=post.options.index,
+        index=context.options.index,
         limit_bytes=queue.bytes_per_unit.bytes,
         controller=lambda: membership.address("controller") if membership is not None else None,
-        shard=lambda index: membership.address("controller", index) if membership is not None else None,
-        incarnation=post.worker,
-        host=post.host,
-        keys=post.keys,
+        replica=lambda index: membership.address("controller", index) if membership is not None else None,
+        incarnation=context.worker,
+        host=context.host,
+        credentials=context.credentials,
+        access=context.access,
         backend=backend,
         peer=lambda index: membership.address("storage", index) if membership is not None else None,
     )
@@ -80,32 +80,34 @@ async def serve(post: Post) -> None:
             return False, f"the back end {queue.backend} does not answer yet"
         return unit.ready, "ready" if unit.ready else "the controller has not taken it in yet"
 
-    membership = await post.join(metrics=metrics, address=address, ready=ready)
-    calm_collector()
-    leaving: Leaving | None = None
+    membership = await context.join(metrics=metrics, address=address, ready=ready)
+    freeze_gc()
+    drain: DrainTask | None = None
     now, ends = asyncio.get_running_loop().time, math.inf
-    waits = [asyncio.create_task(event.wait()) for event in (post.stopping, post.draining, unit.leaving)]
+    waits = [asyncio.create_task(event.wait()) for event in (context.stopping, context.draining, unit.leaving)]
     while not (unit.failed.done() or _failed(opening) or now() >= ends):
-        _show(unit, metrics, leaving=leaving is not None)
-        wanted = unit.leaving.is_set() or (post.draining.is_set() and not (post.stopping.is_set() and not leave_s))
-        if wanted and leaving is None:
-            leaving = Leaving(unit, membership, patient=not post.stopping.is_set())
-        if post.stopping.is_set():
-            ends = min(ends, now() + (leave_s if leaving is not None else 0.0))
-        if leaving is not None and leaving.over:
+        _show(unit, metrics, leaving=drain is not None)
+        wanted = unit.leaving.is_set() or (
+            context.draining.is_set() and not (context.stopping.is_set() and not leave_s)
+        )
+        if wanted and drain is None:
+            drain = DrainTask(unit, membership, patient=not context.stopping.is_set())
+        if context.stopping.is_set():
+            ends = min(ends, now() + (leave_s if drain is not None else 0.0))
+        if drain is not None and drain.over:
             break
         await asyncio.wait(
             [
                 *(task for task in waits if not task.done()),
                 unit.failed,
-                *(leaving.tasks if leaving is not None else ()),
+                *(drain.tasks if drain is not None else ()),
             ],
             timeout=min(PULSE_S, max(0.0, ends - now())),
             return_when=asyncio.FIRST_COMPLETED,
         )
     for task in (*waits, opening):
         task.cancel()
-    left = leaving is not None and await leaving.end()
+    left = drain is not None and await drain.end()
     await membership.close()
     if left:
         await asyncio.sleep(LINGER_S)
@@ -116,32 +118,32 @@ async def serve(post: Post) -> None:
         unit.failed.result()
 
 
-class Leaving:
+class DrainTask:
     """A unit that takes nothing new, says so in the directory, and takes all its rows to others."""
 
     def __init__(self, unit: StorageUnit, membership: Membership, *, patient: bool) -> None:
         member = membership.member
         leaves = msgspec.structs.replace(member, info={**member.info, LEAVING: True})
-        self._departure = asyncio.create_task(unit.leave(patient=patient))
-        self._telling = asyncio.create_task(_announce(membership, leaves))
+        self._drain = asyncio.create_task(unit.leave(patient=patient))
+        self._announcing = asyncio.create_task(_announce(membership, leaves))
 
     @property
     def over(self) -> bool:
         """It has left, or cannot."""
-        return self._departure.done()
+        return self._drain.done()
 
     @property
     def tasks(self) -> list[asyncio.Task[bool]]:
         """Tasks that end when the unit has left or cannot leave."""
-        return [self._departure]
+        return [self._drain]
 
     async def end(self) -> bool:
         """Go no further; tell whether nothing is left in the unit."""
-        await asyncio.wait([self._departure], timeout=_LAST_S)
-        for task in (self._departure, self._telling):
+        await asyncio.wait([self._drain], timeout=_LAST_S)
+        for task in (self._drain, self._announcing):
             task.cancel()
-        await asyncio.wait([self._departure, self._telling])
-        return not self._departure.cancelled() and self._departure.result()
+        await asyncio.wait([self._drain, self._announcing])
+        return not self._drain.cancelled() and self._drain.result()
 
 
 async def _announce(membership: Membership, member: Member) -> None:
@@ -153,7 +155,7 @@ def _show(unit: StorageUnit, metrics: StorageMetrics, *, leaving: bool) -> None:
     metrics.held.set(unit.holdings.budget.used)
     metrics.rows.set(len(unit.holdings))
     metrics.to_move.set(len(unit.holdings) if leaving else 0)
-    metrics.moved.set(unit.departure.moved_rows)
+    metrics.moved.set(unit.drain.moved_rows)
     metrics.put.set(unit.put_bytes)
     metrics.fetched.set(unit.fetched_bytes)
     metrics.waiting.set(len(unit.holdings.budget))

@@ -1,41 +1,63 @@
-"""One rank of the trainer: queue, weights, backend and checkpoints around ``train.trainer``.
+"""The trainer: the ranks of one replica, and one rank with queue, weights, backend and checkpoints around ``Trainer``.
 
-A replica of several ranks starts them as processes of their own (``ranks``), and is none itself.
-A rank that has made the last step stays, and serves its versions, until the driver says stop.
+Where a replica has several ranks, the process that the substrate started becomes their launcher, as torchrun is one: it
+starts them as processes of their own, passes on the signal that ends it, and answers ``/healthz``, ``/readyz`` and
+``/metrics`` for all of them. Each rank is a member of the job by itself, under its number among the ranks of all
+replicas. A rank that has made the last step stays, and serves its versions, until the driver says stop.
+
+Invariants: no rank outlives its launcher, however that ends; when one rank fails, the others end within ``END_S``
+seconds; the exit status is that of the rank that failed first; a replica is ready when all of its ranks are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
 
 import msgspec
+from aiohttp import web
+from prometheus_client.exposition import choose_encoder
 
-from asyncflow.api.accelerators import PROFILES
+from asyncflow.api.placement import PROFILES
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.flow.schedule import Schedule
 from asyncflow.models.source import materialize_config, materialize_weights
+from asyncflow.net.http import HttpServer
 from asyncflow.net.membership import Membership
 from asyncflow.net.roster import Directives
 from asyncflow.net.rpc import RpcServer
-from asyncflow.queue.client.client import QueueClient
+from asyncflow.plan.job import plan
+from asyncflow.process import PARENT
+from asyncflow.queue.client import QueueClient
 from asyncflow.roles.backend import backend_settings, export_weights, kind_of_backend
-from asyncflow.roles.base import run_role
-from asyncflow.roles.post import JobPost, RoleOptions
-from asyncflow.roles.ranks import serve_ranks
-from asyncflow.telemetry.metrics import TrainerMetrics
-from asyncflow.train.best import BestKeeper
-from asyncflow.train.checkpoint import Checkpoints
-from asyncflow.train.ranks import Alone, GatherService, Group, HostGroup
-from asyncflow.train.report import Reported, TrainReport
-from asyncflow.train.settings import TrainerSettings
-from asyncflow.train.trainer import Trainer
+from asyncflow.roles.context import JobContext, RoleOptions, run_role
+from asyncflow.telemetry.metrics import TrainerMetrics, labelled
+from asyncflow.training.checkpoint import BestCheckpoints, Checkpoints
+from asyncflow.training.ranks import GatherService, HostProcessGroup, ProcessGroup, SingleProcess
+from asyncflow.training.report import ReportReply, TrainReport
+from asyncflow.training.settings import TrainerSettings
+from asyncflow.training.trainer import Trainer
 from asyncflow.weights.sender import WeightSender
-from asyncflow.weights.transports.base import open_transport
+from asyncflow.weights.transport import open_transport
 
 log = logging.getLogger(__name__)
 
 REPORT_S = 10.0
+END_S = 2.0
+"""Seconds from SIGTERM to SIGKILL for the ranks that are left when one has failed."""
+_ANSWER_S = 0.8
+"""Seconds within which a rank has to answer; a kubelet gives its first probes one second."""
+_BY_SIGNAL = 128
 
 
 def main(options: RoleOptions) -> int:
@@ -43,23 +65,27 @@ def main(options: RoleOptions) -> int:
     return run_role(_serve, options)
 
 
-async def _serve(post: JobPost) -> int | None:
-    if post.options.local_rank is None and post.job.spec.trainer.local_ranks > 1:
-        return await serve_ranks(post)
-    await serve(post)
+async def _serve(context: JobContext) -> int | None:
+    if context.options.local_rank is None and context.job.spec.trainer.local_ranks > 1:
+        return await serve_ranks(context)
+    await serve(context)
     return None
 
 
-async def serve(post: JobPost) -> None:
+async def serve(context: JobContext) -> None:
     """Train to the last step, then serve weights until told to stop."""
-    spec, options = post.job.spec, post.options
+    spec, options = context.job.spec, context.options
     kind, metrics = kind_of_backend(spec, device=PROFILES[spec.trainer.accelerator.profile].device), TrainerMetrics()
-    server = RpcServer(name=f"trainer-{options.index}", bind=post.bind, keys=post.keys)
+    server = RpcServer(
+        name=f"trainer-{options.index}", bind=context.bind, credentials=context.credentials, access=context.access
+    )
     where, kept = options.workdir / "checkpoints", spec.storage.checkpoints
-    keeper: BestKeeper | None = None
+    keeper: BestCheckpoints | None = None
     if kept.keep_best is not None:
         evaluates = Schedule.of(spec).evaluates
-        keeper = BestKeeper(where, by=kept.keep_best, evaluates=evaluates, directives=lambda: membership.directives)
+        keeper = BestCheckpoints(
+            where, by=kept.keep_best, evaluates=evaluates, directives=lambda: membership.directives
+        )
     checkpoints = Checkpoints(where, keep=kept.keep, also=keeper.keeps if keeper is not None else None)
     if options.index == 0:
         gathering = GatherService(attempt=options.attempt, world=spec.trainer.ranks, progress=checkpoints.progress)
@@ -78,22 +104,22 @@ async def serve(post: JobPost) -> None:
         begun = trainer is not None and trainer.begun
         return begun, "ready" if begun else "its first weights are not published yet"
 
-    membership = await post.join(metrics=metrics, address=address, status=status, ready=ready)
-    group = _group(post, membership)
+    membership = await context.join(metrics=metrics, address=address, status=status, ready=ready)
+    group = _group(context, membership)
     transport = open_transport(
-        spec.weight_sync.transport, name=f"trainer-{options.index}", bind=post.bind, keys=post.keys
+        spec.weight_sync.transport, name=f"trainer-{options.index}", bind=context.bind, credentials=context.credentials
     )
     sender = WeightSender(
         membership=membership,
-        worker=post.worker,
+        worker=context.worker,
         transport=transport,
         part=options.index,
         parts=spec.trainer.ranks,
     )
     await sender.start()
-    queue = QueueClient.of(membership, keys=post.keys)
+    queue = QueueClient.of(membership, credentials=context.credentials)
     folder = materialize_config(spec.model.source, options.workdir)
-    settings = backend_settings(spec, host=post.host, local_rank=options.local_rank or 0)
+    settings = backend_settings(spec, host=context.host, local_rank=options.local_rank or 0)
     backend = kind(settings, group=group)
     trainer = Trainer(
         queue=queue,
@@ -103,7 +129,7 @@ async def serve(post: JobPost) -> None:
         checkpoints=checkpoints,
         report=lambda report: _report(membership, metrics, report),
         directives=lambda: membership.directives,
-        settings=_settings(post),
+        settings=_settings(context),
         folder=folder,
         failed=metrics.checkpoint_failures.inc,
         announced=metrics.publish_seconds.observe,
@@ -111,18 +137,18 @@ async def serve(post: JobPost) -> None:
         materialise=lambda: materialize_weights(spec.model.source, folder) if backend.of_model else None,
     )
     metrics.watch_busy(trainer.busy)
-    leaving = asyncio.create_task(_leave_when_told(post, trainer))
+    leaving = asyncio.create_task(_leave_when_told(context, trainer))
     step = await trainer.run()
     if step >= spec.algorithm.steps:
         if backend.of_model:
             await asyncio.to_thread(
                 export_weights, spec, backend, folder, run=options.workdir, target=options.workdir / "export"
             )
-        if keeper is not None and options.index == 0 and await _judged(post, membership, step):
+        if keeper is not None and options.index == 0 and await _judged(context, membership, step):
             await asyncio.to_thread(checkpoints.prune, options.attempt)
         exported.set()
         membership.nudge()
-    await post.stopping.wait()
+    await context.stopping.wait()
     leaving.cancel()
     backend.close()
     await group.close()
@@ -131,7 +157,7 @@ async def serve(post: JobPost) -> None:
     await server.close()
 
 
-async def _judged(post: JobPost, membership: Membership, step: int) -> bool:
+async def _judged(context: JobContext, membership: Membership, step: int) -> bool:
     """Wait until the evaluation of θ_step is decided; False where this process is told to end before."""
     judged = asyncio.Event()
 
@@ -141,15 +167,15 @@ async def _judged(post: JobPost, membership: Membership, step: int) -> bool:
 
     membership.on_directives.append(look)
     look(membership.directives)
-    waits = [asyncio.create_task(event.wait()) for event in (judged, post.stopping)]
+    waits = [asyncio.create_task(event.wait()) for event in (judged, context.stopping)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
     return judged.is_set()
 
 
-async def _leave_when_told(post: JobPost, trainer: Trainer) -> None:
-    waits = [asyncio.create_task(event.wait()) for event in (post.stopping, post.draining)]
+async def _leave_when_told(context: JobContext, trainer: Trainer) -> None:
+    waits = [asyncio.create_task(event.wait()) for event in (context.stopping, context.draining)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     trainer.leave()
 
@@ -163,35 +189,35 @@ async def _report(membership: Membership, metrics: TrainerMetrics, report: Train
     for name, gauge in (("loss", metrics.loss), ("grad_norm", metrics.grad_norm), ("approx_kl", metrics.approx_kl)):
         if name in report.metrics:
             gauge.set(report.metrics[name])
-    await membership.driver.call("driver.report", report, Reported, timeout=REPORT_S)
+    await membership.driver.call("driver.report", report, ReportReply, timeout=REPORT_S)
 
 
-def _group(post: JobPost, membership: Membership) -> Group:
-    world = post.job.spec.trainer.ranks
+def _group(context: JobContext, membership: Membership) -> ProcessGroup:
+    world = context.job.spec.trainer.ranks
     if world == 1:
-        return Alone()
+        return SingleProcess()
 
     def leader() -> str | None:
         member = membership.peer("trainer", 0)
-        return member.address if member is not None and member.attempt == post.options.attempt else None
+        return member.address if member is not None and member.attempt == context.options.attempt else None
 
-    return HostGroup(
-        rank=post.options.index,
+    return HostProcessGroup(
+        rank=context.options.index,
         world=world,
-        attempt=post.options.attempt,
+        attempt=context.options.attempt,
         leader=leader,
         loop=asyncio.get_running_loop(),
-        keys=post.keys,
-        patience_s=post.job.spec.limits.stall_seconds,
+        credentials=context.credentials,
+        patience_s=context.job.spec.limits.stall_seconds,
     )
 
 
-def _settings(post: JobPost) -> TrainerSettings:
-    spec = post.job.spec
+def _settings(context: JobContext) -> TrainerSettings:
+    spec = context.job.spec
     return TrainerSettings(
         schedule=Schedule.of(spec),
         partition=TRAIN,
-        attempt=post.options.attempt,
+        attempt=context.options.attempt,
         whole=spec.schedule.whole_steps,
         epochs=spec.algorithm.epochs,
         mini_batches=spec.algorithm.mini_batches,
@@ -200,3 +226,132 @@ def _settings(post: JobPost) -> TrainerSettings:
         checkpoint_evaluated=spec.storage.checkpoints.keep_best is not None,
         leave_s=spec.limits.stop_seconds / 4,
     )
+
+
+async def serve_ranks(context: JobContext) -> int:
+    """Run all ranks of this replica to their end; return the exit status of the first that failed, 0 where none did.
+
+    Raises Refused where the HTTP port is taken, OSError where a rank cannot be started.
+    """
+    launcher = _Launcher(context)
+    agree, metrics = launcher.agree, launcher.metrics
+    http = HttpServer([web.get("/healthz", agree), web.get("/readyz", agree), web.get("/metrics", metrics)])
+    await http.start(context.host, context.options.http_port)
+    status = await launcher.run()
+    await http.close()
+    return status
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """A rank that was started. number: among all ranks; host, port: where it serves HTTP."""
+
+    number: int
+    process: Process
+    host: str
+    port: int
+
+    async def ask(self, path: str) -> tuple[int, bytes]:
+        """Return status and body of its answer to GET ``path``; 503 and the reason where there is none in time."""
+        return await asyncio.to_thread(self._ask, path)
+
+    def _ask(self, path: str) -> tuple[int, bytes]:
+        connection = HTTPConnection(self.host, self.port, timeout=_ANSWER_S)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        except (OSError, HTTPException) as error:
+            return HTTPStatus.SERVICE_UNAVAILABLE, f"no answer: {error}\n".encode()
+        finally:
+            connection.close()
+
+
+class _Launcher:
+    """Starts, watches and ends the ranks of the replica at ``context``."""
+
+    def __init__(self, context: JobContext) -> None:
+        self._context = context
+        self._ranks: list[_Rank] = []
+        self._status = 0
+
+    async def run(self) -> int:
+        for local_rank in range(self._context.job.spec.trainer.local_ranks):
+            self._ranks.append(await self._start(local_rank))
+        log.info("its ranks: %s", ", ".join(f"{rank.number} (pid {rank.process.pid})" for rank in self._ranks))
+        passing = asyncio.create_task(self._pass_on())
+        await asyncio.gather(*map(self._watch, self._ranks))
+        passing.cancel()
+        return self._status
+
+    async def agree(self, request: web.Request) -> web.Response:
+        """Answer as all ranks do, or with the first that says no."""
+        answers = await self._ask_all(request.path)
+        for number, (status, body) in answers.items():
+            if status != HTTPStatus.OK:
+                words = f"rank {number}: {body.decode(errors='replace')}"
+                return web.Response(text=words, status=HTTPStatus.SERVICE_UNAVAILABLE)
+        if not answers:
+            return web.Response(text="starting\n", status=HTTPStatus.SERVICE_UNAVAILABLE)
+        return web.Response(text=next(iter(answers.values()))[1].decode())
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Answer with the metrics of all ranks that answer in time, each with the label ``rank``."""
+        answers = await self._ask_all(request.path)
+        texts = {str(number): body.decode() for number, (status, body) in answers.items() if status == HTTPStatus.OK}
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        return web.Response(body=encode(labelled(texts, label="rank")), headers={"Content-Type": content_type})
+
+    async def _ask_all(self, path: str) -> Mapping[int, tuple[int, bytes]]:
+        ranks = tuple(self._ranks)
+        answers = await asyncio.gather(*(rank.ask(path) for rank in ranks))
+        return {rank.number: answer for rank, answer in zip(ranks, answers, strict=True)}
+
+    async def _start(self, local_rank: int) -> _Rank:
+        """Start a rank, which is given the socket that it serves HTTP at, so that its port is known here."""
+        context, options = self._context, self._context.options
+        role = plan(context.job).role("trainer")
+        variables = role.rank_variables(options.index, local_rank=local_rank)
+        family = socket.AF_INET6 if ":" in context.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as bound:
+            bound.bind((context.host, 0))
+            command = role.command(
+                index=int(variables["RANK"]),
+                attempt=options.attempt,
+                driver=options.driver,
+                job=str(options.job),
+                workdir=str(options.workdir),
+                python=sys.executable,
+            )
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                "--local-rank",
+                str(local_rank),
+                "--http-socket",
+                str(bound.fileno()),
+                stdin=DEVNULL,
+                env={**os.environ, **variables, PARENT: str(os.getpid())},
+                pass_fds=[bound.fileno()],
+            )
+            return _Rank(int(variables["RANK"]), process, context.host, bound.getsockname()[1])
+
+    async def _watch(self, rank: _Rank) -> None:
+        code = await rank.process.wait()
+        if code and not self._status:
+            self._status = code if code > 0 else _BY_SIGNAL - code
+            if not self._context.stopping.is_set():
+                how = f"exit status {code}" if code > 0 else signal.Signals(-code).name
+                log.error("rank %d ended with %s: the other ranks of this replica are ended", rank.number, how)
+                self._send(signal.SIGTERM, signal.SIGCONT)
+                asyncio.get_running_loop().call_later(END_S, self._send, signal.SIGKILL)
+
+    async def _pass_on(self) -> None:
+        """Hand the signal that ends this process to the ranks; how long they may take, whoever sent it decides."""
+        await self._context.stopping.wait()
+        self._send(signal.Signals(self._context.signal), signal.SIGCONT)
+
+    def _send(self, *numbers: signal.Signals) -> None:
+        for rank in self._ranks:
+            for number in numbers:
+                with contextlib.suppress(ProcessLookupError):
+                    rank.process.send_signal(number)

@@ -1,4 +1,4 @@
-"""One leased row on its way through an instance, and what an instance was told to do with it.
+"""One leased row on its way through an instance, and the settings under which it is made.
 
 Invariant: what is generated for a row is a function of the row, the settings that all instances share and the weights;
 nothing of the instance enters the request.
@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncflow.data.base import Prompt
 from asyncflow.flow.instance import Work
-from asyncflow.flow.schedule import Window
+from asyncflow.flow.schedule import VersionWindow
 from asyncflow.identity import Version
 from asyncflow.net.frames import Jagged
 from asyncflow.queue.protocol.messages import TOKENS_TAG, LeasedRow, Tag
@@ -83,7 +83,7 @@ class Job:
     def work(self) -> Work:
         """The row as ``flow.instance`` sees it; the job itself is its name."""
         meta = self.row.meta
-        return Work(self, self.purpose, Window(meta.min_version, meta.max_version))
+        return Work(self, self.purpose, VersionWindow(meta.min_version, meta.max_version))
 
     def request(self, settings: RolloutSettings) -> GenerationRequest:
         """Return what the engine is asked for."""
@@ -106,7 +106,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SampleOutcome:
     """A sample that is finished: what goes into the row's columns and tags."""
 
     job: Job
@@ -133,7 +133,7 @@ class Outcome:
         }
 
 
-def columns(outcomes: Sequence[Outcome]) -> dict[str, Jagged]:
+def columns(outcomes: Sequence[SampleOutcome]) -> dict[str, Jagged]:
     """Return the columns response_ids int32, logprobs float32, versions int64 and reward float32[1], by outcome."""
     made = [outcome.completion for outcome in outcomes]
     return {

@@ -4,7 +4,11 @@ Every sample is a coroutine (generate, score, deliver); one loop steers: it begi
 swaps when that says so. Waiting for a reward or for a storage unit holds no slot.
 
 Invariants: only the steering loop begins sequences and loads weights, so none runs while weights are loaded; nothing
-that is away for a while ends the worker, only what makes going on senseless does.
+that is away for a while ends the worker, only what makes going on senseless does. Of its time, ``generate`` counts that
+with at least one running sequence; ``receive`` that in which there was none although there was work, which waited for
+other weights (on their way, or here and not loaded yet); ``swap`` that in which weights were loaded: these never
+overlap. ``occupied`` counts the time with at least one row on lease: what a rollout has to do, waiting for weights and
+rewards included.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,24 +29,111 @@ from asyncflow.flow.instance import Instance
 from asyncflow.identity import Version
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.net.roster import Status
-from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.client import QueueClient
 from asyncflow.rewards.service import Rewards
-from asyncflow.rollout.claimer import Claimer
-from asyncflow.rollout.delivery import Delivery
-from asyncflow.rollout.desk import Desk
-from asyncflow.rollout.engines.base import RolloutEngine
-from asyncflow.rollout.job import Job, Outcome, RolloutSettings
-from asyncflow.rollout.meter import Meter
-from asyncflow.telemetry.metrics import RolloutMetrics
-from asyncflow.weights.messages import CatalogueView
-from asyncflow.weights.probe import Probe, Proved, refuted, split_probe
+from asyncflow.rollout.engines.base import Completion, RolloutEngine
+from asyncflow.rollout.job import Job, RolloutSettings, SampleOutcome
+from asyncflow.rollout.leases import Claimer, Delivery, InFlightTable
+from asyncflow.telemetry.metrics import BusyClock, RolloutMetrics
+from asyncflow.weights.manifest import CatalogueView
+from asyncflow.weights.probe import Proved, WeightProbe, refuted, split_probe
 from asyncflow.weights.receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
 
 _WATCH_S = 3600.0
-
 Weights: TypeAlias = Mapping[str, NDArray[Any]]
+
+
+class SwapInterval(NamedTuple):
+    """The seconds from one swap to the next: all; stalled by weights; without a sequence, for whatever reason."""
+
+    wall_s: float
+    stall_s: float
+    idle_s: float
+
+    def __str__(self) -> str:
+        return f"in {self.wall_s:.3f} s since the last: stalled {self.stall_s:.3f} s, idle {self.idle_s:.3f} s"
+
+
+class RolloutMeter:
+    """Counts for heartbeats and for ``metrics``. fenced: results that came too late."""
+
+    def __init__(self, metrics: RolloutMetrics) -> None:
+        self.busy = BusyClock()
+        self.occupied = BusyClock()
+        self.fenced = 0
+        self.delivered = 0
+        self.swaps = 0
+        self._metrics = metrics
+        self._generating = False
+        self._waiting = False
+        self._holding = False
+        self._last = (time.monotonic(), 0.0, 0.0)
+
+    def running(self, sequences: int, *, waiting: bool) -> None:
+        """Take in how many sequences run now, and whether work waits for other weights."""
+        self._metrics.inflight.set(sequences)
+        waiting = waiting and not sequences
+        if bool(sequences) != self._generating:
+            self._generating = not self._generating
+            (self.busy.begin if self._generating else self.busy.end)("generate")
+        if waiting != self._waiting:
+            self._waiting = waiting
+            (self.busy.begin if waiting else self.busy.end)("receive")
+
+    def holding(self, rows: int) -> None:
+        """Take in how many rows there are on lease."""
+        if bool(rows) != self._holding:
+            self._holding = not self._holding
+            (self.occupied.begin if self._holding else self.occupied.end)("rows")
+
+    def interval(self) -> SwapInterval:
+        """Return the seconds since it was asked last, or since the start."""
+        before, self._last = self._last, (time.monotonic(), self.stall_s, self.generate_s)
+        wall_s, stall_s, generate_s = (new - old for new, old in zip(self._last, before, strict=True))
+        return SwapInterval(wall_s, stall_s, wall_s - generate_s)
+
+    def generated(self, completion: Completion) -> None:
+        """Take in a sequence that ended."""
+        self._metrics.sequences.labels(completion.finish).inc()
+        self._metrics.tokens.inc(len(completion.ids))
+
+    def swapped(self, step: int, seconds: float) -> None:
+        """Take in a swap to ``step``."""
+        self.swaps += 1
+        self._metrics.swaps.inc()
+        self._metrics.swap_seconds.observe(seconds)
+        self._metrics.version_step.set(step)
+
+    def probed(self, gaps: NDArray[np.float32]) -> float:
+        """Take in by how much the engine's log-probs differ after a swap; return the mean."""
+        self._metrics.probe_gap.set(float(gaps.max(initial=0.0)))
+        return float(gaps.mean()) if len(gaps) else 0.0
+
+    def scored(self, outcome: SampleOutcome, seconds: float) -> None:
+        """Take in a sample that got its reward."""
+        self._metrics.reward_seconds.observe(seconds)
+        if outcome.reward.failure:
+            self._metrics.rewards_failed.labels(outcome.reward.failure).inc()
+
+    def settled(self, *, taken: bool) -> None:
+        """Take in what became of a result at the queue."""
+        if taken:
+            self.delivered += 1
+        else:
+            self.fenced += 1
+
+    @property
+    def generate_s(self) -> float:
+        """Seconds with a running sequence."""
+        return self.busy.seconds().get("generate", 0.0)
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds without one because weights were received or loaded, the very first apart."""
+        seconds = self.busy.seconds()
+        return seconds.get("receive", 0.0) + seconds.get("swap", 0.0)
 
 
 def wanted_by(instance: Instance) -> Callable[[CatalogueView], int | None]:
@@ -71,7 +162,7 @@ class RolloutWorker:
         metrics: RolloutMetrics,
         merge: Callable[[Weights], Weights] | None = None,
     ) -> None:
-        self.meter = Meter(metrics)
+        self.meter = RolloutMeter(metrics)
         self._receiver = receiver
         self._engine = engine
         self._rewards = rewards
@@ -85,8 +176,8 @@ class RolloutWorker:
         self._leaving = asyncio.Event()
         self._failure: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._wish: int | None = None
-        self._desk = Desk(
+        self._wanted: int | None = None
+        self._in_flight = InFlightTable(
             queue=queue,
             instance=instance,
             settings=settings,
@@ -102,9 +193,9 @@ class RolloutWorker:
                 instance=instance,
                 settings=settings,
                 slots=engine.slots,
-                got=self._desk.take,
+                got=self._in_flight.take,
                 parked=self._parked,
-                backlog=self._desk.backlog,
+                backlog=self._in_flight.backlog,
             )
             for purpose in ("train", "eval")
         ]
@@ -121,7 +212,7 @@ class RolloutWorker:
             self._stage(),
             self._engine.ended(),
             self._watch(),
-            self._desk.renew(),
+            self._in_flight.renew(),
             *(claimer.run() for claimer in self._claimers),
         ):
             self._spawn(work)
@@ -141,7 +232,7 @@ class RolloutWorker:
             "staged": -1 if staged is None else staged.packed,
             "slots": self._engine.slots,
             "running": self._instance.running,
-            "inflight": len(self._desk),
+            "inflight": len(self._in_flight),
             "tokens_generated": sum(tokens.values()),
             "tokens_generated_train": tokens.get("train", 0),
             "tokens_generated_eval": tokens.get("eval", 0),
@@ -151,7 +242,7 @@ class RolloutWorker:
             "swaps": self.meter.swaps,
             "delivered": self.meter.delivered,
             "fenced": self.meter.fenced,
-            "lost": self._desk.lost,
+            "lost": self._in_flight.lost,
             "draining": self._leaving.is_set(),
         }
 
@@ -164,7 +255,7 @@ class RolloutWorker:
                 assert isinstance(work.id, Job)
                 work.id.task = self._spawn(self._sample(work.id))
             step = self._instance.swap()
-            waits = self._instance.waits(self._wish, required=self._receiver.view.required)
+            waits = self._instance.waits(self._wanted, required=self._receiver.view.required)
             self.meter.running(self._instance.running, waiting=waits and step is None)
             if step is None:
                 await self._changed.wait()
@@ -175,9 +266,9 @@ class RolloutWorker:
         """Inform the instance of what can be loaded, the receiver of what is wanted, and the claimers of the change."""
         receiver = self._receiver
         self._instance.know(staged=receiver.staged, in_memory=receiver.held, available=receiver.available())
-        wish = wanted_by(self._instance)(receiver.view)
-        if wish != self._wish:
-            self._wish = wish
+        wanted = wanted_by(self._instance)(receiver.view)
+        if wanted != self._wanted:
+            self._wanted = wanted
             receiver.notify()
         for claimer in self._claimers:
             claimer.changed.set()
@@ -191,8 +282,8 @@ class RolloutWorker:
                 await self._receiver.ensure(step, timeout=self._settings.load_s)
             except DeadlineExceeded as error:
                 log.warning("%s", error)
-                stuck = [job for job in self._desk if job.task is None and job.needs(step, loaded=loaded)]
-                await self._desk.give_back(stuck, reason=f"version {step} cannot be had")
+                stuck = [job for job in self._in_flight if job.task is None and job.needs(step, loaded=loaded)]
+                await self._in_flight.give_back(stuck, reason=f"version {step} cannot be had")
                 return
             version, tensors = self._receiver.take(step)
             weights, probe = await self._weights_of(version, tensors)
@@ -204,9 +295,9 @@ class RolloutWorker:
         self._instance.loaded(version)
         seconds = time.monotonic() - began
         self.meter.swapped(step, seconds)
-        log.info("swapped to %s in %.3f s; %s", version, seconds, self.meter.lap())
+        log.info("swapped to %s in %.3f s; %s", version, seconds, self.meter.interval())
 
-    async def _prove(self, version: Version, probe: Probe) -> None:
+    async def _prove(self, version: Version, probe: WeightProbe) -> None:
         """Compare the log-probs of the loaded weights with those that were published with them.
 
         Raises AsyncFlowError where the engine has other weights than the catalogue says.
@@ -233,7 +324,7 @@ class RolloutWorker:
                 differs = functools.partial(lambda seen: self._receiver.staged != seen, staged)
                 await self._receiver.wait_for(differs, what="a version to prepare", timeout=_WATCH_S)
 
-    async def _weights_of(self, version: Version, tensors: Weights) -> tuple[Weights, Probe | None]:
+    async def _weights_of(self, version: Version, tensors: Weights) -> tuple[Weights, WeightProbe | None]:
         """Return what the engine loads of a held version, which is made in another thread and once, and its probe."""
         published, probe = split_probe(tensors)
         if self._merge is None:
@@ -247,14 +338,14 @@ class RolloutWorker:
         """Wake the steering loop whenever other weights can be had."""
         receiver = self._receiver
 
-        def news() -> object:
+        def known() -> object:
             return receiver.staged, receiver.held, receiver.available(), receiver.view.required
 
         def differs(seen: object) -> bool:
-            return news() != seen
+            return known() != seen
 
         while True:
-            seen = news()
+            seen = known()
             self._changed.set()
             with contextlib.suppress(DeadlineExceeded):
                 await receiver.wait_for(functools.partial(differs, seen), what="other weights", timeout=_WATCH_S)
@@ -267,20 +358,20 @@ class RolloutWorker:
             self._instance.release(job)
             self._changed.set()
         if completion.finish == "aborted":
-            await self._desk.give_back([job], reason="aborted")
+            await self._in_flight.give_back([job], reason="aborted")
             return
         self.meter.generated(completion)
         job.generated = True
         ids = completion.ids[:-1] if completion.finish == "stop" else completion.ids
         began = time.monotonic()
         reward = await self._rewards.score(job.example(self._tokenizer.decode(ids.tolist())))
-        outcome = Outcome(job=job, completion=completion, reward=reward)
+        outcome = SampleOutcome(job=job, completion=completion, reward=reward)
         self.meter.scored(outcome, time.monotonic() - began)
         self._delivery.put(outcome)
 
-    def _settled(self, outcome: Outcome, taken: bool) -> None:
+    def _settled(self, outcome: SampleOutcome, taken: bool) -> None:
         self.meter.settled(taken=taken)
-        self._desk.forget(outcome.job)
+        self._in_flight.forget(outcome.job)
 
     def _parked(self, purpose: str) -> None:
         if purpose == "eval":
@@ -292,13 +383,15 @@ class RolloutWorker:
         self._instance.drain()
         if self._merging is not None:
             self._merging[1].cancel()
-        finishing = {job.task for job in self._desk if job.generated and job.task is not None}
+        finishing = {job.task for job in self._in_flight if job.generated and job.task is not None}
         for task in self._tasks - finishing:
             task.cancel()
         until = time.monotonic() + self._settings.drain_s
-        begun = [job for job in self._desk if not job.generated]
-        log.info("leaving; %d rows are given back, %d are to be delivered", len(begun), len(self._desk) - len(begun))
-        await self._desk.give_back(begun, reason="the instance leaves")
+        begun = [job for job in self._in_flight if not job.generated]
+        log.info(
+            "leaving; %d rows are given back, %d are to be delivered", len(begun), len(self._in_flight) - len(begun)
+        )
+        await self._in_flight.give_back(begun, reason="the instance leaves")
         if finishing:
             await asyncio.wait(finishing, timeout=self._settings.drain_s)
         await self._delivery.flush(timeout=max(0.1, until - time.monotonic()))
@@ -307,7 +400,7 @@ class RolloutWorker:
                 task.cancel()
             await asyncio.wait(self._tasks)
         self.meter.running(0, waiting=False)
-        await self._desk.give_back(list(self._desk), reason="the instance leaves")
+        await self._in_flight.give_back(list(self._in_flight), reason="the instance leaves")
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

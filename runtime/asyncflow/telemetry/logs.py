@@ -1,7 +1,7 @@
 r"""Logging of a role: one line a record on stderr, UTC time, level, role, place, words.
 
 Invariants: one record is one line, tracebacks included (their line ends are written ``\n``), so that lines of many
-processes can be mixed, sorted and searched; a record that cannot be written is dropped, and stops nobody.
+processes can be mixed, sorted and searched; a record that cannot be written is dropped, and holds nothing up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LineFormatter(logging.Formatter):
 
 class _Handler(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (the name is logging's)
-        """Drop a record that the disk, or whoever reads, does not take."""
+        """Drop a record that cannot be written."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 

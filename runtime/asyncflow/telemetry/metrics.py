@@ -1,16 +1,23 @@
-"""The metrics of each role: one small class a role, each metric declared in one place.
+"""The metrics of each role: one small class a role, each metric declared in one place; and the clock of busy time.
 
 Names are ``asyncflow_<role>_<what>``, with a unit (``_seconds``, ``_bytes``, ``_steps``, ``_ratio`` for shares of one)
-where there is one, and ``_total`` for what only grows; which instance it was is no label, since the scraper adds whom
-it asked. Every class has a registry of its own, which ``net.http`` shows.
+where there is one, and ``_total`` for what only grows; which instance it was is no label, since the scraper adds
+its name. Every class has a registry of its own, which ``net.http`` shows.
 
-Invariant: what an object counts itself (busy seconds, calls) is read from it when ``/metrics`` is asked, never copied.
+Busy time is the union of sections, of each cause and of all together: sections of one cause may overlap (many sequences
+run at once) and nest (a forward inside a step), in one thread or in many.
+
+Invariants: what an object counts itself (busy seconds, calls) is read from it when ``/metrics`` is asked, never copied.
+No cause is ever busy longer than ``total()``, ``total()`` never longer than the time that passed, and never shorter
+than any one section; a section that still runs counts up to now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -21,7 +28,81 @@ from prometheus_client.registry import Collector
 
 from asyncflow.errors import AsyncFlowError
 from asyncflow.net.rpc import RpcCounters
-from asyncflow.telemetry.busy import BusyClock
+
+
+class _Union:
+    """Length of a union of intervals that begin and end in the order of one clock."""
+
+    __slots__ = ("depth", "passed", "since")
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.passed = 0.0
+        self.since = 0.0
+
+    def begin(self, now: float) -> None:
+        if self.depth == 0:
+            self.since = now
+        self.depth += 1
+
+    def end(self, now: float) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            self.passed += now - self.since
+
+    def until(self, now: float) -> float:
+        return self.passed + (now - self.since if self.depth else 0.0)
+
+
+class BusyClock:
+    """Counts busy seconds per cause: ``busy = BusyClock()``, then ``with busy("forward"): ...``. Thread-safe.
+
+    clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._all = _Union()
+        self._causes: dict[str, _Union] = {}
+
+    @contextmanager
+    def __call__(self, cause: str) -> Iterator[None]:
+        """Count the body as time spent on ``cause``."""
+        self.begin(cause)
+        try:
+            yield
+        finally:
+            self.end(cause)
+
+    def begin(self, cause: str) -> None:
+        """Begin a section that is no ``with`` block; each needs its ``end``."""
+        with self._lock:
+            now = self._clock()
+            self._all.begin(now)
+            self._causes.setdefault(cause, _Union()).begin(now)
+
+    def end(self, cause: str) -> None:
+        """End a section that ``begin`` began; ValueError where there is none."""
+        with self._lock:
+            union = self._causes.get(cause)
+            if union is None or union.depth == 0:
+                raise ValueError(f"no section {cause!r} is running")
+            now = self._clock()
+            union.end(now)
+            self._all.end(now)
+
+    def total(self) -> float:
+        """Return the seconds so far in which at least one section of any cause ran."""
+        with self._lock:
+            return self._all.until(self._clock())
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds so far of each cause; causes that overlap both count."""
+        with self._lock:
+            now = self._clock()
+            return {cause: union.until(now) for cause, union in self._causes.items()}
+
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _STEPS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
@@ -52,6 +133,8 @@ class RoleMetrics:
         self.registry = CollectorRegistry()
         self.refreshed: list[Callable[[], Awaitable[None]]] = []
         ProcessCollector(registry=self.registry)
+        self.insecure = self.gauge("insecure", "1 where this process serves other hosts without a certificate")
+        self.certificate_errors = self.total("certificate_errors", "changed certificates that could not be used")
 
     def watch_busy(self, busy: BusyClock, *, what: str = "busy") -> None:
         """Show ``busy`` as ``asyncflow_<role>_<what>_seconds_total{cause}``; the cause "any" is their union."""
@@ -76,7 +159,7 @@ class RoleMetrics:
         return Counter(f"asyncflow_{self.role}_{what}", words, labels, registry=self.registry)
 
     def total(self, what: str, words: str) -> Total:
-        """Declare a counter ``asyncflow_<role>_<what>_total`` that is set to what somebody else counts."""
+        """Declare a counter ``asyncflow_<role>_<what>_total`` whose value is set as a whole."""
         made = Total(f"asyncflow_{self.role}_{what}", words)
         self.registry.register(made)
         return made
@@ -264,7 +347,7 @@ class _BusyCollector(Collector):
 
 
 class _CountCollector(Collector):
-    """A counter with one label whose values somebody else keeps."""
+    """A counter with one label whose values are kept elsewhere."""
 
     def __init__(self, name: str, words: str, label: str, counts: Callable[[], Mapping[str, int]]) -> None:
         self._describe = (name, words, label)
@@ -288,6 +371,7 @@ class _RpcCollector(Collector):
         families = (
             ("calls", "calls begun", "method", counters.calls),
             ("errors", "calls answered by an error", "code", counters.errors),
+            ("refused", "connections and calls refused", "reason", counters.refused),
             ("dropped", "messages dropped, such as follow no protocol", "reason", counters.dropped),
             ("cancelled", "calls whose caller waited no longer", "reason", {"deadline or cancel": counters.cancelled}),
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from asyncflow.errors import Fenced, ProtocolError, Refused, StaleHandle
 from asyncflow.identity import Version
-from asyncflow.weights.manifest import Manifest, Part, TensorEntry, merge
+from asyncflow.weights.manifest import Manifest, ManifestPart, TensorEntry, merge
 from asyncflow.weights.slices import Box, subtract
 
 
@@ -29,7 +29,7 @@ class Holding:
 
 @dataclass(kw_only=True)
 class _Record:
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, ManifestPart] = field(default_factory=dict)
     manifest: Manifest | None = None
     holders: dict[str, Holding] = field(default_factory=dict)
     available: bool = False
@@ -65,12 +65,12 @@ class Catalogue:
 
     @property
     def required(self) -> frozenset[int]:
-        """The steps that the driver said unfinished work needs."""
+        """The steps that unfinished work needs, as the driver last reported."""
         return self._required or frozenset()
 
     @property
     def versions(self) -> list[Version]:
-        """All versions that somebody holds at least a part of, oldest first."""
+        """All versions of which a worker holds at least a part, oldest first."""
         return sorted(self._records)
 
     def available(self, version: Version) -> bool:
@@ -102,7 +102,7 @@ class Catalogue:
         """Refuse publications by trainer attempts older than ``attempt`` from now on."""
         self._attempt = max(self._attempt, attempt)
 
-    def publish(self, part: Part) -> bool:
+    def publish(self, part: ManifestPart) -> bool:
         """Take one rank's part of a version; say whether the version is complete now.
 
         The same part may come again (a driver restarted, an answer was lost). Raises Fenced for an older attempt,
@@ -192,7 +192,7 @@ class Catalogue:
         self.revision += 1
 
 
-def _accept(part: Part, record: _Record) -> None:
+def _accept(part: ManifestPart, record: _Record) -> None:
     known = record.parts.get(part.part)
     where = f"weights {Version.unpack(part.version)}"
     if known is not None and known.tensors != part.tensors:
@@ -206,10 +206,10 @@ def _accept(part: Part, record: _Record) -> None:
     record.parts = parts
 
 
-def _agree(part: Part, manifest: Manifest) -> None:
-    known = {(entry.name, piece.box): piece.digest for entry in manifest.tensors for piece in entry.slices}
+def _agree(part: ManifestPart, manifest: Manifest) -> None:
+    known = {(entry.name, each.box): each.digest for entry in manifest.tensors for each in entry.slices}
     for entry in part.tensors:
-        for piece in entry.slices:
-            if known.get((entry.name, piece.box)) != piece.digest:
-                what = f"{entry.name!r} at {piece.box} was published before with other content"
+        for each in entry.slices:
+            if known.get((entry.name, each.box)) != each.digest:
+                what = f"{entry.name!r} at {each.box} was published before with other content"
                 raise Refused(what, where=f"weights {Version.unpack(part.version)}")

@@ -21,26 +21,26 @@ from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Refused, StaleHan
 from asyncflow.identity import Version
 from asyncflow.net.retry import Outage, retry
 from asyncflow.net.rpc import RpcClient
-from asyncflow.weights.arena import Arena
-from asyncflow.weights.manifest import Manifest, Part
-from asyncflow.weights.messages import (
+from asyncflow.weights.manifest import (
     EMPTY_VIEW,
     CatalogueView,
-    Dropped,
-    DroppedReply,
-    Held,
-    HeldReply,
+    Manifest,
+    ManifestPart,
     Published,
-    Watch,
+    VersionDropped,
+    VersionDroppedReply,
+    VersionsHeld,
+    VersionsHeldReply,
+    WatchVersions,
 )
-from asyncflow.weights.slices import Box
-from asyncflow.weights.transports.base import Transport
+from asyncflow.weights.slices import Arena, Box
+from asyncflow.weights.transport import Transport
 
 log = logging.getLogger(__name__)
 
 _WATCH_S = 5.0
 _CALL_S = 10.0
-_GOODBYE_S = 1.0
+_LEAVE_S = 1.0
 
 
 class Linked(Protocol):
@@ -56,7 +56,7 @@ class Copy:
     """A version in this worker's memory. origin: the part that this worker published, or the manifest it pulled."""
 
     arena: Arena
-    origin: Part | Manifest
+    origin: ManifestPart | Manifest
 
 
 class Holder:
@@ -101,12 +101,12 @@ class Holder:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        goodbye = Dropped(worker=self.worker, versions=tuple(version.packed for version in self.copies))
+        dropped = VersionDropped(worker=self.worker, versions=tuple(version.packed for version in self.copies))
         self.copies.clear()
         try:
-            await self._driver.call("weights.dropped", goodbye, DroppedReply, timeout=_GOODBYE_S)
+            await self._driver.call("weights.dropped", dropped, VersionDroppedReply, timeout=_LEAVE_S)
         except AsyncFlowError as error:
-            log.info("weights: left without a goodbye: %s", error)
+            log.info("weights: left without telling the driver: %s", error)
         await self.transport.close()
 
     def add(self, version: Version, copy: Copy) -> None:
@@ -131,7 +131,7 @@ class Holder:
                 f"{what} did not come within {timeout:g} s", where=f"weights of {self.worker}", hint=hint
             ) from None
 
-    async def publish(self, version: Version, arena: Arena, part: Part, *, timeout: float) -> bool:
+    async def publish(self, version: Version, arena: Arena, part: ManifestPart, *, timeout: float) -> bool:
         """Hold what this worker publishes of a version and announce it; say whether the version is complete now.
 
         Raises Fenced or Refused, and then nothing has changed; DeadlineExceeded, and then it is held all the same, and
@@ -156,7 +156,9 @@ class Holder:
     async def _watch(self) -> None:
         outage = Outage("watching the catalogue of weights")
         while True:
-            known = Watch(worker=self.worker, epoch=self.view.epoch, revision=self.view.revision, wait_s=_WATCH_S)
+            known = WatchVersions(
+                worker=self.worker, epoch=self.view.epoch, revision=self.view.revision, wait_s=_WATCH_S
+            )
             try:
                 view = await self._driver.call("weights.watch", known, CatalogueView, timeout=_WATCH_S + _CALL_S)
             except AsyncFlowError as error:
@@ -194,30 +196,34 @@ class Holder:
             if copy is None:
                 continue
             try:
-                await (self._publish(copy.origin) if isinstance(copy.origin, Part) else self._hold(copy, copy.origin))
+                await (
+                    self._publish(copy.origin)
+                    if isinstance(copy.origin, ManifestPart)
+                    else self._hold(copy, copy.origin)
+                )
             except Refused as error:
                 del self.copies[version]
                 log.warning("weights: dropped %s: %s", version, error)
         if removed := believed - self.copies.keys():
-            request = Dropped(worker=self.worker, versions=tuple(version.packed for version in removed))
-            await self._driver.call("weights.dropped", request, DroppedReply, timeout=_CALL_S)
+            request = VersionDropped(worker=self.worker, versions=tuple(version.packed for version in removed))
+            await self._driver.call("weights.dropped", request, VersionDroppedReply, timeout=_CALL_S)
 
-    async def _publish(self, part: Part) -> bool:
+    async def _publish(self, part: ManifestPart) -> bool:
         return (await self._driver.call("weights.publish", part, Published, timeout=_CALL_S)).complete
 
     async def _hold(self, copy: Copy, manifest: Manifest) -> None:
         boxes = copy.arena.boxes
         whole = all(boxes.get(entry.name) == Box.whole(entry.shape) for entry in manifest.tensors)
-        request = Held(
+        request = VersionsHeld(
             worker=self.worker,
             address=self.address,
             version=manifest.version,
             regions=None if whole else boxes,
         )
-        reply = await self._driver.call("weights.held", request, HeldReply, timeout=_CALL_S)
+        reply = await self._driver.call("weights.held", request, VersionsHeldReply, timeout=_CALL_S)
         if not reply.known:
             told = msgspec.structs.replace(request, manifest=manifest)
-            await self._driver.call("weights.held", told, HeldReply, timeout=_CALL_S)
+            await self._driver.call("weights.held", told, VersionsHeldReply, timeout=_CALL_S)
 
 
 def _report(task: asyncio.Task[None]) -> None:

@@ -1,10 +1,14 @@
-"""Contents of a version: tensors, the slices they were published in, and the digest of each.
+"""Contents of a version, and the messages about versions: what each consists of, who holds it, who needs it.
 
-A manifest is content, never place: it is the same at whoever holds the version, and a slice's ``holder`` only says who
-published it.
+A manifest lists tensors, the slices they were published in, and the digest of each. It is content, never place: it is
+the same at every worker that holds the version, and a slice's ``holder`` only says who published it. A
+``CatalogueView`` is the catalogue as one worker sees it; the other messages are those between holders and the
+catalogue.
 
-Invariant: a manifest that passed ``check`` is complete (its slices tile every tensor) and consistent (sizes follow from
-shapes, ``digest`` from the entries), so that two manifests with equal digests describe equal bytes.
+Invariants: a manifest that passed ``check`` is complete (its slices tile every tensor) and consistent (sizes follow
+from shapes, ``digest`` from the entries), so that two manifests with equal digests describe equal bytes. A
+``CatalogueView`` is whole: who has it needs no earlier one. Revisions compare only within one ``epoch``, the life of
+one catalogue.
 """
 
 from __future__ import annotations
@@ -19,16 +23,7 @@ import xxhash
 
 from asyncflow.errors import ProtocolError, Refused
 from asyncflow.identity import Version
-from asyncflow.weights.slices import AnyArray, Box, intersect, split, subtract, view
-
-DTYPES: Mapping[str, np.dtype[np.generic]] = {
-    "bfloat16": np.dtype(np.uint16),
-    **{
-        name: np.dtype(name)
-        for name in ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
-    },
-}
-"""The dtypes that weights may have. A numpy uint16 array always means the bits of bfloat16."""
+from asyncflow.weights.slices import DTYPES, AnyArray, Box, intersect, split, subtract, view
 
 HASH = "xxh3-128"
 """The hash of the bytes of slices."""
@@ -69,7 +64,7 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
         return prod(self.shape) * self.itemsize
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class ManifestPart(msgspec.Struct, frozen=True, kw_only=True):
     """Part of a version that rank ``part`` of ``parts`` publishes; ``address`` is where the rank serves it."""
 
     version: int
@@ -85,7 +80,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
             raise ProtocolError(f"part {self.part} of {self.parts} does not exist", where=_where(self.version))
         _check_entries(self.tensors)
         for entry in self.tensors:
-            if [piece.holder for piece in entry.slices] != [self.worker]:
+            if [each.holder for each in entry.slices] != [self.worker]:
                 raise ProtocolError(f"{entry.name!r} is not one slice of {self.worker}", where=_where(self.version))
 
     @property
@@ -113,7 +108,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             raise ProtocolError("the digest does not follow from the tensors", where=_where(self.version))
 
 
-def merge(parts: Iterable[Part]) -> Manifest:
+def merge(parts: Iterable[ManifestPart]) -> Manifest:
     """Make the manifest of a version from the parts of all ranks. Raises Refused where they do not fit together."""
     found = list(parts)
     entries: dict[str, TensorEntry] = {}
@@ -125,12 +120,12 @@ def merge(parts: Iterable[Part]) -> Manifest:
         if (known.dtype, known.shape) != (entry.dtype, entry.shape):
             what = f"{entry.name!r} is {known.dtype}{known.shape} at one rank, {entry.dtype}{entry.shape} at another"
             raise Refused(what, where=_where(found[0].version), hint="Publish the same model from all ranks.")
-        boxes = {piece.box: piece.digest for piece in known.slices}
-        for piece in entry.slices:
-            if boxes.get(piece.box, piece.digest) != piece.digest:
-                what = f"two ranks publish different bytes for {entry.name!r} at {piece.box}"
+        boxes = {each.box: each.digest for each in known.slices}
+        for each in entry.slices:
+            if boxes.get(each.box, each.digest) != each.digest:
+                what = f"two ranks publish different bytes for {entry.name!r} at {each.box}"
                 raise Refused(what, where=_where(found[0].version), hint="Replicated weights have drifted apart.")
-        fresh = tuple(piece for piece in entry.slices if piece.box not in boxes)
+        fresh = tuple(each for each in entry.slices if each.box not in boxes)
         entries[entry.name] = msgspec.structs.replace(known, slices=known.slices + fresh)
     tensors = tuple(entries[name] for name in sorted(entries))
     for entry in tensors:
@@ -170,7 +165,7 @@ def digest_of(array: AnyArray) -> str:
 
 def _digest_of_entries(tensors: Sequence[TensorEntry]) -> str:
     content = [
-        (entry.name, entry.dtype, entry.shape, sorted((piece.box.offset, piece.digest) for piece in entry.slices))
+        (entry.name, entry.dtype, entry.shape, sorted((each.box.offset, each.digest) for each in entry.slices))
         for entry in tensors
     ]
     return blake2b(msgspec.msgpack.encode(content), digest_size=_DIGEST_BYTES).hexdigest()
@@ -187,17 +182,17 @@ def _check_entries(tensors: Sequence[TensorEntry]) -> None:
             raise ProtocolError(f"unknown dtype {entry.dtype!r}", where=where)
         if len(entry.shape) > _MAX_RANK or any(size < 0 for size in entry.shape):
             raise ProtocolError(f"impossible shape {entry.shape}", where=where)
-        for piece in entry.slices:
-            if not piece.box.fits(entry.shape):
-                raise ProtocolError(f"{piece.box} does not lie inside {entry.shape}", where=where)
-            if piece.nbytes != piece.box.volume * entry.itemsize:
-                raise ProtocolError(f"{piece.nbytes} bytes do not follow from {piece.box}", where=where)
-            if not piece.digest.startswith(f"{HASH}:"):
-                raise ProtocolError(f"digest {piece.digest!r} is not of {HASH}", where=where)
+        for each in entry.slices:
+            if not each.box.fits(entry.shape):
+                raise ProtocolError(f"{each.box} does not lie inside {entry.shape}", where=where)
+            if each.nbytes != each.box.volume * entry.itemsize:
+                raise ProtocolError(f"{each.nbytes} bytes do not follow from {each.box}", where=where)
+            if not each.digest.startswith(f"{HASH}:"):
+                raise ProtocolError(f"digest {each.digest!r} is not of {HASH}", where=where)
 
 
 def _check_tiling(entry: TensorEntry) -> None:
-    boxes = [piece.box for piece in entry.slices]
+    boxes = [each.box for each in entry.slices]
     where = f"weights manifest, {entry.name!r}"
     if missing := subtract(Box.whole(entry.shape), boxes):
         raise ProtocolError(f"nobody publishes {missing[0]}", where=where)
@@ -208,3 +203,124 @@ def _check_tiling(entry: TensorEntry) -> None:
 
 def _where(version: int) -> str:
     return f"weights {Version.unpack(version)}"
+
+
+class HolderView(msgspec.Struct, frozen=True, kw_only=True):
+    """Holder of a version, or of a part of it (``whole`` False), and where it serves it."""
+
+    worker: str
+    address: str
+    whole: bool
+
+
+class VersionView(msgspec.Struct, frozen=True, kw_only=True):
+    """One version. digest: "" while parts are missing; available: whether its holders together have every byte."""
+
+    version: int
+    digest: str
+    available: bool
+    holders: tuple[HolderView, ...]
+
+
+class CatalogueView(msgspec.Struct, frozen=True, kw_only=True):
+    """The catalogue as one worker sees it. Versions are packed and in order.
+
+    newest: the newest version ever complete, -1 for none; required: steps that unfinished work needs; releasable: the
+    versions that this worker holds and may forget.
+    """
+
+    epoch: str
+    revision: int
+    newest: int
+    required: tuple[int, ...]
+    releasable: tuple[int, ...]
+    versions: tuple[VersionView, ...]
+
+    def get(self, version: Version) -> VersionView | None:
+        """Return what is known of ``version``."""
+        return next((known for known in self.versions if known.version == version.packed), None)
+
+    def find(self, step: int) -> Version | None:
+        """Return the available version of ``step``, that of the newest attempt, or None."""
+        return max((version for version in self.available if version.step == step), default=None)
+
+    @property
+    def available(self) -> list[Version]:
+        """The versions that can be pulled, oldest first."""
+        return [Version.unpack(known.version) for known in self.versions if known.available]
+
+    def held_by(self, worker: str) -> set[Version]:
+        """Return the versions that the catalogue believes ``worker`` to hold, wholly or in part."""
+        return {
+            Version.unpack(known.version)
+            for known in self.versions
+            if any(holder.worker == worker for holder in known.holders)
+        }
+
+
+EMPTY_VIEW = CatalogueView(epoch="", revision=-1, newest=-1, required=(), releasable=(), versions=())
+
+
+def newest_step(view: CatalogueView) -> int | None:
+    """Want the newest version that is available: what a receiver wants unless its worker says otherwise."""
+    return view.available[-1].step if view.available else None
+
+
+class Published(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to ``weights.publish`` (a ``ManifestPart``): whether all parts of the version have arrived."""
+
+    complete: bool
+
+
+class WatchVersions(msgspec.Struct, frozen=True, kw_only=True):
+    """Request of ``weights.watch``: answered by a ``CatalogueView`` when it differs from the one known, or after
+    wait_s seconds.
+    """
+
+    worker: str
+    epoch: str
+    revision: int
+    wait_s: float
+
+
+class VersionsHeld(msgspec.Struct, frozen=True, kw_only=True):
+    """Request of ``weights.held``: a worker has got a packed version and serves it at ``address``.
+
+    regions: None where it has all of it, else the box of each tensor; manifest: for a catalogue that does not know it.
+    """
+
+    worker: str
+    address: str
+    version: int
+    regions: Mapping[str, Box] | None = None
+    manifest: Manifest | None = None
+
+
+class VersionsHeldReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to ``weights.held``: False where it must be sent again with the manifest."""
+
+    known: bool
+
+
+class VersionDropped(msgspec.Struct, frozen=True, kw_only=True):
+    """Request of ``weights.dropped``: a worker holds these packed versions no longer."""
+
+    worker: str
+    versions: tuple[int, ...]
+
+
+class VersionDroppedReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to ``weights.dropped``."""
+
+
+class Locate(msgspec.Struct, frozen=True, kw_only=True):
+    """Request of ``weights.manifest``: the packed version asked for."""
+
+    version: int
+
+
+class Located(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to ``weights.manifest``. regions: what the holders that do not have all of it have, by worker."""
+
+    manifest: Manifest
+    regions: Mapping[str, Mapping[str, Box]]

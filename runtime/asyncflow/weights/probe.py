@@ -25,7 +25,7 @@ _IDS = "asyncflow.probe.ids"
 _LOGPROBS = "asyncflow.probe.logprobs"
 
 
-class Probe(NamedTuple):
+class WeightProbe(NamedTuple):
     """ids int32[n]; logprobs float32[n - 1]: log p(ids[i] | ids[:i]) for i >= 1, at temperature 1."""
 
     ids: NDArray[np.int32]
@@ -36,19 +36,19 @@ class Probe(NamedTuple):
         """The probe as tensors to publish."""
         return {_IDS: self.ids, _LOGPROBS: self.logprobs}
 
-    def shortened(self, tokens: int) -> Probe:
+    def shortened(self, tokens: int) -> WeightProbe:
         """Return the probe of the first ``tokens`` tokens, for a model that takes no more."""
-        return Probe(self.ids[:tokens], self.logprobs[: max(0, tokens - 1)])
+        return WeightProbe(self.ids[:tokens], self.logprobs[: max(0, tokens - 1)])
 
 
 class Proved(NamedTuple):
     """The probe of a version that was loaded, and by how much the loaded model's log-probs differed on average."""
 
-    probe: Probe
+    probe: WeightProbe
     gap: float
 
 
-def refuted(found: NDArray[np.float32], probe: Probe, *, before: Proved | None, limit: float) -> str | None:
+def refuted(found: NDArray[np.float32], probe: WeightProbe, *, before: Proved | None, limit: float) -> str | None:
     """Return why ``found`` cannot be of the weights of ``probe``, None where it can.
 
     before: of the version that was loaded before; limit: most by which log-probs may differ on average.
@@ -73,12 +73,12 @@ def probe_ids(*, vocabulary: int, most: int) -> NDArray[np.int32]:
     return np.random.default_rng(0).integers(vocabulary, size=min(TOKENS, most), dtype=np.int32)
 
 
-def split_probe(tensors: Mapping[str, AnyArray]) -> tuple[Mapping[str, AnyArray], Probe | None]:
+def split_probe(tensors: Mapping[str, AnyArray]) -> tuple[Mapping[str, AnyArray], WeightProbe | None]:
     """Return the weights among ``tensors``, and the probe where there is one."""
     weights = {name: tensor for name, tensor in tensors.items() if not is_probe(name)}
     if len(weights) == len(tensors):
         return tensors, None
-    return weights, Probe(np.asarray(tensors[_IDS], np.int32), np.asarray(tensors[_LOGPROBS], np.float32))
+    return weights, WeightProbe(np.asarray(tensors[_IDS], np.int32), np.asarray(tensors[_LOGPROBS], np.float32))
 
 
 def is_probe(name: str) -> bool:

@@ -1,7 +1,9 @@
 """The rollout's side: it pulls versions into host memory at its own pace, while generation goes on, and serves them.
 
-Invariants: an arena's arrays are handed out only when every byte was checked; a version in use, staged or waited for is
+Invariants: an arena's arrays are returned only when every byte was checked; a version in use, staged or waited for is
 never dropped; only the event loop's idle moments and a digest thread are used, so the engine is not held up.
+What a caller waits for comes before what the worker wants; an unfinished transfer is given up for a newer version only
+if no unfinished step needs it.
 """
 
 from __future__ import annotations
@@ -9,20 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from asyncflow.errors import AsyncFlowError, ProtocolError, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.net.retry import Outage, retry
-from asyncflow.weights.arena import Arena
 from asyncflow.weights.holder import Copy, Holder, Linked
-from asyncflow.weights.manifest import Manifest
-from asyncflow.weights.messages import CatalogueView, Locate, Located, newest_step
-from asyncflow.weights.policy import next_version
-from asyncflow.weights.slices import AnyArray, Box, subtract, view
+from asyncflow.weights.manifest import CatalogueView, Locate, Located, Manifest, newest_step
+from asyncflow.weights.slices import AnyArray, Arena, Box, subtract, view
 from asyncflow.weights.transfer import Sources, Transfer, TransferRecord
-from asyncflow.weights.transports.base import Source, Transport
+from asyncflow.weights.transport import Source, Transport
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +36,33 @@ def whole(name: str, shape: tuple[int, ...]) -> Box | None:
     """Need all of every tensor."""
     del name
     return Box.whole(shape)
+
+
+def next_version(
+    view: CatalogueView,
+    *,
+    held: Collection[Version],
+    unfinished: Version | None,
+    asked: Iterable[int],
+    wanted: int | None,
+) -> Version | None:
+    """Return the version to fetch now, which may be the unfinished one; None: nothing new, an unfinished one goes on.
+
+    asked: steps that are waited for, in that order; wanted: the step that the worker's policy names. A version
+    older than all that is held is fetched only when its step is asked for or required.
+    """
+    for step in asked:
+        version = view.find(step)
+        if version is not None and all(other.step != step for other in held):
+            return version
+    version = view.find(wanted) if wanted is not None else None
+    if version is None or version in held:
+        return None
+    if held and version < max(held) and version.step not in view.required:
+        return None
+    if unfinished is not None and unfinished < version and unfinished.step in view.required:
+        return unfinished if view.find(unfinished.step) == unfinished else version
+    return version
 
 
 class WeightReceiver:
@@ -116,7 +142,7 @@ class WeightReceiver:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def notify(self) -> None:
-        """Have ``want`` evaluated again: what it depends on has changed."""
+        """Evaluate ``want`` again: what it depends on has changed."""
         self._holder.notify()
 
     def take(self, step: int) -> tuple[Version, Mapping[str, AnyArray]]:
@@ -246,12 +272,12 @@ class WeightReceiver:
     def _known(self) -> dict[str, AnyArray]:
         """Return by digest the published slices that are at hand in other versions."""
         return {
-            piece.digest: view(copy.arena.arrays[entry.name], copy.arena.boxes[entry.name], piece.box)
+            each.digest: view(copy.arena.arrays[entry.name], copy.arena.boxes[entry.name], each.box)
             for copy in self._holder.copies.values()
             if isinstance(copy.origin, Manifest)
             for entry in copy.origin.tensors
-            for piece in entry.slices
-            if entry.name in copy.arena.boxes and not subtract(piece.box, [copy.arena.boxes[entry.name]])
+            for each in entry.slices
+            if entry.name in copy.arena.boxes and not subtract(each.box, [copy.arena.boxes[entry.name]])
         }
 
 

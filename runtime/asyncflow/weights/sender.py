@@ -15,15 +15,14 @@ import numpy as np
 
 from asyncflow.errors import Refused
 from asyncflow.identity import Version
-from asyncflow.weights.arena import Arena
 from asyncflow.weights.holder import Holder, Linked
-from asyncflow.weights.manifest import Part, Slice, TensorEntry, digest_of, dtype_name
-from asyncflow.weights.slices import AnyArray, Box
-from asyncflow.weights.transports.base import Transport
+from asyncflow.weights.manifest import ManifestPart, Slice, TensorEntry, digest_of, dtype_name
+from asyncflow.weights.slices import AnyArray, Arena, Box
+from asyncflow.weights.transport import Transport
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
+class PublishedSlice:
     """The slice of a tensor of ``shape`` that begins at ``offset`` and that this rank holds."""
 
     array: AnyArray
@@ -44,8 +43,8 @@ class Copied(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]]
 
 
-Tensors = Mapping[str, AnyArray | Shard]
-"""By name whole tensors, or slices of them. dtypes: those of ``manifest.DTYPES``; uint16 means the bits of bfloat16."""
+Tensors = Mapping[str, AnyArray | PublishedSlice]
+"""By name whole tensors, or slices of them. dtypes: those of ``slices.DTYPES``; uint16 means the bits of bfloat16."""
 
 
 class WeightSender:
@@ -72,7 +71,7 @@ class WeightSender:
     def held(self, version: Version) -> Mapping[str, AnyArray] | None:
         """Return the tensors of a version, or this rank's slices of them, None where it is not held any more.
 
-        They are what is served: nobody may change them.
+        They are what is served: they must not be changed.
         """
         copy = self._holder.copies.get(version)
         return None if copy is None else copy.arena.arrays
@@ -90,15 +89,15 @@ class WeightSender:
 
         Raises Refused for a dtype that cannot be published, or a slice that sticks out of its tensor.
         """
-        shards = {name: shard_of(name, given) for name, given in tensors.items()}
+        shards = {name: slice_of(name, given) for name, given in tensors.items()}
         arena = Arena({name: (dtype_name(shard.array), shard.box) for name, shard in shards.items()})
         for name, shard in shards.items():
             np.copyto(arena.arrays[name], shard.array)
         return Copied(version, arena, {name: shard.shape for name, shard in shards.items()})
 
-    def part(self, copied: Copied) -> Part:
+    def part(self, copied: Copied) -> ManifestPart:
         """Digest a copy; blocks, in whatever thread."""
-        return Part(
+        return ManifestPart(
             version=copied.version.packed,
             part=self._part,
             parts=self._parts,
@@ -107,7 +106,7 @@ class WeightSender:
             tensors=tuple(self._entry(name, copied) for name in sorted(copied.shapes)),
         )
 
-    async def announce(self, copied: Copied, part: Part, *, timeout: float) -> bool:
+    async def announce(self, copied: Copied, part: ManifestPart, *, timeout: float) -> bool:
         """Announce a copy, of which ``part`` was made; say whether all ranks' parts of the version have arrived.
 
         Raises Fenced when a newer trainer attempt has published, Refused when the content contradicts what is known,
@@ -125,14 +124,14 @@ class WeightSender:
 
     def _entry(self, name: str, copied: Copied) -> TensorEntry:
         array, box = copied.arena.arrays[name], copied.arena.boxes[name]
-        piece = Slice(box=box, holder=self._holder.worker, nbytes=array.nbytes, digest=digest_of(array))
-        return TensorEntry(name=name, dtype=dtype_name(array), shape=copied.shapes[name], slices=(piece,))
+        published = Slice(box=box, holder=self._holder.worker, nbytes=array.nbytes, digest=digest_of(array))
+        return TensorEntry(name=name, dtype=dtype_name(array), shape=copied.shapes[name], slices=(published,))
 
 
-def shard_of(name: str, given: AnyArray | Shard) -> Shard:
+def slice_of(name: str, given: AnyArray | PublishedSlice) -> PublishedSlice:
     """Return a tensor, or a slice of one, as a slice. Raises Refused where it sticks out of its tensor."""
-    if not isinstance(given, Shard):
-        return Shard(array=given, offset=(0,) * given.ndim, shape=given.shape)
+    if not isinstance(given, PublishedSlice):
+        return PublishedSlice(array=given, offset=(0,) * given.ndim, shape=given.shape)
     if not given.box.fits(given.shape):
         raise Refused(f"{name!r}: {given.box} does not lie inside {given.shape}", where="weights")
     return given

@@ -15,19 +15,19 @@ from asyncflow.errors import DeadlineExceeded
 from asyncflow.identity import Version
 from asyncflow.net.rpc import RpcServer
 from asyncflow.weights.catalogue import Catalogue, Holding
-from asyncflow.weights.manifest import Part
-from asyncflow.weights.messages import (
+from asyncflow.weights.manifest import (
     CatalogueView,
-    Dropped,
-    DroppedReply,
-    Held,
-    HeldReply,
     HolderView,
     Locate,
     Located,
+    ManifestPart,
     Published,
+    VersionDropped,
+    VersionDroppedReply,
+    VersionsHeld,
+    VersionsHeldReply,
     VersionView,
-    Watch,
+    WatchVersions,
 )
 
 log = logging.getLogger(__name__)
@@ -46,11 +46,11 @@ class CatalogueService:
         self.catalogue = catalogue if catalogue is not None else Catalogue()
         self._epoch = uuid.uuid4().hex
         self._changed = asyncio.Event()
-        server.route("weights.publish", Part, self._publish)
-        server.route("weights.watch", Watch, self._watch)
+        server.route("weights.publish", ManifestPart, self._publish)
+        server.route("weights.watch", WatchVersions, self._watch)
         server.route("weights.manifest", Locate, self._locate)
-        server.route("weights.held", Held, self._held)
-        server.route("weights.dropped", Dropped, self._dropped)
+        server.route("weights.held", VersionsHeld, self._held)
+        server.route("weights.dropped", VersionDropped, self._dropped)
 
     def require(self, steps: Iterable[int]) -> None:
         """Set the steps that unfinished work needs, all of them each time. See ``Catalogue.require``."""
@@ -98,14 +98,14 @@ class CatalogueService:
             ),
         )
 
-    async def _publish(self, part: Part, _frames: Sequence[memoryview]) -> Published:
+    async def _publish(self, part: ManifestPart, _frames: Sequence[memoryview]) -> Published:
         part.check()
         complete = self.catalogue.publish(part)
         log.info("weights %s: part %d of %d published", Version.unpack(part.version), part.part + 1, part.parts)
         self._wake()
         return Published(complete=complete)
 
-    async def _watch(self, request: Watch, _frames: Sequence[memoryview]) -> CatalogueView:
+    async def _watch(self, request: WatchVersions, _frames: Sequence[memoryview]) -> CatalogueView:
         deadline = asyncio.get_running_loop().time() + min(max(request.wait_s, 0.0), _LONGEST_WAIT_S)
         try:
             async with asyncio.timeout_at(deadline):
@@ -121,22 +121,22 @@ class CatalogueService:
         regions = {holding.worker: holding.regions for holding in holders if holding.regions is not None}
         return Located(manifest=self.catalogue.manifest(version), regions=regions)
 
-    async def _held(self, request: Held, _frames: Sequence[memoryview]) -> HeldReply:
+    async def _held(self, request: VersionsHeld, _frames: Sequence[memoryview]) -> VersionsHeldReply:
         version = Version.unpack(request.version)
         if self.catalogue.digest(version) is None and request.manifest is None:
-            return HeldReply(known=False)
+            return VersionsHeldReply(known=False)
         if request.manifest is not None:
             request.manifest.check()
         holding = Holding(worker=request.worker, address=request.address, regions=request.regions)
         self.catalogue.hold(version, holding, manifest=request.manifest)
         self._wake()
-        return HeldReply(known=True)
+        return VersionsHeldReply(known=True)
 
-    async def _dropped(self, request: Dropped, _frames: Sequence[memoryview]) -> DroppedReply:
+    async def _dropped(self, request: VersionDropped, _frames: Sequence[memoryview]) -> VersionDroppedReply:
         for packed in request.versions:
             self.catalogue.drop(request.worker, Version.unpack(packed))
         self._wake()
-        return DroppedReply()
+        return VersionDroppedReply()
 
     def _wake(self) -> None:
         self._changed.set()

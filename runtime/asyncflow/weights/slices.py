@@ -1,23 +1,41 @@
-"""Boxes of tensors: the arithmetic that lets any sharded layout feed any other.
+"""Boxes of tensors, the arithmetic that lets any sharded layout feed any other, and the host memory that holds them.
 
-A box is an axis-aligned region of one tensor in global coordinates. Nothing here knows where bytes lie.
+A box is an axis-aligned region of one tensor in global coordinates. An ``Arena`` is the host memory of one version: one
+anonymous mapping with a box of each tensor in it.
 
-Invariants: boxes that ``subtract``, ``split`` or ``route`` give are disjoint, non-empty, inside what was asked for, and
-together with what is reported missing they cover all of it. ``split`` gives its pieces in C order.
+Invariants: boxes that ``subtract``, ``split`` or ``route`` return are disjoint, non-empty, inside what was asked for,
+and together with what is reported missing they cover all of it. ``split`` returns its boxes in C order. The memory of
+an arena goes back to the system when the arena and every view of it are gone, and not before; so a process that still
+computes with a version, or sends it, never sees it vanish.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from math import prod
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncflow.errors import StaleHandle
+
 H = TypeVar("H", bound=Hashable)
 AnyArray = NDArray[np.generic]
+
+DTYPES: Mapping[str, np.dtype[np.generic]] = {
+    "bfloat16": np.dtype(np.uint16),
+    **{
+        name: np.dtype(name)
+        for name in ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+    },
+}
+"""The dtypes that weights may have. A numpy uint16 array always means the bits of bfloat16."""
+
+_ALIGNMENT = 64
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True):
@@ -57,7 +75,7 @@ def subtract(box: Box, others: Iterable[Box]) -> list[Box]:
     """Return what is left of ``box`` without ``others``, as disjoint boxes."""
     left = [box] if box.volume else []
     for other in others:
-        left = [piece for part in left for piece in _without(part, other)]
+        left = [rest for part in left for rest in _without(part, other)]
     return left
 
 
@@ -77,7 +95,7 @@ def _without(box: Box, other: Box) -> Iterator[Box]:
 
 
 def split(box: Box, limit: int) -> Iterator[Box]:
-    """Cut ``box`` into pieces of at most ``limit`` elements (at least 1), contiguous in C order and in that order."""
+    """Cut ``box`` into boxes of at most ``limit`` elements (at least 1), contiguous in C order and in that order."""
     if not box.volume:
         return
     inner, axis = 1, len(box.extent)
@@ -99,7 +117,7 @@ def split(box: Box, limit: int) -> Iterator[Box]:
 
 
 def route(wanted: Iterable[Box], sources: Mapping[H, Box | None]) -> tuple[dict[H, list[Box]], list[Box]]:
-    """Return which source gives which piece of the wanted boxes of one tensor, and the boxes that nobody has.
+    """Return which source gives which parts of the wanted boxes of one tensor, and the boxes that none has.
 
     sources: in order of preference, the box that each holds of this tensor (None: nothing).
     """
@@ -111,7 +129,7 @@ def route(wanted: Iterable[Box], sources: Mapping[H, Box | None]) -> tuple[dict[
         given = [common for box in left if (common := intersect(box, held)) is not None]
         if given:
             routes[source] = given
-            left = [piece for box in left for piece in subtract(box, [held])]
+            left = [part for box in left for part in subtract(box, [held])]
     return routes, left
 
 
@@ -123,3 +141,52 @@ def view(array: AnyArray, at: Box, box: Box) -> AnyArray:
     inner = (slice(start, start + size) for start, size in zip(inside.offset, inside.extent, strict=True))
     index: tuple[Any, ...] = (*inner, ...)
     return cast(AnyArray, array[index])
+
+
+class Arena:
+    """Zeroed memory for ``boxes``: by tensor name its dtype (a key of ``DTYPES``) and the box of it that lies here.
+
+    nbytes: of the boxes, without padding; boxes: by name what lies here; arrays: by name a writable array of the box.
+    """
+
+    def __init__(self, boxes: Mapping[str, tuple[str, Box]]) -> None:
+        starts, end, self.nbytes = {}, 0, 0
+        for name, (dtype, box) in boxes.items():
+            starts[name] = end
+            nbytes = box.volume * DTYPES[dtype].itemsize
+            self.nbytes += nbytes
+            end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.boxes: Mapping[str, Box] = {name: box for name, (_, box) in boxes.items()}
+        self.arrays: Mapping[str, AnyArray] = {
+            name: np.ndarray(box.extent, dtype=DTYPES[dtype], buffer=memory, offset=starts[name])
+            for name, (dtype, box) in boxes.items()
+        }
+
+    @property
+    def tensors(self) -> Mapping[str, AnyArray]:
+        """By name the array of the box that lies here: read-only views, no copy."""
+        views = {}
+        for name, array in self.arrays.items():
+            views[name] = array.view()
+            views[name].flags.writeable = False
+        return MappingProxyType(views)
+
+    def read(self, tensor: str, box: Box) -> memoryview:
+        """Return the bytes of ``box`` of ``tensor`` in C order: in place where contiguous, else a copy.
+
+        Raises StaleHandle where they do not lie here.
+        """
+        at = self.boxes.get(tensor)
+        if at is None or len(at.offset) != len(box.offset):
+            raise StaleHandle(f"no tensor {tensor!r} of {len(box.offset)} axes", where="weights arena")
+        try:
+            part = view(self.arrays[tensor], at, box)
+        except ValueError as error:
+            raise StaleHandle(f"{tensor!r}: {error}", where="weights arena") from error
+        return np.ascontiguousarray(part).reshape(-1).view(np.uint8).data.toreadonly()
+
+    def write(self, tensor: str, box: Box, data: memoryview) -> None:
+        """Copy ``data``, the bytes of ``box`` in C order, to its place. Raises ValueError where the size differs."""
+        place = view(self.arrays[tensor], self.boxes[tensor], box)
+        place[...] = np.frombuffer(data, dtype=place.dtype).reshape(box.extent)

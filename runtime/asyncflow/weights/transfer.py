@@ -1,10 +1,11 @@
-"""One pull of one version: pieces, the peers they come from, their digests.
+"""One pull of one version: portions, the peers they come from, their digests.
 
-The wanted box of each tensor is cut at the borders of the published slices. A piece that is a whole published slice is
-checked against the publisher's digest; a smaller one against what its source says it sent.
+The wanted box of each tensor is cut at the borders of the published slices. A portion that is a whole published slice
+is checked against the publisher's digest; a smaller one against what its source says it sent.
 
-Invariant: ``run`` returns only when every byte has come and was checked; what a failed peer gave before it failed is
-not pulled again, unless its digest was wrong.
+Invariants: ``run`` returns only when every byte has come and was checked; what a failed peer gave before it failed is
+not pulled again, unless its digest was wrong; receivers of one version spread over its holders, and a holder that
+failed comes after those that failed less.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import numpy as np
 
@@ -22,11 +24,9 @@ from asyncflow import clock
 from asyncflow.errors import AsyncFlowError
 from asyncflow.identity import Version
 from asyncflow.net.retry import delays
-from asyncflow.weights.arena import Arena
 from asyncflow.weights.manifest import Manifest, digest_of
-from asyncflow.weights.policy import preference
-from asyncflow.weights.slices import AnyArray, Box, intersect, route, subtract, view
-from asyncflow.weights.transports.base import Region, Source, Transport
+from asyncflow.weights.slices import AnyArray, Arena, Box, intersect, route, subtract, view
+from asyncflow.weights.transport import Region, Source, Transport
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,15 @@ _STREAMS = 4
 
 Sources = Mapping[Source, Mapping[str, Box] | None]
 """Holders of a version, and the box of each tensor that it has; None: all of it."""
+
+
+def preference(workers: Iterable[str], *, version: Version, receiver: str, faults: Mapping[str, int]) -> list[str]:
+    """Order the holders of ``version`` for ``receiver``: fewest faults first, else by a hash of the three names."""
+
+    def key(worker: str) -> tuple[int, bytes]:
+        return faults.get(worker, 0), blake2b(f"{receiver} {worker} {version.packed}".encode(), digest_size=8).digest()
+
+    return sorted(workers, key=key)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +63,7 @@ class TransferRecord:
 
 
 @dataclass(kw_only=True)
-class _Piece:
+class _Portion:
     """Part of a tensor that comes out of one published slice. digest: "" where it is not the whole slice."""
 
     tensor: str
@@ -92,7 +101,7 @@ class Transfer:
         self._changed = changed
         self._known = known
         self._executor = executor
-        self._pieces = _pieces(manifest, arena)
+        self._portions = _portions(manifest, arena)
         self._verifying: set[asyncio.Future[None]] = set()
         self._given: Counter[str] = Counter()
         self._faults: Counter[str] = Counter()
@@ -129,8 +138,8 @@ class Transfer:
             faults=self._faults.total(),
         )
 
-    def _unfinished(self) -> list[_Piece]:
-        return [piece for pieces in self._pieces.values() for piece in pieces if piece.left]
+    def _unfinished(self) -> list[_Portion]:
+        return [portion for portions in self._portions.values() for portion in portions if portion.left]
 
     @property
     def nbytes(self) -> int:
@@ -140,27 +149,27 @@ class Transfer:
     @property
     def missing(self) -> int:
         """Bytes that have not come, or were wrong."""
-        return sum(box.volume * piece.place.itemsize for piece in self._unfinished() for box in piece.left)
+        return sum(box.volume * portion.place.itemsize for portion in self._unfinished() for box in portion.left)
 
     async def _reuse(self) -> None:
         loop = asyncio.get_running_loop()
-        for piece in self._unfinished():
-            same = self._known.get(piece.digest)
-            if same is not None and (same.dtype, same.shape) == (piece.place.dtype, piece.place.shape):
-                await loop.run_in_executor(self._executor, np.copyto, piece.place, same)
-                piece.left = []
-                self._reused += piece.place.nbytes
+        for portion in self._unfinished():
+            same = self._known.get(portion.digest)
+            if same is not None and (same.dtype, same.shape) == (portion.place.dtype, portion.place.shape):
+                await loop.run_in_executor(self._executor, np.copyto, portion.place, same)
+                portion.left = []
+                self._reused += portion.place.nbytes
 
     def _plan(self, sources: Sources) -> dict[tuple[Source, bool], list[Region]]:
         by_worker = {source.worker: source for source in sources}
         order = preference(by_worker, version=self.version, receiver=self._receiver, faults=self._faults)
         plan: dict[tuple[Source, bool], list[Region]] = {}
-        for piece in self._unfinished():
-            boxes = {worker: _box(sources[by_worker[worker]], piece) for worker in order}
-            for worker, pieces in route(piece.left, boxes)[0].items():
-                regions = plan.setdefault((by_worker[worker], not piece.digest), [])
-                itemsize = piece.place.itemsize
-                regions.extend(Region(tensor=piece.tensor, box=box, itemsize=itemsize) for box in pieces)
+        for portion in self._unfinished():
+            boxes = {worker: _box(sources[by_worker[worker]], portion) for worker in order}
+            for worker, taken in route(portion.left, boxes)[0].items():
+                regions = plan.setdefault((by_worker[worker], not portion.digest), [])
+                itemsize = portion.place.itemsize
+                regions.extend(Region(tensor=portion.tensor, box=box, itemsize=itemsize) for box in taken)
         return plan
 
     async def _stream(self, source: Source, regions: list[Region], *, checked: bool, gate: asyncio.Semaphore) -> None:
@@ -175,26 +184,26 @@ class Transfer:
                 log.info("weights: %s: %s; its rest comes from elsewhere", self.version, error)
 
     def _take(self, worker: str, region: Region, data: memoryview) -> None:
-        piece = next(piece for piece in self._pieces[region.tensor] if intersect(piece.box, region.box))
+        portion = next(portion for portion in self._portions[region.tensor] if intersect(portion.box, region.box))
         self._arena.write(region.tensor, region.box, data)
-        piece.left = [rest for box in piece.left for rest in subtract(box, [region.box])]
-        piece.givers.add(worker)
+        portion.left = [rest for box in portion.left for rest in subtract(box, [region.box])]
+        portion.givers.add(worker)
         self._given[worker] += data.nbytes
-        if not piece.left and piece.digest:
-            task = asyncio.ensure_future(self._verify(piece))
+        if not portion.left and portion.digest:
+            task = asyncio.ensure_future(self._verify(portion))
             self._verifying.add(task)
             task.add_done_callback(self._verifying.discard)
 
-    async def _verify(self, piece: _Piece) -> None:
+    async def _verify(self, portion: _Portion) -> None:
         loop = asyncio.get_running_loop()
-        if await loop.run_in_executor(self._executor, digest_of, piece.place) != piece.digest:
-            log.warning("weights: %s: %s from %s is wrong", self.version, piece.tensor, ", ".join(piece.givers))
-            self._faults.update(piece.givers)
-            piece.left, piece.givers = [piece.box], set()
+        if await loop.run_in_executor(self._executor, digest_of, portion.place) != portion.digest:
+            log.warning("weights: %s: %s from %s is wrong", self.version, portion.tensor, ", ".join(portion.givers))
+            self._faults.update(portion.givers)
+            portion.left, portion.givers = [portion.box], set()
 
 
-def _pieces(manifest: Manifest, arena: Arena) -> dict[str, list[_Piece]]:
-    pieces: dict[str, list[_Piece]] = {}
+def _portions(manifest: Manifest, arena: Arena) -> dict[str, list[_Portion]]:
+    portions: dict[str, list[_Portion]] = {}
     for entry in manifest.tensors:
         at = arena.boxes.get(entry.name)
         for published in entry.slices if at is not None else ():
@@ -202,16 +211,16 @@ def _pieces(manifest: Manifest, arena: Arena) -> dict[str, list[_Piece]]:
             box = intersect(at, published.box)
             if box is None:
                 continue
-            piece = _Piece(
+            portion = _Portion(
                 tensor=entry.name,
                 box=box,
                 place=view(arena.arrays[entry.name], at, box),
                 digest=published.digest if box == published.box else "",
                 left=[box],
             )
-            pieces.setdefault(entry.name, []).append(piece)
-    return pieces
+            portions.setdefault(entry.name, []).append(portion)
+    return portions
 
 
-def _box(held: Mapping[str, Box] | None, piece: _Piece) -> Box | None:
-    return piece.box if held is None else held.get(piece.tensor)
+def _box(held: Mapping[str, Box] | None, portion: _Portion) -> Box | None:
+    return portion.box if held is None else held.get(portion.tensor)

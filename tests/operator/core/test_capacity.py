@@ -1,4 +1,4 @@
-"""What nodes have left, counted object by object."""
+"""Free capacity of nodes, counted object by object."""
 
 import asyncio
 import weakref
@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from asyncflow_operator.capacity import Capacity, amount, is_open, needs, room, take
 from asyncflow_operator.cluster.kinds import NODE, Kind
+from asyncflow_operator.lookups import Capacity, allocatable, amount, is_open, needs, take
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,10 @@ def node(name: str, *, ready: str = "True", **spec: object) -> dict[str, object]
     return {"metadata": {"name": name}, "spec": spec, "status": status}
 
 
-def test_what_is_left_of_nodes_that_take_pods() -> None:
+def test_free_capacity_is_counted_of_nodes_that_take_pods() -> None:
     nodes = [node("a"), node("cordoned", unschedulable=True), node("lost", ready="Unknown"), {"metadata": {}}]
     assert [is_open(each) for each in nodes] == [True, False, False, False]
-    left = {"a": room(nodes[0])}
+    left = {"a": allocatable(nodes[0])}
     assert left == {"a": {"cpu": 8.0, "npu": 16.0}}
     for where in ("a", "elsewhere", ""):
         take(left, {"nodeName": where, "containers": [container("500m")]})
@@ -72,7 +72,7 @@ class Large(dict[str, object]):
 async def test_of_many_nodes_few_are_in_memory_at_a_time() -> None:
     server = Pages(2000)
     told = asyncio.Event()
-    capacity = Capacity(server, wanted=lambda: True, news=told.set)  # type: ignore[arg-type]
+    capacity = Capacity(server, wanted=lambda: True, changed=told.set)  # type: ignore[arg-type]
     looking = asyncio.create_task(capacity.run())
     await asyncio.wait_for(told.wait(), 20)
     looking.cancel()

@@ -11,11 +11,10 @@ from aiohttp import web
 from kubernetes.aio.client.configuration import Configuration
 
 from asyncflow_operator.cluster import client, informer
-from asyncflow_operator.cluster.client import Api
+from asyncflow_operator.cluster.client import Api, Expired, NotLeading, Refusal, TooLarge, Unreachable
 from asyncflow_operator.cluster.informer import Informer
 from asyncflow_operator.cluster.kinds import BY_NAME
-from asyncflow_operator.cluster.refusals import Expired, NotLeading, Refusal, TooLarge, Unreachable
-from asyncflow_operator.cluster.store import Store
+from asyncflow_operator.cluster.store import ObjectStore
 
 CONFIG_MAP = BY_NAME["ConfigMap"]
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -102,7 +101,7 @@ async def test_an_answer_that_does_not_come_is_a_time_out_in_words(serve: Serve,
         await api.create(CONFIG_MAP, "ns", {}, deadline_s=0.15)
 
 
-async def test_what_is_no_json_is_told_and_not_raised_as_a_bug(serve: Serve) -> None:
+async def test_an_answer_that_is_no_json_is_an_error_and_not_a_bug(serve: Serve) -> None:
     async def answer(_: web.Request) -> web.Response:
         return web.Response(text="<html>a proxy</html>", status=400)
 
@@ -135,7 +134,7 @@ async def test_a_watch_that_is_silent_is_given_up(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("where", ["answer", "stream"])
-async def test_a_version_that_is_too_old_is_told_as_that(serve: Serve, where: str) -> None:
+async def test_a_version_that_is_too_old_raises_expired(serve: Serve, where: str) -> None:
     status = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -148,7 +147,7 @@ async def test_a_version_that_is_too_old_is_told_as_that(serve: Serve, where: st
         await anext(api.watch(CONFIG_MAP, since="1", idle_s=1.0))
 
 
-async def test_the_informer_lists_again_after_410_and_drops_what_is_gone(serve: Serve, monkeypatch: Any) -> None:
+async def test_the_informer_lists_again_after_410_and_drops_missing_objects(serve: Serve, monkeypatch: Any) -> None:
     monkeypatch.setattr(informer, "_FIRST_BACKOFF_S", 0.0)
     lists = [[config_map("a", 1), config_map("b", 2)], [config_map("b", 2), config_map("c", 12)]]
     gone = {"kind": "Status", "code": 410, "message": "too old"}
@@ -170,7 +169,7 @@ async def test_the_informer_lists_again_after_410_and_drops_what_is_gone(serve: 
         return await answered(request)
 
     api = await serve(answer)
-    store = Store(lambda _kind, raw, _before: raw, lambda *_: None)
+    store = ObjectStore(lambda _kind, raw, _before: raw, lambda *_: None)
     following = asyncio.create_task(Informer(api, store, CONFIG_MAP).run())
     await asyncio.wait_for(listed.wait(), 10)
     while len(since) < 3:
@@ -180,7 +179,7 @@ async def test_the_informer_lists_again_after_410_and_drops_what_is_gone(serve: 
     assert sorted(name for _, name, _ in store.all("ConfigMap")) == ["b", "c"]
 
 
-async def test_who_may_lead_no_more_sends_no_write_not_even_the_second_attempt_of_one(serve: Serve) -> None:
+async def test_a_process_that_leads_no_more_sends_no_write_nor_repeats_one(serve: Serve) -> None:
     """As one that was stopped amid its work and wakes to find that its Lease is over."""
     seen: list[str] = []
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, ProtocolError
-from asyncflow_operator.exchange import Answer, exchange
+from asyncflow_operator.exchange import HttpAnswer, exchange
 
 MOST = 20_000
 BOMB = gzip.compress(b"0" * (10 << 20))
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-Ask = Callable[[Talk], Awaitable[Answer]]
+DriverOrder = Callable[[Talk], Awaitable[HttpAnswer]]
 
 
 class Server:
@@ -24,7 +24,7 @@ class Server:
         self.asked: list[bytes] = []
         self.sent = 0
 
-    async def ask(self, talk: Talk, *, within_s: float = 5.0, method: str = "GET") -> Answer:
+    async def ask(self, talk: Talk, *, within_s: float = 5.0, method: str = "GET") -> HttpAnswer:
         served = asyncio.Event()
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -68,9 +68,11 @@ def says(head: str, body: bytes = b"", *, kind: str = "application/json") -> Tal
     return talk
 
 
-async def test_a_plain_answer_is_given_as_it_is(server: Server) -> None:
-    assert await server.ask(says("200 OK", b'{"a":1}')) == Answer(200, b'{"a":1}')
-    assert await server.ask(says("409 Conflict", b"{}", kind="application/json; charset=utf-8")) == Answer(409, b"{}")
+async def test_a_plain_answer_is_returned_as_it_is(server: Server) -> None:
+    assert await server.ask(says("200 OK", b'{"a":1}')) == HttpAnswer(200, b'{"a":1}')
+    assert await server.ask(says("409 Conflict", b"{}", kind="application/json; charset=utf-8")) == HttpAnswer(
+        409, b"{}"
+    )
     assert b"Accept-Encoding: identity\r\n" in server.asked[0]
 
 
@@ -92,7 +94,9 @@ async def test_an_order_has_no_body(server: Server) -> None:
         (says("200 OK\r\nX: " + "x" * (30 << 10), b"{}"), "too long"),
     ],
 )
-async def test_what_is_not_plain_json_is_refused_with_the_reason(server: Server, talk: Talk, why: str) -> None:
+async def test_an_answer_that_is_not_plain_json_is_refused_with_the_reason(
+    server: Server, talk: Talk, why: str
+) -> None:
     with pytest.raises(ProtocolError, match=why):
         await server.ask(talk)
     assert len(server.asked) == 1
@@ -120,7 +124,7 @@ async def test_a_flood_ends_after_few_bytes(server: Server, first: str, again: s
         await server.ask(talk)
 
 
-async def test_what_follows_an_answer_is_not_read(server: Server) -> None:
+async def test_bytes_after_an_answer_are_not_read(server: Server) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await says("200 OK", b"{}")(reader, writer)
         await server.flood(writer, b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n" * 100)
@@ -140,7 +144,7 @@ async def test_a_drip_ends_with_the_deadline(server: Server) -> None:
         await server.ask(talk, within_s=0.3)
 
 
-async def test_nobody_at_home_is_told() -> None:
+async def test_an_address_without_a_server_is_reported() -> None:
     with pytest.raises(PeerLost, match=r"GET http://127\.0\.0\.1:1/: no connection"):
         await exchange("GET", "http://127.0.0.1:1/", most=MOST, within_s=5.0)
     with pytest.raises(PeerLost, match="no address"):
@@ -171,7 +175,7 @@ HEADS = st.sampled_from(
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pieces=st.lists(HEADS | st.binary(max_size=40), max_size=10))
-async def test_whatever_is_answered_ends_as_an_answer_or_as_an_error_of_ours(pieces: list[bytes]) -> None:
+async def test_every_answer_ends_as_an_answer_or_as_a_known_error(pieces: list[bytes]) -> None:
     async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for piece in pieces:
             writer.write(piece)

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+from asyncflow_operator.cluster.client import Refusal
 from asyncflow_operator.cluster.informer import Informer
 from asyncflow_operator.cluster.kinds import MEMBERS
-from asyncflow_operator.cluster.refusals import Refusal
-from asyncflow_operator.cluster.store import Store
+from asyncflow_operator.cluster.store import ObjectStore
 from asyncflow_operator.cluster.views import object_view
 
 WORKLOAD = next(kind for kind in MEMBERS if kind.optional)
@@ -36,7 +36,7 @@ class Server:
 
 async def test_a_kind_that_was_not_there_is_followed_as_soon_as_an_object_of_it_is_written() -> None:
     server = Server()
-    store = Store(lambda kind, raw, _: object_view(raw, kind=kind), lambda *_: None)
+    store = ObjectStore(lambda kind, raw, _: object_view(raw, kind=kind), lambda *_: None)
     informer = Informer(server, store, WORKLOAD)
     following = asyncio.create_task(informer.run())
     async with asyncio.timeout(10):

@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from asyncflow_operator import lookups
+from asyncflow_operator.cluster.client import Refusal
 from asyncflow_operator.cluster.kinds import Kind
-from asyncflow_operator.cluster.refusals import Refusal
 from asyncflow_operator.lookups import Lookups
 from asyncflow_operator.observe import Key
-from asyncflow_operator.observed import Found, Ref
+from asyncflow_operator.observed import Ref, ReferredObject
 
 FLAVOR = Ref("ResourceFlavor", "big")
 CLASS = Ref("PriorityClass", "none")
@@ -38,54 +38,54 @@ class Server:
 
 @asynccontextmanager
 async def running(server: Server, *, keep_s: float = 60) -> AsyncIterator[tuple[Lookups, asyncio.Queue[Key]]]:
-    news: asyncio.Queue[Key] = asyncio.Queue()
-    found = Lookups(server, news=news.put_nowait, keep_s=keep_s)  # type: ignore[arg-type]
+    changed: asyncio.Queue[Key] = asyncio.Queue()
+    found = Lookups(server, changed=changed.put_nowait, keep_s=keep_s)  # type: ignore[arg-type]
     task = asyncio.create_task(found.run())
     try:
-        yield found, news
+        yield found, changed
     finally:
         task.cancel()
 
 
-async def told(news: asyncio.Queue[Key]) -> Key:
-    return await asyncio.wait_for(news.get(), 10)
+async def told(changed: asyncio.Queue[Key]) -> Key:
+    return await asyncio.wait_for(changed.get(), 10)
 
 
-async def test_what_is_asked_for_is_read_and_who_asked_is_told() -> None:
+async def test_a_requested_object_is_read_and_its_jobs_are_notified() -> None:
     server = Server()
-    async with running(server) as (found, news):
+    async with running(server) as (found, changed):
         assert found.find(FLAVOR, by=JOB) is None
-        assert await told(news) == JOB
-        assert found.find(FLAVOR, by=JOB) == Found(content={"spec": {"nodeLabels": {"pool": "big"}}})
+        assert await told(changed) == JOB
+        assert found.find(FLAVOR, by=JOB) == ReferredObject(content={"spec": {"nodeLabels": {"pool": "big"}}})
         assert found.find(CLASS, by=JOB) is None
-        await told(news)
+        await told(changed)
         read = found.find(CLASS, by=JOB)
         assert read is not None
         assert "'none' not found" in read.problem
         assert server.asked == {"resourceflavors/big": 1, "priorityclasses/none": 1}
 
 
-async def test_every_change_is_told_to_who_asked_once(monkeypatch) -> None:
+async def test_every_change_is_reported_once_to_its_jobs(monkeypatch) -> None:
     monkeypatch.setattr(lookups, "FRESH_S", 0.0)
-    monkeypatch.setattr(lookups, "_LOOK_S", 0.01)
+    monkeypatch.setattr(lookups, "_CHECK_S", 0.01)
     server = Server()
-    async with running(server) as (found, news):
+    async with running(server) as (found, changed):
         found.find(FLAVOR, by=JOB)
-        await told(news)
+        await told(changed)
         for pool in ("other", "third"):
             await read_again(server, times=2)
             server.labels = {"pool": pool}
-            assert await told(news) == JOB
-        assert found.find(FLAVOR, by=JOB) == Found(content={"spec": {"nodeLabels": {"pool": "third"}}})
+            assert await told(changed) == JOB
+        assert found.find(FLAVOR, by=JOB) == ReferredObject(content={"spec": {"nodeLabels": {"pool": "third"}}})
 
 
-async def test_what_nobody_asks_for_is_forgotten(monkeypatch) -> None:
+async def test_an_object_that_no_job_asks_for_is_forgotten(monkeypatch) -> None:
     monkeypatch.setattr(lookups, "FRESH_S", 0.0)
-    monkeypatch.setattr(lookups, "_LOOK_S", 0.01)
+    monkeypatch.setattr(lookups, "_CHECK_S", 0.01)
     server = Server()
-    async with running(server, keep_s=0.2) as (found, news):
+    async with running(server, keep_s=0.2) as (found, changed):
         found.find(FLAVOR, by=JOB)
-        await told(news)
+        await told(changed)
         await read_again(server, times=2)
         read = -1
         async with asyncio.timeout(10):

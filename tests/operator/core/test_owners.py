@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncflow.api.document import parse
-from asyncflow_operator.cluster.owners import Mine, mine, recalled
+from asyncflow_operator.cluster.owners import CustomResource, custom_resource, recover_accepted
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
 from asyncflow_operator.observed import JobState
 
@@ -32,16 +32,16 @@ def raw(*, generation: int = 1, status: Any = None, uid: str = "u", **spec: Any)
     }
 
 
-def seen(*raws: dict[str, Any]) -> Mine:
+def seen(*raws: dict[str, Any]) -> CustomResource:
     """Return the view after these versions."""
     view = None
     for each in raws:
-        view = mine("RLJob", each, view)
+        view = custom_resource("RLJob", each, view)
     assert view is not None
     return view
 
 
-def test_what_has_begun_goes_on_by_the_last_spec_that_was_accepted() -> None:
+def test_a_job_that_has_begun_goes_on_by_the_last_accepted_spec() -> None:
     view = seen(
         raw(), raw(generation=2, **PLANNED, rollout={"replicas": 4}), raw(generation=3, **PLANNED, suspend=True)
     )
@@ -58,13 +58,13 @@ def test_a_scale_that_is_out_of_bounds_is_not_obeyed(replicas: Any) -> None:
     assert seen(raw(), raw(generation=2, **PLANNED, rollout={"replicas": replicas})).model.spec.rollout.replicas == 2
 
 
-def test_what_has_not_begun_is_refused() -> None:
+def test_a_job_that_has_not_begun_is_refused() -> None:
     pending = {"phase": "Pending"}
     assert seen(raw(status=pending), raw(generation=2, status=pending, **PLANNED)).model is None
     assert seen(raw(**PLANNED)).model is None
 
 
-def test_what_waits_to_be_resumed_has_begun() -> None:
+def test_a_job_that_waits_to_be_resumed_has_begun() -> None:
     waits = {"phase": "Pending", "failures": {"trainer": {"attempt": 1}}}
     assert seen(raw(status=waits), raw(generation=2, status=waits, **PLANNED)).model is not None
 
@@ -74,7 +74,9 @@ def test_nothing_is_resumed_by_a_spec_that_is_refused(phase: str) -> None:
     status = {"phase": phase}
     view = seen(raw(status=status, suspend=True), raw(generation=2, status=status, suspend=False, **PLANNED))
     assert view.model.spec.suspend
-    assert recalled(seen(raw(status=status, **PLANNED)), raw(status=status, **PLANNED), config()).model.spec.suspend
+    assert recover_accepted(
+        seen(raw(status=status, **PLANNED)), raw(status=status, **PLANNED), config()
+    ).model.spec.suspend
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -88,12 +90,12 @@ def test_an_operator_that_did_not_see_it_finds_the_spec_in_the_config_of_the_pod
     newest = raw(generation=7, **PLANNED, rollout={"replicas": 4})
     view = seen(newest)
     assert view.model is None
-    known = recalled(view, newest, config())
+    known = recover_accepted(view, newest, config())
     assert known.model.spec.rollout.engine.name == "transformers"
     assert known.model.spec.rollout.replicas == 4
     assert not known.model.spec.suspend
     assert known.problem == view.problem
-    later = mine("RLJob", raw(generation=8, **PLANNED, rollout={"replicas": 1}), known)
+    later = custom_resource("RLJob", raw(generation=8, **PLANNED, rollout={"replicas": 1}), known)
     assert later.model.spec.rollout.replicas == 1
 
 
@@ -110,4 +112,4 @@ def test_an_operator_that_did_not_see_it_finds_the_spec_in_the_config_of_the_pod
 )
 def test_a_config_that_is_not_the_jobs_or_not_legible_is_no_spec(data: Any) -> None:
     view = seen(raw(**PLANNED))
-    assert recalled(view, raw(**PLANNED), config(data=data)) == view
+    assert recover_accepted(view, raw(**PLANNED), config(data=data)) == view

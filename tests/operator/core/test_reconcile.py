@@ -9,15 +9,14 @@ from kubernetes.aio.client.configuration import Configuration
 from asyncflow.api.document import parse
 from asyncflow.api.status import DriverStatus
 from asyncflow_operator.actions import Apply, Delete, Plan
-from asyncflow_operator.cluster.apply import Failures, Hands
+from asyncflow_operator.cluster.apply import Failures, PlanExecutor
 from asyncflow_operator.cluster.client import Api
 from asyncflow_operator.cluster.events import Recorder
-from asyncflow_operator.cluster.store import Store
+from asyncflow_operator.cluster.store import ObjectStore
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
-from asyncflow_operator.observe import ENDING_S, Key, Observer, Refused
-from asyncflow_operator.observed import Denial, Owner, Probe, Ref
-from asyncflow_operator.reconcile import Reconciler
-from asyncflow_operator.remember import Remembered
+from asyncflow_operator.observe import ENDING_S, Key, Observer, RefusalRecord
+from asyncflow_operator.observed import Denial, DriverProbe, Owner, Ref
+from asyncflow_operator.reconcile import CachedDesired, Reconciler
 from asyncflow_operator.telemetry import Metrics
 from asyncflow_operator.watch import project
 
@@ -35,16 +34,16 @@ class World:
         self.now = 1000.0
         self.plan = Plan()
         self.decided: list[Any] = []
-        self.refused = Refused(lambda: self.now)
-        self.probe = Probe()
-        self.store = Store(project, lambda *_: None)
+        self.refused = RefusalRecord(lambda: self.now)
+        self.probe = DriverProbe()
+        self.store = ObjectStore(project, lambda *_: None)
         self.observer = Observer(self.store, probe=lambda _: self.probe, nodes=lambda: None, refused=self.refused)
         api = Api(Configuration(host="http://127.0.0.1:1"))
-        self.hands = Hands(api, self.store, NoDriver())
+        self.executor = PlanExecutor(api, self.store, NoDriver())
         self.reconciler = Reconciler(
             observer=self.observer,
             decide=dict.fromkeys(("RLJob", "TransferQueue", "WeightSync"), self._decide),
-            hands=self.hands,
+            executor=self.executor,
             recorder=Recorder(api, reporter="test"),
             refused=self.refused,
             metrics=Metrics(),
@@ -71,46 +70,48 @@ def world() -> World:
     return World()
 
 
-async def test_what_has_not_changed_is_not_decided_again(world: World) -> None:
+async def test_an_unchanged_state_is_not_decided_again(world: World) -> None:
     world.put_job()
     for _ in range(3):
-        assert not (await world.reconciler.look(JOB)).failed
+        assert not (await world.reconciler.reconcile(JOB)).failed
     assert len(world.decided) == 1
     world.put("Pod", "quickstart-driver-0", uid="p", version=2, owner=CHILD)
-    await world.reconciler.look(JOB)
+    await world.reconciler.reconcile(JOB)
     assert len(world.decided) == 2
 
 
 async def test_when_its_time_has_come_it_is_decided_again_though_nothing_changed(world: World) -> None:
     world.put_job()
     world.plan = Plan(again_in_s=30.0)
-    assert (await world.reconciler.look(JOB)).again_in_s == 30.0
+    assert (await world.reconciler.reconcile(JOB)).again_in_s == 30.0
     world.now += 10
-    assert (await world.reconciler.look(JOB)).again_in_s == 20.0
+    assert (await world.reconciler.reconcile(JOB)).again_in_s == 20.0
     world.now += 20
-    await world.reconciler.look(JOB)
+    await world.reconciler.reconcile(JOB)
     assert len(world.decided) == 2
 
 
-async def test_what_was_refused_is_left_alone_unless_it_is_to_go(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refused_object_is_left_alone_unless_it_is_to_be_deleted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done: list[Any] = []
 
     async def carry_out(_: Owner, stages: Any, **__: Any) -> Failures:
         done.extend(action for stage in stages for action in stage)
         return Failures()
 
-    monkeypatch.setattr(world.hands, "carry_out", carry_out)
+    monkeypatch.setattr(world.executor, "carry_out", carry_out)
     world.put_job()
     refused, other = Ref("Workload", "quickstart"), Ref("Service", "quickstart")
     world.refused.note(JOB, 1, [Denial(refused, "no", missing=False)], tried=[refused], ends=False)
     writes = [Apply(manifest={"kind": ref.kind, "metadata": {"name": ref.name}}) for ref in (refused, other)]
     world.plan = Plan(stages=((*writes, Delete(ref=refused, uid="w")),))
-    await world.reconciler.look(JOB)
+    await world.reconciler.reconcile(JOB)
     assert done == [writes[1], Delete(ref=refused, uid="w")]
 
 
 async def test_an_object_that_is_not_there_is_gone(world: World) -> None:
-    assert (await world.reconciler.look(JOB)).gone
+    assert (await world.reconciler.reconcile(JOB)).gone
     assert world.decided == []
 
 
@@ -121,12 +122,12 @@ def test_a_job_sees_its_pods_its_queues_pods_and_its_other_objects(world: World)
     world.put("Pod", "quickstart-driver-0", uid="p1", version=3, owner=CHILD)
     world.put("Pod", "quickstart-storage-0", uid="p2", version=4, owner=queue)
     world.put("Service", "quickstart-driver", uid="s", version=5, owner=CHILD)
-    job = world.observer.mine(JOB)
+    job = world.observer.resource(JOB)
     assert job is not None
     state = world.observer.job(job)
     assert [pod.name for pod in state.pods] == ["quickstart-driver-0", "quickstart-storage-0"]
     assert sorted(ref.kind for ref in state.objects) == ["Service", "TransferQueue"]
-    own = world.observer.mine(Key("TransferQueue", "ns", "quickstart"))
+    own = world.observer.resource(Key("TransferQueue", "ns", "quickstart"))
     assert own is not None
     queue_state = world.observer.queue(own)
     assert [pod.name for pod in queue_state.pods] == ["quickstart-storage-0"]
@@ -134,16 +135,16 @@ def test_a_job_sees_its_pods_its_queues_pods_and_its_other_objects(world: World)
     assert not queue_state.owner.deleting
 
 
-def test_what_an_earlier_job_of_the_name_left_behind_is_seen_as_ending(world: World) -> None:
+def test_objects_of_an_earlier_job_of_the_name_are_seen_as_ending(world: World) -> None:
     world.put_job(uid="new")
     world.put("Pod", "quickstart-driver-0", uid="p", version=2, owner=CHILD)
     world.put("TransferQueue", "quickstart", uid="uq", version=3, owner=CHILD, spec={"storageUnits": 2})
-    job = world.observer.mine(JOB)
+    job = world.observer.resource(JOB)
     assert job is not None
     state = world.observer.job(job)
     assert [pod.deleting for pod in state.pods] == [True]
     assert [view.deleting for view in state.objects.values()] == [True]
-    own = world.observer.mine(Key("TransferQueue", "ns", "quickstart"))
+    own = world.observer.resource(Key("TransferQueue", "ns", "quickstart"))
     assert own is not None
     assert world.observer.queue(own).owner.deleting
 
@@ -153,7 +154,7 @@ def test_a_queue_that_was_denied_something_denies_its_job(world: World) -> None:
     world.put("TransferQueue", "quickstart", uid="uq", version=2, owner=CHILD, spec={"storageUnits": 2})
     denial = Denial(Ref("Pod", "quickstart-storage-0"), "exceeded quota", missing=True)
     world.refused.note(Key("TransferQueue", "ns", "quickstart"), 1, [denial], tried=[denial.ref], ends=False)
-    job = world.observer.mine(JOB)
+    job = world.observer.resource(JOB)
     assert job is not None
     assert world.observer.job(job).denied == (denial,)
 
@@ -165,20 +166,20 @@ def test_that_a_namespace_ends_is_believed_for_a_while(world: World) -> None:
     assert not world.refused.ends("ns")
 
 
-def test_what_is_remembered_is_built_again_when_it_would_be_another(world: World) -> None:
-    remembered = Remembered(Desired(DesiredSettings(registry=Registry(prefix="a", tag="1"), master=b"x" * 32)))
+def test_cached_objects_are_built_again_when_they_would_differ(world: World) -> None:
+    remembered = CachedDesired(Desired(DesiredSettings(registry=Registry(prefix="a", tag="1"), master=b"x" * 32)))
     world.put_job()
-    job = world.observer.mine(JOB)
+    job = world.observer.resource(JOB)
     assert job is not None
     first = remembered.supporting(world.observer.job(job))
     assert remembered.supporting(world.observer.job(job)) is first
     world.put_job(uid="another", version=9)
-    other = world.observer.mine(JOB)
+    other = world.observer.resource(JOB)
     assert other is not None
     assert remembered.supporting(world.observer.job(other)) != first
 
 
-async def test_what_an_earlier_driver_said_holds_no_more(world: World) -> None:
+async def test_the_answer_of_an_earlier_driver_holds_no_more(world: World) -> None:
     world.put_job()
     labels = {"asyncflow.dev/job": "quickstart", "asyncflow.dev/role": "driver", "asyncflow.dev/index": "0"}
     owner = {"apiVersion": "asyncflow.dev/v1alpha1", "kind": "RLJob", "name": "quickstart", "uid": "uj"}
@@ -186,9 +187,9 @@ async def test_what_an_earlier_driver_said_holds_no_more(world: World) -> None:
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": meta | {"ownerReferences": [owner | {"controller": True}]}}
     world.store.put("Pod", pod)
     for said_by, holds in (("old", False), ("new", True)):
-        world.probe = Probe(status=DriverStatus(phase="Suspended"), at=world.now, pod=said_by)
-        mine = world.observer.mine(JOB)
-        assert mine is not None
-        state = world.observer.job(mine)
+        world.probe = DriverProbe(status=DriverStatus(phase="Suspended"), at=world.now, pod=said_by)
+        resource = world.observer.resource(JOB)
+        assert resource is not None
+        state = world.observer.job(resource)
         assert [each.uid for each in state.pods] == ["new"]
         assert state.probe.asked is holds

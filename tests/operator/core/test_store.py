@@ -3,7 +3,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncflow_operator.cluster.store import Group, Store
+from asyncflow_operator.cluster.store import ObjectGroup, ObjectStore
 
 JOB = {"asyncflow.dev/job": "j"}
 
@@ -16,9 +16,9 @@ def raw(name: str, *, version: int, uid: str = "u1", value: object = 0, labels: 
 class Noted:
     def __init__(self) -> None:
         self.changes: list[tuple[str, Any, Any]] = []
-        self.store = Store(lambda _kind, raw, _before: raw["value"], self._changed)
+        self.store = ObjectStore(lambda _kind, raw, _before: raw["value"], self._changed)
 
-    def _changed(self, group: Group, kind: str, before: Any, after: Any) -> None:
+    def _changed(self, group: ObjectGroup, kind: str, before: Any, after: Any) -> None:
         self.changes.append((kind, before, after))
 
     def view(self, name: str) -> Any:
@@ -34,7 +34,7 @@ def test_an_older_version_does_not_replace_a_newer_one() -> None:
     assert noted.view("a") == "new"
 
 
-def test_only_a_change_of_the_view_is_told() -> None:
+def test_only_a_change_of_the_view_is_reported() -> None:
     noted = Noted()
     noted.store.put("Pod", raw("a", version=1, value="x"))
     noted.store.put("Pod", raw("a", version=2, value="x"))
@@ -42,7 +42,7 @@ def test_only_a_change_of_the_view_is_told() -> None:
     assert noted.changes == [("Pod", None, "x"), ("Pod", "x", "y")]
 
 
-def test_what_was_deleted_does_not_come_back_by_late_news() -> None:
+def test_a_deleted_object_does_not_come_back_by_a_late_message() -> None:
     noted = Noted()
     noted.store.put("Pod", raw("a", version=1))
     noted.store.remove("Pod", "ns", "a", "u1")
@@ -52,7 +52,7 @@ def test_what_was_deleted_does_not_come_back_by_late_news() -> None:
     assert noted.view("a") == "another"
 
 
-def test_what_has_left_the_watch_comes_back_when_it_has_its_labels_again() -> None:
+def test_an_object_that_left_the_watch_comes_back_with_its_labels() -> None:
     noted = Noted()
     noted.store.put("Pod", raw("a", version=1, value="mine"))
     noted.store.remove("Pod", "ns", "a", "u1", version=3)
@@ -73,7 +73,7 @@ def test_the_end_of_an_older_object_does_not_remove_its_successor() -> None:
     assert noted.view("a") == 0
 
 
-def test_a_list_removes_what_it_lacks_but_not_what_is_newer_than_it() -> None:
+def test_a_list_removes_missing_objects_but_none_that_is_newer() -> None:
     noted = Noted()
     noted.store.put("Pod", raw("listed", version=1, uid="u1"))
     noted.store.put("Pod", raw("lost", version=2, uid="u2"))
@@ -82,7 +82,7 @@ def test_a_list_removes_what_it_lacks_but_not_what_is_newer_than_it() -> None:
     assert [noted.view(name) for name in ("listed", "lost", "written-since")] == [0, None, 0]
 
 
-def test_groups_hold_what_belongs_together() -> None:
+def test_a_group_holds_the_objects_that_belong_together() -> None:
     noted = Noted()
     owner = {"kind": "RLJob", "name": "j", "uid": "uj", "controller": True}
     noted.store.put("RLJob", raw("j", version=1, uid="uj", labels={}))
@@ -92,17 +92,17 @@ def test_groups_hold_what_belongs_together() -> None:
     noted.store.put("TransferQueue", child)
     noted.store.put("TransferQueue", raw("alone", version=4, uid="ua", labels={}))
     noted.store.put("Pod", raw("alone-storage-0", version=5, uid="us", labels={"asyncflow.dev/queue": "alone"}))
-    kinds = sorted(entry.kind for entry in noted.store.of(Group("ns", "RLJob", "j")))
+    kinds = sorted(entry.kind for entry in noted.store.of(ObjectGroup("ns", "RLJob", "j")))
     assert kinds == ["Pod", "RLJob", "TransferQueue"]
-    assert sorted(entry.uid for entry in noted.store.of(Group("ns", "TransferQueue", "alone"))) == ["ua", "us"]
+    assert sorted(entry.uid for entry in noted.store.of(ObjectGroup("ns", "TransferQueue", "alone"))) == ["ua", "us"]
 
 
 def test_an_object_that_changes_its_group_is_in_one_only() -> None:
     noted = Noted()
     noted.store.put("Pod", raw("a", version=1))
     noted.store.put("Pod", raw("a", version=2, labels={"asyncflow.dev/job": "k"}))
-    assert not noted.store.of(Group("ns", "RLJob", "j"))
-    assert len(noted.store.of(Group("ns", "RLJob", "k"))) == 1
+    assert not noted.store.of(ObjectGroup("ns", "RLJob", "j"))
+    assert len(noted.store.of(ObjectGroup("ns", "RLJob", "k"))) == 1
 
 
 @settings(max_examples=200, deadline=None)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from asyncflow.api.document import parse
-from asyncflow_operator.cluster.owners import mine
+from asyncflow_operator.cluster.owners import custom_resource
 from asyncflow_operator.cluster.views import controller_of, object_view, pod_view, scalers
 from asyncflow_operator.observed import Assigned
 
@@ -70,7 +70,7 @@ def test_how_a_pod_ended_is_that_of_the_roles_container() -> None:
         {"phase": "Failed", "reason": "OutOfcpu"},
     ],
 )
-def test_what_the_cluster_took_away_is_nobodys_failure(status: dict[str, Any]) -> None:
+def test_a_pod_that_the_cluster_took_away_counts_as_no_failure(status: dict[str, Any]) -> None:
     view = pod_view(pod(**status))
     assert view.disrupted
     assert view.exit_code is None
@@ -103,7 +103,7 @@ def conditions(**statuses: str) -> list[dict[str, str]]:
     return [{"type": kind, "status": status} for kind, status in statuses.items()]
 
 
-def test_a_pod_whose_node_does_not_answer_is_told_from_one_that_is_not_ready() -> None:
+def test_a_pod_on_a_silent_node_differs_from_one_that_is_not_ready() -> None:
     """The node controller takes Ready away and nothing else; a kubelet says the same of both conditions."""
     assert pod_view(pod(phase="Running", conditions=conditions(Ready="False", ContainersReady="True"))).unreachable
     for kept in (conditions(Ready="True", ContainersReady="True"), conditions(Ready="False", ContainersReady="False")):
@@ -147,7 +147,7 @@ def test_an_object_of_which_only_the_metadata_is_known() -> None:
     assert (view.ref.kind, view.ref.name, view.digest, view.deleting) == ("Service", "j-rollout-2", "abc", True)
 
 
-def test_who_scales_is_whoever_wrote_through_the_scale_subresource() -> None:
+def test_scalers_are_the_managers_that_wrote_through_the_scale_subresource() -> None:
     replicas = {"f:spec": {"f:rollout": {"f:replicas": {}}}}
     fields = [
         {"manager": "kubectl", "operation": "Update", "fieldsV1": replicas},
@@ -172,21 +172,21 @@ def job(*, generation: int = 1, labels: dict[str, str] | None = None, **status: 
 
 
 def test_a_job_is_parsed_once_per_generation_and_labels() -> None:
-    first = mine("RLJob", job(), None)
+    first = custom_resource("RLJob", job(), None)
     assert first.model is not None, first.problem
     assert first.model.metadata.uid == "uj"
-    again = mine("RLJob", job(phase="Running"), first)
+    again = custom_resource("RLJob", job(phase="Running"), first)
     assert again.model is first.model
     assert again.status.phase == "Running"
-    assert mine("RLJob", job(phase="Running"), again).status is again.status
-    assert mine("RLJob", job(generation=2), again).model is not first.model
-    assert mine("RLJob", job(labels={"team": "a"}), again).model.metadata.labels == {"team": "a"}
+    assert custom_resource("RLJob", job(phase="Running"), again).status is again.status
+    assert custom_resource("RLJob", job(generation=2), again).model is not first.model
+    assert custom_resource("RLJob", job(labels={"team": "a"}), again).model.metadata.labels == {"team": "a"}
 
 
 def test_a_job_that_is_planned_for_later_says_so() -> None:
     raw = job()
     raw["spec"]["critic"] = {"replicas": 1}
-    view = mine("RLJob", raw, None)
+    view = custom_resource("RLJob", raw, None)
     assert view.model is None
     assert view.problem_reason == "NotYet"
     assert "spec.critic" in view.problem
@@ -195,26 +195,26 @@ def test_a_job_that_is_planned_for_later_says_so() -> None:
 def test_a_job_that_the_contract_refuses_says_what_to_do() -> None:
     raw = job()
     raw["spec"]["algorithm"]["steps"] = 0
-    view = mine("RLJob", raw, None)
+    view = custom_resource("RLJob", raw, None)
     assert (view.model, view.problem_reason) == (None, "Invalid")
     assert "spec.algorithm.steps" in view.problem
     assert "Give at least 1" in view.problem
 
 
 def test_a_status_that_nobody_understands_begins_anew() -> None:
-    assert mine("RLJob", job(phase=7, somethingNew=1), None).status.phase == "Pending"
+    assert custom_resource("RLJob", job(phase=7, somethingNew=1), None).status.phase == "Pending"
 
 
-def test_what_only_a_newer_version_knows_is_passed_over() -> None:
+def test_fields_that_only_a_newer_version_knows_are_ignored() -> None:
     newer = job(phase="Succeeded", newest="x", failures={"trainer": {"attempt": 3, "newest": 1}})
     newer["spec"]["newest"] = "x"
     newer["spec"]["rollout"]["newest"] = {"a": 1}
-    seen = mine("RLJob", newer, None)
+    seen = custom_resource("RLJob", newer, None)
     assert seen.model is not None
     assert (seen.problem, seen.status.phase, seen.status.failures["trainer"].attempt) == ("", "Succeeded", 3)
 
 
-def test_what_kueue_has_given_a_workload() -> None:
+def test_settings_that_kueue_assigned_are_read_from_a_workload() -> None:
     update = {"name": "trainer", "nodeSelector": {"zone": "b"}}
     status = {
         "conditions": [{"type": "QuotaReserved", "status": "True", "message": "reserved"}],
@@ -233,7 +233,7 @@ def test_what_kueue_has_given_a_workload() -> None:
     assert object_view({"metadata": {"name": "demo"}}, kind="Workload").phase == "Pending"
 
 
-def test_what_keeps_a_pod_from_being_scheduled_and_from_going() -> None:
+def test_gates_and_finalizers_of_a_pod_are_read() -> None:
     raw = copy.deepcopy(POD)
     raw["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
     raw["metadata"]["finalizers"] = ["kueue.x-k8s.io/managed"]

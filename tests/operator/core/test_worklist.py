@@ -28,7 +28,7 @@ def test_marks_of_one_key_are_one() -> None:
     assert worklist.next() is None
 
 
-def test_a_key_in_work_is_given_to_nobody_else_and_comes_again_if_marked() -> None:
+def test_a_key_in_work_is_not_taken_twice_and_comes_again_if_marked() -> None:
     worklist, _, _ = make()
     worklist.mark("a")
     assert worklist.next() == "a"
@@ -125,7 +125,7 @@ def test_backoff_doubles_with_jitter_up_to_its_limit_and_ends_with_success() -> 
     assert worklist.next() == "a"
 
 
-def test_a_forgotten_key_is_not_given() -> None:
+def test_a_forgotten_key_is_not_taken() -> None:
     worklist, _, _ = make()
     worklist.mark("a")
     worklist.forget("a")

@@ -1,4 +1,4 @@
-"""What a gang scheduler's object says, and what becomes of it."""
+"""The gang scheduler's object: its state, and the decisions that follow from it."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,15 +14,15 @@ from asyncflow_operator.decide import decide_job
 from asyncflow_operator.decide.admission import (
     admitted,
     changeable,
+    delete_gang,
     evicted,
-    given_back,
     pods_ready,
-    queued_again,
-    released,
+    release_pods,
+    requeue,
     waits_for,
 )
-from asyncflow_operator.decide.moments import written
-from asyncflow_operator.observed import Found, JobState, ObjectView, Owner, Ref
+from asyncflow_operator.decide.times import to_rfc3339
+from asyncflow_operator.observed import JobState, ObjectView, Owner, Ref, ReferredObject
 
 WORKLOAD = Ref("Workload", "demo")
 OWNER = Owner(kind="RLJob", namespace="team", name="demo", uid="uid-job")
@@ -42,7 +42,7 @@ def workload(admission: Any = None, **conditions: tuple[str, str]) -> dict[Ref, 
     return {WORKLOAD: object_view({"metadata": meta, "status": status}, kind="Workload")}
 
 
-def state(objects: dict[Ref, ObjectView], *, job=KUEUE, **found: Found) -> JobState:
+def state(objects: dict[Ref, ObjectView], *, job=KUEUE, **found: ReferredObject) -> JobState:
     flavors = {Ref("ResourceFlavor", name): each for name, each in found.items()}
     return JobState(owner=OWNER, job=job, objects=objects, found=flavors)
 
@@ -75,31 +75,31 @@ def test_pods_are_made_once_it_is_known_where_their_flavors_are():
     placed = workload(ADMISSION, QuotaReserved=("True", ""), Admitted=("True", ""))
     assert not admitted(state(placed))
     assert waits_for(state(placed)) == "", "it is being read"
-    refused = Found(problem="resourceflavors.kueue.x-k8s.io is forbidden")
+    refused = ReferredObject(problem="resourceflavors.kueue.x-k8s.io is forbidden")
     assert not admitted(state(placed, big=refused))
     said = "ResourceFlavor big cannot be read: resourceflavors.kueue.x-k8s.io is forbidden"
     assert waits_for(state(placed, big=refused)) == said
-    assert admitted(state(placed, big=Found(content={"spec": {}})))
+    assert admitted(state(placed, big=ReferredObject(content={"spec": {}})))
 
 
-def test_what_a_workload_waits_for_is_kueues_to_say():
+def test_the_reason_why_a_workload_waits_is_kueues():
     said = waits_for(state(workload(QuotaReserved=("False", "8 more cpu needed"))))
     assert said == "Kueue has not admitted the job's Workload: 8 more cpu needed"
     assert waits_for(state({})).endswith("it has said nothing yet")
 
 
-def test_what_holds_a_place_is_given_back_once():
+def test_a_gang_object_is_deleted_once():
     group = Ref("PodGroup", "demo")
     service = Ref("Service", "demo")
     objects = {ref: ObjectView(ref=ref, uid=ref.kind) for ref in (WORKLOAD, group, service)}
-    assert [(each.ref, each.uid) for each in given_back(objects)] == [(WORKLOAD, "Workload"), (group, "PodGroup")]
-    assert given_back({group: ObjectView(ref=group, uid="u", deleting=True)}) == ()
+    assert [(each.ref, each.uid) for each in delete_gang(objects)] == [(WORKLOAD, "Workload"), (group, "PodGroup")]
+    assert delete_gang({group: ObjectView(ref=group, uid="u", deleting=True)}) == ()
 
 
 @pytest.mark.parametrize(("why", "at_once"), [("Preempted by a", "True"), ("PodsReadyTimeout is over", "False")])
 def test_an_evicted_workload_waits_again_where_it_was_in_its_queue(why, at_once):
     placed = {"QuotaReserved": ("True", "Reserved"), "Admitted": ("True", "Admitted"), "PodsReady": ("True", "Started")}
-    (report,) = queued_again(workload(ADMISSION, **placed, Evicted=("True", why)), now=START)
+    (report,) = requeue(workload(ADMISSION, **placed, Evicted=("True", why)), now=START)
     assert (report.ref, report.version, report.status["admission"]) == (WORKLOAD, "7", None)
     reason = why.split(" ")[0]
     assert after(report) == {
@@ -110,11 +110,11 @@ def test_an_evicted_workload_waits_again_where_it_was_in_its_queue(why, at_once)
         "PodsReady": ("False", "WaitForStart"),
     }
     times = {each["type"]: each["lastTransitionTime"] for each in report.status["conditions"]}
-    assert times == dict.fromkeys(times, written(START)) | {"Evicted": BEFORE}
-    assert queued_again(workload(ADMISSION, **placed), now=START) == ()
+    assert times == dict.fromkeys(times, to_rfc3339(START)) | {"Evicted": BEFORE}
+    assert requeue(workload(ADMISSION, **placed), now=START) == ()
 
 
-def test_kueue_is_told_whether_all_pods_are_ready_and_that_once():
+def test_readiness_of_all_pods_is_reported_to_kueue_once():
     placed = {"QuotaReserved": ("True", "Reserved"), "Admitted": ("True", "Admitted")}
 
     def told(lacks: list[str], **ready: tuple[str, str]) -> tuple[str, str] | None:
@@ -133,31 +133,31 @@ def test_kueue_is_told_whether_all_pods_are_ready_and_that_once():
     assert pods_ready(workload(QuotaReserved=("False", "")), lacks=some, now=START) == ()
 
 
-def test_pods_of_the_core_are_freed_of_what_kueue_puts_on_pods_and_others_are_left_to_it():
+def test_gates_of_kueue_are_removed_from_core_pods_and_from_no_others():
     job = job_of(scheduling={"gang": "kueue"}, rollout={"replicas": 2, "minReplicas": 1})
     held = {
         "gates": ("kueue.x-k8s.io/admission", "example.com/mine", "kueue.x-k8s.io/topology"),
         "finalizers": ("kueue.x-k8s.io/managed",),
     }
     pods = tuple(pod_view("rollout", index, **held) for index in (0, 1))
-    (release,) = released(replace(state({}, job=job), pods=pods))
+    (release,) = release_pods(replace(state({}, job=job), pods=pods))
     assert (release.ref.name, release.uid) == (pods[0].name, pods[0].uid)
     assert (release.gates, release.finalizers) == (("example.com/mine",), ())
-    (release,) = released(replace(state({}, job=job), pods=(replace(pods[0], finalizers=()),)))
+    (release,) = release_pods(replace(state({}, job=job), pods=(replace(pods[0], finalizers=()),)))
     assert release.finalizers is None
-    assert released(replace(state({}, job=job), pods=(pod_view("rollout", gates=("example.com/mine",)),))) == ()
-    assert released(replace(state({}, job=job_of()), pods=pods)) == ()
+    assert release_pods(replace(state({}, job=job), pods=(pod_view("rollout", gates=("example.com/mine",)),))) == ()
+    assert release_pods(replace(state({}, job=job_of()), pods=pods)) == ()
 
 
 @pytest.mark.parametrize("phase", ["Suspending", "Succeeded"])
 def test_pods_of_a_job_that_ends_are_freed_of_it_too(phase: str):
     held = pod_view("trainer", finalizers=("kueue.x-k8s.io/managed",), deleting=True)
-    ends = replace(state({}), pods=(held,), status=JobStatus(phase=phase, start_time=written(START)))
+    ends = replace(state({}), pods=(held,), status=JobStatus(phase=phase, start_time=to_rfc3339(START)))
     actions = [action for stage in decide_job(ends, now=START, desired=DESIRED).stages for action in stage]
     assert [action.finalizers for action in actions if isinstance(action, Release)] == [()]
 
 
-def test_a_job_that_has_not_begun_and_is_refused_gives_its_place_back():
+def test_a_job_that_has_not_begun_and_is_refused_frees_its_quota():
     refused = replace(state(workload(QuotaReserved=("False", "")), job=None), problem="wrong", problem_reason="Invalid")
     (stage,) = decide_job(refused, now=START, desired=DESIRED).stages
     assert [action.ref for action in stage] == [WORKLOAD]
@@ -165,12 +165,12 @@ def test_a_job_that_has_not_begun_and_is_refused_gives_its_place_back():
     assert decide_job(replace(refused, status=attempted), now=START, desired=DESIRED).stages == ()
 
 
-def test_a_job_that_outgrows_what_kueue_has_admitted_says_so():
+def test_a_job_that_outgrows_its_admitted_workload_has_a_message():
     placed = workload(ADMISSION, QuotaReserved=("True", ""), Admitted=("True", ""))
     (wanted,) = (each for each in DESIRED.supporting(state({})) if each["kind"] == "Workload")
     same = replace(placed[WORKLOAD], digest=wanted["metadata"]["annotations"][DIGEST])
     for view, words in ((same, ""), (replace(same, digest="another"), "not counted until the job is suspended")):
-        known = state({WORKLOAD: view}, big=Found(content={"spec": {}}))
+        known = state({WORKLOAD: view}, big=ReferredObject(content={"spec": {}}))
         plan = decide_job(known, now=START, desired=DESIRED)
         (accepted,) = (each for each in plan.status["conditions"] if each["type"] == "Accepted")
         assert accepted["status"] == "True"

@@ -6,9 +6,9 @@ from model import World
 from model_samples import JOB, START, job_of
 
 from asyncflow.api.status import DriverStatus, ElasticityRecord, JobStatus, QueueDepth, RecentFigures, RolloutState
-from asyncflow_operator.decide.elastic import target
-from asyncflow_operator.decide.moments import Alarm, written
-from asyncflow_operator.observed import JobState, Owner, Probe
+from asyncflow_operator.decide.rollouts import target
+from asyncflow_operator.decide.times import Alarm, to_rfc3339
+from asyncflow_operator.observed import DriverProbe, JobState, Owner
 
 OWNER = Owner(kind="RLJob", namespace="team", name="demo", uid="uid-job")
 BOUNDS = {"replicas": 2, "minReplicas": 1, "maxReplicas": 6}
@@ -39,7 +39,7 @@ def state(
         rollouts=rollouts,
     )
     status = status or JobStatus(elasticity=THERE)
-    return JobState(owner=OWNER, job=job, status=status, probe=Probe(status=seen, at=at))
+    return JobState(owner=OWNER, job=job, status=status, probe=DriverProbe(status=seen, at=at))
 
 
 def look(seen: JobState, now: float = START):
@@ -51,10 +51,10 @@ def test_without_a_policy_the_spec_counts():
     assert (found.replicas, found.acts) == (2, None)
 
 
-def test_a_wish_is_shown_and_followed_when_it_has_lasted():
+def test_a_recommendation_is_shown_and_followed_when_it_has_lasted():
     found = look(state(enabled=True))
     assert (found.replicas, found.acts, found.reason) == (2, True, "Following")
-    wish = {"wish": "more", "wish_time": written(START)}
+    wish = {"wish": "more", "wish_time": to_rfc3339(START)}
     assert found.fields["elasticity"] == THERE.model_copy(update=wish)
     later = state(enabled=True, status=JobStatus(**found.fields), at=START + 60)
     followed = look(later, START + 60)
@@ -62,7 +62,7 @@ def test_a_wish_is_shown_and_followed_when_it_has_lasted():
     assert followed.fields == {"desired_replicas": 4, "elasticity": ElasticityRecord(replicas=4, step=5)}
 
 
-def test_what_a_change_did_is_seen_before_the_next_one():
+def test_the_effect_of_a_change_is_seen_before_the_next_one():
     changed = JobStatus(desired_replicas=4, elasticity=ElasticityRecord(replicas=4, step=5))
     at_once = {"enabled": True, "stabilizationSeconds": 0}
     found = look(state(status=changed, step=9, **at_once))
@@ -79,15 +79,15 @@ def test_in_the_default_schedule_rollouts_that_have_too_little_to_do_go():
     assert look(idle).replicas == 1
 
 
-def test_what_it_wanted_is_kept_within_bounds_while_nothing_is_known():
-    silent = replace(state(enabled=True, status=JobStatus(desired_replicas=9)), probe=Probe())
+def test_the_last_recommendation_is_kept_within_bounds_without_signals():
+    silent = replace(state(enabled=True, status=JobStatus(desired_replicas=9)), probe=DriverProbe())
     assert look(silent).replicas == 6
     old = state(enabled=True, status=JobStatus(desired_replicas=3), at=START - 100)
     assert look(old).replicas == 3
 
 
 def test_a_dry_run_shows_and_does_nothing():
-    record = ElasticityRecord(replicas=2, step=1, wish="more", wish_time=written(START - 60))
+    record = ElasticityRecord(replicas=2, step=1, wish="more", wish_time=to_rfc3339(START - 60))
     found = look(state(enabled=True, dryRun=True, status=JobStatus(desired_replicas=2, elasticity=record)))
     assert (found.replicas, found.acts, found.reason) == (2, False, "DryRun")
     assert found.fields["desired_replicas"] == 4
@@ -95,7 +95,7 @@ def test_a_dry_run_shows_and_does_nothing():
     assert shown.fields["desired_replicas"] == 4, "until it has decided again"
 
 
-def test_somebody_else_who_scales_switches_it_off():
+def test_a_foreign_scaler_switches_the_policy_off():
     found = look(replace(state(enabled=True), scaled_by=("kube-controller-manager",)))
     assert (found.replicas, found.acts, found.reason) == (2, False, "ForeignOwner")
     assert "kube-controller-manager" in found.message
@@ -120,6 +120,6 @@ def test_the_policy_scales_a_running_job():
     assert world.status.attempt == 0
 
 
-def test_a_dry_run_starts_from_what_is_done_and_not_from_what_it_would_have_done():
+def test_a_dry_run_starts_from_the_real_number_of_rollouts():
     content = state(enabled=True, dryRun=True, wait=0.05, status=JobStatus(desired_replicas=6, elasticity=THERE))
     assert look(content).fields["desired_replicas"] == 2

@@ -7,7 +7,7 @@ from model import World
 from model_samples import JOB, QUEUE, dead, job_of, names
 
 from asyncflow_operator.decide.failure import DISMISSED_S
-from asyncflow_operator.observed import Probe
+from asyncflow_operator.observed import DriverProbe
 
 
 def running(**spec) -> World:
@@ -123,7 +123,7 @@ def test_the_drivers_last_word_holds_though_nobody_asked_it_in_time(phase: str):
     world.reconcile(JOB)
     world.driver_phase = phase
     world._dismiss()
-    world.probe = Probe()
+    world.probe = DriverProbe()
     world.settle()
     assert world.status.phase == phase
 
@@ -142,7 +142,7 @@ def test_the_end_keeps_the_drivers_pod_and_is_final():
     assert (world.status.phase, names(world.pods.values())) == ("Succeeded", ["driver-0"])
 
 
-def test_who_is_dismissed_at_the_end_is_not_made_again():
+def test_a_process_that_is_dismissed_at_the_end_is_not_made_again():
     world = running()
     for pod in world.with_role("rollout") + world.with_role("trainer"):
         world.end(pod, code=0)
@@ -160,7 +160,7 @@ def test_who_is_dismissed_at_the_end_is_not_made_again():
 
 
 @pytest.mark.parametrize("role", ["rollout", "trainer", "driver", "controller", "storage"])
-def test_a_budget_that_is_used_up_fails_the_job_and_says_whose(role):
+def test_a_budget_that_is_used_up_fails_the_job_and_names_the_role(role):
     world = running(failurePolicy={role: {"maxRestarts": 2, "backoffSeconds": 0}})
     fail_budget(world, role)
     assert world.status.phase == "Failed"
@@ -172,7 +172,7 @@ def test_a_budget_that_is_used_up_fails_the_job_and_says_whose(role):
 
 
 @pytest.mark.parametrize("role", ["rollout", "controller"])
-def test_who_refuses_its_input_fails_the_job_at_once(role):
+def test_a_process_that_refuses_its_input_fails_the_job_at_once(role):
     world = running()
     world.end(world.with_role(role)[0], code=2)
     world.settle()
@@ -181,7 +181,7 @@ def test_who_refuses_its_input_fails_the_job_at_once(role):
     assert f"{role}-0" in names(world.pods.values())
 
 
-def test_nothing_is_kept_of_a_failure_where_nobody_asked_for_it():
+def test_no_failed_pod_is_kept_unless_the_job_asks_for_it():
     world = running(limits={"keepOnFailure": False})
     world.end(world.with_role("trainer")[0], code=2)
     world.settle()
@@ -204,20 +204,20 @@ def test_a_deadline_counts_from_the_start_and_not_while_suspended():
 def test_a_finished_job_is_deleted_when_its_time_is_over():
     world = running(limits={"ttlSecondsAfterFinished": 300})
     world.succeed()
-    world.calm(3)
+    world.run_rounds(3)
     assert world.status.phase == "Succeeded"
     assert world.decide(JOB).again_in_s == pytest.approx(300, abs=5)
     world.now += 301
     world.see_all()
     world.reconcile(JOB)
-    assert world.mine == {}
+    assert world.resources == {}
 
 
 def test_a_queue_whose_job_has_ended_makes_nothing():
     world = running()
     world.succeed()
     world.settle()
-    ready = next(each for each in world.mine[QUEUE].status.conditions if each.type == "Ready")
+    ready = next(each for each in world.resources[QUEUE].status.conditions if each.type == "Ready")
     assert (ready.status, ready.reason) == ("False", "Succeeded")
 
 
@@ -242,7 +242,7 @@ def test_a_job_is_suspended_and_ends_though_a_node_does_not_answer():
     assert (world.status.phase, world.pods) == ("Suspended", {})
 
 
-def test_what_a_sidecar_keeps_alive_of_a_finished_job_goes():
+def test_a_pod_of_a_finished_job_that_a_sidecar_keeps_alive_is_deleted():
     world = running()
     world.succeed()
     driver = world.with_role("driver")[0]

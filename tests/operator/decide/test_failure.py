@@ -1,4 +1,4 @@
-"""Ends of processes: what they count as, once, within which window, and how long a seat stays empty after them."""
+"""Ends of processes: what they count as, once, within which window, and how long a replica stays missing after them."""
 
 from dataclasses import replace
 
@@ -7,8 +7,8 @@ from model_samples import START, dead, pod_view
 
 from asyncflow.api.status import RoleRecord
 from asyncflow.plan.roles import MOST_DISRUPTIONS, Readiness, Resources, RestartPolicy, Role
-from asyncflow_operator.decide.failure import DISMISSED_S, End, cleared, delay, end_of, take_stock
-from asyncflow_operator.decide.moments import Alarm, read
+from asyncflow_operator.decide.failure import DISMISSED_S, PodEnd, delay, end_of, may_be_replaced, record_ends
+from asyncflow_operator.decide.times import Alarm, from_rfc3339
 
 POLICY = RestartPolicy(max_restarts=3, window_s=100.0, backoff_s=2.0)
 
@@ -27,8 +27,8 @@ def role(*, gang: bool = False, leader: bool = False, policy: RestartPolicy = PO
     )
 
 
-def stock(pods, record=None, *, now=START + 10, of=None):
-    return take_stock(of or role(), pods, record or RoleRecord(), Alarm(now))
+def ends(pods, record=None, *, now=START + 10, of=None):
+    return record_ends(of or role(), pods, record or RoleRecord(), Alarm(now))
 
 
 @pytest.mark.parametrize(
@@ -36,77 +36,77 @@ def stock(pods, record=None, *, now=START + 10, of=None):
     [
         (pod_view("rollout"), None),
         (pod_view("rollout", disrupted=True), None),
-        (pod_view("rollout", deleting=True), End.DELETED),
-        (dead("rollout", code=143, deleting=True), End.DELETED),
-        (dead("rollout", code=1), End.FAILED),
-        (dead("rollout", code=137, disrupted=True), End.TAKEN),
-        (dead("rollout", code=2), End.REFUSED),
-        (dead("rollout", code=3), End.DISRUPTED),
-        (dead("rollout", code=3, disrupted=True), End.TAKEN),
-        (dead("rollout", code=2, disrupted=True), End.TAKEN),
-        (dead("rollout", code=0), End.DONE),
-        (replace(dead("rollout"), exit_code=None), End.FAILED),
+        (pod_view("rollout", deleting=True), PodEnd.DELETED),
+        (dead("rollout", code=143, deleting=True), PodEnd.DELETED),
+        (dead("rollout", code=1), PodEnd.FAILED),
+        (dead("rollout", code=137, disrupted=True), PodEnd.TAKEN),
+        (dead("rollout", code=2), PodEnd.REFUSED),
+        (dead("rollout", code=3), PodEnd.DISRUPTED),
+        (dead("rollout", code=3, disrupted=True), PodEnd.TAKEN),
+        (dead("rollout", code=2, disrupted=True), PodEnd.TAKEN),
+        (dead("rollout", code=0), PodEnd.DONE),
+        (replace(dead("rollout"), exit_code=None), PodEnd.FAILED),
     ],
 )
-def test_what_an_end_counts_as(pod, end):
+def test_every_end_has_its_class(pod, end):
     assert end_of(pod) is end
 
 
 def test_a_failure_is_entered_once_however_often_it_is_seen():
     pods = [dead("rollout", 1), pod_view("rollout", 0)]
-    first = stock(pods)
+    first = ends(pods)
     assert first.record.restarts == 1
     assert first.record.attempt == 1
     assert first.record.counted == (pods[0].uid,)
     assert [note.reason for note in first.notes] == ["RolloutFailed"]
-    again = stock(pods, first.record, now=START + 20)
+    again = ends(pods, first.record, now=START + 20)
     assert again.record == first.record
     assert again.notes == ()
 
 
-def test_who_was_taken_away_uses_no_budget_but_gets_a_new_attempt():
+def test_a_pod_that_was_taken_away_uses_no_budget_but_has_a_new_attempt():
     for pod in (dead("rollout", disrupted=True), pod_view("rollout", deleting=True)):
-        record = stock([pod]).record
+        record = ends([pod]).record
         assert (record.restarts, record.attempt, record.counted) == (0, 1, (pod.uid,))
 
 
-def test_an_end_that_was_anothers_fault_uses_no_budget_but_waits_and_is_bounded():
+def test_an_end_caused_by_another_process_uses_no_budget_but_waits_and_is_bounded():
     ranks = [dead("trainer", 0, code=1), dead("trainer", 1, code=3)]
     gang = role(gang=True, policy=replace(POLICY, max_restarts=0))
-    first = stock(ranks, of=gang)
+    first = ends(ranks, of=gang)
     assert (first.record.restarts, first.record.disruptions, first.record.attempt) == (0, 1, 1)
-    assert (first.record.in_a_row, first.verdict) == (1, None)
+    assert (first.record.in_a_row, first.failure) == (1, None)
     assert "lost what it worked on" in first.notes[0].message
     record = first.record
     for attempt in range(1, MOST_DISRUPTIONS + 1):
-        last = stock([dead("trainer", attempt=attempt, code=3)], record, of=gang)
+        last = ends([dead("trainer", attempt=attempt, code=3)], record, of=gang)
         record = last.record
-        assert (last.verdict is None) == (attempt < MOST_DISRUPTIONS)
-    assert last.verdict is not None
-    assert last.verdict.reason == "BudgetExceeded"
-    assert f"{MOST_DISRUPTIONS} restarts of trainer" in last.verdict.message
+        assert (last.failure is None) == (attempt < MOST_DISRUPTIONS)
+    assert last.failure is not None
+    assert last.failure.reason == "BudgetExceeded"
+    assert f"{MOST_DISRUPTIONS} restarts of trainer" in last.failure.message
     window = START + 10 + POLICY.window_s
-    later = stock([dead("trainer", attempt=record.attempt, code=3, at=window)], record, of=gang, now=window).record
+    later = ends([dead("trainer", attempt=record.attempt, code=3, at=window)], record, of=gang, now=window).record
     assert (later.restarts, later.disruptions) == (0, 1)
 
 
 def test_of_a_gang_one_end_counts_for_all_ranks():
     ranks = [dead("trainer", index) for index in range(4)]
-    first = stock(ranks, of=role(gang=True))
+    first = ends(ranks, of=role(gang=True))
     assert (first.record.restarts, first.record.attempt, first.record.counted) == (1, 1, ())
-    assert stock(ranks, first.record, of=role(gang=True)).record == first.record
+    assert ends(ranks, first.record, of=role(gang=True)).record == first.record
 
 
-def test_a_row_is_a_chain_of_successors_and_not_a_crowd():
-    crowd = stock([dead("rollout", index) for index in range(4)], of=role(policy=replace(POLICY, max_restarts=9)))
+def test_only_ends_of_successors_count_as_in_a_row():
+    crowd = ends([dead("rollout", index) for index in range(4)], of=role(policy=replace(POLICY, max_restarts=9)))
     assert (crowd.record.restarts, crowd.record.in_a_row) == (4, 1)
     record, now = RoleRecord(), START
     for attempt in range(4):
         now += 5
-        record = stock([dead("rollout", attempt=attempt, started=now - 2, at=now)], record, now=now).record
+        record = ends([dead("rollout", attempt=attempt, started=now - 2, at=now)], record, now=now).record
         assert record.in_a_row == attempt + 1
     settled = dead("rollout", attempt=4, started=now, at=now + 25)
-    assert stock([settled], record, now=now + 25).record.in_a_row == 1
+    assert ends([settled], record, now=now + 25).record.in_a_row == 1
 
 
 def test_delays_double_up_to_a_minute():
@@ -114,61 +114,61 @@ def test_delays_double_up_to_a_minute():
     assert delay(POLICY, 10_000) == 60
 
 
-def test_the_remains_hold_the_seat_until_the_backoff_is_over():
+def test_the_remains_keep_the_name_until_the_backoff_is_over():
     pod = dead("rollout", at=START + 9)
-    record = stock([pod], now=START + 10).record
+    record = ends([pod], now=START + 10).record
     early, late = Alarm(START + 10.5), Alarm(START + 11)
-    assert not cleared(POLICY, record, pod, early)
+    assert not may_be_replaced(POLICY, record, pod, early)
     assert early.again_in_s == 0.5
-    assert cleared(POLICY, record, pod, late)
-    assert not cleared(POLICY, RoleRecord(), pod, late)
+    assert may_be_replaced(POLICY, record, pod, late)
+    assert not may_be_replaced(POLICY, RoleRecord(), pod, late)
 
 
 def test_the_budget_is_one_of_a_window():
     record = RoleRecord()
     for attempt in range(4):
         now = START + 10 * attempt
-        last = stock([dead("rollout", attempt=attempt, at=now)], record, now=now)
+        last = ends([dead("rollout", attempt=attempt, at=now)], record, now=now)
         record = last.record
-    assert last.verdict is not None
-    assert last.verdict.reason == "BudgetExceeded"
-    assert "demo-rollout-0 ended with exit code 1" in last.verdict.message
-    assert "3 restarts of rollout within 1m40s are used up" in last.verdict.message
+    assert last.failure is not None
+    assert last.failure.reason == "BudgetExceeded"
+    assert "demo-rollout-0 ended with exit code 1" in last.failure.message
+    assert "3 restarts of rollout within 1m40s are used up" in last.failure.message
     alarm = Alarm(START + 40)
-    assert take_stock(role(), [], record, alarm).record == record
+    assert record_ends(role(), [], record, alarm).record == record
     assert alarm.again_in_s == 60, "when the window is over"
-    forgotten = stock([], record, now=START + 100)
-    assert forgotten.verdict is None
+    forgotten = ends([], record, now=START + 100)
+    assert forgotten.failure is None
     assert (forgotten.record.restarts, forgotten.record.window_start) == (0, None)
     assert forgotten.record.attempt == record.attempt
-    later = stock([dead("rollout", attempt=4, at=START + 120)], record, now=START + 120)
-    assert (later.record.restarts, later.verdict) == (1, None)
-    assert read(later.record.window_start) == START + 120
+    later = ends([dead("rollout", attempt=4, at=START + 120)], record, now=START + 120)
+    assert (later.record.restarts, later.failure) == (1, None)
+    assert from_rfc3339(later.record.window_start) == START + 120
 
 
-def test_who_refuses_its_input_is_not_started_again():
+def test_a_process_that_refuses_its_input_is_not_started_again():
     words = "error: spec.model.source: no such folder"
-    verdict = stock([dead("rollout", code=2, last_words=words), dead("rollout", 1)]).verdict
-    assert verdict is not None
-    assert verdict.reason == "Refused"
-    assert words in verdict.message
+    failure = ends([dead("rollout", code=2, last_words=words), dead("rollout", 1)]).failure
+    assert failure is not None
+    assert failure.reason == "Refused"
+    assert words in failure.message
 
 
-def test_who_ended_by_itself_gets_the_time_in_which_a_job_ends():
+def test_a_process_that_ended_by_itself_waits_for_the_end_of_the_job():
     pod = dead("rollout", code=0, at=START)
     alarm = Alarm(START + 1)
-    assert take_stock(role(), [pod], RoleRecord(), alarm).record == RoleRecord()
+    assert record_ends(role(), [pod], RoleRecord(), alarm).record == RoleRecord()
     assert alarm.again_in_s == DISMISSED_S - 1
-    record = stock([pod], now=START + DISMISSED_S).record
+    record = ends([pod], now=START + DISMISSED_S).record
     assert (record.restarts, record.counted) == (0, (pod.uid,))
-    assert stock([dead("driver", code=0)], of=role(leader=True), now=START + 1000).record == RoleRecord()
+    assert ends([dead("driver", code=0)], of=role(leader=True), now=START + 1000).record == RoleRecord()
 
 
 def test_a_record_holds_a_bounded_number_of_uids():
     pods = [dead("rollout", index) for index in range(300)]
     generous = role(policy=replace(POLICY, max_restarts=1000))
-    first = stock(pods, of=generous).record
+    first = ends(pods, of=generous).record
     assert len(first.counted) == 256
     rest = [pod for pod in pods if pod.uid not in first.counted]
-    second = stock(rest, first, of=generous).record
+    second = ends(rest, first, of=generous).record
     assert second.restarts == 300

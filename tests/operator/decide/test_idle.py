@@ -6,13 +6,13 @@ import pytest
 from model import World
 from model_samples import JOB, QUEUE, SYNC, job_of, pending
 
-from asyncflow_operator.observed import Probe
+from asyncflow_operator.observed import DriverProbe
 
 HOUR = 3600
 
 
 def pass_by(world: World, seconds: int, *, step: int = 10) -> int:
-    """Let time pass in which nothing happens; gives the writes."""
+    """Make rounds in which nothing happens, and return the writes."""
     before = world.writes
     for _ in range(0, seconds, step):
         world.now += step
@@ -25,7 +25,7 @@ def pass_by(world: World, seconds: int, *, step: int = 10) -> int:
 def test_an_observation_that_does_not_change_causes_no_write_in_an_hour(life):
     world = World(job_of())
     if life in ("pending", "unpullable"):
-        world.calm(1)
+        world.run_rounds(1)
         driver = world.with_role("driver")[0]
         waits = {"unschedulable": "0/1 nodes are available: 1 Insufficient cpu."}
         if life == "unpullable":
@@ -40,7 +40,7 @@ def test_an_observation_that_does_not_change_causes_no_write_in_an_hour(life):
     elif life == "failed":
         world.end(world.with_role("rollout")[0], code=2)
     elif life == "silent":
-        world.probe = Probe(error="no answer", failing_since=world.now)
+        world.probe = DriverProbe(error="no answer", failing_since=world.now)
     if life in ("suspended", "succeeded", "failed"):
         world.settle()
     world.see_all()

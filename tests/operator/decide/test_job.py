@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 from model import World
-from model_samples import DESIRED, JOB, QUEUE, START, job_of, names, pending, pod_view
+from model_samples import DESIRED, JOB, QUEUE, START, job_of, names, pod_view
 
 from asyncflow.api.status import JobStatus
 from asyncflow_operator.actions import Apply, Delete, Plan
 from asyncflow_operator.decide import decide_job
-from asyncflow_operator.decide.builders import UNBEGUN_S, needs
-from asyncflow_operator.desired.keys import secret_name
+from asyncflow_operator.decide.upkeep import needs
 from asyncflow_operator.observed import JobState, ObjectView, Owner, Ref
 
 HOUR = 3600
@@ -35,7 +34,7 @@ def condition(world: World, kind: str):
     return next(each for each in world.status.conditions if each.type == kind)
 
 
-def test_the_first_look_makes_what_supports_the_driver_then_the_driver():
+def test_the_first_plan_makes_supporting_objects_then_the_driver():
     plan = decide_job(JobState(owner=owner(), job=job_of()), now=START, desired=DESIRED)
     support, made = plan.stages
     assert {action.manifest["kind"] for action in support} >= {"ConfigMap", "Secret", "Service", "NetworkPolicy"}
@@ -71,7 +70,7 @@ def test_a_gang_scheduler_sees_all_of_the_core_at_once():
     assert names(world.pods.values()) == ALL
 
 
-def test_what_is_lost_while_a_job_runs_does_not_wait_for_others():
+def test_a_pod_lost_while_a_job_runs_does_not_wait_for_others():
     world = World(job_of())
     world.settle()
     for role in ("driver", "storage", "rollout"):
@@ -93,7 +92,7 @@ def test_after_any_death_of_the_operator_the_same_objects_are_there():
     def life(world: World) -> dict[str, list[str]]:
         world.settle()
         world.end(world.with_role("rollout")[0], code=1)
-        world.calm(4)
+        world.run_rounds(4)
         world.end(world.with_role("storage")[1], code=137)
         world.edit(rollout={"replicas": 3})
         world.settle()
@@ -138,7 +137,7 @@ def test_a_quota_is_waited_for_without_using_up_attempts():
 
 def test_a_quota_that_lets_half_a_gang_in_does_not_make_it_restart():
     world = World(job_of(trainer={"replicas": 4}))
-    world.calm(4)
+    world.run_rounds(4)
     while len(world.with_role("trainer")) < 4:
         world.one_round()
     for pod in world.with_role("trainer")[2:]:
@@ -147,9 +146,9 @@ def test_a_quota_that_lets_half_a_gang_in_does_not_make_it_restart():
     record = world.status.failures["trainer"]
     failures = world.status.failures | {"trainer": record.model_copy(update={"whole": False})}
     status = world.status.model_copy(update={"failures": failures})
-    world.mine[JOB] = world.seen_mine[JOB] = replace(world.mine[JOB], status=status)
+    world.resources[JOB] = world.seen_resources[JOB] = replace(world.resources[JOB], status=status)
     world.quota = True
-    world.calm(5)
+    world.run_rounds(5)
     assert world.status.attempt == 0
     world.quota = False
     world.settle()
@@ -164,7 +163,7 @@ def test_in_a_namespace_that_ends_nothing_is_made():
 
 
 @pytest.mark.parametrize("reason", ["Invalid", "NotYet"])
-def test_what_the_contract_refuses_is_told_and_left_alone(reason):
+def test_a_spec_that_the_contract_refuses_is_reported_and_left_alone(reason):
     problem = "spec.critic: not yet: it is planned, and this version does not do it"
     pods = (pod_view("driver"), pod_view("rollout"))
     state = JobState(owner=owner(), job=None, problem=problem, problem_reason=reason, pods=pods)
@@ -176,7 +175,7 @@ def test_what_the_contract_refuses_is_told_and_left_alone(reason):
     assert decide_job(again, now=START + HOUR, desired=DESIRED) == Plan()
 
 
-def test_what_another_controller_manages_is_not_ours():
+def test_a_job_of_another_controller_is_left_alone():
     elsewhere = JobState(owner=owner(), job=job_of(managedBy="kueue.x-k8s.io/multikueue"))
     assert decide_job(elsewhere, now=START, desired=DESIRED) == Plan()
     ours = JobState(owner=owner(), job=job_of(managedBy="asyncflow.dev/operator"))
@@ -196,30 +195,6 @@ def test_images_are_pinned_when_a_job_is_created():
     pod = plan.stages[1][-1].manifest
     assert pod["spec"]["containers"][0]["image"] == "old/runtime-cpu:0"
     assert set(plan.status["images"].values()) == {"old/runtime-cpu:0"}
-
-
-def test_the_secret_goes_with_the_driver_and_where_a_pod_misses_it():
-    world = World(job_of())
-    world.settle()
-    name = secret_name(b"m" * 32, owner())
-    secret = ("Secret", name)
-    assert secret not in applied(world.decide(JOB))
-    world.vanish(world.with_role("rollout")[0])
-    world.see_all()
-    assert applied(world.decide(JOB)) == [("Pod", "demo-rollout-0")]
-    world.vanish(world.with_role("driver")[0])
-    world.see_all()
-    assert secret in applied(world.decide(JOB))
-    world.settle()
-    pod = world.with_role("rollout")[0]
-    says = pending("rollout", pod.index, scheduled=True, waiting_message=f'secret "{name}" not found')
-    mounts = pending("rollout", pod.index, scheduled=True, waiting="ContainerCreating", created=world.now)
-    for missing, since in ((says, 0.0), (mounts, UNBEGUN_S)):
-        world.pods[pod.name] = world.seen_pods[pod.name] = replace(missing, uid=pod.uid)
-        if since:
-            assert applied(world.decide(JOB)) == []
-        world.now += since
-        assert applied(world.decide(JOB)) == [secret]
 
 
 def test_an_object_that_somebody_deleted_or_changed_is_written_again():
@@ -242,10 +217,10 @@ def test_nothing_is_deleted_of_a_job_that_runs_well():
         assert not [action for stage in plan.stages for action in stage if isinstance(action, Delete)]
 
 
-def test_an_attempt_that_only_the_driver_knows_is_not_given_again():
+def test_an_attempt_that_only_the_driver_knows_is_not_used_again():
     world = World(job_of())
     world.settle()
-    world.mine[JOB] = replace(world.mine[JOB], status=JobStatus())
+    world.resources[JOB] = replace(world.resources[JOB], status=JobStatus())
     world.driver_attempt = 6
     world.vanish(world.with_role("trainer")[0])
     world.look_at_driver()
@@ -256,7 +231,7 @@ def test_an_attempt_that_only_the_driver_knows_is_not_given_again():
 
 def test_a_pod_that_the_api_server_lost_on_the_way_is_asked_for_again_as_the_same_attempt():
     world = World(job_of())
-    world.calm(4)
+    world.run_rounds(4)
     while not world.with_role("trainer"):
         world.one_round()
     pod = world.with_role("trainer")[0]
@@ -268,7 +243,7 @@ def test_a_pod_that_the_api_server_lost_on_the_way_is_asked_for_again_as_the_sam
 
 def test_an_operator_that_comes_back_late_does_not_guess_whether_a_pod_has_run():
     world = World(job_of())
-    world.calm(4)
+    world.run_rounds(4)
     while not world.with_role("trainer"):
         world.one_round()
     world.vanish(world.with_role("trainer")[0])
@@ -305,7 +280,7 @@ def test_a_job_whose_newest_spec_is_refused_goes_on_and_says_so():
     assert world.status.accepted_generation == world.status.observed_generation
 
 
-def test_what_is_refused_stops_only_what_needs_it():
+def test_a_refused_object_stops_only_pods_that_need_it():
     world = World(job_of(storage={"ledger": {"claim": {"size": "1Gi"}}}))
     world.settle()
     world.refuses = {"PersistentVolumeClaim", "PodDisruptionBudget", "Service"}
@@ -314,7 +289,7 @@ def test_what_is_refused_stops_only_what_needs_it():
             world.meddle(ref)
     for pod in list(world.pods.values()):
         world.vanish(pod)
-    world.calm(40)
+    world.run_rounds(40)
     assert names(world.pods.values()) == ALL
     denied = condition(world, "WhyPending")
     assert (denied.status, denied.reason) == ("True", "Denied")
@@ -324,10 +299,10 @@ def test_what_is_refused_stops_only_what_needs_it():
 
 
 @pytest.mark.parametrize("kind", ["ConfigMap", "Secret", "ServiceAccount", "NetworkPolicy", "PersistentVolumeClaim"])
-def test_no_pod_is_made_without_what_it_needs(kind: str):
+def test_no_pod_is_made_without_the_objects_that_it_needs(kind: str):
     world = World(job_of(storage={"ledger": {"claim": {"size": "1Gi"}}}))
     world.refuses = {kind}
-    world.calm(30)
+    world.run_rounds(30)
     made = ["driver-0"] if kind == "PersistentVolumeClaim" else []
     assert names(pod for pod in world.pods.values() if pod.role != "storage") == made
     assert condition(world, "WhyPending").reason == "Denied"
@@ -341,16 +316,16 @@ def test_a_pod_needs_the_policies_that_are_about_it_and_no_others():
     policies = [each for each in DESIRED.supporting(state) if each["kind"] == "NetworkPolicy"]
     absent = {Apply(manifest=each).ref: each for each in policies}
     both = {Ref("NetworkPolicy", "demo"), Ref("NetworkPolicy", "demo.rewards")}
-    assert set(absent) == both
+    assert set(absent) == both | {Ref("NetworkPolicy", "demo.driver")}
     assert needs(DESIRED.pod(state, "rollout", 0, 0), absent) == both
     assert needs(DESIRED.pod(state, "trainer", 0, 0), absent) == {Ref("NetworkPolicy", "demo")}
 
 
-def test_pods_wait_for_what_an_earlier_job_has_left_behind():
+def test_pods_wait_for_objects_of_an_earlier_job_to_go():
     world = World(job_of(scheduling={"gang": "volcano"}))
     config = Ref("ConfigMap", "demo")
     world.objects[config] = ObjectView(ref=config, uid="older", deleting=True)
-    world.calm(60)
+    world.run_rounds(60)
     assert world.pods == {}
     assert world.status.attempt == 0
     why = condition(world, "WhyPending")

@@ -2,8 +2,8 @@
 all, the operator is killed between any two writes, the API server refuses. Then trouble ends, and the cluster must come
 to the one state that was wanted, having counted every failure once.
 
-What must never happen at any time is asserted by the model itself: a second pod at a seat, an attempt that goes back,
-ranks of two attempts side by side, a pod deleted without a reason on record, a condition whose time lies.
+The model itself asserts what must never happen at any time: a second pod of a replica, an attempt that goes back, ranks
+of two attempts side by side, a pod deleted without a reason on record, a condition with a wrong time.
 """
 
 import random
@@ -136,7 +136,7 @@ class ClusterMachine(RuleBasedStateMachine):
     def a_person_scales(self, rollouts):
         self.world.edit(rollout={"replicas": rollouts})
 
-    @precondition(lambda self: QUEUE in self.world.mine)
+    @precondition(lambda self: QUEUE in self.world.resources)
     @rule(units=st.integers(1, 6))
     def a_person_scales_the_queue(self, units):
         self.world.scale_queue(units)
@@ -167,11 +167,11 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(rounds=st.integers(1, 12))
     def all_goes_well_for_a_while(self, rounds):
-        self.world.calm(rounds)
+        self.world.run_rounds(rounds)
 
     @rule(rounds=st.integers(1, 12))
     def all_goes_well_again(self, rounds):
-        self.world.calm(rounds)
+        self.world.run_rounds(rounds)
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 20.0, 120.0]))
     def time_passes(self, seconds):
@@ -208,7 +208,7 @@ class ClusterMachine(RuleBasedStateMachine):
             ]
         )
         assert all(pod.ready and not pod.deleting for pod in world.pods.values())
-        assert world.mine[QUEUE].model.spec.storage_units == world.spec.transfer_queue.storage_units
+        assert world.resources[QUEUE].model.spec.storage_units == world.spec.transfer_queue.storage_units
         assert {pod.attempt for pod in world.with_role("trainer")} == {world.status.attempt}
         assert world.status.replicas == len(rollouts)
         assert world.status.draining == ()
@@ -256,7 +256,7 @@ def run(machine, *, histories: int, steps: int) -> None:
     )
 
 
-def test_any_history_ends_in_what_was_wanted() -> None:
+def test_any_history_ends_in_the_wanted_state() -> None:
     run(ClusterMachine, histories=60, steps=60)
 
 

@@ -6,8 +6,8 @@ import pytest
 from model_samples import START, job_of, pending, pod_view
 
 from asyncflow.plan import plan
-from asyncflow_operator.decide.moments import Alarm
 from asyncflow_operator.decide.pending import ATTACH_S, why_lacking, why_pending
+from asyncflow_operator.decide.times import Alarm
 from asyncflow_operator.observed import Denial, JobState, NodeFree, ObjectView, Owner, Ref
 
 NPU = "huawei.com/Ascend910"
@@ -94,7 +94,7 @@ def test_where_arithmetic_says_nothing_the_scheduler_does():
         ),
     ],
 )
-def test_what_else_a_pod_waits_for(pod, reason, said):
+def test_every_other_reason_why_a_pod_waits(pod, reason, said):
     found = why(pod)
     assert found.reason == reason
     assert said in found.message
@@ -110,7 +110,7 @@ def test_a_claim_without_a_volume():
     assert "demo-ledger" in found.message
 
 
-def test_gangs_name_who_places_them():
+def test_a_waiting_gang_names_its_scheduler():
     assert "Kueue" in why(pending("rollout", gated=True), gang="kueue").message
     words = "pod group is not ready, 3 Pending in gang"
     found = why(pending("rollout", unschedulable=words), gang="volcano", nodes=NODES)
@@ -147,7 +147,7 @@ def test_a_volume_that_is_still_attached_elsewhere_is_named():
     assert lacking(pending("trainer", **begins)).reason == "Starting"
 
 
-def test_what_stops_everything_comes_first():
+def test_the_obstacle_that_stops_everything_comes_first():
     waiting = pending("trainer", unschedulable=SCHEDULER)
     denied = why(waiting, denied=[Denial(Ref("Pod", "demo-rollout-1"), "exceeded quota: pods=10", missing=True)])
     assert denied.reason == "Denied"

@@ -14,21 +14,23 @@ from asyncflow.api.status import (
     SetState,
     Staleness,
 )
-from asyncflow_operator.decide.conditions import Board
-from asyncflow_operator.decide.moments import Alarm, written
-from asyncflow_operator.decide.progress import figures, judge
-from asyncflow_operator.observed import Probe
+from asyncflow_operator.decide.draft import ConditionSet
+from asyncflow_operator.decide.progress import figures, set_stalled
+from asyncflow_operator.decide.times import Alarm, to_rfc3339
+from asyncflow_operator.observed import DriverProbe
 
 LIMITS = LimitsSpec(stall_seconds=900)
-BEGUN = JobStatus(start_time=written(START))
+BEGUN = JobStatus(start_time=to_rfc3339(START))
 TRAINERS = [pod_view("trainer", started=START + 10)]
 
 
-def verdict(*, now: float, seen: DriverStatus | None = None, failing_since: float | None = None, trainers=TRAINERS):
-    board, alarm = Board((), 1, now), Alarm(now)
-    probe = Probe(status=seen, at=START, failing_since=failing_since)
-    judge(board, limits=LIMITS, status=BEGUN, probe=probe, trainers=trainers, alarm=alarm)
-    return board.shown[0], alarm.again_in_s
+def stall_condition(
+    *, now: float, seen: DriverStatus | None = None, failing_since: float | None = None, trainers=TRAINERS
+):
+    conditions, alarm = ConditionSet((), 1, now), Alarm(now)
+    probe = DriverProbe(status=seen, at=START, failing_since=failing_since)
+    set_stalled(conditions, limits=LIMITS, status=BEGUN, probe=probe, trainers=trainers, alarm=alarm)
+    return conditions.current[0], alarm.again_in_s
 
 
 def test_figures_are_the_drivers():
@@ -69,33 +71,35 @@ def test_without_a_driver_only_pods_are_counted():
 )
 def test_patience_is_ten_steps_between_a_minute_and_the_limit(seen, patience):
     since = START + 10
-    fine, again = verdict(now=since + patience - 1, seen=seen)
+    fine, again = stall_condition(now=since + patience - 1, seen=seen)
     assert (fine.status, again) == ("False", 1.0)
-    stalled, _ = verdict(now=since + patience, seen=seen)
+    stalled, _ = stall_condition(now=since + patience, seen=seen)
     assert (stalled.status, stalled.reason) == ("True", "NoStep")
 
 
-def test_what_is_waited_for_is_told():
-    seen = DriverStatus(step=3, steps=60, last_step_at=written(START + 100), waiting_for="1 storage")
-    stalled, _ = verdict(now=START + 1000, seen=seen)
+def test_the_status_names_what_the_driver_waits_for():
+    seen = DriverStatus(step=3, steps=60, last_step_at=to_rfc3339(START + 100), waiting_for="1 storage")
+    stalled, _ = stall_condition(now=START + 1000, seen=seen)
     assert stalled.message == "No step for more than 15m, after step 3 of 60; it waits for 1 storage"
 
 
 def test_a_job_that_is_paused_has_stalled_and_says_why():
-    seen = DriverStatus(phase="Paused", steps=60, last_step_at=written(START), waiting_for="a person:\x1b[2J 9 of 16")
-    paused, again = verdict(now=START + 1, seen=seen)
+    seen = DriverStatus(
+        phase="Paused", steps=60, last_step_at=to_rfc3339(START), waiting_for="a person:\x1b[2J 9 of 16"
+    )
+    paused, again = stall_condition(now=START + 1, seen=seen)
     assert (paused.status, paused.reason, paused.message) == ("True", "Paused", "a person: [2J 9 of 16")
     assert again is None
 
 
 def test_a_trainer_that_began_again_gets_its_time():
-    seen = DriverStatus(step=3, steps=60, step_p95=6.0, last_step_at=written(START + 20))
+    seen = DriverStatus(step=3, steps=60, step_p95=6.0, last_step_at=to_rfc3339(START + 20))
     again = [pod_view("trainer", started=START + 500)]
-    assert verdict(now=START + 550, seen=seen, trainers=again)[0].status == "False"
+    assert stall_condition(now=START + 550, seen=seen, trainers=again)[0].status == "False"
 
 
 def test_of_a_driver_that_is_silent_nobody_knows():
-    assert verdict(now=START + 9000, failing_since=START)[0].status == "Unknown"
-    seen = DriverStatus(step=3, steps=60, last_step_at=written(START + 20))
-    assert verdict(now=START + 59, seen=seen, failing_since=START)[0].status == "False"
-    assert verdict(now=START + 60, seen=seen, failing_since=START)[0].status == "Unknown"
+    assert stall_condition(now=START + 9000, failing_since=START)[0].status == "Unknown"
+    seen = DriverStatus(step=3, steps=60, last_step_at=to_rfc3339(START + 20))
+    assert stall_condition(now=START + 59, seen=seen, failing_since=START)[0].status == "False"
+    assert stall_condition(now=START + 60, seen=seen, failing_since=START)[0].status == "Unknown"

@@ -10,12 +10,12 @@ from asyncflow.api.queue import QueueStatus, TransferQueue
 from asyncflow.api.status import DriverStatus, QueueDepth
 from asyncflow_operator.actions import Apply, Plan
 from asyncflow_operator.decide import decide_queue
-from asyncflow_operator.observed import Denial, ObjectView, Owner, Probe, QueueState, Ref
+from asyncflow_operator.observed import Denial, DriverProbe, ObjectView, Owner, Ref, TransferQueueState
 
 OWNER = Owner(kind="TransferQueue", namespace="team", name="demo", uid="uid-queue", generation=2)
 
 
-def alone(*pods, units: int = 2, status: QueueStatus | None = None, **changes) -> QueueState:
+def alone(*pods, units: int = 2, status: QueueStatus | None = None, **changes) -> TransferQueueState:
     metadata = {"name": "demo", "namespace": "team"}
     queue = TransferQueue.model_validate({"metadata": metadata, "spec": {"storageUnits": units}})
     supported = {
@@ -24,13 +24,13 @@ def alone(*pods, units: int = 2, status: QueueStatus | None = None, **changes) -
             uid="u",
             digest=each["metadata"]["annotations"]["asyncflow.dev/digest"],
         )
-        for each in DESIRED.queue_supporting(QueueState(owner=OWNER, queue=queue))
+        for each in DESIRED.queue_supporting(TransferQueueState(owner=OWNER, queue=queue))
     }
     usual = {"owner": OWNER, "queue": queue, "pods": pods, "objects": supported, "status": status or QueueStatus()}
-    return QueueState(**(usual | changes))
+    return TransferQueueState(**(usual | changes))
 
 
-def decide(state: QueueState, now: float = START) -> Plan:
+def decide(state: TransferQueueState, now: float = START) -> Plan:
     return decide_queue(state, now=now, desired=DESIRED)
 
 
@@ -43,7 +43,7 @@ def removed(plan: Plan) -> list[str]:
     return [action.ref.name for stage in plan.stages for action in stage if not isinstance(action, Apply)]
 
 
-def after(state: QueueState, plan: Plan) -> QueueState:
+def after(state: TransferQueueState, plan: Plan) -> TransferQueueState:
     return replace(state, status=QueueStatus.model_validate(plan.status, by_name=False)) if plan.status else state
 
 
@@ -118,15 +118,15 @@ def test_a_budget_that_is_used_up_degrades_it_until_the_window_is_over():
     assert removed(decide(stuck, START + 3600)) == ["demo-storage-1"]
 
 
-def test_a_jobs_queue_shows_what_the_driver_says():
+def test_a_jobs_queue_shows_the_drivers_figures():
     world = World(job_of())
     world.settle()
     depth = QueueDepth(ready=3, leased=4, staged=5, bytes=600, limit=1000)
     seen = world.probe.status.model_copy(update={"queue": depth})
-    world.probe = Probe(status=seen, at=world.now)
+    world.probe = DriverProbe(status=seen, at=world.now)
     world.now += 20
     world.reconcile(QUEUE)
-    status = world.mine[QUEUE].status
+    status = world.resources[QUEUE].status
     assert (status.rows, status.bytes, status.limit, status.partitions) == (12, 600, 1000, 1)
     assert status.address == "tcp://demo-driver.team.svc:5571"
     assert status.selector == "asyncflow.dev/job=demo,asyncflow.dev/role=storage"
@@ -142,7 +142,7 @@ def test_a_jobs_queue_that_somebody_scales_is_put_back_and_no_unit_notices(units
     assert world.decide(QUEUE).stages == ()
     world.settle()
     assert [pod.uid for pod in world.with_role("storage")] == before
-    assert world.mine[QUEUE].model.spec.storage_units == 2
+    assert world.resources[QUEUE].model.spec.storage_units == 2
     assert world.notes.count("PutBack") == 1
 
 
@@ -153,9 +153,9 @@ def test_a_jobs_queue_has_as_many_units_as_the_job_says():
         world.edit(transferQueue={"storageUnits": units})
         world.settle()
         assert [pod.index for pod in world.with_role("storage")] == list(range(units))
-        assert world.mine[QUEUE].model.spec.storage_units == units
+        assert world.resources[QUEUE].model.spec.storage_units == units
     assert world.status.attempt == 0
-    assert world.mine[QUEUE].status.failures["storage"].restarts == 0
+    assert world.resources[QUEUE].status.failures["storage"].restarts == 0
 
 
 def test_a_jobs_queue_waits_for_the_driver_and_stops_with_the_job():
@@ -178,7 +178,7 @@ def test_restarts_of_the_queue_are_shown_by_its_job():
     assert world.status.attempt == 0
 
 
-def test_what_the_contract_refuses_is_told():
+def test_a_spec_that_the_contract_refuses_is_reported():
     plan = decide(alone(queue=None, problem="spec.storageUnits = 0: is too small", problem_reason="Invalid"))
     assert condition(plan, "Accepted") == ("False", "Invalid")
     assert plan.stages == ()

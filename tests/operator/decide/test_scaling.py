@@ -5,59 +5,59 @@ from dataclasses import replace
 from model import World
 from model_samples import JOB, START, dead, job_of, names, pending, pod_view
 
-from asyncflow.api.status import DriverStatus, Leaving, RoleRecord, RolloutState
+from asyncflow.api.status import DrainingRollout, DriverStatus, RoleRecord, RolloutState
 from asyncflow.plan import plan
-from asyncflow_operator.decide.moments import Alarm, written
-from asyncflow_operator.decide.scaling import Registered, still_leaving, tend_rollouts
-from asyncflow_operator.decide.seats import Moves
-from asyncflow_operator.observed import Probe
+from asyncflow_operator.decide.replicas import ReplicaMoves
+from asyncflow_operator.decide.rollouts import RegisteredRollouts, plan_rollouts, still_draining
+from asyncflow_operator.decide.times import Alarm, to_rfc3339
+from asyncflow_operator.observed import DriverProbe
 
 ROLE = plan(job_of()).role("rollout")
-NOBODY = Registered(None, 0.0)
+NOBODY = RegisteredRollouts(None, 0.0)
 
 
-def known(*rollouts: tuple[int, int, int, str], at: float = START + 50) -> Registered:
+def known(*rollouts: tuple[int, int, int, str], at: float = START + 50) -> RegisteredRollouts:
     states = {
         index: RolloutState(id=f"worker-{index}", index=index, inflight=inflight, version=version, state=state)
         for index, inflight, version, state in rollouts
     }
-    return Registered(states, at)
+    return RegisteredRollouts(states, at)
 
 
-def tend(pods, *, target, leaving=(), registered=NOBODY, record=None, open_=True, now=START + 50):
-    return tend_rollouts(
+def plan_replicas(pods, *, target, draining=(), registered=NOBODY, record=None, may_make=True, now=START + 50):
+    return plan_rollouts(
         ROLE,
         pods,
         record or RoleRecord(),
         target=target,
-        leaving=tuple(leaving),
+        draining=tuple(draining),
         registered=registered,
         drain_s=30.0,
-        open_=open_,
+        may_make=may_make,
         alarm=Alarm(now),
     )
 
 
-def chosen(crew):
-    return [int(each.name.rpartition("-")[2]) for each in crew.leaving]
+def chosen(rollouts):
+    return [int(each.name.rpartition("-")[2]) for each in rollouts.draining]
 
 
 def leaves(pod, *, since=START + 40):
-    return Leaving(name=pod.name, uid=pod.uid, since=written(since))
+    return DrainingRollout(name=pod.name, uid=pod.uid, since=to_rfc3339(since))
 
 
 def test_new_ones_get_the_lowest_free_names():
-    crew = tend([pod_view("rollout", 1), pod_view("rollout", 4)], target=5, record=RoleRecord(attempt=3))
-    assert [(seat.index, seat.attempt) for seat in crew.moves.make] == [(0, 3), (2, 3), (3, 3)]
-    assert tend([], target=2, open_=False).moves.make == ()
+    rollouts = plan_replicas([pod_view("rollout", 1), pod_view("rollout", 4)], target=5, record=RoleRecord(attempt=3))
+    assert [(replica.index, replica.attempt) for replica in rollouts.moves.make] == [(0, 3), (2, 3), (3, 3)]
+    assert plan_replicas([], target=2, may_make=False).moves.make == ()
 
 
-def test_who_does_not_run_leaves_first_then_who_has_least_then_the_oldest_then_the_last():
+def test_rollouts_are_drained_in_order_not_running_least_work_oldest_last():
     pods = [pod_view("rollout", index) for index in range(5)] + [pending("rollout", 5)]
     registered = known(
         (0, 4, 9, "ready"), (1, 1, 9, "ready"), (2, 1, 7, "ready"), (3, 2, 9, "ready"), (4, 2, 9, "ready")
     )
-    assert [chosen(tend(pods, target=count, registered=registered)) for count in (5, 4, 3, 2, 1)] == [
+    assert [chosen(plan_replicas(pods, target=count, registered=registered)) for count in (5, 4, 3, 2, 1)] == [
         [5],
         [5, 2],
         [5, 2, 1],
@@ -66,15 +66,17 @@ def test_who_does_not_run_leaves_first_then_who_has_least_then_the_oldest_then_t
     ]
 
 
-def test_who_runs_is_asked_to_drain_and_deleted_when_the_driver_has_let_go():
+def test_a_running_rollout_is_drained_and_deleted_when_the_driver_has_let_go():
     pods = [pod_view("rollout", 0), pod_view("rollout", 1)]
-    first = tend(pods, target=1, registered=known((0, 3, 1, "ready"), (1, 2, 1, "ready")))
+    first = plan_replicas(pods, target=1, registered=known((0, 3, 1, "ready"), (1, 2, 1, "ready")))
     assert chosen(first) == [1]
     assert [ask.path for ask in first.moves.ask] == ["/v1/rollouts/worker-1/drain"]
     assert first.moves.remove == ()
-    asked = tend(pods, target=1, leaving=first.leaving, registered=known((0, 3, 1, "ready"), (1, 2, 1, "draining")))
+    asked = plan_replicas(
+        pods, target=1, draining=first.draining, registered=known((0, 3, 1, "ready"), (1, 2, 1, "draining"))
+    )
     assert (asked.moves.ask, asked.moves.remove, asked.moves.make) == ((), (), ())
-    gone = tend(pods, target=1, leaving=first.leaving, registered=known((0, 3, 1, "ready")))
+    gone = plan_replicas(pods, target=1, draining=first.draining, registered=known((0, 3, 1, "ready")))
     assert [delete.ref.name for delete in gone.moves.remove] == ["demo-rollout-1"]
 
 
@@ -82,22 +84,22 @@ def test_an_answer_from_before_the_choice_does_not_say_that_it_has_left():
     pod = pod_view("rollout", 0)
     registered = known(at=START + 30)
     alarm = Alarm(START + 45)
-    crew = tend_rollouts(
+    rollouts = plan_rollouts(
         ROLE,
         [pod],
         RoleRecord(),
         target=0,
-        leaving=(leaves(pod),),
+        draining=(leaves(pod),),
         registered=registered,
         drain_s=30.0,
-        open_=True,
+        may_make=True,
         alarm=alarm,
     )
-    assert crew.moves.remove == ()
+    assert rollouts.moves.remove == ()
     assert alarm.again_in_s == 5.0
 
 
-def test_who_has_ended_or_overstayed_or_is_known_to_nobody_is_deleted():
+def test_an_ended_overdue_or_unknown_rollout_is_deleted():
     slow = pod_view("rollout", 0)
     draining = known((0, 5, 1, "draining"))
     for pods, registered, now in (
@@ -105,34 +107,38 @@ def test_who_has_ended_or_overstayed_or_is_known_to_nobody_is_deleted():
         ([slow], draining, START + 81),
         ([slow], NOBODY, START + 50),
     ):
-        crew = tend(pods, target=0, leaving=[leaves(pods[0])], registered=registered, now=now)
-        assert [delete.uid for delete in crew.moves.remove] == [pods[0].uid]
-    assert tend([slow], target=0, leaving=[leaves(slow)], registered=draining, now=START + 79).moves.remove == ()
+        rollouts = plan_replicas(pods, target=0, draining=[leaves(pods[0])], registered=registered, now=now)
+        assert [delete.uid for delete in rollouts.moves.remove] == [pods[0].uid]
+    assert (
+        plan_replicas([slow], target=0, draining=[leaves(slow)], registered=draining, now=START + 79).moves.remove == ()
+    )
 
 
-def test_who_leaves_neither_counts_nor_gives_its_name_away():
+def test_a_draining_rollout_does_not_count_and_keeps_its_name():
     old = pod_view("rollout", 0)
-    crew = tend([old, pod_view("rollout", 1)], target=2, leaving=[leaves(old)], registered=known((0, 1, 1, "draining")))
-    assert [seat.index for seat in crew.moves.make] == [2]
-    assert crew.staying == 1
+    rollouts = plan_replicas(
+        [old, pod_view("rollout", 1)], target=2, draining=[leaves(old)], registered=known((0, 1, 1, "draining"))
+    )
+    assert [replica.index for replica in rollouts.moves.make] == [2]
+    assert rollouts.staying == 1
 
 
-def test_a_name_that_has_another_pod_by_now_is_not_leaving():
+def test_a_name_that_has_another_pod_by_now_is_not_draining():
     old, new = pod_view("rollout", 0), pod_view("rollout", 0, attempt=1)
-    assert still_leaving((leaves(old),), [new]) == ()
+    assert still_draining((leaves(old),), [new]) == ()
 
 
-def test_remains_are_sent_away_before_anybody_who_runs():
+def test_remains_are_deleted_before_any_running_rollout():
     pods = [dead("rollout", 0), pod_view("rollout", 1)]
-    assert chosen(tend(pods, target=1, registered=known((1, 0, 0, "ready")))) == [0]
+    assert chosen(plan_replicas(pods, target=1, registered=known((1, 0, 0, "ready")))) == [0]
 
 
 def test_an_old_answer_of_the_driver_is_no_answer():
     rollouts = (RolloutState(id="a", index=0), RolloutState(id="b", index=1, state="lost"))
-    probe = Probe(status=DriverStatus(rollouts=rollouts), at=START)
-    assert list(Registered.of(probe, START + 30).by_index or {}) == [0]
-    assert Registered.of(probe, START + 31).by_index is None
-    assert Registered.of(Probe(), START).by_index is None
+    probe = DriverProbe(status=DriverStatus(rollouts=rollouts), at=START)
+    assert list(RegisteredRollouts.of(probe, START + 30).by_index or {}) == [0]
+    assert RegisteredRollouts.of(probe, START + 31).by_index is None
+    assert RegisteredRollouts.of(DriverProbe(), START).by_index is None
 
 
 def test_scaling_down_and_up_again_in_a_running_job():
@@ -178,7 +184,7 @@ def test_a_hundred_kills_and_scalings_of_rollouts_never_touch_the_trainer():
                 world.take(pod)
             case 4, _:
                 world.vanish(pod)
-        world.calm(world.order.randint(0, 3))
+        world.run_rounds(world.order.randint(0, 3))
         assert [pod for pod in world.pods.values() if pod.role != "rollout"] == others
     world.settle()
     assert len(world.with_role("rollout")) == world.spec.rollout.replicas
@@ -186,7 +192,7 @@ def test_a_hundred_kills_and_scalings_of_rollouts_never_touch_the_trainer():
     assert names(others) == ["controller-0", "driver-0", "storage-0", "storage-1", "trainer-0", "trainer-1"]
 
 
-def test_what_the_decision_about_others_reads_has_no_rollouts():
+def test_decisions_about_other_roles_read_no_rollouts():
     world = World(job_of(trainer={"replicas": 2}))
     world.settle()
     crashed = [replace(pod, phase="Failed", exit_code=1) for pod in world.with_role("rollout")]
@@ -197,10 +203,10 @@ def test_what_the_decision_about_others_reads_has_no_rollouts():
     assert not any("trainer" in name for name in touched)
 
 
-def test_who_is_being_deleted_is_not_asked_any_more():
+def test_a_rollout_that_is_being_deleted_is_not_drained_again():
     pod = pod_view("rollout", 0, deleting=True)
-    crew = tend([pod], target=0, leaving=[leaves(pod)], registered=known((0, 1, 1, "ready")))
-    assert crew.moves == Moves()
+    rollouts = plan_replicas([pod], target=0, draining=[leaves(pod)], registered=known((0, 1, 1, "ready")))
+    assert rollouts.moves == ReplicaMoves()
 
 
 def shrinking() -> World:
@@ -229,7 +235,7 @@ def test_a_rollout_whose_node_is_gone_is_replaced_at_once_under_its_name():
     others = [pod for pod in world.pods.values() if pod.uid != lost.uid]
     world.lose_node_of(lost)
     world.take(world.pods[lost.name])
-    world.calm(3)
+    world.run_rounds(3)
     assert [(pod.index, pod.attempt, pod.ready) for pod in world.with_role("rollout")] == [
         (0, 0, True),
         (1, 1, True),

@@ -11,7 +11,7 @@ from asyncflow.api.weights import WeightsStatus, WeightSync
 from asyncflow_operator.actions import Plan
 from asyncflow_operator.decide import decide_sync
 from asyncflow_operator.decide.weights import histogram
-from asyncflow_operator.observed import JobState, Owner, Probe, SyncState
+from asyncflow_operator.observed import DriverProbe, JobState, Owner, SyncState
 
 OWNER = Owner(kind="WeightSync", namespace="team", name="demo", uid="uid-sync", generation=1)
 SYNC = WeightSync.model_validate({"metadata": {"name": "demo", "namespace": "team"}})
@@ -27,7 +27,7 @@ def state(*versions: int, newest: int = 20, status: WeightsStatus | None = None,
         owner=replace(OWNER, kind="RLJob"),
         job=job_of(),
         status=JobStatus(phase=phase),
-        probe=Probe(status=seen, at=START),
+        probe=DriverProbe(status=seen, at=START),
     )
     return SyncState(owner=OWNER, sync=SYNC, status=status or WeightsStatus(), job=job)
 
@@ -66,12 +66,12 @@ def test_lagging_begins_late_and_ends_when_all_have_caught_up():
 def test_without_a_job_or_an_answer_it_says_so():
     assert conditions(decide_sync(replace(state(), job=None), now=START))["Ready"] == ("False", "NoJob")
     assert conditions(decide_sync(state(phase="Suspended"), now=START))["Ready"] == ("False", "Suspended")
-    silent = replace(state(), job=replace(state().job, probe=Probe()))
+    silent = replace(state(), job=replace(state().job, probe=DriverProbe()))
     assert conditions(decide_sync(silent, now=START))["Ready"] == ("False", "NoVersion")
     assert conditions(decide_sync(state(20), now=START))["Ready"] == ("True", "Serving")
 
 
-def test_what_is_unchanged_is_not_written_and_what_is_refused_is_told():
+def test_an_unchanged_status_is_not_written_and_a_refused_spec_is_reported():
     plan = decide_sync(state(20, 19), now=START)
     known = WeightsStatus.model_validate(plan.status, by_name=False)
     assert decide_sync(state(20, 19, status=known), now=START + 3600) == Plan()

@@ -8,7 +8,7 @@ import pytest
 from asyncflow.api.job import RLJob
 from asyncflow.api.queue import TransferQueue
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
-from asyncflow_operator.observed import JobState, Owner, QueueState
+from asyncflow_operator.observed import JobState, Owner, TransferQueueState
 
 NAMESPACE = "team-a"
 
@@ -49,12 +49,12 @@ def job_state() -> Callable[..., JobState]:
 
 
 @pytest.fixture(scope="session")
-def queue_state() -> Callable[..., QueueState]:
+def queue_state() -> Callable[..., TransferQueueState]:
     """Return the state of a queue called ``shared`` that stands alone; the keywords are parts of its spec."""
 
-    def state(**spec: Any) -> QueueState:
+    def state(**spec: Any) -> TransferQueueState:
         queue = TransferQueue.model_validate({"metadata": {"name": "shared", "namespace": NAMESPACE}, "spec": spec})
         owner = Owner(kind="TransferQueue", namespace=NAMESPACE, name="shared", uid="uid-q")
-        return QueueState(owner=owner, queue=queue)
+        return TransferQueueState(owner=owner, queue=queue)
 
     return state

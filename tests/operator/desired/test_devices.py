@@ -1,12 +1,12 @@
-"""What a process with devices is told, and what of its host it sees."""
+"""Pods with devices: their variables, and the paths of the host that they see."""
 
 from collections.abc import Callable
 from itertools import combinations
 
 import pytest
 
-from asyncflow.api.accelerators import PORT_SLOTS, PROFILES, host_paths, ports
 from asyncflow.api.names import CLAIMS_DIR
+from asyncflow.api.placement import PORT_SLOTS, PROFILES, host_paths, ports
 from asyncflow_operator.desired import Desired
 from asyncflow_operator.observed import JobState, Manifest
 
@@ -112,7 +112,7 @@ def test_devices_are_those_that_the_schedulers_plug_in_chose(desired: Desired, j
     assert placed["ASCEND_VISIBLE_DEVICES"] == "metadata.annotations['huawei.com/Ascend910']"
 
 
-def test_what_a_template_says_wins_over_the_facts(desired: Desired, job_state: JobStates):
+def test_a_template_wins_over_the_facts(desired: Desired, job_state: JobStates):
     env = [{"name": "HCCL_CONNECT_TIMEOUT", "value": "5400"}, {"name": "HCCL_IF_IP", "value": "10.0.0.1"}]
     template = {"env": env, "podSpec": {"hostNetwork": True}}
     said = environment(desired.pod(job_state(trainer={"accelerator": A3}, template=template), "trainer", 0, 0))
@@ -150,7 +150,7 @@ def test_nodes_of_the_right_kind_are_demanded_and_their_taint_tolerated(desired:
         ),
     ],
 )
-def test_only_what_no_runtime_brings_is_mounted_from_the_host(profile, runtime, gang, expected):
+def test_only_paths_that_no_runtime_brings_are_mounted_from_the_host(profile, runtime, gang, expected):
     assert host_paths(PROFILES[profile], runtime=runtime, gang=gang) == expected
 
 
@@ -168,7 +168,9 @@ def test_a_runtime_class_is_set_only_where_it_is_asked_for(desired: Desired, job
 
 
 @pytest.mark.parametrize("nothing", ["", None])
-def test_without_the_vendors_runtime_the_host_gives_everything(desired: Desired, job_state: JobStates, nothing):
+def test_without_the_vendors_runtime_everything_is_mounted_from_the_host(
+    desired: Desired, job_state: JobStates, nothing
+):
     state = job_state(trainer={"accelerator": A3, "replicas": 2}, template={"podSpec": {"runtimeClassName": nothing}})
     spec = desired.pod(state, "trainer", 0, 0)["spec"]
     assert "runtimeClassName" not in spec

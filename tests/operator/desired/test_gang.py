@@ -8,7 +8,7 @@ import pytest
 from asyncflow_operator.cluster.kinds import BY_NAME
 from asyncflow_operator.desired import Desired
 from asyncflow_operator.desired.gang import refers_to
-from asyncflow_operator.observed import Assigned, Found, JobState, Manifest, ObjectView, Ref
+from asyncflow_operator.observed import Assigned, JobState, Manifest, ObjectView, Ref, ReferredObject
 
 JobStates = Callable[..., JobState]
 GROUP = "scheduling.k8s.io/group-name"
@@ -104,12 +104,12 @@ CHECKED = {
 }
 
 
-def test_pods_of_the_core_go_where_their_flavors_are_and_have_what_admission_checks_add(
+def test_pods_of_the_core_have_the_settings_of_their_flavors_and_admission_checks(
     desired: Desired, job_state: JobStates
 ):
     asked = state_of(job_state, "kueue", template={"podSpec": {"nodeSelector": {"zone": "a", "disk": "ssd"}}})
     state = placed(asked, trainer=Assigned(flavors=("big",), more=(CHECKED,)), rollout=Assigned(flavors=("big",)))
-    state = replace(state, found={Ref("ResourceFlavor", "big"): Found(content={"spec": BIG})})
+    state = replace(state, found={Ref("ResourceFlavor", "big"): ReferredObject(content={"spec": BIG})})
     trainer = desired.pod(state, "trainer", 0, 0)
     assert trainer["spec"]["nodeSelector"].items() >= {"zone": "b", "disk": "ssd", "pool": "big"}.items()
     assert {"key": "big", "operator": "Exists"} in trainer["spec"]["tolerations"]
@@ -131,7 +131,7 @@ def test_pods_of_the_core_say_that_they_are_no_workloads_of_their_own(desired: D
     assert parent not in desired.pod(state_of(job_state, "volcano"), "driver", 0, 0)["metadata"]["annotations"]
 
 
-def test_labels_of_kueue_do_not_go_to_what_a_job_is_made_of(desired: Desired, job_state: JobStates):
+def test_labels_of_kueue_are_not_copied_to_the_objects_of_a_job(desired: Desired, job_state: JobStates):
     """Kueue would take every pod that has the name of a queue for a Workload of its own."""
     theirs = {"team": "a", KUEUE_QUEUE: "rl", "kueue.x-k8s.io/priority-class": "high"}
     state = job_state(labels=theirs)
@@ -153,7 +153,7 @@ def test_a_workload_has_the_priority_of_its_pods_or_of_the_jobs_label(desired: D
         assert refers_to(state.job, state.owner, {}) == (ref,)
         kinds = [each["kind"] for each in desired.supporting(state)]
         assert "Workload" not in kinds, "its priority is not known yet"
-        known = gang_of(desired, replace(state, found={ref: Found(content={"value": 1000})}))
+        known = gang_of(desired, replace(state, found={ref: ReferredObject(content={"value": 1000})}))
         assert known["spec"]["priority"] == 1000
         assert known["spec"]["priorityClassRef"] == {"group": group, "kind": ref.kind, "name": ref.name}
         older = BY_NAME["Workload"].at("kueue.x-k8s.io/v1beta1").written(known)
@@ -175,7 +175,7 @@ def test_a_class_of_which_the_name_is_none_is_for_the_api_server_to_refuse(
     assert [ref.name for ref in refers_to(state.job, state.owner, {})] == (["7"] if name == 7 else [])
 
 
-def test_what_is_read_for_a_job_is_what_kueue_has_given_it(job_state: JobStates):
+def test_the_objects_read_for_a_job_are_its_flavors_and_its_priority(job_state: JobStates):
     state = placed(state_of(job_state, "kueue"), trainer=Assigned(flavors=("big",)), rollout=Assigned(flavors=("a",)))
     assert state.job is not None
     flavors = (Ref("ResourceFlavor", "a"), Ref("ResourceFlavor", "big"))

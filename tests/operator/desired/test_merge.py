@@ -1,10 +1,10 @@
-"""A user's piece of a pod over ours."""
+"""A user's part of a pod, merged over the operator's."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow_operator.desired.merge import merge
+from asyncflow_operator.desired.objects import merge
 
 names = st.sampled_from(["containers", "env", "tolerations", "nodeSelector", "args", "affinity", "x"])
 leaves = st.none() | st.booleans() | st.integers(0, 3) | st.sampled_from(["a", "b"])

@@ -13,8 +13,7 @@ from asyncflow.api.load import load_reward
 from asyncflow.api.names import DIGEST
 from asyncflow.api.status import JobStatus
 from asyncflow_operator.desired import Desired
-from asyncflow_operator.desired.keys import secret_name
-from asyncflow_operator.observed import JobState, Manifest, Owner, QueueState
+from asyncflow_operator.observed import JobState, Manifest, Owner, TransferQueueState
 
 JobStates = Callable[..., JobState]
 ROLES = ("driver", "controller", "storage", "trainer", "rollout")
@@ -31,7 +30,7 @@ def argument(pod: Manifest, option: str) -> str:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_pod_runs_the_command_of_the_plan_under_the_name_of_its_seat(desired: Desired, job_state: JobStates, role):
+def test_a_pod_runs_the_command_of_the_plan_under_the_name_of_its_replica(desired: Desired, job_state: JobStates, role):
     pod = desired.pod(job_state(), role, 2, 7)
     assert pod["metadata"]["name"] == f"math-{role}-2"
     assert pod["spec"]["restartPolicy"] == "Never"
@@ -56,8 +55,12 @@ def test_units_of_a_job_see_the_password_of_its_store(desired: Desired, job_stat
         ]
         for role in ROLES
     }
-    keys = secret_name(b"m" * 32, state.owner)
-    assert secrets == {role: [keys] for role in ROLES} | {"storage": [keys, "r"]}
+    name = desired.secrets(state.owner).name
+    wanted = {role: [name(role)] for role in ROLES}
+    assert secrets == wanted | {
+        "driver": [name("driver"), name("keys")],
+        "storage": [name("storage"), name("keys"), "r"],
+    }
     pods = [desired.pod(asked, "storage", 0, 0) for asked in (state, job_state())]
     assert pods[0]["metadata"]["annotations"][DIGEST] != pods[1]["metadata"]["annotations"][DIGEST]
 
@@ -67,7 +70,9 @@ def test_all_dial_the_driver_and_the_driver_listens(desired: Desired, job_state:
     expected = "tcp://0.0.0.0:5571" if role == "driver" else LEADER
     pod = desired.pod(job_state(), role, 0, 0)
     assert argument(pod, "driver") == expected
-    assert [port["name"] for port in container(pod)["ports"]] == (["rpc", "http"] if role == "driver" else ["http"])
+    assert [port["name"] for port in container(pod)["ports"]] == (
+        ["rpc", "http", "control"] if role == "driver" else ["http"]
+    )
 
 
 def test_labels_say_whose_pod_it_is_and_no_user_changes_that(desired: Desired, job_state: JobStates):
@@ -176,7 +181,7 @@ def tolerated(pod: Manifest) -> dict[str, int | None]:
 
 @pytest.mark.parametrize("role", ROLES)
 def test_a_rollout_leaves_a_lost_node_at_once_and_others_after_a_while(
-    desired: Desired, job_state: JobStates, queue_state: Callable[..., QueueState], role
+    desired: Desired, job_state: JobStates, queue_state: Callable[..., TransferQueueState], role
 ):
     pod = desired.pod(job_state(limits={"nodeLostSeconds": 45}), role, 0, 0)
     assert tolerated(pod) == {"not-ready": 45, "unreachable": 0 if role == "rollout" else 45}
@@ -186,7 +191,7 @@ def test_a_rollout_leaves_a_lost_node_at_once_and_others_after_a_while(
 
 
 @pytest.mark.parametrize("key", ["node.kubernetes.io/unreachable", None])
-def test_what_a_template_says_about_lost_nodes_counts(desired: Desired, job_state: JobStates, key):
+def test_tolerations_of_a_template_for_lost_nodes_count(desired: Desired, job_state: JobStates, key):
     own = {"operator": "Exists", "effect": "NoExecute"} | ({"key": key, "tolerationSeconds": 900} if key else {})
     pod = desired.pod(job_state(template={"podSpec": {"tolerations": [own]}}), "rollout", 0, 0)
     ours = [each for each in pod["spec"]["tolerations"] if each != own]
@@ -204,7 +209,9 @@ def test_a_template_that_is_wrong_about_tolerations_is_for_the_api_server_to_ref
 @pytest.mark.parametrize(
     ("role", "grace"), [("driver", 10), ("controller", 10), ("storage", 130), ("trainer", 13), ("rollout", 26)]
 )
-def test_the_grace_is_what_the_role_needs_to_leave_in_order(desired: Desired, job_state: JobStates, role, grace):
+def test_the_grace_period_is_the_time_that_the_role_needs_to_end_in_order(
+    desired: Desired, job_state: JobStates, role, grace
+):
     state = job_state(rollout={"drainSeconds": 20.5}, limits={"stopSeconds": 2.5})
     assert desired.pod(state, role, 0, 0)["spec"]["terminationGracePeriodSeconds"] == grace
 
@@ -235,7 +242,7 @@ def test_memory_and_devices_are_limits_and_cpu_is_not(desired: Desired, job_stat
 def test_the_pods_of_the_jobs_queue_belong_to_the_queue_and_to_the_family(desired: Desired, job_state: JobStates):
     state = job_state()
     owner = Owner(kind="TransferQueue", namespace="team-a", name="math", uid="uid-queue")
-    pod = desired.queue_pod(QueueState(owner=owner, queue=None, job=state), "storage", 1, 0)
+    pod = desired.queue_pod(TransferQueueState(owner=owner, queue=None, job=state), "storage", 1, 0)
     assert (
         pod["metadata"]["ownerReferences"][0] | {"kind": "TransferQueue", "uid": "uid-queue"}
         == (pod["metadata"]["ownerReferences"][0])
@@ -317,7 +324,7 @@ def test_a_job_that_began_with_images_that_score_in_the_rollout_stays_so(desired
     assert "initContainers" in desired.pod(begun, "rollout", 0, 0)["spec"]
 
 
-def test_the_digest_follows_what_the_user_says_of_the_role_and_nothing_else(
+def test_the_digest_follows_the_users_settings_of_the_role_and_nothing_else(
     desired: Desired, newer: Desired, job_state: JobStates
 ):
     def digest_of(builders: Desired, state: JobState, role, index: int = 0, attempt: int = 0) -> str:

@@ -9,9 +9,9 @@ from asyncflow.api.load import load
 from asyncflow.api.names import CONFIG_DIR, STORE_PASSWORD_FILE
 from asyncflow.api.queue import TransferQueue
 from asyncflow_operator.desired import Desired, queue_roles
-from asyncflow_operator.observed import QueueState
+from asyncflow_operator.observed import TransferQueueState
 
-QueueStates = Callable[..., QueueState]
+QueueStates = Callable[..., TransferQueueState]
 
 
 def test_its_controller_is_the_address_that_units_dial(desired: Desired, queue_state: QueueStates):
@@ -73,8 +73,8 @@ def test_any_pod_of_its_namespace_may_dial_it(desired: Desired, queue_state: Que
     assert policy["spec"]["ingress"][0] == {"from": [{"podSelector": {}}]}
 
 
-def test_what_a_job_supports_its_queue_does_not(desired: Desired, queue_state: QueueStates, job_state):
-    state = QueueState(owner=queue_state().owner, queue=None, job=job_state())
+def test_a_jobs_queue_makes_no_supporting_objects_of_its_own(desired: Desired, queue_state: QueueStates, job_state):
+    state = TransferQueueState(owner=queue_state().owner, queue=None, job=job_state())
     assert desired.queue_supporting(state) == ()
 
 

@@ -12,7 +12,6 @@ from asyncflow.api.names import DIGEST
 from asyncflow.api.queue import TransferQueue
 from asyncflow.api.weights import WeightSync
 from asyncflow_operator.desired import Desired, digest
-from asyncflow_operator.desired.keys import secret_name
 from asyncflow_operator.observed import JobState, Manifest
 
 JobStates = Callable[..., JobState]
@@ -22,12 +21,12 @@ def by_name(manifests: Iterable[Manifest]) -> dict[str, Manifest]:
     return {f"{each['kind']}/{each['metadata']['name']}": each for each in manifests}
 
 
-def test_what_a_small_job_needs_and_no_more(desired: Desired, job_state: JobStates):
+def test_a_small_job_has_the_objects_that_it_needs_and_no_more(desired: Desired, job_state: JobStates):
     assert list(by_name(desired.supporting(job_state()))) == [
         "ServiceAccount/math",
         "ConfigMap/math",
-        f"Secret/{secret_name(b'm' * 32, job_state().owner)}",
         "NetworkPolicy/math",
+        "NetworkPolicy/math.driver",
         "NetworkPolicy/math.rewards",
         "Service/math-driver",
         "PodDisruptionBudget/math",
@@ -70,6 +69,28 @@ def test_only_the_family_talks_to_pods_and_watchers_reach_one_port(desired: Desi
     assert watchers["ports"] == [{"protocol": "TCP", "port": "http"}]
 
 
+def test_orders_reach_the_driver_from_the_operator_alone(desired: Desired, job_state: JobStates):
+    made = by_name(desired.supporting(job_state()))
+    (but,) = made["NetworkPolicy/math"]["spec"]["podSelector"]["matchExpressions"]
+    assert but == {"key": "asyncflow.dev/role", "operator": "NotIn", "values": ["driver"]}
+    spec = made["NetworkPolicy/math.driver"]["spec"]
+    assert spec["podSelector"] == {"matchLabels": {"asyncflow.dev/job": "math", "asyncflow.dev/role": "driver"}}
+    open_to = {port["port"]: each["from"] for each in spec["ingress"] for port in each["ports"]}
+    assert open_to["rpc"] == [{"podSelector": {"matchLabels": {"asyncflow.dev/job": "math"}}}]
+    assert open_to["control"] == [
+        {
+            "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "asyncflow-system"}},
+            "podSelector": {"matchLabels": {"app.kubernetes.io/name": "asyncflow-operator"}},
+        }
+    ]
+    ports = made["Service/math-driver"]["spec"]["ports"]
+    assert {port["name"]: port["port"] for port in ports} == {"rpc": 5571, "http": 9571, "control": 7571}
+    pod = desired.pod(job_state(), "driver", 0, 0)["spec"]["containers"][0]
+    assert {"name": "control", "containerPort": 7571} in pod["ports"]
+    assert pod["command"][-2:] == ["--control-port", "7571"]
+    assert "--control-port" not in desired.pod(job_state(), "rollout", 0, 0)["spec"]["containers"][0]["command"]
+
+
 def test_where_samples_are_scored_only_the_family_and_names_can_be_reached(desired: Desired, job_state: JobStates):
     spec = by_name(desired.supporting(job_state()))["NetworkPolicy/math.rewards"]["spec"]
     assert spec["podSelector"] == {"matchLabels": {"asyncflow.dev/job": "math", "asyncflow.dev/role": "rollout"}}
@@ -105,7 +126,7 @@ def test_roles_read_any_text(desired: Desired, job_state: JobStates, tmp_path_fa
     assert load_job(file).spec.data.train.template == train["template"]
 
 
-def test_what_a_newer_contract_adds_does_not_reach_older_images(desired: Desired, job_state: JobStates):
+def test_fields_of_a_newer_contract_do_not_reach_older_images(desired: Desired, job_state: JobStates):
     """A field with its default value is not written: an older image would refuse a field that it does not know."""
     text = config_of(desired, job_state())
     assert "failurePolicy" not in text
@@ -125,7 +146,7 @@ def test_another_version_of_the_operator_writes_nothing_again(
     assert newer.queue_supporting(queue_state()) == desired.queue_supporting(queue_state())
 
 
-def test_the_children_say_what_the_job_says(desired: Desired, job_state: JobStates):
+def test_the_children_have_the_settings_of_the_job(desired: Desired, job_state: JobStates):
     state = job_state(
         transferQueue={"storageUnits": 3, "bytesPerUnit": "1Gi", "resources": {"memory": "2Gi"}},
         storage={"ledger": {"sync": "always", "claim": {"size": "1Gi"}}},
@@ -158,7 +179,7 @@ def test_every_object_is_stamped_and_owned(desired: Desired, job_state: JobState
         assert each["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "asyncflow-operator"
 
 
-def test_no_object_for_what_is_no_job(desired: Desired, job_state: JobStates):
+def test_a_state_without_a_legal_job_has_no_objects(desired: Desired, job_state: JobStates):
     broken = JobState(owner=job_state().owner, job=None, problem="spec.model: missing")
     with pytest.raises(ValueError, match="math is no legal job"):
         desired.supporting(broken)

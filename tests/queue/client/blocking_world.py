@@ -8,16 +8,17 @@ from asyncflow.net.directory import Directory
 from asyncflow.net.membership import Membership
 from asyncflow.net.roster import Member
 from asyncflow.net.rpc import RpcServer
-from asyncflow.queue.client.blocking import BlockingQueue
+from asyncflow.queue.blocking import BlockingQueue
+from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
-from asyncflow.queue.unit.unit import StorageUnit
+from asyncflow.queue.storage.unit import StorageUnit
 
 
 class Cluster:
     """A controller and units in a thread of their own."""
 
-    def __init__(self, folder, keys=None):
-        self.folder, self.keys = folder, keys
+    def __init__(self, folder):
+        self.folder = folder
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -28,7 +29,7 @@ class Cluster:
 
     def start_controller(self):
         async def start():
-            controller = Controller(ledger_dir=self.folder, keys=self.keys)
+            controller = Controller(ledger_dir=self.folder)
             await controller.start()
             self.controller = controller
 
@@ -40,7 +41,7 @@ class Cluster:
 
     def start_unit(self, index):
         async def start():
-            unit = StorageUnit(index=index, limit_bytes=1 << 22, controller=self.address, keys=self.keys)
+            unit = StorageUnit(index=index, limit_bytes=1 << 22, controller=self.address)
             await unit.start()
             await unit.joined(10)
             return unit
@@ -53,11 +54,12 @@ class Cluster:
     def connect(self, worker="test"):
         self.clients.append(
             BlockingQueue(
-                controller=self.address,
-                unit=lambda index: self.units[index].server.address if index in self.units else None,
-                units=lambda: sorted(self.units),
-                worker=worker,
-                keys=self.keys,
+                lambda: QueueClient(
+                    controller=self.address,
+                    unit=lambda index: self.units[index].server.address if index in self.units else None,
+                    units=lambda: sorted(self.units),
+                    worker=worker,
+                )
             )
         )
         return self.clients[-1]

@@ -1,31 +1,48 @@
-"""Runs a verb without sockets: whoever runs it answers each call by hand."""
+"""Runs what a client does without sockets: calls are answered by hand, and waiting takes no time."""
 
-from asyncflow.errors import AsyncFlowError
-from asyncflow.queue.client.verbs import Ask, Pause, Together
+import asyncio
+import selectors
+from typing import Any, NamedTuple
+
+from asyncflow.queue.peers import Peer, Peers
 
 
-def carry_out(verb, answer, otherwise=None):
-    """Run a verb; ``answer`` is given each call and gives its reply and frames, or raises. Pauses cost nothing.
+class Call(NamedTuple):
+    peer: Peer
+    method: str
+    request: Any
+    timeout: float
+    frames: Any
 
-    otherwise: gives what comes of any other effect, which may be none without it.
-    """
-    reply, error = None, None
-    while True:
-        try:
-            effect = verb.throw(error) if error else verb.send(reply)
-        except StopIteration as ended:
-            return ended.value
-        reply, error = None, None
-        if isinstance(effect, Together):
-            try:
-                reply = [carry_out(part, answer, otherwise) for part in effect.verbs]
-            except AsyncFlowError as failed:
-                error = failed
-        elif isinstance(effect, Ask):
-            try:
-                reply = answer(effect)
-            except AsyncFlowError as failed:
-                error = failed
-        elif not isinstance(effect, Pause):
-            assert otherwise is not None, effect
-            reply = otherwise(effect)
+
+class ByHand(Peers):
+    """Peers whose calls ``answer`` is given, and returns reply and frames, or raises. units: those that are there."""
+
+    def __init__(self, answer, units=lambda: [0]):
+        super().__init__(address=lambda _: None, units=units)
+        self._answer = answer
+
+    async def call(self, peer, method, request, _reply, *, timeout, frames=()):
+        await asyncio.sleep(0)
+        return self._answer(Call(peer, method, request, timeout, frames))
+
+
+class _Clock(selectors.SelectSelector):
+    now = 0.0
+
+    def select(self, timeout=None):
+        self.now += timeout or 0.0
+        return super().select(0)
+
+
+def carry_out(job):
+    """Return what ``job`` returns."""
+
+    def new_loop():
+        clock = _Clock()
+        loop = asyncio.SelectorEventLoop(clock)
+        loop.time = lambda: clock.now
+        return loop
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        return runner.run(job)

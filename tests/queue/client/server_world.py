@@ -29,8 +29,8 @@ class World:
         self.calls = []
         self.cancelled = []
 
-    def start(self, unit, *, keys=None):
-        server = RpcServer(name=f"server {unit}", keys=keys)
+    def start(self, unit, **options):
+        server = RpcServer(name=f"server {unit}", **options)
         server.route("say", Say, lambda call, frames: self._answer(unit, call.word, frames))
         self.run(server.start())
         self.servers[unit] = server

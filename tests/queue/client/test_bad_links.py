@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from asyncflow.net.frames import Jagged
-from asyncflow.queue.client.blocking import BlockingQueue
+from asyncflow.queue.blocking import BlockingQueue
+from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import TaskSpec
 from cut_links import Proxy
 
@@ -30,7 +31,8 @@ def proxied(folder, *, cut_every=0):
         for server in (cluster.controller.server, cluster.units[0].server):
             proxies.append(Proxy(server.address, random.Random(len(proxies)), cut_every=cut_every))
         controller, unit = (proxy.address for proxy in proxies)
-        queue = BlockingQueue(controller=controller, unit=lambda _: unit, units=lambda: [0], worker="w")
+        peers = {"controller": controller, "unit": lambda _: unit, "units": lambda: [0]}
+        queue = BlockingQueue(lambda: QueueClient(**peers, worker="w"))
         queue.declare([TaskSpec(partition=P, name="t", needs=["x"], lease_s=1.0)], timeout=30)
         yield queue, proxies
         queue.close()
@@ -48,12 +50,12 @@ def put_all(queue):
 def take_all(queue, done):
     had = []
     while not done.is_set():
-        claimed = queue.claim_lot(partition=P, task="t", max_rows=7, timeout=0.5)
-        if claimed.lot is None:
+        claimed = queue.claim(partition=P, task="t", max_rows=7, timeout=0.5)
+        if claimed.batch is None:
             continue
-        columns = queue.fetch(claimed.lot, ["x"], timeout=60)["x"]
+        columns = queue.fetch(claimed.batch, ["x"], timeout=60)["x"]
         values = [int(columns.row(i)[0]) for i in range(len(columns))]
-        had += [value for value, ok in zip(values, queue.complete(claimed.lot, {}, timeout=60), strict=True) if ok]
+        had += [value for value, ok in zip(values, queue.complete(claimed.batch, {}, timeout=60), strict=True) if ok]
         if queue.consumed(P, "t", timeout=60).done == ROWS:
             done.set()
     return had

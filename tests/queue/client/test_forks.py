@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.queue.client.blocking_visitor import visiting
-from asyncflow.queue.client.open_partition import BlockingPartition
+from asyncflow.queue.blocking import BlockingPartition, connect
 
 sys.path.insert(0, str(Path(__file__).parent))
 from blocking_world import Elsewhere
@@ -72,13 +71,13 @@ def elsewhere(tmp_path_factory):
 @pytest.fixture
 def alone(elsewhere):
     yield elsewhere
-    with visiting(elsewhere.address) as queue:
+    with connect(elsewhere.address) as queue:
         BlockingPartition(queue, P).clear()
 
 
 @contextmanager
 def scores_at(made):
-    with visiting(made.address) as queue:
+    with connect(made.address) as queue:
         scores = BlockingPartition(queue, P)
         scores.declare("grade", needs=["n"], lease_s=60.0)
         yield scores

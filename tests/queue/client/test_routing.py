@@ -1,4 +1,4 @@
-"""How calls reach rows wherever they lie, without sockets: a verb is only asked what it would do."""
+"""How calls reach rows wherever they lie, without sockets."""
 
 import sys
 from pathlib import Path
@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from asyncflow.errors import DeadlineExceeded, Elsewhere, PeerLost, StaleHandle
 from asyncflow.identity import RowPlace
 from asyncflow.net.frames import Jagged, encode_batch
-from asyncflow.queue.client.verbs_rows import RowVerbs
-from asyncflow.queue.protocol.moving_calls import NOWHERE, Whereabouts
-from asyncflow.queue.protocol.runs import expand
+from asyncflow.queue.protocol.calls import NOWHERE, Whereabouts
 from asyncflow.queue.protocol.unit_calls import Fetched
+from asyncflow.queue.routing import fetch_cells
 
 sys.path.insert(0, str(Path(__file__).parent))
-from by_hand import carry_out
+from by_hand import ByHand, carry_out
 
 
 class Units:
@@ -24,7 +23,7 @@ class Units:
 
     def __init__(self, *, there=(0, 1, 2)):
         self.lies, self.failures, self.asked = {}, [], []
-        self.verbs = RowVerbs(units=lambda: list(there), worker="w", clock=lambda: 0.0)
+        self.peers = ByHand(self.answer, lambda: list(there))
 
     def put(self, unit, count):
         rows = [RowPlace(1, unit, len(self.lies) + i).row for i in range(count)]
@@ -32,16 +31,16 @@ class Units:
         return rows
 
     def fetch(self, rows):
-        return carry_out(self.verbs.fetch(rows, ["x", "y"], timeout=60.0), self.answer)
+        return carry_out(fetch_cells(self.peers, rows, ["x", "y"], timeout=60.0))
 
-    def answer(self, ask):
-        rows = list(expand(ask.request.rows))
-        self.asked.append((ask.method, ask.unit, rows))
-        if ask.method == "queue.where":
+    def answer(self, call):
+        rows = list(call.request.rows)
+        self.asked.append((call.method, call.peer.number, rows))
+        if call.method == "queue.where":
             return Whereabouts([self.lies.get(row, NOWHERE) for row in rows]), []
         if self.failures:
             raise self.failures.pop(0)
-        if any(self.lies.get(row) != ask.unit for row in rows):
+        if any(self.lies.get(row) != call.peer.number for row in rows):
             raise Elsewhere("not here")
         header, frames = encode_batch(
             {
@@ -95,7 +94,7 @@ def test_a_unit_that_is_gone_is_not_called():
     rows = units.put(0, 2)
     units.lies.update(dict.fromkeys(rows, 1))
     assert rows_of(units.fetch(rows)) == rows
-    assert units.asked == [("queue.where", None, rows), ("unit.fetch", 1, rows)]
+    assert units.asked == [("queue.where", 0, rows), ("unit.fetch", 1, rows)]
 
 
 def test_rows_that_lie_nowhere_are_named():

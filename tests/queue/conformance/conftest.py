@@ -18,13 +18,13 @@ from asyncflow.net.frames import LARGE
 from asyncflow.net.hosts import host_and_port
 from asyncflow.net.membership import Membership
 from asyncflow.net.roster import Member
-from asyncflow.net.stream.handshake import WELCOME_SIZE, Handshake
-from asyncflow.queue.backends.base import Site
-from asyncflow.queue.client.blocking import BlockingQueue
-from asyncflow.queue.client.client import QueueClient
-from asyncflow.queue.client.open_partition import BlockingPartition, OpenPartition
+from asyncflow.net.stream import handshake
+from asyncflow.queue.blocking import BlockingPartition, BlockingQueue
+from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
-from asyncflow.queue.unit.unit import StorageUnit, open_backend
+from asyncflow.queue.partition import Partition
+from asyncflow.queue.storage.backend import Site
+from asyncflow.queue.storage.unit import StorageUnit, open_backend
 
 _numbers = itertools.count()
 LIMIT = 8 << 20
@@ -93,10 +93,10 @@ class Queue:
 
     def partition(self, name="scores", *, worker=None, tensors=False):
         client = self.client if worker is None else self.connect(worker)
-        return OpenPartition(client, name, tensors=tensors)
+        return Partition(client, name, tensors=tensors)
 
     def blocking(self, name="scores", *, worker="blocking"):
-        return BlockingPartition(BlockingQueue(**self.peers(worker)), name)
+        return BlockingPartition(BlockingQueue(lambda: QueueClient(**self.peers(worker))), name)
 
     @property
     def held(self):
@@ -177,7 +177,7 @@ class Served:
         self.unit = unit
         self.peers = {"controller": controller, "unit": lambda _: unit, "units": lambda: [0]}
         self.client = QueueClient(**self.peers, worker="me")
-        self.partition = OpenPartition(self.client, "scores")
+        self.partition = Partition(self.client, "scores")
 
     @asynccontextmanager
     async def growing_by_less_than(self, nbytes):
@@ -251,9 +251,8 @@ class Stranger:
 async def _stranger_at(address):
     """Connect to a server and shake hands."""
     reader, writer = await asyncio.open_connection(*host_and_port(address))
-    shaking = Handshake(None)
-    writer.write(shaking.hello())
-    writer.write(shaking.welcomed(await reader.readexactly(WELCOME_SIZE)))
+    writer.write(handshake.hello(None))
+    await reader.readexactly(handshake.WELCOME_SIZE)
     made = Stranger(reader, writer)
     try:
         yield made

@@ -1,6 +1,7 @@
 """A controller and a unit in a process of their own, to be attacked.
 
-``serve.py FOLDER LIMIT [KEYFILE [BACKEND SERVER [MOST]]]``; SERVER: the address of the store; MOST: bytes of a message.
+``serve.py FOLDER LIMIT [TLS [BACKEND SERVER [MOST]]]``; SERVER: the address of the store; MOST: bytes of a message;
+TLS: folder of the issuer of certificates.
 """
 
 import asyncio
@@ -8,18 +9,19 @@ import sys
 import uuid
 from pathlib import Path
 
-from asyncflow.net.keys import Keys
+from asyncflow.net.issuer import Issuer
 from asyncflow.net.rpc.wire import MAX_MESSAGE
-from asyncflow.queue.backends.base import Site
 from asyncflow.queue.controller.controller import Controller
-from asyncflow.queue.unit.unit import StorageUnit, open_backend
+from asyncflow.queue.storage.backend import Site
+from asyncflow.queue.storage.unit import StorageUnit, open_backend
 
 
 async def serve(
-    folder: str, limit: str, key: str = "", backend: str = "memory", server: str = "", most: str = str(MAX_MESSAGE)
+    folder: str, limit: str, tls: str = "", backend: str = "memory", server: str = "", most: str = str(MAX_MESSAGE)
 ) -> None:
-    keys = Keys.load(Path(key)) if key else None
-    controller = Controller(ledger_dir=Path(folder) / "ledger", keys=keys)
+    issuer = Issuer(Path(tls)) if tls else None
+    credentials = issuer.credentials("controller") if issuer else None
+    controller = Controller(ledger_dir=Path(folder) / "ledger", credentials=credentials)
     address = await controller.start()
     site = Site(unit=0, incarnation=uuid.uuid4().hex, host="127.0.0.1", find=lambda *_: server)
     store = open_backend(backend, site)
@@ -29,7 +31,7 @@ async def serve(
         limit_bytes=int(limit),
         controller=address,
         incarnation=site.incarnation,
-        keys=keys,
+        credentials=issuer.credentials("storage") if issuer else None,
         backend=store,
         max_message=int(most),
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asyncflow.errors import Refused
-from asyncflow.queue.torch.column import Column
+from asyncflow.queue.torch import Column
 
 EVERY_KIND = {
     "float32": np.array([[1.5, 2.5], [3.5, -0.0]], np.float32),

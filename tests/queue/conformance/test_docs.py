@@ -4,12 +4,13 @@ import asyncio
 import re
 from pathlib import Path
 
+from asyncflow.net.rpc import RpcCounters
 from asyncflow.telemetry.metrics import ControllerMetrics, StorageMetrics
 
 HERE = Path(__file__).parent
-DOCS = (HERE.parents[2] / "docs" / "queue-behaviours.md").read_text()
+DOCS = (HERE.parents[2] / "docs" / "internals" / "queue-behaviours.md").read_text()
 TESTS = {name for path in HERE.glob("test_*.py") for name in re.findall(r"def (test_\w+)\(", path.read_text())}
-GUIDE = (HERE.parents[2] / "docs" / "queue.md").read_text()
+GUIDE = (HERE.parents[2] / "docs" / "guide" / "queue.md").read_text()
 LINES = [line.split("|")[1:-1] for line in DOCS.splitlines() if re.match(r"\| W?\d", line)]
 
 
@@ -30,9 +31,12 @@ def test_every_test_that_is_named_exists_and_every_numbered_one_is_of_a_line():
 
 
 def test_every_metric_that_is_named_is_emitted():
-    families = [family for role in (ControllerMetrics(), StorageMetrics()) for family in role.registry.collect()]
+    controller, storage = ControllerMetrics(), StorageMetrics()
+    controller.watch_rpc(RpcCounters())
+    families = [family for role in (controller, storage) for family in role.registry.collect()]
     emitted = {f"{each.name}_total" if each.type == "counter" else each.name for each in families}
-    assert set(re.findall(r"`(asyncflow_\w+)", GUIDE)) <= emitted
+    named = {name.replace("_ROLE_", "_controller_") for name in re.findall(r"`(asyncflow_\w+)", GUIDE)}
+    assert named <= emitted
 
 
 async def test_the_example_does_what_it_says(address, two_units, capsys):

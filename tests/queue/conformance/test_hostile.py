@@ -5,6 +5,7 @@ import contextlib
 import os
 import random
 import socket
+import ssl
 import struct
 import subprocess
 import sys
@@ -16,38 +17,43 @@ import psutil
 import pytest
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ProtocolError, Refused
+from asyncflow.net.arena.unix import SHARED_MEMORY_ENV
 from asyncflow.net.frames import BatchHeader, encode_batch
 from asyncflow.net.hosts import address_of, host_and_port
-from asyncflow.net.keys import Keys
+from asyncflow.net.issuer import Issuer
 from asyncflow.net.rpc import RpcClient, wire
-from asyncflow.net.stream.handshake import HELLO_SIZE, PROOF_SIZE, WELCOME_SIZE, Handshake
-from asyncflow.queue.client.client import QueueClient
-from asyncflow.queue.client.open_partition import OpenPartition
-from asyncflow.queue.client.open_values import encode_columns
-from asyncflow.queue.protocol import calls, open_calls, unit_calls
-from asyncflow.queue.protocol.messages import RowMeta, TaskSpec
+from asyncflow.net.stream import handshake
+from asyncflow.queue.client import QueueClient
+from asyncflow.queue.partition import Partition
+from asyncflow.queue.protocol import calls, unit_calls
+from asyncflow.queue.protocol.messages import Samples, TaskSpec
+from asyncflow.queue.values import encode_columns
 
 LIMIT = 8 << 20
 ROOM = 48 << 20
 UNREAD = 64 << 20
 """What may lie for who does not read."""
-GREETED = Handshake(None).hello() + bytes(PROOF_SIZE)
-"""All that a peer without a key says before it is listened to: what it answers to the welcome is known before."""
+GREETED = handshake.hello(None)
+"""All that a peer without a certificate says before it is listened to."""
 
 
 class Victim:
     """A queue in a process of its own."""
 
-    def __init__(self, process, controller, unit, keys):
+    def __init__(self, process, controller, unit, credentials):
         self.process = psutil.Process(process.pid)
         self.addresses = (controller, unit)
-        self.controller, self.unit, self.keys = controller, unit, keys
-        self.client = self.connect(keys)
-        self.partition = OpenPartition(self.client, "scores")
+        self.controller, self.unit, self.credentials = controller, unit, credentials
+        self.client = self.connect(credentials)
+        self.partition = Partition(self.client, "scores")
 
-    def connect(self, keys):
+    def connect(self, credentials):
         return QueueClient(
-            controller=self.controller, unit=lambda _: self.unit, units=lambda: [0], worker="me", keys=keys
+            controller=self.controller,
+            unit=lambda _: self.unit,
+            units=lambda: [0],
+            worker="me",
+            credentials=credentials,
         )
 
     async def serves(self):
@@ -65,19 +71,21 @@ class Victim:
 
 
 @pytest.fixture
-def victim(tmp_path):
+def victim(tmp_path, monkeypatch):
     @contextlib.asynccontextmanager
-    async def run(*, keyed=False, limit=LIMIT):
-        key = tmp_path / "key"
-        keys = Keys.generate(key) if keyed else None
-        words = [str(tmp_path), str(limit), *([str(key)] if keyed else [])]
+    async def run(*, certified=False, limit=LIMIT):
+        if certified:  # what a stranger reaches: nobody but this user gets to a socket of this host
+            monkeypatch.setenv(SHARED_MEMORY_ENV, "off")
+        folder = tmp_path / "tls"
+        credentials = Issuer(folder).credentials("client") if certified else None
+        words = [str(tmp_path), str(limit), *([str(folder)] if certified else [])]
         process = await asyncio.create_subprocess_exec(
             sys.executable, str(Path(__file__).with_name("serve.py")), *words, stdout=subprocess.PIPE
         )
         made = None
         try:
             controller, unit = (await process.stdout.readline()).decode().split()
-            made = Victim(process, controller, unit, keys)
+            made = Victim(process, controller, unit, credentials)
             await made.serves()
             yield made
             assert process.returncode is None
@@ -114,11 +122,11 @@ def attack(made, *, times, send):
             stranger.close()
 
 
-async def test_who_has_another_key_or_none_is_not_heard(victim, tmp_path):
-    async with victim(keyed=True) as made:
-        for keys in (None, Keys.generate(tmp_path / "another")):
-            stranger = made.connect(keys)
-            partition = OpenPartition(stranger, "scores")
+async def test_who_has_another_jobs_certificate_or_none_is_not_heard(victim, tmp_path):
+    async with victim(certified=True) as made:
+        for credentials in (None, Issuer(tmp_path / "another").credentials("client")):
+            stranger = made.connect(credentials)
+            partition = Partition(stranger, "scores")
             with pytest.raises(AsyncFlowError):
                 await partition.put({"n": np.arange(5)}, timeout=1)
             with pytest.raises(AsyncFlowError):
@@ -127,20 +135,20 @@ async def test_who_has_another_key_or_none_is_not_heard(victim, tmp_path):
         assert (await made.partition.rows()).rows == []
 
 
-@pytest.mark.parametrize("keyed", [False, True])
-async def test_garbage_and_half_greetings_of_thousands_of_connections(victim, keyed):
+@pytest.mark.parametrize("certified", [False, True])
+async def test_garbage_and_half_greetings_of_thousands_of_connections(victim, certified):
     rng = random.Random(7)
-    hello = Handshake(Keys(secret=b"x" * 40)).hello()
-    pieces = [os.urandom(99), hello, hello[:30], hello + os.urandom(200), GREETED, b"GET / HTTP/1.1\r\n\r\n", b""]
-    async with victim(keyed=keyed) as made:
+    hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
+    pieces = [os.urandom(99), hello, GREETED + os.urandom(200), GREETED, b"GET / HTTP/1.1\r\n\r\n", b""]
+    async with victim(certified=certified) as made:
         before = made.memory
         held = await asyncio.to_thread(attack, made, times=1000, send=lambda s, _: s.sendall(rng.choice(pieces)))
         assert held - before < ROOM
         await made.serves()
 
 
-async def test_strangers_that_hold_on_make_room_for_who_holds_the_key(victim):
-    async with victim(keyed=True) as made:
+async def test_strangers_that_hold_on_make_room_for_who_has_a_certificate(victim):
+    async with victim(certified=True) as made:
         hold = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -169,24 +177,23 @@ async def test_huge_declared_sizes_take_no_memory(victim):
         assert held - before < ROOM
 
 
-async def test_huge_sizes_of_who_has_not_proved_to_hold_the_key_are_not_even_read(victim):
-    async with victim(keyed=True) as made:
+async def test_huge_sizes_of_who_shows_no_certificate_are_not_even_read(victim):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
 
-        def send(stranger, number):
-            shaking = Handshake(made.keys)  # a hello that was recorded, say: its proof is not to be had
-            stranger.sendall(shaking.hello())
-            if number % 2:
-                stranger.recv(WELCOME_SIZE)
-            stranger.sendall(bytes(PROOF_SIZE) + struct.pack("<Q", 1 << 30) + bytes(1 << 16))
+    def send(stranger, number):
+        with context.wrap_socket(stranger.dup()) as shaken:
+            shaken.sendall(GREETED + struct.pack("<Q", 1 << 30) + bytes(1 << 16))
 
+    async with victim(certified=True) as made:
         before = made.memory
-        held = await asyncio.to_thread(attack, made, times=200, send=send)
+        held = await asyncio.to_thread(attack, made, times=100, send=send)
         assert held - before < ROOM
 
 
-async def test_a_recorded_connection_that_is_played_again_does_nothing(victim):
-    """A tap between a client and the unit: what it heard of one put is said again, to the unit and to the client."""
-    async with victim(keyed=True) as made:
+async def test_what_goes_over_the_wire_is_tls_and_of_no_use_to_who_records_it(victim):
+    """A tap between a client and the unit: it hears no plain text, and what it heard is said again in vain."""
+    async with victim(certified=True) as made:
         heard, told, streams = bytearray(), bytearray(), []
 
         async def tap(reader, writer):
@@ -201,39 +208,46 @@ async def test_a_recorded_connection_that_is_played_again_does_nothing(victim):
             await asyncio.gather(pass_on(reader, here, heard), pass_on(there, writer, told))
 
         tapped = await asyncio.start_server(tap, "127.0.0.1", 0)
-        address = address_of(*tapped.sockets[0].getsockname())
+        address = f"{address_of(*tapped.sockets[0].getsockname())}/{made.unit.rpartition('/')[2]}"
         client = QueueClient(
-            controller=made.controller, unit=lambda _: address, units=lambda: [0], worker="tapped", keys=made.keys
+            controller=made.controller,
+            unit=lambda _: address,
+            units=lambda: [0],
+            worker="tapped",
+            credentials=made.credentials,
         )
-        partition = OpenPartition(client, "scores")
-        await partition.put({"text": ["confidential"]}, timeout=20)
-        assert b"confidential" not in heard + told
+        partition = Partition(client, "scores")
+        await partition.put({"text": ["confidential" * 10_000]}, timeout=20)
+        assert len(heard) > 100_000
+        for said in (heard, told):
+            assert _is_tls(bytes(said))
+            for word in (b"confidential", b"unit.put", b"scores", b"asyncflow", b"client"):
+                assert word not in said
         await client.close()
 
         reader, writer = await asyncio.open_connection(*host_and_port(made.unit))
         writer.write(heard)
-        answered = b""
         with contextlib.suppress(ConnectionResetError):
-            while data := await reader.read(1 << 16):
-                answered += data
-        assert len(answered) <= WELCOME_SIZE  # a welcome that is another one, and no more
+            while await reader.read(1 << 16):
+                pass
         writer.close()
         assert len((await made.partition.rows()).rows) == 1
         await made.partition.clear((await made.partition.rows()).rows)
-
-        async def impostor(reader, writer):
-            await reader.readexactly(HELLO_SIZE)
-            writer.write(told)
-
         tapped.close()
-        fooled = await asyncio.start_server(impostor, "127.0.0.1", 0)
-        caller = RpcClient(name="caller", resolve=address_of(*fooled.sockets[0].getsockname()), keys=made.keys)
-        with pytest.raises(DeadlineExceeded, match="the peer does not hold the key"):
-            await caller.call("queue.stats", calls.Nothing(), calls.Done, timeout=0.5)
-        await caller.close()
-        fooled.close()
         for stream in streams:
             stream.close()
+
+
+def _is_tls(said):
+    """Whether all of it is records of TLS (RFC 8446, 5.1), of which only the greetings are not encrypted."""
+    kinds = set()
+    while said:
+        kind, version, length = struct.unpack_from(">BHH", said)
+        kinds.add(kind)
+        if version not in (0x0301, 0x0303) or length > (1 << 14) + 256:
+            return False
+        said = said[5 + length :]
+    return kinds == {20, 22, 23}
 
 
 async def test_headers_that_lie_about_sizes_are_refused(victim):
@@ -251,10 +265,10 @@ async def test_headers_that_lie_about_sizes_are_refused(victim):
         for number, lie in enumerate(lies):
             request = unit_calls.PutRows("scores", b"a client", number, 1, lie, [], {}, 1.0)
             with pytest.raises((ProtocolError, Refused, DeadlineExceeded)):
-                await client.call("unit.put", request, unit_calls.Numbers, timeout=5, frames=frames)
+                await client.call("unit.put", request, unit_calls.RowIds, timeout=5, frames=frames)
         greedy = unit_calls.PutRows("scores", b"a client", 1 << 31, 1, header, [], {"later": 1 << 60}, 1.0)
         with pytest.raises(Refused):
-            await client.call("unit.put", greedy, unit_calls.Numbers, timeout=5, frames=frames)
+            await client.call("unit.put", greedy, unit_calls.RowIds, timeout=5, frames=frames)
         await client.close()
         assert made.memory - before < ROOM
 
@@ -300,7 +314,7 @@ async def test_who_asks_for_much_and_reads_nothing_makes_no_memory_grow_and_gets
 ):
     values = np.arange(32 << 16, dtype=np.float64).reshape(32, -1)  # rows of 512 KiB
     async with victim(limit=32 << 20) as made, stranger_at(made.unit) as greedy:
-        large = OpenPartition(made.client, "large")
+        large = Partition(made.client, "large")
         rows = await large.put({"values": values}, timeout=20)
         scattered = wire.encode(unit_calls.FetchRows(rows[::2], ["values"]))
         before = most = made.memory
@@ -339,7 +353,7 @@ async def test_tasks_and_partitions_of_questions_are_not_made(victim):
     async with victim() as made:
         before = made.memory
         for number in range(2000):
-            await OpenPartition(made.client, f"nobody made {number}").rows()
+            await Partition(made.client, f"nobody made {number}").rows()
         assert await made.client.partitions(timeout=10) in ({"scores": 0}, {})
         assert made.memory - before < ROOM
 
@@ -352,8 +366,9 @@ def requests():
     yield True, "unit.put", put, frames
     yield True, "unit.write", unit_calls.WriteRows("write:1", [row, row + 1], header, [], "", 0.1), frames
     yield True, "unit.fetch", unit_calls.FetchRows([row, row + 1], ["n"]), []
-    metas = [RowMeta(partition="scores", serial=1, sample=j, step=1) for j in range(2)]
-    yield True, "unit.create", unit_calls.CreateRows(metas, 2, header, {"later": 8}, 0.1), frames
+    samples = Samples(serials=[1], step=1, tokens=[3, 4])
+    put = unit_calls.PutRows("scores", b"a client", 0, 2, header, [], {"later": 8}, 0.1, samples=samples)
+    yield True, "unit.put", put, frames
     spec = TaskSpec(partition="scores", name="grade", needs=["n"])
     for method, request in {
         "queue.declare": calls.Declare([spec]),
@@ -367,13 +382,13 @@ def requests():
         "queue.snapshot": calls.InPartition("scores"),
         "queue.show": calls.InPartition("scores"),
         "queue.wanted": calls.AskWanted("scores", 0, 0.1),
-        "open.list": open_calls.ListRows("scores"),
-        "open.find": open_calls.FindRows("scores", ["x"]),
-        "open.peek": open_calls.Peek("scores", "grade", [row], 8),
-        "open.reset": open_calls.Reset("scores", None),
-        "open.expect": open_calls.Expect("scores", 4),
-        "open.clear": open_calls.ClearRows("scores", [row]),
-        "open.progress": open_calls.AskProgress("scores", ["n"], ""),
+        "open.list": calls.ListRows("scores"),
+        "open.find": calls.FindRows("scores", ["x"]),
+        "open.peek": calls.Peek("scores", "grade", [row], 8),
+        "open.reset": calls.Reset("scores", None),
+        "open.expect": calls.Expect("scores", 4),
+        "open.clear": calls.ClearRows("scores", [row]),
+        "open.progress": calls.AskProgress("scores", ["n"], ""),
     }.items():
         yield False, method, request, []
 

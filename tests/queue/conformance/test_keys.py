@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import Refused, StaleHandle
-from asyncflow.queue.client.open_partition import OpenPartition
+from asyncflow.queue.partition import Partition
 
 
 async def test_27_a_put_by_key_creates_or_updates_and_keeps_the_other_columns(two_units, scores):
@@ -96,7 +96,7 @@ async def test_29_what_is_no_key_is_refused_and_nothing_is_put(scores, key):
 async def test_29_texts_that_are_not_unicode_are_refused_and_the_connection_goes_on(two_units, scores):
     half = "\ud800"
     blocking = two_units.blocking()
-    for partition in (scores, OpenPartition(two_units.client, half)):
+    for partition in (scores, Partition(two_units.client, half)):
         for options in ({"keys": [half]}, {"tags": [{half: 1}]}, {"tags": [{"a": half}]}):
             with pytest.raises(Refused, match=r"a text is not Unicode: .*surrogates"):
                 await partition.put({"n": np.arange(1)}, **options)

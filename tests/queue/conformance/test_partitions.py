@@ -97,9 +97,7 @@ async def test_26_an_id_is_never_used_again(two_units, scores):
 
 async def ended(queue, *, timeout=5):
     """Tell whether the queue says that nothing more comes for the task, rather than that nothing came in time."""
-    claimed = await queue.client.claim_or_end(
-        partition="scores", task="grade", max_rows=8, until_done=True, timeout=timeout
-    )
+    claimed = await queue.client.claim(partition="scores", task="grade", max_rows=8, until_done=True, timeout=timeout)
     assert not claimed.rows
     return claimed.ended
 

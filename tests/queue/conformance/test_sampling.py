@@ -9,7 +9,7 @@ import pytest
 
 from asyncflow.errors import Refused, StaleHandle
 from asyncflow.net.frames import Jagged
-from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, TaskSpec
+from asyncflow.queue.protocol.messages import LeasedRow, Samples, TaskSpec
 
 P = "train"
 WORLD = 4
@@ -22,13 +22,10 @@ async def gang(two_units):
     client = two_units.client
     await client.declare([TaskSpec(partition=P, name="train", needs=["it"], kind="gang", groups=True)], timeout=10)
     rng = random.Random(5)
-    metas = [
-        RowMeta(partition=P, serial=s, sample=j, step=1, tokens=max(1, int(rng.lognormvariate(5, 1))))
-        for s in range(GROUPS)
-        for j in range(SIZE)
-    ]
-    columns = {"it": Jagged.from_rows([[m.serial, m.sample] for m in metas], "int32")}
-    assert all(await client.create(metas, columns, group_size=SIZE, timeout=10))
+    tokens = [max(1, int(rng.lognormvariate(5, 1))) for _ in range(GROUPS * SIZE)]
+    columns = {"it": Jagged.from_rows([[s, j] for s in range(GROUPS) for j in range(SIZE)], "int32")}
+    samples = Samples(serials=list(range(GROUPS)), step=1, tokens=tokens)
+    assert all((await client.put(P, columns, group_size=SIZE, samples=samples, timeout=10)).new)
     await client.open_step(partition=P, step=1, groups=GROUPS, group_size=SIZE, timeout=10)
     await client.begin(partition=P, attempt=0, step=0, world=WORLD, timeout=10)
     return client
@@ -58,7 +55,7 @@ async def commit(client, *, attempt=0):
 async def grade(client):
     """Have another task than the trainer's complete all rows; give their ids."""
     await client.declare([TaskSpec(partition=P, name="grade", needs=["it"])], timeout=10)
-    leased = await client.claim(partition=P, task="grade", max_rows=1000, timeout=10)
+    leased = (await client.claim(partition=P, task="grade", max_rows=1000, timeout=10)).rows
     assert all(await client.complete(leased, {}, timeout=10))
     return sorted(row.row for row in leased)
 
@@ -74,7 +71,7 @@ async def test_20_what_a_step_has_bound_is_not_reset_unless_the_trainer_begins_a
     assert await gang.reset(P, task="grade", timeout=10) == len(rows)
     await commit(gang, attempt=1)
     assert await gang.reset(P, timeout=10) == 0
-    assert await gang.claim(partition=P, task="grade", max_rows=1000, timeout=0) == []
+    assert (await gang.claim(partition=P, task="grade", max_rows=1000, timeout=0)).rows == []
     report = await gang.audit(timeout=10)
     assert (report.ok, report.trained, report.resets) == (True, len(rows), 2 * len(rows))
 

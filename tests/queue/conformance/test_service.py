@@ -5,7 +5,7 @@ import pytest
 
 from asyncflow.errors import LedgerCorrupt, ProtocolError
 from asyncflow.net.rpc import RpcClient
-from asyncflow.queue.ledger.records import newest
+from asyncflow.queue.ledger.log import newest
 from asyncflow.queue.protocol import calls
 
 

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from asyncflow.errors import ProtocolError, Refused
 from asyncflow.net.dtypes import BYTES, DTYPES, OBJECT, TEXT
 from asyncflow.net.jagged import Jagged
-from asyncflow.queue.client.open_values import decode, encode, encode_columns, pack_object, unpack_object
+from asyncflow.queue.values import decode, encode, encode_columns, pack_object, unpack_object
 
 NUMBERS = sorted(DTYPES.keys() - {TEXT, BYTES, OBJECT, "bfloat16"})
 dtypes = st.sampled_from(NUMBERS).map(np.dtype)

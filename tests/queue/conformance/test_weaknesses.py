@@ -11,9 +11,9 @@ import pytest
 
 from asyncflow.errors import DeadlineExceeded, Refused, StaleHandle
 from asyncflow.identity import RowPlace
-from asyncflow.queue.client.blocking import BlockingQueue
-from asyncflow.queue.client.open_partition import BlockingPartition
-from asyncflow.queue.client.verbs_control import GRACE_S
+from asyncflow.queue.blocking import BlockingPartition, BlockingQueue
+from asyncflow.queue.client import QueueClient
+from asyncflow.queue.peers import GRACE_S
 
 
 async def test_w01_who_waits_delays_nobody(two_units, scores):
@@ -75,7 +75,7 @@ async def test_w03_calls_to_a_stopped_controller_end_soon_after_their_own_time(s
     await served.partition.declare("grade", ["text"])
     await served.partition.put({"text": ["a", "b"]})
     leased = await served.partition.claim("grade", 1, timeout=5)
-    blocking = BlockingPartition(BlockingQueue(**served.peers, worker="blocking"), "scores")
+    blocking = BlockingPartition(BlockingQueue(lambda: QueueClient(**served.peers, worker="blocking")), "scores")
     assert len(await asyncio.to_thread(blocking.claim, "grade", 1, timeout=5)) == 1
     served.process.suspend()
 
@@ -196,13 +196,11 @@ async def test_w07_a_handle_of_a_cleared_row_neither_reads_nor_writes(two_units,
 _PRODUCER = """
 import sys
 import numpy as np
-from asyncflow.queue.client.blocking import BlockingQueue
-from asyncflow.queue.client.open_partition import BlockingPartition
-from asyncflow.queue.client.verbs_control import GRACE_S
+from asyncflow.queue.blocking import BlockingPartition, BlockingQueue
+from asyncflow.queue.client import QueueClient
 controller, *units = sys.argv[1:]
-queue = BlockingQueue(
-    controller=controller, unit=lambda i: units[i], units=lambda: range(len(units)), worker="producer"
-)
+peers = {"controller": controller, "unit": lambda i: units[i], "units": lambda: range(len(units))}
+queue = BlockingQueue(lambda: QueueClient(**peers, worker="producer"))
 print(*BlockingPartition(queue, "scores").put({"n": np.arange(8)}))
 queue.close()
 """

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from asyncflow.net.frames import Jagged
-from asyncflow.queue.backends.base import Site
-from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
-from asyncflow.queue.ledger.audits import shard_ledger
-from asyncflow.queue.protocol.messages import RowMeta
-from asyncflow.queue.unit.unit import StorageUnit, open_backend
+from asyncflow.queue.ledger.audit import shard_ledger
+from asyncflow.queue.protocol.messages import Samples
+from asyncflow.queue.storage.backend import Site
+from asyncflow.queue.storage.unit import StorageUnit, open_backend
 
 P = "train"
 
@@ -64,7 +64,7 @@ async def unit(folder: Path, index: str, limit: str, backend: str = "memory", st
         index=site.unit,
         limit_bytes=int(limit),
         controller=address_in(folder / "controller"),
-        shard=lambda other: address_in(folder / f"controller-{other}")(),
+        replica=lambda other: address_in(folder / f"controller-{other}")(),
         incarnation=site.incarnation,
         backend=(made := open_backend(backend, site)),
         peer=lambda other: address_in(folder / f"unit-{other}")(),
@@ -99,9 +99,9 @@ async def serve_unit_aloud(*words: str) -> None:
 async def produce(folder: Path, serials: str, per_step: str) -> None:
     client = connect(folder)
     for serial in range(int(serials)):
-        metas = [RowMeta(partition=P, serial=serial, sample=j, step=1 + serial // int(per_step)) for j in range(2)]
+        samples = Samples(serials=[serial], step=1 + serial // int(per_step))
         prompts = Jagged.from_rows([np.arange(serial + 1)] * 2, "int64")
-        await client.create(metas, {"prompt": prompts}, group_size=2, timeout=60)
+        await client.put(P, {"prompt": prompts}, group_size=2, samples=samples, timeout=60)
         say(serial)
     await client.close()
 
@@ -109,7 +109,7 @@ async def produce(folder: Path, serials: str, per_step: str) -> None:
 async def work(folder: Path, task: str, column: str, worker: str, rows: str) -> None:
     client = connect(folder, worker)
     while True:
-        leased = await client.claim(partition=P, task=task, max_rows=int(rows), timeout=60)
+        leased = (await client.claim(partition=P, task=task, max_rows=int(rows), timeout=60)).rows
         if not leased:
             continue
         say("claimed", *(f"{row.meta.serial}.{row.meta.sample}" for row in leased))
@@ -121,7 +121,7 @@ async def work(folder: Path, task: str, column: str, worker: str, rows: str) -> 
 async def hold(folder: Path, task: str, worker: str) -> None:
     """Claim, say so, and complete only when told to."""
     client = connect(folder, worker)
-    leased = await client.claim(partition=P, task=task, max_rows=100, timeout=60)
+    leased = (await client.claim(partition=P, task=task, max_rows=100, timeout=60)).rows
     say("claimed", len(leased))
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
     values = Jagged.from_rows([[1]] * len(leased), "int32")

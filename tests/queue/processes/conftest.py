@@ -4,12 +4,13 @@ import asyncio
 import importlib.util
 import signal
 import sys
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
 from asyncflow.net.frames import Jagged
-from asyncflow.queue.protocol.messages import RowMeta, TaskSpec
+from asyncflow.queue.protocol.messages import Samples, TaskSpec
 
 CHILD = Path(__file__).with_name("child.py")
 _spec = importlib.util.spec_from_file_location("queue_child", CHILD)
@@ -90,12 +91,17 @@ class Crew:
             return (await self.children[name].stdout.readline()).decode().split()
 
     async def create(self, *serials, per_step=1000, timeout=30):
-        metas = [RowMeta(partition=P, serial=s, sample=j, step=1 + s // per_step) for s in serials for j in range(2)]
-        prompts = {"prompt": Jagged.from_rows([range(meta.serial + 1) for meta in metas], "int64")}
-        return await self.client.create(metas, prompts, group_size=2, timeout=timeout)
+        """Put groups, step by step; return whether each row is new, in the order of steps."""
+        new = []
+        for step, some in groupby(sorted(serials), key=lambda serial: 1 + serial // per_step):
+            mine = list(some)
+            prompts = {"prompt": Jagged.from_rows([range(s + 1) for s in mine for _ in range(2)], "int64")}
+            samples = Samples(serials=mine, step=step)
+            new += (await self.client.put(P, prompts, group_size=2, samples=samples, timeout=timeout)).new
+        return new
 
     async def claim(self, task, *, rows=100, timeout=30):
-        return await self.client.claim(partition=P, task=task, max_rows=rows, timeout=timeout)
+        return (await self.client.claim(partition=P, task=task, max_rows=rows, timeout=timeout)).rows
 
     async def complete(self, rows, column):
         values = Jagged.from_rows([[row.meta.serial, row.meta.sample] for row in rows], "int32")

@@ -201,7 +201,8 @@ async def test_claims_of_other_tasks_go_on_while_one_of_three_controllers_is_sto
 
     async def claim(task, *, within_s=30):
         async with asyncio.timeout(within_s):
-            assert len(await crew.client.claim(partition="open", task=task, max_rows=1, timeout=30)) == 1
+            claimed = await crew.client.claim(partition="open", task=task, max_rows=1, timeout=30)
+            assert len(claimed.rows) == 1
 
     for task in places:
         await claim(task)
@@ -236,7 +237,7 @@ async def main():
         from asyncflow.queue.controller.controller import Controller
         server = Controller(ledger_dir=Path(sys.argv[2]))
     else:
-        from asyncflow.queue.unit.unit import StorageUnit
+        from asyncflow.queue.storage.unit import StorageUnit
         server = StorageUnit(index=0, limit_bytes=1, controller="tcp://127.0.0.1:9")
     await server.start()
     status = Path("/proc/self/status").read_text()

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from asyncflow.net.frames import Jagged
-from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
-from asyncflow.queue.protocol.messages import RowMeta
-from asyncflow.queue.unit.unit import StorageUnit
+from asyncflow.queue.protocol.messages import Samples
+from asyncflow.queue.storage.unit import StorageUnit
 
 P = "train"
 
@@ -18,8 +18,8 @@ P = "train"
 class Cluster:
     """A controller and units in this process, on real sockets, with clients."""
 
-    def __init__(self, folder, *, tasks, limit, keys, units, **controller):
-        self.folder, self.tasks, self.limit, self.keys = folder, tasks, limit, keys
+    def __init__(self, folder, *, tasks, limit, issuer, units, **controller):
+        self.folder, self.tasks, self.limit, self.issuer = folder, tasks, limit, issuer
         self.options = controller
         self.controller = None
         self.units = dict.fromkeys(range(units))
@@ -33,7 +33,7 @@ class Cluster:
         await self.client.declare(self.tasks, timeout=10)
 
     async def start_controller(self):
-        self.controller = Controller(ledger_dir=self.folder, keys=self.keys, **self.options)
+        self.controller = Controller(ledger_dir=self.folder, credentials=self.credentials("controller"), **self.options)
         await self.controller.start()
 
     async def stop_controller(self):
@@ -45,7 +45,7 @@ class Cluster:
             index=index,
             limit_bytes=self.limit,
             controller=lambda: self.address(self.controller),
-            keys=self.keys,
+            credentials=self.credentials("storage", index),
             peer=lambda other: self.address(self.units.get(other)),
         )
         await self.units[index].start()
@@ -58,6 +58,10 @@ class Cluster:
         unit, self.units[index] = self.units[index], None
         await unit.close()
 
+    def credentials(self, role, index=0):
+        """Those of a process; None where no certificates are issued."""
+        return self.issuer.credentials(role, index) if self.issuer else None
+
     def address(self, server):
         return server.server.address or None if server else None
 
@@ -68,27 +72,26 @@ class Cluster:
             units=lambda: [index for index, unit in self.units.items() if unit],
             worker=worker,
             attempt=attempt,
-            keys=self.keys,
+            credentials=self.credentials("client"),
         )
         self.clients.append(client)
         return client
 
-    async def create(self, *serials, client=None, size=2, step=1, length=4, **meta):
-        metas = [
-            RowMeta(
-                partition=meta.get("partition", P), serial=s, sample=j, step=step, purpose=meta.get("purpose", "train")
-            )
-            for s in serials
-            for j in range(size)
-        ]
-        prompts = Jagged.from_rows([np.full(length, m.serial * 10 + m.sample) for m in metas], "int64")
-        return await (client or self.client).create(
-            metas, {"prompt": prompts}, group_size=size, outputs=meta.get("outputs"), timeout=meta.get("timeout", 10)
+    async def create(self, *serials, client=None, size=2, step=1, length=4, partition=P, purpose="train", **options):
+        """Put groups; return whether each row is new."""
+        values = [np.full(length, serial * 10 + sample) for serial in serials for sample in range(size)]
+        put = await (client or self.client).put(
+            partition,
+            {"prompt": Jagged.from_rows(values, "int64")},
+            group_size=size,
+            samples=Samples(serials=list(serials), step=step, purpose=purpose),
+            **{"timeout": 10, **options},
         )
+        return put.new
 
     async def claim(self, task, *, client=None, rows=1000, timeout=10, **options):
         client = client or self.client
-        return await client.claim(partition=P, task=task, max_rows=rows, timeout=timeout, **options)
+        return (await client.claim(partition=P, task=task, max_rows=rows, timeout=timeout, **options)).rows
 
     async def complete(self, rows, column, *, client=None, timeout=10, length=1, **options):
         values = Jagged.from_rows([[row.meta.serial, row.meta.sample] * length for row in rows], "int32")
@@ -119,8 +122,8 @@ class Cluster:
 @pytest.fixture
 def cluster(tmp_path, tasks):
     @asynccontextmanager
-    async def run(*, limit=1 << 20, keys=None, units=2, **controller):
-        cluster = Cluster(tmp_path / "ledger", tasks=tasks, limit=limit, keys=keys, units=units, **controller)
+    async def run(*, limit=1 << 20, issuer=None, units=2, **controller):
+        cluster = Cluster(tmp_path / "ledger", tasks=tasks, limit=limit, issuer=issuer, units=units, **controller)
         try:
             await cluster.start()
             yield cluster

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from asyncflow.errors import DeadlineExceeded, Refused
-from asyncflow.queue.client import patience
+from asyncflow.queue import putting
 
 P = "train"
 
@@ -105,7 +105,7 @@ async def test_promises_end_with_their_rows(cluster):
 
 
 async def test_a_group_that_finds_no_room_at_its_unit_goes_to_another(cluster, monkeypatch):
-    monkeypatch.setattr(patience, "_ROOM_S", 0.01)
+    monkeypatch.setattr(putting, "_ROOM_S", 0.01)
     async with cluster(limit=200, units=2) as queue:
         await queue.create(0, length=12)
         await queue.create(1, length=1)

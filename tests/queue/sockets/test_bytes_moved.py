@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from asyncflow.net.frames import Jagged
-from asyncflow.net.keys import Keys
-from asyncflow.queue.client.client import QueueClient
+from asyncflow.net.issuer import Issuer
+from asyncflow.queue.client import QueueClient
 
 P = "wide"
 MOST = 1.03
@@ -42,16 +42,16 @@ class Relay:
         writer.close()
 
 
-@pytest.mark.parametrize("keyed", [False, True], ids=["plain", "keyed"])
-async def test_a_reader_moves_the_columns_that_it_names_and_a_writer_what_it_writes(cluster, tmp_path, keyed):
-    keys = Keys.generate(tmp_path / "key") if keyed else None
+@pytest.mark.parametrize("certified", [False, True], ids=["plain", "tls"])
+async def test_a_reader_moves_the_columns_that_it_names_and_a_writer_what_it_writes(cluster, tmp_path, certified):
+    issuer = Issuer(tmp_path / "tls") if certified else None
     rng = np.random.default_rng(1)
     columns = {
         name: Jagged.from_rows([rng.integers(0, 1 << 40, length) for length in rng.integers(500, 4000, 64)], "int64")
         for name in ("a", "b", "c")
     }
     async with (
-        cluster(units=1, limit=32 << 20, keys=keys) as made,
+        cluster(units=1, limit=32 << 20, issuer=issuer) as made,
         Relay(made.address(made.units[0])).running() as relay,
     ):
         client = QueueClient(
@@ -59,7 +59,7 @@ async def test_a_reader_moves_the_columns_that_it_names_and_a_writer_what_it_wri
             unit=lambda _: relay.address,
             units=lambda: [0],
             worker="w",
-            keys=keys,
+            credentials=made.credentials("client"),
         )
         rows = (await client.put(P, columns, timeout=10)).rows
         everything = sum(column.values.nbytes for column in columns.values())

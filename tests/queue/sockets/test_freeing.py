@@ -1,8 +1,7 @@
 """Who clears rows and has the answer finds the room that they had."""
 
 from asyncflow.net.frames import Jagged
-from asyncflow.queue.controller import freeing
-from asyncflow.queue.controller.freeing import Freeing
+from asyncflow.queue.controller import sessions
 
 P = "open"
 VALUES = {"x": Jagged.from_rows([[1] * 1000] * 4, "int64")}
@@ -20,31 +19,15 @@ async def test_what_was_cleared_is_free_when_the_answer_comes(cluster):
             ).rows
             assert held(made) == [32_000, 32_000]
             assert await made.client.clear_rows(P, rows, timeout=20) == 8
-            assert held(made) == [0, 0]
+            assert (held(made), made.controller.sessions.used) == ([0, 0], 0)
             await made.client.put(P, VALUES, timeout=20)
             await made.client.clear_partition(partition=P, timeout=20)
             assert held(made) == [0, 0]
 
 
 async def test_a_unit_that_frees_nothing_holds_up_nobody_for_long(cluster, monkeypatch):
-    monkeypatch.setattr(freeing, "_WAIT_S", 0.05)
+    monkeypatch.setattr(sessions, "_FREE_S", 0.05)
     async with cluster(units=1) as made:
         rows = (await made.client.put(P, VALUES, timeout=20)).rows
         await made.units[0].close()
         assert await made.client.clear_rows(P, rows, timeout=20) == 4
-        assert not made.controller.sessions._freeing._waiting
-
-
-async def test_all_units_that_were_told_are_waited_for():
-    waiting = Freeing()
-    both, first = waiting.give("both", {1: 5, 2: 7}, now=1e9), waiting.give("first", {1: 6}, now=1e9)
-    waiting.carried_out(1, 4)
-    waiting.carried_out(2, 9)
-    assert not both.done()
-    waiting.carried_out(1, 5)
-    assert (both.result(), first.done()) == ("both", False)
-    waiting.carried_out(3, 9)
-    assert first.cancel()
-    waiting.carried_out(1, 6)
-    assert not waiting._waiting
-    waiting.close()

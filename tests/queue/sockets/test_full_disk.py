@@ -38,7 +38,7 @@ async def put_for_ever(cluster, rows):
 
 async def numbers(cluster, rows):
     """Return what rows hold, each claimed once."""
-    leased = await cluster.client.claim(partition=P, task=TASK.name, max_rows=len(rows) + 10, timeout=10)
+    leased = (await cluster.client.claim(partition=P, task=TASK.name, max_rows=len(rows) + 10, timeout=10)).rows
     assert {row.row for row in leased} >= set(rows)
     columns = await cluster.client.fetch(rows, ["x"], timeout=10)
     return [int(row[0]) for row in columns["x"].rows()]
@@ -110,7 +110,7 @@ async def test_a_compaction_whose_folder_cannot_be_synced_loses_and_doubles_noth
     async with cluster(units=1, compact_bytes=4000) as made:
         await made.client.declare([TASK], timeout=10)
         rows = [await put(made, number) for number in range(50)]
-        leased = await made.client.claim(partition=P, task=TASK.name, max_rows=20, timeout=10)
+        leased = (await made.client.claim(partition=P, task=TASK.name, max_rows=20, timeout=10)).rows
         assert all(await made.client.complete(leased, {}, timeout=10))
 
         def fail(_directory):

@@ -10,9 +10,7 @@ from asyncflow.errors import ProtocolError, StaleHandle
 from asyncflow.net.frames import Jagged, encode_batch
 from asyncflow.net.rpc import RpcClient
 from asyncflow.queue.protocol.calls import Verdicts
-from asyncflow.queue.protocol.moving_calls import TakeRows
-from asyncflow.queue.protocol.runs import expand
-from asyncflow.queue.protocol.unit_calls import Numbers, PutRows
+from asyncflow.queue.protocol.unit_calls import PutRows, RowIds, TakeRows
 
 P = "train"
 
@@ -25,10 +23,10 @@ async def asked(unit, put):
     """Put rows on that unit and on no other."""
     client = RpcClient(name="test", resolve=unit.server.address)
     try:
-        numbers, _ = await client.call_frames("unit.put", put, Numbers, timeout=10, frames=encoded(1)[1])
+        numbers, _ = await client.call_frames("unit.put", put, RowIds, timeout=10, frames=encoded(1)[1])
     finally:
         await client.close()
-    return msgspec.structs.replace(numbers, rows=list(expand(numbers.rows)))
+    return msgspec.structs.replace(numbers, rows=list(numbers.rows))
 
 
 def encoded(rows):

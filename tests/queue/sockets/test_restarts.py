@@ -9,7 +9,7 @@ from asyncflow.identity import RowPlace
 from asyncflow.net.frames import Jagged
 from asyncflow.net.rpc import RpcClient
 from asyncflow.queue.controller.controller import Controller
-from asyncflow.queue.ledger.records import newest
+from asyncflow.queue.ledger.log import newest
 from asyncflow.queue.protocol.calls import Done
 from asyncflow.queue.protocol.unit_calls import (
     Admit,
@@ -18,7 +18,7 @@ from asyncflow.queue.protocol.unit_calls import (
     Cells,
     Hello,
     LostRows,
-    OpenRows,
+    NewRows,
     Session,
     Strangers,
     Welcome,
@@ -125,10 +125,10 @@ async def test_what_was_put_is_there_after_a_restart_whenever_the_ledger_was_com
             values = {"x": Jagged.from_rows([[number]], "int64")}
             rows += (await queue.client.put("open", values, timeout=10)).rows
         assert newest(queue.folder) > before
-        assert list(queue.controller.table.books.rows) == rows
+        assert list(queue.controller.table.state.rows) == rows
         await queue.stop_controller()
         await queue.start_controller()
-        assert list(queue.controller.table.books.rows) == rows
+        assert list(queue.controller.table.state.rows) == rows
         found = await queue.client.fetch(rows, ["x"], timeout=10)
         assert found["x"].values.tolist() == list(range(30))
 
@@ -145,7 +145,7 @@ class Unit:
 
     async def put(self, first, size):
         cells = Cells(dtypes={"x": "int64"}, sizes={"x": (8).to_bytes(4, "little")})
-        entry = OpenRows("open", b"a client", 0, size, [self.row(first), 1 - size], cells, [])
+        entry = NewRows("open", b"a client", 0, size, [self.row(first + i) for i in range(size)], cells, [])
         admitted = await self.client.call("units.admit", Admit(self.session, [entry]), Admitted, timeout=10)
         return admitted.verdicts[0]
 
@@ -175,16 +175,16 @@ async def test_a_put_that_comes_again_in_other_groups_is_refused_and_the_ledger_
         await unit.lose(0)
     assert "has 2 rows, not 4" in (await unit.put(10, 4)).error["what"]
     assert (await unit.put(20, 2)).each(2) == [lost, False]
-    rows = list(controller.table.books.rows)
+    rows = list(controller.table.state.rows)
     await controller.close()
     again = Controller(ledger_dir=tmp_path)
     await again.start()
-    assert list(again.table.books.rows) == rows
+    assert list(again.table.state.rows) == rows
     await again.close()
 
 
 async def test_more_rows_than_can_be_told_of_are_refused_and_leave_nothing(cluster, monkeypatch):
-    monkeypatch.setattr("asyncflow.queue.unit.unit.MOST", 3)
+    monkeypatch.setattr("asyncflow.queue.storage.unit.MOST_ROWS", 3)
     async with cluster(units=1) as queue:
         with pytest.raises(Refused, match="4 rows came in one put"):
             await queue.client.put("open", {"x": Jagged.from_rows([[1]] * 4, "int64")}, timeout=10)

@@ -7,9 +7,10 @@ import pytest
 
 from asyncflow.errors import Fenced, Refused, StaleHandle
 from asyncflow.identity import RowPlace
+from asyncflow.net.arena.unix import SHARED_MEMORY_ENV
 from asyncflow.net.frames import Jagged
-from asyncflow.net.keys import Keys
-from asyncflow.queue.protocol.messages import RowMeta
+from asyncflow.net.issuer import Issuer
+from asyncflow.queue.protocol.messages import Samples
 
 P = "train"
 
@@ -49,7 +50,6 @@ async def test_a_sample_from_its_creation_to_its_commit(cluster):
 
 async def test_every_dtype_comes_back_bit_by_bit(cluster):
     async with cluster() as queue:
-        metas = [RowMeta(partition=P, serial=s, sample=0, step=1) for s in range(3)]
         columns = {
             "prompt": Jagged.from_rows([[1.5, np.nan, -np.inf], [], [0.0]], "float32"),
             "half": Jagged.from_rows([[1], [2, 3], []], "float16"),
@@ -57,7 +57,7 @@ async def test_every_dtype_comes_back_bit_by_bit(cluster):
             "flag": Jagged.from_rows([[True], [False, True], []], "bool"),
             "big": Jagged.from_rows([[2**62], [], [-1]], "int64"),
         }
-        assert all(await queue.client.create(metas, columns, group_size=1, timeout=10))
+        assert all((await queue.client.put(P, columns, samples=Samples(serials=[0, 1, 2], step=1), timeout=10)).new)
         rows = await queue.claim("rollout", rows=3)
         rows += await queue.claim("rollout", rows=3, timeout=0) if len(rows) < 3 else []
         order = sorted(range(3), key=lambda index: -rows[index].meta.serial)
@@ -234,8 +234,10 @@ async def test_slots_are_parked_and_fenced_where_they_are_parked(cluster):
             await parked
 
 
-async def test_with_keys(cluster, tmp_path):
-    async with cluster(keys=Keys.generate(tmp_path / "key")) as queue:
+@pytest.mark.parametrize("shared_memory", ["on", "off"])
+async def test_with_certificates(cluster, tmp_path, monkeypatch, shared_memory):
+    monkeypatch.setenv(SHARED_MEMORY_ENV, shared_memory)
+    async with cluster(issuer=Issuer(tmp_path / "tls")) as queue:
         await queue.create(0)
         rows = await queue.claim("rollout")
         assert await queue.complete(rows, "response") == [True, True]
@@ -260,7 +262,7 @@ async def test_the_task_of_a_gang_cannot_be_claimed(cluster):
 
 async def test_groups_must_be_whole(cluster):
     async with cluster() as queue:
-        meta = RowMeta(partition=P, serial=0, sample=2, step=1)
-        prompt = {"prompt": Jagged.from_rows([[1]], "int64")}
-        with pytest.raises(Refused, match="do not make groups of 2"):
-            await queue.client.create([meta], prompt, group_size=2, timeout=10)
+        prompt = {"prompt": Jagged.from_rows([[1]] * 2, "int64")}
+        for size, serials in ((4, [0]), (2, [0, 1]), (1, [0, 0]), (1, [0, 1, 2])):
+            with pytest.raises(Refused, match=r"make no groups of 4|2 rows in . groups came with . serials"):
+                await queue.client.put(P, prompt, group_size=size, samples=Samples(serials=serials, step=1), timeout=10)

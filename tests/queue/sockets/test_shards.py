@@ -10,13 +10,13 @@ import pytest
 from asyncflow.errors import DeadlineExceeded, Refused, StaleHandle
 from asyncflow.net.frames import Jagged
 from asyncflow.net.rpc import RpcClient
-from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
-from asyncflow.queue.ledger.audits import audit_ledgers
-from asyncflow.queue.protocol.messages import TaskSpec
-from asyncflow.queue.protocol.open_calls import AskProgress, Progress
-from asyncflow.queue.protocol.shard_calls import LEASE_BITS
-from asyncflow.queue.unit.unit import StorageUnit
+from asyncflow.queue.ledger.audit import audit_ledgers
+from asyncflow.queue.peers import Peer
+from asyncflow.queue.protocol.calls import LEASE_BITS, AskProgress
+from asyncflow.queue.protocol.messages import Progress, TaskSpec
+from asyncflow.queue.storage.unit import StorageUnit
 from asyncflow.roles.controller import _show
 from asyncflow.telemetry.metrics import ControllerMetrics
 
@@ -77,7 +77,7 @@ class Sharded:
             index=index,
             limit_bytes=1 << 20,
             controller=lambda: self.of(0),
-            shard=self.of,
+            replica=self.of,
             peer=lambda other: self.address(self.units.get(other)),
         )
         await self.units[index].start()
@@ -88,7 +88,7 @@ class Sharded:
         return (await self.client.put(P, {"text": texts}, timeout=10, **options)).rows
 
     async def claim(self, task, *, rows=100, timeout=10):
-        return await self.client.claim(partition=P, task=task, max_rows=rows, timeout=timeout)
+        return (await self.client.claim(partition=P, task=task, max_rows=rows, timeout=timeout)).rows
 
     async def claim_all(self, task, count):
         leased = []
@@ -126,7 +126,7 @@ async def queue(tmp_path):
 
 
 def places(queue):
-    partition = queue.controllers[0].table.books.partitions[P]
+    partition = queue.controllers[0].table.state.partitions[P]
     return dict.fromkeys(partition.queues, 0) | {n: d.controller for n, d in partition.elsewhere.items()}
 
 
@@ -143,10 +143,10 @@ async def test_tasks_are_spread_and_rows_go_through_all(queue):
 
 async def test_a_claim_at_the_wrong_controller_says_which_is_right(queue):
     wrong = queue.connect("wrong")
-    wrong.verbs._claimer.places[P, "grade"] = -2
+    wrong._deciding[P, "grade"] = Peer("controller", 2)
     await queue.put(2)
-    assert len(await wrong.claim(partition=P, task="grade", max_rows=2, timeout=10)) == 2
-    assert wrong.verbs._claimer.places[P, "grade"] == -1
+    assert len((await wrong.claim(partition=P, task="grade", max_rows=2, timeout=10)).rows) == 2
+    assert wrong._deciding[P, "grade"] == Peer("controller", 1)
     await wrong.close()
 
 
@@ -154,7 +154,7 @@ async def test_a_claim_that_waits_for_a_task_is_sent_on_when_it_is_declared(queu
     claim = asyncio.create_task(queue.client.claim(partition=P, task="later", max_rows=1, timeout=10))
     await queue.put(1)
     await queue.client.declare([TaskSpec(partition=P, name="later", needs=["text"])], timeout=10)
-    assert len(await claim) == 1
+    assert len((await claim).rows) == 1
     assert places(queue)["later"] == 1
 
 
@@ -254,13 +254,13 @@ async def test_leases_are_renewed_acknowledged_and_expired_where_they_are(queue)
     reading = TaskSpec(partition=P, name="count", needs=["text"])
     await queue.client.declare([reading], timeout=10)
     await queue.put(6)
-    lot = (await queue.client.claim_lot(partition=P, task="count", max_rows=2, timeout=10)).lot
+    batch = (await queue.client.claim(partition=P, task="count", max_rows=2, timeout=10)).batch
     held = await queue.claim("grade", rows=2)
-    leases = [lot.lease, held[0].lease, "ff"]
+    leases = [batch.lease, held[0].lease, "ff"]
     assert sorted(await queue.client.renew(leases, timeout=10)) == sorted(leases[:2])
-    more = await queue.client.claim_lot(partition=P, task="count", max_rows=9, done=[lot.lease], timeout=10)
-    assert (len(more.lot.rows), more.late) == (4, [])
-    assert await queue.client.acknowledge([more.lot.lease, "ff"], timeout=10) == [True, False]
+    more = await queue.client.claim(partition=P, task="count", max_rows=9, done=[batch.lease], timeout=10)
+    assert (len(more.batch.rows), more.late) == (4, [])
+    assert await queue.client.acknowledge([more.batch.lease, "ff"], timeout=10) == [True, False]
     assert (await queue.client.consumed(P, "count", timeout=10)).all
     await queue.client.expire(worker="test", timeout=10)
     assert {row.row for row in await queue.claim_all("grade", 6)} >= {row.row for row in held}
@@ -311,7 +311,7 @@ async def test_a_shard_that_is_too_far_behind_takes_a_snapshot(queue):
 
 
 async def test_a_question_about_a_task_whose_shard_is_gone_names_it(queue, monkeypatch):
-    monkeypatch.setattr("asyncflow.queue.controller.home._ASK_S", 0.2)
+    monkeypatch.setattr("asyncflow.queue.controller.primary._ASK_S", 0.2)
     await queue.stop_controller(1)
     asking = RpcClient(name="test", resolve=queue.of(0))
     with pytest.raises(DeadlineExceeded, match="controller 1"):
@@ -322,8 +322,8 @@ async def test_a_question_about_a_task_whose_shard_is_gone_names_it(queue, monke
 
 @pytest.mark.parametrize("how", ["gone", "stopped"])
 async def test_who_looks_is_told_what_the_others_say_and_which_controller_is_silent(queue, monkeypatch, how):
-    monkeypatch.setattr("asyncflow.queue.controller.home._ASK_S", 0.5)
-    monkeypatch.setattr("asyncflow.queue.controller.home._LOOK_S", 0.5)
+    monkeypatch.setattr("asyncflow.queue.controller.primary._ASK_S", 0.5)
+    monkeypatch.setattr("asyncflow.queue.controller.primary._LOOK_S", 0.5)
     await queue.put(3)
     assert (await queue.client.stats(timeout=10)).silent == []
     assert (await queue.client.show(P, timeout=10)).silent == {}
@@ -345,7 +345,7 @@ async def test_who_looks_is_told_what_the_others_say_and_which_controller_is_sil
 
 
 async def test_the_home_tells_for_how_long_a_controller_has_asked_nothing(queue, monkeypatch):
-    monkeypatch.setattr("asyncflow.queue.controller.follower._PARK_S", 0.05)
+    monkeypatch.setattr("asyncflow.queue.controller.replica._PARK_S", 0.05)
     await queue.put(1)
     await queue.stop_controller(1)
     home = queue.controllers[0]

@@ -5,8 +5,9 @@ import threading
 
 import pytest
 
+from asyncflow.errors import DeadlineExceeded
 from asyncflow.net.frames import Jagged
-from asyncflow.queue.ledger import ledger
+from asyncflow.queue.ledger import log
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.roles.controller import _show
 from asyncflow.telemetry.metrics import ControllerMetrics
@@ -18,9 +19,9 @@ class Disk:
     """Holds up the disk between ``stop`` and ``go_on``, which may fail."""
 
     def __init__(self, monkeypatch):
-        self._free, self._sync, self._error = threading.Event(), ledger._sync, None
+        self._free, self._sync, self._error = threading.Event(), log._sync, None
         self._free.set()
-        monkeypatch.setattr(ledger, "_sync", self._wait)
+        monkeypatch.setattr(log, "_sync", self._wait)
 
     def _wait(self, fd):
         self._free.wait(30)
@@ -60,9 +61,9 @@ def waiting(controller):
 async def clear_all(cluster):
     """Clear what there is while the disk hangs; give the call when the unit has asked for orders once more."""
     controller = cluster.controller
-    asked, rows = controller.server.counters.calls["units.watch"], list(controller.table.books.rows)
+    asked, rows = controller.server.counters.calls["units.watch"], list(controller.table.state.rows)
     clearing = asyncio.create_task(cluster.connect("other").clear_rows(P, rows, timeout=20))
-    await until(lambda: not controller.table.books.rows)
+    await until(lambda: not controller.table.state.rows)
     await until(lambda: controller.server.counters.calls["units.watch"] > asked)
     return clearing
 
@@ -72,7 +73,7 @@ async def test_a_row_that_is_freed_before_its_verdict_is_safe_leaves_nothing_beh
         unit = made.units[0]
         disk.stop()
         putting = asyncio.create_task(made.client.put(P, VALUES, timeout=20))
-        await until(lambda: made.controller.table.books.rows)
+        await until(lambda: made.controller.table.state.rows)
         clearing = await clear_all(made)
         assert unit.holdings.budget.used == 8000
         disk.go_on()
@@ -100,16 +101,16 @@ async def test_a_claim_whose_time_is_over_confirms_nothing_that_is_not_safe(clus
         controller = made.controller
         await made.client.declare([TaskSpec(partition=P, name="count", needs=["x"])], timeout=10)
         await made.client.put(P, VALUES, timeout=20)
-        lot = (await made.client.claim_lot(partition=P, task="count", max_rows=1, timeout=10)).lot
+        batch = (await made.client.claim(partition=P, task="count", max_rows=1, timeout=10)).batch
         disk.stop()
-        claim = made.client.claim_lot(partition=P, task="count", max_rows=1, done=[lot.lease], timeout=0.5)
+        claim = made.client.claim(partition=P, task="count", max_rows=1, done=[batch.lease], timeout=0.5)
         claiming = asyncio.create_task(claim)
         await until(lambda: waiting(controller))
         await until(lambda: not waiting(controller))
         await asyncio.sleep(0.2)
         assert not claiming.done()
         disk.go_on()
-        assert ((await claiming).lot, (await claiming).late) == (None, [])
+        assert ((await claiming).batch, (await claiming).late) == (None, [])
 
 
 async def test_the_metrics_say_for_how_long_the_disk_is_waited_for(cluster, disk):
@@ -128,3 +129,17 @@ async def test_the_metrics_say_for_how_long_the_disk_is_waited_for(cluster, disk
         disk.go_on()
         await putting
         await until(lambda: lag() == 0)
+
+
+@pytest.mark.parametrize("method", ["audit", "sync"])
+async def test_whoever_no_longer_waits_for_the_disk_takes_it_from_nobody_else(cluster, disk, method):
+    async with cluster(units=1, sync="always") as made:
+        disk.stop()
+        putting = asyncio.create_task(made.client.put(P, VALUES, timeout=20))
+        await until(lambda: made.controller.table.state.rows)
+        with pytest.raises(DeadlineExceeded):
+            await getattr(made.connect("hasty"), method)(timeout=0.1)
+        await until(lambda: made.controller.server.counters.cancelled)
+        disk.go_on()
+        assert len((await putting).rows) == 1
+        assert made.controller.server.counters.calls["units.hello"] == 1, "the put was answered in another session"

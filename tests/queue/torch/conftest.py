@@ -9,14 +9,15 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from asyncflow.net.access import worker_name
 from asyncflow.net.directory import Directory
 from asyncflow.net.frames import Jagged
 from asyncflow.net.membership import Membership
 from asyncflow.net.roster import Member
-from asyncflow.queue.client.client import QueueClient
+from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
-from asyncflow.queue.protocol.messages import RowMeta, TaskSpec
-from asyncflow.queue.unit.unit import StorageUnit
+from asyncflow.queue.protocol.messages import RowMeta, Samples, TaskSpec
+from asyncflow.queue.storage.unit import StorageUnit
 
 P = "train"
 LEASE_S = 2.0
@@ -31,11 +32,11 @@ TASKS = [
 class Served:
     """A queue of two units; ``run`` does something with its ``client`` and gives what comes of it."""
 
-    def __init__(self, folder, *, keys=None):
+    def __init__(self, folder, *, issuer=None):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.run(self._open(folder, keys))
+        self.run(self._open(folder, issuer))
 
     def run(self, job):
         return asyncio.run_coroutine_threadsafe(job, self._loop).result(timeout=60)
@@ -55,36 +56,51 @@ class Served:
         await self._start()
 
     async def _start(self):
-        self.controller = Controller(ledger_dir=self._folder, keys=self._keys, port=self._port)
+        self.controller = Controller(
+            ledger_dir=self._folder, credentials=self._credentials("controller"), port=self._port
+        )
         self.directory = Directory(heartbeat_s=0.5, lost_after_s=3.0)
         self.directory.attach(self.controller.server)
         self.directory.on_leave.append(self._gone)
         self.address = await self.controller.start()
 
-    async def _open(self, folder, keys):
-        self._folder, self._keys = folder, keys
+    async def _open(self, folder, issuer):
+        self._folder, self._issuer = folder, issuer
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
         await self._start()
-        self.members = [await self._join("controller", 0, self.address, keys)]
+        self.members = [await self._join("controller", 0, self.address)]
         self.units = {}
         for index in range(2):
-            unit = StorageUnit(index=index, limit_bytes=1 << 24, controller=self.address, keys=keys)
+            unit = StorageUnit(
+                index=index,
+                limit_bytes=1 << 24,
+                controller=self.address,
+                credentials=self._credentials("storage", index),
+            )
             await unit.start()
             await unit.joined(10)
             self.units[index] = unit
-            self.members.append(await self._join("storage", index, unit.server.address, keys))
+            self.members.append(await self._join("storage", index, unit.server.address))
         addresses = {index: unit.server.address for index, unit in self.units.items()}
         self.client = QueueClient(
-            controller=self.address, unit=addresses.get, units=lambda: sorted(addresses), worker="test", keys=keys
+            controller=self.address,
+            unit=addresses.get,
+            units=lambda: sorted(addresses),
+            worker="test",
+            credentials=self._credentials("client"),
         )
         await self.client.declare(TASKS, timeout=10)
 
-    async def _join(self, role, index, address, keys):
-        member = Member(role=role, index=index, incarnation=uuid.uuid4().hex, address=address)
-        membership = Membership(driver=self.address, member=member, keys=keys)
+    async def _join(self, role, index, address):
+        name = worker_name(role, index, uuid.uuid4().hex)
+        member = Member(role=role, index=index, incarnation=name, address=address)
+        membership = Membership(driver=self.address, member=member, credentials=self._credentials(role, index))
         await membership.join(10)
         return membership
+
+    def _credentials(self, role, index=0):
+        return self._issuer.credentials(role, index) if self._issuer else None
 
     def _gone(self, member, _reason):
         self.controller.table.claims.expire_worker(member.incarnation)
@@ -108,7 +124,8 @@ class Served:
         ]
         prompts = Jagged.from_rows([np.full(m.tokens, 10 * m.serial + m.sample) for m in metas], "int32")
         made = {name: make(metas) for name, make in (columns or {}).items()}
-        self.run(self.client.create(metas, {"prompt": prompts} | made, group_size=size, timeout=10))
+        samples = Samples(serials=list(serials), step=step, tokens=[meta.tokens for meta in metas])
+        self.run(self.client.put(P, {"prompt": prompts} | made, group_size=size, samples=samples, timeout=10))
         if close is not None:
             self.close_partition(close)
 

@@ -1,4 +1,4 @@
-"""The examples of docs/queue-torch.md run, in their order, against a queue."""
+"""The examples of docs/guide/queue-torch.md run, in their order, against a queue."""
 
 import faulthandler
 import multiprocessing
@@ -16,7 +16,7 @@ import torch.distributed as dist  # noqa: E402
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
-PAGE = Path(__file__).parents[3] / "docs" / "queue-torch.md"
+PAGE = Path(__file__).parents[3] / "docs" / "guide" / "queue-torch.md"
 BLOCK = re.compile(r"^```python(?: title=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WORLD = 4
 

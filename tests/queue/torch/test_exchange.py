@@ -11,7 +11,7 @@ import torch.distributed as dist  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from asyncflow.errors import AsyncFlowError  # noqa: E402
-from asyncflow.queue.torch import StepDataset, StreamingDataset, shared  # noqa: E402
+from asyncflow.queue.torch import StepDataset, StreamingDataset, share_batches  # noqa: E402
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
@@ -73,7 +73,7 @@ def _train(address, data_rank, group):
     with data:
         assert data.begin() == 0
         seen = []
-        for batch in shared(DataLoader(data, batch_size=None, num_workers=data_rank), group=group):
+        for batch in share_batches(DataLoader(data, batch_size=None, num_workers=data_rank), group=group):
             place = (batch.step, batch.slot, batch.last, batch.totals and batch.totals.samples)
             rows = [batch.columns["prompt"][row].tolist() for row in range(len(batch))]
             seen.append((place, [tuple(meta.key) for meta in batch.metas], rows))
@@ -87,6 +87,6 @@ def _train(address, data_rank, group):
 def _dry_up(address, _data_rank, _group):
     with StreamingDataset(queue=address, partition=P, task="load", columns=["prompt"], rows=4, patience_s=0.3) as data:
         try:
-            return [len(batch) for batch in shared(data)]
+            return [len(batch) for batch in share_batches(data)]
         except AsyncFlowError as error:
             return str(error)

@@ -148,16 +148,16 @@ def test_samples_that_were_lost_are_named_and_come_after_a_new_beginning(served,
     fill(served, 1)
     data = dataset()
     data.begin()
-    station = data._station()
-    fetch = station.client.fetch
+    executor = data._executor()
+    fetch = executor.client.fetch
 
     async def fail(rows, columns, *, timeout):
         raise StaleHandle("row 7 was lost", where="unit 0")
 
-    station.client.fetch = fail
+    executor.client.fetch = fail
     with pytest.raises(StaleHandle, match=r"slot 0 of step 1: row 7 was lost\. Storage was lost: begin again"):
         list(data)
-    station.client.fetch = fetch
+    executor.client.fetch = fetch
     assert data.begin() == 1
     assert sum(len(batch) for batch in data) == GROUPS * SIZE
 

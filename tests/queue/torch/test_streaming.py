@@ -11,12 +11,13 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.data import DataLoader  # noqa: E402
 
+from asyncflow.api.names import TLS_ENV  # noqa: E402
 from asyncflow.errors import DeadlineExceeded, Refused, StaleHandle  # noqa: E402
+from asyncflow.net.arena.unix import SHARED_MEMORY_ENV  # noqa: E402
 from asyncflow.net.frames import Jagged  # noqa: E402
-from asyncflow.net.keys import Keys  # noqa: E402
-from asyncflow.queue.client.blocking_visitor import visiting  # noqa: E402
-from asyncflow.queue.client.open_partition import BlockingPartition  # noqa: E402
-from asyncflow.queue.torch import Queue, StreamingDataset  # noqa: E402
+from asyncflow.net.issuer import Issuer  # noqa: E402
+from asyncflow.queue.blocking import BlockingPartition, connect  # noqa: E402
+from asyncflow.queue.torch import QueueAddress, StreamingDataset  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -85,7 +86,7 @@ def test_two_consumers_share_the_rows_and_both_end(served, dataset, workers):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("how", ["close", "expect"])
 def test_an_open_partition_ends_when_its_producers_say_so(served, how, workers):
-    with visiting(served.address) as queue:
+    with connect(served.address) as queue:
         scores = BlockingPartition(queue, "scores")
         scores.declare("load", ["prompt"])
         scores.put({"prompt": np.arange(20)})
@@ -112,16 +113,27 @@ def test_an_open_partition_ends_when_its_producers_say_so(served, how, workers):
 
 def test_the_queue_may_be_named_by_all_its_addresses(served, dataset):
     served.fill(range(ROWS), close=1)
-    assert sorted(serials(loader(dataset(queue=Queue(**served.explicit())), 2))) == list(range(ROWS))
+    assert sorted(serials(loader(dataset(queue=QueueAddress(**served.explicit())), 2))) == list(range(ROWS))
 
 
-def test_keys(serving, tmp_path):
-    file = tmp_path / "key"
-    with serving(keys=Keys.generate(file)) as served:
+def test_certificates(serving, tmp_path):
+    issuer = Issuer(tmp_path / "tls")
+    with serving(issuer=issuer) as served:
         served.fill(range(ROWS), close=1)
-        where = Queue(address=served.address, key_file=file)
+        where = QueueAddress(address=served.address, tls=issuer.issue("client"))
         with StreamingDataset(queue=where, partition=P, task="load", columns=["prompt"], rows=5) as data:
             assert sorted(serials(data)) == list(range(ROWS))
+
+
+def test_a_client_shows_the_certificate_that_the_environment_names(serving, tmp_path, monkeypatch):
+    monkeypatch.setenv(SHARED_MEMORY_ENV, "off")
+    issuer = Issuer(tmp_path / "tls")
+    with serving(issuer=issuer) as served:
+        with pytest.raises(DeadlineExceeded), connect(served.address, timeout=0.5):
+            pass
+        monkeypatch.setenv(TLS_ENV, str(issuer.issue("client")))
+        with connect(served.address) as queue:
+            assert queue.stats(timeout=10).live == 0
 
 
 def test_what_was_not_acknowledged_comes_again(served, dataset):
@@ -134,17 +146,17 @@ def test_what_was_not_acknowledged_comes_again(served, dataset):
     assert sorted(serials([first]) + serials(dataset())) == list(range(ROWS))
 
 
-def test_no_more_than_asked_for_is_fetched_ahead(served, dataset):
+def test_no_more_than_asked_for_is_prefetched(served, dataset):
     served.fill(range(ROWS), close=1)
-    for ahead in (0, 2):
-        iterator = iter(dataset(rows=1, ahead=ahead))
+    for prefetch in (0, 2):
+        iterator = iter(dataset(rows=1, prefetch=prefetch))
         next(iterator)
-        if ahead:
-            while served.stats().leased["train/load"] < 1 + ahead:
+        if prefetch:
+            while served.stats().leased["train/load"] < 1 + prefetch:
                 pass
-        assert served.stats().leased["train/load"] == 1 + ahead
+        assert served.stats().leased["train/load"] == 1 + prefetch
         next(iterator)
-        assert served.stats().leased["train/load"] <= 1 + ahead
+        assert served.stats().leased["train/load"] <= 1 + prefetch
         iterator.close()
 
 
@@ -251,10 +263,10 @@ def test_a_stream_that_dries_up_says_so(served, dataset):
 
 def test_rows_whose_bytes_were_lost_are_passed_over(served, dataset):
     served.fill(range(ROWS))
-    data = dataset(rows=1, ahead=0)
+    data = dataset(rows=1, prefetch=0)
     iterator = iter(data)
     next(iterator)
-    fetch, failed = data._station().client.fetch, []
+    fetch, failed = data._executor().client.fetch, []
 
     async def fail_once(rows, columns, *, timeout):
         if not failed:
@@ -262,7 +274,7 @@ def test_rows_whose_bytes_were_lost_are_passed_over(served, dataset):
             raise StaleHandle("gone", where="here")
         return await fetch(rows, columns, timeout=timeout)
 
-    data._station().client.fetch = fail_once
+    data._executor().client.fetch = fail_once
     served.close_partition(1)
     assert len(serials(iterator)) == ROWS - 1
     assert served.stats().redeliveries == 1
@@ -293,7 +305,7 @@ def _image(meta):
 
 
 def test_an_open_partition(served):
-    with visiting(served.address) as queue:
+    with connect(served.address) as queue:
         corpus = BlockingPartition(queue, "corpus")
         corpus.declare("grade", needs=["text", "length"], writes=["score"])
         corpus.put({"text": ["a", "bb", "ccc"], "length": torch.tensor([1, 2, 3])}, keys=["x", "y", "z"])
@@ -322,10 +334,10 @@ def test_state(served, dataset):
 
 
 def test_what_cannot_be_is_refused(served, dataset):
-    for wrong in ({"rows": 0}, {"columns": []}, {"ahead": -1}, {"acknowledge": "never"}):
+    for wrong in ({"rows": 0}, {"columns": []}, {"prefetch": -1}, {"acknowledge": "never"}):
         with pytest.raises(Refused, match="cannot be"):
             dataset(**wrong)
     with pytest.raises(Refused, match="one address"):
-        Queue()
+        QueueAddress()
     with pytest.raises(Refused, match="one address"):
-        Queue(address="tcp://x:1", controller="tcp://y:1", units={0: "tcp://z:1"})
+        QueueAddress(address="tcp://x:1", controller="tcp://y:1", units={0: "tcp://z:1"})

@@ -1,1 +1,1 @@
-"""Shared memory between processes of one host: where large parts lie, who is lent them, and for how long."""
+"""Shared memory between processes of one host: where large parts lie and how long they stay."""

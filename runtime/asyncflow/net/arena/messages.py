@@ -23,7 +23,7 @@ class ArenaInbox(Inbox):
 
     def __init__(self, arena: Incoming, *, most: int, staging: memoryview) -> None:
         self._arena = arena
-        super().__init__(most=most, seal=None, staging=staging)
+        super().__init__(most=most, staging=staging)
 
     def _found(self, word: int) -> memoryview | None:
         if not word & _LIES_THERE:
@@ -36,7 +36,7 @@ class ArenaOutbox(Outbox):
 
     def __init__(self, arena: Outgoing) -> None:
         self._arena = arena
-        super().__init__(seal=None)
+        super().__init__()
 
     def _elsewhere(self, part: memoryview) -> int | None:
         page = self._arena.put(part)

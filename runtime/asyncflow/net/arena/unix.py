@@ -23,8 +23,6 @@ from asyncflow.errors import ProtocolError
 from asyncflow.net.arena import memfd
 from asyncflow.net.arena.loans import Incoming
 from asyncflow.net.arena.messages import ArenaInbox, ArenaOutbox
-from asyncflow.net.keys import Keys
-from asyncflow.net.stream.handshake import Handshake
 from asyncflow.net.stream.inbox import Inbox
 from asyncflow.net.stream.outbox import Outbox
 
@@ -37,9 +35,8 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class ArenaSocket(socket.socket):
-    """A stream socket to a peer of this host. name: of the listening side; arenas: none before they came."""
+    """A stream socket to a peer of this host. arenas: none before they came."""
 
-    name = ""
     arenas: tuple[memfd.Outgoing, Incoming] | None = None
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
@@ -83,24 +80,12 @@ class ArenaSocket(socket.socket):
             weakref.finalize(self, side.close).atexit = False  # what ends with the process needs no closing
 
 
-def shaking(peer: socket.socket, keys: Keys | None, *, server: bytes) -> Handshake:
-    """Begin to shake hands. server: which one is dialled, or which one this is.
-
-    On this host the name of the place is part of the secret. So who has taken the name of a server cannot pass on what
-    it is told to that server, or to another one, and be taken for it.
-    """
-    return Handshake(keys, place=peer.name if isinstance(peer, ArenaSocket) else "", server=server)
-
-
-def boxes(peer: socket.socket, handshake: Handshake, *, most: int, staging: memoryview) -> tuple[Inbox, Outbox]:
-    """Return what messages come through and go through, now that hands were shaken. most, staging: see ``Inbox``.
-
-    Between peers of one host nothing is sealed: who could read it there could read the memory of both.
-    """
+def boxes(peer: object, *, most: int, staging: memoryview) -> tuple[Inbox, Outbox]:
+    """Return what messages come through and go through. most, staging: see ``Inbox``."""
     if isinstance(peer, ArenaSocket) and peer.arenas is not None:
         outgoing, incoming = peer.arenas
         return ArenaInbox(incoming, most=most, staging=staging), ArenaOutbox(outgoing)
-    return Inbox(most=most, seal=handshake.incoming, staging=staging), Outbox(seal=handshake.outgoing)
+    return Inbox(most=most, staging=staging), Outbox()
 
 
 def dialled(address: str) -> ArenaSocket | None:
@@ -109,7 +94,6 @@ def dialled(address: str) -> ArenaSocket | None:
     if name is None:
         return None
     made = ArenaSocket(socket.AF_UNIX)
-    made.name = name.decode()
     try:
         made.setblocking(False)
         made.connect(name)
@@ -143,10 +127,7 @@ def accepted(caller: socket.socket) -> ArenaSocket | None:
     if not _is_ours(caller):
         caller.close()
         return None
-    name = caller.getsockname()
-    made = ArenaSocket(fileno=caller.detach())
-    made.name = name.decode()
-    return made
+    return ArenaSocket(fileno=caller.detach())
 
 
 def _is_ours(peer: socket.socket) -> bool:

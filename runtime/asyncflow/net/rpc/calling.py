@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import socket as sockets
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 from asyncflow.errors import AsyncFlowError, ProtocolError
+from asyncflow.identity import ProcessIdentity
 from asyncflow.net.arena import unix
 from asyncflow.net.frames import Buffer
 from asyncflow.net.hosts import host_and_port, look_up, server_of
-from asyncflow.net.keys import Keys
 from asyncflow.net.retry import delays
 from asyncflow.net.rpc.flow import SILENT, UNSHAKEN, Deliver, Flow, in_words, tune
 from asyncflow.net.rpc.staging import staging
-from asyncflow.net.stream.handshake import WELCOME_SIZE
+from asyncflow.net.stream import handshake
 from asyncflow.net.stream.inbox import Inbox
 from asyncflow.net.stream.outbox import Outbox
+from asyncflow.net.tls import NO_IDENTITY, Credentials, Stranger, TlsSocket
 
 _CONNECT_S = 3.0
 """A Service may still lead to a pod that is gone: nobody answers there, and the kernel would ask for two minutes."""
@@ -29,7 +30,8 @@ _SHAKE_S = 10.0
 class Calling:
     """A stream to ``address``, tried again until it is there. What is sent before waits.
 
-    keys: of the job, None for plain text; most: bytes of one message; lost: told why, once, when it was there and is
+    credentials: of this process, None for plain text; expects: the roles that may answer, none for any; most: bytes of
+    one message; lost: told why, once, when it was there and is
     gone. state: how the connection is, in words.
     """
 
@@ -37,7 +39,8 @@ class Calling:
         self,
         address: str,
         *,
-        keys: Keys | None,
+        credentials: Credentials | None,
+        expects: Collection[str],
         most: int,
         deliver: Deliver,
         lost: Callable[[AsyncFlowError], None],
@@ -47,7 +50,8 @@ class Calling:
         self._address = address
         self._near = True
         self._to = host_and_port(address)
-        self._keys = keys
+        self._credentials = credentials
+        self._expects = expects
         self._most = most
         self._deliver = deliver
         self._lost = lost
@@ -117,33 +121,49 @@ class Calling:
         raise refused or OSError(f"the name {host!r} has no address")
 
     async def _opened(self, socket: sockets.socket) -> str:
-        """Shake hands, and give how the connection is then: ``SILENT`` where it worked."""
-        handshake = unix.shaking(socket, self._keys, server=server_of(self._address))
-        shaken: asyncio.Future[str] = self._loop.create_future()
+        """Say who calls and hear which server answers; return how the connection is then: ``SILENT`` where it is."""
+        greeted: asyncio.Future[str] = self._loop.create_future()
+        tune(socket)
+        stream: sockets.socket | TlsSocket = socket
+        if self._credentials is not None and socket.family != sockets.AF_UNIX:
+            stream = self._credentials.dialled(socket)
+
+        def begin() -> bytes:
+            if self._credentials is None:
+                return handshake.hello(None)
+            if isinstance(stream, TlsSocket):
+                self._check(self._credentials.peer(stream))
+            return handshake.hello(self._credentials.process)
 
         def shake(welcome: bytes) -> tuple[Inbox, Outbox]:
-            socket.send(handshake.welcomed(welcome))
-            inbox, outbox = unix.boxes(socket, handshake, most=self._most, staging=staging())
+            handshake.check_welcome(welcome, dialled=server_of(self._address))
+            inbox, outbox = unix.boxes(stream, most=self._most, staging=staging())
             for key, parts in self._waiting.items():
                 outbox.push(key, parts)
             self._waiting.clear()
-            shaken.set_result(SILENT)
+            greeted.set_result(SILENT)
             return inbox, outbox
 
         def lost(why: AsyncFlowError) -> None:
-            if shaken.done():
+            if greeted.done():
                 self._lost(why)
             else:
-                shaken.set_result(str(why) if isinstance(why, ProtocolError) else UNSHAKEN)
+                greeted.set_result(str(why) if isinstance(why, ProtocolError) else UNSHAKEN)
 
-        flow = self._flow = Flow(socket, size=WELCOME_SIZE, shake=shake, deliver=self._deliver, lost=lost)
+        flow = self._flow = Flow(
+            stream, size=handshake.WELCOME_SIZE, begin=begin, shake=shake, deliver=self._deliver, lost=lost
+        )
         try:
-            tune(socket)
-            socket.send(handshake.hello())
             async with asyncio.timeout(_SHAKE_S):
-                state = await shaken
+                state = await greeted
         finally:
             if flow.outbox is None:
                 flow.close()
         flow.flush()
         return state
+
+    def _check(self, answering: ProcessIdentity) -> None:
+        """Raise Stranger where who answers is of another role than is expected at this address."""
+        if self._expects and answering.role not in self._expects:
+            roles = " or ".join(self._expects)
+            raise Stranger(f"{answering} answers where a {roles} is expected", reason=NO_IDENTITY)

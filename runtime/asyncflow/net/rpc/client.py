@@ -13,18 +13,16 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from msgspec import Struct
 
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, ProtocolError
-from asyncflow.net.deadlines import Deadlines
+from asyncflow.errors import DeadlineExceeded, PeerLost, ProtocolError
 from asyncflow.net.frames import Buffer
-from asyncflow.net.keys import Keys
 from asyncflow.net.rpc import wire
-from asyncflow.net.rpc.link import Answered, Link, Told
+from asyncflow.net.rpc.link import Answered, Link
+from asyncflow.net.tls import Credentials
 
 log = logging.getLogger(__name__)
 
@@ -34,20 +32,13 @@ _RESOLVE_S = 0.1
 _SHORTEST_S = 0.001
 
 
-def _read(reply: type[R], answer: memoryview, method: str, address: str) -> R | ProtocolError:
-    try:
-        read: R = wire.decoder_of(reply).decode(answer)
-    except wire.MALFORMED as wrong:
-        return ProtocolError(f"{method}: the answer is no {reply.__name__}: {wrong}", where=address)
-    return read
-
-
 class RpcClient:
     """Calls one peer.
 
     name: of the caller or the connection, in errors; resolve: the peer's address, or a function asked before each call
-    and while calls wait, that gives None as long as the peer has no address; keys: the job's key, None for plain text;
-    max_message: most bytes of one message, frames included.
+    and while calls wait, that gives None as long as the peer has no address; credentials: of this process, None for
+    plain text; expects: the roles that may answer, none for any; max_message: most bytes of one message, frames
+    included.
     """
 
     def __init__(
@@ -55,18 +46,20 @@ class RpcClient:
         *,
         name: str,
         resolve: str | Callable[[], str | None],
-        keys: Keys | None = None,
+        credentials: Credentials | None = None,
+        expects: Collection[str] = (),
         max_message: int = wire.MAX_MESSAGE,
     ) -> None:
         self.name = name
         self._resolve = resolve if callable(resolve) else lambda: resolve
-        self._keys = keys
+        self._credentials = credentials
+        self._expects = expects
         self._max_message = max_message
         self._ids = itertools.count()
         self._link: Link | None = None
+        self._retired: list[Link] = []
         self._homeless: set[asyncio.Future[None]] = set()
         self._watch: asyncio.TimerHandle | None = None
-        self._deadlines = Deadlines()
         self._closed = False
 
     async def call(
@@ -93,74 +86,34 @@ class RpcClient:
         wire.check_size("the call of", method, body, frames, limit=self._max_message)
         link = self._current() or await self._found(method, timeout, deadline)
         future: asyncio.Future[Answered] = loop.create_future()
-
-        def told(answer: Answered | AsyncFlowError) -> None:
-            if future.done():
-                return
-            if isinstance(answer, AsyncFlowError):
-                future.set_exception(answer)
-            else:
-                future.set_result(answer)
-
         call = next(self._ids)
-        expiry = self._deadlines.add(deadline, partial(self._expire, link, call, method, timeout))
+        expiry = loop.call_at(deadline, self._expire, link, future, method, timeout)
+        link.waiting[call] = future
         try:
-            self._send(link, call, method, [body, *frames], deadline, told)
+            self._keep_watch()
+            left = min(max(deadline - time.monotonic(), _SHORTEST_S), wire.MAX_TIMEOUT)
+            link.send(call, [wire.encode(wire.Call(call, method, left, len(frames))), body, *frames])
             answer, out = await future
         finally:
-            self._deadlines.drop(expiry)
+            expiry.cancel()
             link.forget(call)
-        found = _read(reply, answer, method, link.address)
-        if isinstance(found, ProtocolError):
-            raise found
-        return found, out
-
-    def ask(
-        self,
-        method: str,
-        request: Struct,
-        reply: type[R],
-        *,
-        timeout: float,
-        done: Callable[[R | AsyncFlowError], None],
-    ) -> None:
-        """Call ``method`` and have ``done`` called with the reply, or with the error that ``call`` would raise.
-
-        It is called where the answer is read, and must not raise. A peer that has no address now is lost.
-        """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
-        body = wire.encode_request(method, request)
-        wire.check_size("the call of", method, body, (), limit=self._max_message)
-        link = self._current()
-        if link is None:
-            done(PeerLost(f"{method}: the peer has no address", where=self.name))
-            return
-        call = next(self._ids)
-        expiry = self._deadlines.add(deadline, partial(self._expire, link, call, method, timeout))
-
-        def told(answer: Answered | AsyncFlowError) -> None:
-            self._deadlines.drop(expiry)
-            done(answer if isinstance(answer, AsyncFlowError) else _read(reply, answer[0], method, link.address))
-
-        self._send(link, call, method, [body], deadline, told)
-
-    def _send(self, link: Link, call: int, method: str, parts: list[Buffer], deadline: float, told: Told) -> None:
-        link.waiting[call] = told
-        self._keep_watch()
-        left = min(max(deadline - time.monotonic(), _SHORTEST_S), wire.MAX_TIMEOUT)
-        link.send(call, [wire.encode(wire.Call(call, method, left, len(parts) - 1)), *parts])
+        try:
+            return wire.decoder_of(reply).decode(answer), out
+        except wire.MALFORMED as wrong:
+            what = f"{method}: the answer is no {reply.__name__}: {wrong}"
+            raise ProtocolError(what, where=link.address) from wrong
 
     async def close(self) -> None:
         """Close the connection; calls in flight raise PeerLost, later ones too."""
         self._closed = True
         if self._watch is not None:
             self._watch.cancel()
-        self._deadlines.close()
         self._wake_homeless()
         if self._link is not None:
             self._link.close("this client was closed")
             self._link = None
+        for link in self._retired:
+            link.close("this client was closed")
 
     def _current(self) -> Link | None:
         """Return the connection to the address that holds now; None while the peer has no address."""
@@ -172,8 +125,18 @@ class RpcClient:
         if self._link is not None and self._link.address != address:
             self._link.close(f"the peer moved to {address}")
             self._link = None
+        if self._link is not None and self._link.stale:
+            self._link.retire()
+            self._retired = [link for link in (*self._retired, self._link) if not link.closed]
+            self._link = None
         if self._link is None:
-            self._link = Link(address, keys=self._keys, max_message=self._max_message, lost=self._on_lost)
+            self._link = Link(
+                address,
+                credentials=self._credentials,
+                expects=self._expects,
+                max_message=self._max_message,
+                lost=self._on_lost,
+            )
         return self._link
 
     async def _found(self, method: str, timeout: float, deadline: float) -> Link:
@@ -196,12 +159,10 @@ class RpcClient:
                 self._homeless.discard(moved)
         return link
 
-    def _expire(self, link: Link, call: int, method: str, timeout: float) -> None:
-        told = link.waiting.get(call)
-        if told is not None:
-            link.forget(call)
+    def _expire(self, link: Link, future: asyncio.Future[Answered], method: str, timeout: float) -> None:
+        if not future.done():
             what = f"{method} was not answered by {link.address} within {timeout:g} s: {link.state}"
-            told(DeadlineExceeded(what, where=self.name))
+            future.set_exception(DeadlineExceeded(what, where=self.name))
 
     def _on_lost(self, link: Link, why: str) -> None:
         if self._link is link:

@@ -15,9 +15,10 @@ from asyncflow.errors import AsyncFlowError, PeerLost, ProtocolError
 from asyncflow.net.frames import Buffer
 from asyncflow.net.stream.inbox import Inbox
 from asyncflow.net.stream.outbox import Outbox
+from asyncflow.net.tls import TlsSocket
 
 SILENT = "it is connected and silent: stopped, overloaded, or it waits for something itself"
-UNSHAKEN = "the handshake failed: do both sides hold the key of this job?"
+UNSHAKEN = "the handshake failed: do both sides have certificates of this job?"
 _READS = 4
 _LOST_MS = 25_000
 
@@ -46,38 +47,50 @@ def in_words(error: OSError) -> str:
 class Flow:
     """One connected stream.
 
+    begin: called once bytes may go, over TLS when the peer has shown its certificate, and gives what is said first;
     shake: takes the peer's first bytes, of ``size``, and gives the inbox and the outbox, or how many bytes it takes
     next; lost: told why it broke; most_unread: messages that may wait for a peer that does not read; most_unsent: bytes
-    that may, before the peer is heard no more until all went: what came from it, and comes, waits meanwhile.
+    that may, before the peer is heard no more until it has read: what came from it, and comes, waits meanwhile;
+    most_at_once: messages delivered before others have a turn, so that what is made of them is counted in time;
+    most_owed: calls that may be under way of those which began while bytes waited for the peer to read them.
     """
 
     def __init__(
         self,
-        socket: sockets.socket,
+        socket: sockets.socket | TlsSocket,
         *,
         size: int,
+        begin: Callable[[], bytes],
         shake: Callable[[bytes], tuple[Inbox, Outbox] | int],
         deliver: Deliver,
         lost: Callable[[AsyncFlowError], None],
         most_unread: int = sys.maxsize,
         most_unsent: int = sys.maxsize,
+        most_at_once: int = sys.maxsize,
+        most_owed: int = sys.maxsize,
     ) -> None:
         self.closed = False
         self.outbox: Outbox | None = None
         self._socket = socket
         self._first = memoryview(bytearray(size))
         self._came = 0
+        self._begin = begin
         self._shake = shake
         self._inbox: Inbox | None = None
         self._deliver = deliver
         self._lost = lost
         self._most_unread = most_unread
         self._most_unsent = most_unsent
+        self._most_at_once = most_at_once
+        self._most_owed = most_owed
+        self._owed: set[Hashable] = set()
         self._hears = True
         self._unheard: list[list[memoryview]] = []
+        self._resting = False
         self._writing = False
+        self._tls = socket if isinstance(socket, TlsSocket) else None
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(socket, self._read)
+        self._loop.call_soon(self._secure)
 
     def close(self) -> None:
         """Close the stream at once."""
@@ -85,6 +98,7 @@ class Flow:
             self.closed = True
             self._hears = False
             self._unheard.clear()
+            self._owed.clear()
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
             self._socket.close()
@@ -118,6 +132,8 @@ class Flow:
         if went < len(whole):
             outbox.keep(memoryview(whole)[went:])
             self.flush()
+        elif self._tls is not None and not self._tls.flushed:
+            self.flush()
 
     def flush(self) -> None:
         """Send what the stream takes now; the rest follows when it takes more."""
@@ -127,13 +143,14 @@ class Flow:
         try:
             while views := outbox.views():
                 outbox.sent(self._socket.sendmsg(views))
+            if self._tls is not None:
+                self._tls.flush()
         except BlockingIOError:
             if not self._writing:
                 self._writing = True
                 self._loop.add_writer(self._socket, self.flush)
-            if self._hears and outbox.unsent > self._most_unsent:
-                self._hears = False
-                self._loop.remove_reader(self._socket)
+            if outbox.unsent > self._most_unsent:
+                self._stop_hearing()
             return
         except OSError as error:
             self._fail(PeerLost(f"the connection to the peer broke: {error}"))
@@ -144,24 +161,65 @@ class Flow:
         if self._writing:
             self._writing = False
             self._loop.remove_writer(self._socket)
+        self._owed.clear()
         if not self._hears:  # but not from here: a handler that sends is to end before the next one begins
             self._loop.call_soon(self._hear_again)
 
+    def begun(self, key: Hashable) -> None:
+        """Note that a call of the peer is under way, whose answer will wait behind what it has not read."""
+        if self.outbox is not None and not self.outbox.idle:
+            self._owed.add(key)
+
+    def ended(self, key: Hashable) -> None:
+        """Note that a call of the peer is under way no more."""
+        self._owed.discard(key)
+        if not self._hears:
+            self._loop.call_soon(self._hear_again)
+
+    def _stop_hearing(self) -> None:
+        """Hear the peer no more until it has read what it was sent, or a call of it has ended."""
+        if self._hears:
+            self._hears = False
+            self._loop.remove_reader(self._socket)
+
     def _hear_again(self) -> None:
-        """Go on with a peer that was not heard, where all has gone."""
-        if not self.closed and not self._hears and self.outbox is not None and self.outbox.idle:
+        """Go on with a peer that was not heard, where it has read enough."""
+        if self.closed or self._hears or self.outbox is None:
+            return
+        some = len(self._owed) < self._most_owed and self.outbox.unsent <= self._most_unsent
+        if some or self.outbox.idle:
             self._hears = True
+            self._loop.add_reader(self._socket, self._read)
+            self._read()
+
+    def _secure(self) -> None:
+        """Go on with the handshake of TLS, if it is spoken, and begin when that is done."""
+        if self.closed:
+            return
+        try:
+            if self._tls is not None and not self._tls.shake():
+                self._loop.add_reader(self._socket, self._secure)
+                return
+            if first := self._begin():
+                self._socket.send(first)
+        except ProtocolError as wrong:
+            self._fail(wrong)
+        except OSError as error:
+            self._fail(PeerLost(f"the connection to the peer broke: {error}"))
+        else:
             self._loop.add_reader(self._socket, self._read)
             self._read()
 
     def _read(self) -> None:
         """Deliver what came, but not for ever."""
+        if self.closed or self._resting:
+            return
         try:
             if self._unheard:
                 unheard, self._unheard = self._unheard, []
                 self._pass_on(unheard)
             for _ in range(_READS):
-                if not self._hears:
+                if self._unheard or not self._hears:
                     break
                 inbox = self._inbox
                 room = self._first[self._came :] if inbox is None else inbox.room()
@@ -174,6 +232,9 @@ class Flow:
                     self._pass_on(inbox.took(count))
                 if count < len(room):
                     break
+            else:
+                if self._tls is not None:  # more may lie there, of which the event loop knows nothing
+                    self._loop.call_soon(self._read)
         except BlockingIOError:
             pass
         except OSError as error:
@@ -184,12 +245,22 @@ class Flow:
             self._fail(ProtocolError("there is no memory for what a peer wants to send"))
 
     def _pass_on(self, whole: list[list[memoryview]]) -> None:
-        """Deliver messages as long as the peer is heard; those behind them wait."""
-        for parts in whole:
-            if self._hears:
+        """Deliver messages as long as the peer is heard, a few at once; those behind them wait."""
+        for number, parts in enumerate(whole):
+            if len(self._owed) >= self._most_owed:
+                self._stop_hearing()
+            if self._hears and number < self._most_at_once:
                 self._deliver(parts)
             elif not self.closed:
                 self._unheard.append(parts)
+        if self._unheard and self._hears:
+            self._resting = True
+            self._loop.call_soon(self._rested)
+
+    def _rested(self) -> None:
+        """Go on with the messages that waited for others to have a turn."""
+        self._resting = False
+        self._read()
 
     def _take_first(self, count: int) -> None:
         """Take in bytes of the handshake."""

@@ -1,1 +1,1 @@
-"""Messages over bytes, without any I/O: the handshake, the seals, and what is cut up and put together again."""
+"""Messages over bytes, without any I/O: the greeting, and what is cut up and put together again."""

@@ -1,7 +1,7 @@
 """How messages lie in a byte stream.
 
 A message of parts is one *block* (how many parts, the size of each, the bytes of the small ones), behind its length,
-then each large part, in chunks where they are sealed. Large parts are neither joined nor copied: they are sent from
+then each large part. Large parts are neither joined nor copied: they are sent from
 where they lie and received where they stay.
 """
 
@@ -11,7 +11,6 @@ import functools
 import struct
 
 MAX_PARTS = 1 << 17
-CHUNK = 1 << 20
 LENGTH = struct.Struct("<Q")
 COUNT = struct.Struct("<I")
 

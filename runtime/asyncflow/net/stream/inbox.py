@@ -13,8 +13,7 @@ import numpy as np
 
 from asyncflow.errors import ProtocolError
 from asyncflow.net.frames import LARGE
-from asyncflow.net.stream.blocks import CHUNK, COUNT, LENGTH, MAX_PARTS, table_of
-from asyncflow.net.stream.sealed import TAG, Seal
+from asyncflow.net.stream.blocks import COUNT, LENGTH, MAX_PARTS, table_of
 
 _DIRECT = 1 << 14
 """Missing bytes from which on they are received where they stay."""
@@ -29,10 +28,8 @@ class Inbox:
     most: bytes of one message; staging: memory for bytes that do not stay there, which inboxes of one thread may share.
     """
 
-    def __init__(self, *, most: int, seal: Seal | None, staging: memoryview) -> None:
+    def __init__(self, *, most: int, staging: memoryview) -> None:
         self._most = most
-        self._seal = seal
-        self._over = TAG if seal else 0
         self._staging = staging
         self._whole: list[list[memoryview]] = []
         self._between = True
@@ -70,15 +67,13 @@ class Inbox:
 
     def _take_blocks(self, begin: int, count: int) -> int:
         """Take the blocks that lie whole in the staging memory from ``begin`` on; give where the rest begins."""
-        staging, seal = self._staging, self._seal
+        staging = self._staging
         while count - begin >= LENGTH.size:
             start = begin + LENGTH.size
             end: int = start + LENGTH.unpack_from(staging, begin)[0]
-            if end > count or end - start < COUNT.size + self._over:
+            if end > count or end - start < COUNT.size:
                 break
-            block = memoryview(bytearray(staging[start : end - self._over]))
-            if seal is not None:
-                seal.open(staging[start:end], block)
+            block = memoryview(bytearray(staging[start:end]))
             parts, large = self._cut_up(block)
             if large:
                 self._target = self._reader.send((parts, large))
@@ -100,19 +95,16 @@ class Inbox:
             opened = yield length
             self._between = False
             if opened is None:
-                size = LENGTH.unpack(length)[0] - self._over
+                size = LENGTH.unpack(length)[0]
                 if not COUNT.size <= size <= self._most + COUNT.size + 8 * MAX_PARTS:
                     raise ProtocolError(f"a message begins with {size} bytes where {self._most} are allowed")
-                block = _memory(size + self._over)
+                block = _memory(size)
                 yield block
-                if self._seal is not None:
-                    sealed_block, block = block, _memory(size)
-                    self._seal.open(sealed_block, block)
                 opened = self._cut_up(block)
             parts, large = opened
             for index, size in large:
                 parts[index] = _memory(size)
-                yield from self._large(parts[index])
+                yield parts[index]
             self._whole.append(parts)
             del opened, parts
 
@@ -120,18 +112,6 @@ class Inbox:
         """Return the large part that ``word`` of a block places elsewhere; None where ``word`` is its size."""
         del word
         return None
-
-    def _large(self, part: memoryview) -> Generator[memoryview, None, None]:
-        """Fill a large part."""
-        if self._seal is None:
-            yield part
-            return
-        sealed = _memory(min(len(part), CHUNK) + TAG)
-        for start in range(0, len(part), CHUNK):
-            piece = part[start : start + CHUNK]
-            chunk = sealed[: len(piece) + TAG]
-            yield chunk
-            self._seal.open(chunk, piece)
 
     def _cut_up(self, block: memoryview) -> _CutUp:
         """Return the parts of which ``block`` tells: the small ones, and for each large one its place and size."""

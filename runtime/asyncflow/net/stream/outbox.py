@@ -5,13 +5,11 @@ Invariants: messages go whole and in order; what lies unsent is known to the byt
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 
 from asyncflow.net.frames import LARGE, Buffer
-from asyncflow.net.stream.blocks import CHUNK, LENGTH, table_of
-from asyncflow.net.stream.sealed import Seal
+from asyncflow.net.stream.blocks import LENGTH, table_of
 
 _AHEAD = 4
 
@@ -19,8 +17,7 @@ _AHEAD = 4
 class Outbox:
     """What goes: messages by key, in order. ``views`` gives what to send next, ``sent`` takes what went."""
 
-    def __init__(self, *, seal: Seal | None) -> None:
-        self._seal = seal
+    def __init__(self) -> None:
         self._messages: dict[Hashable, tuple[Sequence[Buffer], list[int]]] = {}
         self._waiting = 0
         self._under_way = 0
@@ -123,17 +120,12 @@ class Outbox:
             if place is None:
                 large.append(view)
         self._under_way = sum(map(len, large))
-        rest = itertools.chain.from_iterable(map(self._large, large)) if large else None
-        return self._block(words, small, length=length), rest
+        return self._block(words, small, length=length), self._rest(large) if large else None
 
     def _block(self, sizes: Sequence[int], small: Sequence[Buffer], *, length: int) -> Buffer:
         """Return a block, behind its length. length: bytes of the small parts."""
         table = table_of(len(sizes)).pack(len(sizes), *sizes)
-        if self._seal is None:
-            return b"".join([LENGTH.pack(len(table) + length), table, *small])
-        sealed = self._seal.seal(b"".join([table, *small]), behind=LENGTH.size)
-        LENGTH.pack_into(sealed, 0, len(sealed) - LENGTH.size)
-        return sealed
+        return b"".join([LENGTH.pack(len(table) + length), table, *small])
 
     def _elsewhere(self, part: memoryview) -> int | None:
         """Put a large part where the peer finds it, and return what the block says instead of its size.
@@ -143,16 +135,11 @@ class Outbox:
         del part
         return None
 
-    def _large(self, view: memoryview) -> Iterator[Buffer]:
-        """Yield the pieces in which a large part goes."""
-        if self._seal is None:
+    def _rest(self, large: Sequence[memoryview]) -> Iterator[Buffer]:
+        """Yield the large parts, one after another."""
+        for view in large:
             self._under_way -= len(view)
             yield view
-            return
-        for start in range(0, len(view), CHUNK):
-            piece = view[start : start + CHUNK]
-            self._under_way -= len(piece)
-            yield self._seal.seal(piece)
 
 
 def _sizes(parts: Sequence[Buffer]) -> list[int]:

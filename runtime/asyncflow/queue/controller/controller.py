@@ -18,21 +18,20 @@ from pathlib import Path
 from typing import TypeVar
 
 from asyncflow.errors import Refused
+from asyncflow.net.access import Access
 from asyncflow.net.hosts import address_of
-from asyncflow.net.keys import Keys
-from asyncflow.net.later import Later
 from asyncflow.net.rpc import RpcServer
-from asyncflow.queue.controller.alone import Alone
-from asyncflow.queue.controller.home import Home
-from asyncflow.queue.controller.parking import Found, Parking, give, refuse
-from asyncflow.queue.controller.serving import Address, Soon
+from asyncflow.net.tls import Credentials
+from asyncflow.queue.controller.handlers import Address, Standalone
+from asyncflow.queue.controller.parking import Found, Parking, Soon, give, refuse
+from asyncflow.queue.controller.primary import Primary
+from asyncflow.queue.controller.replica import Replica
 from asyncflow.queue.controller.sessions import Sessions
-from asyncflow.queue.controller.shard import Shard
 from asyncflow.queue.ledger.events import Event
-from asyncflow.queue.ledger.ledger import Ledger, Sync
+from asyncflow.queue.ledger.log import Ledger, Sync
 from asyncflow.queue.protocol.calls import Claimed
 from asyncflow.queue.protocol.messages import QueueStats
-from asyncflow.queue.table.claims import Claim
+from asyncflow.queue.table.leases import Claim
 from asyncflow.queue.table.report import Storage, stats
 from asyncflow.queue.table.snapshot import snapshot
 from asyncflow.queue.table.table import Table
@@ -47,11 +46,11 @@ class Controller:
     """Serves one queue.
 
     ledger_dir: folder of the ledger, made if needed; sync: its durability class; host, port: where to listen (0: any);
-    advertise: the host that others dial, where that is another; keys: the job's key; unit_lost_s: seconds of silence
-    after which a storage unit's rows are made again elsewhere; units: how many there are, where rows of others can be
-    made again without waiting for them; compact_bytes: size from which on the ledger is
-    compacted while serving; index: of this controller among all ``controllers``; address: of each.
-    ``failed`` is done when the controller cannot go on; its exception says why.
+    advertise: the host that others dial, where that is another; credentials: of this process; access: who may call
+    what; unit_lost_s: seconds of silence after which a storage unit's rows are made again elsewhere; units: how many
+    there are, where rows of others can be made again without waiting for them; compact_bytes: size from which on the
+    ledger is compacted while serving; index: of this controller among all ``controllers``; address: of each. ``failed``
+    is done when the controller cannot go on; its exception says why.
     """
 
     def __init__(
@@ -62,7 +61,8 @@ class Controller:
         host: str = "127.0.0.1",
         port: int = 0,
         advertise: str = "",
-        keys: Keys | None = None,
+        credentials: Credentials | None = None,
+        access: Access | None = None,
         unit_lost_s: float = 30.0,
         units: int | None = None,
         compact_bytes: int = 64 << 20,
@@ -72,18 +72,20 @@ class Controller:
     ) -> None:
         self.table = Table(index=index, controllers=controllers)
         bind = address_of(host, port)
-        self.server = RpcServer(name="controller", bind=bind, keys=keys, advertise=advertise)
+        self.server = RpcServer(
+            name="controller", bind=bind, credentials=credentials, access=access, advertise=advertise
+        )
         self._ledger = Ledger(ledger_dir, sync=sync, compact=self._dump, limit=compact_bytes)
         self.sessions = Sessions(self.table, lost_s=unit_lost_s, units=units)
         self.ledger_dir = ledger_dir
         self._parking = Parking(self.table, now=self.now, give=self._give_safe)
         self._alarm: asyncio.TimerHandle | None = None
         self._due = math.inf
-        self.part = Alone(self)
+        self.part = Standalone(self)
         if index:
-            self.part = Shard(self, address=address, keys=keys)
+            self.part = Replica(self, address=address, credentials=credentials)
         elif controllers > 1:
-            self.part = Home(self, controllers=controllers, address=address, keys=keys)
+            self.part = Primary(self, controllers=controllers, address=address, credentials=credentials)
         self.part.route(self.server)
 
     async def start(self) -> str:
@@ -91,10 +93,10 @@ class Controller:
         loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = loop.create_future()
         try:
-            self.table.books.replay(self._ledger.recover())
+            self.table.state.replay(self._ledger.recover())
             self.table.start(loop.time())
             self.sessions.start(loop.time())
-            self.table.books.outbox.clear()
+            self.table.state.outbox.clear()
             self._begin()
         except BaseException:
             self._ledger.let_go()
@@ -109,8 +111,6 @@ class Controller:
         """Stop serving, and leave the ledger whole."""
         await self.part.close()
         await self.server.close()
-        self._parking.close()
-        self.sessions.close()
         if self._alarm is not None:
             self._alarm.cancel()
         if self.failed.done():
@@ -127,18 +127,18 @@ class Controller:
         """Wait until the ledger has everything up to now on disk. Raises Refused where it cannot be written."""
         self.settle()
         try:
-            await self._ledger.synced()
+            await asyncio.shield(self._ledger.synced())  # others wait for the same disk
         except OSError as error:
             raise self._broken(error) from error
 
     async def rewrite(self) -> None:
-        """Write the ledger anew, because the books were replaced. Raises Refused where it cannot be written."""
+        """Write the ledger anew, because the state were replaced. Raises Refused where it cannot be written."""
         if (pending := self.settle()) is not None:
-            await pending
+            await asyncio.shield(pending)
         self._begin()
 
     def _begin(self) -> None:
-        """Have the ledger hold what the books do. Raises Refused where it cannot be written."""
+        """Have the ledger hold what the state do. Raises Refused where it cannot be written."""
         try:
             self._ledger.begin(self._dump())
         except OSError as error:
@@ -164,9 +164,9 @@ class Controller:
         Gives what is done when all of it is in the ledger; None where it is there already. Raises Refused where it
         cannot be written.
         """
-        books = self.table.books
-        found = self._parking.take_found() if books.touched else []
-        frees, books.frees = books.frees, []
+        state = self.table.state
+        found = self._parking.take_found() if state.touched else []
+        frees, state.frees = state.frees, []
         self._set_alarm()
         try:
             pending = self._write()
@@ -180,10 +180,10 @@ class Controller:
 
     def _write(self) -> asyncio.Future[None] | None:
         """Have the ledger take what was recorded; give and raise what ``settle`` does."""
-        books = self.table.books
-        if books.outbox:
-            self._ledger.append(books.outbox)
-            books.outbox.clear()
+        state = self.table.state
+        if state.outbox:
+            self._ledger.append(state.outbox)
+            state.outbox.clear()
         try:
             return self._ledger.commit()
         except OSError as error:
@@ -193,17 +193,17 @@ class Controller:
         """Settle, and return ``reply``, or what has it once the ledger holds everything up to now."""
         if (pending := self.settle()) is None:
             return reply
-        later: Later[T] = Later()
-        give([(later, reply)], pending, broken=self._broken)
-        return later
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        give([(future, reply)], pending, broken=self._broken)
+        return future
 
     def freed(self, reply: T) -> Soon[T]:
-        """Settle, and give ``reply`` when the units have freed what they were told to; see ``Sessions.when_freed``.
+        """Settle, and return ``reply`` when the units have freed what they were told to; see ``Sessions.when_freed``.
 
         Where the ledger is waited for, they are told when it has why, and not waited for too.
         """
-        soon = self.safe(reply)
-        return self.sessions.when_freed(reply, self.now()) if soon is reply else soon
+        safe = self.safe(reply)
+        return self.sessions.when_freed(reply, self.now()) if safe is reply else safe
 
     def until(
         self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: Callable[[], T]
@@ -214,9 +214,9 @@ class Controller:
             found = otherwise()
         if found is not None:
             return self.safe(found)
-        later = self._parking.park(partition, attempt, wait_s, otherwise)
+        future = self._parking.park(partition, attempt, wait_s, otherwise)
         self.settle()
-        return later
+        return future
 
     def claim(self, claim: Claim, wait_s: float, late: list[str]) -> Soon[Claimed]:
         """Return what ``claim`` is granted; nothing after ``wait_s``, or once nothing can come. late: ended leases."""
@@ -224,13 +224,13 @@ class Controller:
         def ended() -> Claimed | None:
             return Claimed(None, True, late) if self.table.claims.ended(claim) else None
 
-        if (lot := self.table.claims.grant(claim, self.now())) is not None:
-            return self.safe(Claimed(lot.shrunk(), False, late))
+        if (batch := self.table.claims.grant(claim, self.now())) is not None:
+            return self.safe(Claimed(batch, False, late))
         if (found := ended()) is not None or wait_s <= 0:
             return self.safe(found or Claimed(None, False, late))
-        later = self._parking.park_claim(claim, ended, wait_s, late)
+        future = self._parking.park_claim(claim, ended, wait_s, late)
         self.settle()
-        return later
+        return future
 
     def withdraw(self, worker: str, ticket: str) -> None:
         """Answer a parked claim without rows; one that was met has its answer."""
@@ -246,7 +246,7 @@ class Controller:
             give(found, pending, broken=self._broken)
 
     def _dump(self) -> Iterator[Event]:
-        return snapshot(self.table.books)
+        return snapshot(self.table.state)
 
     def _broken(self, error: OSError) -> Refused:
         """Stop serving: what was answered is in the ledger, what comes now cannot be."""
@@ -256,7 +256,7 @@ class Controller:
 
     def _set_alarm(self) -> None:
         """Have the alarm ring no later than the first deadline; it may ring for nothing."""
-        if self._due <= (due := min(self.table.books.leases.next_deadline, self.sessions.next_deadline)):
+        if self._due <= (due := min(self.table.state.leases.next_deadline, self.sessions.next_deadline)):
             return
         if self._alarm is not None:
             self._alarm.cancel()

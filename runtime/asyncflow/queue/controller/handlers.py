@@ -1,62 +1,128 @@
 """What each call to the controller does: one line for a command, one method where there is more to it.
 
-Invariant: a handler changes the table without waiting in between, and answers only what ``Controller`` calls safe.
+Invariants: a handler changes the table without waiting in between, and answers only what ``Controller`` calls safe; a
+question that looks at every row lets others be served in between, so it may miss rows that are put or cleared
+meanwhile, and tells nothing that was not so at some time since it was asked; what is not in ``Handlers.routes`` is
+refused by the server as a method that is not there.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from msgspec import Struct
 
-from asyncflow.errors import AsyncFlowError, ProtocolError
-from asyncflow.flow.selection import Appetite
-from asyncflow.queue.controller.open_handlers import OpenHandlers
-from asyncflow.queue.controller.routes import Routes
-from asyncflow.queue.controller.serving import Serving, Soon
+from asyncflow.errors import AsyncFlowError
+from asyncflow.flow.selection import VersionFilter
+from asyncflow.net.batches import batches
+from asyncflow.net.rpc import Handler, Reply, RpcServer
+from asyncflow.queue.controller.parking import Soon
 from asyncflow.queue.ledger.audit import audit_ledger
-from asyncflow.queue.protocol import calls, moving_calls, open_calls, unit_calls
-from asyncflow.queue.protocol.messages import AuditReport, Wanted
-from asyncflow.queue.protocol.runs import expand, shrink, shrink_equal
-from asyncflow.queue.protocol.shard_calls import controller_of
-from asyncflow.queue.table import open_table
-from asyncflow.queue.table.claims import ANY, Claim
-from asyncflow.queue.table.feed import NewsFeed
-from asyncflow.queue.table.news import gained
-from asyncflow.queue.table.replica import gain
-from asyncflow.queue.table.report import snapshot
-from asyncflow.queue.table.taking import take_over
+from asyncflow.queue.protocol import calls, unit_calls
+from asyncflow.queue.protocol.calls import controller_of
+from asyncflow.queue.protocol.messages import AuditReport, Found, Listing, PartitionView, Progress, Sight, Wanted
+from asyncflow.queue.table.leases import ANY, Claim
+from asyncflow.queue.table.partition import Partition
+from asyncflow.queue.table.replication import ChangeFeed, cells_changed, gain
+from asyncflow.queue.table.report import consumed, find, has_columns, listing, peek, produced, snapshot, view
+from asyncflow.queue.table.rows import expect, list_rows, live_rows, reset, write
+from asyncflow.queue.table.state import Row
 
-Frames = Sequence[memoryview]
+if TYPE_CHECKING:
+    from asyncflow.queue.controller.controller import Controller
+
+Frames: TypeAlias = Sequence[memoryview]
+Address: TypeAlias = Callable[[int], str | None]
+"""Returns the address of the controller with this number, None while it has none."""
+Awaiting: TypeAlias = Callable[[Any, Frames], Awaitable[Reply]]
+"""A handler whose reply is always awaited."""
 _DONE = calls.Done()
-_PUTS = (unit_calls.NewRows, unit_calls.OpenRows)
+_CHUNK = 2000
+
+
+class Route(NamedTuple):
+    """How calls of a method are answered."""
+
+    request: type[Struct]
+    handler: Handler
+
+    def wrapped(self, wrap: Callable[[Awaiting], Awaiting]) -> Route:
+        """Return the route whose handler ``wrap`` makes of this one."""
+
+        async def awaiting(call: Any, frames: Frames) -> Reply:
+            reply = self.handler(call, frames)
+            return reply if isinstance(reply, Struct | tuple) else await reply
+
+        return Route(self.request, wrap(awaiting))
+
+
+class Standalone:
+    """What part a controller has in its queue: here that of the only one; ``Primary`` and ``Replica`` are for several.
+
+    Invariant: where there is one controller, nothing is told to others, and nothing is waited for.
+    """
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self._table = controller.table
+
+    def routes(self) -> dict[str, Route]:
+        """Return what this controller answers, by method."""
+        return Handlers(self._controller).routes()
+
+    def route(self, server: RpcServer) -> None:
+        """Have ``server`` answer ``routes``."""
+        for method, (request, handler) in self.routes().items():
+            server.route(method, request, handler)
+
+    def start(self) -> None:
+        """Begin, when the ledger was read and calls are answered."""
+
+    async def close(self) -> None:
+        """Talk to other controllers no longer."""
+
+    def ready(self) -> tuple[bool, str]:
+        """Tell whether leases can be granted, and what is waited for."""
+        return True, "ready"
+
+    def silences(self) -> dict[int, float]:
+        """Return the seconds for which each controller that follows this one has not asked what happened."""
+        return {}
+
+    def expire(self, worker: str) -> None:
+        """End all leases and claims of a worker that is known to be dead."""
+        self._table.claims.expire_worker(worker)
+        self._controller.settle()
 
 
 class Handlers:
     """The calls that a controller answers. feed: told of what is admitted, where others follow."""
 
-    def __init__(self, controller: Serving, *, feed: NewsFeed | None = None) -> None:
+    def __init__(self, controller: Controller, *, feed: ChangeFeed | None = None) -> None:
         self._feed = feed
         self._controller = controller
         self._table = controller.table
+        self._state = controller.table.state
         self._sessions = controller.sessions
 
-    def route(self, server: Routes) -> None:
-        """Have ``server`` answer all of them."""
+    def routes(self) -> dict[str, Route]:
+        """Return the handler of each method."""
         table, training, now = self._table, self._table.training, self._controller.now
+        routes: dict[str, Route] = {}
 
         def answer(method: str, request: type[Struct], act: Callable[[Any], Soon[Any]]) -> None:
             def handle(call: Any, _frames: Frames) -> Soon[Any]:
-                table.books.now = now()
+                table.state.now = now()
                 try:
                     return act(call)
                 except AsyncFlowError:
                     self._controller.settle()
                     raise
 
-            server.route_now(method, request, handle)
+            routes[method] = Route(request, handle)
 
         def command(method: str, request: type[Struct], act: Callable[[Any], Struct | None]) -> None:
             answer(method, request, lambda call: self._controller.safe(act(call) or _DONE))
@@ -84,26 +150,35 @@ class Handlers:
         command("units.announce", unit_calls.Announce, self._announce)
         answer("units.admit", unit_calls.Admit, self._admit)
         command("units.lost", unit_calls.LostRows, self._lost)
-        command("queue.drain", moving_calls.Drain, self._sessions.drain)
-        command("queue.where", moving_calls.AskWhere, self._where)
+        command("queue.drain", calls.Drain, self._sessions.drain)
+        command("queue.where", calls.AskWhere, self._where)
         command("queue.units", calls.Nothing, lambda _: self._sessions.views(now()))
         command("queue.shares", calls.Nothing, lambda _: self._sessions.shares())
-        command("units.leg", moving_calls.AskLeg, self._leg)
+        command("units.leg", unit_calls.AskLeg, self._leg)
         answer("units.watch", unit_calls.Watch, self._watch)
         answer("queue.claim", calls.ClaimRows, self._claim)
         answer("queue.slot", calls.AskSlot, self._slot)
         answer("queue.wanted", calls.AskWanted, self._wanted)
-        server.route("queue.audit", calls.Nothing, self._audit)
-        server.route("queue.sync", calls.Nothing, self._sync)
-        OpenHandlers(self._controller).route(server, command, freeing=freeing)
+        command("queue.show", calls.InPartition, self._show)
+        command("open.find", calls.FindRows, self._find)
+        command("open.peek", calls.Peek, self._peek)
+        command("open.reset", calls.Reset, self._reset)
+        command("open.expect", calls.Expect, self._expect)
+        freeing("open.clear", calls.ClearRows, self._clear)
+        command("open.partitions", calls.ListPartitions, self._partitions)
+        routes["open.list"] = Route(calls.ListRows, self._list)
+        routes["open.progress"] = Route(calls.AskProgress, self._progress)
+        routes["queue.audit"] = Route(calls.Nothing, self._audit)
+        routes["queue.sync"] = Route(calls.Nothing, self._sync)
+        return routes
 
     def _end(self, call: calls.EndRows) -> calls.Verdicts:
         if call.drop:
-            return calls.Verdicts(self._table.claims.drop(call.lease, expand(call.rows), call.reason))
-        return calls.Verdicts(self._table.give_back(call.lease, expand(call.rows), call.reason))
+            return calls.Verdicts(self._table.claims.drop(call.lease, call.rows, call.reason))
+        return calls.Verdicts(self._table.give_back(call.lease, call.rows, call.reason))
 
     def _snapshot(self, call: calls.AskSnapshot) -> calls.Snapshot:
-        return calls.Snapshot(snapshot(self._table.books.partition(call.partition), step=call.step))
+        return calls.Snapshot(snapshot(self._table.state.partition(call.partition), step=call.step))
 
     def _claim(self, call: calls.ClaimRows) -> Soon[calls.Claimed]:
         late: list[str] = []
@@ -115,7 +190,7 @@ class Handlers:
             task=call.task,
             worker=call.worker,
             ticket=call.ticket,
-            appetite=Appetite(call.version, tuple(call.accept)) if call.version is not None else ANY,
+            version_filter=VersionFilter(call.version, tuple(call.accept)) if call.version is not None else ANY,
             max_rows=call.max_rows,
             max_groups=call.max_groups,
             min_rows=call.min_rows,
@@ -137,7 +212,7 @@ class Handlers:
                 tokens=call.tokens,
             )
             if slot is not None:
-                return calls.Slotted(slot.shrunk())
+                return calls.Slotted(slot)
             return calls.Slotted(None, ended=True) if training.over(call.partition, call.step) else None
 
         return self._controller.until(call.partition, attempt, call.wait_s, lambda: calls.Slotted(None))
@@ -151,29 +226,29 @@ class Handlers:
 
     async def _audit(self, _call: calls.Nothing, _frames: Frames) -> AuditReport:
         if (pending := self._controller.settle()) is not None:
-            await pending
+            await asyncio.shield(pending)
         return await asyncio.to_thread(audit_ledger, self._controller.ledger_dir)
 
     async def _sync(self, _call: calls.Nothing, _frames: Frames) -> calls.Done:
         await self._controller.synced()
         return _DONE
 
-    def _where(self, call: moving_calls.AskWhere) -> moving_calls.Whereabouts:
-        return moving_calls.Whereabouts(shrink_equal(self._table.moves.where(expand(call.rows))))
+    def _where(self, call: calls.AskWhere) -> calls.Whereabouts:
+        return calls.Whereabouts(self._table.moves.where(call.rows))
 
-    def _leg(self, call: moving_calls.AskLeg) -> moving_calls.Leg:
+    def _leg(self, call: unit_calls.AskLeg) -> unit_calls.Leg:
         self._sessions.check(call.session, self._controller.now())
         return self._sessions.leg(call)
 
     def _announce(self, call: unit_calls.Announce) -> unit_calls.Strangers:
         self._sessions.check(call.session, self._controller.now())
-        strangers = self._table.hold(call.session.home, call.held)
+        unknown = self._table.hold(call.session.home, call.held)
         if self._feed is not None:
-            others = frozenset(strangers)
-            self._feed.recalled([held for held in call.held if held.row not in others])
+            others = frozenset(unknown)
+            self._feed.held([held for held in call.held if held.row not in others])
         if call.last:
             self._sessions.synced(call.session)
-        return unit_calls.Strangers(strangers)
+        return unit_calls.Strangers(unknown)
 
     def _admit(self, call: unit_calls.Admit) -> Soon[unit_calls.Admitted]:
         self._sessions.check(call.session, self._controller.now())
@@ -181,47 +256,35 @@ class Handlers:
         if self._feed is not None:
             for entry, verdict in zip(call.entries, verdicts, strict=True):
                 self._feed.admitted(entry, verdict.ok)
-        return self._controller.safe(unit_calls.Admitted([verdict.short() for verdict in verdicts]))
+        return self._controller.safe(unit_calls.Admitted(verdicts))
 
     def _lost(self, call: unit_calls.LostRows) -> None:
         self._sessions.check(call.session, self._controller.now())
-        rows = self._table.books.rows
+        rows = self._table.state.rows
         self._table.lose_rows(
-            [number for number in call.rows if number in rows and rows[number].home == call.session.home]
+            [number for number in call.rows if number in rows and rows[number].location == call.session.home]
         )
 
     def _verdict(self, entry: unit_calls.Entry, session: unit_calls.Session) -> unit_calls.Verdict:
         try:
             verdict = self._admitted(entry, session)
-        except ValueError as wrong:
-            return unit_calls.Verdict([], ProtocolError(str(wrong), where="controller").to_wire())
         except AsyncFlowError as error:
             return unit_calls.Verdict([], error.to_wire())
-        if isinstance(entry, _PUTS):
+        if isinstance(entry, unit_calls.NewRows):
             self._sessions.placed(session, sum(verdict.ok))
         return verdict
 
     def _admitted(self, entry: unit_calls.Entry, session: unit_calls.Session) -> unit_calls.Verdict:
-        table, numbers = self._table, expand(entry.rows)
-        if isinstance(entry, unit_calls.OpenRows):
-            ok, rows = table.puts.put(
-                entry.partition,
-                client=entry.client,
-                group=entry.group,
-                size=entry.group_size,
-                rows=numbers,
-                cells=entry.cells,
-                tags=entry.tags,
-            )
-            return unit_calls.Verdict(ok, rows=[] if all(ok) else shrink(rows))
+        table, numbers = self._table, entry.rows
+        if isinstance(entry, unit_calls.NewRows):
+            ok, rows = table.puts.put(entry)
+            return unit_calls.Verdict(ok, rows=[] if all(ok) else list(rows))
         if isinstance(entry, unit_calls.MovedRows):
-            ok = take_over(table, session.home, numbers, entry)
-        elif isinstance(entry, unit_calls.NewRows):
-            ok = table.create(entry.metas, numbers, entry.group_size, entry.cells, attempt=entry.attempt)
+            ok = table.move_in(session.home, numbers, entry)
         elif controller_of(entry.lease):
-            gain(table.books, gained(entry, ok := [True] * len(numbers)))
-        elif entry.lease.startswith(open_calls.WRITE):
-            ok = open_table.write(table.books, numbers, entry.cells, entry.tags)
+            gain(table.state, cells_changed(entry, ok := [True] * len(numbers)))
+        elif entry.lease.startswith(calls.WRITE):
+            ok = write(table.state, numbers, entry.cells, entry.tags)
         elif entry.reason:
             ok = table.give_back(entry.lease, numbers, entry.reason, entry.cells)
         else:
@@ -232,6 +295,61 @@ class Handlers:
         self._sessions.check(call.session, self._controller.now())
         return self._sessions.orders(call)
 
+    def _asked(self, name: str) -> Partition:
+        """Return the partition for a question: one that nobody made stays unmade."""
+        return self._state.partitions.get(name) or Partition(name)
+
+    def _find(self, call: calls.FindRows) -> Found:
+        return find(self._asked(call.partition), call.keys)
+
+    def _peek(self, call: calls.Peek) -> Sight:
+        partition = self._asked(call.partition)
+        if call.rows:
+            rows = live_rows(self._state, call.rows, of=call.partition)
+        else:
+            rows = list(islice(list_rows(partition), call.most))
+        return peek(self._state, partition, call.task, rows)
+
+    def _reset(self, call: calls.Reset) -> calls.Counted:
+        return calls.Counted(reset(self._state, self._state.partition(call.partition), call.task))
+
+    def _expect(self, call: calls.Expect) -> None:
+        expect(self._state, self._state.partition(call.partition), call.total)
+
+    def _clear(self, call: calls.ClearRows) -> calls.Counted:
+        return calls.Counted(sum(self._table.clear_rows(call.partition, call.rows)))
+
+    def _show(self, call: calls.InPartition) -> PartitionView:
+        return view(self._table, call.partition, self._controller.now())
+
+    def _partitions(self, _call: calls.ListPartitions) -> calls.Partitions:
+        held = self._state.partitions
+        return calls.Partitions({name: held[name].counts.total() for name in sorted(held)})
+
+    async def _list(self, call: calls.ListRows, _frames: Frames) -> Listing:
+        made = Listing([], [], [])
+        async for chunk in _chunks(list_rows(self._asked(call.partition))):
+            part = listing(chunk)
+            made.rows.extend(part.rows)
+            made.keys.extend(part.keys)
+            made.tags.extend(part.tags)
+        return made
+
+    async def _progress(self, call: calls.AskProgress, _frames: Frames) -> Progress:
+        partition, done = self._asked(call.partition), 0
+        if call.task:
+            return consumed(partition, call.task)
+        test = has_columns(call.columns)
+        async for chunk in _chunks(list_rows(partition)):
+            done += sum(map(test, chunk))
+        return produced(partition, done=done)
+
 
 def _fields(call: Struct) -> list[Any]:
     return [getattr(call, name) for name in call.__struct_fields__]
+
+
+async def _chunks(rows: Iterable[Row]) -> AsyncIterator[list[Row]]:
+    for chunk in batches(rows, _CHUNK):
+        yield chunk
+        await asyncio.sleep(0)

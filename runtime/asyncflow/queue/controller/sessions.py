@@ -10,19 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import msgspec
-
 from asyncflow.errors import Fenced
 from asyncflow.identity import epoch_of, home_of, unit_at
-from asyncflow.net.later import Later
-from asyncflow.queue.controller.freeing import Freeing
-from asyncflow.queue.protocol.moving_calls import AskLeg, Drain, Leg, Shares, Units, UnitState, UnitView
-from asyncflow.queue.protocol.runs import expand, shrink
-from asyncflow.queue.protocol.unit_calls import Hello, Orders, Session, Watch, Welcome
+from asyncflow.queue.protocol.calls import Drain, Shares, Units
+from asyncflow.queue.protocol.messages import UnitState, UnitView
+from asyncflow.queue.protocol.unit_calls import AskLeg, Hello, Leg, Orders, Session, Watch, Welcome
 from asyncflow.queue.table.moves import Room
 from asyncflow.queue.table.state import Row
 from asyncflow.queue.table.table import Table
@@ -36,11 +32,17 @@ _GONE_S = 2.0
 _SILENT = 3
 """A unit that was not heard for so many times as long as it may be without a word is called silent."""
 _ORDERS = 10_000
+_FREE_S = 0.2
+"""Seconds for which an answer waits for units to free rows, so a unit which does nothing delays nobody for long."""
 
 
 @dataclass(slots=True)
 class _Unit:
-    """held: rows that it said it holds; given: rows put there, counted on from the least of the others."""
+    """held: rows that it said it holds; given: rows put there, counted on from the least of the others.
+
+    frees: rows that it must free, of which ``first`` is the number of the first; freed: futures of those who wait until
+    it has freed the rows up to a number.
+    """
 
     epoch: int
     seen: float
@@ -52,12 +54,33 @@ class _Unit:
     address: str = ""
     first: int = 1
     frees: list[int] = field(default_factory=list)
+    freed: dict[int, asyncio.Future[None]] = field(default_factory=dict)
     watching: tuple[asyncio.Future[Orders], asyncio.TimerHandle] | None = None
 
     def orders(self, *, leave: bool) -> Orders:
         """Return the first of the rows that it must free."""
         rows = self.frees[:_ORDERS]
         return Orders(self.first + len(rows) - 1, rows, leave)
+
+    def all_freed(self) -> asyncio.Future[None]:
+        """Return a future that is done when it has freed all that it must free now."""
+        last = self.first + len(self.frees) - 1
+        if last not in self.freed:
+            self.freed[last] = asyncio.get_running_loop().create_future()
+        return self.freed[last]
+
+    def carried_out(self, number: int) -> None:
+        """Take its word that it has freed the rows up to this number."""
+        if 0 < (rows := number + 1 - self.first) <= len(self.frees):
+            del self.frees[:rows]
+            self.first += rows
+            for last in [last for last in self.freed if last <= number]:
+                self.freed.pop(last).set_result(None)
+
+
+async def _after(freed: Sequence[asyncio.Future[None]], answer: T) -> T:
+    await asyncio.wait(freed, timeout=_FREE_S)
+    return answer
 
 
 def _answer(future: asyncio.Future[Orders], orders: Orders) -> None:
@@ -80,7 +103,6 @@ class Sessions:
         self._units: dict[int, _Unit] = {}
         self._replaced: set[str] = set()
         self._turn = 0
-        self._freeing = Freeing()
         self._watch_s = min(_WATCH_S, lost_s / 4)
         self.next_deadline = math.inf
 
@@ -89,7 +111,7 @@ class Sessions:
         gone = now - max(0.0, self._lost_s - _GONE_S)
         self._units = {
             index: _Unit(unit.epoch, now if self._expected is None or index < self._expected else gone)
-            for index, unit in self._table.books.units.items()
+            for index, unit in self._table.state.units.items()
         }
         self.next_deadline = self._silent_from()
         self._turn = 0
@@ -115,7 +137,7 @@ class Sessions:
         if hello.incarnation in self._replaced:
             hint = "This process must end: another one does its work"
             raise Fenced("another incarnation has replaced this one", where=f"storage unit {hello.unit}", hint=hint)
-        before = self._table.books.units.get(hello.unit)
+        before = self._table.state.units.get(hello.unit)
         if before is not None and before.incarnation != hello.incarnation:
             self._replaced.add(before.incarnation)
         epoch = self._table.join_unit(hello.unit, hello.incarnation)
@@ -144,11 +166,12 @@ class Sessions:
     def order(self, rows: Iterable[Row], *, after: asyncio.Future[None] | None = None) -> None:
         """Have the units free ``rows``; those of units that are gone are gone with them.
 
-        after: when this is done, and if it went well. The ledger then has why, and the units have been sent the
-        verdicts that made the rows, without which they would pass them over.
+        after: do so when this is done, if it went well, but only a turn of the loop later: all verdicts that wait for
+        it are sent first, because a unit passes over rows whose verdict it has not heard.
         """
         if after is not None:
-            after.add_done_callback(lambda done: None if done.exception() else self.order(rows))
+            loop = asyncio.get_running_loop()
+            after.add_done_callback(lambda done: None if done.exception() else loop.call_soon(self.order, rows))
             return
         told: dict[int, list[int]] = {}
         for row in rows:
@@ -163,11 +186,7 @@ class Sessions:
         """Return what a unit must free, as soon as there is something or after ``wait_s``."""
         unit = self._units[watch.session.unit]
         unit.used, unit.held = watch.used, watch.held
-        carried_out = watch.done + 1 - unit.first
-        if 0 < carried_out <= len(unit.frees):
-            del unit.frees[:carried_out]
-            unit.first += carried_out
-            self._freeing.carried_out(unit.epoch, watch.done)
+        unit.carried_out(watch.done)
         if unit.frees:
             return unit.orders(leave=self._leaving(unit))
         loop = asyncio.get_running_loop()
@@ -177,18 +196,13 @@ class Sessions:
         unit.watching = (future, timer)
         return future
 
-    def when_freed(self, answer: T, now: float) -> T | Later[T]:
-        """Return ``answer`` when the units have freed what they were told to, as far as they answer soon."""
-        orders = {
-            unit.epoch: unit.first + len(unit.frees) - 1
-            for unit in self._units.values()
-            if unit.frees and not self._silent(unit, now)
-        }
-        return self._freeing.give(answer, orders, now=now) if orders else answer
+    def when_freed(self, answer: T, now: float) -> T | Awaitable[T]:
+        """Return ``answer`` when the units have freed what they were told to, as far as they do so within ``_FREE_S``.
 
-    def close(self) -> None:
-        """End no wait any more."""
-        self._freeing.close()
+        Whoever cleared rows and has the answer may put as much at once: there is room.
+        """
+        units = [unit for unit in self._units.values() if unit.frees and not self._silent(unit, now)]
+        return _after([unit.all_freed() for unit in units], answer) if units else answer
 
     def _tell(self, unit: _Unit) -> None:
         if unit.watching is not None:
@@ -198,7 +212,7 @@ class Sessions:
             _answer(future, unit.orders(leave=self._leaving(unit)))
 
     def _leaving(self, unit: _Unit) -> bool:
-        return unit.epoch in self._table.books.leaving
+        return unit.epoch in self._table.state.leaving
 
     def placed(self, session: Session, rows: int) -> None:
         """Note that so many new rows were put on a unit."""
@@ -249,7 +263,7 @@ class Sessions:
             for index, unit in self._taking()
             if index != ask.session.unit
         }
-        rows = expand(ask.rows)
+        rows = ask.rows
         leg = self._table.moves.leg(ask.session.home, rows, held=ask.held, nbytes=ask.nbytes, rooms=rooms, but=ask.but)
         if leg.over:
             log.info("storage unit %d has left: nothing is lost", ask.session.unit)
@@ -257,7 +271,7 @@ class Sessions:
             self._table.lose_unit(ask.session.unit)
         elif leg.rows:
             self._units[leg.unit].held += len(leg.rows)
-        return msgspec.structs.replace(leg, rows=shrink(leg.rows), gone=shrink(leg.gone))
+        return leg
 
     def _taking(self) -> list[tuple[int, _Unit]]:
         """Return the units to which rows may go."""

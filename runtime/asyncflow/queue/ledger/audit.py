@@ -1,30 +1,35 @@
 """The ledger read by somebody who does not trust the table.
 
-The auditor shares only the record classes with the queue. It follows each training sample through the history that
-survives and then asks: does every serial exist, with all its samples? Is each in one final state, or unfinished where
-it may be? Was any created or trained twice?
+The auditor shares only the record classes with the queue. It follows each row through the history that survives and
+then asks: was any put, leased, completed or trained twice? Does every serial of a training partition exist, with all
+its samples, and is each in one final state, or unfinished where it may be? Is every open row cleared, dropped or there?
 
-Invariant: reading changes nothing; partitions that are not for training are passed over.
+Where a queue has several controllers, the ledger of the first has what became of rows; that of each other has what its
+tasks did with them, and copies the rest.
+
+Invariant: reading changes nothing; evaluations are not counted; a finding that several ledgers have is told once.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from asyncflow.identity import SampleKey
+from msgspec.structs import replace
+
+from asyncflow.identity import SampleKey, home, home_of
 from asyncflow.queue.ledger import events as ev
-from asyncflow.queue.ledger.audit_open import OpenAudit, rows_of
-from asyncflow.queue.ledger.homes import Homes
-from asyncflow.queue.ledger.records import read_ledger
-from asyncflow.queue.protocol.messages import FILTERED, AuditReport
+from asyncflow.queue.ledger.log import newest, read_ledger
+from asyncflow.queue.protocol.messages import FILTERED, AuditReport, Purpose
 
 Key: TypeAlias = tuple[int, int]
+"""Serial and sample."""
+
 _WORDS = 20
-_WANTED = 2
+_LIVE, _WANTED = 0, 2
 _FINAL = {3: "trained", 4: "filtered", 5: "dropped"}
 
 
@@ -48,18 +53,55 @@ def _read(directory: Path) -> Auditor:
     return auditor
 
 
+def shard_ledger(home: Path, index: int) -> Path:
+    """Return the folder of a controller's ledger, where ``home`` is that of the first one."""
+    return home / str(index) if index else home
+
+
+def audit_ledgers(home: Path) -> AuditReport:
+    """Audit the first controller's ledger and those that lie beside it. Raises as ``audit_ledger`` does."""
+    shards = sorted(int(path.name) for path in home.glob("[0-9]*") if path.is_dir() and newest(path) is not None)
+    return merge_audits(audit_ledger(home), {index: audit_ledger(shard_ledger(home, index)) for index in shards})
+
+
+def merge_audits(primary: AuditReport, shards: dict[int, AuditReport]) -> AuditReport:
+    """Return one report: rows as the first controller has them, and each fault of a task with them."""
+    all_of = (primary, *shards.values())
+    found = [
+        f"controller {index}: {problem}"
+        for index, report in shards.items()
+        for problem in report.problems
+        if problem not in primary.problems
+    ]
+    return replace(
+        primary,
+        redeliveries=sum(report.redeliveries for report in all_of),
+        resets=sum(report.resets for report in all_of),
+        peeked=sum(report.peeked for report in all_of),
+        problems=(primary.problems + found)[:_WORDS],
+    )
+
+
 @dataclass
 class _History:
-    """What is known of one training partition, by sample and serial.
+    """The rows of one partition.
 
-    place: row id of each sample that was created; ended: "filtered" or "dropped"; trained: how often a sample counts in
-    the weights that survive; slots: samples given to each step since its last beginning; opened: (groups, size).
+    place: the last id of each row, by serial and sample, 0 where it is to be put again; open rows are left out once
+    they are cleared or dropped; keys: the rows by all their ids; groups: size and step by serial; held, done: row ids
+    by task, those held with their lease.
+
+    In a partition that is not open: ended: "filtered" or "dropped"; trained: how often a sample counts in the weights
+    that survive; repeated: samples that were put or ended twice; slots: samples given to each step since its last
+    beginning; opened: groups and their size by step.
     """
 
+    purpose: Purpose = "train"
     place: dict[Key, int] = field(default_factory=dict)
     keys: dict[int, Key] = field(default_factory=dict)
-    sizes: dict[int, int] = field(default_factory=dict)
-    steps: dict[int, int] = field(default_factory=dict)
+    groups: dict[int, tuple[int, int]] = field(default_factory=dict)
+    left: Counter[int] = field(default_factory=Counter)
+    held: defaultdict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    done: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     ended: dict[Key, str] = field(default_factory=dict)
     trained: Counter[Key] = field(default_factory=Counter)
     repeated: set[Key] = field(default_factory=set)
@@ -67,6 +109,31 @@ class _History:
     opened: dict[int, tuple[int, int]] = field(default_factory=dict)
     committed: int = 0
     closed: int | None = None
+
+    def final(self, key: Key) -> bool:
+        """Tell whether a row of a partition that is not open has ended."""
+        return key in self.ended or self.trained[key] > 0
+
+    def end(self, key: Key, outcome: str) -> None:
+        """Note what became of a row; nothing where ``outcome`` is empty."""
+        if outcome == "trained":
+            self.trained[key] += 1
+        elif outcome:
+            self.ended[key] = outcome
+
+    def forget(self, rows: Iterable[int]) -> None:
+        """Forget open rows, and groups with their last row: their serials may be given to others one day."""
+        for row in rows:
+            key = self.keys.pop(row, None)
+            if key is not None and self.place.get(key) == row:
+                del self.place[key]
+                self.left[key[0]] -= 1
+                if not self.left[key[0]]:
+                    del self.left[key[0]], self.groups[key[0]]
+            for held in self.held.values():
+                held.pop(row, None)
+            for done in self.done.values():
+                done.discard(row)
 
     def commit(self, upto: int) -> None:
         """Count what the steps up to ``upto`` were given."""
@@ -76,7 +143,7 @@ class _History:
     def uncommit(self, theta: int) -> None:
         """Forget what was trained after θ_theta: those weights are gone."""
         self.slots.clear()
-        for key in [key for key in self.trained if self.steps[key[0]] > theta]:
+        for key in [key for key in self.trained if self.groups[key[0]][1] > theta]:
             del self.trained[key]
             self.place[key] = 0
 
@@ -86,33 +153,40 @@ class Auditor:
 
     def __init__(self) -> None:
         self._histories: defaultdict[str, _History] = defaultdict(_History)
-        self._others: set[str] = set()
-        self._homes = Homes()
-        self._open = OpenAudit(self._homes)
-        self._gone_rows: set[int] = {0}
         self._attempts: set[int] = set()
-        self._counts = Counter(redeliveries=0, resets=0, peeked=0)
+        self._counts = Counter(redeliveries=0, resets=0, peeked=0, put=0, cleared=0)
+        self._problems: list[str] = []
+        self._leases: dict[int, tuple[str, str]] = {}
+        self._clearing: set[tuple[str, str]] = set()
+        self._moved: dict[int, int] = {}
+        self._lost_rows: set[int] = {0}
+        self._lost_places: set[int] = set()
         self._seen: dict[type, Callable[[Any], None]] = {
-            ev.Created: self._created,
+            ev.RowsPut: self._put,
+            ev.Numbered: self._numbered,
+            ev.Declared: self._declared,
             ev.SnapshotPartition: self._snapshot_partition,
             ev.SnapshotRows: self._snapshot_rows,
+            ev.Leased: self._leased,
+            ev.Completed: self._completed,
             ev.Returned: self._returned,
-            ev.Dropped: self._dropped,
+            ev.RowsDropped: self._dropped,
+            ev.RowsCleared: lambda event: self._clear(self._histories[event.partition], event.rows),
+            ev.RowsGone: lambda event: self._lost_rows.update(event.rows),
+            ev.UnitLost: lambda event: self._lost_places.add(home(event.epoch, event.unit)),
+            ev.Moved: lambda event: self._moved.update(dict.fromkeys(event.rows, event.location)),
             ev.Opened: self._opened,
             ev.Began: self._began,
-            ev.Slotted: self._slotted,
+            ev.SlotDecided: self._slotted,
             ev.Committed: self._committed,
-            ev.RowsLost: self._rows_lost,
             ev.Cleared: self._cleared,
             ev.Closed: self._closed,
-            ev.Reset: self._reset,
-            ev.Peeked: self._looked_at,
+            ev.TaskReset: self._reset,
+            ev.Peeked: lambda event: self._counts.update(peeked=event.rows),
         }
 
     def see(self, event: ev.Event) -> None:
         """Take note of what happened next."""
-        self._homes.see(event)
-        self._open.see(event)
         if (see := self._seen.get(type(event))) is not None:
             see(event)
 
@@ -121,14 +195,17 @@ class Auditor:
         return self._histories[partition].trained
 
     def report(self) -> AuditReport:
-        """Say what became of every training sample."""
-        histories = [history for name, history in self._histories.items() if name not in self._others]
+        """Say what became of every row."""
+        histories = [history for history in self._histories.values() if history.purpose == "train"]
         findings = [_judge(history) for history in histories]
         created = [(history, key) for history in histories for key in history.place]
-        problems = [*(words for finding in findings for words in finding.problems), *self._open.problems]
+        problems = [*(words for finding in findings for words in finding.problems), *self._problems]
         trained = sum(history.trained[key] > 0 for history, key in created)
         ended = Counter(history.ended.get(key) for history, key in created)
         overdue = sum(len(finding.overdue) for finding in findings)
+        there = [
+            row for history in self._histories.values() if history.purpose == "open" for row in history.place.values()
+        ]
         return AuditReport(
             dispatched=len(created),
             trained=trained,
@@ -141,78 +218,128 @@ class Auditor:
             attempts=len(self._attempts),
             closed=bool(histories) and all(history.closed is not None for history in histories),
             problems=problems[:_WORDS],
-            put=self._open.put,
-            cleared=self._open.cleared + self._open.dropped,
-            remaining=self._open.remaining,
-            without_bytes=len(self._open.lost),
+            remaining=len(there),
+            without_bytes=sum(map(self._gone, there)),
             **self._counts,
         )
 
-    def _created(self, event: ev.Created) -> None:
-        if event.purpose != "train":
-            self._others.add(event.partition)
+    def _put(self, event: ev.RowsPut) -> None:
         history = self._histories[event.partition]
-        history.sizes[event.serial], history.steps[event.serial] = event.size, event.step
-        for sample, row in event.rows:
-            key = (event.serial, sample)
-            before = history.place.get(key)
-            if before is not None and not (
-                self._gone(before) and key not in history.ended and not history.trained[key]
-            ):
-                history.repeated.add(key)
-            history.place[key] = row
-            history.keys[row] = key
+        history.purpose = event.purpose
+        for index, serial in enumerate(range(event.serial, event.serial + event.groups)):
+            keys = [(serial, sample) for sample in range(event.size)]
+            if serial in history.groups:
+                made = [key for key in keys if key in history.place and self._again(history, key)]
+            else:
+                made = keys
+            if not made:
+                history.repeated.update(keys)
+                if event.purpose == "open":
+                    self._problems.append(f"the group {serial} of {event.partition} was put twice")
+            history.groups[serial] = (event.size, event.step)
+            for key in made:
+                self._enter(event.partition, history, key, event.row + index * event.size + key[1])
+
+    def _again(self, history: _History, key: Key) -> bool:
+        """Tell whether a row is to be put again: its bytes are gone, and it has not ended."""
+        return self._gone(history.place[key]) and not history.final(key)
+
+    def _enter(self, partition: str, history: _History, key: Key, row: int) -> None:
+        if row in history.keys:
+            self._problems.append(f"row {row} of {partition} was put twice")
+        if key not in history.place:
+            history.left[key[0]] += 1
+            self._counts["put"] += history.purpose == "open"
+        history.place[key] = row
+        history.keys[row] = key
+
+    def _gone(self, row: int) -> bool:
+        return row in self._lost_rows or self._moved.get(row, home_of(row)) in self._lost_places
+
+    def _numbered(self, event: ev.Numbered) -> None:
+        self._histories[event.partition].purpose = "open"
+
+    def _declared(self, event: ev.Declared) -> None:
+        task = (event.spec.partition, event.spec.name)
+        (self._clearing.add if event.spec.clears else self._clearing.discard)(task)
 
     def _snapshot_partition(self, event: ev.SnapshotPartition) -> None:
         self._counts.update(resets=event.resets, peeked=event.peeked, redeliveries=event.returned)
         self._attempts.update(event.attempts)
-        if event.purpose == "eval":
-            self._others.add(event.name)
-        if event.attempt >= 0 or event.closed is not None:
-            history = self._histories[event.name]
-            history.committed, history.closed = event.committed, event.closed
+        for task in event.tasks:
+            self._declared(task)
+        if event.purpose is None and event.attempt < 0 and event.closed is None:
+            return
+        history = self._histories[event.name]
+        history.purpose = event.purpose or "train"
+        history.committed, history.closed = event.committed, event.closed
+        if event.purpose == "open":
+            ended = event.cleared + event.filtered + event.dropped
+            self._counts.update(put=ended, cleared=ended)
 
     def _snapshot_rows(self, event: ev.SnapshotRows) -> None:
-        if event.partition in self._open.names:
-            return
         history = self._histories[event.partition]
         for groups in event.groups:
-            for serial in range(groups.serial, groups.serial + groups.count):
-                history.sizes[serial], history.steps[serial] = groups.size, groups.step
-        for serial, sample, row, run in rows_of(event):
-            history.place[serial, sample] = 0 if run.lost or run.state == _WANTED else row
-            history.keys[row] = (serial, sample)
-            self._final(history, (serial, sample), _FINAL.get(run.state, ""))
+            alike = dict.fromkeys(range(groups.serial, groups.serial + groups.count), (groups.size, groups.step))
+            history.groups.update(alike)
+        for key, row, run in _rows_of(event):
+            if run.moved:
+                self._moved[row] = run.moved
+            if run.lost or run.state == _WANTED:
+                self._lost_rows.add(row)
+            if history.purpose != "open" or run.state in (_LIVE, _WANTED):
+                self._enter(event.partition, history, key, row) if row else history.place.setdefault(key, 0)
+                for task in [task for task, _, done, _ in run.works if done]:
+                    history.done[task].add(row)
+                history.end(key, _FINAL.get(run.state, ""))
         for first, count, step, _, _, outcome in event.finished:
             for serial in range(first, first + count):
-                history.sizes[serial], history.steps[serial] = len(outcome), step
+                history.groups[serial] = (len(outcome), step)
                 for sample, letter in enumerate(outcome):
                     history.place[serial, sample] = 0
-                    self._final(history, (serial, sample), ev.OUTCOMES[letter])
+                    history.end((serial, sample), ev.OUTCOMES[letter])
 
-    def _final(self, history: _History, key: Key, outcome: str) -> None:
-        if outcome == "trained":
-            history.trained[key] += 1
-        elif outcome:
-            history.ended[key] = outcome
+    def _leased(self, event: ev.Leased) -> None:
+        history = self._histories[event.partition]
+        held, done = history.held[event.task], history.done[event.task]
+        self._leases[event.lease] = (event.partition, event.task)
+        for row in event.rows:
+            key = history.keys.get(row)
+            if key is None or history.final(key) or self._gone(row) or row in done or row in held:
+                self._problems.append(f"row {row} of {event.partition} went to {event.task} twice, or was gone")
+            held[row] = event.lease
 
-    def _reset(self, event: ev.Reset) -> None:
-        self._counts["resets"] += event.rows
-
-    def _looked_at(self, event: ev.Peeked) -> None:
-        self._counts["peeked"] += event.rows
+    def _completed(self, event: ev.Completed) -> None:
+        task = self._leases.get(event.lease)
+        if task is None:
+            return
+        history = self._histories[task[0]]
+        for row in event.rows:
+            if history.held[task[1]].pop(row, 0) != event.lease:
+                self._problems.append(f"row {row} of {task[0]} was completed by {task[1]} without its lease")
+        history.done[task[1]].update(event.rows)
+        if task in self._clearing and history.purpose == "open":
+            self._clear(history, event.rows)
 
     def _returned(self, event: ev.Returned) -> None:
         self._counts["redeliveries"] += len(event.rows)
+        if (task := self._leases.get(event.lease)) is not None:
+            for row in event.rows:
+                self._histories[task[0]].held[task[1]].pop(row, None)
 
-    def _dropped(self, event: ev.Dropped) -> None:
-        if event.partition in self._open.names:
-            return
+    def _clear(self, history: _History, rows: list[int]) -> None:
+        history.forget(rows)
+        self._counts["cleared"] += len(rows)
+
+    def _dropped(self, event: ev.RowsDropped) -> None:
         history = self._histories[event.partition]
+        if history.purpose == "open":
+            self._clear(history, event.rows)
+            return
         outcome = "filtered" if event.reason.startswith(FILTERED) else "dropped"
         for row in event.rows:
             key = history.keys[row]
-            if key in history.ended or history.trained[key]:
+            if history.final(key):
                 history.repeated.add(key)
             history.ended[key] = outcome
 
@@ -226,7 +353,7 @@ class Auditor:
         history.uncommit(event.step)
         history.committed = event.step
 
-    def _slotted(self, event: ev.Slotted) -> None:
+    def _slotted(self, event: ev.SlotDecided) -> None:
         history = self._histories[event.partition]
         history.slots[event.step] += [history.keys[row] for rank in event.ranks for row in rank]
 
@@ -235,17 +362,29 @@ class Auditor:
         history.commit(event.step)
         history.committed = max(history.committed, event.step)
 
-    def _rows_lost(self, event: ev.RowsLost) -> None:
-        self._gone_rows.update(event.rows)
-
     def _cleared(self, event: ev.Cleared) -> None:
-        self._histories.pop(event.partition, None)
+        gone = self._histories.pop(event.partition, None)
+        if gone is not None and gone.purpose == "open":
+            self._histories[event.partition].purpose = "open"
+            self._counts["cleared"] += len(gone.place)
 
     def _closed(self, event: ev.Closed) -> None:
         self._histories[event.partition].closed = event.step
 
-    def _gone(self, row: int) -> bool:
-        return row in self._gone_rows or self._homes.lost(row)
+    def _reset(self, event: ev.TaskReset) -> None:
+        self._counts["resets"] += event.rows
+        history = self._histories[event.partition]
+        history.held.pop(event.task, None)
+        history.done.pop(event.task, None)
+
+
+def _rows_of(event: ev.SnapshotRows) -> Iterator[tuple[Key, int, ev.RowRun]]:
+    """Yield serial and sample, id, and the run that describes it, of each row of unfinished groups."""
+    for groups in event.groups:
+        serials = range(groups.serial, groups.serial + groups.count)
+        keys = [(serial, sample) for serial in serials for sample in range(groups.size)]
+        rows = [(number, run) for run in groups.rows for number in range(run.row, run.row + run.count)]
+        yield from ((key, *row) for key, row in zip(keys, rows, strict=True))
 
 
 @dataclass
@@ -259,24 +398,24 @@ class _Finding:
 
 
 def _judge(history: _History) -> _Finding:
-    """Compare what there is with what there should be."""
+    """Compare what there is with what there should be, in a training partition."""
     over = max(history.committed, history.closed or 0)
-    ended = {key for key in history.place if key in history.ended or history.trained[key]}
-    overdue = {key for key in history.place if history.steps[key[0]] <= over and key not in ended}
+    steps = {serial: step for serial, (_, step) in history.groups.items()}
+    overdue = {key for key in history.place if steps[key[0]] <= over and not history.final(key)}
     twice = {key for key, times in history.trained.items() if times > 1} | history.repeated
     twice |= {key for key in history.ended if history.trained[key]}
-    problems = [f"sample {key} of step {history.steps[key[0]]} was never finished" for key in sorted(overdue)]
+    problems = [f"sample {key} of step {steps[key[0]]} was never finished" for key in sorted(overdue)]
     problems += [f"sample {key} was created or counted more than once" for key in sorted(twice)]
     absent = 0
-    usual = max(history.sizes.values(), default=1)
-    for serial in range(max(history.sizes, default=-1) + 1):
-        size = history.sizes.get(serial, usual)
+    usual = max((size for size, _ in history.groups.values()), default=1)
+    for serial in range(max(history.groups, default=-1) + 1):
+        size, step = history.groups.get(serial, (usual, 0))
+        size = max(size, history.opened.get(step, (0, 0))[1])
         if gap := sum((serial, sample) not in history.place for sample in range(size)):
             absent += gap
             problems.append(f"prompt {serial} lacks {gap} of {size} samples")
     reached, waited = (
-        Counter(history.steps[serial] for serial in {serial for serial, _ in keys})
-        for keys in (+history.trained, overdue)
+        Counter(steps[serial] for serial in {serial for serial, _ in keys}) for keys in (+history.trained, overdue)
     )
     for step, (groups, size) in sorted(history.opened.items()):
         missing = groups - reached[step] - waited[step]

@@ -1,8 +1,8 @@
 """The records of a ledger: one class for each thing that can happen, and the three of a snapshot.
 
-``Books.apply`` folds these into the durable state, the audit reads them on its own. A snapshot stands at the beginning
-of a ledger: ``SnapshotHead``, for each partition ``SnapshotPartition`` and its ``SnapshotRows``, and then the events
-that made the slots and leases that are still in force.
+``QueueState.apply`` makes the durable state of these, the audit reads them on its own. A snapshot stands at the
+beginning of a ledger: ``SnapshotHead``, for each partition ``SnapshotPartition`` and its ``SnapshotRows``, and then the
+events that made the slots and leases that are still in force.
 
 Invariant: a ledger is read by the version of the format that wrote it. Records are added, and fields at the end of one
 with a default; whatever else changes here needs another format (``records``).
@@ -14,13 +14,11 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
 
+from asyncflow.identity import NEWEST
 from asyncflow.queue.protocol.messages import Purpose, TaskSpec
 
-Cell: TypeAlias = tuple[int, int]
-"""(sample, row id)"""
 
-
-class Started(Struct, frozen=True, array_like=True, tag="start"):
+class ControllerStarted(Struct, frozen=True, array_like=True, tag="start"):
     """A controller began to serve with this epoch; lease ids of it and all rows of later epochs are new."""
 
     epoch: int
@@ -35,13 +33,13 @@ class UnitJoined(Struct, frozen=True, array_like=True, tag="unit"):
 
 
 class UnitLost(Struct, frozen=True, array_like=True, tag="lost"):
-    """What the unit with this epoch held is gone."""
+    """The rows of the unit with this epoch are gone."""
 
     epoch: int
     unit: int
 
 
-class RowsLost(Struct, frozen=True, array_like=True, tag="gone"):
+class RowsGone(Struct, frozen=True, array_like=True, tag="gone"):
     """These rows are not on their unit any more, although the unit lives."""
 
     partition: str
@@ -56,9 +54,9 @@ class UnitLeaving(Struct, frozen=True, array_like=True, tag="leave"):
 
 
 class Moved(Struct, frozen=True, array_like=True, tag="moved"):
-    """These rows lie at ``home`` now (see ``identity.home``), under the ids that they always had."""
+    """Rows moved to ``location`` (see ``identity.home``), under the ids that they always had."""
 
-    home: int
+    location: int
     rows: list[int]
 
 
@@ -77,21 +75,26 @@ class Typed(Struct, frozen=True, array_like=True, tag="dtype"):
     dtype: str
 
 
-class Created(Struct, frozen=True, array_like=True, tag="new"):
-    """The samples of one prompt were created, or created again where they were wanted."""
+class RowsPut(Struct, frozen=True, array_like=True, tag="put"):
+    """Groups were put, or put again where rows of them were wanted.
+
+    Serials, and row ids from ``row`` on, are consecutive: those of ``groups`` groups of ``size`` rows. step, oldest,
+    newest: of each group, as in ``RowMeta``.
+    """
 
     partition: str
     purpose: Purpose
     serial: int
+    groups: int
     size: int
-    step: int
-    oldest: int
-    newest: int
-    rows: list[Cell]
+    row: int
+    step: int = 0
+    oldest: int = 0
+    newest: int = NEWEST
 
 
 class Leased(Struct, frozen=True, array_like=True, tag="lease"):
-    """Rows were handed out under one lease; ticket: the claimer's own name for its claim.
+    """Rows were leased together; ticket: the claimer's own name for its claim.
 
     whole: False in a snapshot, where other rows of the lease were given back or dropped.
     """
@@ -120,7 +123,7 @@ class Returned(Struct, frozen=True, array_like=True, tag="back"):
     reason: str
 
 
-class Dropped(Struct, frozen=True, array_like=True, tag="drop"):
+class RowsDropped(Struct, frozen=True, array_like=True, tag="drop"):
     """Rows were given up for ever by the holder of the lease."""
 
     partition: str
@@ -146,7 +149,7 @@ class Began(Struct, frozen=True, array_like=True, tag="begin"):
     world: int
 
 
-class Slotted(Struct, frozen=True, array_like=True, tag="slot"):
+class SlotDecided(Struct, frozen=True, array_like=True, tag="slot"):
     """A slot was decided.
 
     bound: serials that now belong to the step; ranks: row ids for each rank; the last three: the step's totals so far.
@@ -198,19 +201,6 @@ class TakenOver(Struct, frozen=True, array_like=True, tag="over"):
     attempt: int
 
 
-class Put(Struct, frozen=True, array_like=True, tag="put"):
-    """Groups of an open partition were created, or created again where they were wanted.
-
-    Serials, and row ids from ``row`` on, are consecutive; ``groups`` groups of ``size`` rows each.
-    """
-
-    partition: str
-    serial: int
-    groups: int
-    size: int
-    row: int
-
-
 class Numbered(Struct, frozen=True, array_like=True, tag="client"):
     """A client put into an open partition for the first time: the serials of its groups begin with this number."""
 
@@ -226,7 +216,7 @@ class RowsCleared(Struct, frozen=True, array_like=True, tag="rows"):
     rows: list[int]
 
 
-class Reset(Struct, frozen=True, array_like=True, tag="reset"):
+class TaskReset(Struct, frozen=True, array_like=True, tag="reset"):
     """A task gets all living rows again, also those that it held: their leases are over. rows: how many it had."""
 
     partition: str
@@ -299,8 +289,8 @@ class SnapshotPartition(Struct, frozen=True, array_like=True, tag="snapshot_part
 class RowRun(Struct, frozen=True, array_like=True):
     """Rows with consecutive ids from ``row`` on, of which the same is known.
 
-    state: 0 live or bound, 2 wanted, above that final; lost: bound, but without bytes; moved: the home where they lie,
-    0 where they were put; works: (task, attempt, lease that completed them).
+    state: 0 live or bound, 2 wanted, above that final; lost: bound, but without bytes; moved: the location
+    where they lie, 0 where they were put; works: (task, attempt, lease that completed them, its holder).
     """
 
     count: _Count
@@ -308,7 +298,7 @@ class RowRun(Struct, frozen=True, array_like=True):
     state: int
     lost: bool
     moved: int
-    works: list[tuple[str, int, int]]
+    works: list[tuple[str, int, int, str]]
 
 
 class GroupRun(Struct, frozen=True, array_like=True):
@@ -337,28 +327,27 @@ class SnapshotRows(Struct, frozen=True, array_like=True, tag="snapshot_rows"):
 
 
 Event: TypeAlias = (
-    Started
+    ControllerStarted
     | UnitJoined
     | UnitLost
-    | RowsLost
+    | RowsGone
     | Declared
     | Typed
-    | Created
+    | RowsPut
     | Leased
     | Completed
     | Returned
-    | Dropped
+    | RowsDropped
     | Opened
     | Began
-    | Slotted
+    | SlotDecided
     | RankDone
     | Committed
     | Cleared
     | Closed
     | TakenOver
-    | Put
     | RowsCleared
-    | Reset
+    | TaskReset
     | Expected
     | Peeked
     | UnitLeaving

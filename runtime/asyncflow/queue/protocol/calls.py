@@ -1,21 +1,35 @@
-"""The calls of clients to the controller: one request and one reply class for each. ``unit_calls`` has the others.
+"""The calls to controllers, of clients and of each other: one request and one reply for each. ``unit_calls`` has the
+others.
 
-Invariant: every call can be sent again after its answer was lost. Creation is told apart by sample and row (by serial
-in an open partition), claims by ticket, completions by lease, slots by number; the others set what they say.
+Where a queue has several controllers, number 0, the *primary*, decides about rows; the others, *replicas*, follow its
+rows and decide about the leases of their own tasks. A lease's id says which controller gave it.
+
+Invariant: every call can be sent again after its answer was lost. Puts are told apart by the numbers of their groups,
+claims by ticket, completions by lease, slots by number; the others set or tell what they say.
 """
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
-from asyncflow.queue.protocol.lot import Lot, Slot
-from asyncflow.queue.protocol.messages import LeasedRow, PartitionSnapshot, TaskSpec
+from asyncflow.net.access import HELD_BY
+from asyncflow.queue.protocol.batches import RowBatch, Slot
+from asyncflow.queue.protocol.messages import LeasedRow, PartitionSnapshot, TaskSpec, UnitView
 
 Seconds = Annotated[float, Meta(ge=0)]
 Bytes = Annotated[int, Meta(ge=0)]
 Attempt = Annotated[int, Meta(ge=0)]
+_Count = Annotated[int, Meta(ge=0)]
+
+NOWHERE = -1
+"""The unit of a row that is not there, and of a move that has no unit to go to."""
+WRITE = "write:"
+"""What stands in place of a lease where there is none begins so; the rest is the writer's own name for the write."""
+LEASE_BITS = 59
+"""Below these bits of a lease's id are its epoch and count, above is the controller that gave it."""
+_LONGEST_LEASE = 16
 
 
 class Done(Struct, frozen=True):
@@ -67,7 +81,7 @@ class Claimed(Struct, frozen=True, omit_defaults=True):
     late: those of ``done`` that were not in force any more; withdrawn: the caller asked for this answer.
     """
 
-    lot: Lot | None
+    batch: RowBatch | None
     ended: bool
     late: list[str] = []
     withdrawn: bool = False
@@ -75,7 +89,7 @@ class Claimed(Struct, frozen=True, omit_defaults=True):
     @property
     def rows(self) -> list[LeasedRow]:
         """The rows one by one."""
-        return self.lot.leased() if self.lot is not None else []
+        return self.batch.leased() if self.batch is not None else []
 
 
 class Acknowledge(Struct, frozen=True):
@@ -225,3 +239,182 @@ class Close(Struct, frozen=True):
 
     partition: str
     step: int
+
+
+class ListRows(Struct, frozen=True):
+    """A question: the rows of a partition."""
+
+    partition: str
+
+
+class FindRows(Struct, frozen=True):
+    """A question: the rows with these keys."""
+
+    partition: str
+    keys: list[str]
+
+
+class Peek(Struct, frozen=True):
+    """Look at rows as ``task`` (or nobody) sees them: at these, or at the first ``most`` of the partition."""
+
+    partition: str
+    task: str
+    rows: list[int]
+    most: _Count
+
+
+class Reset(Struct, frozen=True):
+    """Let a task, or all, have every row again."""
+
+    partition: str
+    task: str | None
+
+
+class Expect(Struct, frozen=True):
+    """So many rows will be put in all."""
+
+    partition: str
+    total: _Count
+
+
+class ClearRows(Struct, frozen=True):
+    """Forget rows for ever; those that are not there are passed over."""
+
+    partition: str
+    rows: list[int]
+
+
+class AskProgress(Struct, frozen=True):
+    """How many rows have these columns, or were completed by this task? One of the two is given."""
+
+    partition: str
+    columns: list[str]
+    task: str
+
+
+class Counted(Struct, frozen=True):
+    """So many rows were changed."""
+
+    rows: int
+
+
+class ListPartitions(Struct, frozen=True):
+    """A question: all partitions."""
+
+
+class Partitions(Struct, frozen=True):
+    """How many rows each partition has, by name, sorted."""
+
+    rows: dict[str, int]
+
+
+class Drain(Struct, frozen=True):
+    """A unit shall leave. incarnation: only this one of it, or any (empty)."""
+
+    unit: Annotated[int, Meta(ge=0)]
+    incarnation: str = ""
+
+
+class AskWhere(Struct, frozen=True):
+    """A question: where these rows lie."""
+
+    rows: list[int]
+
+
+class Whereabouts(Struct, frozen=True):
+    """The unit of each row; NOWHERE for a row that is not there."""
+
+    units: list[int]
+
+
+class Units(Struct, frozen=True):
+    """All units, by index."""
+
+    units: list[UnitView]
+
+
+class Shares(Struct, frozen=True):
+    """Rows that each unit was given, to be compared with each other; turn: of whom asks, to be told from others."""
+
+    given: dict[int, int]
+    turn: int
+
+
+def controller_of(lease: str) -> int:
+    """Return the controller that gave ``lease``; the primary for anything that is no lease."""
+    number = lease.partition(HELD_BY)[0]
+    if not LEASE_BITS // 4 < len(number) <= _LONGEST_LEASE:
+        return 0
+    try:
+        return max(0, int(number, 16) >> LEASE_BITS)
+    except ValueError:
+        return 0
+
+
+class Follow(Struct, frozen=True):
+    """What happened to rows after ``position`` in the time of the home with this epoch? Parks for ``wait_s``.
+
+    home: 0 asks for a snapshot.
+    """
+
+    shard: _Count
+    home: _Count
+    position: _Count
+    wait_s: Seconds
+
+
+class Feed(Struct, frozen=True):
+    """What happened, up to ``position``; the items are encoded one by one.
+
+    parts: if not 0, the shard must take a snapshot of so many parts (``AskPart``) and follow from ``position`` on.
+    """
+
+    home: int
+    position: int
+    items: list[Raw]
+    parts: int = 0
+
+
+class AskPart(Struct, frozen=True):
+    """Request for part ``part`` of the snapshot that was made for this shard at ``position``."""
+
+    shard: _Count
+    position: _Count
+    part: _Count
+
+
+class Part(Struct, frozen=True):
+    """The items of a part, encoded one by one."""
+
+    items: list[Raw]
+
+
+class Reach(Struct, frozen=True):
+    """Answer when everything up to ``position`` of that home is known; parks for ``wait_s``."""
+
+    home: int
+    position: int
+    wait_s: Seconds
+
+
+class Reached(Struct, frozen=True):
+    """Whether it is known."""
+
+    ok: bool
+
+
+class EnterTypes(Struct, frozen=True):
+    """New columns of a partition, with their dtypes, that ``shard`` was given."""
+
+    shard: _Count
+    partition: str
+    dtypes: dict[str, str]
+
+
+class DropRows(Struct, frozen=True):
+    """Rows whose holder, who has them from ``shard``, gives them up for ever."""
+
+    shard: _Count
+    partition: str
+    rows: list[int]
+    reason: str

@@ -9,7 +9,7 @@ seconds from now, sizes are bytes.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from msgspec import Struct, field
 
@@ -55,6 +55,21 @@ class RowMeta(Struct, frozen=True, kw_only=True):
     def key(self) -> SampleKey:
         """The sample's name."""
         return SampleKey(self.serial, self.sample)
+
+
+class Samples(Struct, frozen=True, kw_only=True):
+    """Which groups a job puts into a partition of its own.
+
+    serials: their numbers; step: the optimizer step to which they belong; oldest, newest: steps of the versions that
+    may generate them; tokens: of the prompt of each row, or none.
+    """
+
+    serials: list[int]
+    step: int
+    purpose: Literal["train", "eval"] = "train"
+    oldest: int = 0
+    newest: int = NEWEST
+    tokens: list[int] = []
 
 
 class TaskSpec(Struct, frozen=True, kw_only=True):
@@ -114,7 +129,7 @@ class StepTotals(Struct, frozen=True, kw_only=True):
 
 
 class Wanted(Struct, frozen=True, kw_only=True):
-    """Samples whose bytes were lost before their commit: ``create`` takes them again.
+    """Samples whose bytes were lost before their commit: ``put`` takes them again.
 
     Their metas name sample, step and versions; tags and tokens follow from the serial and are left to the creator.
     """
@@ -238,3 +253,123 @@ def check_task(spec: TaskSpec) -> None:
         raise Refused("the rows of a gang are freed by a commit, not by their completion", where=where)
     if not spec.lease_s > 0:
         raise Refused(f"a lease of {spec.lease_s} s would end before it began", where=where)
+
+
+class Unready(Struct, frozen=True, kw_only=True):
+    """A row that is not ready for a task. seconds: since the controller knows it; lacks: columns that it needs yet."""
+
+    row: int
+    serial: int
+    sample: int
+    seconds: float
+    lacks: list[str]
+
+
+class TaskView(Struct, frozen=True, kw_only=True):
+    """One task. Counts are rows, but for ``parked``: claims that wait. oldest: the oldest row that is not ready."""
+
+    name: str
+    kind: str
+    needs: list[str]
+    writes: list[str]
+    groups: bool
+    lease_s: float
+    ready: int
+    leased: int
+    done: int
+    parked: int
+    oldest: Unready | None
+
+
+class PartitionView(Struct, frozen=True, kw_only=True):
+    """One partition. rows: there or awaited; wanted: lost, to be put again; columns: their dtypes.
+
+    silent: controllers that did not answer, with those of their tasks of which nothing is told.
+    """
+
+    name: str
+    purpose: str
+    rows: int
+    wanted: int
+    cleared: int
+    expected: int | None
+    columns: dict[str, str]
+    tasks: list[TaskView]
+    silent: dict[int, list[str]] = {}
+
+
+class Listing(Struct, frozen=True, array_like=True):
+    """Rows of a partition, in the order in which they were put; keys: empty where a row has none; tags: the others."""
+
+    rows: list[int]
+    keys: list[str]
+    tags: list[dict[str, Tag]]
+
+
+class Sight(Struct, frozen=True, array_like=True):
+    """What a look at rows shows, a place for each.
+
+    ready: for the task that was named, now; leased, done: by it; attempts: how often it had the row before; lacks: the
+    columns that the task needs and the row has not got; sizes: bytes by column, -1 where a row has not got it.
+    """
+
+    rows: list[int]
+    keys: list[str]
+    tags: list[dict[str, Tag]]
+    ready: list[bool]
+    leased: list[bool]
+    done: list[bool]
+    attempts: list[int]
+    lacks: list[list[str]]
+    sizes: dict[str, list[int]]
+
+
+class Progress(Struct, frozen=True, kw_only=True):
+    """How far the rows of a partition are with some columns, or with a task.
+
+    rows: that there are; done: that have all of the columns, or that the task has completed; leased: that it holds;
+    cleared: that were there and were cleared one by one; expected: that there will be, None if nobody said so.
+    """
+
+    rows: int
+    done: int
+    leased: int = 0
+    cleared: int = 0
+    expected: int | None = None
+
+    @property
+    def all(self) -> bool:
+        """Every row that there is or will be is done; False where there is none. Cleared rows were done."""
+        known = self.rows + self.cleared
+        return 0 < known >= (self.expected or 0) and self.done == self.rows
+
+
+class Found(Struct, frozen=True):
+    """The rows, 0 for a key that none has.
+
+    lost: those of these keys whose rows were lost with their unit; unnamed: how many rows of the partition were lost
+    that had no key, or whose keys are not known any more since the controller was restarted.
+    """
+
+    rows: list[int]
+    lost: list[str] = []
+    unnamed: int = 0
+
+
+UnitState: TypeAlias = Literal["serving", "silent", "leaving", "away"]
+
+
+class UnitView(Struct, frozen=True, kw_only=True):
+    """A unit as the controller knows it. away: it has not told what it holds since it, or the controller, began.
+
+    silent: it has not been heard for several times as long as it should be; rows: that it holds, those still to be
+    moved where it leaves; bytes: used; limit: most bytes; epoch: of its rows.
+    """
+
+    unit: int
+    state: UnitState
+    rows: int
+    bytes: int
+    limit: int
+    epoch: int = 0
+    address: str = ""

@@ -1,21 +1,27 @@
-"""The calls of clients to units, and of units to the controller.
+"""The calls of clients to units, of units to controllers, and of units to each other.
 
-Invariant: as in ``calls``, every call can be sent again after its answer was lost.
+A unit that leaves asks the controller which of its rows go to which unit next (``AskLeg``), and takes them there
+(``TakeRows``); that unit tells the controller (``MovedRows``), whose answer moves them.
+
+Invariant: as in ``calls``, every call can be sent again after its answer was lost; a ``Leg`` makes earlier ones void.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
 
+from asyncflow.errors import ProtocolError
 from asyncflow.identity import home
 from asyncflow.net.frames import BatchHeader
-from asyncflow.queue.protocol.calls import Attempt, Bytes, Seconds
-from asyncflow.queue.protocol.messages import SERIAL_BITS, RowMeta, Tag
-from asyncflow.queue.protocol.runs import expand_equal, shrink_equal
-from asyncflow.queue.protocol.sizes import MOST_BYTES
+from asyncflow.queue.protocol.batches import MOST_BYTES, chosen_sizes
+from asyncflow.queue.protocol.calls import NOWHERE, Attempt, Bytes, Seconds
+from asyncflow.queue.protocol.messages import SERIAL_BITS, Samples, Tag
 
+MOST_ROWS = 1 << 20
+"""Rows that one put, or one item of a feed, stands for at most."""
 CellBytes = Annotated[int, Meta(ge=0, le=MOST_BYTES)]
 _GroupSize = Annotated[int, Meta(ge=1)]
 ClientName = Annotated[bytes, Meta(min_length=8, max_length=64)]
@@ -23,7 +29,7 @@ GroupNumber = Annotated[int, Meta(ge=0, lt=1 << SERIAL_BITS)]
 
 
 class Cells(Struct, frozen=True, kw_only=True):
-    """Columns of some rows, as their unit tells of them. sizes: bytes of each row, see ``sizes``."""
+    """Columns of some rows, as their unit tells of them. sizes: bytes of each row, see ``batches.pack``."""
 
     dtypes: dict[str, str]
     sizes: dict[str, bytes]
@@ -39,27 +45,14 @@ class Held(Struct, frozen=True, kw_only=True):
     tags: dict[str, Tag]
 
 
-class CreateRows(Struct, frozen=True):
-    """Put new samples; the frames hold their columns in the order of ``metas``.
-
-    outputs: most bytes of each column that is written to each of them later; wait_s: for room for all of it; attempt:
-    of their creator; producer: who puts, and shares the room fairly with others.
-    """
-
-    metas: list[RowMeta]
-    group_size: int
-    header: BatchHeader
-    outputs: dict[str, Bytes]
-    wait_s: Seconds
-    attempt: Attempt = 0
-    producer: str = ""
-
-
 class PutRows(Struct, frozen=True):
-    """Put rows of an open partition; the frames hold their columns, ``header.rows`` says how many there are.
+    """Put rows; the frames hold their columns, ``header.rows`` says how many there are.
 
-    client: name of who puts, random bytes that nobody else has; group: the client's own number of the first group, the
-    others follow it; tags: one set a row, or none at all; outputs, wait_s: as for ``CreateRows``.
+    client: name of the client that puts them, random bytes that no other has; group: the client's own number of the
+    first group, the others follow it; tags: one set for each row, or none at all; outputs: most bytes of each column
+    that is written to each row later; wait_s: for room for all of it; producer: who puts, and shares the room fairly
+    with others; samples: which groups they are, where their creator numbers them instead of the client; attempt: of
+    that creator.
     """
 
     partition: str
@@ -71,13 +64,15 @@ class PutRows(Struct, frozen=True):
     outputs: dict[str, Bytes]
     wait_s: Seconds
     producer: str = ""
+    samples: Samples | None = None
+    attempt: Attempt = 0
 
 
-class Numbers(Struct, frozen=True):
+class RowIds(Struct, frozen=True):
     """Ids of the rows that were put.
 
-    new: True where the row is new; empty when all are. Elsewhere the id is that of the row that was put so before or
-    has this key already (its cells are as they were), or 0 where it was put before and has been cleared.
+    new: True where the row is new; on the wire empty when all are. Elsewhere the id is that of the row that was put so
+    before or has this key already (its cells are as they were), or 0 where that is gone or its group was refused.
     """
 
     rows: list[int]
@@ -165,17 +160,7 @@ class LostRows(Struct, frozen=True):
 
 
 class NewRows(Struct, frozen=True, tag="new"):
-    """Samples that a unit was given by an attempt of their creator."""
-
-    metas: list[RowMeta]
-    rows: list[int]
-    group_size: _GroupSize
-    cells: Cells
-    attempt: Attempt = 0
-
-
-class OpenRows(Struct, frozen=True, tag="open"):
-    """Rows of an open partition that a unit was given; see ``PutRows``."""
+    """Rows that a unit was given; see ``PutRows``."""
 
     partition: str
     client: ClientName
@@ -184,6 +169,8 @@ class OpenRows(Struct, frozen=True, tag="open"):
     rows: list[int]
     cells: Cells
     tags: list[dict[str, Tag]]
+    samples: Samples | None = None
+    attempt: Attempt = 0
 
 
 class NewCells(Struct, frozen=True, tag="cells"):
@@ -211,8 +198,7 @@ class MovedRows(Struct, frozen=True, tag="moved"):
     tags: list[dict[str, Tag]]
 
 
-Entry: TypeAlias = NewRows | OpenRows | NewCells | MovedRows
-"""Their ``rows`` are as of ``shrink``."""
+Entry: TypeAlias = NewRows | NewCells | MovedRows
 
 
 class Admit(Struct, frozen=True):
@@ -225,27 +211,28 @@ class Admit(Struct, frozen=True):
 class Verdict(Struct, frozen=True):
     """What became of each row of an entry; error: that of ``to_wire`` when the whole entry is refused.
 
-    rows: of ``OpenRows`` that are not all ok, the ids to be told to their creator (see ``Numbers``). It crosses the
-    socket ``short``.
+    rows: of ``NewRows`` that are not all ok, the ids to be told to whoever put them (see ``RowIds``).
     """
 
     ok: list[bool]
     error: dict[str, str] | None = None
     rows: list[int] = []
 
-    def short(self) -> Verdict:
-        """Return the same in few bytes."""
-        return Verdict(shrink_equal(self.ok), self.error, self.rows) if len(self.ok) > 1 else self
-
     def each(self, count: int) -> list[bool]:
         """Return what became of each of ``count`` rows."""
-        return expand_equal(self.ok, count) or [False] * count
+        return self.ok or [False] * count
 
 
 class Admitted(Struct, frozen=True):
     """A verdict for each entry."""
 
     verdicts: list[Verdict]
+
+    def on(self, entries: Sized) -> list[Verdict]:
+        """Return the verdicts on ``entries``. Raises ProtocolError where they are fewer or more."""
+        if len(self.verdicts) != len(entries):
+            raise ProtocolError(f"{len(self.verdicts)} verdicts came on {len(entries)} entries")
+        return self.verdicts
 
 
 class Watch(Struct, frozen=True):
@@ -267,3 +254,62 @@ class Orders(Struct, frozen=True):
     number: int
     rows: list[int]
     leave: bool = False
+
+
+class AskLeg(Struct, frozen=True):
+    """A unit that leaves asks what goes next.
+
+    rows: the first of the ``held`` rows that it holds, of ``nbytes`` bytes; but: not to there.
+    """
+
+    session: Session
+    rows: list[int]
+    held: Annotated[int, Meta(ge=0)]
+    nbytes: Bytes
+    but: int = NOWHERE
+
+
+class Leg(Struct, frozen=True):
+    """Move ``rows`` to ``unit``. gone: those that are not needed here any more.
+
+    over: nothing is left here, and the session has ended; alone: there is no other unit, nor is one awaited.
+    """
+
+    ticket: int
+    unit: int
+    rows: list[int]
+    gone: list[int]
+    over: bool = False
+    alone: bool = False
+
+
+class TakeRows(Struct, frozen=True):
+    """Take rows over from another unit; the frames hold all their columns.
+
+    home, ticket, partial, tokens, tags: see ``MovedRows``; outputs: most bytes of each column that is written later.
+    """
+
+    home: int
+    ticket: int
+    rows: list[int]
+    header: BatchHeader
+    partial: list[str]
+    tokens: list[int]
+    tags: list[dict[str, Tag]]
+    outputs: dict[str, Bytes]
+    wait_s: Seconds
+    producer: str = ""
+
+
+def chosen(cells: Cells, count: int, indices: list[int]) -> Cells:
+    """Return the cells of some of ``count`` rows."""
+    if len(indices) == count:
+        return cells
+    return Cells(dtypes=cells.dtypes, sizes={name: chosen_sizes(of, indices) for name, of in cells.sizes.items()})
+
+
+class AdmitCells(Struct, frozen=True):
+    """What ``unit`` was given under leases of this shard."""
+
+    unit: Annotated[int, Meta(ge=0)]
+    entries: list[NewCells]

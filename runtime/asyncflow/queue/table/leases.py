@@ -1,150 +1,348 @@
-"""Leases in force: who holds which rows of a task, and until when.
+"""Claims: parked until rows are ready, met with a lease, ended by completion, return, expiry or the holder's death.
 
-Invariants: a row is in at most one lease of a task; a lease without rows does not exist; deadlines lie in a heap, where
-a renewal costs nothing and an entry that turned out too early is put back when it comes up.
+Invariants: a claim that can be met is never left parked after ``serve``; claims whose version suits a row come before
+those that would have to load another; no claim mixes rows of both kinds; only the lease in force can change a row; what
+a claim or slot is told of its rows is what they are now.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, cast
 
 from msgspec import Struct
 
-from asyncflow.queue.protocol.shard_calls import LEASE_BITS
+from asyncflow.errors import Refused
+from asyncflow.flow.schedule import VersionWindow
+from asyncflow.flow.selection import VersionFilter
+from asyncflow.identity import NEWEST
+from asyncflow.queue.ledger import events as ev
+from asyncflow.queue.protocol.batches import ABSENT, RowBatch, pack
+from asyncflow.queue.table.apply import QueueState
+from asyncflow.queue.table.ready import TaskQueue
+from asyncflow.queue.table.state import Lease, Row, RowGroup, SharedSizes, lease_id, parse_lease
 
-_COUNTER_BITS = 40
-_REMEMBERED = 4096
+ANY: Final = VersionFilter()
+"""The version filter of a claim to which versions do not matter."""
 
 
-class Lease(Struct, eq=False):
-    """One claim that was met. rows: ids of those still open, as they were given; until: on the caller's clock.
+class Claim(Struct, eq=False):
+    """A worker's request for rows. ticket: its own name for the claim; asked again, it gets the same lease again.
 
-    whole: no row of it was given back or dropped.
+    max_rows: most rows, but at least one whole group where the task takes groups; max_groups: most groups; min_rows:
+    fewest, or nothing; max_tokens: most weight, 0 for any, but at least one row or group; until_done: the task has not
+    ended for it while others hold rows, which may come back.
     """
 
-    id: int
     partition: str
     task: str
     worker: str
     ticket: str
-    rows: dict[int, None]
-    until: float = math.inf
-    whole: bool = True
-
-    @property
-    def name(self) -> str:
-        """The id as it goes to clients."""
-        return f"{self.id:x}"
+    version_filter: VersionFilter = ANY
+    max_rows: int = 1
+    max_groups: int | None = None
+    min_rows: int = 1
+    max_tokens: int = 0
+    until_done: bool = False
 
 
-def lease_id(*, epoch: int, counter: int, controller: int = 0) -> int:
-    """Return the id of the ``counter``-th lease of the controller with this epoch: never used again."""
-    return controller << LEASE_BITS | epoch << _COUNTER_BITS | counter
+@dataclass(slots=True)
+class Counters:
+    """Since the controller started. fenced: writes refused because their lease had ended."""
+
+    expiries: int = 0
+    redeliveries: int = 0
+    fenced: int = 0
 
 
-def parse_lease(name: str) -> int:
-    """Return the id that ``Lease.name`` wrote; 0, which no lease has, for anything else."""
-    try:
-        return int(name, 16)
-    except ValueError:
-        return 0
+class Claims:
+    """The claims and leases of all tasks."""
+
+    def __init__(self, state: QueueState) -> None:
+        self.counters = Counters()
+        self._state = state
+        self._parked: dict[str, dict[str, dict[Claim, None]]] = {}
+        self._granted = 0
+        self._epoch = 0
+
+    def start(self, now: float) -> None:
+        """Begin to grant leases, in the present epoch, which no other controller has."""
+        self._epoch = self._state.epoch
+        self.extend_all(now)
+
+    def extend_all(self, now: float) -> None:
+        """Extend every lease in force by its full time from now on."""
+        for lease in self._state.leases:
+            self._extend(lease, now)
+
+    def parked(self) -> dict[tuple[str, str], int]:
+        """Return the number of parked claims by partition and task."""
+        return {(name, task): len(claims) for name, tasks in self._parked.items() for task, claims in tasks.items()}
+
+    def park(self, claim: Claim) -> None:
+        """Park ``claim`` until there are rows; the next ``serve`` may meet it. Refused for a gang's task."""
+        self._queue(claim)
+        self._parked.setdefault(claim.partition, {}).setdefault(claim.task, {})[claim] = None
+
+    def withdraw(self, claim: Claim) -> None:
+        """Take ``claim`` away from those that wait."""
+        tasks = self._parked.get(claim.partition, {})
+        claims = tasks.get(claim.task, {})
+        claims.pop(claim, None)
+        if not claims and tasks.pop(claim.task, None) is not None and not tasks:
+            del self._parked[claim.partition]
+
+    def serve(self, now: float) -> list[tuple[Claim, RowBatch]]:
+        """Meet the claims that can be met in the partitions that were touched; return each with its rows."""
+        grants: list[tuple[Claim, RowBatch]] = []
+        for partition in self._parked.keys() & self._state.touched:
+            for task, claims in list(self._parked[partition].items()):
+                queue = self._state.partition(partition).queues.get(task)
+                if queue is not None and queue.spec.kind != "gang":
+                    self._serve(queue, claims, grants, now)
+        return grants
+
+    def _serve(
+        self, queue: TaskQueue, claims: dict[Claim, None], grants: list[tuple[Claim, RowBatch]], now: float
+    ) -> None:
+        waiting = list(claims)
+        for exact in (True, False):
+            for claim in waiting:
+                if (batch := self._meet(queue, claim, now, exact=exact)) is not None:
+                    self.withdraw(claim)
+                    grants.append((claim, batch))
+            waiting = [claim for claim in claims if claim.version_filter.accept]
+
+    def grant(self, claim: Claim, now: float) -> RowBatch | None:
+        """Meet ``claim`` if that can be done now; it comes after all parked ones, which so cannot be met."""
+        queue = self._queue(claim)
+        if queue is None:
+            return None
+        batch = self._meet(queue, claim, now, exact=True)
+        return batch or (self._meet(queue, claim, now, exact=False) if claim.version_filter.accept else None)
+
+    def _queue(self, claim: Claim) -> TaskQueue | None:
+        queue = self._state.partition(claim.partition).task(claim.task)
+        if queue is not None and queue.spec.kind == "gang":
+            hint = "A trainer asks for slots"
+            raise Refused(f"{claim.partition}/{claim.task} is the task of a gang", where="claim", hint=hint)
+        return queue
+
+    def _meet(self, queue: TaskQueue, claim: Claim, now: float, *, exact: bool) -> RowBatch | None:
+        lease = self._state.leases.of_ticket(claim.worker, claim.ticket)
+        if lease is not None:
+            rows = list(map(self._state.rows.__getitem__, lease.rows))
+            return batch_of_lease(lease, rows, now) if all(row.here for row in rows) else None
+        if queue.index.weight < claim.min_rows or not (rows := self._take(queue, claim, exact=exact)):
+            return None
+        self._granted += 1
+        number = lease_id(epoch=self._epoch, counter=self._granted, controller=self._state.index)
+        numbers = [row.row for row in rows]
+        self._state.record(ev.Leased(number, claim.partition, claim.task, claim.worker, claim.ticket, numbers))
+        lease = self._state.leases.get(number)
+        assert lease is not None
+        self._state.leases.extend(lease, until=now + queue.spec.lease_s)
+        batch = batch_of_lease(lease, rows, now)
+        self.counters.redeliveries += len(batch.attempts) - batch.attempts.count(0)
+        return batch
+
+    def _take(self, queue: TaskQueue, claim: Claim, *, exact: bool) -> list[Row]:
+        """Return the rows that the claim gets, taken out of the index."""
+        fits = claim.version_filter.suits if exact else claim.version_filter.accepts
+        if queue.by_group or claim.max_groups is not None or claim.max_tokens:
+            return self._choose(queue, claim, fits)
+        if claim.min_rows > 1 and queue.index.fitting(fits) < claim.min_rows:
+            return []
+        return cast("list[Row]", queue.index.take(fits, claim.max_rows))
+
+    def _choose(self, queue: TaskQueue, claim: Claim, fits: Callable[[VersionWindow], bool]) -> list[Row]:
+        """Return rows or groups in order, up to the first that would be too much."""
+        rows: list[Row] = []
+        items: list[Row | RowGroup] = []
+        groups: set[int] = set()
+        most, left = claim.max_rows, claim.max_tokens or math.inf
+        for item in queue.index.each(fits):
+            if len(rows) >= most:
+                break
+            more = queue.open_rows(item) if isinstance(item, RowGroup) else [item]
+            serial = more[0].group.serial
+            if claim.max_groups is not None and serial not in groups and len(groups) >= claim.max_groups:
+                break
+            if len(rows) + len(more) > most and (rows or not queue.by_group):
+                break
+            weight = sum([row.weight for row in more]) if claim.max_tokens else 0
+            if rows and weight > left:
+                break
+            left -= weight
+            groups.add(serial)
+            rows += more
+            items.append(item)
+        if len(rows) < claim.min_rows:
+            return []
+        for item in items:
+            queue.index.discard(item)
+        return rows
+
+    def holder(self, lease: str) -> Lease | None:
+        """Return the lease of that name if it is in force."""
+        number, holder = parse_lease(lease)
+        found = self._state.leases.get(number)
+        return found if found is not None and found.holder == holder else None
+
+    def complete(self, lease: str, rows: Sequence[int]) -> list[bool]:
+        """Complete those of ``rows`` that the lease holds, or has completed already; False for the others."""
+        number, _ = parse_lease(lease)
+        mine = self._held(lease, rows)
+        if mine:
+            self._state.record(ev.Completed(number, mine))
+            if len(mine) == len(rows):
+                return [True] * len(mine)
+        held = set(mine)
+        admitted = [ok or row in held for ok, row in zip(self.completed(lease, rows), rows, strict=True)]
+        self.counters.fenced += admitted.count(False)
+        return admitted
+
+    def acknowledge(self, leases: Sequence[str]) -> list[bool]:
+        """Complete all rows of ``leases``; False for one that is not in force and was not completed so before."""
+        held = {name: lease for name in leases if (lease := self.holder(name)) is not None}
+        for name, lease in held.items():
+            if writes := self._state.partition(lease.partition).queues[lease.task].spec.writes:
+                hint = "Complete them with these columns"
+                raise Refused(f"task {lease.task} writes {sorted(writes)}", where=f"lease {name}", hint=hint)
+        for lease in held.values():
+            self._state.record(ev.Completed(lease.id, list(lease.rows)))
+        admitted = [self._state.leases.was_completed(parse_lease(name)[0]) for name in leases]
+        self.counters.fenced += admitted.count(False)
+        return admitted
+
+    def give_back(self, lease: str, rows: Sequence[int], reason: str) -> list[bool]:
+        """Return those of ``rows`` that the lease holds to the task; False for the others."""
+        if mine := self._held(lease, rows):
+            self._state.record(ev.Returned(parse_lease(lease)[0], mine, reason))
+        held = set(mine)
+        return [row in held for row in rows]
+
+    def drop(self, lease: str, rows: Sequence[int], reason: str) -> list[bool]:
+        """Drop for ever those of ``rows`` that the lease holds; False for the others."""
+        mine = self._held(lease, rows)
+        if mine:
+            self._state.record(ev.RowsDropped(self._state.rows[mine[0]].group.partition, mine, reason))
+        held = set(mine)
+        return [row in held for row in rows]
+
+    def renew(self, leases: Sequence[str], now: float) -> list[str]:
+        """Begin the time of ``leases`` anew; return those that are in force."""
+        known = [(name, lease) for name in leases if (lease := self.holder(name)) is not None]
+        for _, lease in known:
+            self._extend(lease, now)
+        return [name for name, _ in known]
+
+    def expire(self, now: float) -> int:
+        """End the leases whose time is over; return the number of rows that became ready again."""
+        return sum(self._end(lease, "expired") for lease in self._state.leases.due(now))
+
+    def abandon(self, worker: str, ticket: str) -> None:
+        """End the lease, if any, of a claim for which nobody waits any more."""
+        if (lease := self._state.leases.of_ticket(worker, ticket)) is not None:
+            self._state.record(ev.Returned(lease.id, list(lease.rows), "abandoned"))
+
+    def expire_worker(self, worker: str) -> None:
+        """End all leases and claims of a worker that is known to be dead."""
+        gone = [c for tasks in self._parked.values() for claims in tasks.values() for c in claims if c.worker == worker]
+        for claim in gone:
+            self.withdraw(claim)
+        for lease in self._state.leases.of_worker(worker):
+            self._end(lease, "worker lost")
+
+    def ended(self, claim: Claim) -> bool:
+        """Tell whether nothing will ever come for ``claim``; see ``Claim.until_done``. Raises Misdirected."""
+        partition = self._state.partition(claim.partition)
+        queue = partition.task(claim.task)
+        if not partition.ended(claim.task):
+            return False
+        if not claim.until_done or queue is None:
+            return True
+        held = self._state.leases.of_worker(claim.worker)
+        home = (claim.partition, claim.task)
+        return queue.leased == sum(len(lease.rows) for lease in held if (lease.partition, lease.task) == home)
+
+    def _end(self, lease: Lease, reason: str) -> int:
+        rows = list(lease.rows)
+        self._state.record(ev.Returned(lease.id, rows, reason))
+        self.counters.expiries += 1
+        return len(rows)
+
+    def _extend(self, lease: Lease, now: float) -> None:
+        queue = self._state.partitions[lease.partition].queues[lease.task]
+        self._state.leases.extend(lease, until=now + queue.spec.lease_s)
+
+    def _held(self, name: str, rows: Sequence[int]) -> list[int]:
+        lease = self.holder(name)
+        return [row for row in dict.fromkeys(rows) if row in lease.rows] if lease is not None else []
+
+    def completed(self, lease: str, rows: Sequence[int]) -> list[bool]:
+        """Tell which of ``rows`` the lease has completed, and the state still know."""
+        number, holder = parse_lease(lease)
+        return [self._did(row, number, holder) for row in rows]
+
+    def _did(self, number: int, lease: int, holder: str) -> bool:
+        row = self._state.rows.get(number)
+        return row is not None and any(work.done == lease and work.holder == holder for work in row.work.values())
 
 
-class Leases:
-    """The book of leases in force, and of the last ones whose rows were all completed."""
+def batch_of_lease(lease: Lease, rows: Sequence[Row], now: float) -> RowBatch:
+    """Describe ``rows``, at least one: those that ``lease`` holds."""
+    attempts = [row.work[lease.task].attempt for row in rows]
+    return _batch_of(rows, lease=lease.name, until=lease.until - now, attempts=attempts)
 
-    def __init__(self) -> None:
-        self._completed: dict[int, None] = {}
-        self._open: dict[int, Lease] = {}
-        self._tickets: dict[tuple[str, str], Lease] = {}
-        self._heap: list[tuple[float, int]] = []
 
-    def __len__(self) -> int:
-        return len(self._open)
+def batch_of_slot(rows: Sequence[Row]) -> RowBatch:
+    """Describe ``rows``, at least one: those that a rank trains in a slot."""
+    return _batch_of(rows, lease="", until=0.0, attempts=[])
 
-    def __iter__(self) -> Iterator[Lease]:
-        return iter(self._open.values())
 
-    def get(self, lease: int) -> Lease | None:
-        """Return the lease if it is in force."""
-        return self._open.get(lease)
+def _batch_of(rows: Sequence[Row], *, lease: str, until: float, attempts: list[int]) -> RowBatch:
+    groups = [row.group for row in rows]
+    numbers = [row.row for row in rows]
+    tags = [row.tags for row in rows]
+    moved = [row.moved for row in rows]
+    first = groups[0]
+    stepped = [] if first.purpose == "open" else groups
+    return RowBatch(
+        partition=first.partition,
+        purpose=first.purpose,
+        lease=lease,
+        until=until,
+        rows=numbers,
+        serials=[group.serial for group in groups],
+        samples=_unless([row.sample for row in rows], 0),
+        attempts=_unless(attempts, 0),
+        steps=_unless([group.step for group in stepped], 0),
+        oldest=_unless([group.window.oldest for group in stepped], 0),
+        newest=_unless([group.window.newest for group in stepped], NEWEST),
+        tokens=_unless([row.tokens for row in rows], 0) if stepped else [],
+        tags=tags if any(tags) else [],
+        sizes=_sizes(rows, numbers),
+        units=[row.unit for row in rows] if any(moved) else [],
+    )
 
-    def of_ticket(self, worker: str, ticket: str) -> Lease | None:
-        """Return the lease that the claim ``ticket`` of ``worker`` was given, if it is in force."""
-        return self._tickets.get((worker, ticket))
 
-    def of_worker(self, worker: str) -> list[Lease]:
-        """Return the leases that ``worker`` holds."""
-        return [lease for lease in self._open.values() if lease.worker == worker]
+def _unless(values: list[int], default: int) -> list[int]:
+    """Return ``values``, or nothing where all are ``default``."""
+    return [] if values.count(default) == len(values) else values
 
-    def add(self, lease: Lease) -> None:
-        """Enter a lease; it has no deadline before ``extend``."""
-        self._open[lease.id] = lease
-        self._tickets[lease.worker, lease.ticket] = lease
 
-    def extend(self, lease: Lease, *, until: float) -> None:
-        """Let ``lease`` be in force until then."""
-        if lease.until == math.inf:
-            heapq.heappush(self._heap, (until, lease.id))
-        lease.until = until
-
-    def release(self, lease_id: int, rows: Iterable[int], *, done: bool = False) -> None:
-        """Take ``rows``, ``done`` or not, out of their lease; the lease ends with its last row."""
-        lease = self._open.get(lease_id)
-        if lease is None:
-            return
-        lease.whole &= done
-        for row in rows:
-            lease.rows.pop(row, None)
-        if not lease.rows:
-            self._end(lease)
-
-    def cancel(self, lease_id: int) -> None:
-        """End a lease, if it is in force: none of its rows was completed."""
-        if (lease := self._open.get(lease_id)) is not None:
-            lease.whole = False
-            self._end(lease)
-
-    def _end(self, lease: Lease) -> None:
-        del self._open[lease.id]
-        if self._tickets.get((lease.worker, lease.ticket)) is lease:
-            del self._tickets[lease.worker, lease.ticket]
-        if lease.whole:
-            self.remember(lease.id)
-
-    def remember(self, lease_id: int) -> None:
-        """Note that a lease has ended because all its rows were completed."""
-        self._completed[lease_id] = None
-        if len(self._completed) > _REMEMBERED:
-            del self._completed[next(iter(self._completed))]
-
-    def completed(self) -> list[int]:
-        """Return the leases that ended so last."""
-        return list(self._completed)
-
-    def was_completed(self, lease_id: int) -> bool:
-        """Tell whether a lease is one of them."""
-        return lease_id in self._completed
-
-    def due(self, now: float) -> list[Lease]:
-        """Return the leases whose deadline has passed. They stay in force until their rows are released."""
-        ended: list[Lease] = []
-        while self._heap and self._heap[0][0] <= now:
-            _, number = heapq.heappop(self._heap)
-            lease = self._open.get(number)
-            if lease is None:
-                continue
-            if lease.until <= now:
-                ended.append(lease)
-            else:
-                heapq.heappush(self._heap, (lease.until, number))
-        while self._heap and self._heap[0][1] not in self._open:
-            heapq.heappop(self._heap)
-        return ended
-
-    @property
-    def next_deadline(self) -> float:
-        """A time before which no lease ends, perhaps long before; infinite without leases since ``due``."""
-        return self._heap[0][0] if self._heap else math.inf
+def _sizes(rows: Sequence[Row], numbers: Sequence[int]) -> dict[str, bytes]:
+    shape, told, count = rows[0].shape, rows[0].cells, len(rows)
+    if not [row for row in rows if row.shape is not shape or row.partial]:
+        if isinstance(told, SharedSizes) and not [row for row in rows if row.cells is not told]:
+            return dict(zip(shape.names, told.columns(numbers), strict=True))
+        cells = [row.own_cells for row in rows]
+        return dict(zip(shape.names, map(pack, zip(*cells, strict=True)), strict=True))
+    sizes: dict[str, list[int]] = {}
+    for index, row in enumerate(rows):
+        for name, size in row.sizes.items():
+            sizes.setdefault(name, [ABSENT] * count)[index] = size
+    return {name: pack(of) for name, of in sizes.items()}

@@ -1,29 +1,43 @@
-"""What one partition holds: groups and their outcomes, tasks, the trainer, counts.
+"""One partition: its groups and their outcomes, its tasks, the trainer's steps, the serials that were used, and counts.
 
-Invariant: after ``Partition.refresh(group)`` the indexes of all tasks agree with the rows of that group; ``counts`` and
-``wanted`` always agree with the states of the rows.
+A trainer's step binds groups whole when the first of their rows goes into a slot; rows that did not fit wait in
+``Step.carry`` for the next slot. A slot is decided once and then remembered, so that every rank sees the same one.
+
+A serial is the number of its client above the client's own count (``SERIAL_BITS``). A client is known by a name that
+nobody else has; its number is given to it with its first put, and is that of no other client of which anything is
+known. Number 0 is that of the one creator of a partition that gives serials itself. Clients count on, so what one of
+them has used is nearly always one span, whatever became of the rows.
+
+Invariants: after ``Partition.refresh(group)`` the indexes of all tasks agree with the rows of that group; ``counts``
+and ``wanted`` always agree with the states of the rows; a group is bound to its own step only; no row is in two slots.
+A serial that was used is never taken for new, except by a client that has no living rows and of which nothing was heard
+while at least half of ``_IDLE`` others without rows put; one that was not used is never taken for used; memory grows
+with the clients and the puts that they gave up, not with the rows.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import NamedTuple
 
 from asyncflow.errors import Fenced, Misdirected, Refused
+from asyncflow.flow.schedule import VersionWindow
 from asyncflow.queue.ledger.events import Declared
-from asyncflow.queue.protocol.messages import KEY_TAG, Purpose, TaskSpec
-from asyncflow.queue.table.gang import Gang
-from asyncflow.queue.table.outcomes import Outcomes
-from asyncflow.queue.table.readiness import TaskQueue
-from asyncflow.queue.table.serials import Serials
-from asyncflow.queue.table.state import Finished, Group, Row, Shape, State
+from asyncflow.queue.protocol.messages import KEY_TAG, SERIAL_BITS, Purpose, StepTotals, TaskSpec
+from asyncflow.queue.table.ready import TaskQueue
+from asyncflow.queue.table.state import Finished, Row, RowGroup, RowState, Shape
 
 
 class Partition:
     """Everything about one partition.
 
     schema: dtypes by column; revision: counts changes of ``wanted``; creator: the newest attempt of its creator; used:
-    serials of open rows; keys: rows by their tag ``KEY_TAG``; cleared: how many open rows were; bare: no columns;
+    the serials that exist; finished: outcomes of groups by serial, equal ones shared (about 100 bytes a group); keys:
+    rows by their tag ``KEY_TAG``; cleared: how many open rows were; bare: no columns;
     expected: how many rows were announced; closed: the last step of a run, 0 where an open partition gets no more rows,
     None while more may come; resets, peeked: rows that were taken from a task, and looked at; forgotten:
     how many were cleared when the partition was last cleared as a whole; elsewhere: tasks of other controllers;
@@ -33,16 +47,15 @@ class Partition:
     def __init__(self, name: str) -> None:
         self.name = name
         self.purpose: Purpose | None = None
-        self.groups: dict[int, Group] = {}
-        self.finished = Outcomes()
+        self.groups: dict[int, RowGroup] = {}
+        self.finished: dict[int, Finished] = {}
         self.queues: dict[str, TaskQueue] = {}
         self.elsewhere: dict[str, Declared] = {}
         self.gang = Gang()
-        self.counts: Counter[State] = Counter()
+        self.counts: Counter[RowState] = Counter()
         self.wanted: dict[Row, None] = {}
         self.revision = 0
         self.creator = 0
-        self.next_serial = 0
         self.used = Serials()
         self.keys: dict[str, Row] = {}
         self.cleared = 0
@@ -56,6 +69,7 @@ class Partition:
         self.schema: dict[str, str] = {}
         self.bare = Shape()
         self._gains: dict[tuple[Shape, Shape], list[TaskQueue]] = {}
+        self._outcomes: dict[Finished, Finished] = {}
 
     @property
     def gang_queue(self) -> TaskQueue | None:
@@ -67,6 +81,14 @@ class Partition:
         queue = self.queues.get(name)
         if queue is None and (there := self.elsewhere.get(name)) is not None:
             raise Misdirected.at(there.controller, f"the task {self.name}/{name} is not decided about here")
+        return queue
+
+    def known_task(self, name: str) -> TaskQueue:
+        """Return the queue of a task. Raises Refused where there is none, and what ``task`` does."""
+        queue = self.task(name)
+        if queue is None:
+            known = ", ".join(sorted(self.queues)) or "none"
+            raise Refused(f"there is no task {name!r}", where=self.name, hint=f"It has {known}")
         return queue
 
     def check_creator(self, attempt: int) -> None:
@@ -83,7 +105,7 @@ class Partition:
 
     @property
     def complete(self) -> bool:
-        """Whether no more rows come: it is closed, or an open one has as many rows as were announced."""
+        """True once no more rows come: it is closed, or an open one has as many rows as were announced."""
         if self.closed is not None or self.expected is None or self.purpose not in (None, "open"):
             return self.closed is not None
         return self.counts.total() + self.cleared - self.forgotten >= self.expected
@@ -93,7 +115,7 @@ class Partition:
         if not self.complete or self.wanted or any(step > (self.closed or 0) for step in self.gang.steps):
             return False
         queue = self.queues.get(task)
-        return self.counts[State.LIVE] == (queue.busy if queue is not None else 0)
+        return self.counts[RowState.LIVE] == (queue.busy if queue is not None else 0)
 
     def emptied(self) -> Partition:
         """Return the partition without any row: its tasks, its creator, the serials used and what was counted stay."""
@@ -117,9 +139,9 @@ class Partition:
             queue.refresh(group)
             works = [(row.state, row.work[spec.name]) for row in group.rows if spec.name in row.work]
             queue.leased += sum(1 for _, work in works if work.lease)
-            queue.busy += sum(1 for state, work in works if state is State.LIVE and (work.lease or work.done))
+            queue.busy += sum(1 for state, work in works if state is RowState.LIVE and (work.lease or work.done))
 
-    def refresh(self, group: Group) -> None:
+    def refresh(self, group: RowGroup) -> None:
         """Make all indexes agree with ``group``."""
         for queue in self.queues.values():
             queue.refresh(group)
@@ -147,9 +169,13 @@ class Partition:
             self._gains[before, after] = gains
         return gains
 
-    def number(self, serial: int) -> None:
-        """Note that ``serial`` exists."""
-        self.next_serial = max(self.next_serial, serial + 1)
+    def add_groups(
+        self, purpose: Purpose, serials: range, *, size: int, step: int, window: VersionWindow
+    ) -> Iterator[tuple[RowGroup, int]]:
+        """Add groups of no rows; return where their rows belong: group and sample, in order."""
+        groups = [RowGroup(self.name, purpose, serial, size, step, window) for serial in serials]
+        self.groups.update(zip(serials, groups, strict=True))
+        return product(groups, range(size))
 
     def enter(self, row: Row) -> None:
         """Add ``row``, in place of the wanted one of that sample if there is one."""
@@ -165,37 +191,37 @@ class Partition:
             return
         rows.append(row)
         self.counts[row.state] += 1
-        if row.state is State.WANTED:
+        if row.state is RowState.WANTED:
             self.wanted[row] = None
             self.revision += 1
-        elif row.state is State.LIVE and row.work:
+        elif row.state is RowState.LIVE and row.work:
             self._count_busy(row, 1)
 
-    def move(self, row: Row, state: State) -> None:
+    def move(self, row: Row, state: RowState) -> None:
         """Change the state of ``row`` and the counts with it."""
         before = row.state
         self.counts[before] -= 1
         self.counts[state] += 1
         if before is state:
             return
-        if row.work and State.LIVE in (before, state):
-            self._count_busy(row, 1 if state is State.LIVE else -1)
-        if before is State.WANTED:
+        if row.work and RowState.LIVE in (before, state):
+            self._count_busy(row, 1 if state is RowState.LIVE else -1)
+        if before is RowState.WANTED:
             self.revision += 1
             del self.wanted[row]
-        elif state is State.WANTED:
+        elif state is RowState.WANTED:
             self.revision += 1
             self.wanted[row] = None
         row.state = state
 
     def bind(self, rows: Sequence[Row]) -> None:
-        """Let live rows belong to the trainer: no task can claim them any more."""
-        self.counts[State.LIVE] -= len(rows)
-        self.counts[State.BOUND] += len(rows)
+        """Assign live rows to the trainer: no task can claim them any more."""
+        self.counts[RowState.LIVE] -= len(rows)
+        self.counts[RowState.BOUND] += len(rows)
         for row in rows:
             if row.work:
                 self._count_busy(row, -1)
-            row.state = State.BOUND
+            row.state = RowState.BOUND
         for queue in self.queues.values():
             queue.taken(rows)
 
@@ -204,7 +230,7 @@ class Partition:
             if work.lease or work.done:
                 self.queues[task].busy += change
 
-    def settle(self, group: Group) -> None:
+    def settle(self, group: RowGroup) -> None:
         """Bring the indexes up to date; keep only the outcome of a group that is finished, of open ones not even that.
 
         The group lets go of its rows then: they name it, and would otherwise keep each other.
@@ -216,8 +242,12 @@ class Partition:
             queue.taken(group.rows)
         del self.groups[group.serial]
         if self.purpose != "open":
-            self.finished[group.serial] = Finished(group.step, group.window, group.outcome)
+            self.keep([group.serial], Finished(group.step, group.window, group.outcome))
         group.rows = []
+
+    def keep(self, serials: Iterable[int], outcome: Finished) -> None:
+        """Keep the outcome of groups that are finished."""
+        self.finished.update(dict.fromkeys(serials, self._outcomes.setdefault(outcome, outcome)))
 
     def name_rows(self, rows: Iterable[Row]) -> None:
         """Take note of the keys of open rows."""
@@ -230,3 +260,261 @@ class Partition:
         key = row.tags.get(KEY_TAG)
         if isinstance(key, str) and self.keys.get(key) is row:
             del self.keys[key]
+
+
+class SlotRequest(NamedTuple):
+    """The request for which slots were dealt. tokens: most weight of one rank's part of a slot; groups: of the step."""
+
+    world: int
+    tokens: int
+    groups: int
+    spec: TaskSpec
+
+
+def weight_of(rows: Sequence[Row], spec: TaskSpec) -> int:
+    """Return the tokens of rows that one rank has in one slot, at least 1 for each row."""
+    if not spec.shared_tokens:
+        return sum([row.weight for row in rows])
+    shared: dict[RowGroup, int] = {}
+    for row in rows:
+        shared[row.group] = max(row.tokens, shared.get(row.group, 0))
+    return max(len(rows), sum(shared.values()) + sum([row.response_tokens for row in rows]))
+
+
+@dataclass(slots=True)
+class Decision:
+    """A slot: the rows of each rank, by key; totals: of the step so far."""
+
+    ranks: list[list[Row]]
+    last: bool
+    totals: StepTotals
+
+
+@dataclass(slots=True)
+class Step:
+    """D_step on its way through the trainer.
+
+    groups, size: as it was opened; bound: by serial, in order of binding; carry: by id, what no slot has had.
+
+    Volatile: plan, slots that were dealt but not decided, for what was asked as in ``planned``.
+    """
+
+    number: int
+    groups: int | None = None
+    size: int | None = None
+    slots: list[Decision] = field(default_factory=list)
+    bound: dict[int, RowGroup] = field(default_factory=dict)
+    carry: dict[int, Row] = field(default_factory=dict)
+    ranks_done: set[int] = field(default_factory=set)
+    plan: list[list[list[Row]]] = field(default_factory=list)
+    planned: SlotRequest | None = None
+    _loads: list[int] = field(default_factory=list)
+    _counted: int = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Its last slot was decided."""
+        return bool(self.slots) and self.slots[-1].last
+
+    @property
+    def totals(self) -> StepTotals:
+        """The totals of its slots so far."""
+        return self.slots[-1].totals if self.slots else StepTotals()
+
+    def loads(self, world: int, spec: TaskSpec) -> list[int]:
+        """Return the weight of what each rank has had so far."""
+        if self._counted == 0 or len(self._loads) != world:
+            self._loads, self._counted = [0] * world, 0
+        for slot in self.slots[self._counted :]:
+            for rank in range(world):
+                self._loads[rank] += weight_of(slot.ranks[rank], spec)
+        self._counted = len(self.slots)
+        return list(self._loads)
+
+    def reset(self) -> list[RowGroup]:
+        """Forget slots, bindings and reports; return the groups that were bound."""
+        groups = list(self.bound.values())
+        self.slots, self.bound, self.carry, self.ranks_done = [], {}, {}, set()
+        self._counted, self.plan = 0, []
+        return groups
+
+
+class Gang:
+    """The trainer of one partition.
+
+    attempt: -1 before the first ``begin``; theta: the step of the weights it began with; world: its number of ranks;
+    committed: the newest step that a checkpoint holds.
+    """
+
+    def __init__(self) -> None:
+        self.attempt = -1
+        self.theta = 0
+        self.world = 0
+        self.committed = 0
+        self.steps: dict[int, Step] = {}
+
+    def step(self, number: int) -> Step:
+        """Return D_number, which is known from now on."""
+        if number not in self.steps:
+            self.steps[number] = Step(number)
+        return self.steps[number]
+
+    def staged(self, step: Step) -> bool:
+        """Tell whether all ranks have finished the step."""
+        return step.exhausted and len(step.ranks_done) == self.world
+
+    @property
+    def last_staged(self) -> int:
+        """The newest step that all ranks have finished."""
+        return max((s.number for s in self.steps.values() if self.staged(s)), default=self.committed)
+
+    def check_attempt(self, attempt: int, *, where: str) -> None:
+        """Refuse a trainer that is not the one which began last."""
+        if attempt < self.attempt:
+            hint = "A newer attempt of the trainer runs; this one must end"
+            raise Fenced(f"trainer attempt {attempt} is over, {self.attempt} has begun", where=where, hint=hint)
+        if attempt > self.attempt:
+            raise Refused(f"trainer attempt {attempt} has not begun", where=where, hint="Call begin first")
+
+    def check_contained(self, step: int, *, where: str) -> None:
+        """Refuse weights that hold steps of which the ledger does not know that all their rows were handed out."""
+        for number in range(self.committed + 1, step + 1):
+            known = self.steps.get(number)
+            if known is None or not known.exhausted:
+                raise Refused(
+                    f"weights θ{step} contain step {number}, whose samples were never all handed out",
+                    where=where,
+                    hint="The ledger is older than the checkpoint: resume from an older checkpoint",
+                )
+
+    def check_slot(self, step: int, slot: int, rank: int, *, where: str) -> Decision | None:
+        """Return the slot if it was decided; refuse one that cannot be the next to decide."""
+        self.check_rank(rank, where=where)
+        known = self.steps.get(step)
+        slots = known.slots if known else []
+        if 0 <= slot < len(slots):
+            return slots[slot]
+        before = self.steps.get(step - 1)
+        if step <= self.committed or not (step == self.committed + 1 or (before and before.exhausted)):
+            hint = f"Steps go one after another, and {self.committed} are committed"
+            raise Refused(f"step {step} cannot be trained now", where=where, hint=hint)
+        if slot != len(slots) or (known and known.exhausted):
+            hint = (
+                f"{len(slots)} slots were decided{' and the last was among them' if known and known.exhausted else ''}"
+            )
+            raise Refused(f"there is no slot {slot} in step {step}", where=where, hint=hint)
+        return None
+
+    def check_rank(self, rank: int, *, where: str) -> None:
+        """Refuse a rank that the gang does not have."""
+        if not 0 <= rank < self.world:
+            raise Refused(f"there is no rank {rank} in a gang of {self.world}", where=where)
+
+
+Span = tuple[int, int]
+"""Serials from the first up to, and without, the second."""
+
+_IDLE = 65_536
+_NUMBERS = (1 << 31) - 1
+_CREATOR = 0
+
+
+@dataclass(slots=True)
+class _Client:
+    """name: empty where only the number is known; starts, ends: of the spans that it used, in order."""
+
+    name: bytes = b""
+    starts: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+
+    @property
+    def spans(self) -> list[Span]:
+        return list(zip(self.starts, self.ends, strict=True))
+
+
+class Serials:
+    """The clients of one partition, and the serials that they used."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        self._clients: dict[int, _Client] = {}
+        self._most = _IDLE
+        self._last = 0
+
+    def __contains__(self, serial: int) -> bool:
+        return self.overlaps(range(serial, serial + 1))
+
+    def number(self, client: bytes) -> int | None:
+        """Return the number of a client, None where it has none yet."""
+        return self._numbers.get(client)
+
+    def unused_number(self) -> int:
+        """Return a number that no client has."""
+        number = self._last % _NUMBERS + 1
+        while number in self._clients:
+            number = number % _NUMBERS + 1
+        return number
+
+    def name(self, client: bytes, number: int) -> None:
+        """Note which client has this number."""
+        self._clients.setdefault(number, _Client()).name = client
+        self._numbers[client] = self._last = number
+
+    def overlaps(self, serials: range) -> bool:
+        """Tell whether one of these serials of one client was used."""
+        client = self._clients.get(serials.start >> SERIAL_BITS)
+        if client is None:
+            return False
+        at = bisect_right(client.ends, serials.start)
+        return at < len(client.starts) and client.starts[at] < serials.stop
+
+    def next(self) -> int:
+        """Return the serial above all that the creator who gives serials itself has used."""
+        creator = self._clients.get(_CREATOR)
+        return creator.ends[-1] if creator is not None and creator.ends else 0
+
+    def missing(self) -> list[int]:
+        """Return the serials below ``next`` that were not used; in training they say which prompt is next."""
+        creator = self._clients.get(_CREATOR) or _Client()
+        gaps = zip([0, *creator.ends], creator.starts, strict=False)
+        return [serial for end, start in gaps for serial in range(end, start)]
+
+    def add(self, first: int, count: int, *, living: Iterable[int] = ()) -> None:
+        """Note that ``count`` serials from ``first`` on are used. living: the serials whose rows live."""
+        number = first >> SERIAL_BITS
+        client = self._clients.pop(number, None) or _Client()
+        if len(self._clients) >= self._most:
+            self._forget(living)
+        self._clients[number] = client
+        _join(client, first, first + count)
+
+    def clients(self) -> Iterator[tuple[bytes, int, list[Span]]]:
+        """Return name, number and spans of each client, in the order in which they were last heard of."""
+        return ((client.name, number, client.spans) for number, client in self._clients.items())
+
+    def restore(self, name: bytes, number: int, spans: Iterable[Span]) -> None:
+        """Add a client that ``clients`` returned."""
+        if name:
+            self.name(name, number)
+        client = self._clients.setdefault(number, _Client())
+        for first, end in spans:
+            _join(client, first, end)
+
+    def _forget(self, living: Iterable[int]) -> None:
+        """Forget clients without living rows, but for those that were heard of last."""
+        needed = {serial >> SERIAL_BITS for serial in living}
+        idle = [number for number in self._clients if number not in needed]
+        for number in idle[: -_IDLE // 2]:
+            self._numbers.pop(self._clients.pop(number).name, None)
+        self._most = len(self._clients) + _IDLE // 2
+
+
+def _join(client: _Client, first: int, end: int) -> None:
+    """Add a span, as one with those that it touches."""
+    starts, ends = client.starts, client.ends
+    low = bisect_right(ends, first - 1)
+    high = bisect_right(starts, end)
+    if low < high:
+        first, end = min(first, starts[low]), max(end, ends[high - 1])
+    starts[low:high] = [first]
+    ends[low:high] = [end]

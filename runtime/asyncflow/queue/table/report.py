@@ -1,15 +1,40 @@
-"""What the queue says about itself: counts for the live view, and what a restarted driver needs.
+"""Reports: counts, the state of a partition for a restarted driver, what tasks wait for, and rows in few words.
 
-Invariant: reading changes nothing.
+Where a queue has several controllers, what concerns rows is what the first says, and what concerns a task is what its
+own controller says.
+
+Invariants: reading changes nothing, but that looking at rows is recorded; nothing is counted twice; a controller of
+which nothing is told is named.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
-from asyncflow.queue.protocol.messages import PartitionSnapshot, QueueStats, StepState
+from msgspec import structs
+from msgspec.structs import replace
+
+from asyncflow.queue.ledger import events as ev
+from asyncflow.queue.protocol.messages import (
+    KEY_TAG,
+    Found,
+    Listing,
+    PartitionSnapshot,
+    PartitionView,
+    Progress,
+    QueueStats,
+    Sight,
+    StepState,
+    Tag,
+    TaskView,
+    Unready,
+)
+from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.partition import Partition
-from asyncflow.queue.table.state import State
+from asyncflow.queue.table.ready import TaskQueue
+from asyncflow.queue.table.state import IDLE, Row, RowState, Shape
 from asyncflow.queue.table.table import Table
 
 
@@ -24,23 +49,23 @@ class Storage(NamedTuple):
 
 def stats(table: Table, storage: Storage) -> QueueStats:
     """Count what there is, in O(partitions, tasks and open steps)."""
-    partitions = table.books.partitions.values()
+    partitions = table.state.partitions.values()
     queues = {f"{p.name}/{name}": queue for p in partitions for name, queue in p.queues.items()}
     counters = table.claims.counters
 
-    def count(state: State) -> int:
+    def count(state: RowState) -> int:
         return sum(partition.counts[state] for partition in partitions)
 
     return QueueStats(
         ready={name: queue.index.weight for name, queue in queues.items()},
         leased={name: queue.leased for name, queue in queues.items() if queue.spec.kind == "lease"},
         parked={f"{partition}/{task}": n for (partition, task), n in table.claims.parked().items()},
-        live=count(State.LIVE) + count(State.BOUND) + count(State.WANTED),
-        staged=count(State.BOUND),
-        committed=count(State.TRAINED),
-        filtered=count(State.FILTERED),
-        dropped=count(State.DROPPED),
-        wanted=count(State.WANTED),
+        live=count(RowState.LIVE) + count(RowState.BOUND) + count(RowState.WANTED),
+        staged=count(RowState.BOUND),
+        committed=count(RowState.TRAINED),
+        filtered=count(RowState.FILTERED),
+        dropped=count(RowState.DROPPED),
+        wanted=count(RowState.WANTED),
         bytes=storage.used,
         limit=storage.limit,
         units=storage.units,
@@ -55,8 +80,8 @@ def snapshot(partition: Partition, *, step: int | None = None) -> PartitionSnaps
     """Say how far everything has come, in O(samples); with ``step`` only how far that step has, in O(groups)."""
     gang = partition.gang
     return PartitionSnapshot(
-        next_serial=partition.next_serial,
-        missing=_missing(partition) if step is None else [],
+        next_serial=partition.used.next(),
+        missing=partition.used.missing() if step is None and partition.purpose == "train" else [],
         steps={number: _step(partition, number) for number in (_unfinished(partition) if step is None else [step])},
         attempt=gang.attempt,
         last_committed_step=gang.committed,
@@ -75,17 +100,6 @@ def _unfinished(partition: Partition) -> list[int]:
     return sorted(unfinished | later)
 
 
-def _missing(partition: Partition) -> list[int]:
-    """Return the serials below the next one that were never created; in training they say which prompt is next."""
-    missing: list[int] = []
-    if partition.purpose == "train":
-        before = -1
-        for serial in sorted([*partition.finished, *partition.groups]):
-            missing += range(before + 1, serial)
-            before = serial
-    return missing
-
-
 def _step(partition: Partition, number: int) -> StepState:
     step = partition.gang.steps.get(number)
     groups = [group for group in partition.groups.values() if group.step == number]
@@ -93,7 +107,7 @@ def _step(partition: Partition, number: int) -> StepState:
     finished = {serial: f for serial, f in partition.finished.items() if f.step == number}
     outcomes = "".join(f.outcome for f in finished.values())
 
-    def count(state: State, letter: str) -> int:
+    def count(state: RowState, letter: str) -> int:
         return sum(row.state is state for row in rows) + outcomes.count(letter)
 
     return StepState(
@@ -105,10 +119,200 @@ def _step(partition: Partition, number: int) -> StepState:
             for task, queue in partition.queues.items()
             if queue.spec.kind == "lease"
         },
-        bound=sum(row.state is State.BOUND for row in rows),
-        trained=count(State.TRAINED, "t"),
-        filtered=count(State.FILTERED, "f"),
-        dropped=count(State.DROPPED, "d"),
+        bound=sum(row.state is RowState.BOUND for row in rows),
+        trained=count(RowState.TRAINED, "t"),
+        filtered=count(RowState.FILTERED, "f"),
+        dropped=count(RowState.DROPPED, "d"),
         excluded=sum("t" not in f.outcome for f in finished.values()),
         staged=bool(step and partition.gang.staged(step)),
     )
+
+
+MOST = 10_000
+
+
+def view(table: Table, name: str, now: float) -> PartitionView:
+    """Describe a partition; one that nobody made is empty."""
+    partition = table.state.partitions.get(name) or Partition(name)
+    oldest, parked = oldest_unready(partition), table.claims.parked()
+    living = sum(partition.counts[state] for state in RowState if not state.final)
+    return PartitionView(
+        name=name,
+        purpose=partition.purpose or "",
+        rows=living,
+        wanted=len(partition.wanted),
+        cleared=partition.cleared - partition.forgotten,
+        expected=partition.expected,
+        columns=dict(sorted(partition.schema.items())),
+        tasks=[
+            TaskView(
+                name=task,
+                kind=queue.spec.kind,
+                needs=queue.spec.needs,
+                writes=queue.spec.writes,
+                groups=queue.by_group,
+                lease_s=queue.spec.lease_s,
+                ready=queue.index.weight,
+                leased=queue.leased,
+                done=queue.busy - queue.leased,
+                parked=parked.get((name, task), 0),
+                oldest=_unready(partition, task, oldest[task], now) if task in oldest else None,
+            )
+            for task, queue in sorted(partition.queues.items())
+        ],
+    )
+
+
+def waits(table: Table, now: float) -> Iterator[tuple[str, str, Unready]]:
+    """Yield partition, task and its oldest row that is not ready, where there is one."""
+    for name, partition in table.state.partitions.items():
+        for task, row in oldest_unready(partition).items():
+            yield name, task, _unready(partition, task, row, now)
+
+
+def oldest_unready(partition: Partition) -> dict[str, Row]:
+    """Return, by task, the oldest living row that has not got all columns that the task needs."""
+    found: dict[str, Row] = {}
+    living = partition.counts[RowState.LIVE]
+    left = {task: queue for task, queue in partition.queues.items() if queue.index.weight + queue.busy < living}
+    for group in islice(partition.groups.values(), MOST):
+        if not left:
+            break
+        for row in group.rows:
+            if row.state is not RowState.LIVE:
+                continue
+            for task in [task for task, queue in left.items() if not queue.suits(row.shape)]:
+                found[task] = row
+                del left[task]
+    return found
+
+
+def _unready(partition: Partition, task: str, row: Row, now: float) -> Unready:
+    lacks = set(partition.queues[task].spec.needs) - row.shape.has
+    return Unready(
+        row=row.row,
+        serial=row.group.serial,
+        sample=row.sample,
+        seconds=max(0.0, now - row.since),
+        lacks=sorted(lacks),
+    )
+
+
+def listing(rows: Iterable[Row]) -> Listing:
+    """Describe rows in few words."""
+    made = Listing([], [], [])
+    for row in rows:
+        made.rows.append(row.row)
+        made.keys.append(key_of(row))
+        made.tags.append(other_tags(row))
+    return made
+
+
+def find(partition: Partition, keys: Sequence[str]) -> Found:
+    """Return the living rows with these keys, and those of the keys whose rows were lost with their unit."""
+    rows = [partition.keys.get(key) for key in keys]
+    return Found(
+        rows=[row.row if row is not None and row.state is RowState.LIVE else 0 for row in rows],
+        lost=[key for key, row in zip(keys, rows, strict=True) if row is not None and row.state is RowState.WANTED],
+        unnamed=sum(KEY_TAG not in row.tags for row in partition.wanted),
+    )
+
+
+def peek(state: QueueState, partition: Partition, task: str, rows: Sequence[Row]) -> Sight:
+    """Show rows as ``task`` sees them, and record that they were seen."""
+    queue = partition.known_task(task) if task else None
+    sight = Sight([], [], [], [], [], [], [], [], {})
+    for index, row in enumerate(rows):
+        work = row.work.get(task, IDLE)
+        sight.rows.append(row.row)
+        sight.keys.append(key_of(row))
+        sight.tags.append(other_tags(row))
+        sight.ready.append(queue is not None and _is_ready(queue, row))
+        sight.leased.append(bool(work.lease))
+        sight.done.append(bool(work.done))
+        sight.attempts.append(work.attempt)
+        sight.lacks.append(sorted(set(queue.spec.needs) - row.shape.has) if queue is not None else [])
+        for name, size in row.sizes.items():
+            sight.sizes.setdefault(name, [-1] * len(rows))[index] = size
+    if rows:
+        state.record(ev.Peeked(partition.name, len(rows)))
+    return sight
+
+
+def has_columns(columns: Sequence[str]) -> Callable[[Row], bool]:
+    """Return the test whether a row has all of ``columns``."""
+    needed = frozenset(columns)
+    has: dict[Shape, bool] = {}
+
+    def test(row: Row) -> bool:
+        found = has.get(row.shape)
+        if found is None:
+            found = has[row.shape] = needed <= row.shape.has
+        return found
+
+    return test
+
+
+def produced(partition: Partition, *, done: int) -> Progress:
+    """Return how far a partition is when ``done`` of its rows have what was asked for."""
+    return Progress(
+        rows=partition.counts.total(),
+        done=done,
+        cleared=partition.cleared - partition.forgotten,
+        expected=partition.expected,
+    )
+
+
+def consumed(partition: Partition, task: str) -> Progress:
+    """Return how far ``task`` is."""
+    queue = partition.known_task(task)
+    told = produced(partition, done=queue.busy - queue.leased)
+    return structs.replace(told, leased=queue.leased)
+
+
+def key_of(row: Row) -> str:
+    """Return the row's key, empty where it has none."""
+    return str(row.tags.get(KEY_TAG, ""))
+
+
+def other_tags(row: Row) -> dict[str, Tag]:
+    """Return the row's tags without its key."""
+    return {name: value for name, value in row.tags.items() if name != KEY_TAG}
+
+
+def _is_ready(queue: TaskQueue, row: Row) -> bool:
+    """Tell whether the next claim might give ``row``."""
+    return queue.has_ready(row) and (row.group if queue.by_group else row) in queue.index
+
+
+def merge_stats(primary: QueueStats, replicas: Sequence[QueueStats], silent: Sequence[int] = ()) -> QueueStats:
+    """Return the counts of the whole queue, but for what ``silent`` controllers would have said."""
+    summed = {
+        field: sum(getattr(each, field) for each in (primary, *replicas))
+        for field in ("lease_expiries", "redeliveries", "fenced", "ledger_bytes")
+    }
+    by_task: dict[str, Any] = {
+        field: {task: count for each in (primary, *replicas) for task, count in getattr(each, field).items()}
+        for field in ("ready", "leased", "parked")
+    }
+    return replace(primary, **summed, **by_task, silent=list(silent))
+
+
+def merge_snapshots(primary: PartitionSnapshot, replicas: Sequence[PartitionSnapshot]) -> PartitionSnapshot:
+    """Return how far a partition has come, with what the tasks of all controllers have done."""
+    return replace(
+        primary, steps={number: _merge_step(number, state, replicas) for number, state in primary.steps.items()}
+    )
+
+
+def _merge_step(number: int, state: StepState, replicas: Sequence[PartitionSnapshot]) -> StepState:
+    there = [replica.steps[number] for replica in replicas if number in replica.steps]
+    return replace(state, done={task: count for each in (state, *there) for task, count in each.done.items()})
+
+
+def merge_views(
+    primary: PartitionView, replicas: Sequence[PartitionView], silent: Mapping[int, list[str]]
+) -> PartitionView:
+    """Describe a partition with the tasks of all controllers, but for those of ``silent`` ones, which are named."""
+    tasks = [task for each in (primary, *replicas) for task in each.tasks]
+    return replace(primary, tasks=sorted(tasks, key=lambda task: task.name), silent=dict(silent))

@@ -1,16 +1,15 @@
-"""The queue as a pure state machine: rows and units here, claims in ``Claims``, the trainer in ``Training``.
+"""The queue as a pure state machine: units and tasks here, the rest in what it is made of.
 
-It owns no clock and no socket. Commands check, ``record`` events in the ``Books`` and leave there what is to be
+It owns no clock and no socket. Commands check, ``record`` events in the ``QueueState`` and leave there what is to be
 written, freed and served, which the controller takes after each command.
 
-Invariants: a sample is created once, unless it is wanted; nothing is created by an attempt that another has taken over
-from, however late it comes, so what the newer one has read stays true until it creates; a cell counts as present only
-after it was admitted here.
+Invariants: nothing is put by an attempt of a creator that another has taken over from, however late it comes, so what
+the newer one has read stays true until it puts; a cell counts as present only after it was admitted here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -18,18 +17,13 @@ from asyncflow.errors import Refused
 from asyncflow.identity import epoch_of
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.messages import KEY_TAG, RowMeta, Tag, TaskSpec, Wanted, check_task
-from asyncflow.queue.protocol.unit_calls import Cells, Held
-from asyncflow.queue.table.cells import by_row
-from asyncflow.queue.table.claims import Claims
-from asyncflow.queue.table.folding import empty_books
-from asyncflow.queue.table.moves import Moves
-from asyncflow.queue.table.partition import Partition
-from asyncflow.queue.table.placing import ends_rows, place
-from asyncflow.queue.table.puts import Puts
-from asyncflow.queue.table.state import Row, Shape, State
+from asyncflow.queue.protocol.unit_calls import Cells, Held, MovedRows
+from asyncflow.queue.table.apply import QueueState
+from asyncflow.queue.table.leases import Claims
+from asyncflow.queue.table.moves import RowMoves, ends_rows, place
+from asyncflow.queue.table.rows import Puts
+from asyncflow.queue.table.state import Row, Shape, by_row
 from asyncflow.queue.table.training import Training
-
-_FARTHEST = 1 << 20
 
 
 class Table:
@@ -39,24 +33,24 @@ class Table:
     """
 
     def __init__(self, *, index: int = 0, controllers: int = 1) -> None:
-        self.books = empty_books()
-        self.books.index = index
+        self.state = QueueState()
+        self.state.index = index
         self.controllers = controllers
-        self.claims = Claims(self.books)
-        self.training = Training(self.books)
-        self.puts = Puts(self.books)
-        self.moves = Moves(self.books)
+        self.claims = Claims(self.state)
+        self.training = Training(self.state)
+        self.puts = Puts(self.state)
+        self.moves = RowMoves(self.state)
         self.controller = 0
 
     def start(self, now: float) -> None:
-        """Begin to serve after ``books`` was folded from the ledger: a new epoch, and a full lease for every holder.
+        """Begin to serve after ``state`` was read from the ledger: a new epoch, and a full lease for every holder.
 
         A worker whose lease was in force when the controller stopped is so never fenced sooner than it would have been.
         """
-        self.books.frees.clear()
+        self.state.frees.clear()
         self.puts.start()
-        self.books.record(ev.Started(self.books.epoch + 1))
-        self.controller = self.books.epoch
+        self.state.record(ev.ControllerStarted(self.state.epoch + 1))
+        self.controller = self.state.epoch
         self.claims.start(now)
         self.moves.start()
 
@@ -64,7 +58,7 @@ class Table:
         """Make tasks known, each at one controller for ever; the same ones again change nothing."""
         for spec in specs:
             check_task(spec)
-            partition = self.books.partition(spec.partition)
+            partition = self.state.partition(spec.partition)
             gang = partition.gang_queue
             if spec.kind == "gang" and gang is not None and gang.spec.name != spec.name:
                 hint = "The training transaction is that of one gang"
@@ -77,48 +71,63 @@ class Table:
                 raise Refused(what, where=spec.name, hint=hint)
             before = there.spec if there is not None else known.spec if known is not None else None
             if before is None:
-                self.books.record(ev.Declared(spec, place(self.books, spec, self.controllers)))
+                self.state.record(ev.Declared(spec, place(self.state, spec, self.controllers)))
             elif before != spec:
-                self.books.record(ev.Declared(spec, there.controller if there is not None else 0))
+                self.state.record(ev.Declared(spec, there.controller if there is not None else 0))
 
     def join_unit(self, unit: int, incarnation: str) -> int:
         """Return the epoch of a unit's rows: the one it has, or a new one for a new incarnation (the old is lost)."""
-        known = self.books.units.get(unit)
+        known = self.state.units.get(unit)
         if known is not None and known.incarnation == incarnation:
             return known.epoch
         self.lose_unit(unit)
-        self.books.record(ev.UnitJoined(self.books.epoch + 1, unit, incarnation))
-        return self.books.epoch
+        self.state.record(ev.UnitJoined(self.state.epoch + 1, unit, incarnation))
+        return self.state.epoch
 
     def lose_unit(self, unit: int) -> None:
         """Record the loss of what a unit held: its rows are wanted again where they were not committed."""
-        if (known := self.books.units.get(unit)) is not None:
-            self.books.record(ev.UnitLost(known.epoch, unit))
+        if (known := self.state.units.get(unit)) is not None:
+            self.state.record(ev.UnitLost(known.epoch, unit))
             self.puts.heard(known.epoch)
 
-    def hold(self, home: int, held: Iterable[Held]) -> list[int]:
-        """Take note of rows that the unit at ``home`` says it has; give those that it must free, as they are not its.
+    def hold(self, location: int, held: Iterable[Held]) -> list[int]:
+        """Note the rows that the unit at ``location`` says it has; return those that it must free, as they are not its.
 
         Nobody needs them any more, or they have moved to another.
         """
-        strangers: list[int] = []
+        unknown: list[int] = []
         for told in held:
-            row = self.books.rows.get(told.row)
-            if row is None or row.home != home:
-                strangers.append(told.row)
+            row = self.state.rows.get(told.row)
+            if row is None or row.location != location:
+                unknown.append(told.row)
                 continue
-            partition = self.books.partition(row.group.partition)
+            partition = self.state.partition(row.group.partition)
             row.absent(partition.bare)
             row.present(tuple(told.columns), tuple(told.columns.values()))
             row.partial, row.tokens, row.tags = dict(told.partial), told.tokens, told.tags
             partition.name_rows([row])
             partition.refresh(row.group)
-        return strangers
+        return unknown
 
-    def miss(self, home: int) -> int:
+    def move_in(self, location: int, numbers: Sequence[int], entry: MovedRows) -> list[bool]:
+        """Move rows to ``location``, whose unit has taken them over; return which lie there now.
+
+        What the unit says of a row that no unit has told of since the controller began anew is taken for true.
+        """
+        moved = self.moves.take(location, numbers, source=entry.home, ticket=entry.ticket)
+        names, sizes = by_row(entry.cells, len(numbers))
+        for index, number in enumerate(numbers):
+            if moved[index] and not self.state.rows[number].here:
+                cells = dict(zip(names, sizes[index], strict=True))
+                partial = {name: cells.pop(name) for name in entry.partial}
+                tokens, tags = entry.tokens[index], entry.tags[index]
+                self.hold(location, [Held(row=number, columns=cells, partial=partial, tokens=tokens, tags=tags)])
+        return moved
+
+    def miss(self, location: int) -> int:
         """Record the loss of rows that their unit, which has now told all it has, did not name; return their number."""
-        unnamed = [number for number, row in self.books.rows.items() if not row.here and row.home == home]
-        self.puts.heard(epoch_of(home))
+        unnamed = [number for number, row in self.state.rows.items() if not row.here and row.location == location]
+        self.puts.heard(epoch_of(location))
         return self.lose_rows(unnamed)
 
     def lose_rows(self, numbers: Iterable[int]) -> int:
@@ -129,93 +138,34 @@ class Table:
         missing: dict[str, dict[int, Row]] = {}
         asked = dict.fromkeys(numbers)
         for number in asked:
-            if (row := self.books.rows.get(number)) is not None:
+            if (row := self.state.rows.get(number)) is not None:
                 group = row.group
                 whole = [row] if group.purpose == "open" else group.rows
-                here = {each.row: each for each in whole if each.row in self.books.rows}
+                here = {each.row: each for each in whole if each.row in self.state.rows}
                 missing.setdefault(group.partition, {}).update(here)
         for partition, rows in missing.items():
-            self.books.record(ev.RowsLost(partition, list(rows)))
-            self.books.frees += [row for number, row in rows.items() if number not in asked]
+            self.state.record(ev.RowsGone(partition, list(rows)))
+            self.state.frees += [row for number, row in rows.items() if number not in asked]
         return sum(map(len, missing.values()))
 
     def take_over(self, partition: str, attempt: int) -> None:
-        """Let an attempt of the partition's creator begin: older ones are fenced. Raises Fenced for an older one."""
-        held = self.books.partition(partition)
+        """Begin an attempt of the partition's creator: older ones are fenced. Raises Fenced for an older one."""
+        held = self.state.partition(partition)
         held.check_creator(attempt)
         if attempt > held.creator:
-            self.books.record(ev.TakenOver(partition, attempt))
-
-    def create(
-        self, metas: Sequence[RowMeta], rows: Sequence[int], size: int, cells: Cells, *, attempt: int = 0
-    ) -> list[bool]:
-        """Admit new samples at ``rows``; False where a sample exists already or its group is not whole.
-
-        attempt: of their creator; Fenced if a newer one has taken over.
-        """
-        admitted = [False] * len(metas)
-        by_group: dict[tuple[str, int], list[int]] = {}
-        for index, meta in enumerate(metas):
-            by_group.setdefault((meta.partition, meta.serial), []).append(index)
-        partitions = {name: self.books.partition(name) for name, _ in by_group}
-        for partition in partitions.values():
-            partition.check_creator(attempt)
-        for partition in partitions.values():
-            self.books.check_schema(partition, cells.dtypes)
-        names, sizes = by_row(cells, len(metas))
-        for (name, serial), indices in by_group.items():
-            partition = partitions[name]
-            self._create_group(partition, {metas[i].sample: (metas[i], rows[i]) for i in indices}, size)
-            group = partition.groups.get(serial)
-            if group is None:
-                continue
-            for index in indices:
-                meta = metas[index]
-                row = group.rows[meta.sample] if meta.sample < len(group.rows) else None
-                if row is not None and row.row == rows[index] and row.state is State.LIVE:
-                    admitted[index] = True
-                    row.tokens, row.tags = meta.tokens, meta.tags
-                    row.present(names, sizes[index])
-            partition.refresh(group)
-        return admitted
-
-    def _create_group(self, partition: Partition, offered: Mapping[int, tuple[RowMeta, int]], size: int) -> None:
-        first = next(iter(offered.values()))[0]
-        group = partition.groups.get(first.serial)
-        if group is not None:
-            needed = {row.sample for row in group.rows if row.state is State.WANTED}
-        elif first.serial in partition.finished or (
-            first.purpose == "train" and first.serial > partition.next_serial + _FARTHEST
-        ):
-            needed = set()
-        else:
-            needed = set(range(size)) if size == len(offered) else set()
-        alike = all(
-            m.step == first.step
-            and m.min_version == first.min_version
-            and m.max_version == first.max_version
-            and m.purpose == first.purpose
-            for m, _ in offered.values()
-        )
-        fits = alike and partition.purpose in (None, first.purpose) and (group is None or group.step == first.step)
-        if needed and fits and needed <= offered.keys() and (group is not None or needed == offered.keys()):
-            oldest, newest = (first.min_version, first.max_version)
-            cells = [(sample, offered[sample][1]) for sample in sorted(needed)]
-            self.books.record(
-                ev.Created(partition.name, first.purpose, first.serial, size, first.step, oldest, newest, cells)
-            )
+            self.state.record(ev.TakenOver(partition, attempt))
 
     def clear_rows(self, partition: str, rows: Sequence[int]) -> list[bool]:
         """Forget rows of an open partition, wanted ones too, and free their bytes; False for what is not there."""
-        held = self.books.partition(partition)
+        held = self.state.partition(partition)
         held.check_purpose("open")
         lost = {row.row for row in held.wanted}
         known = [
-            number in lost or ((row := self.books.rows.get(number)) is not None and row.group.partition == partition)
+            number in lost or ((row := self.state.rows.get(number)) is not None and row.group.partition == partition)
             for number in rows
         ]
         if mine := list(dict.fromkeys(number for number, ok in zip(rows, known, strict=True) if ok)):
-            self.books.record(ev.RowsCleared(partition, mine))
+            self.state.record(ev.RowsCleared(partition, mine))
         return known
 
     def complete(
@@ -227,11 +177,11 @@ class Table:
         """
         held = self.claims.holder(lease)
         if held is not None:
-            partition = self.books.partitions[held.partition]
+            partition = self.state.partitions[held.partition]
             queue = partition.queues[held.task]
             if missing := set(queue.spec.writes) - cells.dtypes.keys():
                 raise Refused(f"task {held.task} writes {sorted(missing)} too", where=f"lease {lease}")
-            self.books.check_schema(partition, cells.dtypes)
+            self.state.check_schema(partition, cells.dtypes)
             if queue.spec.clears and cells.sizes:
                 raise Refused("the task clears what it completes, so it writes nothing", where=f"lease {lease}")
             if tags and any(KEY_TAG in of for of in tags) and partition.purpose == "open":
@@ -243,7 +193,7 @@ class Table:
         admitted = self.claims.complete(lease, rows)
         changed: list[tuple[Row, Shape]] = []
         for index, number in enumerate(rows):
-            row = self.books.rows.get(number) if admitted[index] else None
+            row = self.state.rows.get(number) if admitted[index] else None
             if row is None or (repeated and repeated[index] and row.shape.has.issuperset(names)):
                 continue
             if tags and tags[index]:
@@ -251,16 +201,16 @@ class Table:
             changed.append((row, row.shape))
             row.present(names, sizes[index])
         if changed:
-            self.books.partitions[changed[0][0].group.partition].gained(changed)
+            self.state.partitions[changed[0][0].group.partition].gained(changed)
         return admitted
 
     def give_back(self, lease: str, rows: Sequence[int], reason: str, cells: Cells | None = None) -> list[bool]:
-        """Let rows be ready again with attempt + 1, keeping what was written so far for the next holder."""
+        """Make rows ready again with attempt + 1, keeping what was written so far for the next holder."""
         names, sizes = by_row(cells, len(rows)) if cells is not None else ((), [])
         returned = self.claims.give_back(lease, rows, reason)
         for index, number in enumerate(rows):
             if returned[index] and cells is not None:
-                row = self.books.rows[number]
+                row = self.state.rows[number]
                 fresh = {
                     name: size for name, size in zip(names, sizes[index], strict=True) if name not in row.shape.has
                 }
@@ -269,22 +219,22 @@ class Table:
 
     def wanted(self, partition: str) -> Wanted:
         """Return the samples to be created again. The revision changes with them and with the controller."""
-        held = self.books.partition(partition)
+        held = self.state.partition(partition)
         metas = [_bare(row) for row in sorted(held.wanted, key=lambda row: row.key)]
-        return Wanted(revision=self.books.epoch << 32 | held.revision, keys=metas)
+        return Wanted(revision=self.state.epoch << 32 | held.revision, keys=metas)
 
     def clear(self, partition: str, attempt: int = 0) -> None:
-        """Forget all rows of a partition; its tasks stay declared. attempt: of its creator, as for ``create``."""
-        held = self.books.partition(partition)
+        """Forget all rows of a partition; its tasks stay declared. attempt: of its creator."""
+        held = self.state.partition(partition)
         held.check_creator(attempt)
         said = held.expected is not None or held.closed is not None
         if said or held.counts.total() or held.cleared > held.forgotten:
-            self.books.record(ev.Cleared(partition))
+            self.state.record(ev.Cleared(partition))
 
     def close(self, partition: str, step: int) -> None:
         """Mark a run complete: nothing of steps up to ``step`` should be unfinished; an open partition gets no rows."""
-        if self.books.partition(partition).closed != step:
-            self.books.record(ev.Closed(partition, step))
+        if self.state.partition(partition).closed != step:
+            self.state.record(ev.Closed(partition, step))
 
 
 def _bare(row: Row) -> RowMeta:

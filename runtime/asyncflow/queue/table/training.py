@@ -1,34 +1,56 @@
-"""The commands of the trainer's gang: open a step, begin an attempt, ask for slots, finish steps, commit them.
+"""The trainer's ranks as one consumer: which rows make which slot of which step, and what a checkpoint has committed.
+
+Ranks get about the same weight over the whole step (``flow.selection.balance``); where the task says ``groups``, all
+rows of a group go to one rank in one slot, and where it says ``shared_tokens``, as many as the budget allows.
 
 Invariants: only the attempt that began last changes anything; a commit or a beginning at θ_k is taken as the proof that
-all ranks finished step k, because a checkpoint that holds it exists.
+all ranks finished step k, because a checkpoint that holds it exists; a rank's part of a slot is within the budget
+unless it is a single row, or a single group where the task says ``groups``; the slot after which nothing of D_step
+remains is ``last``, and only that one; the steps above ``committed`` can always be begun anew with the same samples.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from operator import attrgetter
+from typing import Final
+
 from asyncflow.errors import Fenced, Refused
-from asyncflow.flow.schedule import Window
+from asyncflow.flow.schedule import VersionWindow
+from asyncflow.flow.selection import balance
 from asyncflow.queue.ledger import events as ev
-from asyncflow.queue.protocol.lot import Slot
-from asyncflow.queue.table.books import Books
-from asyncflow.queue.table.gang import Step, decide
-from asyncflow.queue.table.granted import lot_of_slot
-from asyncflow.queue.table.partition import Partition
-from asyncflow.queue.table.state import Group
+from asyncflow.queue.ledger.events import SlotDecided
+from asyncflow.queue.protocol.batches import Slot
+from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.queue.table.apply import QueueState
+from asyncflow.queue.table.leases import batch_of_slot
+from asyncflow.queue.table.partition import Partition, SlotRequest, Step, weight_of
+from asyncflow.queue.table.state import FINAL, Row, RowGroup, RowState
+
+_AHEAD = 8
+"""Slots that are dealt together, so that the ranks come out even."""
+_BY_KEY: Final = attrgetter("group.serial", "sample")
+
+
+_EVEN = 1.03
+"""Ranks are even when the heaviest has at most this much of the mean; beyond, groups that may be cut are cut."""
+_MOST_CUTS = 2
+"""Most such cuts for each rank."""
 
 
 class Training:
     """The gangs of all partitions."""
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
+    def __init__(self, state: QueueState) -> None:
+        self._state = state
 
     def open_step(self, partition: str, step: int, groups: int, size: int) -> None:
         """Say how many groups of ``size`` samples reach the trainer in D_step; may change until the last slot."""
         where = f"{partition} step {step}"
         if step < 1 or groups < 0 or size < 1:
             raise Refused(f"a step of {groups} groups of {size} samples is none; steps count from 1", where=where)
-        gang = self._books.partition(partition).gang
+        gang = self._state.partition(partition).gang
         known = gang.steps.get(step)
         if known is not None and (known.groups, known.size) == (groups, size):
             return
@@ -37,10 +59,10 @@ class Training:
             raise Refused(f"{len(known.bound)} groups have been handed out already", where=where, hint=hint)
         if step <= gang.committed:
             raise Refused("the step is committed", where=where)
-        self._books.record(ev.Opened(partition, step, groups, size))
+        self._state.record(ev.Opened(partition, step, groups, size))
 
     def begin(self, partition: str, attempt: int, step: int, world: int) -> None:
-        """Let a trainer begin whose weights are θ_step; see ``QueueClient.begin``."""
+        """Begin an attempt of a trainer whose weights are θ_step; see ``QueueClient.begin``."""
         held, where = self._gang(partition), f"{partition} begin"
         gang = held.gang
         if attempt < 0 or step < 0 or world < 1:
@@ -54,7 +76,7 @@ class Training:
                 raise Refused(f"attempt {attempt} began with {began}, not θ{step} and {world}", where=where)
             return
         gang.check_contained(step, where=where)
-        self._books.record(ev.Began(partition, attempt, step, world))
+        self._state.record(ev.Began(partition, attempt, step, world))
 
     def slot(self, partition: str, *, attempt: int, step: int, slot: int, rank: int, tokens: int) -> Slot | None:
         """Return what ``rank`` trains in that slot; decide it if that can be done now; None while it cannot."""
@@ -62,13 +84,13 @@ class Training:
         held.gang.check_attempt(attempt, where=where)
         decision = held.gang.check_slot(step, slot, rank, where=where)
         if decision is None:
-            queue, window = held.gang_queue, Window(step, step)
+            queue, window = held.gang_queue, VersionWindow(step, step)
             assert queue is not None
             if [row for row in held.gang.step(step).carry.values() if not (row.here or row.lost)]:
                 return None
             event = decide(
                 held.gang.step(step),
-                (item for item in queue.index.in_order(window) if isinstance(item, Group)),
+                (item for item in queue.index.in_order(window) if isinstance(item, RowGroup)),
                 count=queue.index.count(window),
                 world=held.gang.world,
                 tokens=tokens,
@@ -77,14 +99,14 @@ class Training:
             )
             if event is None:
                 return None
-            self._books.record(event)
+            self._state.record(event)
             decision = held.gang.step(step).slots[slot]
         rows = decision.ranks[rank]
         if [row for row in rows if not (row.here or row.lost)]:
             return None
-        lot = lot_of_slot(rows) if rows else None
+        batch = batch_of_slot(rows) if rows else None
         totals = decision.totals if decision.last else None
-        return Slot(step=step, slot=slot, lot=lot, last=decision.last, totals=totals)
+        return Slot(step=step, slot=slot, batch=batch, last=decision.last, totals=totals)
 
     def over(self, partition: str, step: int) -> bool:
         """Tell whether the partition was closed before ``step``, which then never comes."""
@@ -102,7 +124,7 @@ class Training:
             return
         known = self._exhausted(held, step, where)
         if rank not in known.ranks_done:
-            self._books.record(ev.RankDone(partition, step, rank))
+            self._state.record(ev.RankDone(partition, step, rank))
 
     def commit(self, partition: str, attempt: int, step: int) -> None:
         """Note that a checkpoint contains ``step``: the rows of steps up to it are trained, their bytes freed."""
@@ -110,10 +132,10 @@ class Training:
         held.gang.check_attempt(attempt, where=where)
         if step > held.gang.committed:
             held.gang.check_contained(step, where=where)
-            self._books.record(ev.Committed(partition, step))
+            self._state.record(ev.Committed(partition, step))
 
     def _gang(self, partition: str) -> Partition:
-        held = self._books.partition(partition)
+        held = self._state.partition(partition)
         if held.gang_queue is None:
             raise Refused("no gang task is declared", where=partition, hint="Declare a TaskSpec of kind gang first")
         return held
@@ -123,3 +145,131 @@ class Training:
         if known is None or not known.exhausted:
             raise Refused("not all of its samples have been handed out", where=where)
         return known
+
+
+def decide(
+    step: Step, ready: Iterable[RowGroup], *, count: int, world: int, tokens: int, spec: TaskSpec, partition: str
+) -> SlotDecided | None:
+    """Decide the next slot of ``step``, or return None while there is nothing to decide.
+
+    ready: groups in the order in which they may be taken, read only as far as needed; count: how many there are;
+    tokens: most weight of one rank; spec: of the gang, which may wait for all of D_step, or keep each group together.
+    """
+    if step.groups is None:
+        return None
+    room = step.groups - len(step.bound)
+    if spec.order == "key" and count < room:
+        return None
+    if room > 0 and count == 0 and not step.carry:
+        return None
+    asked = SlotRequest(world, tokens, step.groups, spec)
+    if step.planned != asked or not step.plan or not _takeable([row for rank in step.plan[0] for row in rank]):
+        step.plan, step.planned = _plan(step, ready, asked, room, complete=count >= room), asked
+    ranks = step.plan.pop(0) if step.plan else [[] for _ in range(world)]
+    given = [row for rank in ranks for row in rank]
+    begun = [group for group in dict.fromkeys([row.group for row in given]) if group.serial not in step.bound]
+    bound = sorted([group.serial for group in begun])
+    opened = len([row for group in begun for row in group.rows if row.state < FINAL])
+    before = step.totals
+    return SlotDecided(
+        partition=partition,
+        step=step.number,
+        slot=len(step.slots),
+        bound=bound,
+        ranks=[[row.row for row in rank] for rank in ranks],
+        last=len(given) == len(step.carry) + opened and len(bound) >= room,
+        groups=before.groups + len(bound),
+        samples=before.samples + len(given),
+        response_tokens=before.response_tokens + sum([row.response_tokens for row in given]),
+    )
+
+
+def _plan(
+    step: Step, ready: Iterable[RowGroup], asked: SlotRequest, room: int, *, complete: bool
+) -> list[list[list[Row]]]:
+    """Deal what is left over and what is ready to the next slots; return the rows of each rank for those that stand.
+
+    complete: all groups of the step are ready or bound. As long as more may come, later slots are dealt anew with it.
+    """
+    left: dict[RowGroup, list[Row]] = {}
+    for row in step.carry.values():
+        left.setdefault(row.group, []).append(row)
+    pieces = [piece for rows in left.values() for piece in _pieces(rows, asked)]
+    load = weight_of(list(step.carry.values()), asked.spec)
+    for group in islice(ready, max(0, room)):
+        if load >= _AHEAD * asked.world * asked.tokens:
+            complete = False
+            break
+        fresh = [row for row in group.rows if row.state < FINAL]
+        pieces += _pieces(fresh, asked)
+        load += weight_of(fresh, asked.spec)
+    if not pieces:
+        return []
+    slots = _deal(pieces, asked, before=step.loads(asked.world, asked.spec), cut=complete)
+    return [
+        [sorted([row for piece in given for row in piece], key=_BY_KEY) for given in slot]
+        for slot in (slots if complete else slots[: max(1, len(slots) // 2)])
+    ]
+
+
+def _pieces(rows: list[Row], asked: SlotRequest) -> list[list[Row]]:
+    """Return rows of one group as they are to be dealt: all together, each alone, or as many as fit into a slot."""
+    if asked.spec.groups:
+        return [rows]
+    if not asked.spec.shared_tokens:
+        return [[row] for row in rows]
+    pieces: list[list[Row]] = []
+    load = 0
+    for row in rows:
+        if not pieces or load + row.response_tokens > asked.tokens:
+            pieces.append([])
+            load = row.tokens
+        pieces[-1].append(row)
+        load += row.response_tokens
+    return pieces
+
+
+def _deal(
+    pieces: list[list[Row]], asked: SlotRequest, *, before: Sequence[int], cut: bool
+) -> list[list[list[list[Row]]]]:
+    """Deal pieces to slots and ranks.
+
+    cut: groups that may be cut are, as long as ranks are uneven and it makes the heaviest lighter.
+    """
+    cuts = _MOST_CUTS * asked.world if cut and asked.spec.shared_tokens and not asked.spec.groups else 0
+    best: list[list[list[list[Row]]]] = []
+    lightest = 0
+    for left in range(cuts, -1, -1):
+        weights = [weight_of(piece, asked.spec) for piece in pieces]
+        dealt = balance(weights, ranks=asked.world, budget=asked.tokens, before=before)
+        loads = [had + sum(weights[i] for slot in dealt for i in slot[rank]) for rank, had in enumerate(before)]
+        most, mean = max(loads), sum(loads) / asked.world
+        if best and most >= lightest:
+            break
+        best = [[[pieces[i] for i in indices] for indices in slot] for slot in dealt]
+        lightest = most
+        heaviest = loads.index(most)
+        mine = [i for slot in dealt for i in slot[heaviest] if len(pieces[i]) > 1]
+        if not left or most <= _EVEN * mean or not mine:
+            break
+        pieces = _cut(pieces, max(mine, key=weights.__getitem__), surplus=most - mean)
+    return best
+
+
+def _cut(pieces: Sequence[list[Row]], index: int, *, surplus: float) -> list[list[Row]]:
+    """Return the pieces with one of them cut in two, the second of about ``surplus`` tokens beside the shared ones."""
+    rows, load = list(pieces[index]), 0
+    split = len(rows)
+    while split > 1 and (split == len(rows) or load + rows[split - 1].response_tokens / 2 <= surplus):
+        split -= 1
+        load += rows[split].response_tokens
+    return [*pieces[:index], rows[:split], rows[split:], *pieces[index + 1 :]]
+
+
+def _takeable(rows: Sequence[Row]) -> bool:
+    """Tell whether rows that were dealt can still be given: none was made again since, and their groups are whole."""
+    if [row for row in rows if row.group.rows[row.sample] is not row or row.state >= FINAL]:
+        return False
+    live, bound = RowState.LIVE, RowState.BOUND
+    groups = {row.group for row in rows if row.state is not bound}
+    return not [row for group in groups for row in group.rows if row.state is not live and row.state < FINAL]

@@ -3,11 +3,9 @@
 Nothing else of the queue imports torch.
 """
 
-from asyncflow.queue.torch.batch import Batch
-from asyncflow.queue.torch.column import Column
-from asyncflow.queue.torch.dataset import StreamingDataset
-from asyncflow.queue.torch.exchange import shared
-from asyncflow.queue.torch.place import Queue
+from asyncflow.queue.torch.batch import Batch, Column
+from asyncflow.queue.torch.dataset import QueueAddress, StreamingDataset
+from asyncflow.queue.torch.exchange import share_batches
 from asyncflow.queue.torch.steps import StepDataset
 
-__all__ = ["Batch", "Column", "Queue", "StepDataset", "StreamingDataset", "shared"]
+__all__ = ["Batch", "Column", "QueueAddress", "StepDataset", "StreamingDataset", "share_batches"]

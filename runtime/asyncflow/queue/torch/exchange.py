@@ -1,7 +1,7 @@
-"""Identical batches in a model-parallel group: its first process fetches, the others are told by torch.distributed.
+"""Identical batches in a model-parallel group: the first process fetches, the others receive from it.
 
-A batch crosses as two broadcasts of plain tensors: how long it is, then a heading (msgpack) with the bytes of all
-columns behind it. Nothing is pickled, and no follower needs a connection to the queue.
+A batch crosses torch.distributed as two broadcasts of plain tensors: its length, then a heading (msgpack) with the
+bytes of all columns behind it. Nothing is pickled, and no other process of the group needs a connection to the queue.
 
 Invariant: every process of the group sees the same batches, the same end, and the same error of the first.
 """
@@ -20,8 +20,7 @@ from torch import Tensor
 
 from asyncflow.errors import AsyncFlowError, RemoteError, from_wire
 from asyncflow.queue.protocol.messages import RowMeta, StepTotals
-from asyncflow.queue.torch.batch import Batch
-from asyncflow.queue.torch.column import Column, Kind
+from asyncflow.queue.torch.batch import Batch, Column, Kind
 
 _ALIGNED = 16
 _DTYPES = {
@@ -71,7 +70,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 
 
-def shared(
+def share_batches(
     loader: Iterable[Batch] | None, *, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
 ) -> Iterator[Batch]:
     """Yield the batches of the first process's ``loader`` in every process of ``group`` (by default, of all).
@@ -88,12 +87,12 @@ def shared(
         yield from _received(group, torch.device(device))
 
 
-def told_by_first(find: Callable[[], int], group: dist.ProcessGroup | None) -> int:
-    """Give, in every process of ``group``, what ``find()`` gives in the first, or raise what it raises."""
+def broadcast_number(find: Callable[[], int], group: dist.ProcessGroup | None) -> int:
+    """Return, in every process of ``group``, what ``find()`` returns in the first, or raise what it raises."""
     device = torch.device("cpu") if "gloo" in dist.get_backend(group) else torch.accelerator.current_accelerator()
     assert device is not None
     if dist.get_rank(group) == 0:
-        with _failures_told(group, device):
+        with _failures_sent(group, device):
             number = find()
         _send(_Number(number), [], group, device)
         return number
@@ -103,10 +102,10 @@ def told_by_first(find: Callable[[], int], group: dist.ProcessGroup | None) -> i
 
 
 def _sent(loader: Iterable[Batch], group: dist.ProcessGroup | None, device: torch.device) -> Iterator[Batch]:
-    with _failures_told(group, device):
+    with _failures_sent(group, device):
         batches = iter(loader)
     while True:
-        with _failures_told(group, device):
+        with _failures_sent(group, device):
             batch = next(batches, None)
             if batch is not None and not isinstance(batch, Batch):
                 raise TypeError(f"a loader of Batch can be shared, not of {type(batch).__name__}")
@@ -141,13 +140,15 @@ def _received(group: dist.ProcessGroup | None, device: torch.device) -> Iterator
 
 
 @contextmanager
-def _failures_told(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
+def _failures_sent(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
     """Let the followers fail as the first does, instead of waiting for it."""
     try:
         yield
     except Exception as error:
-        told = error if isinstance(error, AsyncFlowError) else RemoteError(repr(error), where="the first of the group")
-        _send(_Failed(told.to_wire()), [], group, device)
+        failure = (
+            error if isinstance(error, AsyncFlowError) else RemoteError(repr(error), where="first process of the group")
+        )
+        _send(_Failed(failure.to_wire()), [], group, device)
         raise
 
 
@@ -157,8 +158,8 @@ def _send(message: _Message, arrays: list[Tensor], group: dist.ProcessGroup | No
     total = sum(_aligned(array.nbytes) for array in arrays)
     payload = rest = torch.zeros(total, dtype=torch.uint8, device=device)
     for array in arrays:
-        place, rest = _cut(rest, _array(array))
-        place.copy_(array)
+        target, rest = _cut(rest, _array(array))
+        target.copy_(array)
     source = dist.get_global_rank(group, 0) if group is not None else 0
     dist.broadcast(torch.tensor([len(heading), total], device=device), src=source, group=group)
     dist.broadcast(payload, src=source, group=group)

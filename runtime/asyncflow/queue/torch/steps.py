@@ -2,7 +2,7 @@
 
 All ranks are one consumer, the queue's gang (``queue.gang``): a step's groups are theirs together, the queue cuts them
 into slots, and each rank gets its part of every slot, so that all make the same number of micro-batches of about the
-same number of tokens. What was given stays given: the same slot can be asked for again until a checkpoint contains it.
+same number of tokens. A slot stays as it was cut, and can be asked for again until a checkpoint contains it.
 
     data.begin(step=0)                                    # the weights are θ_0
     for batch in DataLoader(data, batch_size=None, num_workers=4):
@@ -27,13 +27,11 @@ from torch.utils.data import get_worker_info
 
 from asyncflow.errors import DeadlineExceeded, Refused, StaleHandle
 from asyncflow.net.frames import Jagged
-from asyncflow.queue.client.client import QueueClient
-from asyncflow.queue.protocol.lot import Slot
+from asyncflow.queue.client import QueueClient
+from asyncflow.queue.protocol.batches import Slot
 from asyncflow.queue.torch.batch import Batch, columns_of
-from asyncflow.queue.torch.dataset import QueueDataset
-from asyncflow.queue.torch.exchange import told_by_first
-from asyncflow.queue.torch.place import Queue
-from asyncflow.queue.torch.station import CALL_S, Station
+from asyncflow.queue.torch.dataset import CALL_S, Executor, QueueAddress, QueueDataset
+from asyncflow.queue.torch.exchange import broadcast_number
 
 _OPEN = 1 << 62
 
@@ -49,16 +47,16 @@ class StepDataset(QueueDataset):
     def __init__(
         self,
         *,
-        queue: Queue | str,
+        queue: QueueAddress | str,
         partition: str,
         columns: Sequence[str],
         tokens: int,
         rank: int = 0,
         world: int = 1,
-        ahead: int = 1,
+        prefetch: int = 1,
         patience_s: float = 3600.0,
     ) -> None:
-        super().__init__(queue=queue, partition=partition, columns=columns, ahead=ahead, patience_s=patience_s)
+        super().__init__(queue=queue, partition=partition, columns=columns, prefetch=prefetch, patience_s=patience_s)
         self._where = f"{partition} rank {rank} of {world}"
         if tokens < 1 or not 0 <= rank < world:
             raise Refused(f"{tokens} tokens cannot be, or there is no such rank", where=self._where)
@@ -66,12 +64,12 @@ class StepDataset(QueueDataset):
         self.world = world
         self._tokens = tokens
         self._done = 0
-        self._course = torch.tensor([-1, 1, _OPEN]).share_memory_()
+        self._position = torch.tensor([-1, 1, _OPEN]).share_memory_()
 
     @property
     def attempt(self) -> int:
         """The trainer's attempt, -1 before ``begin``. Loader workers see it, also those that persist."""
-        return int(self._course[0])
+        return int(self._position[0])
 
     def begin(
         self, *, step: int | None = None, attempt: int | None = None, group: dist.ProcessGroup | None = None
@@ -87,7 +85,7 @@ class StepDataset(QueueDataset):
             attempt = self._agree(done, group)
         self._begin(attempt, done)
         self._done = done
-        self._course[0] = attempt
+        self._position[0] = attempt
         self.seek(done + 1)
         return attempt
 
@@ -98,23 +96,23 @@ class StepDataset(QueueDataset):
         """
         if step < 1 or (last is not None and last < step):
             raise Refused(f"there are no steps from {step} to {last}", where=self._where)
-        self._course[1], self._course[2] = step, _OPEN if last is None else last
+        self._position[1], self._position[2] = step, _OPEN if last is None else last
 
     def step_done(self, step: int) -> None:
         """Say that this rank has made its optimizer step; the next iteration begins after it."""
-        station = self._station()
-        done = station.client.step_done(
+        executor = self._executor()
+        done = executor.client.step_done(
             partition=self.partition, attempt=self._begun(), step=step, rank=self.rank, timeout=CALL_S
         )
-        station.run(done)
+        executor.run(done)
         self._done = step
-        self._course[1] = max(int(self._course[1]), step + 1)
+        self._position[1] = max(int(self._position[1]), step + 1)
 
     def commit(self, step: int | None = None) -> None:
         """Say that a checkpoint holds all steps up to ``step``, by default the last done: their rows are freed."""
-        station, done = self._station(), self._done if step is None else step
-        commit = station.client.commit(partition=self.partition, attempt=self._begun(), step=done, timeout=CALL_S)
-        station.run(commit)
+        executor, done = self._executor(), self._done if step is None else step
+        commit = executor.client.commit(partition=self.partition, attempt=self._begun(), step=done, timeout=CALL_S)
+        executor.run(commit)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what belongs into the checkpoint with the weights: the last step that is in them."""
@@ -125,20 +123,20 @@ class StepDataset(QueueDataset):
         if set(state) != {"partition", "step"} or state["partition"] != self.partition:
             raise Refused(f"the state is that of {dict(state)}", where=self._where)
         self._done = int(state["step"])
-        self._course[0] = -1
+        self._position[0] = -1
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of one step after another; ``Batch.last`` ends a step."""
-        attempt, first, last = self._begun(), int(self._course[1]), int(self._course[2])
-        station, loader = self._station(), get_worker_info()
+        attempt, first, last = self._begun(), int(self._position[1]), int(self._position[2])
+        executor, loader = self._executor(), get_worker_info()
         part, parts = (loader.id, loader.num_workers) if loader is not None else (0, 1)
-        slots = self._slots(station.client, attempt, first, last)
-        batches = station.ahead(self._fetched(station, slots, part, parts), self._ahead)
+        slots = self._slots(executor.client, attempt, first, last)
+        batches = executor.prefetch(self._fetched(executor, slots, part, parts), self._prefetch)
         try:
-            while (batch := station.run(batches.next())) is not None:
+            while (batch := executor.run(batches.next())) is not None:
                 yield batch
         finally:
-            station.end(batches)
+            executor.end(batches)
 
     async def _slots(self, client: QueueClient, attempt: int, first: int, last: int) -> AsyncGenerator[Slot]:
         for step in range(first, last + 1):
@@ -170,12 +168,12 @@ class StepDataset(QueueDataset):
         return slot
 
     async def _fetched(
-        self, station: Station, slots: AsyncGenerator[Slot], part: int, parts: int
+        self, executor: Executor, slots: AsyncGenerator[Slot], part: int, parts: int
     ) -> AsyncGenerator[Batch]:
         number = 0
         async for slot in slots:
             if number % parts == part:
-                fetched = await self._fetch(station.client, slot)
+                fetched = await self._fetch(executor.client, slot)
                 yield Batch(
                     metas=[row.meta for row in slot.rows],
                     columns=columns_of(fetched, self.columns),
@@ -188,7 +186,7 @@ class StepDataset(QueueDataset):
 
     async def _fetch(self, client: QueueClient, slot: Slot) -> dict[str, Jagged]:
         try:
-            return await client.fetch(slot.lot or [], self.columns, timeout=CALL_S)
+            return await client.fetch(slot.batch or [], self.columns, timeout=CALL_S)
         except StaleHandle as error:
             hint = "Storage was lost: begin again at the last checkpoint, and the queue has these samples made again"
             where = f"slot {slot.slot} of step {slot.step}"
@@ -196,24 +194,24 @@ class StepDataset(QueueDataset):
 
     def _agree(self, step: int, group: dist.ProcessGroup | None) -> int:
         def find() -> int:
-            station = self._station()
-            known = station.run(station.client.snapshot(partition=self.partition, timeout=CALL_S))
+            executor = self._executor()
+            known = executor.run(executor.client.snapshot(partition=self.partition, timeout=CALL_S))
             self._begin(known.attempt + 1, step)
             return known.attempt + 1
 
         if dist.is_initialized() and dist.get_world_size(group) > 1:
-            return told_by_first(find, group)
+            return broadcast_number(find, group)
         if self.world > 1:
             hint = "Initialize torch.distributed, or say the attempt: one more than the last, the same on all ranks"
             raise Refused(f"{self.world} ranks cannot agree on an attempt", where=self._where, hint=hint)
         return find()
 
     def _begin(self, attempt: int, step: int) -> None:
-        station = self._station()
-        begin = station.client.begin(
+        executor = self._executor()
+        begin = executor.client.begin(
             partition=self.partition, attempt=attempt, step=step, world=self.world, timeout=CALL_S
         )
-        station.run(begin)
+        executor.run(begin)
 
     def _begun(self) -> int:
         if self.attempt < 0:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.plugins import load_plugin
-from asyncflow.rollout.engines.base import Devices, RolloutEngine
-from asyncflow.rollout.engines.stopping import Decode
+from asyncflow.rollout.engines.base import Decode, Devices, RolloutEngine
 
 GROUP = "asyncflow.rollout_engines"
 

@@ -1,17 +1,18 @@
 """Interface of an engine, which turns prompts into tokens with their log-probs and versions, one coroutine a sequence.
 
-The same face fits a model in this process, a vLLM server over HTTP (a request, a response, pause-update-resume inside
-``load``) and a simulation. Requests are batched inside; the caller knows only coroutines.
+The same interface fits a model in this process, a vLLM server over HTTP (a request, a response, pause-update-resume
+inside ``load``) and a simulation. Requests are batched inside; the caller knows only coroutines.
 
-Invariant: every token carries the log-probability of the distribution that it was drawn from, and the version of the
-weights that drew it, both written where the token was made.
+Invariants: every token carries the log-probability of the distribution that it was drawn from, and the version of the
+weights that drew it, both written where the token was made; a response ends with the token that completes the first of
+its stop texts, and whether one does is a function of its ids.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -22,11 +23,33 @@ from numpy.typing import NDArray
 
 from asyncflow.errors import ManifestError, NotYetError
 from asyncflow.identity import SampleKey, Version
-from asyncflow.rollout.engines.stopping import Decode, StopTexts
+
+Decode = Callable[[Sequence[int]], str]
+"""Return the text of ids, special tokens included."""
+
+_MARGIN = 2
+"""Tokens more than a text has bytes: a tokenizer may drop a space in front of the first of them."""
 
 Finish = Literal["stop", "length", "aborted"]
 OPTIONS = "spec.rollout.engine.options"
 """Field of a manifest with the engine's own options."""
+
+
+class StopTexts:
+    """Looks for ``texts`` at the end of a response in the making."""
+
+    def __init__(self, texts: Sequence[str], *, decode: Decode) -> None:
+        self._texts = texts
+        self._decode = decode
+        self._window = max(len(text.encode()) for text in texts) + _MARGIN
+
+    def met(self, ids: Sequence[int]) -> bool:
+        """Return whether the last of ``ids`` completes one of the texts, given that none before it did.
+
+        A token has at least one byte, so that no text is longer than the tokens that are looked at.
+        """
+        end = self._decode(ids[-self._window :])
+        return any(text in end for text in self._texts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +142,6 @@ class RolloutEngine(ABC):
     """
 
     Options: ClassVar[type[msgspec.Struct] | None] = None
-    supports_token_swap: ClassVar[bool] = False
     can_be_deterministic: ClassVar[bool] = False
     version: Version | None = None
 
@@ -178,7 +200,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Swap to ``version``. The caller sees to it that nothing runs unless ``supports_token_swap``.
+        """Swap to ``version``. The caller sees to it that nothing runs.
 
         tensors: by parameter name; bfloat16 as its uint16 bits. Raises Refused where sequences run, ManifestError where
         names or shapes do not fit the model; in both cases nothing was overwritten.

@@ -1,10 +1,12 @@
-"""Continuous batching as a plain object: sequences take seats, every step gives each seated one a token.
+"""Continuous batching as a plain object: sequences take slots, every step gives each running one a token.
 
-A step seats who waits (a prompt is prefilled once for all who share it), draws a token a row from the logits at hand,
-lets the finished leave, and runs the model once for the rest. It owns no thread and no clock.
+A step gives slots to sequences that wait (a prompt is prefilled once for all who share it), draws a token a row from
+the logits at hand, frees the slots of the finished, and runs the model once for the rest. A token is drawn by
+temperature, log-softmax, and the inverse of the cumulative distribution at a given uniform. It owns no thread and no
+clock.
 
 Invariant: the ids and log-probabilities of a sequence are a function of its request and the weights: never of its slot,
-its neighbours, or the step at which it was seated.
+its neighbours, or the step at which it got its slot.
 """
 
 from __future__ import annotations
@@ -16,17 +18,56 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from asyncflow.errors import Refused
 from asyncflow.identity import Version
-from asyncflow.rollout.engines.base import Completion, Finish, GenerationRequest
-from asyncflow.rollout.engines.draw import draw
-from asyncflow.rollout.engines.kv import Prefix
-from asyncflow.rollout.engines.model import CausalModel
-from asyncflow.rollout.engines.stopping import StopTexts
+from asyncflow.rollout.engines.base import Completion, Finish, GenerationRequest, StopTexts
+from asyncflow.rollout.engines.model import CausalModel, Prefix
 from asyncflow.rollout.sampling import stream, uniforms
 
+_BLOCK = 256
+
 _PREFIXES_KEPT = 8
+
+
+def draw(logits: Tensor, *, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token a row.
+
+    logits [rows, vocab]; temperatures float32[rows], 0 = greedy; uniforms float64[rows] in [0, 1).
+    Return ids int64[rows] and float32[rows] log-probabilities: of logits / temperature, for greedy rows of the logits.
+    """
+    greedy = temperatures == 0
+    scaled = logits.float() / torch.where(greedy, 1.0, temperatures)[:, None]
+    logprobs = torch.log_softmax(scaled, dim=-1)
+    if bool(greedy.all()):
+        ids = logprobs.argmax(dim=-1)
+    else:
+        ids = _inverse(logprobs.exp(), uniforms)
+        if bool(greedy.any()):
+            ids = torch.where(greedy, logprobs.argmax(dim=-1), ids)
+    return ids, logprobs.gather(1, ids[:, None])[:, 0]
+
+
+def _inverse(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Return the first index whose cumulative weight, in float64, exceeds uniform * total.
+
+    Two levels keep it cheap for a wide vocabulary: a block is found by the blocks' sums, then the index in the block;
+    where the sums' rounding leaves the target past the block's end, its last index of positive weight is taken.
+    """
+    rows, vocab = weights.shape
+    if vocab % _BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, -vocab % _BLOCK))
+    blocks = weights.view(rows, -1, _BLOCK)
+    ends = blocks.sum(dim=-1).double().cumsum(dim=-1)
+    total = ends[:, -1:]
+    target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    block = torch.searchsorted(ends, target, right=True)
+    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, _BLOCK))[:, 0]
+    within = torch.searchsorted(before + inside.double().cumsum(dim=-1), target, right=True)
+    last = _BLOCK - 1 - (inside > 0).int().flip(-1).argmax(dim=-1, keepdim=True)
+    return (block * _BLOCK + torch.minimum(within, last))[:, 0]
 
 
 class Sequence:
@@ -66,8 +107,8 @@ class Sequence:
         )
 
 
-class Batch:
-    """The seats of one model; call from one thread under ``torch.inference_mode``."""
+class DecodeBatch:
+    """The running sequences of one model; call from one thread under ``torch.inference_mode``."""
 
     def __init__(self, model: CausalModel, *, slots: int, max_length: int) -> None:
         self._model = model
@@ -78,7 +119,7 @@ class Batch:
         self._positions = np.zeros(slots, dtype=np.int64)
         self._tokens = np.zeros(slots, dtype=np.int64)
         self._free = list(range(slots))
-        self._seated: dict[int, Sequence] = {}
+        self._active: dict[int, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._prefixes: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
         self._version: Version | None = None
@@ -87,35 +128,35 @@ class Batch:
 
     @property
     def running(self) -> int:
-        """Sequences that have a seat."""
-        return len(self._seated)
+        """Sequences that have a slot."""
+        return len(self._active)
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait for a seat."""
+        """Sequences that wait for a slot."""
         return len(self._waiting)
 
     def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Take the weights of ``version``. Raises Refused where a sequence is seated."""
-        if self._seated:
-            raise Refused(f"{len(self._seated)} sequences run under {self._version}", where=f"load {version}")
+        """Take the weights of ``version``. Raises Refused where a sequence runs."""
+        if self._active:
+            raise Refused(f"{len(self._active)} sequences run under {self._version}", where=f"load {version}")
         self._model.load(tensors)
         self._prefixes.clear()
         self._version = version
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue a sequence for a seat."""
+        """Queue a sequence for a slot."""
         self._waiting.append(sequence)
 
     def step(self) -> list[Sequence]:
-        """Go on by one token; gives the sequences that ended. Does nothing where nobody runs or waits."""
+        """Generate one token of each sequence; return those that ended. Does nothing where none runs or waits."""
         ended = self._sweep()
-        self._seat()
-        if not self._seated:
+        self._admit()
+        if not self._active:
             return ended
         ended += self._draw()
-        if self._seated:
-            active = torch.tensor(list(self._seated))
+        if self._active:
+            active = torch.tensor(list(self._active))
             self._cache.open()
             self._logits = self._model.decode(self._cache, torch.from_numpy(self._tokens)).float()
             self._cache.close(active)
@@ -126,13 +167,13 @@ class Batch:
         ended = [sequence for sequence in self._waiting if sequence.aborted]
         if ended:
             self._waiting = deque(sequence for sequence in self._waiting if not sequence.aborted)
-        for slot, sequence in list(self._seated.items()):
+        for slot, sequence in list(self._active.items()):
             if sequence.aborted:
-                self._leave(slot)
+                self._release(slot)
                 ended.append(sequence)
         return ended
 
-    def _seat(self) -> None:
+    def _admit(self) -> None:
         if self._version is None:
             return
         while self._free and self._waiting:
@@ -140,12 +181,12 @@ class Batch:
             request = sequence.request
             slot = self._free.pop()
             prefix = self._prefix(request.prompt_ids)
-            self._cache.seat(slot, prefix)
+            self._cache.begin(slot, prefix)
             self._logits[slot] = prefix.logits
             self._temperatures[slot] = request.temperature
             self._streams[slot] = stream(seed=request.seed, key=request.key)
             self._positions[slot] = 0
-            self._seated[slot] = sequence
+            self._active[slot] = sequence
 
     def _prefix(self, prompt_ids: tuple[int, ...]) -> Prefix:
         """Prefill a prompt, or find it among the last few: the members of a group follow each other."""
@@ -166,15 +207,15 @@ class Batch:
         self._positions += 1
         tokens, values, version = ids.tolist(), logprobs.tolist(), self._version.packed
         ended = []
-        for slot, sequence in list(self._seated.items()):
+        for slot, sequence in list(self._active.items()):
             sequence.append(tokens[slot], values[slot], version)
             if sequence.finish is not None:
-                self._leave(slot)
+                self._release(slot)
                 ended.append(sequence)
         return ended
 
-    def _leave(self, slot: int) -> None:
-        del self._seated[slot]
+    def _release(self, slot: int) -> None:
+        del self._active[slot]
         self._free.append(slot)
-        self._cache.leave(slot)
+        self._cache.end(slot)
         self._temperatures[slot] = 0.0

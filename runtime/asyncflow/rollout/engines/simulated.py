@@ -59,7 +59,7 @@ class SimulatedEngine(RolloutEngine):
         super().__init__(**settings)
         self._set = read_options(self.options, SimulatedOptions, where=OPTIONS)
         self.weights: dict[str, NDArray[Any]] = {}
-        self._seats = asyncio.Semaphore(self.slots)
+        self._free_slots = asyncio.Semaphore(self.slots)
         self._running: dict[asyncio.Event, tuple[str, SampleKey]] = {}
         self._waiting = 0
         self._tokens: Counter[str] = Counter()
@@ -68,7 +68,7 @@ class SimulatedEngine(RolloutEngine):
         self._closed = False
 
     async def start(self) -> None:
-        """There is nothing to build."""
+        """Do nothing: there is nothing to build."""
 
     async def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
         """Copy any tensors; only the version counts."""
@@ -83,15 +83,15 @@ class SimulatedEngine(RolloutEngine):
         request.check(max_length=self.max_length)
         self._waiting += 1
         try:
-            await self._seats.acquire()
+            await self._free_slots.acquire()
         finally:
             self._waiting -= 1
         try:
-            return await self._seated(request)
+            return await self._run(request)
         finally:
-            self._seats.release()
+            self._free_slots.release()
 
-    async def _seated(self, request: GenerationRequest) -> Completion:
+    async def _run(self, request: GenerationRequest) -> Completion:
         if self.version is None or self._closed:
             raise Refused(
                 "no weights were loaded yet" if not self._closed else "the engine is closed", where="generate"

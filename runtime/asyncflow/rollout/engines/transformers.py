@@ -24,7 +24,7 @@ from asyncflow.errors import ManifestError, Refused
 from asyncflow.identity import SampleKey, Version
 from asyncflow.plugins import NoOptions, read_options
 from asyncflow.rollout.engines.base import OPTIONS, Completion, EngineStats, GenerationRequest, RolloutEngine
-from asyncflow.rollout.engines.batch import Batch, Sequence
+from asyncflow.rollout.engines.batch import DecodeBatch, Sequence
 from asyncflow.rollout.engines.model import CausalModel
 
 _JOIN_S = 30.0
@@ -52,7 +52,7 @@ class TransformersEngine(RolloutEngine):
         self._open: dict[Sequence, Future[Completion]] = {}
         self._closing = False
         self._broken: Exception | None = None
-        self._batch: Batch | None = None
+        self._batch: DecodeBatch | None = None
         self._tokens: Counter[str] = Counter()
         self._busy_s = 0.0
         self._busy_since: float | None = None
@@ -107,10 +107,10 @@ class TransformersEngine(RolloutEngine):
         """Return the counters."""
         with self._wake:
             since = self._busy_since
-            open_, seated = len(self._open), self._batch.running if self._batch else 0
+            open_, running = len(self._open), self._batch.running if self._batch else 0
             return EngineStats(
-                running=min(seated, open_),
-                waiting=max(0, open_ - seated),
+                running=min(running, open_),
+                waiting=max(0, open_ - running),
                 tokens=dict(self._tokens),
                 prefilled=self._batch.prefilled if self._batch else 0,
                 steps=self._batch.steps if self._batch else 0,
@@ -137,7 +137,7 @@ class TransformersEngine(RolloutEngine):
         torch.set_num_threads(self.threads)
         with torch.inference_mode():
             try:
-                batch = Batch(
+                batch = DecodeBatch(
                     CausalModel(self._folder, dtype=self.dtype, longest=self.max_length),
                     slots=self.slots,
                     max_length=self.max_length,
@@ -154,7 +154,7 @@ class TransformersEngine(RolloutEngine):
             except Exception as error:  # noqa: BLE001 - raised by every generate() and load(), now and later
                 self._fail(error)
 
-    def _turn(self, batch: Batch) -> bool:
+    def _turn(self, batch: DecodeBatch) -> bool:
         """Take what arrived, load or step once; waits where there is nothing to do. False: closed and empty."""
         with self._wake:
             while not (self._arrived or self._loads or self._closing or batch.running or batch.waiting):
@@ -178,7 +178,9 @@ class TransformersEngine(RolloutEngine):
             self._busy_s += time.monotonic() - self._busy_since
             self._busy_since = None
 
-    def _load(self, batch: Batch, version: Version, tensors: Mapping[str, NDArray[Any]], done: Future[None]) -> None:
+    def _load(
+        self, batch: DecodeBatch, version: Version, tensors: Mapping[str, NDArray[Any]], done: Future[None]
+    ) -> None:
         try:
             batch.load(version, tensors)
         except (ManifestError, Refused) as error:

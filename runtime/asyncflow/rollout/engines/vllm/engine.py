@@ -29,8 +29,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, Refused
 from asyncflow.identity import SampleKey, Version
 from asyncflow.plugins import read_options
-from asyncflow.rollout.engines.base import OPTIONS, Completion, EngineStats, Finish, GenerationRequest, RolloutEngine
-from asyncflow.rollout.engines.stopping import StopTexts
+from asyncflow.rollout.engines.base import (
+    OPTIONS,
+    Completion,
+    EngineStats,
+    Finish,
+    GenerationRequest,
+    RolloutEngine,
+    StopTexts,
+)
 from asyncflow.rollout.engines.vllm.program import EXTENSION, VllmOptions
 from asyncflow.rollout.engines.vllm.server import VllmServer
 from asyncflow.rollout.sampling import stream
@@ -79,7 +86,6 @@ class VllmEngine(RolloutEngine):
     """
 
     Options = VllmOptions
-    supports_token_swap = True
     can_be_deterministic = True
 
     def __init__(self, **settings: Any) -> None:
@@ -118,20 +124,20 @@ class VllmEngine(RolloutEngine):
             "worker_extension_cls": EXTENSION,
         }
         given = self._set.args
-        wished: dict[str, Any] = {"enable_scale_out": True, "uvicorn_log_level": "warning", "seed": self.seed % 2**31}
+        optional: dict[str, Any] = {"enable_scale_out": True, "uvicorn_log_level": "warning", "seed": self.seed % 2**31}
         if self.devices.kind == "cpu":
             # A seeded request whose prompt is read in two steps ends vLLM's CPU engine (0.32).
-            wished |= {
+            optional |= {
                 "enforce_eager": True,
                 "kv_cache_memory_bytes": self._cache_bytes(),
                 "enable_chunked_prefill": False,
                 "max_num_batched_tokens": max(self.max_length, min(_CPU_STEP, self.slots * self.max_length)),
             }
         else:
-            wished |= {"gpu_memory_utilization": round(_USABLE * self.devices.share, 3)}
+            optional |= {"gpu_memory_utilization": round(_USABLE * self.devices.share, 3)}
         await self._server.start(
             required=required,
-            wished={name: value for name, value in wished.items() if name not in given},
+            optional={name: value for name, value in optional.items() if name not in given},
             given=given,
             device=self.devices.kind,
             deterministic=self.deterministic,
@@ -227,7 +233,7 @@ class VllmEngine(RolloutEngine):
 
     @property
     def _says_versions(self) -> bool:
-        """Whether vLLM itself says which version made a token."""
+        """True where vLLM itself says which version made a token."""
         return _SAYS_VERSIONS in self._server.paths
 
     def _mark(self, version: Version, tokens: Mapping[str, int] | None) -> None:

@@ -4,7 +4,7 @@ It compares what is asked for with what the installed vLLM can do, by its own pa
 number, and then becomes vLLM's HTTP server. What vLLM cannot do is written to the file ``refusal`` for the parent.
 
 Invariant: every process of the server ends with its parent, also after SIGKILL: the processes that vLLM spawns import
-this module before anything else, as ``__mp_main__``, and are leashed there.
+this module before anything else, as ``__mp_main__``, and call ``die_with_parent`` there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Annotated, Any, NoReturn
 
 import msgspec
 
-from asyncflow import leash
+from asyncflow.process import PARENT, die_with_parent
 
 EXTENSION = "asyncflow.rollout.engines.vllm.worker.WeightsExtension"
 REFUSED = 2
@@ -29,6 +29,9 @@ _PARSERS = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_
 _SERVERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
 _PARSER_CLASSES = ("vllm.utils.argparse_utils", "vllm.utils")
 """Modules in which different versions of vLLM have these, newest first."""
+_BATCH_INVARIANT = "cuda"
+"""Kind of device for which vLLM has batch-invariant kernels: another is refused before vLLM is imported."""
+_VARIANT = "the installed vLLM has no batch-invariant kernels for {}: deterministic cannot be kept"
 
 
 class VllmOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,19 +72,19 @@ _SAID_ELSEWHERE: Mapping[str, str] = {
         _OURS,
     ),
 }  # fmt: skip
-"""Options of vLLM that ``args`` may not have, and what is to be said of them."""
+"""Options of vLLM that ``args`` may not have, and where each belongs instead."""
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a server.
 
-    required: options of vLLM, by name with underscores; wished: those that are left out where vLLM does not know them;
-    given: those of the manifest; device: torch's name of the kind of device; deterministic: batch-invariant kernels;
-    refusal: file for the reason why not.
+    required: options of vLLM, by name with underscores; optional: those that are left out where vLLM does not know
+    them; given: those of the manifest; device: torch's name of the kind of device; deterministic: batch-invariant
+    kernels; refusal: file for the reason why not.
     """
 
     required: dict[str, Any]
-    wished: dict[str, Any]
+    optional: dict[str, Any]
     given: dict[str, Any]
     device: str
     deterministic: bool
@@ -95,6 +98,8 @@ def main(settings: ServerSettings) -> None:
         Path(settings.refusal).write_text(why, encoding="utf-8")
         sys.exit(REFUSED)
 
+    if settings.deterministic and settings.device != _BATCH_INVARIANT:
+        refuse(_VARIANT.format(settings.device))
     try:
         parser = _first(_PARSERS).make_arg_parser(_first(_PARSER_CLASSES).FlexibleArgumentParser(allow_abbrev=False))
     except ImportError as error:
@@ -105,11 +110,11 @@ def main(settings: ServerSettings) -> None:
     def known(name: str, value: object) -> bool:
         return not parser.parse_known_args(_argv({name: value}))[1]
 
-    wished = {name: value for name, value in settings.wished.items() if known(name, value)}
+    optional = {name: value for name, value in settings.optional.items() if known(name, value)}
     if unknown := sorted(name for name, value in settings.given.items() if not known(name, value)):
         refuse(f"the installed vLLM has no option {', '.join(unknown)}")
     try:
-        arguments = parser.parse_args(_argv({**settings.required, **wished, **settings.given}))
+        arguments = parser.parse_args(_argv({**settings.required, **optional, **settings.given}))
         _first(_PARSERS).validate_parsed_serve_args(arguments)
     except (TypeError, ValueError) as wrong:
         refuse(str(wrong))
@@ -133,10 +138,8 @@ def _check_platform(settings: ServerSettings, *, refuse: Any) -> None:
     envs, platform = import_module("vllm.envs"), import_module("vllm.platforms").current_platform
     if platform.device_type != settings.device:
         refuse(f"the installed vLLM computes on {platform.device_type or 'no device'}, not on {settings.device}")
-    if not settings.deterministic:
-        return
-    if settings.device != "cuda" or "VLLM_BATCH_INVARIANT" not in envs.environment_variables:
-        refuse(f"the installed vLLM has no batch-invariant kernels for {settings.device}: deterministic cannot be kept")
+    if settings.deterministic and "VLLM_BATCH_INVARIANT" not in envs.environment_variables:
+        refuse(_VARIANT.format(settings.device))
 
 
 def _flag(name: str) -> str:
@@ -157,8 +160,8 @@ def _argv(options: dict[str, Any]) -> list[str]:
 
 
 if __name__ in ("__main__", "__mp_main__"):
-    leash.leash()
-    os.environ[leash.PARENT] = str(os.getpid())
+    die_with_parent()
+    os.environ[PARENT] = str(os.getpid())
 
 if __name__ == "__main__":
     main(msgspec.json.decode(sys.argv[1], type=ServerSettings))

@@ -24,8 +24,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from asyncflow import leash
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, PeerLost
+from asyncflow.process import PARENT
 from asyncflow.rollout.engines.base import OPTIONS
 from asyncflow.rollout.engines.vllm.program import REFUSED, ServerSettings
 
@@ -42,7 +42,7 @@ _ALWAYS = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
-"""Environment of every server: routes for weights, processes that can be leashed, nothing told to anybody."""
+"""Environment of every server: routes for weights, processes that end with their parent, nothing told to anybody."""
 
 
 class VllmServer:
@@ -50,7 +50,7 @@ class VllmServer:
 
     def __init__(self, *, env: Mapping[str, str], start_s: float) -> None:
         self.paths: frozenset[str] = frozenset()
-        self._env = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **_ALWAYS, **env, leash.PARENT: str(os.getpid())}
+        self._env = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **_ALWAYS, **env, PARENT: str(os.getpid())}
         self._start_s = start_s
         self._folder = Path(tempfile.mkdtemp(prefix="asyncflow-vllm-", dir=_short(tempfile.gettempdir())))
         self._why = "its log above says why"
@@ -62,7 +62,7 @@ class VllmServer:
         self,
         *,
         required: Mapping[str, Any],
-        wished: Mapping[str, Any],
+        optional: Mapping[str, Any],
         given: Mapping[str, Any],
         device: str,
         deterministic: bool,
@@ -74,7 +74,7 @@ class VllmServer:
         refusal, socket = self._folder / "refusal", self._folder / "socket"
         settings = ServerSettings(
             required={**required, "uds": str(socket)},
-            wished=dict(wished),
+            optional=dict(optional),
             given=dict(given),
             device=device,
             deterministic=deterministic,
@@ -132,7 +132,7 @@ class VllmServer:
     ) -> dict[str, Any]:
         """Call the server and return its answer. within_s: None where only the end of the server ends the waiting.
 
-        Raises PeerLost where it ends meanwhile, DeadlineExceeded, and AsyncFlowError for an answer that says no.
+        Raises PeerLost where it ends meanwhile, DeadlineExceeded, and AsyncFlowError for an answer that is an error.
         """
         return msgspec.json.decode(await self._fetch(method, path, body, query, within_s) or b"{}", type=dict[str, Any])
 
@@ -173,7 +173,7 @@ class VllmServer:
         self.check()
 
     async def close(self, *, why: str) -> None:
-        """End the server: in order, then by force. Idempotent. why: said to whoever still calls it."""
+        """End the server: in order, then by force. Idempotent. why: the reason in the errors of later calls."""
         if self._process is not None and self._ended is not None and not self._ended.done():
             self._why = why
             for number in (signal.SIGTERM, signal.SIGKILL):

@@ -44,13 +44,13 @@ class Staging:
 
     @property
     def done(self) -> bool:
-        """Whether the tensors are here, or never will be."""
+        """True once the tensors are here, or never will be."""
         return bool(self.where or self.error)
 
     def _stage(self, memory: mmap.mmap, placed: list[Placed]) -> None:
         try:
             self.tensors, where = self._brought({each["name"]: _tensor(memory, each) for each in placed})
-        except Exception as error:  # noqa: BLE001  told to whoever asks, who waits for it
+        except Exception as error:  # noqa: BLE001  returned by asyncflow_staged(), which the engine polls
             self.error = f"{type(error).__name__}: {error}"
         else:
             self.where = where

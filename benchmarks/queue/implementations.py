@@ -1,0 +1,236 @@
+"""What is compared: one interface, and AsyncFlow's queue behind it as its users call it.
+
+Contract of every implementation: rows become visible when ``put`` has returned at the latest, never half a row; a claim
+returns exactly the rows asked for, or None and takes none; no row is given to a task twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from samples import Sample
+from servers import Handle, servers
+
+from asyncflow.net.frames import Jagged
+from asyncflow.queue.protocol.batches import RowBatch
+from asyncflow.queue.protocol.messages import TaskSpec
+
+LEASE_S = 30.0
+CALL_S = 60.0
+
+KINDS = {
+    "plain": "implementations:AsyncFlow",
+    "secured": "implementations:Secured",
+    "shared memory": "implementations:SharedMemory",
+    "shared memory, secured": "implementations:SecuredSharedMemory",
+    "mooncake": "implementations:OnMooncake",
+    "raw sockets": "raw_sockets:RawSockets",
+    "TransferQueue": "transferqueue:TransferQueue",
+}
+"""By the heading of their column: module and class."""
+RAW, PEER = "raw sockets", "TransferQueue"
+
+
+class Implementation(ABC):
+    """A queue, with its servers in the process that called ``start``, else with a client alone (``attach``)."""
+
+    @abstractmethod
+    def start(self, *, units: int, tasks: Mapping[str, Sequence[str]]) -> Any:
+        """Start servers, and return what other processes attach by. tasks: the columns that each needs."""
+
+    @abstractmethod
+    def attach(self, handle: Any) -> None:
+        """Be a client of servers that another process has started."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what was started here."""
+
+    @property
+    @abstractmethod
+    def pids(self) -> dict[str, int]:
+        """The server processes by name."""
+
+    @abstractmethod
+    def pack(self, samples: Sequence[Sample]) -> Any:
+        """Return samples in the form that ``put`` takes."""
+
+    @abstractmethod
+    def unpack(self, packed: Any) -> list[Sample]:
+        """Return samples from the form that ``fetch`` returns."""
+
+    @abstractmethod
+    def put(self, partition: str, packed: Any) -> Any:
+        """Put rows; return what names them."""
+
+    @abstractmethod
+    def write(self, rows: Any, packed: Any) -> None:
+        """Add columns to rows: to those that were put here, or that a claim returned."""
+
+    @abstractmethod
+    def claim(self, partition: str, task: str, count: int, *, timeout: float) -> Any | None:
+        """Take rows that have all columns of the task; None where ``timeout`` seconds brought too few."""
+
+    @abstractmethod
+    def fetch(self, rows: Any, columns: Sequence[str]) -> Any:
+        """Read columns of rows."""
+
+    @abstractmethod
+    def clear(self, partition: str) -> None:
+        """Remove all rows of a partition."""
+
+    @abstractmethod
+    def names(self, rows: Any) -> list[Hashable]:
+        """Return a name of each row; they sort in the order of the puts."""
+
+
+def implementation(kind: str) -> Implementation:
+    """Make one by its heading."""
+    module, name = KINDS[kind].split(":")
+    made: Implementation = getattr(importlib.import_module(module), name)()
+    return made
+
+
+@dataclass(frozen=True)
+class Put:
+    """Rows that this client has put, by their ids."""
+
+    rows: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Attached:
+    handle: Handle
+    tasks: Mapping[str, Sequence[str]]
+
+
+class AsyncFlow(Implementation):
+    """AsyncFlow in memory, over TCP, in processes of its own; leases of 30 s, the ledger in ``interval``.
+
+    A lease is acknowledged by what is written to its rows, else with the next claim of its task.
+    """
+
+    backend: ClassVar[str] = "memory"
+    secured: ClassVar[bool] = False
+    shared_memory: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self._made = contextlib.ExitStack()
+        self._lock = threading.Lock()
+        self._leases: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+        self._declared: set[str] = set()
+        self._pids: dict[str, int] = {}
+
+    def start(self, *, units: int, tasks: Mapping[str, Sequence[str]]) -> _Attached:
+        options = {"backend": self.backend, "secured": self.secured, "shared_memory": self.shared_memory}
+        made = self._made.enter_context(servers(units=units, **options))
+        self._pids = made.pids
+        handle = _Attached(handle=made.handle, tasks=dict(tasks))
+        self.attach(handle)
+        return handle
+
+    def attach(self, handle: _Attached) -> None:
+        self._attached = handle
+        self.queue = self._made.enter_context(handle.handle.connect())
+
+    def close(self) -> None:
+        for leases in self._leases.values():
+            if leases:
+                self.queue.acknowledge(leases, timeout=CALL_S)
+        self._made.close()
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return self._pids
+
+    def pack(self, samples: Sequence[Sample]) -> dict[str, Jagged]:
+        return {
+            name: Jagged.from_rows([sample[name] for sample in samples], samples[0][name].dtype) for name in samples[0]
+        }
+
+    def unpack(self, packed: Mapping[str, Jagged]) -> list[Sample]:
+        rows = zip(*(column.rows() for column in packed.values()), strict=True)
+        return [dict(zip(packed, values, strict=True)) for values in rows]
+
+    def put(self, partition: str, packed: Mapping[str, Jagged]) -> Put:
+        self._declare(partition)
+        return Put(self.queue.put(partition, packed, timeout=CALL_S).rows)
+
+    def write(self, rows: Put | RowBatch, packed: Mapping[str, Jagged]) -> None:
+        if isinstance(rows, Put):
+            self.queue.write(rows.rows, packed, timeout=CALL_S)
+            return
+        with self._lock:
+            for leases in self._leases.values():
+                if rows.lease in leases:
+                    leases.remove(rows.lease)
+        if not all(self.queue.complete(rows, packed, timeout=CALL_S)):
+            raise RuntimeError("a lease had ended before its rows were written")
+
+    def claim(self, partition: str, task: str, count: int, *, timeout: float) -> RowBatch | None:
+        self._declare(partition)
+        with self._lock:
+            done = self._leases.pop((partition, task), [])
+        claimed = self.queue.claim(
+            partition=partition, task=task, max_rows=count, min_rows=count, done=done, timeout=timeout
+        )
+        if claimed.late:
+            raise RuntimeError(f"{len(claimed.late)} leases had ended before they were acknowledged")
+        if claimed.batch is not None:
+            with self._lock:
+                self._leases[partition, task].append(claimed.batch.lease)
+        return claimed.batch
+
+    def fetch(self, rows: RowBatch, columns: Sequence[str]) -> dict[str, Jagged]:
+        fetched: dict[str, Jagged] = self.queue.fetch(rows, columns, timeout=CALL_S)
+        return fetched
+
+    def clear(self, partition: str) -> None:
+        with self._lock:
+            for place in [place for place in self._leases if place[0] == partition]:
+                del self._leases[place]
+        self.queue.clear_partition(partition=partition, timeout=CALL_S)
+
+    def names(self, rows: RowBatch) -> list[Hashable]:
+        return list(rows.serials)
+
+    def _declare(self, partition: str) -> None:
+        if partition in self._declared:
+            return
+        tasks = [
+            TaskSpec(partition=partition, name=name, needs=list(needs), lease_s=LEASE_S)
+            for name, needs in self._attached.tasks.items()
+        ]
+        self.queue.declare(tasks, timeout=CALL_S)
+        self._declared.add(partition)
+
+
+class Secured(AsyncFlow):
+    """With certificates: every connection is authenticated and encrypted."""
+
+    secured = True
+
+
+class SharedMemory(AsyncFlow):
+    """Between processes of one host through shared memory, as it is by default."""
+
+    shared_memory = True
+
+
+class SecuredSharedMemory(SharedMemory):
+    """With certificates, which encrypt nothing within a host."""
+
+    secured = True
+
+
+class OnMooncake(AsyncFlow):
+    """On Mooncake Store over TCP: a master, and a holder a unit."""
+
+    backend = "mooncake"

@@ -1,0 +1,113 @@
+"""A million rows through the queue: put, claimed, fetched, acknowledged, freed, while no more than a window is held.
+
+Two producers and two consumers, each a process. Every row carries its number; each must arrive exactly once. The rate
+of each tenth and the resident memory of controller and unit at its end say whether anything grows: what waits is never
+more than the window, 16,384 rows, so after half of the rows nothing may.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing as mp
+import time
+from multiprocessing.queues import Queue
+from typing import Any
+
+import numpy as np
+from report import SECURED
+from samples import emit
+from servers import Handle, servers
+
+from asyncflow.net.frames import Jagged
+from asyncflow.queue.protocol.messages import TaskSpec
+
+PARTITION, TASK = "million", "read"
+BATCH, CLAIM = 512, 512
+CALL_S = 120.0
+VALUES = 16
+WINDOW = "2Mi"
+
+
+def produce(handle: Handle, first: int, rows: int) -> None:
+    with handle.connect() as queue:
+        for start in range(first, first + rows, BATCH):
+            count = min(BATCH, first + rows - start)
+            numbers = np.repeat(np.arange(start, start + count), VALUES)
+            column = Jagged(numbers, np.arange(count + 1) * VALUES)
+            queue.put(PARTITION, {"x": column}, timeout=CALL_S)
+
+
+def consume(handle: Handle, seen: Queue[Any]) -> None:
+    """Take rows until there are none for a while; the next claim acknowledges them, which clears them."""
+    with handle.connect() as queue:
+        done: list[str] = []
+        while True:
+            claimed = queue.claim(partition=PARTITION, task=TASK, max_rows=CLAIM, done=done, timeout=10.0)
+            assert not claimed.late
+            if claimed.batch is None:
+                seen.put(None)
+                return
+            column = queue.fetch(claimed.batch, ["x"], timeout=CALL_S)["x"]
+            seen.put(column.values[column.offsets[:-1]].tolist())
+            done = [claimed.batch.lease]
+
+
+def run(rows: int, *, secured: bool) -> dict[str, Any]:
+    context = mp.get_context("spawn")
+    with servers(secured=secured, bytes_per_unit=WINDOW) as made, made.handle.connect() as queue:
+        queue.declare(
+            [TaskSpec(partition=PARTITION, name=TASK, needs=["x"], lease_s=30.0, clears=True)], timeout=CALL_S
+        )
+        seen: Queue[Any] = context.Queue()
+        half = rows // 2
+        workers = [
+            context.Process(target=produce, args=(made.handle, 0, half)),
+            context.Process(target=produce, args=(made.handle, half, rows - half)),
+            *(context.Process(target=consume, args=(made.handle, seen)) for _ in range(2)),
+        ]
+        for worker in workers:
+            worker.start()
+        try:
+            came = np.zeros(rows, np.int64)
+            total, marks, ends = 0, [], 0
+            began = last = time.perf_counter()
+            while ends < 2:
+                batch = seen.get(timeout=CALL_S)
+                if batch is None:
+                    ends += 1
+                    continue
+                np.add.at(came, batch, 1)
+                total += len(batch)
+                while 10 * total >= (len(marks) + 1) * rows:
+                    now = time.perf_counter()
+                    marks.append({"seconds": round(now - last, 2), **made.resident_mb()})
+                    last = now
+            wall = last - began
+        finally:
+            for worker in workers:
+                worker.join(20)
+                if worker.is_alive():
+                    worker.terminate()
+    rates = [rows / 10 / mark.pop("seconds") for mark in marks]
+    return {
+        "rows": rows,
+        "rows_per_s": round(rows / wall),
+        "rate_by_tenth": [round(rate) for rate in rates],
+        "last_to_second": round(rates[-1] / rates[1], 3),
+        "resident_MB": [{name: round(mb) for name, mb in mark.items()} for mark in marks],
+        "lost": int((came == 0).sum()),
+        "doubled": int((came > 1).sum()),
+    }
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--rows", type=int, default=1_000_000)
+    options.add_argument("implementation")
+    chosen = options.parse_args()
+    figures = run(chosen.rows, secured=chosen.implementation == SECURED)
+    emit({"case": "million", "implementation": chosen.implementation, **figures})
+
+
+if __name__ == "__main__":
+    main()

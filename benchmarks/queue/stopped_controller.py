@@ -1,0 +1,140 @@
+"""Whether a controller that is stopped holds up the tasks of the others: p99 of their claims, stopped against running.
+
+Three controllers have a task each, and each task a consumer in a process of its own that claims a row, acknowledges it
+with the next claim, and so on. Each controller in turn is stopped (SIGSTOP) for a window, after one in which it runs;
+what counts is the p99 of each window of the two other consumers, and the median of the windows of a kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import signal
+import statistics
+import time
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import numpy as np
+from report import SECURED
+from samples import emit
+from servers import Handle, Servers, servers
+
+from asyncflow.net.frames import Jagged
+from asyncflow.queue.blocking import BlockingQueue
+from asyncflow.queue.protocol.messages import TaskSpec
+
+P = "shards"
+TASKS = ["first", "second", "third"]
+CONTROLLERS = 3
+BATCH = 5000
+CALL_S = 60.0
+
+
+def consume(handle: Handle, task: str, pause_s: float, over: Event, file: Path) -> None:
+    """Claim until told to end; leave when each claim began and how long it took, in seconds."""
+    began: list[float] = []
+    took: list[float] = []
+    done: list[str] = []
+    with handle.connect() as queue:
+        while not over.is_set():
+            start = time.monotonic()
+            claimed = queue.claim(partition=P, task=task, max_rows=1, done=done, timeout=CALL_S)
+            began.append(start)
+            took.append(time.monotonic() - start)
+            assert claimed.batch is not None, "there were too few rows"
+            assert not claimed.late
+            done = [claimed.batch.lease]
+            time.sleep(pause_s)
+    np.save(file, np.array([began, took]))
+
+
+def fill(queue: BlockingQueue, rows: int) -> list[int]:
+    """Declare the tasks and put the rows; give the controller of each task."""
+    specs = [TaskSpec(partition=P, name=name, needs=["x"], lease_s=30.0) for name in TASKS]
+    queue.declare(specs, timeout=CALL_S)
+    for start in range(0, rows, BATCH):
+        count = min(BATCH, rows - start)
+        queue.put(P, {"x": Jagged.from_rows(np.arange(count).reshape(-1, 1), "int64")}, timeout=CALL_S)
+    return [1, 2, 0]
+
+
+def windows(made: Servers, rounds: int, window_s: float) -> list[tuple[int, bool, float]]:
+    """Stop each controller in turn; give who was stopped, or would be, whether it was, and when that window began."""
+    seen = []
+    for _ in range(rounds):
+        for victim in range(CONTROLLERS):
+            process = made.processes[f"controller{victim}"]
+            for stopped in (False, True):
+                if stopped:
+                    process.send_signal(signal.SIGSTOP)
+                seen.append((victim, stopped, time.monotonic()))
+                time.sleep(window_s)
+            process.send_signal(signal.SIGCONT)
+            time.sleep(window_s / 2)
+    return seen
+
+
+def ratios(
+    seen: list[tuple[int, bool, float]], files: list[Path], places: list[int], window_s: float
+) -> dict[str, object]:
+    """Compare the windows, for each controller that was stopped."""
+    claims = [np.load(file) for file in files]
+    result: dict[str, object] = {}
+    everything: dict[bool, list[float]] = {False: [], True: []}
+    for victim in range(CONTROLLERS):
+        p99: dict[bool, list[float]] = {False: [], True: []}
+        for who, stopped, start in seen:
+            if who != victim:
+                continue
+            for place, (began, took) in zip(places, claims, strict=True):
+                inside = took[(began >= start) & (began < start + window_s)]
+                if place != victim:
+                    assert len(inside) > 100, f"controller {victim} stopped: {place} granted {len(inside)} claims"
+                    p99[stopped].append(float(np.quantile(inside, 0.99)))
+        for stopped in p99:
+            everything[stopped] += p99[stopped]
+        running, stopped_ = statistics.median(p99[False]), statistics.median(p99[True])
+        result[f"stopped{victim}"] = {
+            "running_ms": round(1e3 * running, 3),
+            "stopped_ms": round(1e3 * stopped_, 3),
+            "ratio": round(stopped_ / running, 3),
+        }
+    result["ratio"] = round(statistics.median(everything[True]) / statistics.median(everything[False]), 3)
+    return result
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--window", type=float, default=2.0, help="seconds")
+    options.add_argument("--pause", type=float, default=0.002, help="seconds between two claims of a consumer")
+    options.add_argument("implementation")
+    chosen = options.parse_args()
+    seconds = chosen.rounds * CONTROLLERS * 2.5 * chosen.window + 10
+    spawn = multiprocessing.get_context("spawn")
+    with servers(controllers=CONTROLLERS, secured=chosen.implementation == SECURED) as made:
+        with made.handle.connect() as queue:
+            places = fill(queue, rows=int(seconds / (chosen.pause + 0.0005)))
+        over, files = spawn.Event(), [made.folder / f"{task}.npy" for task in TASKS]
+        consumers = [
+            spawn.Process(target=consume, args=(made.handle, task, chosen.pause, over, file))
+            for task, file in zip(TASKS, files, strict=True)
+        ]
+        for consumer in consumers:
+            consumer.start()
+        time.sleep(5.0)
+        seen = windows(made, chosen.rounds, chosen.window)
+        over.set()
+        for consumer in consumers:
+            consumer.join(CALL_S)
+            assert consumer.exitcode == 0
+        measured = ratios(seen, files, places, chosen.window)
+        audit = made.audit()
+        assert audit.ok, audit.problems
+    case = {"case": "stopped controller", "implementation": chosen.implementation, "rounds": chosen.rounds}
+    emit({**case, **measured})
+
+
+if __name__ == "__main__":
+    main()

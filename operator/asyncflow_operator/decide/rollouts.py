@@ -1,0 +1,236 @@
+"""Rollouts: how many are wanted, which are made, and which are drained.
+
+A rollout to drain is chosen once and put on record, then drained through the driver, then deleted: when the driver has
+let it go, when it has ended, or when its time is over. A rollout that does not run, or that no driver knows, has no
+work to hand back.
+
+Invariants: ``replicas`` has one owner: where another manager scales, or the built-in policy only shows what it would
+do, the wanted number is shown and the spec's number is followed. Rollouts that stay are never touched, and what happens
+to rollouts never reads or changes another role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from asyncflow.api.job import RLJobSpec
+from asyncflow.api.status import DrainingRollout, ElasticityRecord, JobStatus, RoleRecord, RolloutState
+from asyncflow.flow.scaling import Elasticity, Recommendation, Signals, SignalWindow
+from asyncflow.plan.roles import Role
+from asyncflow_operator.actions import DriverOrder
+from asyncflow_operator.decide.failure import end_of, may_be_replaced
+from asyncflow_operator.decide.replicas import PodReplica, ReplicaMoves, removed
+from asyncflow_operator.decide.times import Alarm, from_rfc3339, to_rfc3339
+from asyncflow_operator.observed import DriverProbe, JobState, PodView
+
+_FRESH_S: Final = 60.0
+_OFF: Final[dict[str, Any]] = {"desired_replicas": None, "elasticity": None}
+LET_GO_S: Final = 10.0
+"""Seconds beyond its drain time after which a rollout is deleted whatever the driver says."""
+FRESH_S: Final = 30.0
+"""Seconds for which an answer of the driver counts as what is."""
+_AT_ONCE: Final = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Wanted number of rollouts.
+
+    fields: of the status; acts: whether the policy decides; None where the job has none; reason, message: why.
+    """
+
+    replicas: int
+    fields: dict[str, Any]
+    acts: bool | None = None
+    reason: str = ""
+    message: str = ""
+
+
+def target(spec: RLJobSpec, state: JobState, alarm: Alarm) -> Target:
+    """Return the number of rollouts that counts now."""
+    asked = spec.rollout.replicas
+    if not (spec.elasticity.enabled or spec.elasticity.dry_run):
+        return Target(replicas=asked, fields=_OFF)
+    if state.scaled_by:
+        by = ", ".join(state.scaled_by)
+        return Target(
+            replicas=asked,
+            fields=_OFF,
+            acts=False,
+            reason="ForeignOwner",
+            message=f"{by} sets spec.rollout.replicas; the built-in policy leaves it alone",
+        )
+    acts = spec.elasticity.enabled and not spec.elasticity.dry_run
+    wanted, fields = _followed(spec, state.status, state.probe, alarm, acts=acts)
+    if acts:
+        return Target(
+            replicas=wanted,
+            fields=fields,
+            acts=True,
+            reason="Following",
+            message="status.desiredReplicas is what the built-in policy wants and what is done",
+        )
+    return Target(
+        replicas=asked,
+        fields=fields,
+        acts=False,
+        reason="DryRun",
+        message="status.desiredReplicas is what the built-in policy would do; spec.rollout.replicas is what is done",
+    )
+
+
+def _followed(
+    spec: RLJobSpec, status: JobStatus, probe: DriverProbe, alarm: Alarm, *, acts: bool
+) -> tuple[int, dict[str, Any]]:
+    """Return the number that the policy wants, and the status fields that say so.
+
+    acts: whether it starts from the number that it wanted before.
+    """
+    rollout, elasticity = spec.rollout, spec.elasticity
+    before = status.desired_replicas if status.desired_replicas is not None else rollout.replicas
+    policy = Elasticity(
+        least=rollout.min_replicas,
+        most=rollout.max_replicas,
+        wait_share=elasticity.target_trainer_wait_share,
+        queued_steps=elasticity.max_queued_steps,
+        lag=spec.schedule.max_staleness,
+        stabilization_s=elasticity.stabilization_seconds,
+    )
+    signals = _signals(spec, probe, alarm.now, rollouts=before if acts else rollout.replicas)
+    if signals is None:
+        held = policy.within(before)
+        return held, {"desired_replicas": held} if status.desired_replicas is not None else {}
+    decided, window = policy.follow(signals, window=_window(status.elasticity), now=alarm.now)
+    if not acts:
+        window = replace(window, rollouts=policy.within(signals.rollouts))
+    if window.recommended is not None:
+        alarm.until(window.recommended.since + policy.stabilization_s)
+    wanted = policy.within(before) if decided is None else decided
+    return wanted, {"desired_replicas": wanted, "elasticity": _record(window)}
+
+
+def _window(record: ElasticityRecord | None) -> SignalWindow | None:
+    """Return the window that the status remembers."""
+    if record is None:
+        return None
+    since = from_rfc3339(record.wish_time)
+    recommended = Recommendation(record.wish, since) if record.wish is not None and since is not None else None
+    return SignalWindow(record.replicas, record.step, recommended)
+
+
+def _record(window: SignalWindow) -> ElasticityRecord:
+    """Return the window as the status remembers it."""
+    recommended = window.recommended
+    wish = {} if recommended is None else {"wish": recommended.direction, "wish_time": to_rfc3339(recommended.since)}
+    return ElasticityRecord.model_validate({"replicas": window.rollouts, "step": window.step, **wish})
+
+
+def _signals(spec: RLJobSpec, probe: DriverProbe, now: float, *, rollouts: int) -> Signals | None:
+    """Return the signals of the policy; None where the driver has no new ones, or too few steps were made."""
+    seen = probe.status
+    if seen is None or now - probe.at > _FRESH_S or seen.phase != "Running" or seen.recent is None:
+        return None
+    return Signals(
+        rollouts=rollouts,
+        ready=sum(each.state in ("ready", "lagging") for each in seen.rollouts),
+        step=seen.step,
+        since=seen.recent.since,
+        wait_share=seen.recent.wait_share,
+        busy_share=seen.recent.busy_share,
+        queued_steps=seen.queue.ready / (spec.algorithm.prompts_per_step * spec.algorithm.group_size),
+        lag=seen.staleness.start,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSet:
+    """Rollouts after a decision. staying: pods that count for ``replicas``; draining: those on their way out."""
+
+    staying: int
+    draining: tuple[DrainingRollout, ...]
+    moves: ReplicaMoves
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredRollouts:
+    """The rollouts that the driver knows, by index, as of ``at``; None: it does not say."""
+
+    by_index: Mapping[int, RolloutState] | None
+    at: float
+
+    @classmethod
+    def of(cls, probe: DriverProbe, now: float) -> RegisteredRollouts:
+        """Read the driver's last answer."""
+        if probe.status is None or now - probe.at > FRESH_S:
+            return cls(None, probe.at)
+        return cls({each.index: each for each in probe.status.rollouts if each.state != "lost"}, probe.at)
+
+
+def still_draining(draining: Sequence[DrainingRollout], pods: Collection[PodView]) -> tuple[DrainingRollout, ...]:
+    """Return those of ``draining`` whose pods are still there."""
+    there = {pod.uid for pod in pods}
+    return tuple(each for each in draining if each.uid in there)
+
+
+def plan_rollouts(
+    role: Role,
+    pods: Collection[PodView],
+    record: RoleRecord,
+    *,
+    target: int,
+    draining: tuple[DrainingRollout, ...],
+    registered: RegisteredRollouts,
+    drain_s: float,
+    may_make: bool,
+    alarm: Alarm,
+    core: int = 0,
+) -> RolloutSet:
+    """Plan pods to make or to drain until ``target`` rollouts run beside those ``draining``.
+
+    may_make: whether pods may be made now; drain_s: seconds that a rollout has to hand back its work; core: how many,
+    from index 0 on, have their place with the gang and are drained last.
+    """
+    chosen = {each.uid for each in draining}
+    holders = [pod for pod in pods if pod.uid not in chosen]
+    spare = min(max(len(holders) - target, 0), _AT_ONCE - len(draining))
+    victims = sorted(holders, key=lambda pod: (pod.index < core, *_drain_order(pod, registered)))[:spare]
+    draining += tuple(DrainingRollout(name=pod.name, uid=pod.uid, since=to_rfc3339(alarm.now)) for pod in victims)
+    since = {each.uid: from_rfc3339(each.since) or 0.0 for each in draining}
+    staying = [pod for pod in holders if pod.uid not in since]
+    moves = ReplicaMoves(
+        make=_new_replicas(role, pods, record, count=target - len(staying)) if may_make else (),
+        remove=removed((pod for pod in staying if may_be_replaced(role.restart, record, pod, alarm)), alarm),
+    )
+    for pod in pods:
+        if pod.uid in since:
+            moves += _drain(pod, registered, since=since[pod.uid], drain_s=drain_s, alarm=alarm)
+    return RolloutSet(staying=len(staying), draining=draining, moves=moves)
+
+
+def _drain_order(pod: PodView, registered: RegisteredRollouts) -> tuple[bool, int, int, int]:
+    """Return the sort key for draining: not running first, fewest in flight, oldest version, highest index."""
+    known = (registered.by_index or {}).get(pod.index)
+    runs = pod.phase == "Running" and end_of(pod) is None
+    return runs, known.inflight if known else 0, known.version if known else 0, -pod.index
+
+
+def _new_replicas(role: Role, pods: Collection[PodView], record: RoleRecord, *, count: int) -> tuple[PodReplica, ...]:
+    taken = {pod.index for pod in pods}
+    free = (index for index in range(len(taken) + max(count, 0)) if index not in taken)
+    return tuple(PodReplica(role.name, index, record.attempt) for index, _ in zip(free, range(count), strict=False))
+
+
+def _drain(pod: PodView, registered: RegisteredRollouts, *, since: float, drain_s: float, alarm: Alarm) -> ReplicaMoves:
+    """Return the moves that drain one rollout and then delete it."""
+    idle = pod.phase != "Running" or pod.deleting or registered.by_index is None
+    if idle or not alarm.until(since + drain_s + LET_GO_S):
+        return ReplicaMoves(remove=removed([pod], alarm))
+    known = (registered.by_index or {}).get(pod.index)
+    if known is None:
+        waits = registered.at < since and alarm.until(since + LET_GO_S)
+        return ReplicaMoves() if waits else ReplicaMoves(remove=removed([pod], alarm))
+    if known.state == "draining":
+        return ReplicaMoves()
+    return ReplicaMoves(ask=(DriverOrder(path=f"/v1/rollouts/{known.id}/drain"),))

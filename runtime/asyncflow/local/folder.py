@@ -1,0 +1,477 @@
+"""The folder of one run: which process may write there, where everything lies, and how another start goes on with it.
+
+    DIR/job.yaml  metrics.jsonl  summary.json  ledger/  checkpoints/  logs/<role>-<index>.log
+    DIR/run/      lock  token  processes.json  tls/   (mode 0700; of the supervisor)
+
+Invariants: at most one supervisor holds a folder, by a lock that ends with its process; a run that is already there is
+never written over: it is continued on request (``resume``), or moved aside whole (``fresh``), never deleted. A start
+from which nothing came, no step and no evaluation, is no run: the next one takes its place. What a start has not made
+is never removed. What the contract declares frozen (``frozen_fields``, which the API server enforces on Kubernetes)
+never changes between two lives of one folder; steps only grow. An attempt is on record before its process exists, so
+that a resumed job never uses an attempt again; where the record is gone, or damaged, the logs and the checkpoints tell
+which were used. A line that the supervisor adds to a log begins with ``---``; a log that cannot be written or read
+costs lines, and stops no process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import logging
+import os
+import re
+import secrets
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self, TextIO, get_args
+
+import msgspec
+
+from asyncflow.api.base import Spec
+from asyncflow.api.check import MISSING, Problem, place_of, refusal, shown
+from asyncflow.api.document import Place
+from asyncflow.api.job import RLJob
+from asyncflow.api.names import RoleName
+from asyncflow.driver.journal import ASIDE, EVENTS, FILES, METRICS, SUMMARY
+from asyncflow.durable import write_whole
+from asyncflow.errors import ManifestError
+from asyncflow.local import reaper
+
+_log = logging.getLogger(__name__)
+
+_USED = re.compile(rb"^--- \S+ attempt (\d+)(?::| ended)", re.MULTILINE)
+"""Lines of a log that tell of an attempt; a full disk may have cost one of them."""
+
+_TAIL_BYTES = 8192
+_TAIL_LINES = 12
+
+_SETTINGS_OF_DATA: Place = ("spec", "data", "train", "config")
+"""Frozen as well; CEL cannot say it, for the settings are free."""
+
+JOB = "job.yaml"
+QUEUE = "queue.yaml"
+"""Names of the manifest in a folder, of a run and of a queue that stands alone."""
+LEAST_FREE = 16 << 20
+"""Bytes that must be free where a run begins: its logs, its ledger and its first checkpoint would not fit into less."""
+_RUN_ENTRIES = (*(JOB, QUEUE, "ledger", "checkpoints"), *FILES, *(f"{name}{ASIDE}" for name in FILES))
+"""Entries that make a folder one that holds a run: nothing of this is there when a run begins in it."""
+_SUPERVISORS = ("lock", "token", "processes.json", f"processes.json{ASIDE}", "overrides.json", "reaper.log")
+"""Files that the supervisor makes in ``run``."""
+_LOG = re.compile(rf"(supervisor|({'|'.join(get_args(RoleName))})-\d+)\.log")
+_EVALUATION = b"evaluation"
+
+
+class Placed(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica.
+
+    state: of ``lifecycle.State``; pid: 0 while it has no process; started: ISO 8601 UTC of this attempt; http: where it
+    serves /metrics, /healthz and /readyz, "" before its first start.
+    """
+
+    role: str
+    index: int
+    attempt: int
+    state: str
+    pid: int = 0
+    started: str = ""
+    restarts: int = 0
+    log: str = ""
+    http: str = ""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything placed by one supervisor.
+
+    mark: what its processes carry in their environment; http: where the first serves its status; control: where a
+    driver is directed, "" where there is none.
+    """
+
+    mark: str
+    supervisor: int
+    started: str
+    driver: str
+    http: str
+    control: str = ""
+    processes: list[Placed] = []
+
+    def save(self, path: Path) -> None:
+        """Write the record in one step."""
+        write_whole(path, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+
+    def next_attempts(self) -> dict[str, int]:
+        """Return for each role the first attempt that none of its replicas has used."""
+        attempts: dict[str, int] = {}
+        for placed in self.processes:
+            attempts[placed.role] = max(attempts.get(placed.role, 0), placed.attempt + 1)
+        return attempts
+
+
+def load_record(path: Path) -> Record | None:
+    """Read what an earlier supervisor left; None where there is none, or a damaged one, which is set aside.
+
+    Raises ManifestError where the disk does not give it.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Record)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        what = f"the record of placements cannot be read: {error.strerror}"
+        raise ManifestError(what, where=str(path), hint="Nothing was changed; try again") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
+        aside = path.with_name(f"{path.name}{ASIDE}")
+        _log.warning(
+            "the record of placements is damaged, see %s; the logs tell which attempts there were: %s", aside, wrong
+        )
+        with contextlib.suppress(OSError):
+            path.rename(aside)
+        return None
+
+
+def attempts_in_logs(folder: Path) -> dict[str, int]:
+    """Return, for each role, the first attempt of which the logs and the checkpoints of a run's folder know nothing."""
+    attempts: dict[str, int] = {}
+    for path in (folder / "logs").glob("*-*.log"):
+        with contextlib.suppress(OSError):
+            used = [int(number) for number in _USED.findall(path.read_bytes())]
+            role = path.stem.rpartition("-")[0]
+            attempts[role] = max([attempts.get(role, 0), *(number + 1 for number in used)])
+    with contextlib.suppress(OSError, ValueError):
+        trainer = int((folder / "checkpoints" / "attempt").read_text())
+        attempts["trainer"] = max(attempts.get("trainer", 0), trainer + 1)
+    return attempts
+
+
+@contextlib.contextmanager
+def open_log(path: Path) -> Iterator[TextIO]:
+    """Open a log of this process's own; a disk that does not take its last lines ends no process."""
+    log = path.open("a", encoding="utf-8")
+    try:
+        yield log
+    finally:
+        with contextlib.suppress(OSError):
+            log.close()
+
+
+class RoleLog:
+    """The log of one replica; remembers where the current attempt begins."""
+
+    def __init__(self, path: Path) -> None:
+        """Name the file; it is created by the first attempt."""
+        self.path = path
+        self._begins_at = 0
+
+    def begin(self, *, attempt: int, argv: Sequence[str]) -> None:
+        """Head a new attempt."""
+        self.note(f"attempt {attempt}: {shlex.join(argv)}")
+        with contextlib.suppress(OSError):
+            self._begins_at = self.path.stat().st_size
+
+    def note(self, words: str) -> None:
+        """Add a line of the supervisor's own."""
+        with contextlib.suppress(OSError), self.path.open("a", encoding="utf-8") as file:
+            file.write(f"--- {datetime.now(UTC).isoformat(timespec='milliseconds')} {words}\n")
+
+    def tail(self) -> list[str]:
+        """Return the last lines that the current attempt itself has written."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(max(self._begins_at, self.path.stat().st_size - _TAIL_BYTES))
+                lines = file.read().decode("utf-8", errors="replace").splitlines()
+        except OSError as error:
+            return [f"its log cannot be read: {error}"]
+        return [line for line in lines if line.strip() and not line.startswith("--- ")][-_TAIL_LINES:]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """One value that changed; ``MISSING`` stands for one that is not there."""
+
+    place: Place
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{'.'.join(map(str, self.place))}: {_said(self.old)} -> {_said(self.new)}"
+
+
+def differences(old: RLJob, new: RLJob) -> list[Difference]:
+    """Return every value that differs. Raises ManifestError where one of them must not."""
+    found = list(_differ(_plain(old), _plain(new), ()))
+    frozen = {("metadata", "name"): "the folder belongs to the old job", _SETTINGS_OF_DATA: "it makes other prompts"}
+    frozen.update(_frozen(new.spec, ("spec",)))
+    problems = [
+        Problem(
+            place=each.place, value=each.new, reason=f"was {_said(each.old)}, and {why}", fix="Keep it, or use --fresh"
+        )
+        for each in found
+        for place, why in frozen.items()
+        if each.place[: len(place)] == place
+    ]
+    steps, before = new.spec.algorithm.steps, old.spec.algorithm.steps
+    if steps < before:
+        place = ("spec", "algorithm", "steps")
+        problems.append(Problem(place=place, value=steps, reason=f"was {before}", fix="Give at least as many"))
+    if problems:
+        raise refusal(problems, source="--resume")
+    return found
+
+
+def _plain(job: RLJob) -> dict[str, Any]:
+    return job.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def _frozen(spec: Spec, at: Place) -> Iterator[tuple[Place, str]]:
+    for frozen in spec.frozen_fields:
+        yield (*at, *place_of(frozen.reads)), frozen.why
+    for name, info in type(spec).model_fields.items():
+        value = getattr(spec, name)
+        if isinstance(value, Spec):
+            yield from _frozen(value, (*at, info.alias or name))
+
+
+def _differ(old: Any, new: Any, at: Place) -> Iterator[Difference]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in {**old, **new}:
+            yield from _differ(old.get(key, MISSING), new.get(key, MISSING), (*at, key))
+    elif old != new:
+        yield Difference(place=at, old=old, new=new)
+
+
+def _said(value: Any) -> str:
+    return "absent" if value is MISSING else shown(value)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """A run's folder, or a queue's, that this process holds the lock of, until ``release``.
+
+    moved_to: where the run is that was here; made: the folders that were created for it, innermost first; own_model:
+    whether what lies in ``model`` was made by this run; name: of the file with the manifest.
+    """
+
+    path: Path
+    lock: int
+    moved_to: Path | None = None
+    made: tuple[Path, ...] = ()
+    own_model: bool = False
+    name: str = JOB
+
+    @classmethod
+    def claim(cls, path: Path, *, resume: bool = False, fresh: bool = False, name: str = JOB) -> Self:
+        """Take ``path`` for a run, creating it where needed. name: of the file for its manifest.
+
+        What a supervisor that was killed there has left running is ended. Raises ManifestError where the folder cannot
+        be written, the disk is full, another supervisor holds it, it holds a run and neither ``resume`` nor ``fresh``
+        is asked for, or ``resume`` is asked for and there is nothing to continue.
+        """
+        path = path.absolute()
+        held = holds_run(path) and not _came_to_nothing(path)
+        if resume and not (path / name).is_file():
+            raise ManifestError(
+                "there is no run to resume", where=str(path), hint="Leave out --resume, or give its --output"
+            )
+        if held and not (resume or fresh):
+            _check_unused(path)
+            hint = "Continue it with --resume, move it aside with --fresh, or give another --output"
+            raise ManifestError("the folder already holds a run", where=str(path), hint=hint)
+        _check_room(path)
+        try:
+            moved_to = _move_aside(path) if held and fresh else None
+            made = tuple(folder for folder in (path, *path.parents) if not folder.exists())
+            lock = _lock(path)
+            _end_predecessor(path)
+            if not resume and _came_to_nothing(path):
+                _clear(path)
+            (path / "logs").mkdir(exist_ok=True)
+        except OSError as error:
+            hint = "Give an --output that can be written"
+            raise ManifestError(f"cannot write there: {error.strerror}", where=str(path), hint=hint) from error
+        return cls(path, lock, moved_to, made, own_model=not (path / "model").exists(), name=name)
+
+    @property
+    def job(self) -> Path:
+        """The resolved manifest that the roles read."""
+        return self.path / self.name
+
+    @property
+    def token(self) -> Path:
+        """The bearer token of the driver's POST routes."""
+        return self.path / "run" / "token"
+
+    @property
+    def tls(self) -> Path:
+        """The job's certificate authority, and the certificates of its processes."""
+        return self.path / "run" / "tls"
+
+    @property
+    def processes(self) -> Path:
+        """The record of placements."""
+        return self.path / "run" / "processes.json"
+
+    @property
+    def overrides(self) -> Path:
+        """The ``--set`` values of the run, which ``--resume`` applies again."""
+        return self.path / "run" / "overrides.json"
+
+    @property
+    def summary(self) -> Path:
+        """Path of the summary, which the driver writes before it ends."""
+        return self.path / SUMMARY
+
+    def log(self, name: str) -> Path:
+        """The log of one replica, appended to over its restarts."""
+        return self.path / "logs" / f"{name}.log"
+
+    def write_token(self) -> None:
+        """Make a new token that only this user can read."""
+        write_whole(self.token, secrets.token_urlsafe(32).encode(), mode=0o600)
+
+    def save_overrides(self, overrides: Sequence[str]) -> None:
+        """Write down the ``--set`` values of this run. Raises OSError."""
+        write_whole(self.overrides, msgspec.json.encode(list(overrides)))
+
+    def release(self, *, undo: bool = False) -> None:
+        """Remove the token and let others have the folder.
+
+        undo: this start was refused: unless a run made progress here, remove what the start has made, the folder too,
+        and move back the run that it moved aside.
+        """
+        with contextlib.suppress(OSError):
+            self.token.unlink(missing_ok=True)
+        if undo and not _has_progress(self.path):
+            try:
+                self._undo()
+            except OSError as error:
+                _log.warning("%s is left as it is: %s", self.path, error)
+        os.close(self.lock)
+
+    def _undo(self) -> None:
+        _clear(self.path)
+        if self.own_model:
+            shutil.rmtree(self.path / "model", ignore_errors=True)
+        (self.path / "run" / "lock").unlink()
+        for folder in (self.path / "run", self.path / "logs", *self.made):
+            with contextlib.suppress(OSError):  # somebody else has put something there
+                folder.rmdir()
+        if self.moved_to is not None and not self.path.exists():
+            self.moved_to.rename(self.path)
+
+
+def saved_overrides(path: Path) -> list[str]:
+    """Return the ``--set`` values with which the run at ``path`` was begun. Raises ManifestError if unreadable."""
+    file = path / "run" / "overrides.json"
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=list[str])
+    except FileNotFoundError:
+        return []
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        hint = "Remove it, and give the run's --set values again"
+        raise ManifestError(
+            f"the --set values of the run cannot be read: {error}", where=str(file), hint=hint
+        ) from error
+
+
+def holds_run(path: Path) -> bool:
+    """Return whether a run has left something at ``path`` that must not be written over."""
+    return any((path / entry).exists() for entry in _RUN_ENTRIES)
+
+
+def _came_to_nothing(path: Path) -> bool:
+    """Return whether a supervisor has begun a job at ``path`` from which nothing came that could be lost."""
+    begun = (path / JOB).is_file() and (path / "run" / "processes.json").is_file()
+    return begun and not _has_progress(path)
+
+
+def _has_progress(path: Path) -> bool:
+    if any((path / name).exists() for name in (SUMMARY, "export")):
+        return True
+    metrics, events = ([path / name, path / f"{name}{ASIDE}"] for name in (METRICS, EVENTS))
+    return (
+        any((path / "checkpoints").glob("*/manifest.json"))
+        or any(file.is_file() and file.stat().st_size > 0 for file in metrics)
+        or any(file.is_file() and _EVALUATION in file.read_bytes() for file in events)
+    )
+
+
+def _clear(path: Path) -> None:
+    """Remove what a start from which nothing came has left; the lock stays."""
+    for name in _RUN_ENTRIES:
+        entry = path / name
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+    for log in (path / "logs").glob("*.log"):
+        if _LOG.fullmatch(log.name):
+            log.unlink()
+    shutil.rmtree(path / "run" / "tls", ignore_errors=True)
+    for name in _SUPERVISORS:
+        if name != "lock":
+            (path / "run" / name).unlink(missing_ok=True)
+
+
+def _check_room(path: Path) -> None:
+    """Refuse to begin on a disk that is full. Raises ManifestError."""
+    disk = shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists()))
+    if disk.total and disk.free < LEAST_FREE:
+        words = f"only {disk.free >> 10} KiB are free there, and a run needs {LEAST_FREE >> 10} to begin"
+        raise ManifestError(words, where=str(path), hint="Free some space, or give another --output")
+
+
+def _check_unused(path: Path) -> None:
+    """Raise ManifestError where another supervisor holds the folder; leave it as it is."""
+    try:
+        descriptor = os.open(path / "run" / "lock", os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise _in_use(path) from error
+    finally:
+        os.close(descriptor)
+
+
+def _in_use(path: Path) -> ManifestError:
+    hint = "Wait for it, end it, or give another --output"
+    return ManifestError("another run is using the folder", where=str(path), hint=hint)
+
+
+def _lock(path: Path) -> int:
+    """Create the folder where needed and lock it for this process; the kernel unlocks when the process ends."""
+    run = path / "run"
+    path.mkdir(parents=True, exist_ok=True)
+    run.mkdir(mode=0o700, exist_ok=True)
+    descriptor = os.open(run / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_ino != (run / "lock").stat().st_ino:
+            raise BlockingIOError
+    except (BlockingIOError, FileNotFoundError) as error:
+        os.close(descriptor)
+        raise _in_use(path) from error
+    return descriptor
+
+
+def _end_predecessor(path: Path) -> None:
+    """End what the folder's last supervisor, which is gone since this process has its lock, has left running."""
+    record = load_record(path / "run" / "processes.json")
+    if record is not None:
+        reaper.sweep(mark=record.mark, sessions=())
+
+
+def _move_aside(path: Path) -> Path:
+    """Rename the folder, which nobody may be using, to the first free name of the form ``NAME.N``."""
+    lock = _lock(path)
+    try:
+        _end_predecessor(path)
+        names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+        return path.rename(next(name for name in names if not os.path.lexists(name)))
+    finally:
+        os.close(lock)

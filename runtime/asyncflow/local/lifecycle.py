@@ -1,0 +1,341 @@
+"""Lifecycle of a job's processes, pure: which run, which run again, when the job is over, and in which order all end.
+
+The caller reads the clock and carries out what is decided here; ``Event`` says what has happened.
+
+A *restart group* is what starts and ends together: one replica, or all ranks of a gang. When a member of it dies, the
+others are told to end, and the whole group starts again with the next attempt. At the end of a job rollouts hand back
+what they hold, then trainers may write a checkpoint, then the driver ends, and last those on whom all others rely.
+
+Invariants: the attempt of a replica only grows, and no two processes of one replica are ever alive together: a group
+starts only when all its replicas are down. No interval of a policy's ``window_s`` seconds ever holds more than
+``max_restarts`` granted restarts. The result, once given, never changes. Every replica that is to end is in exactly one
+stage, and the last stage is over after ``within_s`` seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import NamedTuple
+
+from asyncflow.plan.roles import DISRUPTED, MOST_DISRUPTIONS, REFUSED, RestartPolicy, Role
+
+CANNOT_START = 127
+"""Exit status that stands for a process that the kernel would not start."""
+
+LONGEST_S = 60.0
+"""Most seconds that a restart is put off."""
+SETTLED_S = 20.0
+"""A process that ran for so many seconds can run: its next failure is the first of a row."""
+_MOST_DOUBLINGS = 32
+
+WITHIN_S = 8.0
+"""Seconds that all roles together have, unless the job says otherwise: Ctrl-C is over within 10 s."""
+_FIRST_BY = 0.25
+_ORDER: tuple[tuple[frozenset[str], float], ...] = (
+    (frozenset({"trainer"}), 0.65),
+    (frozenset({"driver"}), 0.8),
+    (frozenset({"controller", "storage"}), 0.9),
+    (frozenset({"holder", "master"}), 1.0),
+)
+"""Roles in the order of their ends, and the share of the time after which those still alive are killed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExitStatus:
+    """The end of one process: an exit status from 0 to 255, or the number of the signal that ended it."""
+
+    status: int = 0
+    signal: int = 0
+
+    @classmethod
+    def of(cls, wait_status: int) -> ExitStatus:
+        """Read the status word of ``os.waitpid``."""
+        if os.WIFSIGNALED(wait_status):
+            return cls(signal=os.WTERMSIG(wait_status))
+        return cls(status=os.WEXITSTATUS(wait_status))
+
+    @property
+    def ok(self) -> bool:
+        """True where the process ended by itself and reported no failure."""
+        return self.status == 0 and self.signal == 0
+
+    @property
+    def final(self) -> bool:
+        """True where another attempt would end in the same way."""
+        return self.status == REFUSED
+
+    @property
+    def disrupted(self) -> bool:
+        """True where the process lost what it worked on with another one, which is no failure of its role."""
+        return self.status == DISRUPTED
+
+    def __str__(self) -> str:
+        if not self.signal:
+            return f"exit status {self.status}"
+        try:
+            return signal.Signals(self.signal).name
+        except ValueError:
+            return f"signal {self.signal}"
+
+
+def restart_delay(policy: RestartPolicy, failures: int) -> float:
+    """Return the seconds to wait after ``failures`` failures in a row (at least one)."""
+    return float(min(policy.backoff_s * 2.0 ** min(failures - 1, _MOST_DOUBLINGS), LONGEST_S))
+
+
+@dataclass(slots=True)
+class RestartBudget:
+    """The restarts that one role has used within its window."""
+
+    policy: RestartPolicy
+    granted: deque[float] = field(default_factory=deque)
+
+    def grant(self, now: float) -> bool:
+        """Take one restart at ``now`` (seconds, never decreasing); False where the budget is used up."""
+        while self.granted and self.granted[0] <= now - self.policy.window_s:
+            self.granted.popleft()
+        if len(self.granted) >= self.policy.max_restarts:
+            return False
+        self.granted.append(now)
+        return True
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class LocalReplica:
+    """One replica of a role."""
+
+    role: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.role}-{self.index}"
+
+
+class ProcessState(StrEnum):
+    """State of a replica. done: it ended well by itself; ended: with the job, whose result was given before."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDING = "ending"
+    DOWN = "down"
+    DONE = "done"
+    ENDED = "ended"
+
+
+class Start(NamedTuple):
+    """Start this replica now, as this attempt."""
+
+    replica: LocalReplica
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restart:
+    """The coming start of a group: which replicas, as which attempt, after how many seconds, and what ended whom."""
+
+    replicas: tuple[LocalReplica, ...]
+    attempt: int
+    delay_s: float
+    culprit: LocalReplica
+    status: ExitStatus
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobResult:
+    """Result of a job: a good one, or one because ``culprit`` ended with ``status`` and may not start again."""
+
+    ok: bool
+    culprit: LocalReplica | None = None
+    status: ExitStatus = field(default_factory=ExitStatus)
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class _RestartGroup:
+    role: Role
+    attempt: int
+    states: dict[LocalReplica, ProcessState]
+    start_at: float
+    failures: int = 0
+    started_at: float = 0.0
+
+
+class ProcessTable:
+    """The replicas of a job. Times are seconds of one monotonic clock that the caller reads."""
+
+    def __init__(self, roles: Sequence[Role], *, now: float, attempts: Mapping[str, int] | None = None) -> None:
+        """Enter every replica, to be started at ``now``; ``attempts`` names the roles whose first attempt is not 0."""
+        first = attempts or {}
+        self._budgets: dict[str, RestartBudget] = {role.name: RestartBudget(role.restart) for role in roles}
+        self._disruptions: dict[str, RestartBudget] = {
+            role.name: RestartBudget(replace(role.restart, max_restarts=MOST_DISRUPTIONS)) for role in roles
+        }
+        self._led = any(role.leader for role in roles)
+        self._group_of: dict[LocalReplica, _RestartGroup] = {}
+        self._result: JobResult | None = None
+        for role in roles:
+            replicas = [LocalReplica(role.name, index) for index in range(role.replicas)]
+            for members in [replicas] if role.gang else [[replica] for replica in replicas]:
+                states = dict.fromkeys(members, ProcessState.WAITING)
+                group = _RestartGroup(role, first.get(role.name, 0), states, start_at=now)
+                self._group_of.update(dict.fromkeys(members, group))
+
+    @property
+    def result(self) -> JobResult | None:
+        """Result of the job, or None while it goes on."""
+        return self._result
+
+    @property
+    def replicas(self) -> dict[LocalReplica, tuple[ProcessState, int]]:
+        """Every replica in plan order, with its state and its attempt."""
+        return {replica: (group.states[replica], group.attempt) for replica, group in self._group_of.items()}
+
+    def stop(self, reason: str) -> None:
+        """End the job from outside, for ``reason``: nothing starts any more. Without effect once there is a result."""
+        self._result = self._result or JobResult(ok=False, reason=reason)
+
+    def wake_at(self) -> float | None:
+        """Return the time at which ``due`` has something to start, or None."""
+        return min(
+            (
+                group.start_at
+                for replica, group in self._group_of.items()
+                if group.states[replica] is ProcessState.WAITING
+            ),
+            default=None,
+        )
+
+    def due(self, now: float) -> list[Start]:
+        """Return the replicas to start at ``now``, in plan order; from here on they count as running."""
+        starts = []
+        for replica, group in self._group_of.items():
+            if self._result is None and group.states[replica] is ProcessState.WAITING and group.start_at <= now:
+                group.states[replica] = ProcessState.RUNNING
+                group.started_at = now
+                starts.append(Start(replica, group.attempt))
+        return starts
+
+    def ended(self, replica: LocalReplica, status: ExitStatus, now: float) -> tuple[list[LocalReplica], Restart | None]:
+        """Take the end of a running replica.
+
+        Return the replicas to be ended because they belong to the same group, and the restart where one was decided
+        now.
+        """
+        group = self._group_of[replica]
+        if self._result is not None:
+            group.states[replica] = ProcessState.DONE if status.ok else ProcessState.ENDED
+            return [], None
+        if group.states[replica] is ProcessState.ENDING:
+            group.states[replica] = ProcessState.DOWN
+            self._restart_if_down(group, now)
+            return [], None
+        if status.ok:
+            group.states[replica] = ProcessState.DONE
+            self._judge_done(group.role)
+            return [], None
+        group.states[replica] = ProcessState.DOWN
+        return self._failed(group, replica, status, now)
+
+    def _judge_done(self, role: Role) -> None:
+        all_done = all(group.states[replica] is ProcessState.DONE for replica, group in self._group_of.items())
+        if role.leader or (all_done and not self._led):
+            self._result = JobResult(ok=True)
+
+    def _failed(
+        self, group: _RestartGroup, replica: LocalReplica, status: ExitStatus, now: float
+    ) -> tuple[list[LocalReplica], Restart | None]:
+        if status.final:
+            self._result = JobResult(ok=False, culprit=replica, status=status, reason="it refuses its input")
+            return [], None
+        budget = (self._disruptions if status.disrupted else self._budgets)[replica.role]
+        if not budget.grant(now):
+            limit = budget.policy
+            reason = f"all {limit.max_restarts} restarts within {limit.window_s:.0f} s are used up"
+            self._result = JobResult(ok=False, culprit=replica, status=status, reason=reason)
+            return [], None
+        group.failures = 1 if now - group.started_at >= SETTLED_S else group.failures + 1
+        others = [other for other, state in group.states.items() if state is ProcessState.RUNNING]
+        group.states.update(dict.fromkeys(others, ProcessState.ENDING))
+        group.attempt += 1
+        if group.role.leader:
+            self._restart_done(now)
+        self._restart_if_down(group, now)
+        wait = restart_delay(group.role.restart, group.failures)
+        return others, Restart(
+            replicas=tuple(group.states), attempt=group.attempt, delay_s=wait, culprit=replica, status=status
+        )
+
+    def _restart_done(self, now: float) -> None:
+        """Start again what a leader that failed may have dismissed already: its successor needs it."""
+        for group in self._group_of.values():
+            if all(state is ProcessState.DONE for state in group.states.values()):
+                group.attempt += 1
+                group.states.update(dict.fromkeys(group.states, ProcessState.WAITING))
+                group.start_at = now
+
+    def _restart_if_down(self, group: _RestartGroup, now: float) -> None:
+        if self._result or any(state in (ProcessState.RUNNING, ProcessState.ENDING) for state in group.states.values()):
+            return
+        group.states.update(dict.fromkeys(group.states, ProcessState.WAITING))
+        group.start_at = now + restart_delay(group.role.restart, group.failures)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndStage:
+    """Replicas that are told to end together; those alive ``by_s`` seconds after the beginning are killed."""
+
+    replicas: tuple[LocalReplica, ...]
+    by_s: float
+
+
+def end_stages(replicas: Iterable[LocalReplica], *, within_s: float = WITHIN_S) -> list[EndStage]:
+    """Sort living replicas into stages; roles that nobody depends on come first, empty stages are left out."""
+    replicas = list(replicas)
+    named = frozenset().union(*(roles for roles, _ in _ORDER))
+    first = EndStage(replicas=tuple(each for each in replicas if each.role not in named), by_s=_FIRST_BY * within_s)
+    rest = [
+        EndStage(replicas=tuple(each for each in replicas if each.role in roles), by_s=share * within_s)
+        for roles, share in _ORDER
+    ]
+    return [stage for stage in (first, *rest) if stage.replicas]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessStarted:
+    """A process runs."""
+
+    replica: LocalReplica
+    attempt: int
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessEnded:
+    """A process ended; ``wanted`` where it was told to."""
+
+    replica: LocalReplica
+    attempt: int
+    status: ExitStatus
+    wanted: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restarting:
+    """A replica or a gang starts again."""
+
+    restart: Restart
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stopping:
+    """Everything is told to end, for this reason."""
+
+    reason: str
+
+
+Event = ProcessStarted | ProcessEnded | Restarting | Stopping

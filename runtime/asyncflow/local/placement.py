@@ -1,0 +1,294 @@
+"""Places on this machine: the devices, loopback ports and command line of each process.
+
+What is added to the plan is what only this machine knows: paths, ports, devices, the interpreter, and which kind of
+device ``profile: auto`` stands for.
+
+Invariants: a process has the same devices and serves at the same ports however often it starts again. The shares of a
+device sum to at most 1, and no two ranks of a gang have the same device; devices that a template names are given to no
+other role. A port lies below the range from which the kernel picks ports for outgoing connections, so that no
+connection takes it while the driver is down; and no two supervisors of one machine hold the same port: each holds an
+abstract Unix socket named after it, which the kernel takes back when the supervisor ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+from asyncflow.api.check import inspect, refusal
+from asyncflow.api.job import RLJob
+from asyncflow.api.names import TLS_ENV, TOKEN_FILE_ENV
+from asyncflow.api.placement import AUTO, PROFILES, Profile
+from asyncflow.api.workers import ON_CPU
+from asyncflow.errors import AsyncFlowError, ManifestError
+from asyncflow.local.folder import RunFolder
+from asyncflow.local.lifecycle import LocalReplica
+from asyncflow.net.issuer import Issuer
+from asyncflow.plan.roles import Role
+
+_LOWEST = 15000
+_WITHOUT_RANGE = 32768
+
+_ROUNDING = 1e-9
+
+
+class PortReservation:
+    """Some free TCP ports of 127.0.0.1, as a context: entering gives them, leaving gives them up."""
+
+    def __init__(self, count: int, *, first: int = 0) -> None:
+        """Reserve ``count`` ports, of which the first is ``first`` unless that is 0.
+
+        Raises AsyncFlowError where too few are free, or that one is not.
+        """
+        self.ports: list[int] = []
+        self._held: list[socket.socket] = []
+        if first:
+            self._try(first)
+            if not self.ports:
+                raise AsyncFlowError(
+                    f"port {first} of 127.0.0.1 is taken", hint="Give another port; 0 takes a free one"
+                )
+        below = _ephemeral_low()
+        candidates = list(range(min(_LOWEST, below // 2), below))
+        random.shuffle(candidates)
+        for port in candidates:
+            if len(self.ports) == count:
+                return
+            self._try(port)
+        if len(self.ports) < count:
+            self.close()
+            raise AsyncFlowError(f"fewer than {count} free loopback ports below {below}", hint="End other servers")
+
+    def __enter__(self) -> list[int]:
+        return self.ports
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the ports."""
+        for held in self._held:
+            held.close()
+        self._held.clear()
+
+    def _try(self, port: int) -> None:
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            claim.bind(f"\0asyncflow-port-{port}")
+            _listen_once(port)
+        except OSError:
+            claim.close()
+            return
+        self._held.append(claim)
+        self.ports.append(port)
+
+
+def _listen_once(port: int) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
+        probe.listen(1)
+
+
+def _ephemeral_low() -> int:
+    """Return the first port of the kernel's range for outgoing connections (``ip_local_port_range``)."""
+    try:
+        low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        return _WITHOUT_RANGE
+    return low if low > 2048 else _WITHOUT_RANGE
+
+
+def devices_of(
+    profile: Profile, *, environ: Mapping[str, str] = os.environ, folder: Path = Path("/dev")
+) -> tuple[str, ...]:
+    """Return this machine's devices by the names that go into ``profile.visible``.
+
+    Where the environment has that variable, these are the devices that it names; else all, numbered from 0 as the
+    vendor's runtime does.
+    """
+    if profile.visible in environ:
+        return _named(environ[profile.visible])
+    return tuple(map(str, range(len(list(folder.glob(profile.files))))))
+
+
+def resolve(job: RLJob, *, find: Callable[[Profile], Sequence[str]] = devices_of) -> tuple[RLJob, list[str]]:
+    """Return ``job`` with the kind of device of this machine in place of ``profile: auto``, and notes that say which.
+
+    Without a count a role has one device where there are some and it can use them, else it computes on the CPU; with a
+    count it asks for devices, and never gets the CPU instead. Raises ManifestError where the job that comes out is
+    against a rule.
+    """
+    data, notes = job.model_dump(mode="json", by_alias=True, exclude_none=True), []
+    for name, worker, plugin in (
+        ("trainer", job.spec.trainer, job.spec.trainer.backend.name),
+        ("rollout", job.spec.rollout, job.spec.rollout.engine.name),
+    ):
+        if worker.accelerator.profile != AUTO:
+            continue
+        asked = worker.accelerator.count
+        usual = job.spec.trainer.local_ranks if name == "trainer" else 1
+        profile = _found(asked or usual, find)
+        count = asked or usual if profile is not None else asked
+        if plugin in ON_CPU and not asked:
+            profile, count, why = "cpu", 0, f"{plugin} computes on the CPU"
+        elif profile is not None:
+            why = f"{PROFILES[profile].title} devices of this machine: {len(find(PROFILES[profile]))}"
+        else:
+            profile, why = "nvidia" if asked else "cpu", "this machine has no device"
+        data["spec"][name]["accelerator"] |= {"profile": profile, "count": count}
+        notes.append(f"spec.{name}.accelerator: auto is {{profile: {profile}, count: {count}}}: {why}")
+    built, problems = inspect(RLJob, data)
+    if built is None or problems:
+        raise refusal(problems, source=job.name)
+    return built, notes
+
+
+def _found(count: int, find: Callable[[Profile], Sequence[str]]) -> str | None:
+    """Return the profile of the devices here, if there are any; of several rows for them one that allows ``count``."""
+    here = [name for name, facts in PROFILES.items() if facts.files and find(facts)]
+    return next((name for name in here if count in PROFILES[name].legal_counts), here[0] if here else None)
+
+
+def assign_devices(
+    roles: Sequence[Role], *, find: Callable[[Profile], Sequence[str]] = devices_of
+) -> dict[LocalReplica, dict[str, str]]:
+    """Return the variables by which each process that asks for devices sees its own.
+
+    A role whose template names its devices has those, and nobody else is given them. Raises ManifestError where the
+    machine or a template has too few, or where a template names the same devices for all processes of a gang.
+    """
+    asking = [role for role in roles if role.resources.accelerators]
+    room = {facts.visible: dict.fromkeys(find(facts), 1.0) for facts in map(_facts, asking)}
+    for role in asking:
+        visible = _facts(role).visible
+        if visible in role.env:
+            room[visible].update(dict.fromkeys(_own(role), 0.0))
+    given: dict[LocalReplica, dict[str, str]] = {}
+    for role in sorted(asking, key=lambda role: -role.resources.share * role.resources.accelerators):
+        visible, wanted, taken = _facts(role).visible, role.resources, set[str]()
+        for index in range(role.replicas if visible not in role.env else 0):
+            chosen = _roomiest(room[visible], count=wanted.accelerators, share=wanted.share, without=taken)
+            if len(chosen) < wanted.accelerators:
+                raise _too_few(role, asking, found=len(room[visible]))
+            taken.update(chosen if role.gang else ())
+            for device in chosen:
+                room[visible][device] -= wanted.share
+            given[LocalReplica(role.name, index)] = {visible: ",".join(chosen)}
+    return given
+
+
+def _own(role: Role) -> tuple[str, ...]:
+    """Return the devices that the role's template names. Raises ManifestError where they cannot serve it."""
+    visible, where = _facts(role).visible, f"spec.{role.name}.template.env"
+    named, wanted = _named(role.env[visible]), role.resources.accelerators
+    if role.spread:
+        raise ManifestError(
+            f"{visible} = {role.env[visible]!r}: all {role.replicas} replicas would see the same devices",
+            where=where,
+            hint=f"Leave it out, and set {visible} where `asyncflow run` is started",
+        )
+    if len(named) < wanted:
+        raise ManifestError(
+            f"{visible} = {role.env[visible]!r} names {len(named)} of the {wanted} devices that a process asks for",
+            where=where,
+            hint=f"Name {wanted}, or lower spec.{role.name}.accelerator.count",
+        )
+    return named
+
+
+def _facts(role: Role) -> Profile:
+    return PROFILES[role.resources.profile]
+
+
+def _named(variable: str) -> tuple[str, ...]:
+    """Return the devices that a variable names, up to the first that is none, as CUDA reads it."""
+    names = (name.strip() for name in variable.split(","))
+    return tuple(takewhile(lambda name: name and not name.startswith("-"), names))
+
+
+def _roomiest(room: Mapping[str, float], *, count: int, share: float, without: Collection[str]) -> list[str]:
+    fitting = [device for device, left in room.items() if left >= share - _ROUNDING and device not in without]
+    order = list(room)
+    return sorted(sorted(fitting, key=lambda device: -room[device])[:count], key=order.index)
+
+
+def _too_few(role: Role, asking: Sequence[Role], *, found: int) -> ManifestError:
+    facts = _facts(role)
+    wanted = [each for each in asking if _facts(each).visible == facts.visible]
+    asked = ", ".join(f"{each.name} {each.replicas} x {_amount(each)}" for each in wanted)
+    alone = (
+        "; ranks of a trainer never share one" if any(each.gang and each.resources.share < 1 for each in wanted) else ""
+    )
+    return ManifestError(
+        f"this machine has {found} {facts.title} device{'' if found == 1 else 's'}, too few for {asked}{alone}",
+        where=f"spec.{role.name}.accelerator",
+        hint="Lower replicas or count, or let roles share a device (accelerator.share); where devices are missing from "
+        f"this count, name them in {facts.visible}",
+    )
+
+
+def _amount(role: Role) -> str:
+    count, share = role.resources.accelerators, role.resources.share
+    return f"{count}" if share == 1 else f"{share:g} of one"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """Command line to start for one replica and attempt, and environment variables beside the inherited ones.
+
+    http: where it serves /metrics, "" where that is not known.
+    """
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    http: str = ""
+
+
+def replicas_of(roles: Sequence[Role]) -> list[LocalReplica]:
+    """Return every replica of ``roles``, in plan order."""
+    return [LocalReplica(role.name, index) for role in roles for index in range(role.replicas)]
+
+
+def launcher(
+    roles: Sequence[Role],
+    *,
+    folder: RunFolder,
+    issuer: Issuer,
+    driver: str,
+    http_ports: Mapping[LocalReplica, int],
+    control_port: int | None = None,
+) -> Callable[[LocalReplica, int], Launch]:
+    """Return the function that says how to start a replica as an attempt.
+
+    issuer: of the certificates of all replicas; driver: the address that all dial; http_ports: where each replica
+    serves /metrics, and the first one its status; control_port: where a driver is directed. Raises ManifestError where
+    this machine has too few devices.
+    """
+    devices = assign_devices(roles)
+    own = {TOKEN_FILE_ENV: str(folder.token), "PYTHONSAFEPATH": "1"}
+    named: dict[str, Role] = {role.name: role for role in roles}
+
+    def launch(replica: LocalReplica, attempt: int) -> Launch:
+        role = named[replica.role]
+        argv = role.command(
+            index=replica.index,
+            attempt=attempt,
+            driver=driver,
+            job=str(folder.job),
+            workdir=str(folder.path),
+            http_port=http_ports[replica],
+            control_port=control_port if replica.role == "driver" else None,
+            python=sys.executable,
+        )
+        http = f"http://127.0.0.1:{http_ports[replica]}"
+        tls = {TLS_ENV: str(issuer.issue(replica.role, replica.index))}
+        return Launch(argv=argv, env={**own, **tls, **devices.get(replica, {}), **role.env}, http=http)
+
+    return launch

@@ -1,0 +1,167 @@
+"""Real processes, each the leader of its own session, and the reaper process that ends them should this one be killed.
+
+Invariants: a process is started from the main thread only (it dies with the thread that started it); it is waited
+for exactly once; it inherits no descriptor but its three; its end is told at once by the kernel (pidfd), and when it is
+reported, what the process has started within its session has ended with it. While this process lives, a reaper holds
+the other end of a pipe and has been told every session on the list; when this process ends in whatever way, the pipe
+closes and the reaper ends what is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from asyncflow.local import reaper
+from asyncflow.local.lifecycle import ExitStatus
+
+_log = logging.getLogger(__name__)
+
+_DEFAULTED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
+_SWEEP_S = 0.5
+_REAP_S = 0.1
+
+_AGAIN_S = 1.0
+_CLOSE_S = 2.0
+
+
+class Process:
+    """A running process. ``pid`` is its process id, its process group and its session."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log: Path,
+        on_exit: Callable[[ExitStatus], None],
+        stdin: int | None = None,
+    ) -> None:
+        """Start ``argv`` with its output appended to ``log``; ``on_exit`` is called once, on the event loop.
+
+        stdin: a file descriptor that becomes its input, nothing otherwise. Raises OSError where it cannot be started.
+        """
+        silence = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
+        actions: list[tuple[int, int, str, int, int] | tuple[int, int, int] | tuple[int, int]] = [
+            silence if stdin is None else (os.POSIX_SPAWN_DUP2, stdin, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+            *((os.POSIX_SPAWN_CLOSE, descriptor) for descriptor in _inheritable()),
+        ]
+        self.pid = os.posix_spawnp(
+            argv[0], list(argv), dict(env), file_actions=actions, setsid=True, setsigmask=(), setsigdef=_DEFAULTED
+        )
+        self.alive = True
+        self._on_exit = on_exit
+        self._pidfd = os.pidfd_open(self.pid)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._pidfd, self._ended)
+
+    def terminate(self) -> None:
+        """Send the process SIGTERM, so that it ends in order; a stopped one is continued so that it can."""
+        if self.alive:
+            for number in (signal.SIGTERM, signal.SIGCONT):
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._pidfd, number)
+
+    def kill(self) -> None:
+        """End the whole process group at once."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def _ended(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        reaper.sweep(mark=None, sessions={self.pid}, within_s=_SWEEP_S)
+        _, wait_status = os.waitpid(self.pid, 0)
+        self._reap_orphans()
+        self.alive = False
+        self._on_exit(ExitStatus.of(wait_status))
+
+    def _reap_orphans(self) -> None:
+        """Wait for the dead of the group, which became children of this process if it adopts orphans.
+
+        Look again while some are left: the kernel hands over one that was killed only when its last thread has ended.
+        """
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-self.pid, os.WNOHANG)[0]:
+                pass
+            self._loop.call_later(_REAP_S, self._reap_orphans)
+
+
+def _inheritable() -> list[int]:
+    """Return the descriptors beyond the first three that the parent of this process left open for its children."""
+    found = []
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if descriptor > 2 and os.get_inheritable(descriptor):
+                found.append(descriptor)
+    return found
+
+
+class Watchdog:
+    """The supervisor's side of the reaper. ``mark`` names the run in the environment of its processes."""
+
+    def __init__(self, *, mark: str, log: Path) -> None:
+        """Start the reaper; its own words, if it ever has any, go to ``log``."""
+        self._mark = mark
+        self._log_path = log
+        self._sessions: set[int] = set()
+        self._gone = asyncio.Event()
+        self._closing = False
+        self._start()
+
+    def add(self, session: int) -> None:
+        """A session began."""
+        self._sessions.add(session)
+        self._tell(f"+{session}\n")
+
+    def remove(self, session: int) -> None:
+        """A session is over and its number may be used again."""
+        self._sessions.discard(session)
+        self._tell(f"-{session}\n")
+
+    async def close(self) -> None:
+        """End the reaper, which looks once more for what is left."""
+        self._closing = True
+        os.close(self._pipe)
+        try:
+            await asyncio.wait_for(self._gone.wait(), _CLOSE_S)
+        except TimeoutError:
+            self._process.kill()
+
+    def _start(self) -> None:
+        read_end, self._pipe = os.pipe()
+        argv = [sys.executable, "-I", "-S", str(Path(reaper.__file__)), self._mark]
+        self._process = Process(argv, env=os.environ, log=self._log_path, on_exit=self._ended, stdin=read_end)
+        os.close(read_end)
+        for session in self._sessions:
+            self._tell(f"+{session}\n")
+
+    def _tell(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._pipe, line.encode())
+
+    def _ended(self, status: ExitStatus) -> None:
+        if self._closing:
+            self._gone.set()
+            return
+        _log.warning("the reaper ended (%s); starting another", status)
+        asyncio.get_running_loop().call_later(_AGAIN_S, self._again)
+
+    def _again(self) -> None:
+        if self._closing:
+            return
+        os.close(self._pipe)
+        try:
+            self._start()
+        except OSError as error:
+            _log.warning("no other reaper can be started now: %s", error)
+            asyncio.get_running_loop().call_later(_AGAIN_S, self._again)

@@ -1,0 +1,418 @@
+"""The supervisor: places each replica as a process, starts again what may start again, ends everything in order.
+
+It only carries out what ``lifecycle`` decides. Invariants: when ``run`` returns or raises, no process of the run is
+alive; when this process is killed instead, its roles die with it and the reaper ends the rest; a disk that fails
+for a while puts off what must be on record first, and nothing else; the ports that a run was given stay its own,
+through all restarts, for as long as the context ``local_site`` lasts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from asyncflow.api.names import CLIENT, OPERATOR, VIEWER
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, DiskError, RoleFailed
+from asyncflow.local import reaper
+from asyncflow.local.folder import Placed, Record, RoleLog, RunFolder, attempts_in_logs, load_record, open_log
+from asyncflow.local.lifecycle import (
+    CANNOT_START,
+    WITHIN_S,
+    Event,
+    ExitStatus,
+    JobResult,
+    LocalReplica,
+    ProcessEnded,
+    ProcessStarted,
+    ProcessState,
+    ProcessTable,
+    Restarting,
+    Start,
+    Stopping,
+    end_stages,
+)
+from asyncflow.local.placement import Launch, PortReservation, launcher, replicas_of
+from asyncflow.local.process import Process, Watchdog
+from asyncflow.net.hosts import address_of
+from asyncflow.net.issuer import Issuer
+from asyncflow.net.stream.server import new_server
+from asyncflow.plan.roles import Role
+from asyncflow.process import PARENT, adopt_orphans
+from asyncflow.telemetry.logs import setup_logging
+
+_log = logging.getLogger(__name__)
+
+GRACE_S = 3.0
+"""Seconds that the other roles have to end by themselves once the job has succeeded."""
+DISK_S = 300.0
+"""Seconds for which the disk may refuse the record before the job ends."""
+_AGAIN_S = 0.2
+_GANG_END_S = 2.0
+_LAST_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Times of one run, in seconds. active_s: the job fails when it has not finished by then; end_s: for its end."""
+
+    active_s: float | None = None
+    end_s: float = WITHIN_S
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOutcome:
+    """Outcome of a run.
+
+    exit_code: 0, 1, or 128 + signal; failure: what to tell, where it failed; refused: a role refused its input.
+    """
+
+    exit_code: int
+    failure: AsyncFlowError | None = None
+    refused: bool = False
+
+
+@dataclass(slots=True)
+class _Running:
+    process: Process
+    attempt: int
+    told_to_end: bool = False
+
+
+class Supervisor:
+    """One run of the processes of ``roles``.
+
+    All start at once: each waits by itself, with a deadline, for those that it needs. The supervisor owns SIGINT,
+    SIGTERM and SIGHUP of this process while ``run`` goes on. observe: called with every event, on the event loop; it
+    must not block.
+    """
+
+    def __init__(
+        self,
+        *,
+        roles: Sequence[Role],
+        launch: Callable[[LocalReplica, int], Launch],
+        folder: RunFolder,
+        driver: str = "",
+        http: str = "",
+        control: str = "",
+        limits: Limits | None = None,
+    ) -> None:
+        """Prepare; nothing starts yet.
+
+        launch: how to start a replica as an attempt; driver, http, control: addresses to note in the record. Raises
+        ManifestError where an earlier run's record cannot be read now.
+        """
+        self._launch = launch
+        self._folder = folder
+        self.observe: Callable[[Event], None] = lambda _: None
+        self._limits = limits or Limits()
+        previous = load_record(folder.processes)
+        attempts = previous.next_attempts() if previous is not None else attempts_in_logs(folder.path)
+        self._table = ProcessTable(roles, now=time.monotonic(), attempts=attempts)
+        self._record = Record(
+            mark=uuid.uuid4().hex,
+            supervisor=os.getpid(),
+            started=_now(),
+            driver=driver,
+            http=http,
+            control=control,
+        )
+        self._first = {replica: attempt for replica, (_, attempt) in self._table.replicas.items()}
+        self._started = dict.fromkeys(self._first, "")
+        self._http = dict.fromkeys(self._first, "")
+        self._running: dict[LocalReplica, _Running] = {}
+        self._logs = {replica: RoleLog(folder.log(str(replica))) for replica in self._first}
+        self._changed = asyncio.Event()
+        self._unsaved_since: float | None = None
+        self._unwritable: DiskError | None = None
+        self._stop_signal = 0
+        self._hurry = False
+
+    @property
+    def placed(self) -> list[Placed]:
+        """Every replica as it is now, in plan order; may be read from any thread."""
+        return self._record.processes
+
+    def stop(self, number: int) -> None:
+        """End the job in order because of signal ``number``; asked a second time, at once."""
+        self._hurry = self._stop_signal != 0
+        self._stop_signal = self._stop_signal or number
+        self._table.stop(signal.Signals(number).name)
+        self._changed.set()
+
+    async def run(self) -> RunOutcome:
+        """Run the processes to their end. Everything has ended when this returns."""
+        with self._signals():
+            adopt_orphans(enabled=True)
+            self._watchdog = Watchdog(mark=self._record.mark, log=self._folder.path / "run" / "reaper.log")
+            try:
+                with self._deadline():
+                    result = await self._follow()
+                return await self._conclude(result)
+            finally:
+                await self._leave_nothing()
+                await self._watchdog.close()
+                adopt_orphans(enabled=False)
+
+    async def _follow(self) -> JobResult:
+        """Start what is due, until there is a result."""
+        while self._table.result is None:
+            due_at = self._table.wake_at()
+            is_due = due_at is not None and due_at <= time.monotonic()
+            if (is_due or self._unsaved_since is not None) and self._save():
+                for start in self._table.due(time.monotonic()):
+                    self._start(start)
+                self._save()
+            put_off = self._unsaved_since is not None
+            await self._wait_for_change(time.monotonic() + _AGAIN_S if put_off else self._table.wake_at())
+        return self._table.result
+
+    async def _conclude(self, result: JobResult) -> RunOutcome:
+        if result.ok:
+            deadline = time.monotonic() + GRACE_S
+            while self._running and not self._stop_signal and time.monotonic() < deadline:
+                await self._wait_for_change(deadline)
+            await self._end_all()
+            return RunOutcome(exit_code=0)
+        self.observe(Stopping(reason=f"{result.culprit} failed" if result.culprit else result.reason))
+        failure = None if self._stop_signal and not result.culprit else self._unwritable or self._failure(result)
+        await self._end_all()
+        code = 1 if failure else 128 + self._stop_signal
+        return RunOutcome(exit_code=code, failure=failure, refused=bool(result.culprit) and result.status.final)
+
+    async def _end_all(self) -> None:
+        begun = time.monotonic()
+        for stage in end_stages(self._running, within_s=self._limits.end_s):
+            self._terminate(stage.replicas)
+            await self._until_gone(stage.replicas, begun + stage.by_s)
+            self._kill(stage.replicas)
+
+    async def _leave_nothing(self) -> None:
+        self._kill(self._running)
+        sessions = [running.process.pid for running in self._running.values()]
+        left = await asyncio.to_thread(reaper.sweep, mark=self._record.mark, sessions=sessions)
+        if left:
+            _log.error("these processes of the run do not die: %s", left)
+        deadline = time.monotonic() + _LAST_S
+        while self._running and time.monotonic() < deadline:
+            await self._wait_for_change(deadline)
+        self._save()
+
+    async def _until_gone(self, replicas: Iterable[LocalReplica], deadline: float) -> None:
+        replicas = list(replicas)
+        while any(replica in self._running for replica in replicas) and not self._hurry and time.monotonic() < deadline:
+            await self._wait_for_change(deadline)
+
+    async def _wait_for_change(self, until: float | None) -> None:
+        timeout = None if until is None else max(0.0, until - time.monotonic())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout)
+        self._changed.clear()
+
+    def _start(self, start: Start) -> None:
+        """Start a replica, unless another of its gang could not be started since that was decided."""
+        replica, attempt = start
+        if self._table.replicas[replica] != (ProcessState.RUNNING, attempt):
+            return
+        launch = self._launch(replica, attempt)
+        self._http[replica] = launch.http
+        log = self._logs[replica]
+        log.begin(attempt=attempt, argv=launch.argv)
+        own = {PARENT: str(os.getpid()), reaper.MARK: self._record.mark, "PYTHONUNBUFFERED": "1"}
+        env = {**os.environ, **launch.env, **own}
+        try:
+            process = Process(launch.argv, env=env, log=log.path, on_exit=lambda status: self._ended(replica, status))
+        except OSError as error:
+            log.note(f"cannot be started: {error}")
+            self._take_end(replica, ExitStatus(status=CANNOT_START), attempt, wanted=False)
+            return
+        self._watchdog.add(process.pid)
+        self._running[replica] = _Running(process, attempt)
+        self._started[replica] = _now()
+        self.observe(ProcessStarted(replica=replica, attempt=attempt, pid=process.pid))
+
+    def _ended(self, replica: LocalReplica, status: ExitStatus) -> None:
+        running = self._running.pop(replica)
+        self._watchdog.remove(running.process.pid)
+        self._take_end(replica, status, running.attempt, wanted=running.told_to_end)
+
+    def _take_end(self, replica: LocalReplica, status: ExitStatus, attempt: int, *, wanted: bool) -> None:
+        others, restart = self._table.ended(replica, status, time.monotonic())
+        self._end_gang(others)
+        self._changed.set()
+        self._logs[replica].note(f"attempt {attempt} ended: {status}")
+        self.observe(ProcessEnded(replica=replica, attempt=attempt, status=status, wanted=wanted))
+        if restart:
+            self.observe(Restarting(restart=restart))
+        self._save()
+
+    def _end_gang(self, replicas: Sequence[LocalReplica]) -> None:
+        """End the rest of a gang; ranks that have not been started yet are down at once."""
+        self._terminate(replicas)
+        for replica in replicas:
+            if running := self._running.get(replica):
+                asyncio.get_running_loop().call_later(_GANG_END_S, running.process.kill)
+            else:
+                self._table.ended(replica, ExitStatus(status=CANNOT_START), time.monotonic())
+
+    def _terminate(self, replicas: Iterable[LocalReplica]) -> None:
+        for replica in replicas:
+            if running := self._running.get(replica):
+                running.told_to_end = True
+                running.process.terminate()
+
+    def _kill(self, replicas: Iterable[LocalReplica]) -> None:
+        for replica in list(replicas):
+            if running := self._running.get(replica):
+                running.told_to_end = True
+                running.process.kill()
+
+    def _failure(self, result: JobResult) -> AsyncFlowError:
+        if result.culprit is None:
+            hint = "Give limits.activeDeadlineSeconds more, and continue with --resume"
+            return DeadlineExceeded(result.reason, where=str(self._folder.path), hint=hint)
+        log = self._logs[result.culprit]
+        last = "".join(f"\n    {line}" for line in log.tail())
+        hint = f"Its last words:{last}" if last else "It has written nothing to its log"
+        return RoleFailed(
+            f"{result.culprit} ended with {result.status} and {result.reason}", where=str(log.path), hint=hint
+        )
+
+    def _save(self) -> bool:
+        """Write the record: before anything starts, so that no attempt is ever used twice, and after each change.
+
+        False where the disk refuses it: it is tried again soon, unless that is of no use; then the job ends.
+        """
+        processes = [
+            Placed(
+                role=replica.role,
+                index=replica.index,
+                attempt=attempt,
+                state=state,
+                pid=self._running[replica].process.pid if replica in self._running else 0,
+                started=self._started[replica],
+                restarts=attempt - self._first[replica],
+                log=str(self._logs[replica].path),
+                http=self._http[replica],
+            )
+            for replica, (state, attempt) in self._table.replicas.items()
+        ]
+        self._record = msgspec.structs.replace(self._record, processes=processes)
+        try:
+            self._record.save(self._folder.processes)
+        except OSError as error:
+            self._put_off(error)
+            return False
+        self._unsaved_since = None
+        return True
+
+    def _put_off(self, error: OSError) -> None:
+        now = time.monotonic()
+        if self._unsaved_since is None:
+            _log.warning("%s cannot be written, which is tried again: %s", self._folder.processes, error)
+            self._unsaved_since = now
+            self._changed.set()
+        if error.errno == errno.EROFS or now - self._unsaved_since > DISK_S:
+            what = f"the run's folder cannot be written any more: {error.strerror}"
+            hint = "Make it writable, or free some space, and continue with --resume"
+            self._unwritable = DiskError(what, where=str(self._folder.path), hint=hint)
+            self._table.stop(what)
+
+    @contextlib.contextmanager
+    def _deadline(self) -> Iterator[None]:
+        """Fail the job when its time is over."""
+        if self._limits.active_s is None:
+            yield
+            return
+        reason = f"the job has not finished within its {self._limits.active_s:.0f} s"
+        timer = asyncio.get_running_loop().call_later(self._limits.active_s, self._out_of_time, reason)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _out_of_time(self, reason: str) -> None:
+        self._table.stop(reason)
+        self._changed.set()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """End the job in order at the signals that end a program; one that was ignored (nohup) stays ignored."""
+        loop = asyncio.get_running_loop()
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            loop.add_signal_handler(number, self.stop, int(number))
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalSite:
+    """A job that is ready to start. address: that all dial; http_port: of the service of the first replica.
+
+    certificate: folder of one for people who look at the job, or use the queue.
+    """
+
+    supervisor: Supervisor
+    address: str
+    http_port: int
+    certificate: Path
+
+
+@contextlib.contextmanager
+def local_site(roles: Sequence[Role], *, folder: RunFolder, limits: Limits, port: int = 0) -> Iterator[LocalSite]:
+    """Yield what runs ``roles`` from ``folder``; all dial the first of them at ``port`` (0: any).
+
+    Raises AsyncFlowError where a port or a device is not to be had.
+    """
+    replicas = replicas_of(roles)
+    reserved = PortReservation(2 + len(replicas), first=port)
+    is_job = replicas[0].role == "driver"
+    issuer = Issuer(folder.tls)
+    with open_log(folder.log("supervisor")) as log, reserved as (rpc_port, control_port, *ports), issuer.renewing():
+        setup_logging("supervisor", 0, stream=log)
+        http_ports = dict(zip(replicas, ports, strict=True))
+        http_port = http_ports[replicas[0]]
+        named = {} if port else {"server": new_server()}
+        address = address_of("127.0.0.1", rpc_port, **named)
+        supervisor = Supervisor(
+            roles=roles,
+            launch=launcher(
+                roles,
+                folder=folder,
+                issuer=issuer,
+                driver=address,
+                http_ports=http_ports,
+                control_port=control_port,
+            ),
+            folder=folder,
+            driver=address,
+            http=f"http://127.0.0.1:{http_port}",
+            control=f"https://127.0.0.1:{control_port}" if is_job else "",
+            limits=limits,
+        )
+        people = issuer.issue(VIEWER if is_job else CLIENT)
+        if is_job:
+            issuer.issue(OPERATOR)
+        yield LocalSite(supervisor=supervisor, address=address, http_port=http_port, certificate=people)

@@ -1,0 +1,53 @@
+"""Processes that end with their parent, and one that adopts the orphans below it.
+
+``python -m asyncflow.process COMMAND ...`` becomes a program that knows nothing of this, and ends with its parent, too.
+
+Invariant: a process that has called ``die_with_parent`` outlives its parent by no Python statement, also when the
+parent is killed with SIGKILL or has died before the call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+from asyncflow.errors import AsyncFlowError
+
+PARENT = "ASYNCFLOW_PARENT"
+"""Environment variable that holds the pid of the process that this one ends with."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, argument: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise AsyncFlowError(f"prctl({option}) failed: {os.strerror(code)}", where="process")
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when its parent ends; called before anything else.
+
+    parent: its pid; where None, that of the variable PARENT, and nothing happens where that is not set (in a pod).
+    """
+    named = os.environ.pop(PARENT, None)
+    parent = int(named) if parent is None and named is not None else parent
+    if parent is None:
+        return
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the parent ended before this process began")
+
+
+def adopt_orphans(*, enabled: bool) -> None:
+    """Have orphaned descendants become children of this process, so that it can see and end them."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(enabled))
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    os.execvp(sys.argv[1], sys.argv[1:])  # noqa: S606 — the program that our parent names

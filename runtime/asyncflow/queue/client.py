@@ -1,0 +1,560 @@
+"""The client of a queue for an event loop: what all roles use, and whoever joins a queue by its address (``aconnect``).
+
+Every method has a deadline and survives the restart of whomever it talks to. What cannot survive, rows on a unit that
+died, says so: writes are fenced, reads raise StaleHandle. Row ids are handles: they are never used again, and one
+whose row is gone is refused, for reading as for writing.
+
+Invariants: a claim has one ticket, however often it is made again, and says so when it is cancelled, so that no row
+stays leased to nobody; a method that names rows does what it says to all of them, or raises; columns come back in the
+order of the rows asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from msgspec.structs import replace
+
+from asyncflow.errors import Misdirected, Refused, StaleHandle
+from asyncflow.net.frames import Jagged
+from asyncflow.net.membership import Membership
+from asyncflow.net.tls import Credentials
+from asyncflow.queue.peers import CONTROLLER, GRACE_S, Peer, Peers, left, now, together, visitor
+from asyncflow.queue.protocol import calls, messages, unit_calls
+from asyncflow.queue.protocol.batches import RowBatch, Slot
+from asyncflow.queue.protocol.calls import WRITE, Claimed, Drain, Units, controller_of
+from asyncflow.queue.protocol.messages import Found, Listing, PartitionView, Progress, Sight, UnitView
+from asyncflow.queue.putting import LEAVING, Putter
+from asyncflow.queue.routing import Rows, Tags, fetch_cells, part_of, parts_by, scatter, write_cells
+
+JOIN_S = 30.0
+_CONTROLLERS = 4
+"""Most controllers that are asked about a task before one is found that decides about it."""
+_ABANDON_S = 2.0
+
+
+class QueueClient:
+    """One process's client.
+
+    controller: the controller's address, or a function that returns it; unit: returns the address of the unit with an
+    index; units: the indices of the units that take new rows; worker: who holds the leases (its incarnation); attempt:
+    of the role, which its samples carry (see ``take_over``); credentials: of this process; shard: returns the address
+    of a further controller, where there are several. Timeouts are in seconds and for the whole of a method, which
+    raises DeadlineExceeded where they were not enough.
+    """
+
+    def __init__(
+        self,
+        *,
+        controller: str | Callable[[], str | None],
+        unit: Callable[[int], str | None],
+        units: Callable[[], Sequence[int]],
+        worker: str,
+        attempt: int = 0,
+        credentials: Credentials | None = None,
+        shard: Callable[[int], str | None] = lambda _: None,
+    ) -> None:
+        def address(peer: Peer) -> str | None:
+            if peer.role == CONTROLLER.role:
+                return shard(peer.number) if peer.number else controller() if callable(controller) else controller
+            return unit(peer.number)
+
+        self.worker = worker
+        self.attempt = attempt
+        self.peers = Peers(address=address, units=units, credentials=credentials)
+        self._ask = self.peers.ask
+        self._putter = Putter(self.peers, worker=worker, attempt=attempt)
+        self._deciding: dict[tuple[str, str], Peer] = {}  # tasks never move
+        self._name = uuid.uuid4().hex
+        self._numbers = itertools.count()
+
+    @classmethod
+    def of(cls, membership: Membership, *, credentials: Credentials | None = None, worker: str = "") -> QueueClient:
+        """Make the client of a member, which finds controllers and units by its directory.
+
+        worker: who holds the leases, if not this member.
+        """
+        return cls(
+            controller=lambda: membership.address("controller"),
+            unit=lambda index: membership.address("storage", index),
+            units=lambda: [unit.index for unit in membership.peers("storage") if not unit.info.get(LEAVING)],
+            worker=worker or membership.member.incarnation,
+            attempt=membership.member.attempt,
+            credentials=credentials,
+            shard=lambda index: membership.address("controller", index),
+        )
+
+    async def close(self) -> None:
+        """Close all connections of the running event loop."""
+        await self.peers.close()
+
+    async def declare(self, tasks: Sequence[messages.TaskSpec], *, timeout: float) -> None:
+        """Make tasks known; again with the same changes nothing."""
+        await self._ask("queue.declare", calls.Declare(list(tasks)), calls.Done, timeout=timeout)
+
+    async def put(
+        self,
+        partition: str,
+        columns: Mapping[str, Jagged],
+        *,
+        keys: Sequence[str] | None = None,
+        tags: Tags | None = None,
+        group_size: int = 1,
+        outputs: Mapping[str, int] | None = None,
+        samples: messages.Samples | None = None,
+        timeout: float,
+    ) -> unit_calls.RowIds:
+        """Put rows, ``group_size`` of them a group, and return their ids in their order. Waits for room.
+
+        keys: names of the rows, unique in the partition: a row whose key is there already is left as it is, and
+        ``RowIds.new`` says so; outputs: most bytes of each column that a row gets later, kept free for it. All rows are
+        put, on one unit, or none.
+
+        samples: which groups a job puts into a partition of its own, for its steps or evaluations. They may lie on
+        several units, each group whole, and are there whole or not at all. One that exists, or existed already, is
+        left as it is and is not ``new``; one that is wanted is put again.
+
+        Raises Refused for columns that do not fit the partition's, for what no unit holds, and without ``samples`` for
+        more than 960 MiB or 1,048,576 rows; Fenced where a newer attempt of the samples' creator has taken over.
+        """
+        if keys is not None:
+            tags = [{**tag, messages.KEY_TAG: key} for tag, key in zip(tags or [{}] * len(keys), keys, strict=True)]
+        return await self._putter.put(
+            partition,
+            columns,
+            tags=tags,
+            group_size=group_size,
+            outputs=outputs,
+            samples=samples,
+            timeout=timeout,
+        )
+
+    async def put_keyed(
+        self,
+        partition: str,
+        keys: Sequence[str],
+        columns: Mapping[str, Jagged],
+        *,
+        tags: Tags | None = None,
+        timeout: float,
+    ) -> list[int]:
+        """Put rows by their keys: a new row for a new key, else write the columns and tags to the row that has it."""
+        if wrong := [key for key in keys if not isinstance(key, str) or not key]:
+            hint = "A key is a text of at least one character"
+            raise Refused(f"{wrong[0]!r} cannot be the key of a row", where=partition, hint=hint)
+        _check_once(keys, "key")
+        _check_tags(tags, len(keys))
+        deadline, rows, waiting = now() + timeout, [0] * len(keys), list(range(len(keys)))
+
+        def of(indices: Sequence[int]) -> tuple[dict[str, Jagged], Tags | None]:
+            return part_of(columns, indices, len(keys)), [tags[i] for i in indices] if tags is not None else None
+
+        while waiting:
+            part, part_tags = of(waiting)
+            names = [keys[i] for i in waiting]
+            put = await self.put(partition, part, keys=names, tags=part_tags, timeout=left(deadline))
+            for index, row in zip(waiting, put.rows, strict=True):
+                rows[index] = row
+            taken = [index for index, new in zip(waiting, put.new, strict=True) if not new]
+            there = [index for index in taken if rows[index]]
+            waiting = [index for index in taken if not rows[index]]
+            part, part_tags = of(there)
+            try:
+                await self.write([rows[i] for i in there], part, tags=part_tags, timeout=left(deadline))
+            except StaleHandle:
+                waiting = taken
+        return rows
+
+    async def claim(
+        self,
+        *,
+        partition: str,
+        task: str,
+        max_rows: int,
+        min_rows: int = 1,
+        max_groups: int | None = None,
+        max_tokens: int = 0,
+        version: int | None = None,
+        accept: Sequence[int] = (),
+        done: Sequence[str] = (),
+        until_done: bool = False,
+        ticket: str = "",
+        timeout: float,
+    ) -> Claimed:
+        """Lease rows for a task, waiting until there are some; none when the time is over or nothing will come.
+
+        max_rows: most rows, but at least one group where the task takes groups; min_rows: that many or none;
+        max_groups: most groups; max_tokens: most tokens of all rows, 0 for any number.
+
+        version: step of the weights that the caller has; accept: further steps that it could load. The rows are of the
+        first kind if there are any, else of the second, never both.
+
+        done: leases of a task that writes nothing, whose rows are acknowledged herewith (``late`` names those that were
+        not in force any more); until_done: a closed partition has not ``ended`` as long as others hold rows of the
+        task, which may come back; ticket: a name for ``withdraw`` that the caller gives to no other claim.
+
+        Raises DeadlineExceeded where the controller has not answered ``GRACE_S`` after that time.
+        """
+        request = calls.ClaimRows(
+            partition=partition,
+            task=task,
+            worker=self.worker,
+            ticket=ticket or f"{self._name[:8]}-{next(self._numbers)}",
+            max_rows=max_rows,
+            max_groups=max_groups,
+            version=version,
+            accept=list(accept),
+            wait_s=0.0,
+            done=list(done),
+            min_rows=min_rows,
+            max_tokens=max_tokens,
+            until_done=until_done,
+        )
+        place, deadline = (partition, task), now() + timeout
+        for _ in range(_CONTROLLERS):
+            peer = self._deciding.get(place, CONTROLLER)
+            try:
+                return await self._claim_at(peer, request, deadline)
+            except Misdirected as there:
+                self._deciding[place] = Peer(CONTROLLER.role, there.controller)
+            except (asyncio.CancelledError, KeyboardInterrupt):
+                abandon = calls.Abandon(request.worker, request.ticket)
+                self.peers.send(peer, "queue.abandon", abandon, calls.Done, timeout=_ABANDON_S)
+                raise
+        raise Refused(f"no controller decides about {partition}/{task}", where="queue client")
+
+    async def withdraw(self, ticket: str, *, partition: str, task: str, timeout: float) -> None:
+        """Have the claim ``ticket`` end now: with the rows that it was granted already, or without any.
+
+        Unlike a claim that is cancelled, it gives no rows back that somebody just got.
+        """
+        peer = self._deciding.get((partition, task), CONTROLLER)
+        await self._ask("queue.withdraw", calls.Withdraw(self.worker, ticket), calls.Done, timeout=timeout, peer=peer)
+
+    async def acknowledge(self, leases: Sequence[str], *, timeout: float) -> list[bool]:
+        """Complete all rows of leases of tasks that write nothing; False where a lease was not in force any more."""
+
+        async def send(indices: Sequence[int]) -> list[bool]:
+            part = [leases[i] for i in indices]
+            request, peer = calls.Acknowledge(part), _controller_of(part[0])
+            return (await self._ask("queue.acknowledge", request, calls.Verdicts, timeout=timeout, peer=peer)).ok
+
+        return await scatter(map(controller_of, leases), send)
+
+    async def fetch(self, rows: Rows, columns: Sequence[str], *, timeout: float) -> dict[str, Jagged]:
+        """Return ``columns`` of ``rows`` in the order given, with one call a unit; for no rows, empty ones (int64).
+
+        The arrays are writable and the caller's own. Raises StaleHandle for a row that was cleared or lost, Refused for
+        more than 1 GiB of one unit.
+        """
+        return await fetch_cells(self.peers, rows, columns, timeout=timeout)
+
+    async def complete(
+        self,
+        rows: RowBatch | Sequence[messages.LeasedRow],
+        columns: Mapping[str, Jagged],
+        *,
+        tags: Tags | None = None,
+        timeout: float,
+    ) -> list[bool]:
+        """Write the outputs of leased rows, which acknowledges them; tags are merged into the rows' own.
+
+        False where the lease has ended or the row is gone: nothing was changed. Waits for room.
+        """
+        return await write_cells(self.peers, rows, columns, tags=tags, producer=self.worker, timeout=timeout)
+
+    async def give_back(
+        self,
+        rows: Sequence[messages.LeasedRow],
+        *,
+        reason: str,
+        columns: Mapping[str, Jagged] | None = None,
+        timeout: float,
+    ) -> list[bool]:
+        """Return leased rows, ready with attempt + 1. columns: what there is so far, kept for the next holder."""
+        reason = reason or "given back"
+        if not columns:
+            return await self._end(rows, reason=reason, drop=False, timeout=timeout)
+        return await write_cells(self.peers, rows, columns, reason=reason, producer=self.worker, timeout=timeout)
+
+    async def drop(self, rows: Sequence[messages.LeasedRow], *, reason: str, timeout: float) -> list[bool]:
+        """Give leased rows up for ever; they count as filtered if ``reason`` begins so, else as dropped."""
+        return await self._end(rows, reason=reason, drop=True, timeout=timeout)
+
+    async def renew(self, leases: Sequence[str], *, timeout: float) -> list[str]:
+        """Begin the time of leases anew, and return those that are in force."""
+        unique = list(dict.fromkeys(leases))
+        kept = await together(
+            self._ask(
+                "queue.renew",
+                calls.Renew([unique[i] for i in indices]),
+                calls.Renewed,
+                timeout=timeout,
+                peer=Peer(CONTROLLER.role, index),
+            )
+            for index, indices in parts_by(map(controller_of, unique)).items()
+        )
+        return [lease for part in kept for lease in part.leases]
+
+    async def write(
+        self, rows: Sequence[int], columns: Mapping[str, Jagged], *, tags: Tags | None = None, timeout: float
+    ) -> None:
+        """Add columns to rows, or replace them there; tags are merged into the rows' own. Waits for room.
+
+        Raises StaleHandle for a row that is not there, Refused for columns that do not fit the partition's; of the rows
+        of one storage unit then none was written.
+        """
+        _check_once(rows, "row")
+        _check_tags(tags, len(rows))
+        if not rows:
+            return
+        writer = f"{WRITE}{self._name}-{next(self._numbers)}"
+        written = await write_cells(self.peers, rows, columns, lease=writer, tags=tags, timeout=timeout)
+        if gone := [row for row, ok in zip(rows, written, strict=True) if not ok]:
+            raise StaleHandle(f"rows {gone} were lost with their unit", where="write", hint="Put them again")
+
+    async def tag(self, rows: Sequence[int], tags: Tags, *, timeout: float) -> None:
+        """Merge ``tags`` into those of the rows; raises as ``write`` does."""
+        await self.write(rows, {}, tags=tags, timeout=timeout)
+
+    async def clear_rows(self, partition: str, rows: Sequence[int], *, timeout: float) -> int:
+        """Forget rows for ever and free their bytes, and return how many were there; others are passed over."""
+        request = calls.ClearRows(partition, list(rows))
+        return (await self._ask("open.clear", request, calls.Counted, timeout=timeout)).rows
+
+    async def list_rows(self, partition: str, *, timeout: float) -> Listing:
+        """Return the rows of a partition with their keys and tags, in the order in which they were put."""
+        return await self._ask("open.list", calls.ListRows(partition), Listing, timeout=timeout)
+
+    async def list_all(self, *, timeout: float) -> dict[str, Listing]:
+        """Return the rows of every partition, by its name, each as it is when its turn comes."""
+        deadline = now() + timeout
+        names = await self.partitions(timeout=timeout)
+        listings = await together(self.list_rows(name, timeout=left(deadline)) for name in names)
+        return dict(zip(names, listings, strict=True))
+
+    async def find(self, partition: str, keys: Sequence[str], *, timeout: float) -> list[int]:
+        """Return the rows with these keys, 0 where there is none."""
+        return (await self._ask("open.find", calls.FindRows(partition, list(keys)), Found, timeout=timeout)).rows
+
+    async def rows_of(self, partition: str, keys: Sequence[str], *, timeout: float) -> list[int]:
+        """Return the rows with these keys. Raises StaleHandle where one has none, or has lost it with a unit."""
+        found = await self._ask("open.find", calls.FindRows(partition, list(keys)), Found, timeout=timeout)
+        if lost := found.lost:
+            words = f"the row of {_listed('key', lost)} was lost with its storage unit"
+            raise StaleHandle(words, where=partition, hint="Put it again under that key")
+        if missing := [key for key, row in zip(keys, found.rows, strict=True) if not row]:
+            gone = f", or lost with a storage unit, as {found.unnamed} rows were" if found.unnamed else ""
+            hint = f"It was never put, or was cleared{gone}; list_rows tells which there are"
+            raise StaleHandle(f"no row has the {_listed('key', missing)}", where=partition, hint=hint)
+        return found.rows
+
+    async def peek(
+        self, partition: str, *, task: str = "", rows: Sequence[int] = (), most: int = 100, timeout: float
+    ) -> Sight:
+        """Look at rows (at the first ``most`` if none are named) as ``task`` sees them, whoever has them."""
+        return await self._ask("open.peek", calls.Peek(partition, task, list(rows), most), Sight, timeout=timeout)
+
+    async def reset(self, partition: str, *, task: str | None = None, timeout: float) -> int:
+        """Let a task, or all tasks, have every row again, also those that are held now; return how many it had."""
+        request = calls.Reset(partition, task)
+        return (await self._ask("open.reset", request, calls.Counted, timeout=timeout)).rows
+
+    async def expect(self, partition: str, total: int, *, timeout: float) -> None:
+        """Say how many rows will be put in all: before that many are there, not all are produced or consumed."""
+        await self._ask("open.expect", calls.Expect(partition, total), calls.Done, timeout=timeout)
+
+    async def produced(self, partition: str, columns: Sequence[str], *, timeout: float) -> Progress:
+        """Return how many rows have all of ``columns``."""
+        request = calls.AskProgress(partition, list(columns), "")
+        return await self._ask("open.progress", request, Progress, timeout=timeout)
+
+    async def consumed(self, partition: str, task: str, *, timeout: float) -> Progress:
+        """Return how many rows a task has completed."""
+        request = calls.AskProgress(partition, [], task)
+        return await self._ask("open.progress", request, Progress, timeout=timeout)
+
+    async def partitions(self, *, timeout: float) -> dict[str, int]:
+        """Return the partitions and how many rows each has."""
+        request, reply = calls.ListPartitions(), calls.Partitions
+        return (await self._ask("open.partitions", request, reply, timeout=timeout)).rows
+
+    async def show(self, partition: str, *, timeout: float) -> PartitionView:
+        """Return how far the tasks of a partition are, and what they wait for."""
+        return await self._ask("queue.show", calls.InPartition(partition), PartitionView, timeout=timeout)
+
+    async def close_partition(self, *, partition: str, step: int, timeout: float) -> None:
+        """Mark the run complete: every sample of steps up to ``step`` should be finished; the audit checks it."""
+        await self._ask("queue.close", calls.Close(partition, step), calls.Done, timeout=timeout)
+
+    async def clear_partition(self, *, partition: str, timeout: float) -> None:
+        """Forget all rows of a partition; tasks stay declared, and its samples can be put anew.
+
+        Raises Fenced where a newer attempt of this creator has taken over.
+        """
+        await self._ask("queue.clear", calls.Clear(partition, self.attempt), calls.Done, timeout=timeout)
+
+    async def take_over(self, *, partition: str, timeout: float) -> None:
+        """Say that this attempt of the partition's creator begins.
+
+        From now on, across restarts of the controller, nothing that an older one created is admitted, although it may
+        have been under way all the time. Raises Fenced if a newer attempt has taken over.
+        """
+        await self._ask("queue.take_over", calls.TakeOver(partition, self.attempt), calls.Done, timeout=timeout)
+
+    async def open_step(self, *, partition: str, step: int, groups: int, group_size: int, timeout: float) -> None:
+        """Say how many groups reach the trainer in D_step; may be changed until all of them were handed out."""
+        request = calls.OpenStep(partition, step, groups, group_size)
+        await self._ask("queue.open_step", request, calls.Done, timeout=timeout)
+
+    async def begin(self, *, partition: str, attempt: int, step: int, world: int, timeout: float) -> None:
+        """Say that a trainer begins whose weights are θ_step; every rank may say it.
+
+        Rows of steps up to ``step`` are committed, those of later steps can be had again; older attempts are fenced.
+        Raises Fenced if a newer attempt has begun, Refused if θ_step holds samples that were never handed out.
+        """
+        await self._ask("queue.begin", calls.Begin(partition, attempt, step, world), calls.Done, timeout=timeout)
+
+    async def slot(
+        self, *, partition: str, attempt: int, step: int, slot: int, rank: int, tokens: int, timeout: float
+    ) -> Slot | None:
+        """Return what ``rank`` trains in a slot, the same whenever it is asked; None if nothing was ready in time,
+        or at once where the partition was closed below ``step``.
+
+        tokens: most tokens of one rank in the slot (a longer sample goes alone). Slots are asked for in order.
+        """
+        answer = await self.peers.park(
+            "queue.slot",
+            lambda wait_s: calls.AskSlot(partition, attempt, step, slot, rank, tokens, wait_s),
+            calls.Slotted,
+            answers=lambda answer: answer.slot is not None or answer.ended,
+            deadline=now() + timeout,
+            what=f"slot {slot} of step {step}",
+        )
+        return answer.slot
+
+    async def step_done(self, *, partition: str, attempt: int, step: int, rank: int, timeout: float) -> None:
+        """Say that ``rank`` has finished the optimizer step; the step is staged when all have."""
+        await self._ask("queue.step_done", calls.StepDone(partition, attempt, step, rank), calls.Done, timeout=timeout)
+
+    async def commit(self, *, partition: str, attempt: int, step: int, timeout: float) -> None:
+        """Say that a checkpoint holds all steps up to ``step``: their rows are trained and their bytes freed."""
+        await self._ask("queue.commit", calls.Commit(partition, attempt, step), calls.Done, timeout=timeout)
+
+    async def sync(self, *, timeout: float) -> None:
+        """Sync the ledger to disk, with everything that was answered up to now, whatever its class."""
+        await self._ask("queue.sync", calls.Nothing(), calls.Done, timeout=timeout)
+
+    async def wanted(self, *, partition: str, known: int, timeout: float) -> messages.Wanted:
+        """Return the samples to be created again, as soon as their revision is not ``known``, or after ``timeout``."""
+        return await self.peers.park(
+            "queue.wanted",
+            lambda wait_s: calls.AskWanted(partition, known, wait_s),
+            messages.Wanted,
+            answers=lambda wanted: wanted.revision != known,
+            deadline=now() + timeout,
+            what=f"what {partition} wants",
+        )
+
+    async def expire(self, *, worker: str, timeout: float) -> None:
+        """Say that a worker is dead: its leases end now."""
+        await self._ask("queue.expire", calls.Expire(worker), calls.Done, timeout=timeout)
+
+    async def stats(self, *, timeout: float) -> messages.QueueStats:
+        """Return the counts of now."""
+        return await self._ask("queue.stats", calls.Nothing(), messages.QueueStats, timeout=timeout)
+
+    async def units_there(self, *, timeout: float) -> list[UnitView]:
+        """Return the storage units as the controller knows them, by index."""
+        return (await self._ask("queue.units", calls.Nothing(), Units, timeout=timeout)).units
+
+    async def drain_unit(self, unit: int, *, timeout: float) -> None:
+        """Have a storage unit leave: it takes nothing new, and its rows move to others, which takes its time.
+
+        Raises Refused where there is no such unit.
+        """
+        await self._ask("queue.drain", Drain(unit), calls.Done, timeout=timeout)
+
+    async def snapshot(self, *, partition: str, step: int | None = None, timeout: float) -> messages.PartitionSnapshot:
+        """Return how far a partition has come; with ``step``, of its steps that one alone, and nothing is missing."""
+        request = calls.AskSnapshot(partition, step)
+        return (await self._ask("queue.snapshot", request, calls.Snapshot, timeout=timeout)).snapshot
+
+    async def audit(self, *, timeout: float) -> messages.AuditReport:
+        """Have the controller audit its ledger."""
+        return await self._ask("queue.audit", calls.Nothing(), messages.AuditReport, timeout=timeout)
+
+    async def _claim_at(self, peer: Peer, request: calls.ClaimRows, deadline: float) -> Claimed:
+        late: list[str] = []
+        if others := [lease for lease in request.done if _controller_of(lease) != peer]:
+            ok = await self.acknowledge(others, timeout=left(deadline + GRACE_S))
+            late = [lease for lease, done in zip(others, ok, strict=True) if not done]
+            request = replace(request, done=[lease for lease in request.done if lease not in others])
+        claimed = await self.peers.park(
+            "queue.claim",
+            lambda wait_s: replace(request, wait_s=wait_s),
+            Claimed,
+            answers=lambda claimed: claimed.batch is not None or claimed.ended or claimed.withdrawn,
+            deadline=deadline,
+            what=f"claiming from {request.partition}/{request.task}",
+            peer=peer,
+        )
+        return replace(claimed, late=late + claimed.late) if late else claimed
+
+    async def _end(self, rows: Sequence[messages.LeasedRow], *, reason: str, drop: bool, timeout: float) -> list[bool]:
+        async def send(indices: Sequence[int]) -> list[bool]:
+            lease = rows[indices[0]].lease
+            request = calls.EndRows(lease, [rows[i].row for i in indices], reason, drop)
+            peer = _controller_of(lease)
+            return (await self._ask("queue.end", request, calls.Verdicts, timeout=timeout, peer=peer)).ok
+
+        return await scatter((row.lease for row in rows), send)
+
+
+@asynccontextmanager
+async def aconnect(
+    address: str, *, credentials: Credentials | None = None, timeout: float = JOIN_S, worker: str = ""
+) -> AsyncIterator[QueueClient]:
+    """Be a client of the queue at ``address`` (``status.address``, e.g. ``tcp://scores-controller.rl.svc:5571``).
+
+    The client joins the queue's directory, which tells it where controllers and units are. Heartbeats go on in the
+    running event loop, so the loop must be kept free. Leases end when their client leaves or falls silent.
+
+    credentials: of this process, by default those that ``ASYNCFLOW_TLS`` names, if any; timeout: seconds to wait for
+    the queue; worker: who holds the leases, where they are to outlive this client. Raises DeadlineExceeded when the
+    queue is not reached.
+    """
+    credentials = credentials or Credentials.of_environment()
+    membership = visitor(address, credentials=credentials)
+    queue = QueueClient.of(membership, credentials=credentials, worker=worker)
+    try:
+        await membership.join(timeout)
+        yield queue
+    finally:
+        await queue.close()
+        await membership.close()
+
+
+def _controller_of(lease: str) -> Peer:
+    return Peer(CONTROLLER.role, controller_of(lease))
+
+
+def _listed(what: str, names: Sequence[str]) -> str:
+    """Name a few in words: ``key 'a', 'b' and 3 others``."""
+    more = f" and {len(names) - 8} others" if len(names) > 8 else ""
+    return f"{what} {', '.join(map(repr, names[:8]))}{more}"
+
+
+def _check_tags(tags: Tags | None, count: int) -> None:
+    if tags is not None and len(tags) != count:
+        raise Refused(f"{count} rows came with {len(tags)} sets of tags", where="queue client", hint="Give one a row")
+
+
+def _check_once(names: Sequence[int] | Sequence[str], what: str) -> None:
+    if len(set(names)) != len(names):
+        twice = sorted({str(name) for name in names if list(names).count(name) > 1})[:8]
+        raise Refused(f"{what} {', '.join(twice)} is named twice", where="queue client", hint=f"Name each {what} once")

@@ -1,0 +1,369 @@
+"""The write-ahead log of a queue: checksummed records, compacted into a new file now and then.
+
+A ledger is a folder with ``NNNNNNNNNNNN.wal``. A record is ``magic, length, crc32, payload`` with a msgpack payload;
+magic and checksum tell the end of the log, torn or not, from damage in it. A compaction writes the next generation of
+the file under another name and renames it; older files are then removed, so the highest generation is always whole. The
+rename is final: from then on the older file is never written to again.
+
+Invariants: what ``commit`` has confirmed is read back after a crash of the class that ``sync`` covers (``process``: of
+this process; ``interval``: of the machine, but for the last second; ``always``: of the machine); what is read is a
+prefix of what was written: a record that was torn off at the end is cut away, and damage with a sound record behind it,
+or a ledger of another format, is LedgerCorrupt; after a write that failed, as on a full disk, nothing is written any
+more, and what was confirmed before is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from asyncflow import durable
+from asyncflow.errors import LedgerCorrupt, Refused
+from asyncflow.queue.ledger.events import Event
+
+log = logging.getLogger(__name__)
+
+Sync = Literal["process", "interval", "always"]
+
+_INTERVAL_S = 1.0
+_PIECE = 1 << 20
+_MAGIC = b"\xa5AF2"
+_ANY_FORMAT = _MAGIC[:3]
+_HEADER = struct.Struct("<4sII")
+SUFFIX = ".wal"
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Event).decode
+
+
+def pack(event: Event) -> bytes:
+    """Return ``event`` as one record."""
+    payload = _encode(event)
+    size = len(payload)
+    return _HEADER.pack(_MAGIC, size, zlib.crc32(payload, size)) + payload
+
+
+def read_ledger(directory: Path) -> Iterator[Event]:
+    """Yield the events of a ledger in order; nothing where there is none. Changes no file. Raises LedgerCorrupt."""
+    while (path := newest(directory)) is not None:
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            continue
+        yield from (event for event, _ in records(data, path))
+        return
+
+
+def newest(directory: Path) -> Path | None:
+    """Return the file of the highest generation."""
+    return max(directory.glob(f"*{SUFFIX}"), default=None)
+
+
+def _checksum(payload: bytes | memoryview) -> int:
+    return zlib.crc32(payload, len(payload))
+
+
+def records(data: bytes, path: Path) -> Iterator[tuple[Event, int]]:
+    """Yield each event and where its record ends; stop at a torn end."""
+    view, start = memoryview(data), 0
+    while start < len(data):
+        end = _sound(view, start)
+        if end is None:
+            _check_torn(data, start, path)
+            return
+        try:
+            yield _decode(view[start + _HEADER.size : end]), end
+        except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
+            raise LedgerCorrupt(f"the record at byte {start} is none: {wrong}", where=str(path)) from wrong
+        start = end
+
+
+def _sound(view: memoryview, start: int) -> int | None:
+    """Return the end of the record at ``start``; None if none is whole there."""
+    body = start + _HEADER.size
+    if body > len(view):
+        return None
+    magic, length, checksum = _HEADER.unpack_from(view, start)
+    end = body + int(length)
+    if magic != _MAGIC or end > len(view) or _checksum(view[body:end]) != checksum:
+        return None
+    return end
+
+
+def _check_torn(data: bytes, start: int, path: Path) -> None:
+    """Refuse damage at ``start`` unless nothing sound comes after it, and a ledger of another format."""
+    view, after = memoryview(data), data.find(_MAGIC, start + 1)
+    while after >= 0:
+        if _sound(view, after) is not None:
+            hint = "Restore the file from a copy; nothing was changed"
+            raise LedgerCorrupt(f"the record at byte {start} is damaged", where=str(path), hint=hint)
+        after = data.find(_MAGIC, after + 1)
+    magic = data[: len(_MAGIC)]
+    if start == 0 and magic.startswith(_ANY_FORMAT) and magic not in (_ANY_FORMAT, _MAGIC):
+        theirs, ours = (name[1:].decode(errors="replace") for name in (magic, _MAGIC))
+        hint = "Go on with the version of AsyncFlow that wrote it, or start with an empty folder; nothing was changed"
+        what = f"the ledger has the format {theirs}, but this version reads and writes {ours}"
+        raise LedgerCorrupt(what, where=str(path), hint=hint)
+
+
+class Ledger:
+    """The log of one controller, open for appending.
+
+    sync: the durability class; compact: gives the events of the present state, for a new generation; it is called when
+    the file has grown beyond ``limit`` bytes and to twice its size after the last compaction.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        sync: Sync = "process",
+        compact: Callable[[], Iterable[Event]] = tuple,
+        limit: int = 64 << 20,
+    ) -> None:
+        self.directory = directory
+        self.bytes = 0
+        self._sync = sync
+        self._compact = compact
+        self._limit = limit
+        self._compacted = 0
+        self._fd = -1
+        self._lock = -1
+        self._buffer: list[bytes] = []
+        self._group: asyncio.Future[None] | None = None
+        self._under_way: asyncio.Future[None] | None = None
+        self._syncing: asyncio.Task[None] | None = None
+        self._late: asyncio.TimerHandle | None = None
+        self._unsafe_since: float | None = None
+        self._broken: OSError | None = None
+
+    def recover(self) -> Iterator[Event]:
+        """Take the ledger for this process, give its events as it was left, and cut a torn end away.
+
+        Raises LedgerCorrupt, and Refused while another process has it.
+        """
+        durable.make_folder(self.directory)
+        lock = os.open(self.directory / "lock", os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock)
+            hint = "Only one controller may write a ledger; end the other one"
+            raise Refused("another process holds the ledger", where=str(self.directory), hint=hint) from error
+        self._lock = lock
+        path = newest(self.directory)
+        if path is None:
+            return
+        data = path.read_bytes()
+        sound = 0
+        for event, end in records(data, path):
+            sound = end
+            yield event
+        if sound < len(data):
+            os.truncate(path, sound)
+
+    def begin(self, events: Iterable[Event]) -> None:
+        """Start a new generation that holds ``events``, the whole present state, and append to it from now on.
+
+        Raises OSError where it cannot be written: nothing has changed then, unless it came about with the rename or
+        after it, when nobody knows which file the next start will find. Nothing is written any more in that case.
+        """
+        self._buffer.clear()
+        last = newest(self.directory)
+        generation = int(last.stem) + 1 if last is not None else 1
+        path = self.directory / f"{generation:012d}{SUFFIX}"
+        draft = path.with_suffix(".draft")
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+        try:
+            size = sum(_write(fd, piece) for piece in _pieces(events))
+            os.fsync(fd)
+        except BaseException:
+            os.close(fd)
+            draft.unlink(missing_ok=True)
+            raise
+        self.bytes = self._compacted = size
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = fd
+        try:
+            draft.rename(path)
+            durable.sync(self.directory)
+        except OSError as error:
+            self._broken = error
+            raise
+        for old in self.directory.glob(f"*{SUFFIX}"):
+            if old != path:
+                _remove(old)
+
+    def append(self, events: Iterable[Event]) -> None:
+        """Take ``events`` for the next ``commit``."""
+        self._buffer += [pack(event) for event in events]
+
+    def commit(self) -> asyncio.Future[None] | None:
+        """Make everything appended before as safe as ``sync`` says; give what is done then, None if it is so already.
+
+        Raises OSError, or the future does, when it cannot be written; nothing is written after that.
+        """
+        if self._broken is not None:
+            raise self._broken
+        if self._sync != "always":
+            if self._buffer:
+                self._write_out()
+            return None
+        if self._buffer and self._group is None:
+            self._group = asyncio.get_running_loop().create_future()
+            self._mark_unsafe()
+            if self._syncing is None:
+                self._syncing = asyncio.create_task(self._sync_groups(), name="ledger")
+        return self._group or self._under_way
+
+    async def flushed(self) -> None:
+        """Wait until everything appended before is as safe as ``sync`` says. Raises OSError when it cannot be."""
+        if (pending := self.commit()) is not None:
+            await pending
+
+    async def synced(self) -> None:
+        """Wait until what was appended before is on disk, whatever ``sync`` says. Raises OSError when it cannot be."""
+        await self.flushed()
+        if self._sync == "always":
+            return
+        try:
+            await asyncio.to_thread(_sync, os.dup(self._fd))
+        except OSError as error:
+            self._broken = error
+            raise
+
+    def lag(self) -> float:
+        """Return for how many seconds the oldest record has not been as safe as ``sync`` says; 0 if there is none."""
+        return 0.0 if self._unsafe_since is None else asyncio.get_running_loop().time() - self._unsafe_since
+
+    async def close(self) -> None:
+        """Write what is left, sync it, and close the file."""
+        await self.flushed()
+        await self._rest()
+        if self._fd >= 0:
+            os.fsync(self._fd)
+        self.let_go()
+
+    async def abandon(self) -> None:
+        """Close the file as it is, when nobody syncs it any more."""
+        await self._rest()
+        self.let_go()
+
+    async def _rest(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+        if self._syncing is not None:
+            await asyncio.wait([self._syncing])
+
+    def let_go(self) -> None:
+        """Close the file as it is, before anything was appended: whoever comes next may have the ledger."""
+        for file in (self._fd, self._lock):
+            if file >= 0:
+                os.close(file)
+        self._fd = self._lock = -1
+
+    def _write_out(self) -> None:
+        """Write what was appended; compact the file if it has grown too long."""
+        data, self._buffer = b"".join(self._buffer), []
+        try:
+            self.bytes += _write(self._fd, data)
+        except OSError as error:
+            self._broken = error
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self.bytes)
+            raise
+        if self._sync == "interval" and self._late is None:
+            self._mark_unsafe()
+            self._late = asyncio.get_running_loop().call_later(_INTERVAL_S, self._sync_soon)
+        if self.bytes > max(self._limit, 2 * self._compacted):
+            self._compact_now()
+
+    def _compact_now(self) -> None:
+        try:
+            self.begin(self._compact())
+        except OSError as error:
+            if self._broken is not None:
+                raise
+            self._compacted = self.bytes
+            log.warning("the ledger was not compacted, it goes on in the old file: %s", error)
+
+    def _mark_unsafe(self) -> None:
+        if self._unsafe_since is None:
+            self._unsafe_since = asyncio.get_running_loop().time()
+
+    def _sync_soon(self) -> None:
+        self._syncing = asyncio.create_task(self._sync_once(), name="ledger")
+
+    async def _sync_once(self) -> None:
+        """Make safe what was written since the last time; what comes meanwhile waits for the next."""
+        self._late, began = None, asyncio.get_running_loop().time()
+        try:
+            await asyncio.to_thread(_sync, os.dup(self._fd))
+        except OSError as error:
+            self._broken = error
+        self._unsafe_since = began if self._late is not None else None
+        self._syncing = None
+
+    async def _sync_groups(self) -> None:
+        """Write and sync group after group: what comes while one is synced makes the next."""
+        try:
+            while self._group is not None:
+                self._under_way, self._group, began = self._group, None, asyncio.get_running_loop().time()
+                self._write_out()
+                await asyncio.to_thread(_sync, os.dup(self._fd))
+                self._under_way.set_result(None)
+                self._unsafe_since = began if self._group is not None else None
+        except OSError as error:
+            self._broken = error
+            for waiting in (self._under_way, self._group):
+                if waiting is not None:
+                    waiting.set_exception(error)
+            self._group = None
+        finally:
+            self._syncing = self._under_way = None
+
+
+def _pieces(events: Iterable[Event]) -> Iterator[bytes]:
+    """Yield the records of ``events`` in pieces that are worth a write."""
+    records: list[bytes] = []
+    size = 0
+    for event in events:
+        records.append(pack(event))
+        size += len(records[-1])
+        if size >= _PIECE:
+            yield b"".join(records)
+            records, size = [], 0
+    yield b"".join(records)
+
+
+def _sync(fd: int) -> None:
+    """Make what was written safe, and close ``fd``, a duplicate: the file may be replaced meanwhile."""
+    try:
+        os.fdatasync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write(fd: int, data: bytes) -> int:
+    done = os.write(fd, data)
+    while done < len(data):
+        done += os.write(fd, data[done:])
+    return done
+
+
+def _remove(old: Path) -> None:
+    """Remove an older generation; one that stays is not read, and the next compaction tries again."""
+    try:
+        old.unlink()
+    except OSError as error:
+        log.warning("%s was replaced, but cannot be removed: %s", old, error)

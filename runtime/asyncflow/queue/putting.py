@@ -1,0 +1,259 @@
+"""New rows on their way to a storage unit that has room.
+
+They go to the unit that this client gave the fewest rows. A new client asks the controller how many rows each unit was
+given by all clients, and which turn it has among them, so that many clients with few rows each spread them as one
+client with many. A unit that is new counts as given as many as the least of the others.
+
+A group is known by this client's name, 128 random bits, and its own count, or by the serial that its creator gave it.
+What got no answer is put again under the same numbers, at the same unit or another, and recorded once.
+
+Invariants: all rows of a put go to one unit in one message, so they are recorded all at once or not at all; samples are
+spread over the units, each group whole and in one message; no two clients have the same name; the counts of two units
+that are there all the time, and take what comes, differ by no more than the largest put.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
+
+from msgspec.structs import replace
+
+from asyncflow.api.queue import LEAST_BYTES
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Elsewhere, PeerLost, Refused
+from asyncflow.net.batches import weighed_batches
+from asyncflow.net.frames import Jagged
+from asyncflow.net.retry import retry_within
+from asyncflow.net.rpc.wire import MAX_MESSAGE
+from asyncflow.queue.peers import CONTROLLER, Peer, Peers, together
+from asyncflow.queue.protocol.calls import Nothing, Shares
+from asyncflow.queue.protocol.messages import Samples
+from asyncflow.queue.protocol.unit_calls import MOST_ROWS, PutRows, RowIds
+from asyncflow.queue.routing import Tags, encoded, part_of
+
+LEAVING = "leaving"
+"""In the directory's ``info`` of a unit: it takes nothing new."""
+
+_MOST_BYTES = MAX_MESSAGE - (64 << 20)
+"""Bytes of the columns of one put; the rest of its message is for their offsets and for tags."""
+_LONGEST_S = 15.0
+_ROOM_S = 2.0
+_ANSWER_S = 2.0
+_SLOW = 8 << 20
+"""Bytes a second."""
+_SHARES_S = 2.0
+_AVOIDED_S = 10.0
+"""How long a unit that says that it leaves is not asked again; its successor may be there then."""
+
+
+def time_at_unit(left_s: float, *, nbytes: int, others: bool) -> tuple[float, float]:
+    """Return for how many seconds a unit may wait for room, and after how many its answer must be here.
+
+    left_s: until the put's deadline; others: whether there are other units. Then a unit that is stopped or gone costs
+    seconds, not the whole deadline: it has a moment to find room, another to answer, and the time that ``nbytes`` need
+    on a slow link. The caller waits longer than the unit, so a unit that is there says itself that it found no room.
+    """
+    longest = min(_LONGEST_S + nbytes / _SLOW, left_s)
+    if not others:
+        return 0.9 * longest, longest
+    answer_s = min(longest, _ROOM_S + _ANSWER_S + nbytes / _SLOW)
+    return min(_ROOM_S, 0.9 * answer_s), answer_s
+
+
+class Placement:
+    """The units of one client, for any thread. units: returns the indices of those that take new rows."""
+
+    def __init__(self, *, units: Callable[[], Sequence[int]], clock: Callable[[], float] = time.monotonic) -> None:
+        self._units = units
+        self._clock = clock
+        self._begun = False
+        self._given: dict[int, int] = {}
+        self._avoided: dict[int, float] = {}
+        self._turn = 0
+        self._lock = threading.Lock()
+
+    async def begin(self, peers: Peers) -> None:
+        """Ask the controller once how many rows each unit was given; without an answer all units count alike."""
+        if self._begun:
+            return
+        self._begun = True
+        try:
+            shares, _ = await peers.call(CONTROLLER, "queue.shares", Nothing(), Shares, timeout=_SHARES_S)
+        except AsyncFlowError:
+            return
+        with self._lock:
+            self._turn = shares.turn
+            least = min(shares.given.values(), default=0)
+            self._given = {unit: given - least for unit, given in shares.given.items()}
+
+    def choose(self, rows: int, *, but: Collection[int] = ()) -> int:
+        """Return the unit for ``rows`` rows, which count as given; one of ``but`` only if there is no other.
+
+        Raises PeerLost where no unit takes rows.
+        """
+        units = self.there()
+        if not units:
+            raise PeerLost("no storage unit is there that takes rows", where="queue client")
+        with self._lock:
+            if self._given.keys() != set(units):
+                least = min((self._given[unit] for unit in units if unit in self._given), default=0)
+                self._given = {unit: self._given.get(unit, least) for unit in units}
+            first = self._turn % len(units)
+            in_turn = [*units[first:], *units[:first]]
+            untried = [unit for unit in in_turn if unit not in but] if but else in_turn
+            unit = min(untried or in_turn, key=self._given.__getitem__)
+            self._given[unit] += rows
+            return unit
+
+    def avoid(self, unit: int) -> None:
+        """Note that a unit takes nothing new."""
+        with self._lock:
+            self._avoided[unit] = self._clock() + _AVOIDED_S
+
+    def there(self) -> list[int]:
+        """Return the units that take new rows, in order."""
+        units = sorted(self._units())
+        if not self._avoided:
+            return units
+        with self._lock:
+            self._avoided = {unit: until for unit, until in self._avoided.items() if until > self._clock()}
+            return [unit for unit in units if unit not in self._avoided]
+
+
+class Putter:
+    """Puts rows for one client, from any thread. worker: who waits for room, in turn with others."""
+
+    def __init__(self, peers: Peers, *, worker: str, attempt: int) -> None:
+        self._peers = peers
+        self._placement = Placement(units=peers.units)
+        self._worker = worker
+        self._attempt = attempt
+        self._name = secrets.token_bytes(16)
+        self._groups = 0
+        self._lock = threading.Lock()
+
+    async def put(
+        self,
+        partition: str,
+        columns: Mapping[str, Jagged],
+        *,
+        tags: Tags | None,
+        group_size: int,
+        outputs: Mapping[str, int] | None,
+        samples: Samples | None,
+        timeout: float,
+    ) -> RowIds:
+        """Put rows; see ``QueueClient.put``.
+
+        Samples are cut into parts, of which none weighs more, with what its rows get later, than any unit can hold,
+        unless it is one group. A part that finds no room at its unit goes to the next, so a put fails for want of room
+        only where all units together have none, which ``RLJobSpec.bytes_of_interval`` rules out.
+        """
+        rows = _rows_of(columns) if columns else len(tags or ())
+        if not rows or rows % group_size or (tags is not None and len(tags) != rows):
+            what = f"{rows} rows with {rows if tags is None else len(tags)} sets of tags make no groups of {group_size}"
+            raise Refused(what, where="queue client", hint="Give whole groups, and tags for all rows or none")
+        number = 0
+        if samples is None:
+            nbytes = sum(column.nbytes for column in columns.values())
+            if nbytes > _MOST_BYTES or rows > MOST_ROWS:
+                most = f"{MOST_ROWS} rows and {_MOST_BYTES} bytes"
+                what = f"{rows} rows of {nbytes} bytes are more than one put takes: {most}"
+                raise Refused(what, where=partition, hint="Put fewer rows at a time")
+            with self._lock:
+                number, self._groups = self._groups, self._groups + rows // group_size
+            parts, weights = [range(rows)], [0]
+        else:
+            _check_samples(samples, rows // group_size, rows)
+            parts = [range(first, first + group_size) for first in range(0, rows, group_size)]
+            weights = _weights(columns, parts, outputs or {})
+        made = RowIds([0] * rows, [True] * rows)
+        waiting = dict.fromkeys(range(len(parts)))
+        tried: set[int] = set()
+        await self._placement.begin(self._peers)
+
+        async def send(unit: Peer, some: Sequence[int], others: bool, seconds: float) -> None:
+            indices = parts[some[0]] if len(some) == 1 else list(chain.from_iterable(parts[part] for part in some))
+            header, frames = encoded(part_of(columns, indices, rows), rows=len(indices))
+            nbytes = sum(memoryview(frame).nbytes for frame in frames)
+            room_s, answer_s = time_at_unit(seconds, nbytes=nbytes, others=others)
+            request = PutRows(
+                partition=partition,
+                client=self._name,
+                group=number,
+                group_size=group_size,
+                header=header,
+                tags=[dict(tags[index]) for index in indices] if tags is not None else [],
+                outputs=dict(outputs or {}),
+                wait_s=room_s,
+                producer=self._worker,
+                samples=_chosen(samples, some, indices) if samples is not None else None,
+                attempt=self._attempt,
+            )
+            try:
+                put, _ = await self._peers.call(unit, "unit.put", request, RowIds, timeout=answer_s, frames=frames)
+            except Elsewhere:
+                self._placement.avoid(unit.number)
+                return
+            except (PeerLost, DeadlineExceeded):
+                tried.add(unit.number)
+                raise
+            for place, (index, row) in enumerate(zip(indices, put.rows, strict=True)):
+                made.rows[index] = row
+                made.new[index] = put.new[place] if put.new else True
+            for part in some:
+                del waiting[part]
+
+        async def attempt(seconds: float) -> None:
+            others = self._others(tried)
+            by_unit: dict[int, list[int]] = {}
+            for part in waiting:
+                by_unit.setdefault(self._placement.choose(len(parts[part]), but=tried), []).append(part)
+            await together(
+                send(Peer("storage", unit), some, others, seconds)
+                for unit, placed in by_unit.items()
+                for some in weighed_batches(placed, weights.__getitem__, heaviest=LEAST_BYTES)
+            )
+            if waiting:
+                raise PeerLost("a storage unit leaves: its rows go to another", where="queue client")
+
+        await retry_within(attempt, what=f"putting {rows} rows", timeout=timeout)
+        return made
+
+    def _others(self, tried: set[int]) -> bool:
+        """Say whether there are several units; when all were tried, all may be tried again."""
+        there = self._placement.there()
+        if tried.issuperset(there):
+            tried.clear()
+        return len(there) > 1
+
+
+def _rows_of(columns: Mapping[str, Jagged]) -> int:
+    counts = {len(column) for column in columns.values()}
+    if len(counts) != 1:
+        lengths = {name: len(column) for name, column in columns.items()}
+        raise Refused(f"the columns of one batch differ in rows: {lengths}", where="queue client")
+    return counts.pop()
+
+
+def _check_samples(samples: Samples, groups: int, rows: int) -> None:
+    """Refuse samples of which there are others than rows."""
+    serials = samples.serials
+    if len(serials) != groups or len(set(serials)) != groups or len(samples.tokens) not in (0, rows):
+        what = f"{rows} rows in {groups} groups came with {len(set(serials))} serials, {len(samples.tokens)} tokens"
+        raise Refused(what, where="queue client", hint="Name each group once, and the tokens of all rows or none")
+
+
+def _weights(columns: Mapping[str, Jagged], parts: Sequence[range], outputs: Mapping[str, int]) -> list[int]:
+    """Return the bytes of each part of the rows, with those of the columns that it gets later."""
+    later, sizes = sum(outputs.values()), [column.sizes for column in columns.values()]
+    return [later * len(part) + sum([sum(of[part.start : part.stop]) for of in sizes]) for part in parts]
+
+
+def _chosen(samples: Samples, groups: Sequence[int], rows: Sequence[int]) -> Samples:
+    """Return those of some groups, which have these rows."""
+    tokens = [samples.tokens[row] for row in rows] if samples.tokens else []
+    return replace(samples, serials=[samples.serials[group] for group in groups], tokens=tokens)

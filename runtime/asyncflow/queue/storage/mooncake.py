@@ -1,0 +1,446 @@
+"""Mooncake Store as a back end: its clients, calls on them that avoid its traps, and cells as its values.
+
+The traps (``docs/guide/queue-backends.md``): ``get`` hides every error, a put over an existing key keeps the old value
+and says that it went well, empty values are not stored, a client that is not set up or was closed ends the process with
+SIGSEGV, one whose queue to a peer ran over fails for ever, and a read that names a key twice fills one place and says
+that it filled both. The library keeps the interpreter's lock while a client is set up or closed, so nothing else of
+the process runs: for 90 s where the master dies meanwhile, and for ever where it hangs. So a master must show that it
+lives first, and a setup is tried once.
+
+All calls block, so the back end runs them in a few threads, each with a registered buffer; no call waits for room or
+for a lease, which is what the unit's event loop does.
+
+Invariants: a client is closed when it was replaced and nobody uses it any more, never before; a new one is set up by
+one thread, and all others wait for it. Values are written under keys that are new, hard pinned, from and into buffers
+that stay registered as long as a transfer may use them; no call has more than ``MOST_KEYS`` keys; each key has a return
+code, and nothing is taken for done without it; a removal is never forced. The keys of a unit begin with its owner,
+index and incarnation, and no other living process writes or removes them; a unit first removes what earlier
+incarnations of it have left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, Final, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncflow.errors import AsyncFlowError, ManifestError, PeerLost
+from asyncflow.net.batches import batches
+from asyncflow.queue.storage.backend import Fill, Outcome, Site, Store, Take, answer_of
+from asyncflow.queue.storage.packed import PackedBackend
+from asyncflow.queue.storage.servers import LEASE_MS, find_mooncake_master
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Buffer = npt.NDArray[np.uint8]
+
+_THREADS: Final = 4
+MOST_KEYS: Final = 512
+BUFFER_BYTES: Final = 16 << 20
+
+NO_ROOM: Final = -200
+NOT_THERE: Final = -704
+_LEASED: Final = frozenset((-703, -706))
+"""It is being written, or read."""
+_GONE: Final = -900
+NO_ANSWER: Final = frozenset((_GONE, -901))
+"""Of the master: it is gone, or has said nothing for 30 s."""
+_REPLACE_AFTER: Final = 2
+"""Calls in a row in which something could not be moved, after which the client is replaced."""
+_REPLACE_EVERY_S: Final = 5.0
+_REACH_S: Final = 1.0
+_NO_REQUEST: Final = b"\0"
+_ENVIRONMENT: Final = {
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    "MC_LOG_LEVEL": "ERROR",
+    "GLOG_minloglevel": "2",
+}
+
+
+def load() -> ModuleType:
+    """Import ``mooncake.store``. Raises ManifestError where it is not installed."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        return importlib.import_module("mooncake.store")
+    except ImportError as error:
+        hint = "pip install 'asyncflow[mooncake]', and the system's libibverbs1, libnuma1 and libcurl4"
+        where = "spec.transferQueue.backend"
+        raise ManifestError(f"Mooncake cannot be loaded: {error}", where=where, hint=hint) from error
+
+
+class Client:
+    """A client of one master. users: calls under way; troubled: calls in a row that could not move something."""
+
+    def __init__(self, store: Any, master: str) -> None:
+        self.store = store
+        self.master = master
+        self.users = 0
+        self.troubled = 0
+        self.retired = False
+        self.made = time.monotonic()
+        self.registered: dict[int, Buffer] = {}
+
+
+class Clients:
+    """The client of one process. host: its address; master: gives that of the master as HOST:PORT, None while there is
+    none; segment_bytes: what the process offers to the store.
+    """
+
+    def __init__(self, *, host: str, master: Callable[[], str | None], segment_bytes: int) -> None:
+        self.library = load()
+        self._host = host
+        self._master = master
+        self._segment_bytes = segment_bytes
+        self._lock = threading.Lock()
+        self._opening = threading.Lock()
+        self._client: Client | None = None
+        self._closed = False
+
+    @property
+    def master(self) -> str | None:
+        """The master with which a client is set up now, None while there is none."""
+        client = self._client
+        return client.master if client is not None else None
+
+    def close(self) -> None:
+        """Use the store no longer; a client that is in use is closed by its last user."""
+        with self._lock:
+            self._closed = True
+            client, self._client = self._client, None
+        if client is not None:
+            self._retire(client)
+
+    @contextmanager
+    def using(self) -> Iterator[Client]:
+        """Use the client as it is now. Raises PeerLost where none can be set up."""
+        client = self._enter()
+        try:
+            yield client
+        finally:
+            with self._lock:
+                client.users -= 1
+                last = client.retired and not client.users
+            if last:
+                _close(client)
+
+    def _enter(self) -> Client:
+        """Return the client, a new one where it must be replaced, and count this user of it."""
+        with self._opening:
+            master = self._master()
+            with self._lock:
+                client = self._client
+                if self._closed:
+                    raise PeerLost("the store was closed", where="Mooncake")
+            if client is None or self._outlived(client, master):
+                client = self._replace(client, master)
+            with self._lock:
+                client.users += 1
+            return client
+
+    def _outlived(self, client: Client, master: str | None) -> bool:
+        troubled = client.troubled >= _REPLACE_AFTER and time.monotonic() - client.made > _REPLACE_EVERY_S
+        return troubled or (master is not None and master != client.master)
+
+    def _replace(self, old: Client | None, master: str | None) -> Client:
+        if master is None:
+            raise PeerLost("there is no master yet", where="Mooncake")
+        if old is not None:
+            log.info("the client of Mooncake is replaced: %d calls in trouble, master %s", old.troubled, master)
+            with self._lock:
+                self._client = None
+            self._retire(old)
+        new = self._set_up(master)
+        with self._lock:
+            if self._closed:
+                new.retired = True
+            else:
+                self._client = new
+        if new.retired:
+            _close(new)
+            raise PeerLost("the store was closed", where="Mooncake")
+        return new
+
+    def _set_up(self, master: str) -> Client:
+        """Set up a client with a master that lives now; where it dies meanwhile, the process stands still for 5 s."""
+        _check_alive(master)
+        store = self.library.MooncakeDistributedStore()
+        code = store.setup(self._host, "P2PHANDSHAKE", self._segment_bytes, 0, "tcp", "", master)
+        if code != 0:
+            raise PeerLost(f"Mooncake's client cannot be set up: error {code}", where=master)
+        return Client(store, master)
+
+    def _retire(self, client: Client) -> None:
+        with self._lock:
+            client.retired = True
+            idle = not client.users
+        if idle:
+            _close(client)
+
+
+def _check_alive(master: str) -> None:
+    """Say something that is no request, on which one that lives hangs up. Raises PeerLost."""
+    host, _, port = master.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=_REACH_S) as line:
+            line.sendall(_NO_REQUEST)
+            line.recv(1)
+    except ConnectionResetError:
+        return
+    except OSError as error:
+        raise PeerLost(f"Mooncake's master does not answer: {error}", where=master) from error
+
+
+def _close(client: Client) -> None:
+    client.store.close()
+    client.registered.clear()
+
+
+class Mooncake:
+    """Access to a store.
+
+    host: the address of this process; master: gives that of the master as HOST:PORT, None while there is none;
+    segment_bytes: what this process offers to the store, which is nothing for who only uses it.
+    """
+
+    def __init__(self, *, host: str, master: Callable[[], str | None], segment_bytes: int = 0) -> None:
+        self._clients = Clients(host=host, master=master, segment_bytes=segment_bytes)
+        self._own = threading.local()
+        pinned = self._clients.library.ReplicateConfig()
+        pinned.replica_num = 1
+        pinned.with_hard_pin = True
+        self._pinned = pinned
+
+    @property
+    def master(self) -> str | None:
+        """The master with which a client is set up now, None while there is none."""
+        return self._clients.master
+
+    def connect(self) -> None:
+        """Set up a client with the master as it is now, where there is none. Raises PeerLost."""
+        with self._clients.using():
+            pass
+
+    def put(self, keys: Sequence[str], sizes: Sequence[int], fill: Callable[[Buffer], None]) -> list[int]:
+        """Store values of these sizes under new keys; ``fill`` writes them back to back. 0: it is stored."""
+        _check(keys, sizes)
+        with self._clients.using() as client, self._buffer(client, sum(sizes)) as buffer:
+            fill(buffer[: sum(sizes)])
+            codes = client.store.batch_put_from(list(keys), _pointers(buffer, sizes), list(sizes), self._pinned)
+            return self._judge(client, codes, len(keys))
+
+    def get(self, keys: Sequence[str], sizes: Sequence[int], take: Callable[[int, memoryview], bool]) -> list[int]:
+        """Read values of these sizes, each given to ``take`` with its number. Its size: it was read and taken."""
+        _check(keys, sizes)
+        with self._clients.using() as client, self._buffer(client, sum(sizes)) as buffer:
+            pointers = _pointers(buffer, sizes)
+
+            def read() -> list[int]:
+                codes = client.store.batch_get_into(list(keys), pointers, list(sizes))
+                return self._judge(client, codes, len(keys))
+
+            codes = _again(read)
+            begins = np.cumsum([0, *sizes]).tolist()
+            view = buffer.data
+            for number, (code, size, begin) in enumerate(zip(codes, sizes, begins, strict=False)):
+                if code >= 0 and not (code == size and take(number, view[begin : begin + size])):
+                    codes[number] = NOT_THERE
+            return codes
+
+    def holders(self, keys: Sequence[str]) -> list[str]:
+        """Return the segment in which each value lies, "" for one that the master does not know."""
+        _check(keys, keys)
+        with self._clients.using() as client:
+            known = client.store.batch_get_replica_desc(list(keys))
+            return [_segment(known.get(key)) for key in keys]
+
+    def remove(self, keys: Sequence[str]) -> list[int]:
+        """Remove values. 0: it is gone."""
+        _check(keys, keys)
+        with self._clients.using() as client:
+            return _again(lambda: [int(code) for code in client.store.batch_remove(list(keys))])
+
+    def remove_matching(self, pattern: str) -> int:
+        """Remove the values whose keys match a regular expression and that nobody reads; give their number."""
+        with self._clients.using() as client:
+            return int(client.store.remove_by_regex(pattern))
+
+    def close(self) -> None:
+        """Use the store no longer; a client that is in use is closed by its last user."""
+        self._clients.close()
+
+    @contextmanager
+    def _buffer(self, client: Client, size: int) -> Iterator[Buffer]:
+        """Yield at least ``size`` bytes that are registered with ``client``: this thread's own, if they are enough.
+
+        What something was stuck in is not used again, because it may still come.
+        """
+        own: Buffer | None = getattr(self._own, "buffer", None) if size <= BUFFER_BYTES else None
+        buffer = np.empty(max(size, BUFFER_BYTES), np.uint8) if own is None else own
+        address, troubled = buffer.ctypes.data, client.troubled
+        if client.registered.get(address) is not buffer:
+            if (code := client.store.register_buffer(address, buffer.size)) != 0:
+                raise AsyncFlowError(f"a buffer of {buffer.size} bytes cannot be registered: {code}", where="Mooncake")
+            client.registered[address] = buffer
+        try:
+            yield buffer
+        finally:
+            clean = client.troubled <= troubled
+            if size <= BUFFER_BYTES:
+                self._own.buffer = buffer if clean else None
+            elif clean:
+                client.store.unregister_buffer(address)
+                del client.registered[address]
+
+    def _judge(self, client: Client, codes: Sequence[int], count: int) -> list[int]:
+        """Return the codes of a transfer, one for each key, and note whether the client can still move bytes."""
+        judged = [int(code) for code in codes]
+        if len(judged) != count:
+            raise AsyncFlowError(f"{len(judged)} answers came for {count} keys", where="Mooncake")
+        stuck = [code for code in judged if code < 0 and code not in (NO_ROOM, NOT_THERE, *NO_ANSWER, *_LEASED)]
+        if stuck:
+            client.troubled += 1
+            log.info("%d of %d values could not be moved: %s", len(stuck), count, sorted(set(stuck)))
+        elif any(code >= 0 for code in judged):
+            client.troubled = 0
+        return judged
+
+
+def _check(keys: Sequence[str], sizes: Sequence[object]) -> None:
+    if not 0 < len(keys) == len(set(keys)) <= MOST_KEYS or len(sizes) != len(keys) or 0 in sizes or "" in keys:
+        raise ValueError(f"a call takes 1 to {MOST_KEYS} different keys, each with a value of at least a byte")
+
+
+def _again(call: Callable[[], list[int]]) -> list[int]:
+    """Call once more where the master did not answer: the first call after its restart always fails."""
+    codes = call()
+    return call() if _GONE in codes else codes
+
+
+def _pointers(buffer: Buffer, sizes: Sequence[int]) -> list[int]:
+    begins: list[int] = (buffer.ctypes.data + np.cumsum([0, *sizes[:-1]])).tolist()
+    return begins
+
+
+def _segment(replicas: Sequence[Any] | None) -> str:
+    memory = [replica for replica in replicas or () if replica.is_memory_replica()]
+    return str(memory[0].get_memory_descriptor().buffer_descriptor.transport_endpoint) if memory else ""
+
+
+class MooncakeBackend(PackedBackend):
+    """Samples as values in Mooncake Store."""
+
+    @classmethod
+    def check(cls, *, servers: bool) -> None:  # noqa: ARG003
+        """See that Mooncake is installed, whose package has client and master."""
+        find_mooncake_master()
+
+    @classmethod
+    def made(cls, site: Site) -> Self:
+        """Make one that finds the master by the role of that name."""
+        client = Mooncake(host=site.host, master=functools.partial(_master, site))
+        stale = f"^{re.escape(site.place)}(?!{site.incarnation}-)"
+        return cls(MooncakeStore(client, stale=stale), prefix=site.prefix, lasting=site.lasting)
+
+
+def _master(site: Site) -> str | None:
+    address = site.find("master", 0)
+    return address.removeprefix("tcp://") if address is not None else None
+
+
+class MooncakeStore(Store):
+    """Calls of ``client`` in threads. stale: a regular expression of the keys that other incarnations have left."""
+
+    most_keys = MOST_KEYS
+    most_bytes = BUFFER_BYTES
+
+    def __init__(self, client: Mooncake, *, stale: str) -> None:
+        self._client = client
+        self._stale = stale
+        self._sweeping: asyncio.Task[None] | None = None
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="mooncake")
+
+    async def open(self) -> None:
+        """Wait for the master, and remove what is left; once more when leases on it have ended."""
+        await answer_of(self._sweep)
+        self._sweeping = asyncio.create_task(self._sweep_later())
+
+    async def write(self, keys: Sequence[str], sizes: Sequence[int], fill: Fill) -> Sequence[Outcome]:
+        """Put them."""
+        codes = await self._run(lambda: self._client.put(keys, sizes, fill))
+        return _outcomes(codes, keys)
+
+    async def read(self, keys: Sequence[str], sizes: Sequence[int], take: Take) -> Sequence[Outcome]:
+        """Get them."""
+        codes = await self._run(lambda: self._client.get(keys, sizes, take))
+        return _outcomes(codes, keys)
+
+    async def gone(self, unmoved: Sequence[str], others: Sequence[str]) -> list[str]:
+        """Ask the master where they lie, which it believes for a while of a holder that is dead."""
+        lies: dict[str, str] = {}
+        for part in batches([*unmoved, *others], MOST_KEYS):
+            told = await self._run(lambda part=part: self._client.holders(part))  # type: ignore[misc]
+            lies |= dict(zip(part, told or (), strict=False))
+        dead = {"", *(lies.get(key, "") for key in unmoved)}
+        return [key for key in others if lies.get(key, "?") in dead]
+
+    async def remove(self, keys: Sequence[str]) -> Sequence[Outcome]:
+        """Remove them, which the store refuses while somebody reads them."""
+        codes = await self._run(lambda: self._client.remove(keys))
+        return [Outcome.HELD if outcome is Outcome.FAILED else outcome for outcome in _outcomes(codes, keys)]
+
+    async def close(self) -> None:
+        """Close the client; calls that hang are left to their threads."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._client.close)
+
+    async def _sweep(self) -> int | None:
+        removed = await self._run(lambda: self._client.remove_matching(self._stale))
+        if removed:
+            log.info("%d values of an earlier incarnation were removed", removed)
+        return removed
+
+    async def _sweep_later(self) -> None:
+        await asyncio.sleep(1.5 * LEASE_MS / 1000)
+        await answer_of(self._sweep)
+
+    async def _run(self, call: Callable[[], T]) -> T | None:
+        """Run ``call`` in a thread; None where the store does not answer."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        except PeerLost as lost:
+            log.info("Mooncake is away: %s", lost)
+            return None
+
+
+def _outcomes(codes: Sequence[int] | None, keys: Sequence[str]) -> list[Outcome]:
+    return [Outcome.AWAY] * len(keys) if codes is None else [_outcome(code) for code in codes]
+
+
+def _outcome(code: int) -> Outcome:
+    """Say what a code of ``Mooncake`` means: 0 or a size where it went well."""
+    if code >= 0:
+        return Outcome.DONE
+    if code in NO_ANSWER:
+        return Outcome.AWAY
+    return {NO_ROOM: Outcome.FULL, NOT_THERE: Outcome.LOST}.get(code, Outcome.FAILED)

@@ -1,0 +1,374 @@
+"""Blobs in a key-value store: one key a sample, whose value holds the sample's columns of that blob back to back.
+
+The store knows keys and bytes and nothing else (``Store``). What a value means stays with the unit: where each cell
+lies in it, and the digest of the whole. The value of a sample is its cells back to back, in the order of the blob's
+columns: without gaps and without a header, so a sample that has no bytes has no value. A value is written once,
+under a key that was never used before; a write whose answer was lost is made again under another.
+
+Invariants: bytes are given only out of a value that has the digest of what was stored; a value that the store has lost
+is ``BytesLost`` and never other bytes; no value is removed while it is read; what is freed, or was not put whole, is
+removed from the store however often that must be tried, and ``free`` returns when it is gone; a sample is rewritten
+before less than half of its value is needed; one without bytes is not stored at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncflow.errors import PeerLost
+from asyncflow.net.batches import batches, weighed_batches
+from asyncflow.net.dtypes import DTYPES
+from asyncflow.net.jagged import Array, Inner, Jagged
+from asyncflow.net.retry import delays
+from asyncflow.queue.storage.backend import Backend, BytesLost, Outcome, Place, Store, each
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+TRIES = 4
+"""Reads of a value that could not be moved, after which it counts as lost."""
+PATIENCE_S = 20.0
+"""How long a read goes on asking a store that does not answer."""
+_LEAVE_S = 5.0
+_FIRST_DELAY_S = 0.02
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A put under way. samples: those that are stored, by row; doubtful: keys under which something may be stored."""
+
+    columns: Mapping[str, Jagged]
+    layout: Layout
+    given_up: bool = False
+    samples: dict[int, Sample] = field(default_factory=dict)
+    doubtful: list[str] = field(default_factory=list)
+
+
+class PackedBackend(Backend):
+    """Blobs in ``store``. prefix: of all keys, which no other living process uses; lasting: it outlives the queue."""
+
+    def __init__(self, store: Store, *, prefix: str, lasting: bool = False) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._lasting = lasting
+        self._numbers = itertools.count()
+        self._samples: dict[Place, Sample] = {}
+        self._reading: Counter[str] = Counter()
+        self._jobs: set[asyncio.Task[Any]] = set()
+        self._opened = asyncio.Event()
+        self._looking = asyncio.Lock()
+
+    async def open(self) -> None:
+        """Wait until the store can be used; what is put before that waits."""
+        await self._store.open()
+        self._opened.set()
+
+    async def put(self, blob: int, columns: Mapping[str, Jagged]) -> None:
+        """Store all rows, waiting for room and for the store; who is cancelled meanwhile leaves nothing behind."""
+        draft = _Draft(columns, Layout(columns))
+        await self._opened.wait()
+        job = self._spawn(self._write(draft))
+        try:
+            samples = await asyncio.shield(job)
+        except asyncio.CancelledError:
+            draft.given_up = True
+            if job.done() and not job.cancelled() and job.exception() is None:
+                self._spawn(self._remove([sample.key for sample in job.result()]))
+            raise
+        self._samples |= {Place(blob, sample.row): sample for sample in samples}
+
+    async def get(self, places: Sequence[Place], columns: Sequence[str]) -> dict[str, Jagged]:
+        """Return cells of rows, out of the values that hold them.
+
+        Raises BytesLost, which also names what went with the rows asked for, and PeerLost where the store did not
+        answer for ``PATIENCE_S``.
+        """
+        rows = each(places)
+        samples = [self._samples[place] for place in rows]
+        unpacking = Unpacking([(sample.layout, sample.row) for sample in samples], columns)
+        needed: dict[str, list[int]] = {}
+        for number, sample in enumerate(samples):
+            if unpacking.needs(number):
+                needed.setdefault(sample.key, []).append(number)
+        with self._pinned(list(needed)):
+            lost = await self._read(samples, list(needed.values()), unpacking)
+        if lost:
+            gone = await self._gone_with({samples[number].key for number, moved in lost.items() if not moved})
+            raise BytesLost(list(dict.fromkeys([*(rows[number] for number in lost), *gone])))
+        return unpacking.columns()
+
+    async def free(self, places: Sequence[Place], columns: Sequence[str]) -> None:
+        """Remove the values of which nothing is needed any more."""
+        gone = []
+        for place in each(places):
+            sample = self._samples[place]
+            sample.freed |= frozenset(columns)
+            if not sample.columns:
+                del self._samples[place]
+                gone.append(sample.key)
+            elif sample.sparse:
+                self._spawn(self._shrink(place, sample))
+        await asyncio.shield(self._spawn(self._remove(gone)))
+
+    async def close(self) -> None:
+        """Leave the store. What is in it goes with its holders, now if it outlives them, or when a successor begins."""
+        for job in self._jobs:
+            job.cancel()
+        if self._jobs:
+            await asyncio.wait(self._jobs)
+        if self._lasting:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LEAVE_S):
+                    await self._remove([sample.key for sample in self._samples.values()])
+        await self._store.close()
+
+    async def _write(self, draft: _Draft) -> list[Sample]:
+        sizes = draft.layout.sizes
+        left = np.flatnonzero(sizes).tolist()
+        waits = delays(first=_FIRST_DELAY_S)
+        try:
+            while left and not draft.given_up:
+                parts = self._parts(left, sizes)
+                await asyncio.gather(*(self._write_some(draft, rows) for rows in parts))
+                left = [row for row in left if row not in draft.samples]
+                doubtful, draft.doubtful = draft.doubtful, []
+                await self._remove(doubtful)
+                if left:
+                    await asyncio.sleep(next(waits))
+        finally:
+            if left or draft.given_up:
+                used = [sample.key for sample in draft.samples.values()]
+                self._spawn(self._remove([*used, *draft.doubtful]))
+        return [draft.samples.get(row) or Sample(draft.layout, row) for row in range(sizes.size)]
+
+    async def _write_some(self, draft: _Draft, rows: Sequence[int]) -> None:
+        keys = [f"{self._prefix}{next(self._numbers):x}" for _ in rows]
+        sizes = draft.layout.sizes[list(rows)]
+        stops = np.cumsum(sizes)
+        digests: list[bytes] = []
+
+        def fill(buffer: Array) -> None:
+            np.concatenate(bytes_of(draft.columns, rows), out=buffer)
+            digests.extend(_digest(buffer[stop - size : stop].data) for size, stop in zip(sizes, stops, strict=True))
+
+        outcomes = await self._store.write(keys, sizes.tolist(), fill)
+        for number, (row, key, outcome) in enumerate(zip(rows, keys, outcomes, strict=True)):
+            if outcome is Outcome.DONE:
+                draft.samples[row] = Sample(draft.layout, row, key, digests[number])
+            elif outcome is not Outcome.FULL:
+                draft.doubtful.append(key)
+
+    async def _read(self, samples: Sequence[Sample], needed: list[list[int]], unpacking: Unpacking) -> dict[int, bool]:
+        """Fill ``unpacking``, and return the numbers of samples that are lost, and whether the store could say so.
+
+        needed: for each value to be read, the numbers of the samples that are in it.
+
+        A value is asked for once, because Mooncake fills only one of two places for a key that a call names twice.
+        """
+        now = asyncio.get_running_loop().time
+        deadline = now() + PATIENCE_S
+        waits, tries = delays(first=_FIRST_DELAY_S), Counter[int]()
+        left, lost = list(range(len(needed))), dict[int, bool]()
+        asked = [samples[numbers[0]] for numbers in needed]
+        sizes = np.array([sample.size for sample in asked])
+
+        def take(which: int, value: memoryview) -> bool:
+            if _digest(value) != asked[which].digest:
+                log.warning("the value of %s has changed in the store", asked[which].key)
+                return False
+            for number in needed[which]:
+                unpacking.take(number, value)
+            return True
+
+        async def read(some: list[int]) -> Sequence[Outcome]:
+            keys = [asked[which].key for which in some]
+            return await self._store.read(keys, sizes[some].tolist(), lambda index, value: take(some[index], value))
+
+        while left:
+            parts = self._parts(left, sizes)
+            answers = await asyncio.gather(*map(read, parts))
+            left = []
+            for which, outcome in zip(itertools.chain(*parts), itertools.chain(*answers), strict=True):
+                tries[which] += outcome is Outcome.FAILED
+                if outcome is Outcome.LOST or tries[which] == TRIES:
+                    lost |= dict.fromkeys(needed[which], outcome is Outcome.LOST)
+                elif outcome is not Outcome.DONE:
+                    left.append(which)
+            if left:
+                if now() >= deadline:
+                    hint = "It may come back; the rows are not given up"
+                    raise PeerLost(f"the store has not answered for {PATIENCE_S:g} s", where=self._prefix, hint=hint)
+                await asyncio.sleep(next(waits))
+        return lost
+
+    async def _gone_with(self, unmoved: set[str]) -> list[Place]:
+        """Return the places of all samples that were lost together with some that are."""
+        async with self._looking:
+            place_of = {sample.key: place for place, sample in self._samples.items() if sample.key}
+            others = [key for key in place_of if key not in unmoved]
+            gone = await self._store.gone(sorted(unmoved), others)
+        log.warning("with %d values that cannot be read, %d others are gone", len(unmoved), len(gone))
+        return [place_of[key] for key in gone if place_of[key] in self._samples]
+
+    async def _remove(self, keys: Sequence[str]) -> None:
+        left = [key for key in keys if key]
+        waits = delays(first=_FIRST_DELAY_S)
+        while left:
+            free = [key for key in left if not self._reading[key]]
+            answers = await asyncio.gather(*map(self._store.remove, batches(free, self._store.most_keys)))
+            done = {
+                key
+                for key, outcome in zip(free, itertools.chain(*answers), strict=True)
+                if outcome in (Outcome.DONE, Outcome.LOST)
+            }
+            left = [key for key in left if key not in done]
+            if left:
+                await asyncio.sleep(next(waits))
+
+    async def _shrink(self, place: Place, sample: Sample) -> None:
+        """Store what is needed of a sample as a value of its own, in the place of the old one."""
+        names = sample.columns
+        if not names or self._samples.get(place) is not sample:
+            return
+        with contextlib.suppress(BytesLost, PeerLost):
+            columns = await self.get([place], names)
+            (small,) = await self._write(_Draft(columns, Layout(columns)))
+            if self._samples.get(place) is sample and sample.columns == names:
+                self._samples[place] = small
+                await self._remove([sample.key])
+            else:
+                await self._remove([small.key])
+
+    def _parts(self, rows: Sequence[int], sizes: Any) -> list[list[int]]:
+        store = self._store
+        return list(weighed_batches(rows, sizes.tolist().__getitem__, heaviest=store.most_bytes, most=store.most_keys))
+
+    @contextlib.contextmanager
+    def _pinned(self, keys: Sequence[str]) -> Iterator[None]:
+        self._reading.update(keys)
+        try:
+            yield
+        finally:
+            self._reading.subtract(keys)
+            for key in keys:
+                if not self._reading[key]:
+                    del self._reading[key]
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        job = asyncio.create_task(work)
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        return job
+
+
+def _digest(value: memoryview) -> bytes:
+    return hashlib.sha256(value).digest()
+
+
+Sizes = npt.NDArray[np.int64]
+
+
+class Layout:
+    """The lengths of all cells of a blob. names: of its columns; sizes: bytes of the value of each row."""
+
+    def __init__(self, columns: Mapping[str, Jagged]) -> None:
+        self.names = tuple(columns)
+        self._places = {name: place for place, name in enumerate(columns)}
+        self._forms = [(column.dtype, column.inner) for column in columns.values()]
+        lengths = [column.lengths * column.values.itemsize for column in columns.values()]
+        self._ends: Sizes = np.cumsum(lengths, axis=0, dtype=np.int64)
+        self.sizes: Sizes = self._ends[-1]
+
+    def cell(self, column: str, row: int) -> tuple[int, int]:
+        """Return where a cell begins and ends in the value of its row."""
+        place = self._places[column]
+        return int(self._ends[place - 1, row]) if place else 0, int(self._ends[place, row])
+
+    def form(self, column: str) -> tuple[str, Inner]:
+        """Return dtype and inner shape of a column."""
+        return self._forms[self._places[column]]
+
+
+@dataclass(slots=True)
+class Sample:
+    """A row of a blob: its key ("" where it has no bytes), the digest of its value, and columns that were freed."""
+
+    layout: Layout
+    row: int
+    key: str = ""
+    digest: bytes = b""
+    freed: frozenset[str] = frozenset()
+
+    @property
+    def size(self) -> int:
+        """Bytes of its value."""
+        return int(self.layout.sizes[self.row])
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that are needed."""
+        return [name for name in self.layout.names if name not in self.freed]
+
+    @property
+    def sparse(self) -> bool:
+        """Return whether less than half of the value is needed."""
+        needed = (stop - start for start, stop in (self.layout.cell(name, self.row) for name in self.columns))
+        return 2 * sum(needed) < self.size
+
+
+def bytes_of(columns: Mapping[str, Jagged], rows: Sequence[int]) -> list[Array]:
+    """Return the bytes of all cells of ``rows`` in the order of their values."""
+    flat = [np.ascontiguousarray(column.values).view(np.uint8) for column in columns.values()]
+    bounds = [(column.offsets * column.values.itemsize).tolist() for column in columns.values()]
+    return [data[at[row] : at[row + 1]] for row in rows for data, at in zip(flat, bounds, strict=True)]
+
+
+class Unpacking:
+    """Columns that are filled row by row, in any order, from the values of samples."""
+
+    def __init__(self, rows: Sequence[tuple[Layout, int]], columns: Sequence[str]) -> None:
+        """Make room for ``columns`` of ``rows``, each a row of a layout. Raises ValueError where forms differ."""
+        self._cells = {name: [layout.cell(name, row) for layout, row in rows] for name in columns}
+        self._forms = {name: rows[0][0].form(name) for name in columns}
+        for name, form in self._forms.items():
+            if any(layout.form(name) != form for layout, _ in rows):
+                raise ValueError(f"rows of several forms cannot be one column {name!r}")
+        self._offsets = {name: _offsets(cells) for name, cells in self._cells.items()}
+        self._data = {name: np.empty(int(offsets[-1]), np.uint8) for name, offsets in self._offsets.items()}
+
+    def needs(self, number: int) -> bool:
+        """Return whether any byte of row ``number`` is asked for."""
+        return any(stop > start for start, stop in (cells[number] for cells in self._cells.values()))
+
+    def take(self, number: int, value: memoryview) -> None:
+        """Take the cells of row ``number`` out of its value."""
+        for name, cells in self._cells.items():
+            start, stop = cells[number]
+            at = int(self._offsets[name][number])
+            self._data[name].data[at : at + stop - start] = value[start:stop]
+
+    def columns(self) -> dict[str, Jagged]:
+        """Return the columns, when all rows that are needed were taken."""
+        columns = {}
+        for name, (dtype, inner) in self._forms.items():
+            stored = DTYPES[dtype]
+            offsets = self._offsets[name] // stored.itemsize
+            columns[name] = Jagged(self._data[name].view(stored), offsets, dtype, inner)
+        return columns
+
+
+def _offsets(cells: Sequence[tuple[int, int]]) -> Sizes:
+    offsets = np.zeros(len(cells) + 1, np.int64)
+    np.cumsum([stop - start for start, stop in cells], out=offsets[1:])
+    return offsets

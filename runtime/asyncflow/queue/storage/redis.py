@@ -1,0 +1,184 @@
+"""Cells in a Redis server: the unit's holder, or one that others run.
+
+Invariants: the keys of a unit begin with its owner, index and incarnation, and a unit first removes what earlier
+incarnations of it have left; it uses no server that might forget a value by itself (``maxmemory`` without
+``noeviction``) or that lets in who does not know the job's password, where there is one and the server is the job's
+own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Self, TypeVar
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from asyncflow.errors import ManifestError
+from asyncflow.net.batches import batches
+from asyncflow.queue.storage.backend import Fill, Outcome, Site, Store, Take, answer_of
+from asyncflow.queue.storage.packed import PackedBackend
+from asyncflow.queue.storage.servers import find_redis
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_WHERE = "spec.transferQueue.backend"
+_ANSWER_S = 10.0
+_REACH_S = 2.0
+_CONNECTIONS = 8
+
+
+class RedisBackend(PackedBackend):
+    """Samples as values in Redis."""
+
+    @classmethod
+    def check(cls, *, servers: bool) -> None:
+        """Raise ManifestError where the client is not installed, or the server where it runs here too."""
+        if servers:
+            find_redis()
+        _library()
+
+    @classmethod
+    def made(cls, site: Site) -> Self:
+        """Make one that finds the server by the role ``holder``, at the unit's index."""
+        find = functools.partial(site.find, "holder", site.unit)
+        store = RedisStore(find, unit=site.place, password=site.password)
+        return cls(store, prefix=site.prefix, lasting=site.lasting)
+
+
+class RedisStore(Store):
+    """A client of the server that ``find`` gives, as an address; it may be another one after a restart.
+
+    unit: how all keys of this unit begin, whatever its incarnation.
+    """
+
+    def __init__(self, find: Callable[[], str | None], *, unit: str, password: str = "") -> None:
+        self._redis = _library()
+        self._find = find
+        self._unit = unit
+        self._password = password
+        self._address = ""
+        self._client: Any = None
+
+    async def open(self) -> None:
+        """Wait for the server, see that it keeps what it is given, and remove what earlier incarnations left."""
+        config = await answer_of(lambda: self._ask(lambda client: client.config_get("maxmemory*")))
+        limit, policy = int(config.get("maxmemory", 0)), config.get("maxmemory-policy")
+        if not limit or policy != "noeviction":
+            hint = "Set maxmemory, and maxmemory-policy noeviction"
+            raise ManifestError(f"Redis has maxmemory {limit} and policy {policy}", where=_WHERE, hint=hint)
+        await answer_of(lambda: self._ask(self._sweep))
+
+    async def write(self, keys: Sequence[str], sizes: Sequence[int], fill: Fill) -> Sequence[Outcome]:
+        """SET each."""
+        buffer = np.empty(sum(sizes), np.uint8)
+        await asyncio.to_thread(fill, buffer)
+        ends = np.cumsum(sizes).tolist()
+        values = [buffer.data[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+        def send(client: Any) -> Awaitable[list[Any]]:
+            pipeline = client.pipeline(transaction=False)
+            for key, value in zip(keys, values, strict=True):
+                pipeline.set(key, value)
+            answers: Awaitable[list[Any]] = pipeline.execute(raise_on_error=False)
+            return answers
+
+        answers = await self._ask(send)
+        return [Outcome.AWAY] * len(keys) if answers is None else [self._stored(answer) for answer in answers]
+
+    async def read(self, keys: Sequence[str], sizes: Sequence[int], take: Take) -> Sequence[Outcome]:
+        """MGET all."""
+        values = await self._ask(lambda client: client.mget(keys))
+        if values is None:
+            return [Outcome.AWAY] * len(keys)
+
+        def accept() -> list[bool]:
+            return [
+                value is not None and len(value) == size and take(number, memoryview(value))
+                for number, (value, size) in enumerate(zip(values, sizes, strict=True))
+            ]
+
+        return [Outcome.DONE if good else Outcome.LOST for good in await asyncio.to_thread(accept)]
+
+    async def gone(self, unmoved: Sequence[str], others: Sequence[str]) -> list[str]:  # noqa: ARG002
+        """Ask which exist; a server that began anew has none of them."""
+        missing: list[str] = []
+        for part in batches(others, self.most_keys):
+
+            def look(client: Any, part: Sequence[str] = part) -> Awaitable[list[int]]:
+                pipeline = client.pipeline(transaction=False)
+                for key in part:
+                    pipeline.exists(key)
+                answers: Awaitable[list[int]] = pipeline.execute()
+                return answers
+
+            found = await self._ask(look)
+            missing += [key for key, there in zip(part, found or (), strict=False) if not there]
+        return missing
+
+    async def remove(self, keys: Sequence[str]) -> Sequence[Outcome]:
+        """UNLINK all."""
+        removed = await self._ask(lambda client: client.unlink(*keys))
+        return [Outcome.AWAY if removed is None else Outcome.DONE] * len(keys)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+    async def _sweep(self, client: Any) -> int:
+        left = [key async for key in client.scan_iter(match=f"{self._unit}*", count=self.most_keys)]
+        for part in batches(left, self.most_keys):
+            await client.unlink(*part)
+        return len(left)
+
+    async def _ask(self, call: Callable[[Any], Awaitable[T]]) -> T | None:
+        """Return what the server answers; None where it does not. Raises ManifestError where it refuses us."""
+        errors = self._redis.exceptions
+        try:
+            client = await self._connected()
+            return None if client is None else await call(client)
+        except (errors.AuthenticationError, errors.NoPermissionError) as refused:
+            raise ManifestError(f"Redis refuses this job: {refused}", where=_WHERE) from refused
+        except (errors.RedisError, OSError) as away:
+            log.info("Redis is away: %s", away)
+            return None
+
+    async def _connected(self) -> Any:
+        address = self._find()
+        if address is not None and address != self._address:
+            await self.close()
+            place = urlsplit(address)
+            self._address = address
+            self._client = self._redis.asyncio.Redis(
+                host=place.hostname,
+                port=place.port,
+                password=self._password or None,
+                socket_timeout=_ANSWER_S,
+                socket_connect_timeout=_REACH_S,
+                max_connections=_CONNECTIONS,
+                retry=self._redis.asyncio.retry.Retry(self._redis.backoff.NoBackoff(), 0),
+            )
+        return self._client
+
+    def _stored(self, answer: Any) -> Outcome:
+        if answer is True:
+            return Outcome.DONE
+        full = isinstance(answer, self._redis.exceptions.OutOfMemoryError)
+        return Outcome.FULL if full else Outcome.FAILED
+
+
+def _library() -> Any:
+    try:
+        import redis
+        import redis.asyncio.retry
+        import redis.backoff
+    except ImportError as error:
+        hint = "pip install 'asyncflow[redis]'"
+        raise ManifestError(f"the Redis client cannot be loaded: {error}", where=_WHERE, hint=hint) from error
+    return redis

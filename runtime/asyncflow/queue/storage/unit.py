@@ -1,0 +1,265 @@
+"""A storage unit's process: the cells themselves, behind four calls (put, write, fetch, take).
+
+A put is answered when the controller has admitted it. A put that finds no room waits in line, but for outputs that were
+promised to rows when they were created; one whose caller has gone away meanwhile is still decided, so nothing is left
+in between.
+
+Invariant: a unit never holds more than ``limit_bytes`` of cells, whatever the controller does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+
+from asyncflow.errors import DeadlineExceeded, Elsewhere, ProtocolError, Refused, StaleHandle
+from asyncflow.net.access import Access
+from asyncflow.net.frames import BatchHeader, Buffer, Jagged, decode_batch, encode_batch
+from asyncflow.net.hosts import address_of
+from asyncflow.net.rpc import RpcClient, RpcServer, wire
+from asyncflow.net.tls import Credentials
+from asyncflow.plugins import load_plugin
+from asyncflow.queue.protocol.calls import Drain, Verdicts
+from asyncflow.queue.protocol.unit_calls import (
+    MOST_ROWS,
+    Fetched,
+    FetchRows,
+    MovedRows,
+    NewCells,
+    NewRows,
+    PutRows,
+    RowIds,
+    TakeRows,
+    WriteRows,
+)
+from asyncflow.queue.storage.backend import BACKENDS, Backend, Site
+from asyncflow.queue.storage.budget import ByteBudget
+from asyncflow.queue.storage.drain import MovingRows, UnitDrain
+from asyncflow.queue.storage.holdings import Blob, Holdings
+from asyncflow.queue.storage.memory import MemoryBackend
+from asyncflow.queue.storage.session import UnitSession
+
+Frames = Sequence[memoryview]
+_MOST = 1 << 40
+"""Bytes of a put: the server bounds what comes in one message, the budget what is kept."""
+
+
+def open_backend(name: str, site: Site) -> Backend:
+    """Return the back end ``name`` of the entry points ``BACKENDS``. Raises ManifestError where there is none."""
+    made: type[Backend] = load_plugin(BACKENDS, name, kind=Backend, where="spec.transferQueue.backend")
+    return made.made(site)
+
+
+class StorageUnit:
+    """One unit.
+
+    index: its place among the units; limit_bytes: most bytes of cells; controller: the controller's address, or a
+    function that returns it; replica: returns that of a replica controller; incarnation: of this process, by default
+    made here; host, port: where to listen (0: any); credentials: of this process; access: who may call what; backend:
+    where the cells lie, by default this process's memory; peer: returns the address of another unit, by its index;
+    max_message: most bytes of a message. ``failed`` is done when it cannot go on; its exception says why. ``leaving``
+    is set when it is wanted to ``leave``.
+    """
+
+    failed: asyncio.Task[None]
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        limit_bytes: int,
+        controller: str | Callable[[], str | None],
+        replica: Callable[[int], str | None] = lambda _: None,
+        incarnation: str = "",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        credentials: Credentials | None = None,
+        access: Access | None = None,
+        backend: Backend | None = None,
+        peer: Callable[[int], str | None] = lambda _: None,
+        max_message: int = wire.MAX_MESSAGE,
+    ) -> None:
+        self.index = index
+        self.incarnation = incarnation or uuid.uuid4().hex
+        self.put_bytes = self.fetched_bytes = 0
+        name = f"storage unit {index}"
+        self._backend = backend or MemoryBackend()
+        budget = ByteBudget(limit_bytes, where=name)
+        self.holdings = Holdings(backend=self._backend, budget=budget, where=name, lost=self._lost, most=max_message)
+        self._controller = RpcClient(name=name, resolve=controller, credentials=credentials, expects=("controller",))
+        self._session = UnitSession(
+            unit=index,
+            incarnation=self.incarnation,
+            controller=self._controller,
+            holdings=self.holdings,
+            address=lambda: self.server.address,
+            replica=replica,
+            credentials=credentials,
+        )
+        self.leaving = self._session.drain
+        self._moving = MovingRows(self.holdings, location=lambda: self._session.location, where=name)
+        self.drain = UnitDrain(
+            order=Drain(index, self.incarnation),
+            holdings=self.holdings,
+            moving=self._moving,
+            session=self._session,
+            controller=self._controller,
+            peer=peer,
+            credentials=credentials,
+        )
+        self.server = RpcServer(
+            name=name,
+            bind=address_of(host, port),
+            credentials=credentials,
+            access=access,
+            max_message=max_message,
+        )
+        self.server.route("unit.put", PutRows, self._put)
+        self.server.route("unit.write", WriteRows, self._write)
+        self.server.route("unit.fetch", FetchRows, self._fetch)
+        self.server.route("unit.take", TakeRows, self._take)
+
+    async def start(self) -> str:
+        """Begin to serve, and to look for the controller; return the address."""
+        address = await self.server.start()
+        self.failed = self._session.start()
+        return address
+
+    async def close(self) -> None:
+        """Stop serving and drop everything."""
+        await self.server.close()
+        await self._session.close()
+        await self.drain.close()
+        await self._controller.close()
+        await self._backend.close()
+
+    async def leave(self, *, patient: bool = True) -> bool:
+        """Move all rows to other units, and return True when none is left: the unit is no member any more then.
+
+        It takes nothing new from now on. patient: wait for others and the controller; else False without them.
+        """
+        if left := await self.drain.run(patient=patient):
+            await self._session.close()
+        return left
+
+    async def joined(self, timeout: float) -> None:
+        """Wait until the controller knows this unit. Raises DeadlineExceeded."""
+        if self.ready:
+            return
+        joining = asyncio.ensure_future(self._session.joined.wait())
+        try:
+            done, _ = await asyncio.wait([joining], timeout=timeout)
+        finally:
+            joining.cancel()
+        if not done:
+            what = f"the controller did not take this unit in within {timeout:g} s"
+            raise DeadlineExceeded(what, where=f"storage unit {self.index}")
+
+    @property
+    def ready(self) -> bool:
+        """Return whether the controller has taken this unit in."""
+        return self._session.joined.is_set()
+
+    async def _open(self, wait_s: float) -> None:
+        """Wait until new rows can be taken. Raises Elsewhere where none are any more."""
+        await self.joined(wait_s)
+        if self._moving.draining:
+            raise Elsewhere("the unit leaves", where=f"storage unit {self.index}", hint="Put the rows on another")
+
+    async def _put(self, call: PutRows, frames: Frames) -> RowIds:
+        await self._open(call.wait_s)
+        count = call.header.rows
+        if count % call.group_size or (call.tags and len(call.tags) != count):
+            raise ProtocolError(f"{count} rows came in groups of {call.group_size}, with {len(call.tags)} sets of tags")
+        if not call.header.columns and not call.tags:
+            raise ProtocolError("rows came without columns and without tags")
+        blob = await self._store_new(call, frames, rows=count)
+        rows = list(self._session.new_rows(count))
+        entry = NewRows(
+            partition=call.partition,
+            client=call.client,
+            group=call.group,
+            group_size=call.group_size,
+            rows=rows,
+            cells=blob.cells,
+            tags=call.tags,
+            samples=call.samples,
+            attempt=call.attempt,
+        )
+        result = await self._session.submit(entry, blob, outputs=call.outputs).decided()
+        return RowIds(rows) if all(result.ok) else RowIds(result.rows, result.ok)
+
+    async def _write(self, call: WriteRows, frames: Frames) -> Verdicts:
+        await self.joined(call.wait_s)
+        rows = call.rows
+        columns = self._columns(call.header, frames, rows=len(rows))
+        if call.tags and len(call.tags) != len(rows):
+            raise ProtocolError(f"{len(rows)} rows came with {len(call.tags)} sets of tags")
+        if not self._session.knows(call.lease):
+            return Verdicts([False] * len(rows))
+        while True:
+            await self._moving.writable(rows)
+            blob = await self.holdings.store_outputs(
+                columns,
+                rows=rows,
+                lease=call.lease,
+                partial=bool(call.reason),
+                producer=call.producer,
+                timeout=call.wait_s,
+            )
+            if not self._moving.blocks(rows):
+                break
+            self.holdings.discard(blob, len(rows))
+        self.put_bytes += blob.size
+        entry = NewCells(lease=call.lease, rows=call.rows, cells=blob.cells, tags=call.tags, reason=call.reason)
+        return Verdicts((await self._session.submit(entry, blob).decided()).ok)
+
+    async def _fetch(self, call: FetchRows, _: Frames) -> tuple[Fetched, list[Buffer]]:
+        rows = call.rows
+        await self._moving.readable(rows)
+        try:
+            columns = await self.holdings.fetch(rows, call.columns)
+        except StaleHandle:
+            await self._moving.readable(rows)
+            raise
+        header, out = encode_batch(columns)
+        self.fetched_bytes += sum(memoryview(frame).nbytes for frame in out)
+        return Fetched(header), out
+
+    async def _take(self, call: TakeRows, frames: Frames) -> Verdicts:
+        await self._open(call.wait_s)
+        rows = call.rows
+        if not len(rows) == len(set(rows)) == len(call.tokens) == len(call.tags):
+            about = f"{len(call.tokens)} counts, {len(call.tags)} sets of tags"
+            raise ProtocolError(f"{len(rows)} rows, of which {len(set(rows))} differ, came with {about}")
+        blob = await self._store_new(call, frames, rows=len(rows), partial=call.partial)
+        entry = MovedRows(call.home, call.ticket, call.rows, blob.cells, call.partial, call.tokens, call.tags)
+        return Verdicts((await self._session.submit(entry, blob, outputs=call.outputs).decided()).ok)
+
+    def _columns(self, header: BatchHeader, frames: Frames, *, rows: int) -> dict[str, Jagged]:
+        """Read the columns of a put; there may be none at all."""
+        if not header.columns and not frames:
+            return {}
+        if header.rows != rows:
+            raise ProtocolError(f"{rows} rows came with columns of {header.rows}")
+        return decode_batch(header, frames, max_bytes=_MOST)
+
+    async def _store_new(
+        self, call: PutRows | TakeRows, frames: Frames, *, rows: int, partial: Sequence[str] = ()
+    ) -> Blob:
+        if rows > MOST_ROWS:
+            raise Refused(
+                f"{rows} rows came in one put", where="storage unit", hint=f"Put at most {MOST_ROWS} at a time"
+            )
+        columns = self._columns(call.header, frames, rows=rows)
+        if not set(partial) <= columns.keys():
+            raise ProtocolError(f"the unfinished columns {partial} are not among {sorted(columns)}")
+        blob = await self.holdings.store_new(
+            columns, rows=rows, outputs=call.outputs, partial=partial, producer=call.producer, timeout=call.wait_s
+        )
+        self.put_bytes += blob.size
+        return blob
+
+    def _lost(self, rows: list[int]) -> None:
+        self._session.lose(rows)

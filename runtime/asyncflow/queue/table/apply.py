@@ -1,0 +1,536 @@
+"""The durable state of a queue, and what each event does to it.
+
+Commands (``rows``, ``leases``, ``training``, ``moves``) decide events and ``record`` them; recovery replays them. Both
+go through ``apply``, so a restarted controller knows what the old one knew, but for the volatile fields, which units
+tell.
+
+Invariants: nothing durable changes except in ``apply``; ``apply`` of an event that was recorded never fails; it uses no
+volatile field; every type of event has one function.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count, repeat
+from typing import Any, Final, TypeAlias
+
+from asyncflow.errors import LedgerCorrupt, Refused
+from asyncflow.flow.schedule import VersionWindow
+from asyncflow.identity import home
+from asyncflow.queue.ledger import events as ev
+from asyncflow.queue.protocol.messages import FILTERED, Purpose, StepTotals
+from asyncflow.queue.table.partition import Decision, Partition, Step
+from asyncflow.queue.table.ready import TaskQueue
+from asyncflow.queue.table.state import (
+    IDLE,
+    NO_SIZES,
+    NO_TAGS,
+    NO_WORK,
+    STATES,
+    Finished,
+    Lease,
+    LeaseTable,
+    Row,
+    RowGroup,
+    RowState,
+    TaskWork,
+    new_row,
+)
+
+Apply: TypeAlias = Callable[["QueueState", Any], None]
+"""The function of one type of event."""
+
+
+class QueueState:
+    """Partitions, leases, units and rows.
+
+    rows: those that have bytes, by id; units: those there, by index; leaving: epochs of those that shall leave; outbox:
+    events to be written; frees: rows whose bytes are not needed any more; touched: partitions whose indexes or gang may
+    have changed since it was last emptied; now: clock of ``Row.since``; index: of the controller whose state this is;
+    observer: told of each event before it is applied, for controllers that follow.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.partitions: dict[str, Partition] = {}
+        self.leases = LeaseTable()
+        self.units: dict[int, ev.UnitJoined] = {}
+        self.leaving: set[int] = set()
+        self.rows: dict[int, Row] = {}
+        self.outbox: list[ev.Event] = []
+        self.frees: list[Row] = []
+        self.touched: set[str] = set()
+        self.now = 0.0
+        self.index = 0
+        self.observer: Callable[[ev.Event], None] | None = None
+
+    def record(self, event: ev.Event) -> None:
+        """Apply ``event``, and have it written."""
+        if self.observer is not None:
+            self.observer(event)
+        self.apply(event)
+        self.outbox.append(event)
+
+    def apply(self, event: ev.Event) -> None:
+        """Apply ``event``. LedgerCorrupt where it cannot have followed what happened before."""
+        try:
+            APPLY[type(event)](self, event)
+        except (KeyError, IndexError, ValueError) as error:
+            raise LedgerCorrupt(f"{event} does not follow from what went before: {error!r}") from error
+
+    def replay(self, events: Iterable[ev.Event]) -> None:
+        """Apply the ``events`` of a ledger, with the garbage collector paused, as none of it is garbage.
+
+        Afterwards the collector is as before: it is the whole process's.
+        """
+        rests = not gc.isenabled()
+        gc.disable()
+        try:
+            for event in events:
+                self.apply(event)
+        finally:
+            if not rests:
+                gc.enable()
+
+    def partition(self, name: str) -> Partition:
+        """Return the partition, which exists from now on."""
+        if name not in self.partitions:
+            self.partitions[name] = Partition(name)
+        self.touched.add(name)
+        return self.partitions[name]
+
+    def check_schema(self, partition: Partition, dtypes: Mapping[str, str]) -> None:
+        """Have new columns hold these dtypes from now on. Refused where a known one holds another."""
+        known = partition.schema
+        if dtypes.items() <= known.items():
+            return
+        for name, dtype in dtypes.items():
+            if known.get(name, dtype) != dtype:
+                hint = "A column has one dtype in a partition"
+                raise Refused(f"column {name} holds {known[name]}, not {dtype}", where=partition.name, hint=hint)
+        for name in sorted(dtypes.keys() - known.keys()):
+            self.record(ev.Typed(partition.name, name, dtypes[name]))
+
+    def lose(self, rows: Iterable[Row]) -> None:
+        """Note that rows have lost their bytes, and end their leases: they are wanted, once they are not bound."""
+        groups: dict[RowGroup, None] = {}
+        for row in rows:
+            del self.rows[row.row]
+            groups[row.group] = None
+            partition = self.partition(row.group.partition)
+            row.absent(partition.bare)
+            self.let_go(row)
+            if row.state is RowState.BOUND:
+                row.lost = True
+                continue
+            partition.move(row, RowState.WANTED)
+        for group in groups:
+            self.partition(group.partition).refresh(group)
+
+    def let_go(self, row: Row) -> None:
+        """End every lease on ``row``."""
+        if not row.work:
+            return
+        queues = self.partitions[row.group.partition].queues
+        for task, work in row.work.items():
+            if work.lease:
+                self.leases.release(work.lease, [row.row])
+                self.advance(queues[task], [row], lambda work: TaskWork(work.attempt, 0, work.done, work.holder))
+                queues[task].leased -= 1
+
+    def advance(self, queue: TaskQueue, rows: Iterable[Row], step: Callable[[TaskWork], TaskWork]) -> None:
+        """Replace how far the task of ``queue`` has come with ``rows``, as ``step`` says; equals share the result."""
+        task, live, busy = queue.spec.name, RowState.LIVE, 0
+        made: dict[int, tuple[Mapping[str, TaskWork], Mapping[str, TaskWork], int]] = {}
+        known: Mapping[str, TaskWork] | None = None
+        for row in rows:
+            if row.work is not known:
+                known = row.work
+                found = made.get(id(known))
+                if found is None:
+                    old = known.get(task, IDLE)
+                    new = step(old)
+                    change = bool(new.lease or new.done) - bool(old.lease or old.done)
+                    made[id(known)] = found = (known, {**known, task: new}, change)
+                _, after, change = found
+            row.work = after
+            if change and row.state is live:
+                busy += change
+        queue.busy += busy
+
+    def add_rows(
+        self,
+        partition: Partition,
+        numbers: range,
+        places: Iterator[tuple[RowGroup, int]],
+        *,
+        stand: RowState = RowState.LIVE,
+        work: Mapping[str, TaskWork] = NO_WORK,
+        moved: int = 0,
+        lost: bool = False,
+    ) -> None:
+        """Make rows with these ids at the next ``places`` of their groups, alike in everything else."""
+        bare, now = partition.bare, self.now
+        rows = [
+            Row(group, sample, number, stand, bare, now, work, NO_SIZES, NO_TAGS, (), 0, moved, lost)
+            for number, (group, sample) in zip(numbers, places, strict=False)
+        ]
+        for row in rows:
+            row.group.rows.append(row)
+        if stand is RowState.WANTED:
+            partition.wanted.update(dict.fromkeys(rows))
+            partition.revision += len(rows)
+        if not stand.final:
+            partition.counts[stand] += len(rows)
+        if stand is RowState.LIVE:
+            if not lost:
+                self.rows.update(zip(numbers, rows, strict=True))
+            for task, did in work.items():
+                partition.queues[task].busy += len(rows) * bool(did.done)
+
+    def enter(self, partition: Partition, group: RowGroup, sample: int, number: int) -> None:
+        """Add a new row to a group, in place of the wanted one if there is one."""
+        self.rows[number] = row = new_row(group, sample, number, RowState.LIVE, partition.bare, self.now)
+        partition.enter(row)
+
+    def end_rows(self, number: int, numbers: list[int], *, done: bool) -> tuple[TaskQueue, list[Row]]:
+        """Take rows out of their lease, completed or not; return the task's queue, and the rows."""
+        lease = self.leases.get(number)
+        if lease is None:
+            raise ValueError(f"lease {number:x} is not in force")
+        queue = self.partition(lease.partition).queues[lease.task]
+        rows = list(map(self.rows.__getitem__, numbers))
+        ended, holder = (number, lease.holder) if done else (0, "")
+        self.advance(queue, rows, lambda work: TaskWork(work.attempt + (not done), 0, ended, holder))
+        queue.leased -= len(rows)
+        self.leases.release(number, numbers, done=done)
+        return queue, rows
+
+    def clear(self, partition: Partition, rows: Iterable[Row]) -> None:
+        """Forget open rows."""
+        self.finish(rows, RowState.CLEARED)
+        partition.cleared += partition.counts.pop(RowState.CLEARED, 0)
+
+    def finish(self, rows: Iterable[Row], stand: RowState) -> None:
+        """End rows: free their bytes and their leases."""
+        groups: dict[RowGroup, None] = {}
+        for row in rows:
+            self.let_go(row)
+            if self.rows.pop(row.row, None) is not None:
+                self.frees.append(row)
+            partition = self.partition(row.group.partition)
+            partition.move(row, stand)
+            partition.unname(row)
+            groups[row.group] = None
+        for group in groups:
+            self.partition(group.partition).settle(group)
+
+
+def _started(state: QueueState, event: ev.ControllerStarted) -> None:
+    state.epoch = event.epoch
+
+
+def _unit_joined(state: QueueState, event: ev.UnitJoined) -> None:
+    state.epoch = event.epoch
+    state.units[event.unit] = event
+
+
+def _unit_lost(state: QueueState, event: ev.UnitLost) -> None:
+    if (unit := state.units.get(event.unit)) and unit.epoch == event.epoch:
+        del state.units[event.unit]
+    state.leaving.discard(event.epoch)
+    gone = home(event.epoch, event.unit)
+    state.lose([row for row in state.rows.values() if row.location == gone])
+
+
+def _unit_leaving(state: QueueState, event: ev.UnitLeaving) -> None:
+    state.leaving.add(event.epoch)
+
+
+def _moved(state: QueueState, event: ev.Moved) -> None:
+    for number in event.rows:
+        state.rows[number].moved = event.location
+
+
+def _rows_gone(state: QueueState, event: ev.RowsGone) -> None:
+    state.lose([state.rows[row] for row in event.rows])
+
+
+def _declared(state: QueueState, event: ev.Declared) -> None:
+    partition = state.partition(event.spec.partition)
+    if event.controller == state.index:
+        partition.declare(event.spec)
+    else:
+        partition.elsewhere[event.spec.name] = event
+
+
+def _typed(state: QueueState, event: ev.Typed) -> None:
+    state.partition(event.partition).schema[event.column] = event.dtype
+
+
+def _rows_put(state: QueueState, event: ev.RowsPut) -> None:
+    """Make groups, or the wanted rows of those that are there."""
+    partition, size = state.partition(event.partition), event.size
+    partition.purpose = event.purpose
+    partition.used.add(event.serial, event.groups, living=partition.groups)
+    serials, window = range(event.serial, event.serial + event.groups), VersionWindow(event.oldest, event.newest)
+    if partition.groups.keys().isdisjoint(serials):
+        places = partition.add_groups(event.purpose, serials, size=size, step=event.step, window=window)
+        state.add_rows(partition, range(event.row, event.row + event.groups * size), places)
+        return
+    for number, serial in zip(count(event.row, size), serials, strict=False):
+        group = partition.groups.get(serial)
+        if group is None:
+            one = range(serial, serial + 1)
+            places = partition.add_groups(event.purpose, one, size=size, step=event.step, window=window)
+            state.add_rows(partition, range(number, number + size), places)
+        elif group.size != size:
+            raise ValueError(f"the group {serial} has {group.size} rows, not {size}")
+        else:
+            for sample in [row.sample for row in group.rows if row.state is RowState.WANTED]:
+                state.enter(partition, group, sample, number + sample)
+
+
+def _leased(state: QueueState, event: ev.Leased) -> None:
+    queue = state.partition(event.partition).queues[event.task]
+    held = dict.fromkeys(event.rows)
+    lease = Lease(event.lease, event.partition, event.task, event.worker, event.ticket, held, whole=event.whole)
+    state.leases.add(lease)
+    rows = list(map(state.rows.__getitem__, event.rows))
+    state.advance(queue, rows, lambda work: TaskWork(work.attempt, event.lease, work.done, work.holder))
+    queue.taken(rows)
+    queue.leased += len(held)
+
+
+def _completed(state: QueueState, event: ev.Completed) -> None:
+    queue, rows = state.end_rows(event.lease, event.rows, done=True)
+    if queue.spec.clears and rows and rows[0].group.purpose == "open":
+        state.clear(state.partition(rows[0].group.partition), rows)
+    elif queue.by_group:
+        for group in dict.fromkeys([row.group for row in rows]):
+            queue.refresh(group)
+
+
+def _returned(state: QueueState, event: ev.Returned) -> None:
+    queue, rows = state.end_rows(event.lease, event.rows, done=False)
+    queue.freed(rows)
+    state.partition(queue.spec.partition).returned += len(rows)
+
+
+def _dropped(state: QueueState, event: ev.RowsDropped) -> None:
+    stand = RowState.FILTERED if event.reason.startswith(FILTERED) else RowState.DROPPED
+    state.finish([state.rows[row] for row in event.rows], stand)
+
+
+def _cleared(state: QueueState, event: ev.Cleared) -> None:
+    old = state.partition(event.partition)
+    rows = [row for group in old.groups.values() for row in group.rows]
+    works = {id(row.work): row.work for row in rows}
+    for lease in {work.lease for of in works.values() for work in of.values()}:
+        state.leases.cancel(lease)
+    state.frees += filter(None, map(state.rows.pop, [row.row for row in rows], repeat(None)))
+    for group in old.groups.values():
+        group.rows = []
+    state.partitions[event.partition] = old.emptied()
+
+
+def _closed(state: QueueState, event: ev.Closed) -> None:
+    state.partition(event.partition).closed = event.step
+
+
+def _taken_over(state: QueueState, event: ev.TakenOver) -> None:
+    state.partition(event.partition).creator = event.attempt
+
+
+def _opened(state: QueueState, event: ev.Opened) -> None:
+    step = state.partition(event.partition).gang.step(event.step)
+    step.groups, step.size = event.groups, event.size
+
+
+def _began(state: QueueState, event: ev.Began) -> None:
+    partition = state.partition(event.partition)
+    gang = partition.gang
+    partition.attempts.add(event.attempt)
+    _commit(state, partition, event.step)
+    for step in gang.steps.values():
+        _unstage(partition, step)
+    if gang.committed > event.step:
+        _uncommit(state, partition, event.step)
+    gang.attempt, gang.theta, gang.world = event.attempt, event.step, event.world
+    gang.committed = event.step
+
+
+def _unstage(partition: Partition, step: Step) -> None:
+    for group in step.reset():
+        for row in group.rows:
+            if row.state is RowState.BOUND:
+                partition.move(row, RowState.WANTED if row.lost else RowState.LIVE)
+        partition.refresh(group)
+
+
+def _uncommit(state: QueueState, partition: Partition, theta: int) -> None:
+    again = [(s, f) for s, f in partition.finished.items() if f.step > theta and "t" in f.outcome]
+    for serial, finished in sorted(again):
+        del partition.finished[serial]
+        letters = finished.outcome
+        assert partition.purpose is not None
+        group = RowGroup(partition.name, partition.purpose, serial, len(letters), finished.step, finished.window)
+        partition.groups[serial] = group
+        for sample, letter in enumerate(letters):
+            stand = STATES[letter]
+            partition.counts[stand] -= 1
+            stand = RowState.WANTED if stand is RowState.TRAINED else stand
+            partition.enter(new_row(group, sample, 0, stand, partition.bare, state.now))
+
+
+def _slotted(state: QueueState, event: ev.SlotDecided) -> None:
+    partition = state.partition(event.partition)
+    step = partition.gang.step(event.step)
+    begun = {serial: partition.groups[serial] for serial in event.bound}
+    rows = [row for group in begun.values() for row in group.rows if row.state is RowState.LIVE]
+    partition.bind(rows)
+    step.bound.update(begun)
+    step.carry.update({row.row: row for row in rows})
+    ranks = [list(map(step.carry.pop, rank)) for rank in event.ranks]
+    totals = StepTotals(groups=event.groups, samples=event.samples, response_tokens=event.response_tokens)
+    step.slots.append(Decision(ranks, event.last, totals))
+
+
+def _rank_done(state: QueueState, event: ev.RankDone) -> None:
+    state.partition(event.partition).gang.step(event.step).ranks_done.add(event.rank)
+
+
+def _committed(state: QueueState, event: ev.Committed) -> None:
+    _commit(state, state.partition(event.partition), event.step)
+
+
+def _commit(state: QueueState, partition: Partition, upto: int) -> None:
+    gang = partition.gang
+    for number in sorted(number for number in gang.steps if gang.committed < number <= upto):
+        rows = [row for group in gang.steps[number].reset() for row in group.rows if row.state is RowState.BOUND]
+        state.finish(rows, RowState.TRAINED)
+    gang.committed = max(gang.committed, upto)
+
+
+def _numbered(state: QueueState, event: ev.Numbered) -> None:
+    partition = state.partition(event.partition)
+    partition.purpose = "open"
+    partition.used.name(event.client, event.number)
+
+
+def _rows_cleared(state: QueueState, event: ev.RowsCleared) -> None:
+    partition = state.partition(event.partition)
+    lost = {row.row: row for row in partition.wanted}
+    state.clear(partition, [state.rows.get(number) or lost[number] for number in event.rows])
+
+
+def _reset(state: QueueState, event: ev.TaskReset) -> None:
+    partition = state.partition(event.partition)
+    queue = partition.queues[event.task]
+    for group in partition.groups.values():
+        for row in group.rows:
+            work = row.work.get(event.task, IDLE)
+            if row.state is not RowState.LIVE or not (work.lease or work.done):
+                continue
+            if work.lease:
+                state.leases.release(work.lease, [row.row])
+                queue.leased -= 1
+            state.advance(queue, [row], lambda work: TaskWork(work.attempt + 1))
+        queue.refresh(group)
+    partition.resets += event.rows
+
+
+def _expected(state: QueueState, event: ev.Expected) -> None:
+    state.partition(event.partition).expected = event.total
+
+
+def _peeked(state: QueueState, event: ev.Peeked) -> None:
+    state.partition(event.partition).peeked += event.rows
+
+
+def _restore_head(state: QueueState, head: ev.SnapshotHead) -> None:
+    state.epoch, state.leaving = head.epoch, set(head.leaving)
+    state.units = {unit.unit: unit for unit in head.units}
+    for lease in head.completed:
+        state.leases.remember(lease)
+
+
+def _restore_partition(state: QueueState, record: ev.SnapshotPartition) -> None:
+    if record.name in state.partitions:
+        raise ValueError(f"the partition {record.name} is there")
+    partition = state.partition(record.name)
+    gang = partition.gang
+    for task in record.tasks:
+        state.apply(task)
+    partition.purpose, partition.schema = record.purpose, dict(record.schema)
+    partition.creator, partition.expected, partition.closed = record.creator, record.expected, record.closed
+    partition.resets, partition.peeked, partition.returned = record.resets, record.peeked, record.returned
+    partition.cleared, partition.forgotten = record.cleared, record.forgotten
+    partition.counts[RowState.TRAINED] = record.trained
+    partition.counts[RowState.FILTERED] = record.filtered
+    partition.counts[RowState.DROPPED] = record.dropped
+    partition.attempts = set(record.attempts)
+    gang.attempt, gang.theta, gang.world, gang.committed = record.attempt, record.theta, record.world, record.committed
+
+
+def _restore_rows(state: QueueState, record: ev.SnapshotRows) -> None:
+    partition = state.partition(record.partition)
+    if partition.purpose is None:
+        raise ValueError(f"the partition {record.partition} has no purpose")
+    for first, groups, step, oldest, newest, outcome in record.finished:
+        finished = Finished(step, VersionWindow(oldest, newest), outcome)
+        if not STATES.keys() >= set(outcome):
+            raise ValueError(f"{outcome} is no outcome")
+        partition.keep(range(first, first + groups), finished)
+    for run in record.groups:
+        _restore_groups(state, partition, partition.purpose, run)
+    for name, number, spans in record.clients:
+        partition.used.restore(name, number, spans)
+
+
+def _restore_groups(state: QueueState, partition: Partition, purpose: Purpose, run: ev.GroupRun) -> None:
+    serials = range(run.serial, run.serial + run.count)
+    if sum(rows.count for rows in run.rows) != run.count * run.size:
+        raise ValueError(f"the groups from {run.serial} on have too many rows or too few")
+    if not partition.groups.keys().isdisjoint(serials):
+        raise ValueError(f"groups from {run.serial} on are there")
+    window = VersionWindow(run.oldest, run.newest)
+    places = partition.add_groups(purpose, serials, size=run.size, step=run.step, window=window)
+    for rows in run.rows:
+        work = {task: TaskWork(attempt, 0, done, holder) for task, attempt, done, holder in rows.works} or NO_WORK
+        numbers, stand = range(rows.row, rows.row + rows.count), RowState(rows.state)
+        state.add_rows(partition, numbers, places, stand=stand, work=work, moved=rows.moved, lost=rows.lost)
+
+
+APPLY: Final[dict[type, Apply]] = {
+    ev.ControllerStarted: _started,
+    ev.UnitJoined: _unit_joined,
+    ev.UnitLost: _unit_lost,
+    ev.RowsGone: _rows_gone,
+    ev.UnitLeaving: _unit_leaving,
+    ev.Moved: _moved,
+    ev.Declared: _declared,
+    ev.Typed: _typed,
+    ev.RowsPut: _rows_put,
+    ev.Leased: _leased,
+    ev.Completed: _completed,
+    ev.Returned: _returned,
+    ev.RowsDropped: _dropped,
+    ev.Cleared: _cleared,
+    ev.Closed: _closed,
+    ev.TakenOver: _taken_over,
+    ev.Opened: _opened,
+    ev.Began: _began,
+    ev.SlotDecided: _slotted,
+    ev.RankDone: _rank_done,
+    ev.Committed: _committed,
+    ev.Numbered: _numbered,
+    ev.RowsCleared: _rows_cleared,
+    ev.TaskReset: _reset,
+    ev.Expected: _expected,
+    ev.Peeked: _peeked,
+    ev.SnapshotHead: _restore_head,
+    ev.SnapshotPartition: _restore_partition,
+    ev.SnapshotRows: _restore_rows,
+}

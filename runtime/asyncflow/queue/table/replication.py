@@ -1,0 +1,324 @@
+"""Rows of the first controller in the state of others: the changes that it tells them, and snapshots.
+
+Events of the ledger are told as they are, but for those that concern leases alone; what a unit told of cells, which no
+ledger has, is ``CellsChanged`` and ``RowsHeld``. A place in the feed is a number that counts on. Items are kept,
+encoded, until all followers have read them, as long as there is room for them; who is too far behind takes a snapshot,
+restores it into a state of its own, a draft, and ``install``s that with the leases and the work of its own tasks.
+
+Invariants: what is between two places is all that happened to rows between them, in order; a snapshot, and what came
+after its position, give the rows of now; memory is bounded by ``limit`` and by one list of rows for each follower that
+takes a snapshot. Rows come and end by what was told alone; what a task has done with a row that is still there survives
+every snapshot; a lease holds no row that is gone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import TypeAlias
+
+import msgspec
+from msgspec import Raw, Struct
+
+from asyncflow.errors import LedgerCorrupt, ProtocolError, Refused, StaleHandle
+from asyncflow.net.batches import weighed_batches
+from asyncflow.net.frames import Buffer
+from asyncflow.net.rpc.wire import MALFORMED
+from asyncflow.queue.ledger import events as ev
+from asyncflow.queue.protocol.calls import AskPart, Feed, Follow, Part
+from asyncflow.queue.protocol.messages import Tag
+from asyncflow.queue.protocol.unit_calls import MOST_ROWS, Cells, Entry, Held, MovedRows, NewCells, NewRows, chosen
+from asyncflow.queue.table.apply import QueueState
+from asyncflow.queue.table.partition import Partition
+from asyncflow.queue.table.snapshot import snapshot_rows
+from asyncflow.queue.table.state import Row, Shape, by_row
+
+SILENT = (
+    ev.ControllerStarted,
+    ev.UnitJoined,
+    ev.UnitLeaving,
+    ev.Leased,
+    ev.Completed,
+    ev.Returned,
+    ev.TaskReset,
+    ev.Peeked,
+)
+"""Events that say nothing of rows; but a completion that clears does."""
+
+
+class CellsChanged(Struct, frozen=True, array_like=True, tag="gain"):
+    """Rows got columns and tags. tokens: of each row's prompt, or none; partial: they were given back unfinished."""
+
+    rows: list[int]
+    cells: Cells
+    tags: list[dict[str, Tag]]
+    tokens: list[int]
+    partial: bool
+
+
+class RowsHeld(Struct, frozen=True, array_like=True, tag="held"):
+    """Rows as their unit holds them."""
+
+    held: list[Held]
+
+
+Change: TypeAlias = ev.Event | CellsChanged | RowsHeld
+
+encode = msgspec.msgpack.Encoder().encode
+_decode: Callable[[Buffer], Change] = msgspec.msgpack.Decoder(Change).decode
+
+
+def decode(encoded: Buffer) -> Change:
+    """Return the item that ``encode`` was given. LedgerCorrupt for anything else."""
+    try:
+        return _decode(encoded)
+    except MALFORMED as wrong:
+        raise LedgerCorrupt(f"what was told of rows is none: {wrong}", where="feed") from wrong
+
+
+def change_of(state: QueueState, event: ev.Event) -> ev.Event | None:
+    """Return the event that replicas are told for ``event``, before it is applied; None for nothing."""
+    if isinstance(event, ev.Completed):
+        lease = state.leases.get(event.lease)
+        if lease is None:
+            return None
+        partition = state.partitions[lease.partition]
+        clears = partition.queues[lease.task].spec.clears and partition.purpose == "open"
+        return ev.RowsCleared(lease.partition, event.rows) if clears else None
+    return None if isinstance(event, SILENT) else event
+
+
+def cells_changed(entry: Entry, ok: list[bool]) -> CellsChanged:
+    """Return the change of the cells of an entry of which those rows that are ``ok`` were admitted."""
+    rows = entry.rows
+    mine = [index for index, admitted in enumerate(ok) if admitted]
+    tags = [entry.tags[i] for i in mine] if entry.tags else []
+    told = entry.samples.tokens if isinstance(entry, NewRows) and entry.samples is not None else []
+    tokens = [told[i] for i in mine] if told else []
+    part = chosen(entry.cells, len(rows), mine)
+    partial = isinstance(entry, NewCells) and bool(entry.reason)
+    return CellsChanged([rows[i] for i in mine], part, tags if any(tags) else [], tokens, partial)
+
+
+FEED = "\0feed"
+"""Stands in ``QueueState.touched`` where a partition does: the feed has something new, or may have after the others."""
+
+_LIMIT = 64 << 20
+_MOST = 4 << 20
+_ROWS = 5_000
+
+
+@dataclass
+class _Snapshot:
+    """A snapshot on its way to a replica: records, taken at once, and rows, whose cells are read part by part."""
+
+    position: int
+    records: list[list[bytes]]
+    rows: list[int]
+
+    @property
+    def parts(self) -> int:
+        return len(self.records) + -(-len(self.rows) // _ROWS)
+
+
+class ChangeFeed:
+    """The changes of a primary's rows, for its replicas. limit: bytes of items that are kept."""
+
+    def __init__(self, state: QueueState, *, shards: Iterable[int], limit: int = _LIMIT) -> None:
+        self._state = state
+        self._limit = limit
+        self._items: deque[bytes] = deque()
+        self._bytes = 0
+        self._snapshots: dict[int, _Snapshot] = {}
+        self._read = dict.fromkeys(shards, 0)
+        self.home = 0
+        self.position = 0
+
+    def start(self) -> None:
+        """Begin to tell, in the present epoch."""
+        self.home = self._state.epoch
+        self._state.observer = self.happens
+
+    def happens(self, event: ev.Event) -> None:
+        """Tell of an event that is about to happen."""
+        if (told := change_of(self._state, event)) is not None:
+            self._add(told)
+
+    def admitted(self, entry: Entry, ok: list[bool]) -> None:
+        """Tell of the cells of an entry on which these are the verdicts."""
+        if isinstance(entry, MovedRows):
+            came = [number for number, here in zip(entry.rows, ok, strict=False) if here]
+            rows = [row for number in came if (row := self._state.rows.get(number)) is not None and row.here]
+            self.held(map(_held, rows))
+        elif any(ok):
+            self._add(cells_changed(entry, ok))
+
+    def held(self, held: Iterable[Held]) -> None:
+        """Tell of rows as a unit that came back holds them."""
+        if here := [told for told in held if told.row in self._state.rows]:
+            self._add(RowsHeld(here))
+
+    def _add(self, item: Change) -> None:
+        encoded = encode(item)
+        self._items.append(encoded)
+        self._bytes += len(encoded)
+        self.position += 1
+        while self._bytes > self._limit:
+            self._bytes -= len(self._items.popleft())
+        self._state.touched.add(FEED)
+
+    def _note(self, shard: int, position: int) -> None:
+        """Note that a replica knows the items before ``position``; forget those that all know."""
+        self._read[shard] = position
+        known = min(self._read.values())
+        while self._items and self.position - len(self._items) < known:
+            self._bytes -= len(self._items.popleft())
+
+    def answer(self, follow: Follow) -> Feed | None:
+        """Return what comes after a place, or how to take a snapshot; None where nothing came yet.
+
+        Raises Refused for a replica that there is not.
+        """
+        if follow.shard not in self._read:
+            what = f"there is no controller {follow.shard}"
+            raise Refused(what, where="controller", hint="Start as many as spec.transferQueue.controllers says")
+        first = self.position - len(self._items)
+        if not follow.home or follow.home != self.home or not first <= follow.position <= self.position:
+            return self._begin(follow.shard)
+        self._snapshots.pop(follow.shard, None)
+        self._note(follow.shard, follow.position)
+        first = self.position - len(self._items)
+        if follow.position == self.position:
+            return None
+        items = list(_within(_MOST, islice(self._items, follow.position - first, None)))
+        return Feed(self.home, follow.position + len(items), items)
+
+    def _begin(self, shard: int) -> Feed:
+        records = list(weighed_batches(map(encode, snapshot_rows(self._state)), len, heaviest=_MOST))
+        made = _Snapshot(self.position, records, list(self._state.rows))
+        self._snapshots[shard] = made
+        self._note(shard, made.position)
+        return Feed(self.home, made.position, [], parts=made.parts)
+
+    def part(self, ask: AskPart) -> Part:
+        """Return a part of a snapshot. StaleHandle where it is not there any more."""
+        made = self._snapshots.get(ask.shard)
+        if made is None or made.position != ask.position:
+            raise StaleHandle("there is no such snapshot", where="controller", hint="Follow again")
+        if ask.part < len(made.records):
+            return Part([Raw(record) for record in made.records[ask.part]])
+        start = (ask.part - len(made.records)) * _ROWS
+        rows = (self._state.rows.get(number) for number in made.rows[start : start + _ROWS])
+        held = [_held(row) for row in rows if row is not None and row.here]
+        return Part([Raw(encode(RowsHeld(held)))])
+
+
+def _within(most: int, items: Iterable[bytes]) -> Iterator[Raw]:
+    """Yield the first items, of at most so many bytes in all, but one at least."""
+    size = 0
+    for item in items:
+        size += len(item)
+        if size > most and size > len(item):
+            return
+        yield Raw(item)
+
+
+def _held(row: Row) -> Held:
+    return Held(row=row.row, columns=row.columns, partial=dict(row.partial), tokens=row.tokens, tags=row.tags)
+
+
+def draft_of(state: QueueState) -> QueueState:
+    """Return empty state of the same controller."""
+    draft = QueueState()
+    draft.index, draft.epoch = state.index, state.epoch
+    return draft
+
+
+def take(state: QueueState, item: Change) -> None:
+    """Apply a change. LedgerCorrupt where it does not follow from the changes before, or is too much."""
+    if isinstance(item, CellsChanged):
+        try:
+            gain(state, item)
+        except (ProtocolError, IndexError, ValueError) as wrong:
+            raise LedgerCorrupt(f"what was told of columns does not fit its rows: {wrong!r}", where="feed") from wrong
+    elif isinstance(item, RowsHeld):
+        for held in item.held:
+            if (row := state.rows.get(held.row)) is not None:
+                _add(state, row, held.columns, held.partial)
+                row.tokens, row.tags = held.tokens, {**row.tags, **held.tags}
+    elif not 0 < _stands_for(item) <= MOST_ROWS:
+        raise LedgerCorrupt(f"{type(item).__name__} stands for no rows, or more than {MOST_ROWS}", where="feed")
+    else:
+        state.record(item)
+
+
+def _stands_for(event: ev.Event) -> int:
+    """Return how many rows, or outcomes, are made of an event that does not list them; 1 of any other."""
+    if isinstance(event, ev.RowsPut):
+        return event.groups * event.size if event.size > 0 else 0
+    if isinstance(event, ev.SnapshotRows):
+        rows = sum(run.count * run.size for run in event.groups)
+        return rows + sum(count for _, count, *_ in event.finished) or 1
+    return 1
+
+
+def gain(state: QueueState, item: CellsChanged) -> None:
+    """Add columns and tags to those of the rows that are there."""
+    rows = item.rows
+    names, sizes = by_row(item.cells, len(rows))
+    changed: dict[str, list[tuple[Row, Shape]]] = {}
+    for index, number in enumerate(rows):
+        row = state.rows.get(number)
+        if row is None:
+            continue
+        if item.partial:
+            fresh = zip(names, sizes[index], strict=True)
+            row.partial = {**row.partial, **{name: size for name, size in fresh if name not in row.shape.has}}
+            continue
+        if item.tags and item.tags[index]:
+            row.tags = {**row.tags, **item.tags[index]}
+        if item.tokens:
+            row.tokens = item.tokens[index]
+        changed.setdefault(row.group.partition, []).append((row, row.shape))
+        row.present(names, sizes[index])
+    for name, pairs in changed.items():
+        state.partition(name).gained(pairs)
+
+
+def _add(state: QueueState, row: Row, columns: Mapping[str, int], partial: Mapping[str, int]) -> None:
+    """Add columns that the row has not got yet."""
+    before = row.shape
+    fresh = {name: size for name, size in columns.items() if name not in before.has}
+    row.present(tuple(fresh), tuple(fresh.values()))
+    row.partial = {**row.partial, **{name: size for name, size in partial.items() if name not in row.shape.has}}
+    state.partition(row.group.partition).gained([(row, before)])
+
+
+def install(state: QueueState, draft: QueueState) -> None:
+    """Put the rows of ``draft`` in the place of those in ``state``."""
+    for lease in list(state.leases):
+        if gone := [row for row in lease.rows if row not in draft.rows]:
+            state.leases.release(lease.id, gone)
+    for number, row in draft.rows.items():
+        old = state.rows.get(number)
+        if old is None:
+            continue
+        row.work, row.since = old.work, old.since
+        if old.here:
+            row.tags, row.tokens = {**old.tags, **row.tags}, row.tokens or old.tokens
+            _add(draft, row, old.columns, old.partial)
+    for name, partition in draft.partitions.items():
+        if (before := state.partitions.get(name)) is not None:
+            partition.resets, partition.peeked = before.resets, before.peeked
+            partition.returned = before.returned
+        _take_stock(partition)
+    state.touched |= state.partitions.keys() | draft.partitions.keys()
+    state.partitions, state.rows = draft.partitions, draft.rows
+
+
+def _take_stock(partition: Partition) -> None:
+    """Make the indexes and counts of all tasks anew, from the rows."""
+    for queue in list(partition.queues.values()):
+        partition.declare(queue.spec)

@@ -1,1 +1,0 @@
-"""A storage unit: byte budget, holdings, and its talk with the controller."""

@@ -1,0 +1,132 @@
+"""Reward functions by their name in ``reward.function``: one of the project's, or the user's ``module:function``.
+
+A function is called as ``fn(*, response: str, prompt: str, answer, meta) -> float``: the part of the response that the
+extractor of ``reward.extractor`` takes for the answer, the prompt's question, and the answer and meta of the data
+source (JSON values). A finite number is a reward; an evaluation counts a sample as right where it is at least 1.
+
+Invariants: nothing is imported before ``load``, which only a reward process calls; an extractor is a pure function of
+the response, the same before and after training, and "" means: no answer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncflow.errors import ManifestError
+
+
+class RewardFunction(Protocol):
+    """Function that scores a response."""
+
+    def __call__(self, *, response: str, prompt: str, answer: Any, meta: dict[str, Any]) -> float:
+        """Return the reward, a finite number; may raise anything and take for ever."""
+
+
+BUILT_IN = {
+    "task": "asyncflow.rewards.functions:exact",
+    "gym": "asyncflow.rewards.gym:score",
+    "math_verify": "asyncflow.rewards.math:score",
+}
+"""The functions of the project, by name."""
+
+_USER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def check(function: str, extractor: str, *, workdir: Path) -> None:
+    """Refuse what cannot be loaded, as far as that can be told without running anybody's code.
+
+    workdir: the job's folder, where a user's module is looked for first. Raises ManifestError.
+    """
+    if extractor not in EXTRACTORS:
+        raise ManifestError(
+            f"there is no extractor {extractor!r}", where="reward.extractor", hint=f"one of: {', '.join(EXTRACTORS)}"
+        )
+    if function in BUILT_IN:
+        return
+    if not _USER.fullmatch(function):
+        raise ManifestError(
+            f"{function!r} is no reward function",
+            where="reward.function",
+            hint=f"{', '.join(BUILT_IN)}, or module:function of a module in the job's folder",
+        )
+    package = function.partition(":")[0].partition(".")[0]
+    if PathFinder.find_spec(package, [str(workdir), *sys.path]) is None:
+        raise ManifestError(
+            f"no module {package!r} in {workdir} or among what is installed",
+            where="reward.function",
+            hint="put the file beside the manifest",
+        )
+
+
+def load(function: str, *, workdir: Path) -> RewardFunction:
+    """Import the function.
+
+    Raises ManifestError where there is no such function, or it cannot be called as it will be; an import may raise
+    anything.
+    """
+    if str(workdir) not in sys.path:
+        sys.path.insert(0, str(workdir))
+    module, _, attribute = BUILT_IN.get(function, function).partition(":")
+    found = getattr(importlib.import_module(module), attribute, None)
+    if not callable(found):
+        raise ManifestError(f"module {module!r} has no function {attribute!r}", where="reward.function")
+    if inspect.iscoroutinefunction(found):
+        raise ManifestError(
+            f"{function!r} is an async function, and a reward is computed by calling a plain one",
+            where="reward.function",
+            hint="define it with `def`",
+        )
+    try:
+        inspect.signature(found).bind(response="", prompt="", answer=None, meta={})
+    except TypeError as error:
+        raise ManifestError(
+            f"{function!r} cannot be called with response, prompt, answer and meta by name: {error}",
+            where="reward.function",
+            hint="define it as `def score(*, response, prompt, answer, meta)`",
+        ) from error
+    scorer: RewardFunction = found
+    return scorer
+
+
+def exact(*, response: str, prompt: str, answer: Any, meta: dict[str, Any]) -> float:  # noqa: ARG001
+    """Return 1 where the response is exactly the source's answer, as text, else 0."""
+    return float(response == str(answer).strip())
+
+
+_NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+_BOXED = "\\boxed{"
+
+
+def text(response: str) -> str:
+    """Return the whole response without the white space around it."""
+    return response.strip()
+
+
+def last_number(response: str) -> str:
+    """Return the last decimal number, without thousands separators and plus: "so 1,000 - 1 = +999." gives "999"."""
+    numbers = _NUMBER.findall(response.replace("\N{MINUS SIGN}", "-"))
+    return numbers[-1].replace(",", "").removeprefix("+") if numbers else ""
+
+
+def boxed(response: str) -> str:
+    r"""Return the content of the last ``\boxed{...}`` whose braces close."""
+    start = response.rfind(_BOXED)
+    if start < 0:
+        return ""
+    depth = 1
+    begin = start + len(_BOXED)
+    for place in range(begin, len(response)):
+        depth += {"{": 1, "}": -1}.get(response[place], 0)
+        if depth == 0:
+            return response[begin:place].strip()
+    return ""
+
+
+EXTRACTORS: dict[str, Callable[[str], str]] = {"text": text, "last_number": last_number, "boxed": boxed}

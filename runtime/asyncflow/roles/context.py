@@ -1,0 +1,416 @@
+"""Execution of a role from its command line to its exit status, and the context that it runs in.
+
+A role is an async function that is given a ``ProcessContext``: its place in a job, or in a queue that stands alone. It
+ends when the driver says stop or drain, on SIGTERM or SIGINT, or when it was replaced by a newer incarnation.
+
+What each is ready for, so that roles can be started one after another (``plan.roles.Role.after``): the driver to
+register others, the controller to serve, a storage unit to hold samples, the trainer's ranks to train (the gang has
+met, its first weights are published), a rollout to generate (its first weights are loaded). Nobody's readiness waits
+for a role that starts after it.
+
+Invariants: the address that a process tells others is ``host``, never "all interfaces"; ``/readyz`` says no until the
+process is registered; contexts of a job and of a queue that stands alone differ in what the manifest says, and in
+nothing else; a role's exit status says how it ended (0: done, or told to by the driver; 1: an error that a restart may
+mend; 2: one that it cannot; 3: what it worked on was lost with another process; 128 + n: ended by signal n), and an
+error is logged with its words; the event loop of a role never computes, so that heartbeats go on; a role may open as
+many files and sockets as the hard limit of its process allows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from asyncflow import clock
+from asyncflow.api.durability import LedgerSpec, LimitsSpec
+from asyncflow.api.job import RLJob
+from asyncflow.api.load import Manifest, load
+from asyncflow.api.names import (
+    CLIENT,
+    FOLDER,
+    HOST_ENV,
+    OPERATOR,
+    STORE_PASSWORD_FILE,
+    STORE_PASSWORD_FILE_ENV,
+    STORE_SECRET,
+    TOKEN_FILE_ENV,
+)
+from asyncflow.api.queue import QueueSpec, TransferQueue
+from asyncflow.errors import AsyncFlowError, CheckpointError, Diverged, LedgerCorrupt, ManifestError, RowsLost
+from asyncflow.net.access import Access, worker_name
+from asyncflow.net.hosts import is_loopback
+from asyncflow.net.http import Guard, HttpServer, Ready, ready, role_routes
+from asyncflow.net.membership import Membership
+from asyncflow.net.roster import AGE, Directives, Member, Status
+from asyncflow.net.tls import Credentials
+from asyncflow.plan.roles import DISRUPTED, REFUSED
+from asyncflow.telemetry.logs import setup_logging
+from asyncflow.telemetry.metrics import RoleMetrics
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+_SELDOM = (20_000, 20, 100)
+"""Thresholds of the garbage collector's generations (``gc.set_threshold``)."""
+BEYOND_REPAIR = (ManifestError, CheckpointError, LedgerCorrupt, Diverged)
+"""Errors that the same process would meet again, unless a disk that fails now has caused them."""
+_PASSING = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ETIMEDOUT})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleOptions:
+    """The command line of a role.
+
+    job: the manifest, a job's or a queue's; driver: the address that all dial, the own one of whoever leads; http_port:
+    0 is any, as is control_port, of the driver's control service; http_socket: descriptor of a bound socket to serve it
+    at instead; local_rank: which rank of its replica this process is, None for a replica itself, which is its only rank
+    or starts several.
+    """
+
+    role: str
+    job: Path
+    driver: str
+    index: int
+    attempt: int
+    workdir: Path
+    http_port: int = 0
+    control_port: int = 0
+    http_socket: int | None = None
+    local_rank: int | None = None
+
+
+@dataclass(kw_only=True)
+class ProcessContext(ABC):
+    """One process and its place among the others.
+
+    host: the address that it serves on and that others dial; stopping: set when the process is to end; draining: set
+    when it shall first give back what it has; signal: which signal ends it, 0 for none.
+    """
+
+    options: RoleOptions
+    credentials: Credentials | None = None
+    host: str = LOOPBACK
+    worker: str = ""
+    started: float = field(default_factory=clock.now)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    draining: asyncio.Event = field(default_factory=asyncio.Event)
+    signal: int = 0
+
+    def __post_init__(self) -> None:
+        self.worker = self.worker or worker_name(self.options.role, self.options.index, uuid.uuid4().hex)
+
+    @property
+    @abstractmethod
+    def access(self) -> Access:
+        """Decisions about who may call what of the servers of this process."""
+
+    @property
+    def bind(self) -> str:
+        """Address at which an RPC server of this process listens: any port of the host."""
+        return f"tcp://{self.host}:*"
+
+    @property
+    def insecure(self) -> bool:
+        """Return whether other hosts are served without a certificate."""
+        return self.credentials is None and not is_loopback(self.host)
+
+    @property
+    @abstractmethod
+    def owner(self) -> str:
+        """Name of the job or queue, which nothing else in the cluster has; on one machine, its own name."""
+
+    @property
+    @abstractmethod
+    def queue(self) -> QueueSpec:
+        """Specification of the queue."""
+
+    @property
+    @abstractmethod
+    def ledger(self) -> LedgerSpec:
+        """Specification of the queue's ledger."""
+
+    @property
+    def store_password(self) -> str:
+        """The password of the queue's store, "" for none: that of one that others run, else of the job's own.
+
+        Raises ManifestError where that file cannot be read.
+        """
+        if self.queue.store is None:
+            return self.credentials.secret(STORE_SECRET) if self.credentials is not None else ""
+        return _password_of_file() if self.queue.store.password is not None else ""
+
+    @property
+    @abstractmethod
+    def start_s(self) -> float:
+        """Seconds that this process may take to become ready."""
+
+    def http(self, metrics: RoleMetrics, *, ready: Ready = ready, routes: Iterable[web.RouteDef] = ()) -> HttpServer:
+        """Return the HTTP server of this role, not yet started. routes: those that not every role has."""
+        metrics.insecure.set(self.insecure)
+
+        async def certificate() -> None:
+            if self.credentials is not None:
+                self.credentials.look()
+                metrics.certificate_errors.set(self.credentials.reload_errors)
+
+        metrics.refreshed.append(certificate)
+        common = role_routes(metrics.registry, ready=ready, refreshed=metrics.refreshed)
+        return HttpServer([*common, *routes])
+
+    async def join(
+        self,
+        *,
+        metrics: RoleMetrics,
+        address: str = "",
+        status: Callable[[], Status] = dict,
+        info: dict[str, str | int | float | bool] | None = None,
+        ready: Ready = ready,
+        routes: Iterable[web.RouteDef] = (),
+        directory: str = "",
+    ) -> Membership:
+        """Serve metrics, register with the directory, and obey its directives from now on.
+
+        ready: asked by ``/readyz``, which says no until this process is registered; routes: further ones of this
+        role; directory: its address, by default the one that all dial.
+        """
+        registered = False
+
+        def readiness() -> tuple[bool, str]:
+            return ready() if registered else (False, "the driver has not registered it yet")
+
+        http = self.http(metrics, ready=readiness, routes=routes)
+        given = self.options.http_socket
+        bound = socket.socket(fileno=given) if given is not None else None
+        url = await http.start(self.host, self.options.http_port, bound=bound)
+        member = Member(
+            role=self.options.role,
+            index=self.options.index,
+            incarnation=self.worker,
+            attempt=self.options.attempt,
+            address=address,
+            http=url,
+            info=info or {},
+        )
+
+        def aged_status() -> Status:
+            return {AGE: clock.now() - self.started, **status()}
+
+        membership = Membership(
+            driver=directory or self.options.driver, member=member, credentials=self.credentials, status=aged_status
+        )
+        membership.on_directives.append(self._obey)
+        await membership.join(self.start_s)
+        registered = True
+        return membership
+
+    def _obey(self, directives: Directives) -> None:
+        if directives.drain:
+            self.draining.set()
+        if directives.stop:
+            self.stopping.set()
+
+
+@dataclass(kw_only=True)
+class JobContext(ProcessContext):
+    """Context of a process of a job, whose driver all dial."""
+
+    job: RLJob
+
+    @property
+    def access(self) -> Access:
+        """Decisions for a job, where the ranks of a trainer's replica share a certificate."""
+        return Access(ranks=self.job.spec.trainer.local_ranks)
+
+    def control(self, routes: Iterable[web.RouteDef], *, refused: Callable[[str, str], None]) -> HttpServer | None:
+        """Return the service by which a supervisor or a person directs this process, not yet started.
+
+        None without a certificate: then nobody could know who directs it. refused: see ``Guard``.
+        """
+        if self.credentials is None:
+            return None
+        token = os.environ.get(TOKEN_FILE_ENV)
+        roles, file = (OPERATOR, "driver"), Path(token) if token else None
+        return HttpServer(routes, guard=Guard(self.credentials, roles=roles, token_file=file, refused=refused))
+
+    @property
+    def owner(self) -> str:
+        """The job."""
+        return self.job.partition
+
+    @property
+    def queue(self) -> QueueSpec:
+        """The job's own."""
+        return self.job.spec.transfer_queue
+
+    @property
+    def ledger(self) -> LedgerSpec:
+        """The job's own."""
+        return self.job.spec.storage.ledger
+
+    @property
+    def start_s(self) -> float:
+        """As the job says."""
+        return self.job.spec.limits.start_seconds
+
+
+@dataclass(kw_only=True)
+class QueueContext(ProcessContext):
+    """Context of a process of a queue that stands alone, whose controller all dial."""
+
+    resource: TransferQueue
+
+    @property
+    def access(self) -> Access:
+        """Decisions for a queue that stands alone: this user's other processes on this host are its clients."""
+        return Access(unnamed=CLIENT)
+
+    @property
+    def owner(self) -> str:
+        """The queue."""
+        return self.resource.metadata.uid or self.resource.metadata.name
+
+    @property
+    def queue(self) -> QueueSpec:
+        """The queue itself."""
+        return self.resource.spec
+
+    @property
+    def ledger(self) -> LedgerSpec:
+        """Its ledger."""
+        return self.resource.spec.ledger
+
+    @property
+    def start_s(self) -> float:
+        """Seconds that this process may take to become ready: the default of a job."""
+        return LimitsSpec().start_seconds
+
+
+def job_folder(job: RLJob, options: RoleOptions) -> Path:
+    """Return the folder where the job's relative paths and modules are: that of its manifest, unless the job says."""
+    return Path((job.metadata.annotations or {}).get(FOLDER, options.job.parent))
+
+
+def run_role(
+    serve: Callable[[JobContext], Awaitable[int | None]],
+    options: RoleOptions,
+    *,
+    alone: Callable[[QueueContext], Awaitable[None]] | None = None,
+) -> int:
+    """Run a role to its end and return its exit status, which may be what ``serve`` returns.
+
+    alone: serves in a queue that stands alone, for roles that such a queue has.
+    """
+    setup_logging(options.role, options.index)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    status = 0
+    try:
+        status = asyncio.run(_run(serve, alone, options, load(options.job)))
+    except* AsyncFlowError as group:
+        errors = list(_leaves(group))
+        for error in errors:
+            log.error("%s", error)
+        status = _status(errors)
+    return status
+
+
+@contextlib.contextmanager
+def paused_gc() -> Iterator[None]:
+    """Pause the garbage collector while much is read or made that is no garbage, and exempt that from then on."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def freeze_gc() -> None:
+    """Exempt what is there now from garbage collection, and collect the rest seldom.
+
+    For a role that holds very many small things which refer to one another in no circle: counting lets go of them, and
+    to go through them again and again would find nothing.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_SELDOM)
+
+
+def _status(errors: Sequence[AsyncFlowError]) -> int:
+    """Return the exit status of a role that ended because of ``errors``."""
+    if any(map(_is_final, errors)):
+        return REFUSED
+    return DISRUPTED if any(isinstance(error, RowsLost) for error in errors) else 1
+
+
+async def _run(
+    serve: Callable[[JobContext], Awaitable[int | None]],
+    alone: Callable[[QueueContext], Awaitable[None]] | None,
+    options: RoleOptions,
+    manifest: Manifest,
+) -> int:
+    host = os.environ.get(HOST_ENV, LOOPBACK)
+    common: dict[str, Any] = {"options": options, "credentials": Credentials.of_environment(), "host": host}
+    if isinstance(manifest, RLJob):
+        context = JobContext(job=manifest, **common)
+        return await _serve(context, serve(context))
+    if isinstance(manifest, TransferQueue) and alone is not None:
+        queue_context = QueueContext(resource=manifest, **common)
+        return await _serve(queue_context, alone(queue_context))
+    where, hint = str(options.job), "Give the manifest of an RLJob"
+    raise ManifestError(f"kind = {manifest.kind!r}: it has no {options.role}", where=where, hint=hint)
+
+
+async def _serve(context: ProcessContext, serving: Awaitable[int | None]) -> int:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _end, context, number)
+    log.info("attempt %d, worker %s, pid %d", context.options.attempt, context.worker, os.getpid())
+    status = await serving
+    log.info("ended after %.1f s", clock.now() - context.started)
+    return status or (128 + context.signal if context.signal else 0)
+
+
+def _end(context: ProcessContext, number: int) -> None:
+    log.info("told to end by %s", signal.Signals(number).name)
+    context.signal = number
+    context.draining.set()
+    context.stopping.set()
+
+
+def _is_final(error: AsyncFlowError) -> bool:
+    cause = error.__cause__
+    return isinstance(error, BEYOND_REPAIR) and not (isinstance(cause, OSError) and cause.errno in _PASSING)
+
+
+def _leaves(group: BaseExceptionGroup[AsyncFlowError]) -> Iterator[AsyncFlowError]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+def _password_of_file() -> str:
+    path = Path(os.environ.get(STORE_PASSWORD_FILE_ENV, STORE_PASSWORD_FILE))
+    try:
+        return path.read_text().rstrip("\n")
+    except OSError as error:
+        what, hint = f"the password of the store cannot be read: {error}", f"{STORE_PASSWORD_FILE_ENV} names its file"
+        raise ManifestError(what, where="store.password", hint=hint) from error

@@ -1,0 +1,93 @@
+"""The stores of storage units' bytes: a segment of Mooncake Store or a Redis server (holder), and Mooncake's master.
+
+The master is a program of Mooncake's that knows which holder has which value. Nobody relies on what it knows, because
+the queue's controller is the truth about what exists.
+
+Invariants: a holder offers what the plan says, from when it is ready, and what it holds goes with it; a segment follows
+the master wherever it is started again; when a program ends, its role ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+
+from asyncflow.errors import PeerLost
+from asyncflow.net.membership import Membership
+from asyncflow.plan.queue import held_bytes
+from asyncflow.queue.storage.mooncake import Mooncake
+from asyncflow.queue.storage.servers import Server, start_mooncake_master, start_redis
+from asyncflow.roles.context import ProcessContext, RoleOptions, run_role
+from asyncflow.telemetry.metrics import RoleMetrics
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+
+
+def main(options: RoleOptions) -> int:
+    """Run a holder or a master."""
+    serve = serve_master if options.role == "master" else serve_holder
+    return run_role(serve, options, alone=serve)
+
+
+async def serve_master(context: ProcessContext) -> None:
+    """Run Mooncake's master until told to stop. Raises RoleFailed when it ends before."""
+    await watch(context, await start_mooncake_master(context.host))
+
+
+async def serve_holder(context: ProcessContext) -> None:
+    """Hold bytes until told to stop."""
+    await _HOLD[context.queue.backend](context)
+
+
+async def hold_segment(context: ProcessContext) -> None:
+    """Offer a segment to the master that is known, and again to every new one."""
+    membership: Membership | None = None
+
+    def master() -> str | None:
+        address = membership.address("master") if membership is not None else None
+        return address.removeprefix("tcp://") if address is not None else None
+
+    segment = Mooncake(host=context.host, master=master, segment_bytes=held_bytes(context.queue))
+
+    def ready() -> tuple[bool, str]:
+        return (True, "ready") if segment.master is not None else (False, "its segment is not with the master yet")
+
+    membership = await context.join(metrics=RoleMetrics(), ready=ready)
+    while not context.stopping.is_set():
+        try:
+            await asyncio.to_thread(segment.connect)
+        except PeerLost as lost:
+            log.info("the segment is not with the master: %s", lost)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(context.stopping.wait(), LOOK_S)
+    await membership.close()
+    await asyncio.to_thread(segment.close)
+
+
+async def hold_redis(context: ProcessContext) -> None:
+    """Run a Redis server."""
+    await watch(
+        context, await start_redis(context.host, memory=held_bytes(context.queue), password=context.store_password)
+    )
+
+
+_HOLD: dict[str, Callable[[ProcessContext], Awaitable[None]]] = {"mooncake": hold_segment, "redis": hold_redis}
+
+
+async def watch(context: ProcessContext, server: Server) -> None:
+    """Make ``server`` known and watch it until told to stop. Raises RoleFailed when it ends before."""
+    stopping, ended = asyncio.create_task(context.stopping.wait()), asyncio.create_task(server.ended())
+    try:
+        membership = await context.join(metrics=RoleMetrics(), address=f"tcp://{server.host}:{server.port}")
+        await asyncio.wait((stopping, ended), return_when=asyncio.FIRST_COMPLETED)
+        await membership.close()
+        if ended.done():
+            ended.result()
+    finally:
+        stopping.cancel()
+        ended.cancel()
+        await server.stop()

@@ -1,0 +1,304 @@
+"""The leased rows of one rollout instance: claimed, held while samples are made of them, delivered or given back.
+
+``Claimer`` keeps one claim parked at the queue that says what the instance wants now; when the instance has swapped,
+filled up or staged another version, it is withdrawn and a new one takes its place, so that nothing waits for a claim to
+time out. ``InFlightTable`` holds the rows, fetches their prompts and renews their leases. ``Delivery`` writes finished
+samples: one write at a time to each storage unit, with all that has piled up for it.
+
+Invariants: at most one claim of a purpose is out; whatever it gives reaches ``got``, also when it was being withdrawn;
+a row that is held has its lease renewed until it is delivered, given back or lost; a row whose lease went to another is
+forgotten at once, its sequence with it; a sample is delivered, refused, or its lease is lost, and ``settled`` is called
+once with which; what the queue cannot be told ends with its lease; a unit that is away holds up only what belongs
+there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from typing import Any
+
+from asyncflow.data.base import Prompt
+from asyncflow.errors import AsyncFlowError, Refused
+from asyncflow.flow.instance import Ask, Instance, Purpose
+from asyncflow.net.retry import Outage
+from asyncflow.queue.client import QueueClient
+from asyncflow.queue.protocol.messages import LeasedRow
+from asyncflow.rollout.job import INPUTS, Job, RolloutSettings, SampleOutcome, columns
+
+log = logging.getLogger(__name__)
+
+_PARKED_S = 0.05
+_BACKLOG = 4
+_WITHDRAW_S = 5.0
+
+Spawn = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
+
+_MOST_ROWS = 256
+
+
+class Claimer:
+    """Claims for one purpose.
+
+    got: takes the rows; parked: called when a claim finds nothing ready; backlog: samples generated but not delivered,
+    of which an instance claims no more than some times its slots; slots: of the engine.
+    """
+
+    def __init__(
+        self,
+        purpose: Purpose,
+        *,
+        queue: QueueClient,
+        instance: Instance,
+        settings: RolloutSettings,
+        slots: int,
+        got: Callable[[list[LeasedRow]], None],
+        parked: Callable[[Purpose], None],
+        backlog: Callable[[], int],
+    ) -> None:
+        self.changed = asyncio.Event()
+        self._purpose = purpose
+        self._partition = settings.train if purpose == "train" else settings.eval
+        self._queue = queue
+        self._instance = instance
+        self._settings = settings
+        self._slots = slots
+        self._got = got
+        self._parked = parked
+        self._backlog = backlog
+        self._outage = Outage(f"claiming {purpose} rows")
+
+    async def run(self) -> None:
+        """Claim for ever."""
+        while True:
+            self.changed.clear()
+            ask = self._ask()
+            if ask is None:
+                await self.changed.wait()
+                continue
+            try:
+                await self._claim(ask)
+            except AsyncFlowError as error:
+                await self._outage.wait(error)
+            else:
+                self._outage.end()
+
+    def _ask(self) -> Ask | None:
+        return None if self._backlog() > _BACKLOG * self._slots else self._instance.ask(self._purpose)
+
+    async def _claim(self, ask: Ask) -> None:
+        """Claim until rows come, the time is over, or the instance would ask for something else."""
+        ticket = uuid.uuid4().hex
+        claim = asyncio.create_task(self._take(ask, ticket))
+        claim.add_done_callback(lambda _: self.changed.set())
+        try:
+            await self._outlive(claim, ask)
+            if not claim.done():
+                await self._queue.withdraw(
+                    ticket, partition=self._partition, task=self._settings.task, timeout=_WITHDRAW_S
+                )
+                await asyncio.wait((claim,), timeout=_WITHDRAW_S)
+        finally:
+            claim.cancel()
+            await asyncio.wait((claim,))
+        if not claim.cancelled():
+            claim.result()
+
+    async def _take(self, ask: Ask, ticket: str) -> None:
+        """Claim a quarter of the slots at most, so that instances that ask together share what there is.
+
+        Rows are handed on in the step in which they come: no cancellation finds them in between.
+        """
+        claimed = await self._queue.claim(
+            partition=self._partition,
+            task=self._settings.task,
+            max_rows=min(ask.rows, max(1, self._slots // 4)),
+            version=ask.version,
+            accept=ask.accept,
+            timeout=self._settings.park_s,
+            ticket=ticket,
+        )
+        if rows := claimed.rows:
+            self._got(rows)
+
+    async def _outlive(self, claim: asyncio.Task[None], ask: Ask) -> None:
+        """Wait until ``claim`` is done or asks for what is no longer right; call ``parked`` once."""
+        patience: float | None = _PARKED_S
+        while not claim.done():
+            try:
+                async with asyncio.timeout(patience):
+                    await self.changed.wait()
+            except TimeoutError:
+                patience = None
+                self._parked(self._purpose)
+                continue
+            self.changed.clear()
+            now = self._ask()
+            if now is None or (now.version, now.accept) != (ask.version, ask.accept):
+                return
+
+
+class InFlightTable:
+    """Holds the jobs of one instance.
+
+    changed: called whenever something may now begin or be claimed; holding: called with how many rows are here whenever
+    that changes; spawn: runs a coroutine as a task of the worker. lost: rows whose lease ended here.
+    """
+
+    def __init__(
+        self,
+        *,
+        queue: QueueClient,
+        instance: Instance,
+        settings: RolloutSettings,
+        changed: Callable[[], None],
+        holding: Callable[[int], None],
+        spawn: Spawn,
+    ) -> None:
+        self.lost = 0
+        self._queue = queue
+        self._instance = instance
+        self._settings = settings
+        self._changed = changed
+        self._holding = holding
+        self._spawn = spawn
+        self._jobs: set[Job] = set()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._jobs)
+
+    def backlog(self) -> int:
+        """Return how many samples are generated and not delivered."""
+        return sum(1 for job in self._jobs if job.generated)
+
+    def take(self, rows: Iterable[LeasedRow]) -> None:
+        """Hold rows that a claim gave, and fetch their prompts."""
+        jobs = [Job(row=row) for row in rows]
+        self._jobs.update(jobs)
+        self._holding(len(self._jobs))
+        never = {work.id for work in self._instance.take([job.work for job in jobs])}
+        if never:
+            self._spawn(self.give_back([job for job in jobs if job in never], reason="it needs too old a version"))
+        by_unit: defaultdict[int, list[Job]] = defaultdict(list)
+        for job in jobs:
+            if job not in never:
+                by_unit[job.row.unit].append(job)
+        for of_unit in by_unit.values():
+            self._spawn(self._fetch(of_unit))
+        self._changed()
+
+    async def _fetch(self, jobs: list[Job]) -> None:
+        try:
+            columns = await self._queue.fetch([job.row for job in jobs], INPUTS, timeout=self._settings.fetch_s)
+        except AsyncFlowError as error:
+            log.warning("%d rows are given back: %s", len(jobs), error)
+            await self.give_back(jobs, reason="the prompt cannot be had")
+            return
+        for index, job in enumerate(jobs):
+            job.prompt_ids = tuple(columns["prompt_ids"].row(index).tolist())
+            job.prompt = Prompt.unpack(columns["task"].row(index).tobytes())
+        self._instance.ready([job for job in jobs if not job.gone])
+        self._changed()
+
+    async def renew(self) -> None:
+        """Renew the leases of all that is here, for ever."""
+        outage = Outage("renewing leases")
+        while True:
+            await asyncio.sleep(self._settings.lease_s / 3)
+            asked = {job.row.lease for job in self._jobs}
+            if not asked:
+                continue
+            try:
+                valid = set(await self._queue.renew(sorted(asked), timeout=self._settings.lease_s / 3))
+            except AsyncFlowError as error:
+                await outage.wait(error)
+                continue
+            outage.end()
+            for job in [job for job in self._jobs if job.row.lease in asked - valid]:
+                self.lost += 1
+                self.forget(job)
+
+    async def give_back(self, jobs: Iterable[Job], *, reason: str) -> None:
+        """Return rows of which nothing is delivered to the queue, so that others may claim them."""
+        held = [job for job in jobs if not job.gone]
+        for job in held:
+            self.forget(job)
+        if not held:
+            return
+        try:
+            await self._queue.give_back([job.row for job in held], reason=reason, timeout=self._settings.call_s)
+        except AsyncFlowError as error:
+            log.info("%d rows wait for their leases to end: %s", len(held), error)
+
+    def forget(self, job: Job) -> None:
+        """Forget a row that was delivered, given back or lost."""
+        self._jobs.discard(job)
+        self._holding(len(self._jobs))
+        job.gone = True
+        self._instance.release(job)
+        if job.task is not None and job.task is not asyncio.current_task():
+            job.task.cancel()
+        self._changed()
+
+
+class Delivery:
+    """Writes samples. settled: called with each outcome and whether the queue took it; call_s: seconds of one call."""
+
+    def __init__(self, queue: QueueClient, *, settled: Callable[[SampleOutcome, bool], None], call_s: float) -> None:
+        self._queue = queue
+        self._settled = settled
+        self._call_s = call_s
+        self._waiting: dict[int, list[SampleOutcome]] = {}
+        self._writers: dict[int, asyncio.Task[None]] = {}
+
+    def put(self, outcome: SampleOutcome) -> None:
+        """Deliver ``outcome`` soon."""
+        unit = outcome.job.row.unit
+        self._waiting.setdefault(unit, []).append(outcome)
+        if unit not in self._writers:
+            self._writers[unit] = asyncio.create_task(self._write(unit), name=f"deliver to unit {unit}")
+
+    async def flush(self, *, timeout: float) -> None:
+        """Wait until nothing is undelivered, at most ``timeout`` seconds; then give up what is left."""
+        writers = list(self._writers.values())
+        if not writers:
+            return
+        await asyncio.wait(writers, timeout=timeout)
+        for writer in writers:
+            writer.cancel()
+        await asyncio.gather(*writers, return_exceptions=True)
+
+    async def _write(self, unit: int) -> None:
+        outage = Outage(f"delivering to storage unit {unit}")
+        try:
+            while batch := [outcome for outcome in self._waiting[unit] if not outcome.job.gone][:_MOST_ROWS]:
+                try:
+                    taken = await self._complete(batch)
+                except AsyncFlowError as error:
+                    await outage.wait(error)
+                    continue
+                outage.end()
+                done = set(map(id, batch))
+                self._waiting[unit] = [outcome for outcome in self._waiting[unit] if id(outcome) not in done]
+                for outcome, ok in zip(batch, taken, strict=True):
+                    self._settled(outcome, ok)
+        finally:
+            del self._waiting[unit], self._writers[unit]
+
+    async def _complete(self, batch: list[SampleOutcome]) -> list[bool]:
+        """Write one batch; refused as a whole (the lease or the row is gone) means that none was taken."""
+        try:
+            return await self._queue.complete(
+                [outcome.job.row for outcome in batch],
+                columns(batch),
+                tags=[outcome.tags for outcome in batch],
+                timeout=self._call_s,
+            )
+        except Refused:
+            return [False] * len(batch)

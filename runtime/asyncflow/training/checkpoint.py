@@ -1,0 +1,395 @@
+"""Checkpoints: folders that exist whole or not at all, and the one with the best evaluation, which stays.
+
+    checkpoints/attempt                  the newest attempt that may write here
+    checkpoints/step-000010/...          what the backend saved, and earlier versions that are still needed
+    checkpoints/step-000010/rank-0001/...   of a gang: what its other ranks saved
+    checkpoints/step-000010/manifest.json   written last, by rank 0
+    checkpoints/best.json                step, figure and value; step 0 is the model that the run began with
+
+Files are written into a temporary folder and synced, the folder takes its name, and then ``manifest.json`` is renamed
+into it. The ranks of a gang that see one folder write, sync and digest their own files; where they do not, rank 0
+writes all of them. The driver evaluates and says which version is the best that it knows, and up to which step all
+evaluations are decided (``Directives``); the trainer has a checkpoint of each version that is evaluated, and writes
+down in ``best.json`` which of them is the best.
+
+Invariants: that last rename is the commit point. A folder without a manifest is nothing, whatever is in it; one with a
+manifest holds files of exactly the sizes and digests that it names. A trainer of an older attempt writes none. A write
+that failed, on whatever rank, has failed on all of them and committed nothing, and may be tried again. What is the best
+was evaluated and has a complete checkpoint, unless it is θ_0; a checkpoint whose evaluation is not decided stays. The
+record of the best outlives trainer and driver: a driver that has forgotten evaluations of the one before it replaces
+the best only by a better one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from asyncflow.durable import make_folder, sync, write_whole
+from asyncflow.errors import AsyncFlowError, CheckpointError, DiskError, Fenced
+from asyncflow.net.roster import Best, Directives
+from asyncflow.training.ranks import ProcessGroup, SingleProcess, gather_bytes, jointly
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+_ATTEMPT = "attempt"
+_RANK = "rank-"
+_FORMAT = 1
+_CHUNK = 1 << 24
+
+BEST = "best.json"
+
+
+class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One file of a checkpoint: path within it, bytes, digest."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Manifest of a checkpoint.
+
+    step: its weights are θ_step, made by trainer ``attempt``; samples: trained in steps 1..step; carried: steps of
+    earlier versions in it, oldest first; saved_at: unix time.
+    """
+
+    attempt: int
+    step: int
+    samples: int
+    carried: list[int] = []
+    saved_at: float = 0.0
+    files: list[StoredFile] = []
+    format: int = _FORMAT
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """A complete checkpoint: where it is, and its manifest."""
+
+    folder: Path
+    manifest: CheckpointManifest
+
+    def verify(self, *, read: Callable[[int], None] = lambda _: None, rank: int = 0, world: int = 1) -> None:
+        """Read everything, or one of ``world`` ranks' share of the files, and compare.
+
+        read: called with how many more bytes were read. Raises CheckpointError at the first file that is not as it was
+        written.
+        """
+        for file in self.manifest.files[rank::world]:
+            path = self.folder / file.path
+            if not path.is_file() or path.stat().st_size != file.size or _digest(path, read) != file.sha256:
+                raise CheckpointError(
+                    f"{file.path} is missing or not as it was written ({file.size} bytes)",
+                    where=str(self.folder),
+                    hint="The disk lost or changed it. Move this folder away to resume from an older checkpoint.",
+                )
+
+
+class Checkpoints:
+    """The checkpoints of one job in ``folder``.
+
+    group: the ranks that write together: each calls ``claim`` and ``write`` at the same point; this process alone until
+    it is set. shared: whether all of them see the folder of rank 0, known once it is claimed.
+
+    The newest ``keep`` stay, and those that ``also`` names out of the steps of all.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 2, also: Callable[[list[int]], set[int]] | None = None) -> None:
+        self.folder = folder
+        self.shared = True
+        self.group: ProcessGroup = SingleProcess()
+        self._keep = max(1, keep)
+        self._also = also
+        self._handled = 0
+        self._draft: Path | None = None
+
+    def progress(self) -> int:
+        """Return a number that changes while a checkpoint is written or read; for another thread, it may block."""
+        draft, written = self._draft, 0
+        if draft is not None:
+            with contextlib.suppress(OSError):
+                written = sum(file.stat().st_size for file in draft.rglob("*"))
+        return self._handled + written
+
+    def handled(self, bytes_: int) -> None:
+        """Note that so many bytes more were synced or read."""
+        self._handled += bytes_
+
+    def claim(self, attempt: int) -> None:
+        """Shut out all older attempts, and find out whether all ranks see the folder.
+
+        Raises Fenced if a newer attempt is already here, DiskError where rank 0 cannot write.
+        """
+        with jointly(self.group, what="claiming the checkpoints"):
+            if self.group.rank == 0:
+                try:
+                    make_folder(self.folder)
+                    self._check(attempt)
+                    write_whole(self.folder / _ATTEMPT, str(attempt).encode())
+                except OSError as error:
+                    raise _unwritable(self.folder, error) from error
+        seen = False
+        with contextlib.suppress(OSError):
+            seen = self._newest_attempt() == attempt
+        self.shared = bool(self.group.gather(np.array([seen]), what="who sees the checkpoints").all())
+
+    def latest(self) -> Checkpoint | None:
+        """Return the complete checkpoint of the highest step, or None; unfinished folders are passed over."""
+        complete = self._complete()
+        return complete[-1] if complete else None
+
+    def at(self, step: int) -> Checkpoint:
+        """Return the complete checkpoint of ``step``. Raises DiskError where it cannot be read."""
+        return _read(_folder(self.folder, step) / MANIFEST)
+
+    def write(self, manifest: CheckpointManifest, fill: Callable[[Path], None]) -> Checkpoint:
+        """Write what ``fill`` puts into the folder that it is given, and commit it; blocks until it is on disk.
+
+        The folder is empty and this rank's own; where the ranks see no common folder, only rank 0's exists.
+        ``manifest.files`` and ``saved_at`` are filled in here. Raises Fenced for an attempt that has been replaced, and
+        DiskError, with nothing committed and nothing left behind, when a disk is full or not writable.
+        """
+        final, group = _folder(self.folder, manifest.step), self.group
+        process = group.gather(np.array([os.getpid()]), what="the checkpoint's draft")[0, 0]
+        draft = self.folder / f".step-{manifest.step:06d}.{manifest.attempt}.{process}"
+        own = draft / f"{_RANK}{group.rank:04d}" if group.rank else draft
+        writes = group.rank == 0 or self.shared
+        try:
+            with self._writing(final, what="the checkpoint's folder"):
+                if group.rank == 0:
+                    self._check(manifest.attempt)
+                    shutil.rmtree(draft, ignore_errors=True)
+                    draft.mkdir(parents=True)
+            self._draft = draft
+            files: list[StoredFile] = []
+            with self._writing(final, what="the checkpoint's files"):
+                if writes:
+                    own.mkdir(exist_ok=True)
+                fill(own)
+                if writes:
+                    files = _stored(draft, own, self.handled)
+            told = gather_bytes(group, msgspec.json.encode(files), what="the checkpoint's files")
+            files = [file for part in told for file in msgspec.json.decode(part, type=list[StoredFile])]
+            manifest = msgspec.structs.replace(manifest, files=files, saved_at=time.time())
+            with self._writing(final, what="the checkpoint's commit"):
+                if group.rank == 0:
+                    self._commit(manifest, draft, final)
+        finally:
+            self._draft = None
+            if group.rank == 0:
+                shutil.rmtree(draft, ignore_errors=True)
+        if group.rank == 0:
+            self.prune(manifest.attempt)
+            log.info("checkpoint of step %d in %s", manifest.step, final)
+        return Checkpoint(final, manifest)
+
+    @contextlib.contextmanager
+    def _writing(self, final: Path, *, what: str) -> Iterator[None]:
+        """Raise on every rank what goes wrong on one, an OSError as a DiskError."""
+        with jointly(self.group, what=what):
+            try:
+                yield
+            except OSError as error:
+                raise _unwritable(final, error) from error
+
+    def _commit(self, manifest: CheckpointManifest, draft: Path, final: Path) -> None:
+        if self.group.world > 1:
+            sync(draft)
+        self._replace(final, draft)
+        try:
+            sync(self.folder)
+            self._check(manifest.attempt)
+            write_whole(final / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+        except OSError:
+            self._undo(final, attempt=manifest.attempt)
+            raise
+
+    def _newest_attempt(self) -> int | None:
+        """Return the newest attempt that has claimed the folder, None where none has."""
+        try:
+            return int((self.folder / _ATTEMPT).read_text())
+        except FileNotFoundError:
+            return None
+
+    def _check(self, attempt: int) -> None:
+        newest = self._newest_attempt()
+        if newest is not None and newest > attempt:
+            raise Fenced(f"attempt {attempt} of the trainer was replaced by attempt {newest}", where=str(self.folder))
+
+    def _complete(self) -> list[Checkpoint]:
+        found = [_read(path) for path in self.folder.glob(f"step-*/{MANIFEST}")]
+        return sorted(found, key=lambda checkpoint: checkpoint.manifest.step)
+
+    def _replace(self, final: Path, draft: Path) -> None:
+        """Rename ``draft`` to its name; what an older attempt left there is undone first, manifest before files."""
+        (final / MANIFEST).unlink(missing_ok=True)
+        if final.exists():
+            sync(final)
+            shutil.rmtree(final)
+        draft.rename(final)
+
+    def _undo(self, final: Path, *, attempt: int) -> None:
+        """Remove a folder of this attempt whose manifest may have got its name, manifest before files."""
+        with contextlib.suppress(OSError, Fenced):
+            self._check(attempt)
+            (final / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(final)
+
+    def steps(self) -> list[int]:
+        """Return the steps of the complete checkpoints, in order."""
+        return [each.manifest.step for each in self._complete()]
+
+    def prune(self, attempt: int) -> None:
+        """Remove what is not kept, and what is none; what cannot be removed now is when the next one is written."""
+        try:
+            self._check(attempt)
+            complete = self._complete()
+            also = self._also([each.manifest.step for each in complete]) if self._also is not None else ()
+            for old in complete[: -self._keep]:
+                if old.manifest.step not in also:
+                    (old.folder / MANIFEST).unlink()
+            for folder in (*self.folder.glob("step-*"), *self.folder.glob(".step-*")):
+                if not (folder / MANIFEST).exists():
+                    shutil.rmtree(folder)
+        except (OSError, AsyncFlowError) as error:
+            log.warning("older checkpoints cannot be removed: %s", error)
+
+
+def _folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}"
+
+
+def _read(path: Path) -> Checkpoint:
+    try:
+        manifest = msgspec.json.decode(path.read_bytes(), type=CheckpointManifest)
+    except OSError as error:
+        raise DiskError(f"the manifest cannot be read: {error}", where=str(path)) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
+        raise CheckpointError(
+            f"the manifest cannot be read: {wrong}",
+            where=str(path),
+            hint="Move this folder away to resume from an older checkpoint.",
+        ) from wrong
+    if manifest.format != _FORMAT:
+        raise CheckpointError(
+            f"format {manifest.format} is not {_FORMAT}",
+            where=str(path),
+            hint="Resume with the version that wrote it.",
+        )
+    return Checkpoint(path.parent, manifest)
+
+
+def _stored(draft: Path, folder: Path, handled: Callable[[int], None]) -> list[StoredFile]:
+    """Sync everything in ``folder`` but what other ranks write there; return its files by paths in ``draft``.
+
+    handled: called with bytes that were synced or read.
+    """
+    found = [path for path in folder.rglob("*") if not path.relative_to(folder).parts[0].startswith(_RANK)]
+    files = sorted(path for path in found if path.is_file())
+    for path in files:
+        sync(path)
+        handled(path.stat().st_size)
+    for path in (*(path for path in found if path.is_dir()), folder):
+        sync(path)
+    return [
+        StoredFile(path=str(path.relative_to(draft)), size=path.stat().st_size, sha256=_digest(path, handled))
+        for path in files
+    ]
+
+
+def _digest(path: Path, read: Callable[[int], None]) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            read(len(chunk))
+    return digest.hexdigest()
+
+
+def _unwritable(path: Path, error: OSError) -> DiskError:
+    return DiskError(
+        f"the checkpoint cannot be written: {error.strerror or error}",
+        where=str(path),
+        hint="Free space, or give a folder that this process may write to.",
+    )
+
+
+class BestCheckpoints:
+    """Decides which checkpoints stay for their evaluations. ``best``: the best so far, None before there is one.
+
+    by: name of the figure that is compared; evaluates: returns whether θ_step is evaluated; directives: the driver's
+    latest.
+    """
+
+    def __init__(
+        self, folder: Path, *, by: str, evaluates: Callable[[int], bool], directives: Callable[[], Directives]
+    ) -> None:
+        self._folder = folder
+        self._by = by
+        self._evaluates = evaluates
+        self._directives = directives
+        found = read_best(folder)
+        self.best = found if found is not None and found.by == by else None
+
+    def keeps(self, steps: Collection[int]) -> set[int]:
+        """Return which steps of complete checkpoints stay. Raises OSError where the best cannot be written down."""
+        directives = self._directives()
+        told, known = directives.best, {0, *steps}
+        if self.best is not None and self.best.step not in known:
+            log.warning("the checkpoint of θ_%d, the best so far, is not there any more", self.best.step)
+            self.best = None
+        better = told is not None and (self.best is None or told.value > self.best.value)
+        if told is not None and better and told.by == self._by and told.step in known:
+            write_whole(self._folder / BEST, msgspec.json.format(msgspec.json.encode(told), indent=1))
+            self.best = told
+            log.info("θ_%d is the best so far: %s %.4g", told.step, told.by, told.value)
+        undecided = {step for step in steps if step > directives.judged and self._evaluates(step)}
+        return undecided | ({self.best.step} if self.best is not None else set())
+
+
+def read_best(folder: Path) -> Best | None:
+    """Return what was written down in the folder of the checkpoints; None where that is nothing, or not readable."""
+    file = folder / BEST
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Best)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        log.warning("%s cannot be read, the best checkpoint is not known: %s", file, error)
+        return None
+
+
+def find_checkpoint(checkpoints: Checkpoints, which: str) -> tuple[int, Checkpoint | None]:
+    """Return the step that is meant by ``newest``, ``best`` or a number, and its checkpoint, None for θ_0.
+
+    Raises CheckpointError where there is none.
+    """
+    where, steps = str(checkpoints.folder), checkpoints.steps()
+    there = f"There are checkpoints of the steps {', '.join(map(str, steps)) or 'none'}"
+    if which == "newest":
+        step = max(steps, default=-1)
+    elif which == "best":
+        best = read_best(checkpoints.folder)
+        if best is None:
+            hint = f"storage.checkpoints.keepBest asks for it. {there}"
+            raise CheckpointError("nothing says which checkpoint is the best", where=where, hint=hint)
+        step = best.step
+    else:
+        step = int(which)
+    if step in steps:
+        return step, checkpoints.at(step)
+    if step == 0:
+        return step, None
+    what = f"there is no checkpoint of step {step}" if step > 0 else "there is no checkpoint"
+    raise CheckpointError(what, where=where, hint=there)

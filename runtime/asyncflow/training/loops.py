@@ -1,0 +1,259 @@
+"""The way of a trainer through its steps: the slots of a step, fetched ahead, and the loops that compute them.
+
+While one slot is computed, the next is claimed and fetched. The loops differ in when the first gradient of a step is
+computed, and in how many updates it makes. ``synchronous``: D_k is collected whole, in the order of keys, before the
+first gradient: the reference, and the way to bit-equal runs. ``streaming``: each micro-batch is computed as its groups
+become ready, while others are still being generated, and, in delayed modes, while D_{k+1} is generated as well.
+``repeated``: D_k is collected whole and makes several optimizer updates, by mini-batches and over several epochs.
+
+Invariants: slots come in their order, each once, the last one with the totals of the step; at most one is fetched
+ahead, never one beyond the last. Waiting for samples has no end of its own, since rollouts may be slow; waiting for the
+*queue* has one. The first two loops give each sample of D_k to the backend exactly once before ``finish(k)``, so both
+make the same step up to the order of additions; the third gives it once in each epoch. A mini-batch holds whole groups,
+and which ones is a function of the set of groups in D_k alone: not of the order in which they came, nor of the rank
+that has them. All ranks make the same number of updates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncflow.net.frames import Jagged
+from asyncflow.net.retry import retry
+from asyncflow.queue.protocol.batches import RowBatch, Slot
+from asyncflow.queue.protocol.messages import StepTotals
+from asyncflow.telemetry.metrics import BusyClock
+from asyncflow.training.batch import COLUMNS, MicroBatch
+from asyncflow.training.settings import TrainerSettings
+
+log = logging.getLogger(__name__)
+
+_ASK_S = 10.0
+_ATTEND_S = 0.5
+_REMIND_S = 60.0
+
+COMPUTED_TOKENS = "computed_tokens"
+COUNTS = ("silent_samples", COMPUTED_TOKENS, "packed_tokens")
+"""Metrics that add up over the updates of a step."""
+TOKEN_MEANS = ("kl", "entropy", "surprise", "ratio", "approx_kl", "clip_low", "clip_high", "clip_dual")
+"""Metrics that are means over the computed tokens of an update."""
+MEASURED_FIRST = "logprob_gap"
+"""Metrics that begin so compare with the weights before the step, which only the first update has."""
+
+
+class TrainQueue(Protocol):
+    """Methods of ``queue.client.QueueClient`` that a trainer uses."""
+
+    async def begin(self, *, partition: str, attempt: int, step: int, world: int, timeout: float) -> None:
+        """Declare that the weights are θ_step."""
+
+    async def slot(
+        self, *, partition: str, attempt: int, step: int, slot: int, rank: int, tokens: int, timeout: float
+    ) -> Slot | None:
+        """Return this rank's part of a slot, or None when it was not decided in time."""
+
+    async def fetch(self, rows: RowBatch, columns: Sequence[str], *, timeout: float) -> dict[str, Jagged]:
+        """Return columns of rows."""
+
+    async def step_done(self, *, partition: str, attempt: int, step: int, rank: int, timeout: float) -> None:
+        """Report that this rank has finished the step."""
+
+    async def sync(self, *, timeout: float) -> None:
+        """Sync the ledger to disk."""
+
+    async def commit(self, *, partition: str, attempt: int, step: int, timeout: float) -> None:
+        """Report that a checkpoint holds the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilledSlot:
+    """A slot with its content; ``totals`` with the last one."""
+
+    batch: MicroBatch
+    last: bool
+    totals: StepTotals | None
+
+
+class SlotPrefetcher:
+    """One rank's slots. wait: the clock on which waiting counts; attend: awaited about twice a second while waiting,
+    so that the trainer can react to directives; what it raises ends the iteration.
+    """
+
+    def __init__(
+        self,
+        queue: TrainQueue,
+        *,
+        rank: int,
+        settings: TrainerSettings,
+        waits: BusyClock,
+        attend: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.waiting_for = ""
+        self._queue = queue
+        self._rank = rank
+        self._settings = settings
+        self._waits = waits
+        self._attend = attend
+
+    async def slots(self, step: int, *, tokens: int) -> AsyncGenerator[FilledSlot, None]:
+        """Yield the slots of ``step``, fetching ahead; close the iterator (``aclosing``) to end early.
+
+        tokens: most tokens of a rank's part of a slot.
+        """
+        number = 0
+        prefetch = asyncio.create_task(self._fill(step, number, tokens))
+        try:
+            while True:
+                filled = await self._arrival(prefetch, f"slot {number} of step {step}")
+                if not filled.last:
+                    number += 1
+                    prefetch = asyncio.create_task(self._fill(step, number, tokens))
+                yield filled
+                if filled.last:
+                    return
+                await self._attend()
+        finally:
+            prefetch.cancel()
+            await asyncio.wait([prefetch])
+
+    async def _arrival(self, prefetch: asyncio.Task[FilledSlot], what: str) -> FilledSlot:
+        self.waiting_for = what
+        begun = reminded = asyncio.get_running_loop().time()
+        try:
+            with self._waits("wait"):
+                while not (await asyncio.wait([prefetch], timeout=_ATTEND_S))[0]:
+                    await self._attend()
+                    now = asyncio.get_running_loop().time()
+                    if now - reminded > _REMIND_S:
+                        reminded = now
+                        log.info("waiting for %s since %.0f s", what, now - begun)
+        finally:
+            self.waiting_for = ""
+        return prefetch.result()
+
+    async def _fill(self, step: int, number: int, tokens: int) -> FilledSlot:
+        settings, patience = self._settings, self._settings.patience_s
+        what = f"slot {number} of step {step}"
+        slot: Slot | None = None
+        while slot is None:
+            slot = await retry(
+                lambda: self._ask(step, number, tokens), what=f"asking the queue for {what}", timeout=patience
+            )
+        rows, columns = slot.batch, [*COLUMNS, *settings.extra_columns]
+        if rows is None:
+            return FilledSlot(batch=MicroBatch.empty(), last=slot.last, totals=slot.totals)
+        fetched = await retry(
+            lambda: self._queue.fetch(rows, columns, timeout=patience), what=f"fetching {what}", timeout=patience
+        )
+        return FilledSlot(batch=MicroBatch.of(rows.keys, fetched), last=slot.last, totals=slot.totals)
+
+    async def _ask(self, step: int, number: int, tokens: int) -> Slot | None:
+        settings = self._settings
+        return await self._queue.slot(
+            partition=settings.partition,
+            attempt=settings.attempt,
+            step=step,
+            slot=number,
+            rank=self._rank,
+            tokens=tokens,
+            timeout=_ASK_S,
+        )
+
+
+def mini_batches(serials: NDArray[np.int64], *, groups: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
+    """Return the indices of this rank's samples in each mini-batch.
+
+    serials: of this rank's samples, [n]; groups: the serials of D_k on all ranks, in any order, repeated or not; count:
+    mini-batches, which are fewer where there are fewer groups. The sizes differ by at most one group.
+    """
+    known = np.unique(groups)
+    count = max(1, min(count, len(known)))
+    number = np.searchsorted(known, serials) * count // max(1, len(known))
+    return [np.flatnonzero(number == index) for index in range(count)]
+
+
+def combined(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the metrics of a step out of those of its updates, at least one.
+
+    ``COUNTS`` are sums, ``TOKEN_MEANS`` means over the tokens of all updates, ``ratio_max`` is the maximum, ``skipped``
+    is 1 where no update moved the weights, and what begins with ``MEASURED_FIRST`` is that of the first update.
+    Everything else is a mean over the updates that have it.
+    """
+    first = updates[0]
+    if len(updates) == 1:
+        return dict(first)
+    measured = {name: value for name, value in first.items() if name.startswith(MEASURED_FIRST)}
+    others = dict.fromkeys(name for update in updates for name in update if not name.startswith(MEASURED_FIRST))
+    return measured | {name: _combined(name, [update for update in updates if name in update]) for name in others}
+
+
+def _combined(name: str, updates: Sequence[Mapping[str, float]]) -> float:
+    values = [update[name] for update in updates]
+    if name in COUNTS:
+        return sum(values)
+    if name == "ratio_max":
+        return max(values)
+    if name == "skipped":
+        return min(values)
+    weights = [update[COMPUTED_TOKENS] if name in TOKEN_MEANS else 1.0 for update in updates]
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / max(1.0, sum(weights))
+
+
+class Stepping(Protocol):
+    """The trainer, to its loops."""
+
+    def steps(self) -> AsyncIterator[int]:
+        """Return the steps that are left, one after another."""
+
+    def slots(self, step: int) -> AsyncGenerator[FilledSlot, None]:
+        """Return the slots of D_step."""
+
+    async def accumulate(self, step: int, slot: FilledSlot) -> None:
+        """Compute the gradient of one slot."""
+
+    async def revisit(self, step: int, slots: Sequence[FilledSlot]) -> None:
+        """Make all updates of a step but the last, whose gradient is computed."""
+
+    async def finish(self, step: int, totals: StepTotals | None) -> None:
+        """Make θ_step out of what was accumulated, and let everybody know."""
+
+
+async def synchronous(trainer: Stepping) -> None:
+    """Train until the last step, or until the trainer is told to leave."""
+    async for step in trainer.steps():
+        whole = await _collected(trainer, step)
+        for slot in whole:
+            await trainer.accumulate(step, slot)
+        await trainer.finish(step, whole[-1].totals)
+
+
+async def streaming(trainer: Stepping) -> None:
+    """Train until the last step, or until the trainer is told to leave."""
+    async for step in trainer.steps():
+        totals = None
+        async with aclosing(trainer.slots(step)) as slots:
+            async for slot in slots:
+                await trainer.accumulate(step, slot)
+                totals = slot.totals
+        await trainer.finish(step, totals)
+
+
+async def repeated(trainer: Stepping) -> None:
+    """Train until the last step, or until the trainer is told to leave."""
+    async for step in trainer.steps():
+        whole = await _collected(trainer, step)
+        await trainer.revisit(step, whole)
+        await trainer.finish(step, whole[-1].totals)
+
+
+async def _collected(trainer: Stepping, step: int) -> list[FilledSlot]:
+    async with aclosing(trainer.slots(step)) as slots:
+        return [slot async for slot in slots]

@@ -1,0 +1,399 @@
+"""The gang of one trainer: R processes that hold the same weights and act in lockstep.
+
+All that ranks say to one another beside gradients is one operation, ``gather``: every rank gives an array, and every
+rank gets all of them. Sums, agreement on where to resume, errors that all ranks raise (``jointly``) and the meeting of
+torch's process group are made of it. One rank alone needs no socket; several meet at the RpcServer of rank 0, whom they
+find in the directory.
+
+Invariants: round n of attempt a pairs the n-th ``gather`` of every rank of attempt a and nothing else: an array for
+another round, of another attempt, shape or dtype is refused, and a repeated one gets the same answer again. Rank 0's
+table alone decides whether a round came about: once one rank leaves, a round that lacks an array lacks it for all. So
+all ranks end after the same round, and none enters torch's collectives without the others. Checkpoints, which are
+written beside the training and after a rank has left too, have rounds of their own (``beside``), with negative numbers.
+A rank waits for the others as long as rank 0 gets on (a disk may be slow).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from copy import copy
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost, ProtocolError, from_wire
+from asyncflow.net.retry import retry
+from asyncflow.net.rpc import RpcClient, RpcServer
+from asyncflow.net.tls import Credentials
+
+log = logging.getLogger(__name__)
+
+_KEEP_ROUNDS = 2
+_LEAVE_S = 2.0
+_TELL_S = 10.0
+_TELL_LEAVING_S = 0.5
+_ANSWER_S = 3 * _TELL_S
+_LEAST_S = 1.0
+
+
+class GroupLeft(Exception):
+    """This rank, or another of its gang, was told to leave: there are no more rounds."""
+
+
+async def unless_leaving(work: Coroutine[Any, Any, None], leaving: asyncio.Event, *, grace_s: float = 2.0) -> None:
+    """Await ``work``; once ``leaving`` is set, only for ``grace_s`` seconds longer (then GroupLeft)."""
+    told = asyncio.create_task(leaving.wait())
+    trying = asyncio.create_task(work)
+    try:
+        await asyncio.wait([told, trying], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([trying], timeout=grace_s)
+        if not trying.done():
+            raise GroupLeft
+        trying.result()
+    finally:
+        told.cancel()
+        trying.cancel()
+
+
+class ProcessGroup(Protocol):
+    """The gang as one rank sees it; ``rank`` counts from 0 to ``world`` - 1."""
+
+    rank: int
+    world: int
+
+    def gather(self, array: NDArray[Any], *, what: str) -> NDArray[Any]:
+        """Return every rank's ``array`` (same shape and dtype everywhere) as [world, ...]; ``what`` is for the errors.
+
+        Blocks: call it from the compute thread, never from the event loop. Raises DeadlineExceeded when a rank is
+        missing for too long, GroupLeft when one leaves before all have given theirs.
+        """
+        ...
+
+    def leave(self) -> None:
+        """Begin no more rounds, and let the other ranks know; called from the event loop, any number of times."""
+        ...
+
+    async def left(self) -> bool:
+        """Return whether a rank has left, and there are no more rounds; for a rank that waits for something else."""
+        ...
+
+    def beside(self) -> ProcessGroup:
+        """Return the same ranks with rounds of their own, for another thread; leaving does not end these."""
+        ...
+
+    def limit_patience(self, *, patience_s: float) -> None:
+        """Wait only ``patience_s`` for the slowest rank from now on; for ranks that ``beside`` returned."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connection once the other ranks have been told or cannot be reached."""
+        ...
+
+
+def gather_bytes(group: ProcessGroup, content: bytes, *, what: str) -> list[bytes]:
+    """Return every rank's ``content``, of any length, in the order of ranks."""
+    lengths = group.gather(np.array([len(content)]), what=f"the size of {what}")[:, 0]
+    padded = np.zeros(int(lengths.max()), np.uint8)
+    padded[: len(content)] = np.frombuffer(content, np.uint8)
+    rows = group.gather(padded, what=what)
+    return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+
+@contextlib.contextmanager
+def jointly(group: ProcessGroup, *, what: str) -> Iterator[None]:
+    """Raise on every rank the AsyncFlowError of any rank in this block: that of the lowest rank that has one.
+
+    All ranks enter the block at the same point; collectives do not belong into it.
+    """
+    found: AsyncFlowError | None = None
+    try:
+        yield
+    except AsyncFlowError as error:
+        found = error
+    told = gather_bytes(group, msgspec.json.encode(found.to_wire()) if found else b"", what=f"the outcome of {what}")
+    for rank, content in enumerate(told):
+        if content and rank == group.rank and found is not None:
+            raise found
+        if content:
+            raise from_wire(msgspec.json.decode(content, type=dict[str, str]))
+
+
+class SingleProcess:
+    """A gang of one."""
+
+    rank = 0
+    world = 1
+
+    def gather(self, array: NDArray[Any], *, what: str) -> NDArray[Any]:  # noqa: ARG002
+        """Return ``array`` as [1, ...]."""
+        return array[None]
+
+    def leave(self) -> None:
+        """Do nothing: there is no other rank."""
+
+    async def left(self) -> bool:
+        """Return False: there is no other rank."""
+        return False
+
+    def beside(self) -> SingleProcess:
+        """Return this rank: its rounds need no order."""
+        return self
+
+    def limit_patience(self, *, patience_s: float) -> None:
+        """Do nothing: there is no rank to wait for."""
+
+    async def close(self) -> None:
+        """Do nothing: there is no connection."""
+
+
+class GatherCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's array for one round; the bytes are the only frame."""
+
+    attempt: int
+    round: int
+    rank: int
+    dtype: str
+    shape: list[int]
+
+
+class GatherReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a ``GatherCall``: one frame for each rank, in the order of ranks; none where the round is not complete.
+
+    left: a rank has left, so it never will be; progress: else, how far rank 0 has come with what it is doing.
+    """
+
+    round: int
+    left: bool = False
+    progress: int | None = None
+
+
+class LeaveGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank gives no more arrays."""
+
+    attempt: int
+    rank: int
+
+
+class LeftQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Query whether a rank has left."""
+
+    attempt: int
+
+
+class LeftReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a ``LeftQuery``."""
+
+    left: bool
+
+
+class LeaveReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a ``LeaveGroup``."""
+
+
+class GatherService:
+    """Rank 0's table of rounds; call ``attach`` before the server starts.
+
+    progress: gives a number that changes while rank 0 gets on with what takes long, asked in a thread; tell_s: how
+    often a rank that waits is informed of it.
+    """
+
+    def __init__(
+        self, *, attempt: int, world: int, progress: Callable[[], int] = lambda: 0, tell_s: float = _TELL_S
+    ) -> None:
+        self._attempt = attempt
+        self._world = world
+        self._progress = progress
+        self._tell_s = tell_s
+        self._left = False
+        self._rounds: dict[int, dict[int, tuple[GatherCall, bytes]]] = {}
+        self._changed = asyncio.Condition()
+
+    def attach(self, server: RpcServer) -> None:
+        """Answer ``trainer.gather``, ``trainer.leave`` and ``trainer.left`` there."""
+        server.route("trainer.gather", GatherCall, self._on_gather)
+        server.route("trainer.leave", LeaveGroup, self._on_leave)
+        server.route("trainer.left", LeftQuery, self._on_left)
+
+    async def _on_gather(self, share: GatherCall, frames: Sequence[memoryview]) -> tuple[GatherReply, Sequence[bytes]]:
+        self._check(share.attempt)
+        if len(frames) != 1 or not 0 <= share.rank < self._world:
+            raise ProtocolError(
+                f"{share} came with {len(frames)} frames in a world of {self._world}", where="trainer.gather"
+            )
+        arrays = self._rounds.setdefault(share.round, {})
+        for other, _ in arrays.values():
+            if (other.dtype, other.shape) != (share.dtype, share.shape):
+                raise ProtocolError(f"{share} does not fit {other}", where="trainer.gather")
+        beside, leaving = share.round < 0, self._left
+        if beside or not leaving:
+            arrays[share.rank] = (share, bytes(frames[0]))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(self._tell_s, _TELL_LEAVING_S) if leaving else self._tell_s), self._changed:
+                self._changed.notify_all()
+                await self._changed.wait_for(
+                    lambda: len(arrays) == self._world or (self._left and not (beside and leaving))
+                )
+        if len(arrays) < self._world:
+            left = self._left and not beside
+            progress = None if left else await asyncio.to_thread(self._progress)
+            return GatherReply(round=share.round, left=left, progress=progress), []
+        over = share.round + _KEEP_ROUNDS * (1 if beside else -1)
+        if (over < 0) == beside:
+            self._rounds.pop(over, None)
+        return GatherReply(round=share.round), [arrays[rank][1] for rank in range(self._world)]
+
+    async def _on_leave(self, leave: LeaveGroup, _frames: Sequence[memoryview]) -> LeaveReply:
+        self._check(leave.attempt)
+        async with self._changed:
+            self._left = True
+            self._changed.notify_all()
+        return LeaveReply()
+
+    async def _on_left(self, ask: LeftQuery, _frames: Sequence[memoryview]) -> LeftReply:
+        self._check(ask.attempt)
+        return LeftReply(left=self._left)
+
+    def _check(self, attempt: int) -> None:
+        if attempt != self._attempt:
+            raise Fenced(f"attempt {attempt} of the trainer met attempt {self._attempt}", where="trainer.gather")
+
+
+class HostProcessGroup:
+    """A gang of several processes that meet at rank 0 over the host network.
+
+    leader: gives the address of rank 0 *of this attempt*, or None while it is not known; loop: the event loop that runs
+    the calls, while ``gather`` blocks the compute thread; patience_s: how long a gather waits for the slowest rank
+    while rank 0 does not get on.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world: int,
+        attempt: int,
+        leader: Callable[[], str | None],
+        loop: asyncio.AbstractEventLoop,
+        credentials: Credentials | None = None,
+        patience_s: float = 600.0,
+    ) -> None:
+        self.rank = rank
+        self.world = world
+        self._attempt = attempt
+        self._client = RpcClient(name=f"trainer-{rank}", resolve=leader, credentials=credentials, expects=("trainer",))
+        self._loop = loop
+        self._patience_s = patience_s
+        self._round = 0
+        self._onwards = 1
+        self._leaving: asyncio.Task[None] | None = None
+        self._limit: asyncio.Timeout | None = None
+
+    def gather(self, array: NDArray[Any], *, what: str) -> NDArray[Any]:
+        """Return every rank's ``array`` as [world, ...], from the compute thread."""
+        array = np.ascontiguousarray(array)
+        self._round += self._onwards
+        share = GatherCall(
+            attempt=self._attempt,
+            round=self._round,
+            rank=self.rank,
+            dtype=array.dtype.str,
+            shape=list(array.shape),
+        )
+        frames = asyncio.run_coroutine_threadsafe(self._call(share, array.tobytes(), what), self._loop).result()
+        if len(frames) != self.world or any(len(frame) != array.nbytes for frame in frames):
+            raise ProtocolError(f"{len(frames)} arrays came from a world of {self.world}", where="trainer.gather")
+        return np.stack([np.frombuffer(frame, array.dtype).reshape(array.shape) for frame in frames])
+
+    def leave(self) -> None:
+        """Notify rank 0 that this rank leaves; a round still unanswered after two seconds, as rank 0 is gone, ends."""
+        if self._leaving is None:
+            self._leaving = self._loop.create_task(self._say_leave(), name="leaving the gang")
+            if self._limit is not None:
+                self._limit.reschedule(self._loop.time() + _LEAVE_S)
+
+    async def left(self) -> bool:
+        """Return whether rank 0 knows of a rank that has left; False where it does not answer."""
+        try:
+            return (
+                await self._client.call("trainer.left", LeftQuery(attempt=self._attempt), LeftReply, timeout=_LEAVE_S)
+            ).left
+        except (DeadlineExceeded, PeerLost):
+            return False
+
+    def beside(self) -> HostProcessGroup:
+        """Return the same ranks with rounds from -1 downwards over this connection; ``left`` has no meaning there."""
+        ranks = copy(self)
+        ranks._round, ranks._onwards = 0, -1  # noqa: SLF001  it is one of its kind
+        return ranks
+
+    def limit_patience(self, *, patience_s: float) -> None:
+        """See ``ProcessGroup``; a round under way is waited for anew. Called from the event loop."""
+        if patience_s < self._patience_s:
+            self._patience_s = patience_s
+            if self._limit is not None:
+                self._limit.reschedule(self._loop.time())
+
+    async def close(self) -> None:
+        """Hang up, when rank 0 has heard of a ``leave``."""
+        if self._leaving is not None:
+            await asyncio.wait([self._leaving])
+        await self._client.close()
+
+    async def _say_leave(self) -> None:
+        leave = LeaveGroup(attempt=self._attempt, rank=self.rank)
+        try:
+            await self._client.call("trainer.leave", leave, LeaveReply, timeout=_LEAVE_S)
+        except AsyncFlowError as error:
+            log.info("rank 0 was not told that rank %d leaves: %s", self.rank, error)
+
+    async def _call(self, share: GatherCall, content: bytes, what: str) -> list[memoryview]:
+        whole = f"gathering {what} of {self.world} ranks"
+        while share.round < 0:
+            try:
+                async with asyncio.timeout(None) as self._limit:
+                    return (await self._gathered(share, content, whole))[1]
+            except TimeoutError:
+                log.info("%s: this rank leaves, and waits %g s", whole, self._patience_s)
+            finally:
+                self._limit = None
+        if self._leaving is not None:
+            raise GroupLeft
+        try:
+            async with asyncio.timeout(None) as self._limit:
+                shares, frames = await self._gathered(share, content, whole)
+        except TimeoutError:
+            raise GroupLeft from None
+        finally:
+            self._limit = None
+        if shares.left:
+            log.info("a rank of the gang leaves: %s will not be gathered", what)
+            raise GroupLeft
+        return frames
+
+    async def _gathered(self, share: GatherCall, content: bytes, what: str) -> tuple[GatherReply, list[memoryview]]:
+        """Call until the round is complete or never will be; the patience begins anew whenever rank 0 has got on."""
+
+        async def attempt() -> tuple[GatherReply, list[memoryview]]:
+            return await self._client.call_frames(
+                "trainer.gather", share, GatherReply, timeout=_ANSWER_S, frames=[content]
+            )
+
+        seen: int | None = None
+        until = self._loop.time() + self._patience_s
+        while True:
+            shares, frames = await retry(attempt, what=what, timeout=max(_LEAST_S, until - self._loop.time()))
+            if frames or shares.left:
+                return shares, frames
+            if shares.progress != seen:
+                seen, until = shares.progress, self._loop.time() + self._patience_s
+            elif self._loop.time() > until:
+                raise DeadlineExceeded(
+                    f"{what}: a rank is missing, and rank 0 has not got on for {self._patience_s:g} s",
+                    where="trainer",
+                    hint="The logs of the trainer's ranks say which",
+                )

@@ -1,0 +1,250 @@
+"""Report of the trainer on each step, to the driver and so to ``metrics.jsonl``, and the statistics that it is made of.
+
+Invariants: everything is measured over the whole of D_step and all ranks, and every number is finite, so a line is
+JSON. What is kept is bounded, whatever the number of samples and tokens, and does not depend on how D_step was cut into
+slots and ranks. A quantile is never below the true one and at most 1.2 % above. Two sets of samples have the same
+digest only if they are the same set, as far as 64 bits can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import starmap
+from typing import Self
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from asyncflow.identity import Version
+from asyncflow.training.batch import MicroBatch
+
+_FLOOR = 1e-9
+_PER_DECADE = 200
+_DECADES = 12
+_BINS = _PER_DECADE * _DECADES + 2
+
+_UNITS = 1 << 149
+_DIGIT_BITS = 40
+_DIGITS = 8
+"""Digits of a sum of rewards: 320 bits hold 2^40 of the largest float32."""
+_DIGIT = (1 << _DIGIT_BITS) - 1
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+class Histogram:
+    """Counts of non-negative values in bins of equal ratio from 1e-9 to 1e3; the first bin is below, the last above."""
+
+    def __init__(self, counts: NDArray[np.float64] | None = None) -> None:
+        self.counts = np.zeros(_BINS) if counts is None else counts
+
+    def add(self, values: NDArray[np.floating]) -> None:
+        """Count ``values`` [n] >= 0."""
+        scaled = np.log10(np.maximum(values, _FLOOR / 10) / _FLOOR) * _PER_DECADE
+        bins = np.clip(np.floor(scaled) + 1, 0, _BINS - 1).astype(np.int64)
+        self.counts += np.bincount(bins, minlength=_BINS)
+
+    def quantile(self, q: float) -> float:
+        """Return the upper edge of the bin that holds quantile ``q``; nan where nothing was counted."""
+        total = self.counts.sum()
+        if not total:
+            return float("nan")
+        index = int(np.searchsorted(np.cumsum(self.counts), np.ceil(q * total)))
+        return float("inf") if index == _BINS - 1 else float(_FLOOR * 10 ** (index / _PER_DECADE))
+
+
+class StepMeter:
+    """Named sums and maxima beside a histogram; ``array`` and ``merged`` carry it between ranks."""
+
+    def __init__(self, *, sums: Sequence[str], maxima: Sequence[str]) -> None:
+        self.sums = dict.fromkeys(sums, 0.0)
+        self.maxima = dict.fromkeys(maxima, float("-inf"))
+        self.histogram = Histogram()
+
+    def add(self, values: Iterable[tuple[str, float]]) -> None:
+        """Add to sums, or raise maxima, by name."""
+        for name, value in values:
+            if name in self.sums:
+                self.sums[name] += value
+            else:
+                self.maxima[name] = max(self.maxima[name], value)
+
+    def array(self) -> NDArray[np.float64]:
+        """Return everything as float64[n], the same n on every rank."""
+        return np.concatenate([list(self.sums.values()), list(self.maxima.values()), self.histogram.counts])
+
+    def merged(self, rows: NDArray[np.float64]) -> Self:
+        """Return the meter that all the ranks' arrays, [world, n], make together."""
+        one = type(self)(sums=list(self.sums), maxima=list(self.maxima))
+        added, highest = rows.sum(axis=0).tolist(), rows.max(axis=0).tolist()
+        one.sums = dict(zip(self.sums, added, strict=False))
+        one.maxima = dict(zip(self.maxima, highest[len(self.sums) :], strict=False))
+        one.histogram = Histogram(rows.sum(axis=0)[len(self.sums) + len(self.maxima) :])
+        return one
+
+
+@dataclass(kw_only=True)
+class StepTally:
+    """Counts of one step. Lags are in steps, (step - 1) - v; ``staleness_start_sum`` is over samples that have tokens.
+
+    The digest is a sum of 64-bit hashes of the keys, modulo 2^64, held as int64. ``rewards`` is the exact sum of the
+    rewards, which are float32, in units of 2^-149: every float32 is a whole number of them.
+    """
+
+    samples: int = 0
+    spoken: int = 0
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    staleness_start_sum: int = 0
+    staleness_token_sum: int = 0
+    digest: int = 0
+    rewards: int = 0
+    staleness_start_max: int = 0
+    staleness_end_max: int = 0
+
+    def add(self, batch: MicroBatch, *, step: int) -> None:
+        """Count the samples of ``batch``, which are part of D_step."""
+        self.samples += len(batch)
+        self.prompt_tokens += len(batch.prompts.values)
+        self.response_tokens += len(batch.responses.values)
+        digest = np.array([self.digest], dtype=np.int64).view(np.uint64)
+        self.digest = int(np.append(_hashes(batch), digest).sum(dtype=np.uint64).view(np.int64))
+        if batch.rewards is not None:
+            ratios = map(float.as_integer_ratio, batch.rewards.tolist())
+            self.rewards += sum(starmap(lambda over, under: over * (_UNITS // under), ratios))
+        starts = batch.versions.offsets[:-1][batch.response_lengths() > 0]
+        if not len(starts):
+            return
+        lags = np.array([step - 1 - Version.unpack(int(packed)).step for packed in batch.versions.values])
+        oldest, newest = np.maximum.reduceat(lags, starts), np.minimum.reduceat(lags, starts)
+        self.spoken += len(starts)
+        self.staleness_start_sum += int(oldest.sum())
+        self.staleness_token_sum += int(lags.sum())
+        self.staleness_start_max = max(self.staleness_start_max, int(oldest.max()))
+        self.staleness_end_max = max(self.staleness_end_max, int(newest.max()))
+
+    @property
+    def reward_mean(self) -> float:
+        """Mean reward over the samples, 0 where there are none."""
+        return float(Fraction(self.rewards, _UNITS * max(1, self.samples)))
+
+    def array(self) -> NDArray[np.int64]:
+        """Return all entries in the order of the fields, the last ``_DIGITS`` being the digits of ``rewards``."""
+        digits = [self.rewards >> _DIGIT_BITS * place & _DIGIT for place in range(_DIGITS - 1)]
+        last = self.rewards >> _DIGIT_BITS * (_DIGITS - 1)
+        entries = [value for name, value in vars(self).items() if name != "rewards"]
+        return np.array([*entries, *digits, last], dtype=np.int64)
+
+    @classmethod
+    def merged(cls, rows: NDArray[np.int64]) -> StepTally:
+        """Make one tally of the arrays of all ranks, [world, fields]."""
+        total, highest = rows.sum(axis=0), rows.max(axis=0)
+        names = [name for name in vars(cls()) if name != "rewards"]
+        entries = {name: int((highest if name.endswith("_max") else total)[index]) for index, name in enumerate(names)}
+        digits = enumerate(total[len(names) :].tolist())
+        return cls(**entries, rewards=sum(digit << _DIGIT_BITS * place for place, digit in digits))
+
+
+def _hashes(batch: MicroBatch) -> NDArray[np.uint64]:
+    keys = np.array([(key.serial, key.sample) for key in batch.keys], dtype=np.uint64).reshape(-1, 2)
+    mixed: NDArray[np.uint64] = keys[:, 0] * np.uint64(0x9E3779B97F4A7C15) + keys[:, 1]
+    for shift, factor in zip((30, 27), _MIX, strict=True):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * factor
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+class Seconds(Struct, frozen=True, kw_only=True):
+    """Parts of the time since the last report.
+
+    wall: all of it; wait: for samples; compute: forward and backward, on a device until they are queued there;
+    optimizer: the step, and what is still queued before it; publish: waiting for a publication, which goes on beside
+    the rest; checkpoint: for which the step before this one waited (the copying, and the end of the checkpoint before),
+    not the writing beside training.
+    """
+
+    wall: float
+    wait: float
+    compute: float
+    optimizer: float
+    publish: float
+    checkpoint: float
+
+
+class TrainReport(Struct, frozen=True, kw_only=True):
+    """One optimizer step.
+
+    ranks: of the gang; metrics: the backend's, by name; reward: mean over the samples; tokens: prompt and response of
+    all samples; staleness_start, staleness_end: versions between the gradient and a sample's oldest and newest token,
+    (step - 1) - v; staleness_token_mean: mean over all response tokens; logprob_gap_p99: |engine - trainer| under the
+    weights that made the tokens, of all that the trained version made, and of some of each older version whose weights
+    are at hand, None where there are none; busy_s: forward, backward, optimizer and checkpoint of rank 0 since its
+    process began; publication_s: what the last finished publication took, from the copy to the answer of the driver,
+    None before the first; started, ended: unix time of the step; keys: digest of the set of samples, whatever their
+    order; published: whether θ_step is published.
+    """
+
+    attempt: int
+    ranks: int
+    step: int
+    samples: int
+    reward: float
+    tokens: int
+    response_tokens: int
+    staleness_start_max: int
+    staleness_start_mean: float
+    staleness_end_max: int
+    staleness_token_mean: float
+    logprob_gap_p99: float | None
+    metrics: dict[str, float]
+    seconds: Seconds
+    publication_s: float | None
+    busy_s: float
+    started: float
+    ended: float
+    keys: str
+    published: bool
+
+
+def describe(
+    tally: StepTally,
+    metrics: dict[str, float],
+    *,
+    attempt: int,
+    ranks: int,
+    step: int,
+    published: bool,
+    spent: Mapping[str, float],
+    publication_s: float | None,
+    busy_s: float,
+    started: float,
+    ended: float,
+) -> TrainReport:
+    """Make the report of ``step``. spent: seconds by the names of ``Seconds``; what is missing there is 0."""
+    return TrainReport(
+        attempt=attempt,
+        ranks=ranks,
+        step=step,
+        samples=tally.samples,
+        reward=tally.reward_mean,
+        tokens=tally.prompt_tokens + tally.response_tokens,
+        response_tokens=tally.response_tokens,
+        staleness_start_max=tally.staleness_start_max,
+        staleness_start_mean=tally.staleness_start_sum / max(1, tally.spoken),
+        staleness_end_max=tally.staleness_end_max,
+        staleness_token_mean=tally.staleness_token_sum / max(1, tally.response_tokens),
+        logprob_gap_p99=metrics.get("logprob_gap_p99"),
+        metrics=metrics,
+        seconds=Seconds(**{name: spent.get(name, 0.0) for name in Seconds.__struct_fields__}),
+        publication_s=publication_s,
+        busy_s=busy_s,
+        started=started,
+        ended=ended,
+        keys=f"{tally.digest & (1 << 64) - 1:016x}",
+        published=published,
+    )
+
+
+class ReportReply(Struct, frozen=True):
+    """Answer of the driver to a report."""

@@ -1,0 +1,357 @@
+"""Attention of packs: document by document, or over sequences of any length, with one kernel each for CUDA and Ascend.
+
+All layers but attention see a pack as T tokens. On CUDA, in half precision, and on an NPU attention sees it as
+sequences of any length, without padding. Elsewhere it sees a batch of documents, [D, L], gathered from the T rows and
+scattered back: no token is computed against another document, so the cost is D * L^2 and not T^2, and any pack fits any
+kernel that ``scaled_dot_product_attention`` has.
+
+Where responses share a prompt, prompt and responses are sequences of their own. On CUDA the responses see their prompt
+in a second, not causal part; the two parts are merged by their log-sum-exp. Backwards, each part is given the merged
+output and the merged log-sum-exp, with which its kernel computes its own part of the exact gradient: the merge itself
+needs no derivative. The NPU's kernel, ``npu_fusion_attention`` with layout TND, takes sequences of which each has as
+many keys as queries or more: mode 3, "right down causal", lets query i of n see keys 0 to K - n + i of the K of its
+sequence. It is called as torch_npu 2.13 and CANN document it; this was not run on an NPU.
+
+Invariant: row i of the output is softmax attention of token i over exactly the tokens that ``Pack.mask`` allows. A
+model whose attention wants more than that (soft capping, sinks, sliding windows, biases) is refused, never
+approximated.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.attention import varlen
+from transformers import AttentionInterface, PretrainedConfig
+
+from asyncflow.models.source import check_attention
+from asyncflow.training.packing import Pack
+from asyncflow.training.torch.device import load_npu, on_device
+
+_RIGHT_DOWN_CAUSAL = 3
+_MASK_SIDE = 2048
+"""Side of the mask that stands for any causal mask."""
+_MOST_SEQUENCES = 1024
+"""Most sequences of one call."""
+
+ATTENTION = "asyncflow_documents"
+"""Name under which transformers knows this attention (``attn_implementation``)."""
+
+_LARGEST_HEAD = 256
+"""Most dimensions of a head that the kernel for sequences takes."""
+
+
+class NpuSequences(NamedTuple):
+    """A pack as S sequences. query_ends, key_ends: where the queries and the keys of each end, counted from the first.
+
+    keys: the row of the pack that each key is of, None where these are the rows as they stand; longest: tokens of the
+    longest sequence, a shared prompt included.
+    """
+
+    query_ends: list[int]
+    key_ends: list[int]
+    keys: Tensor | None
+    longest: int
+
+    @classmethod
+    def of(cls, pack: Pack, device: torch.device) -> NpuSequences:
+        """Lay ``pack`` out."""
+        query_ends, key_ends, keys = sequences_of(pack)
+        longest = int(np.diff(key_ends, prepend=0).max())
+        return cls(query_ends, key_ends, None if keys is None else on_device(keys, device), longest)
+
+
+def sequences_of(pack: Pack) -> tuple[list[int], list[int], NDArray[np.int64] | None]:
+    """Return a pack as the ends of the sequences' queries, the ends of their keys, and the rows that the keys are of.
+
+    A document with one response is one sequence. Where responses share a prompt, the prompt and each of them are
+    sequences of their own, and the keys of a response are those of the prompt and its own. The rows are None where they
+    are 0, 1, 2, ...
+    """
+    documents, segments = pack.documents, pack.segments
+    begins = np.flatnonzero((np.diff(documents, prepend=-1) != 0) | (np.diff(segments, prepend=-1) != 0))
+    ends = np.r_[begins[1:], len(documents)]
+    responses = np.bincount(documents[begins], weights=segments[begins] > 0)
+    queries: list[int] = []
+    keys: list[NDArray[np.int64]] = []
+    prompt = np.zeros(0, dtype=np.int64)
+    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+        rows = np.arange(begin, end)
+        if segments[begin] == 0:
+            prompt = rows
+            queries.append(end)
+            keys.append(rows)
+        elif responses[documents[begin]] == 1:
+            queries[-1] = end
+            keys[-1] = np.r_[prompt, rows]
+        else:
+            queries.append(end)
+            keys.append(np.r_[prompt, rows])
+    rows = np.concatenate(keys)
+    shared = len(rows) > len(documents)
+    return queries, np.cumsum([len(part) for part in keys]).tolist(), rows if shared else None
+
+
+def attend_on_npu(query: Tensor, key: Tensor, value: Tensor, *, sequences: NpuSequences, scale: float) -> Tensor:
+    """Attend within sequences: query [T, H, d], key and value [T, H / groups, d] -> [T, H, d], all of one dtype."""
+    if sequences.keys is not None:
+        key, value = (states.index_select(0, sequences.keys) for states in (key, value))
+    attention, mask = load_npu().npu_fusion_attention, _causal(query.device)
+    parts, first_query, first_key = [], 0, 0
+    for begin in range(0, len(sequences.query_ends), _MOST_SEQUENCES):
+        query_ends, key_ends = (ends[begin : begin + _MOST_SEQUENCES] for ends in sequences[:2])
+        queries, keys = slice(first_query, query_ends[-1]), slice(first_key, key_ends[-1])
+        out = attention(
+            query[queries],
+            key[keys],
+            value[keys],
+            query.shape[1],
+            "TND",
+            atten_mask=mask,
+            scale=scale,
+            actual_seq_qlen=[end - first_query for end in query_ends],
+            actual_seq_kvlen=[end - first_key for end in key_ends],
+            sparse_mode=_RIGHT_DOWN_CAUSAL,
+        )
+        parts.append(out[0])
+        first_query, first_key = query_ends[-1], key_ends[-1]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+@cache
+def _causal(device: torch.device) -> Tensor:
+    """Return the mask that the kernel wants for every causal mask: True where nothing is seen."""
+    return torch.ones(_MASK_SIDE, _MASK_SIDE, dtype=torch.bool, device=device).triu(1)
+
+
+class AttentionPart(NamedTuple):
+    """Attention of queries to keys, sequence by sequence. query_starts, key_starts: int32 [S + 1], on the device.
+
+    longest_query, longest_key: of one sequence; causal: whether a query sees earlier keys only.
+    """
+
+    query_starts: Tensor
+    key_starts: Tensor
+    longest_query: int
+    longest_key: int
+    causal: bool
+
+    @classmethod
+    def of(
+        cls, queries: NDArray[np.int64], keys: NDArray[np.int64], *, causal: bool, device: torch.device
+    ) -> AttentionPart:
+        """Make the part whose sequences begin there."""
+        return cls(
+            query_starts=on_device(queries.astype(np.int32), device),
+            key_starts=on_device(keys.astype(np.int32), device),
+            longest_query=int(np.diff(queries).max()),
+            longest_key=int(np.diff(keys).max()),
+            causal=causal,
+        )
+
+
+class KernelSequences(NamedTuple):
+    """A pack for this attention. own: each sequence over itself; prompt: responses over the prompts that they share.
+
+    rows, prompts: where those responses and prompts lie in the pack. The three are None where nothing is shared.
+    """
+
+    own: AttentionPart
+    prompt: AttentionPart | None
+    rows: Tensor | None
+    prompts: Tensor | None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence; a shared prompt counts by itself."""
+        return self.own.longest_query
+
+    @classmethod
+    def of(cls, pack: Pack, device: torch.device) -> KernelSequences:
+        """Lay ``pack`` out."""
+        laid = pack.sequences()
+        own = AttentionPart.of(laid.starts, laid.starts, causal=True, device=device)
+        if not len(laid.rows):
+            return cls(own, None, None, None)
+        prompt = AttentionPart.of(laid.row_starts, laid.prompt_starts, causal=False, device=device)
+        return cls(own, prompt, on_device(laid.rows, device), on_device(laid.prompts, device))
+
+
+class Kernel(Protocol):
+    """Attention of one part: query [Q, H, d], key and value [K, H / groups, d], out [Q, H, d], lse float32 [H, Q]."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, part: AttentionPart, *, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return output and log-sum-exp."""
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, part: AttentionPart, *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return the gradients of query, key and value, given ``grad`` of an output whose softmax had this ``lse``."""
+
+
+class FlashKernel:
+    """torch's flash attention over sequences of any length: on CUDA, in half precision, heads of at most 256."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, part: AttentionPart, *, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Kernel``."""
+        grouped = query.shape[1] != key.shape[1]
+        out, lse, _ = varlen._varlen_attn(  # noqa: SLF001  the public function has no such backward
+            query, key, value, *part[:4], part.causal, scale, _window(part), grouped
+        )
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, part: AttentionPart, *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """See ``Kernel``. There is no dropout, so the state of its generator is zeros."""
+        state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        given: tuple[Tensor, Tensor, Tensor] = varlen._varlen_attn_backward(  # noqa: SLF001
+            grad, query, key, value, out, lse, *part[:4], part.causal, state, scale, _window(part)
+        )
+        return given
+
+
+def attend_sequences(
+    query: Tensor, key: Tensor, value: Tensor, sequences: KernelSequences, *, scale: float, kernel: Kernel
+) -> Tensor:
+    """Attend within sequences and over shared prompts: [T, H, d] and [T, H / groups, d] -> [T, H, d]."""
+    out: Tensor = _Attention.apply(query, key, value, sequences, scale, kernel)
+    return out
+
+
+class _Attention(torch.autograd.Function):  # type: ignore[misc]  # mypy does not read torch
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sequences: KernelSequences, scale: float, kernel: Kernel
+    ) -> Tensor:
+        out, lse = kernel.forward(query, key, value, sequences.own, scale=scale)
+        rows, prompts = sequences.rows, sequences.prompts
+        if sequences.prompt is not None:
+            more, more_lse = kernel.forward(query[rows], key[prompts], value[prompts], sequences.prompt, scale=scale)
+            own_lse = lse[:, rows]
+            both = torch.logaddexp(own_lse, more_lse)
+            kept, added = ((part - both).exp().t()[..., None] for part in (own_lse, more_lse))
+            out = out.index_copy(0, rows, (out[rows] * kept + more * added).to(out.dtype))
+            lse = lse.index_copy(1, rows, both)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.sequences, ctx.scale, ctx.kernel = sequences, scale, kernel
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        sequences, scale, kernel = ctx.sequences, ctx.scale, ctx.kernel
+        grad = grad.contiguous()
+        of_query, of_key, of_value = kernel.backward(grad, query, key, value, out, lse, sequences.own, scale=scale)
+        rows, prompts = sequences.rows, sequences.prompts
+        if sequences.prompt is not None:
+            more = kernel.backward(
+                grad[rows], query[rows], key[prompts], value[prompts], out[rows], lse[:, rows].contiguous(),
+                sequences.prompt, scale=scale,
+            )  # fmt: skip
+            of_query = of_query.index_add(0, rows, more[0])
+            of_key, of_value = (
+                whole.index_add(0, prompts, part) for whole, part in ((of_key, more[1]), (of_value, more[2]))
+            )
+        return of_query, of_key, of_value, None, None, None
+
+
+def _window(part: AttentionPart) -> list[int]:
+    return [-1, 0] if part.causal else [-1, -1]
+
+
+_FLASH = FlashKernel()
+
+
+class Documents(NamedTuple):
+    """A pack as documents. places [D * L]: the row of each token, padded; rows [T]: back again; mask [D, 1, L, L] or
+    None: who sees whom, None where every document is plainly causal; number: D.
+    """
+
+    places: Tensor
+    rows: Tensor
+    mask: Tensor | None
+    number: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return len(self.places) // self.number
+
+    @classmethod
+    def of(cls, pack: Pack, device: torch.device) -> Documents:
+        """Lay ``pack`` out."""
+        table = pack.table()
+        mask = None if table.mask is None else on_device(table.mask, device)[:, None]
+        places, rows = (on_device(array, device) for array in (table.places.reshape(-1), table.rows))
+        return cls(places, rows, mask, len(table.places))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # mypy does not read torch
+def attend(
+    module: nn.Module,  # noqa: ARG001
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001
+    *,
+    documents: Documents | KernelSequences | NpuSequences | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Attend within documents: query [1, H, T, d], key and value [1, H / groups, T, d] -> [1, T, H, d].
+
+    The signature is that of transformers' attention functions; ``documents`` comes from the caller of the model.
+    """
+    if documents is None:
+        raise TypeError("its layers do not pass on what they are called with")
+    check_attention({"dropout": dropout, **more}, longest=documents.longest)
+    if isinstance(documents, NpuSequences):
+        # Norms and rotary embeddings leave queries and keys in float32 under autocast; the kernel wants one dtype.
+        rows = (part[0].transpose(0, 1).to(value.dtype).contiguous() for part in (query, key, value))
+        out = attend_on_npu(*rows, sequences=documents, scale=scaling or query.shape[-1] ** -0.5)
+        return out[None], None
+    heads = query.shape[1]
+    if isinstance(documents, KernelSequences):
+        # Norms and rotary embeddings leave queries and keys in float32 under autocast.
+        query, key, value = (part[0].transpose(0, 1).to(value.dtype).contiguous() for part in (query, key, value))
+        scale = scaling or query.shape[-1] ** -0.5
+        return attend_sequences(query, key, value, documents, scale=scale, kernel=_FLASH)[None], None
+
+    def by_document(states: Tensor) -> Tensor:
+        rows = states[0].transpose(0, 1).index_select(0, documents.places)
+        rows = rows.repeat_interleave(heads // rows.shape[1], dim=1)
+        return rows.unflatten(0, (documents.number, -1)).transpose(1, 2)
+
+    out = F.scaled_dot_product_attention(
+        by_document(query),
+        by_document(key),
+        by_document(value),
+        attn_mask=documents.mask,
+        is_causal=documents.mask is None,
+        scale=scaling,
+    )
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, documents.rows)[None], None
+
+
+def takes_sequences(config: PretrainedConfig, *, device: torch.device, compute: torch.dtype) -> bool:
+    """Return whether attention over sequences of any length has a kernel for this model on this device."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    alike = getattr(config, "v_head_dim", None) is None  # latent attention has values of another size
+    return device.type == "cuda" and compute in (torch.bfloat16, torch.float16) and alike and head <= _LARGEST_HEAD
+
+
+AttentionInterface.register(ATTENTION, attend)

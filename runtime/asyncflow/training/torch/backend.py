@@ -1,0 +1,484 @@
+"""The torch trainer: streamed micro-batches, exact optimizer updates.
+
+A micro-batch goes forward and backward at once, on sums that are not normalised; samples that contribute exactly
+nothing are counted but not computed. The last word is ``update``: counts of all micro-batches over all ranks, one
+division, one update; most steps make one.
+
+Invariant: the gradient of an update is that of one big padded batch up to rounding, however D_k was cut into slots,
+packs and ranks; the same seed, order and number of threads give the same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from torch import Tensor
+
+from asyncflow.algorithms.grpo import LossTotals
+from asyncflow.api.workers import LoraSpec
+from asyncflow.errors import Diverged, ManifestError
+from asyncflow.net.frames import Jagged
+from asyncflow.plugins import read_options
+from asyncflow.training.backend import OPTIONS, TrainerBackend
+from asyncflow.training.batch import MicroBatch
+from asyncflow.training.loops import combined
+from asyncflow.training.packing import Pack, few_sizes_below, pack_samples
+from asyncflow.training.ranks import ProcessGroup
+from asyncflow.training.settings import BackendSettings, TorchOptions, WeightsDtype
+from asyncflow.training.slice_files import unwritable
+from asyncflow.training.torch.device import TensorGroup, as_array, collective, find_device, on_device, rounded
+from asyncflow.training.torch.figures import StepFigures, metrics_of
+from asyncflow.training.torch.lora import (
+    add_adapters,
+    base_shards,
+    begin_adapters,
+    own_names,
+    trained_shards,
+    without_adapters,
+)
+from asyncflow.training.torch.memory import FIELD, PackBudget, find_largest_pack
+from asyncflow.training.torch.model import (
+    LogprobModel,
+    checkpoint_layers,
+    choose_kernels,
+    compile_layers,
+    open_model,
+    smallest_pack,
+)
+from asyncflow.training.torch.optimizer import FlatAdamW
+from asyncflow.training.torch.sharding import older, open_sharded
+from asyncflow.training.torch.shards import (
+    TensorShard,
+    copied,
+    read_first,
+    read_saved,
+    write_gathered,
+    write_shards,
+)
+from asyncflow.weights.probe import TOKENS, WeightProbe, probe_ids
+from asyncflow.weights.sender import PublishedSlice, Tensors
+from asyncflow.weights.slices import Box
+
+log = logging.getLogger(__name__)
+
+WEIGHTS_FILE = "model.safetensors"
+STATE_FILE = "optimizer.safetensors"
+_GENERATOR = "generator"
+_MOST_SKIPPED = 3
+"""Steps in a row whose gradient is not finite, at which the training ends."""
+
+
+class TorchBackend(TrainerBackend):
+    """A causal language model of transformers with AdamW."""
+
+    Options = TorchOptions
+
+    def __init__(self, settings: BackendSettings, *, group: ProcessGroup) -> None:
+        super().__init__(settings, group=group)
+        self._options = options = read_options(settings.options, TorchOptions, where=OPTIONS)
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        self._device = find_device(settings.device, share=settings.share, local_rank=settings.local_rank)
+        choose_kernels(self._device, deterministic=settings.deterministic)
+        torch.manual_seed(settings.seed)
+        self._how: dict[str, Any] = {
+            "temperature": settings.temperature,
+            "compute": getattr(torch, settings.compute),
+            "rows": options.head_tokens,
+            "few_sizes": options.compile,
+        }
+        self._budget = PackBudget(self.slot_tokens)
+        self._ranks = TensorGroup(
+            group,
+            device=self._device,
+            host=settings.host,
+            timeout_s=options.collective_timeout_s,
+        )
+        self._figures = StepFigures()
+        self._updates: list[dict[str, float]] = []
+        self._step: list[tuple[MicroBatch, int | None]] = []
+        self._trained_before = 0
+        self._skipped = 0
+        self._has_room = True
+        self._copies: torch.Stream | None = None
+
+    @collective()
+    def load(self, folder: Path, *, checkpoint: Path | None) -> None:
+        """See the base class; the reference for the KL term is always θ_0, also after a resume."""
+        if self._device.type != "cpu":
+            torch.accelerator.set_device_index(self._device.index)  # of this thread
+        self._ranks.meet()
+        seen = np.array([checkpoint is not None])
+        resumed = bool(self.group.gather(seen, what="who sees the checkpoint")[0, 0])
+        lora, compared = self.settings.lora, self.settings.loss.kl > 0
+        self._policy = self._open(folder, first=not resumed or lora is not None, lora=lora)
+        self._model = self._policy.model
+        self._reference: Callable[..., tuple[Tensor, Tensor | None]] | None = None
+        if compared and lora is not None:
+            self._reference = without_adapters(self._model, self._policy)
+        elif compared:
+            self._reference = self._open(folder, first=True, frozen=True)
+        self._shards = trained_shards(self._model)
+        if resumed:
+            read_saved(checkpoint, WEIGHTS_FILE, self._shards, group=self.group, ranks=self._ranks)
+        self._policy.evaluate(smallest_pack())
+        if self._options.gradient_checkpointing:
+            checkpoint_layers(self._model)
+        if self._options.compile:
+            compile_layers(self._model, device=self._device)
+        seed = self.settings.seed, self.group.rank
+        self._optimizer = FlatAdamW(self._model, self.settings.optimizer, seed=seed)
+        if resumed:
+            generator, state = self._generator(), list(self._optimizer.state())
+            if read_saved(checkpoint, STATE_FILE, state, optional=generator, group=self.group, ranks=self._ranks):
+                torch.set_rng_state(generator.tensor.reshape(-1))
+        if self.settings.pack_tokens is None and self._device.type != "cpu":
+            self._find_slot_tokens()
+
+    def _find_slot_tokens(self) -> None:
+        """Try which packs fit the device; the ranks agree on what fits all of them."""
+
+        def step(batch: MicroBatch, tokens: int) -> None:
+            self._budget = PackBudget(tokens)
+            try:
+                self._add(batch, version=None)
+            except torch.OutOfMemoryError as full:
+                if self.group.world > 1:
+                    raise self._does_not_fit(full) from full
+                raise
+            finally:
+                self._forget_step()
+
+        found = find_largest_pack(
+            step,
+            device=self._device,
+            share=self.settings.share,
+            reserved=sum(2 * shard.tensor.numel() for shard in self._shards),
+            longest=self.settings.longest or 1,
+        )
+        if self._options.compile:
+            found = max(self.settings.longest or 1, few_sizes_below(found))
+        self.slot_tokens = int(self.group.gather(np.array([found]), what="tokens of a micro-batch").min())
+        self.trained = 0
+        self._budget = PackBudget(self.slot_tokens)
+
+    def _open(self, folder: Path, *, first: bool, frozen: bool = False, lora: LoraSpec | None = None) -> LogprobModel:
+        """Open the model, cut over the ranks, with the weights of the folder (``first``) or arbitrary ones."""
+        mesh = self._ranks.mesh
+        dtype: torch.dtype = getattr(torch, self.settings.weights)
+        held: dict[str, Any] = {"device": self._device, "dtype": dtype, "longest": self.settings.longest}
+        if mesh is None:
+            model = open_model(folder, weights=first, **held).requires_grad_(not frozen)
+            if lora is not None:
+                add_adapters(model, lora)
+            opened = LogprobModel(model, **self._how)
+        else:
+            opened = open_sharded(folder, mesh=mesh, frozen=frozen, lora=lora, how=self._how, **held)
+            if first:
+                longest = self.settings.longest
+                read_first(folder, base_shards(opened.model), longest=longest, group=self.group, ranks=self._ranks)
+        if lora is not None:
+            begin_adapters(opened.model, seed=self.settings.seed)
+        return opened
+
+    def _generator(self) -> TensorShard:
+        """Return the state of torch's generator: of a gang, this rank's row of all ranks' states."""
+        state, world = torch.get_rng_state(), self.group.world
+        if world == 1:
+            return TensorShard(_GENERATOR, state, Box.whole(state.shape), tuple(state.shape))
+        row = Box((self.group.rank, 0), (1, len(state)))
+        return TensorShard(_GENERATOR, state[None], row, (world, len(state)), cut=True)
+
+    @collective()
+    def prepare(self, batch: MicroBatch) -> MicroBatch:
+        """See the base class: the log-probs that ``old: recompute`` divides by, 0 where no gradient needs them."""
+        if self.settings.loss.old != "recompute":
+            return batch
+        try:
+            return self._recomputed(batch)
+        except torch.OutOfMemoryError as full:
+            self._make_packs_smaller(full)
+        return self._recomputed(batch)
+
+    def _recomputed(self, batch: MicroBatch) -> MicroBatch:
+        logprobs = np.zeros(len(batch.responses.values), np.float32)
+        active = np.flatnonzero(~self.settings.loss.silent(batch.advantages) & (batch.loss_lengths() > 0))
+        for pack in self._in_step(self._packs(batch, active)):
+            found = self._policy.evaluate(pack or smallest_pack()).cpu().numpy()
+            if pack is not None:
+                entries, _ = _entries(batch, pack, active[pack.samples])
+                logprobs[entries] = found
+        return replace(batch, old=Jagged(logprobs, batch.responses.offsets))
+
+    @collective()
+    def micro_batch(self, batch: MicroBatch, *, version: int | None) -> None:
+        """See the base class. Where memory runs out, the step is computed again in packs of half the size, once."""
+        self._step.append((batch, version))
+        try:
+            self._add(batch, version=version)
+        except torch.OutOfMemoryError as full:
+            self._make_packs_smaller(full)
+        else:
+            return
+        # Not above, where the error's traceback still holds the tensors of the pass that failed.
+        again, before = self._step, self._trained_before
+        self._forget_step()
+        if self._device.type != "cpu":
+            torch.accelerator.empty_cache()
+        self.trained = before
+        for batch, version in again:
+            self.micro_batch(batch, version=version)
+
+    def _make_packs_smaller(self, full: torch.OutOfMemoryError) -> None:
+        """Halve the budget of packs. Raises ManifestError where it was halved before, or in a gang."""
+        if self.group.world > 1:
+            raise self._does_not_fit(full) from full
+        self._budget.halve(full)
+
+    def _does_not_fit(self, full: torch.OutOfMemoryError) -> ManifestError:
+        """Return the error of a rank that cannot compute the step again by itself, since the others would not."""
+        return ManifestError(
+            f"out of memory with packs of {self._budget.tokens} tokens: {full}",
+            where=FIELD,
+            hint="Give half of that: ranks of a gang make equally many passes, so that one cannot go back alone",
+        )
+
+    def _forget_step(self) -> None:
+        """Drop all since the last update: a backward pass that failed has added a part of its gradient."""
+        self._optimizer.clear()
+        self._figures, self._step = StepFigures(), []
+
+    def _add(self, batch: MicroBatch, *, version: int | None) -> None:
+        loss, lengths = self.settings.loss, batch.loss_lengths()
+        silent = loss.silent(batch.advantages)
+        totals = ("tokens", lengths.sum()), ("sequences", np.count_nonzero(lengths)), ("silent", silent.sum())
+        self._figures.count((name, float(value)) for name, value in totals)
+        active = np.flatnonzero(~silent & (lengths > 0))
+        self.trained += len(batch) - len(active)
+        packs = self._packs(batch, active)
+        self._figures.count([("packed_tokens", float(sum(len(pack.ids) for pack in packs)))])
+        weights, current = loss.aggregation.weights(lengths), batch.makers() == version
+        for pack in self._in_step(packs):
+            if pack is None:
+                self._accompany()
+            else:
+                self._accumulate(batch, pack, active[pack.samples], weights, current)
+                self.trained += len(np.unique(pack.samples))
+
+    def _accompany(self) -> None:
+        """Make the pass of a pack that adds nothing, since other ranks make one."""
+        if self._reference is not None:
+            with torch.no_grad():
+                self._reference(smallest_pack(), entropy=False)
+        logprobs, _ = self._policy(smallest_pack(), entropy=False)
+        (logprobs * 0).sum().backward()
+
+    @collective()
+    def measure(self, batch: MicroBatch, *, weights: Mapping[str, NDArray[Any]]) -> None:
+        """See the base class. On the CPU weights in float32 are used where they lie, else they are copied.
+
+        Where a device has no room for them, no older weights are measured from then on, on any rank.
+        """
+        if not self._has_room:
+            return
+        try:
+            self._has_room = self._find_room()
+            if self._has_room:
+                self._measure_older(batch, weights)
+        except torch.OutOfMemoryError:
+            if self.group.world > 1:
+                raise
+            self._has_room = False
+        if not self._has_room:
+            log.warning("log-probs of older weights are not measured: a device has no room for them")
+
+    def _find_room(self) -> bool:
+        """Return whether every rank of a gang has room for what it holds once more; one rank alone just tries."""
+        if self.group.world == 1:
+            return True
+        fits = True
+        try:
+            _ = [torch.empty_like(shard.tensor) for shard in self._shards]
+        except torch.OutOfMemoryError:
+            fits = False
+        return bool(self.group.gather(np.array([fits]), what="who has room for older weights").all())
+
+    def _measure_older(self, batch: MicroBatch, weights: Mapping[str, NDArray[Any]]) -> None:
+        packs = self._packs(batch, np.arange(len(batch)))
+        with torch.no_grad(), older(self._policy, self._shards, weights, own=own_names(self._model)) as policy:
+            for pack in self._in_step(packs):
+                logprobs, _ = policy(smallest_pack() if pack is None else pack, entropy=False)
+                if pack is not None:
+                    entries, counted = _entries(batch, pack, pack.samples)
+                    gap = (logprobs - self._tensor(batch.logprobs.values[entries])).abs().cpu().numpy()
+                    self._figures.gaps(gap[counted])
+
+    def _in_step(self, packs: list[Pack]) -> Iterator[Pack | None]:
+        """Yield the packs, and then None as often as another rank has more: all ranks have to make equally many passes.
+
+        Collective before the first, so that no rank begins one that another, which leaves, will not make.
+        """
+        most = self.group.gather(np.array([len(packs)]), what="the number of packs").max()
+        yield from packs
+        yield from (None for _ in range(int(most) - len(packs)))
+
+    def _packs(self, batch: MicroBatch, chosen: NDArray[np.int64]) -> list[Pack]:
+        return pack_samples(
+            [batch.prompts.row(i) for i in chosen.tolist()],
+            [batch.responses.row(i) for i in chosen.tolist()],
+            [batch.keys[i].serial for i in chosen.tolist()],
+            layout=self.settings.layout,
+            budget=self._budget.tokens,
+        )
+
+    def _accumulate(
+        self,
+        batch: MicroBatch,
+        pack: Pack,
+        samples: NDArray[np.int64],
+        weights: NDArray[np.float64],
+        current: NDArray[np.bool_],
+    ) -> None:
+        loss = self.settings.loss
+        entries, counted = _entries(batch, pack, samples)
+        weight = self._tensor(weights[samples] * counted)
+        behaviour = self._tensor(batch.logprobs.values[entries])
+        reference = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference, _ = self._reference(pack, entropy=False)
+        logprobs, entropy = self._policy(pack, entropy=loss.entropy != 0)
+        terms = loss.tokens(
+            logprobs,
+            behaviour=behaviour,
+            advantages=self._tensor(batch.advantages[samples]),
+            reference=reference,
+            entropy=entropy,
+            before=None if batch.old is None else self._tensor(batch.old.values[entries]),
+        )
+        value = (terms.total * weight).sum()
+        value.backward()
+        self._figures.pack(
+            terms,
+            loss=value.detach(),
+            logprobs=logprobs.detach(),
+            behaviour=behaviour,
+            entropy=entropy,
+            counted=self._tensor(counted),
+            on_policy=self._tensor(current[samples] & counted),
+        )
+
+    @collective()
+    def finish_step(self, step: int) -> dict[str, float]:
+        """See the base class. Three skipped steps in a row are too many."""
+        self.update(step)
+        metrics, self._updates, self.trained, self._trained_before = combined(self._updates), [], 0, 0
+        self._skipped = self._skipped + 1 if metrics["skipped"] else 0
+        if self._skipped == _MOST_SKIPPED:
+            raise Diverged(
+                f"the gradient is not finite in steps {step - _MOST_SKIPPED + 1} to {step}",
+                where="trainer",
+                hint="Try a lower learningRate or a lower maxGradNorm, or another precision; the run can be resumed",
+            )
+        return metrics
+
+    @collective()
+    def update(self, step: int) -> None:
+        """See the base class. Collective: the counts, then the gradient."""
+        meter = self._figures.merged(self.group, step=step)
+        totals = LossTotals(int(meter.sums["tokens"]), int(meter.sums["sequences"]))
+        divisor = self.settings.loss.aggregation.divisor(totals)
+        applied = self._optimizer.apply(step, divisor=divisor, norm=self._ranks.norm)
+        if not applied.moved:
+            log.warning("step %d: the gradient is not finite, the weights stay as they are", step)
+        self._step, self._trained_before = [], self.trained
+        self._updates.append(metrics_of(meter, divisor=divisor, applied=applied))
+
+    def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any] | PublishedSlice]]:
+        """Yield what is trained, by transformers' or peft's names; on the CPU what is not rounded is shared.
+
+        Elsewhere it is copied on a stream of its own, behind what made it and beside what computes with it.
+        """
+        kind = getattr(torch, dtype)
+        with self._beside():
+            weights = [(shard, rounded(shard.tensor, kind)) for shard in self._shards if shard.tensor.numel()]
+        for shard, tensor in weights:
+            array = as_array(tensor)
+            yield (
+                shard.name,
+                PublishedSlice(array=array, offset=shard.box.offset, shape=shard.shape) if shard.cut else array,
+            )
+
+    def whole(self, tensors: Tensors) -> Iterator[tuple[str, NDArray[Any]]]:
+        """See the base class: one tensor after another is gathered, on every rank."""
+        given = {name: one.array if isinstance(one, PublishedSlice) else one for name, one in tensors.items()}
+        rounded_to = np.uint16 if any(array.dtype == np.uint16 for array in given.values()) else np.float32
+        for shard in self._shards:
+            array = given.get(shard.name)
+            if not shard.cut and array is not None:
+                yield shard.name, array
+                continue
+            weights = np.zeros(shard.box.extent, rounded_to) if array is None else array
+            held = torch.from_numpy(weights).to(self._device)
+            held = held.view(torch.bfloat16) if weights.dtype == np.uint16 else held
+            yield shard.name, as_array(self._ranks.whole(held, shard.shape).cpu())
+
+    @collective()
+    def probe(self) -> WeightProbe:
+        """See the base class; computed as a step is, at temperature 1."""
+        config = self._model.config
+        ids = probe_ids(vocabulary=config.vocab_size, most=getattr(config, "max_position_embeddings", TOKENS))
+        (pack,) = pack_samples([ids[:1]], [ids[1:]], [0], layout="separate", budget=len(ids))
+        return WeightProbe(ids, self._policy.evaluate(pack, temperature=1.0).cpu().numpy())
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        """Return what has this thread's copies from a device go on a stream of their own."""
+        if self._device.type == "cpu":
+            return nullcontext()
+        self._copies = self._copies or torch.Stream(self._device)
+        self._copies.wait_stream(torch.accelerator.current_stream(self._device))
+        return cast(AbstractContextManager[Any], self._copies)
+
+    @collective()
+    def snapshot(self, *, shared: bool = True) -> Callable[[Path], None]:
+        """See the base class: model.safetensors and optimizer.safetensors (moments, step counts, the generator)."""
+        state = {WEIGHTS_FILE: self._shards, STATE_FILE: [*self._optimizer.state(), self._generator()]}
+        if shared:
+            state = {name: copied(shards, group=self.group) for name, shards in state.items()}
+
+        def write(folder: Path) -> None:
+            try:
+                for name, shards in state.items():
+                    if shared:
+                        write_shards(folder / name, shards)
+                    else:
+                        write_gathered(folder / name, shards, group=self.group, ranks=self._ranks)
+            except SafetensorError as wrong:
+                raise unwritable(folder, wrong) from wrong
+
+        return write if shared else collective()(write)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self._ranks.close()
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        return on_device(array.astype(np.float32, copy=False), self._device)
+
+
+def _entries(batch: MicroBatch, pack: Pack, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return where the targets of ``pack`` are among the batch's response tokens, and whether they count in the loss.
+
+    samples: the index in the batch of each target's sample.
+    """
+    entries = batch.responses.offsets[samples] + pack.offsets
+    return entries, np.ones(len(entries), bool) if batch.loss_mask is None else batch.loss_mask.values[entries]

@@ -1,0 +1,123 @@
+"""The figures of a step: what is measured of every pack, and the metrics that a step makes of them.
+
+Invariant: figures of packs stay on the device that computed them, and nothing waits for them, until ``merged`` reads
+them all at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncflow.algorithms.grpo import TokenLoss
+from asyncflow.algorithms.losses import MAX_LOG_RATIO
+from asyncflow.training.ranks import ProcessGroup
+from asyncflow.training.report import StepMeter
+from asyncflow.training.torch.optimizer import Applied
+
+_SUMS = (
+    "tokens", "sequences", "computed", "loss", "kl", "entropy", "surprise", "ratio", "approx_kl",
+    "clip_low", "clip_high", "clip_dual", "silent", "packed_tokens", "gap_tokens", "gap",
+)  # fmt: skip
+_MEANS = ("kl", "entropy", "surprise", "ratio", "approx_kl", "clip_low", "clip_high", "clip_dual")
+
+
+class StepFigures:
+    """The figures of one rank's packs since the last step."""
+
+    def __init__(self) -> None:
+        self._meter = _meter()
+        self._packs: list[tuple[tuple[str, ...], Tensor, Tensor]] = []
+
+    def count(self, values: Iterable[tuple[str, float]]) -> None:
+        """Add numbers that are on the host already, by name."""
+        self._meter.add(values)
+
+    def gaps(self, gap: NDArray[np.floating]) -> None:
+        """Add absolute differences of log-probs between engine and trainer, one for each token."""
+        self._meter.add([("gap_tokens", float(len(gap))), ("gap", float(gap.sum(dtype=np.float64)))])
+        self._meter.histogram.add(gap)
+
+    def pack(
+        self,
+        terms: TokenLoss,
+        *,
+        loss: Tensor,
+        logprobs: Tensor,
+        behaviour: Tensor,
+        entropy: Tensor | None,
+        counted: Tensor,
+        on_policy: Tensor,
+    ) -> None:
+        """Compute the figures of a pack where it was computed.
+
+        counted, on_policy: 1 for targets that count in the loss, and for those of them that the current weights made.
+        """
+        policy, logratio = terms.policy, logprobs - behaviour
+        gap, zero = logratio.abs(), logprobs.new_zeros(())
+        values = {
+            "loss": loss,
+            "computed": counted.sum(),
+            "kl": zero if terms.kl is None else (terms.kl.detach() * counted).sum(),
+            "entropy": zero if entropy is None else (entropy.detach() * counted).sum(),
+            "surprise": -(logprobs * counted).sum(),
+            "ratio": (policy.ratio * counted).sum(),
+            "ratio_max": (policy.ratio * counted).max(),
+            "approx_kl": ((logratio.clamp(max=MAX_LOG_RATIO).exp() - 1 - logratio) * counted).sum(),
+            "clip_low": (policy.clipped_low * counted).sum(),
+            "clip_high": (policy.clipped_high * counted).sum(),
+            "clip_dual": (policy.clipped_dual * counted).sum(),
+            "gap_tokens": on_policy.sum(),
+            "gap": (gap * on_policy).sum(),
+        }
+        gaps = torch.where(on_policy > 0, gap, float("nan"))
+        self._packs.append((tuple(values), torch.stack(list(values.values())), gaps))
+
+    def merged(self, group: ProcessGroup, *, step: int) -> StepMeter:
+        """Return the figures of all ranks, and begin anew. Collective; waits for every pack since the last step."""
+        self._read()
+        rows = group.gather(self._meter.array(), what=f"the counts of step {step}")
+        meter, self._meter = self._meter.merged(rows), _meter()
+        return meter
+
+    def _read(self) -> None:
+        if not self._packs:
+            return
+        names, figures, gaps = zip(*self._packs, strict=True)
+        self._packs = []
+        for name, row in zip(names, torch.stack(figures).tolist(), strict=True):
+            self._meter.add(zip(name, row, strict=True))
+        found = torch.cat(gaps).cpu().numpy()
+        self._meter.histogram.add(found[~np.isnan(found)])
+
+
+def metrics_of(meter: StepMeter, *, divisor: float, applied: Applied) -> dict[str, float]:
+    """Return the metrics of a step by name, those that are finite.
+
+    divisor: what the sums of the loss and of its gradient were divided by.
+    """
+    sums = meter.sums
+    computed, gap_tokens = max(1.0, sums["computed"]), sums["gap_tokens"]
+    metrics = {name: sums[name] / computed for name in _MEANS} | {
+        "loss": sums["loss"] / divisor,
+        "ratio_max": meter.maxima["ratio_max"],
+        "grad_norm": applied.grad_norm,
+        "learning_rate": applied.learning_rate,
+        "skipped": float(not applied.moved),
+        "silent_samples": sums["silent"],
+        "computed_tokens": sums["computed"],
+        "packed_tokens": sums["packed_tokens"],
+        "logprob_gap_tokens": gap_tokens,
+        "logprob_gap": sums["gap"] / max(1.0, gap_tokens),
+        "logprob_gap_p99": meter.histogram.quantile(0.99),
+    }
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _meter() -> StepMeter:
+    return StepMeter(sums=_SUMS, maxima=("ratio_max",))

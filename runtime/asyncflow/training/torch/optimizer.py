@@ -1,0 +1,211 @@
+"""The gradient of a step in one flat buffer, AdamW on it, and the rounding of weights that are held in bfloat16.
+
+Every parameter's ``grad`` is a view of one float32 buffer: accumulation, the norm and the clipping are one operation
+each, and a parameter that no micro-batch reached has gradient 0 instead of none, on every rank alike. Of a model that
+is cut over ranks, buffer and moments are of this rank's shards: AdamW treats each number by itself.
+
+Of weights in bfloat16 the gradient and the moments are float32 too, and there is no float32 copy. Most updates of AdamW
+are smaller than half of the distance between two neighbours in bfloat16, so rounding to the nearest would lose them.
+Stochastic rounding takes one of the two neighbours, each with a probability such that the expected value is the exact
+one (arXiv 2010.06192).
+
+Invariants: ``apply`` is a function of (weights, moments, summed gradient, divisor, step, seed), so no random state has
+to be saved; what is copied out of ``state`` and into it again continues bit for bit; weights are rounded here only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from asyncflow.training.settings import OptimizerSettings
+from asyncflow.training.torch.shards import TensorShard, tensor_shard
+
+_CHUNK = 1 << 24
+"""Numbers of a parameter that are held in float32 at once."""
+_DROPPED_BITS = 16
+"""Bits of a float32 behind those of the bfloat16 with the same exponent."""
+
+
+class StochasticAdamW(torch.optim.AdamW):  # type: ignore[misc]  # mypy does not read torch
+    """``torch.optim.AdamW`` whose parameters may be bfloat16: they are updated in float32 and rounded stochastically.
+
+    Gradients and moments are float32. seed: numbers of which, with the step's number, the random bits are a function;
+    different on ranks that hold different shards of a model.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, seed: tuple[int, ...], **settings: Any) -> None:
+        super().__init__(groups, **settings)
+        self._seed = seed
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self) -> None:
+        """Update all parameters once. Waits for the device, to read the step's number."""
+        generator: torch.Generator | None = None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if generator is None:
+                    generator = _generator((*self._seed, int(state["step"])), device=parameter.device)
+                _update(parameter, state, group, generator)
+
+
+def round_stochastically(exact: Tensor, generator: torch.Generator) -> Tensor:
+    """Return float32 ``exact`` in bfloat16, each number as one of its two neighbours; infinities and NaN are kept.
+
+    Random bits are added behind the bits that are kept, which are then cut off: a carry rounds away from 0, and is as
+    probable as the exact number is near to the neighbour there.
+    """
+    bits = torch.randint(
+        1 << _DROPPED_BITS, exact.shape, generator=generator, dtype=torch.int32, device=exact.device
+    ).add_(exact.view(torch.int32))
+    cut = bits.bitwise_and_(-1 << _DROPPED_BITS).view(torch.float32)
+    return torch.where(exact.isfinite(), cut, exact).bfloat16()
+
+
+def _generator(seed: tuple[int, ...], *, device: torch.device) -> torch.Generator:
+    mixed = np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]
+    return torch.Generator(device).manual_seed(int(mixed))
+
+
+def _update(
+    parameter: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any], generator: torch.Generator
+) -> None:
+    """Update ``parameter`` and its ``state``, a chunk at a time, since AdamW treats each number by itself."""
+    tensors = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
+    for weights, gradient, first, second in zip(*(t.view(-1).split(_CHUNK) for t in tensors), strict=True):
+        exact = weights.float()
+        adamw(
+            [exact],
+            [gradient],
+            [first],
+            [second],
+            [],
+            [state["step"].clone()],  # it is counted up for each chunk
+            fused=group["fused"],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        if weights.dtype == torch.bfloat16:
+            weights.copy_(round_stochastically(exact, generator))
+    state["step"].add_(1)
+
+
+class Applied(NamedTuple):
+    """Effect of an optimizer step: norm of the gradient before clipping, learning rate, whether the weights moved."""
+
+    grad_norm: float
+    learning_rate: float
+    moved: bool
+
+
+def has_fused_kernel(device: torch.device) -> bool:
+    """Return whether torch has AdamW as one kernel for ``device``; for an NPU that is up to torch_npu's version."""
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device.type, "PrivateUse1")
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_", key))  # noqa: SLF001
+
+
+class FlatAdamW:
+    """AdamW over all trainable parameters of ``model``. seed: of stochastic rounding; of each rank another."""
+
+    def __init__(self, model: nn.Module, settings: OptimizerSettings, *, seed: tuple[int, ...]) -> None:
+        self._settings = settings
+        named = [(name, p) for name, p in model.named_parameters(remove_duplicate=True) if p.requires_grad]
+        shards = [tensor_shard(name, parameter) for name, parameter in named]
+        self._gradient = torch.zeros(sum(p.tensor.numel() for p in shards), device=shards[0].tensor.device)
+        views = self._gradient.split([shard.tensor.numel() for shard in shards])
+        self._held: list[tuple[TensorShard, Tensor]] = []
+        for (_, parameter), shard, view in zip(named, shards, views, strict=True):
+            gradient = view.view_as(shard.tensor)
+            _set_gradient(parameter, _like(parameter, gradient))
+            own = parameter
+            if isinstance(parameter, DTensor):
+                own = nn.Parameter(shard.tensor)
+                _set_gradient(own, gradient)
+            self._held.append((shard, own))
+        parameters = [parameter for _, parameter in self._held]
+        decay = settings.weight_decay
+        rounds = any(p.dtype == torch.bfloat16 for p in parameters)
+        self._adam = (partial(StochasticAdamW, seed=seed) if rounds else torch.optim.AdamW)(
+            [
+                {"params": [p for p in parameters if p.ndim > 1], "weight_decay": decay},
+                {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+            ],
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            eps=settings.epsilon,
+            fused=has_fused_kernel(self._gradient.device),
+        )
+        for parameter in parameters:
+            self._adam.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, dtype=torch.float32),
+                "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.float32),
+            }
+
+    @property
+    def gradient(self) -> Tensor:
+        """The sum accumulated so far, float32[P], unnormalised."""
+        return self._gradient
+
+    def clear(self) -> None:
+        """Forget the gradient."""
+        self._gradient.zero_()
+
+    def apply(self, step: int, *, divisor: float, norm: Callable[[Tensor], float]) -> Applied:
+        """Make one step of the accumulated gradient / ``divisor``.
+
+        norm: takes the norm of a vector of which every rank gives its shard. A gradient that is not finite moves
+        nothing: the step counts, its samples are spent, the weights stay.
+        """
+        self._gradient.div_(divisor)
+        size = norm(self._gradient)
+        rate = self._settings.rate(step)
+        moved = size < float("inf")
+        if moved:
+            limit = self._settings.max_grad_norm
+            if limit and size > limit:
+                self._gradient.mul_(limit / size)
+            for group in self._adam.param_groups:
+                group["lr"] = rate
+            self._adam.step()
+        self.clear()
+        return Applied(size, rate, moved)
+
+    def state(self) -> Iterator[TensorShard]:
+        """Yield the moments and step counts, sharing their memory; copying into them restores a state."""
+        for shard, parameter in self._held:
+            for kind, tensor in self._adam.state[parameter].items():
+                yield shard.beside(kind, tensor)
+
+
+def _set_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Make ``gradient`` the tensor that backward passes add to; it may have more precision than ``parameter``."""
+    parameter.grad_dtype = gradient.dtype
+    parameter.grad = gradient
+
+
+def _like(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradient of ``parameter`` whose numbers on this rank are ``gradient``, sharing its memory."""
+    if not isinstance(parameter, DTensor):
+        return gradient
+    return DTensor.from_local(
+        gradient,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

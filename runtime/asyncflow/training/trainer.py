@@ -1,0 +1,453 @@
+"""One rank of the trainer, from its checkpoint to the last step.
+
+    start:  checkpoint or θ_0 -> queue.begin(j) -> publish θ_j
+    step k: slots of D_k -> gradient -> step -> queue.step_done(k) -> publish θ_k -> report
+            now and then: checkpoint -> queue.commit(k), beside the next steps (``saving``)
+
+All ranks write checkpoints together, of a step that all have completed; rank 0 alone decides when, talks to queue and
+driver about them, and makes the commit. All ranks publish, each what it holds.
+
+Invariant: the rename of a checkpoint's manifest is the commit point; the queue's ledger is on disk before it, and hears
+of it afterwards; so whenever this process or its machine dies, the queue un-commits exactly the steps that no
+checkpoint holds. A disk that fails puts checkpoints off. A trainer of an older
+attempt gets ``Fenced`` at the next claim, publication or checkpoint, and ends. Ranks that leave do so after the same
+step (``ranks``). Computing happens in one thread of its own; the event loop only waits, so that heartbeats and fetching
+go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import msgspec
+import numpy as np
+
+from asyncflow import clock
+from asyncflow.errors import (
+    Diverged,
+    ManifestError,
+    ProtocolError,
+    RowsLost,
+    StaleHandle,
+)
+from asyncflow.identity import Version
+from asyncflow.net.retry import retry
+from asyncflow.net.roster import Directives, Status
+from asyncflow.queue.protocol.messages import StepTotals
+from asyncflow.telemetry.metrics import BusyClock
+from asyncflow.training.backend import TrainerBackend
+from asyncflow.training.batch import MicroBatch
+from asyncflow.training.checkpoint import Checkpoints
+from asyncflow.training.loops import (
+    FilledSlot,
+    SlotPrefetcher,
+    TrainQueue,
+    mini_batches,
+    repeated,
+    streaming,
+    synchronous,
+)
+from asyncflow.training.publication import Publication, Publisher
+from asyncflow.training.ranks import GroupLeft, ProcessGroup, gather_bytes, jointly, unless_leaving
+from asyncflow.training.report import StepTally, TrainReport, describe
+from asyncflow.training.saving import Saver
+from asyncflow.training.settings import TrainerSettings
+from asyncflow.weights.probe import WeightProbe
+from asyncflow.weights.sender import Tensors
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_CALL_S = 30.0
+_GRACE_S = 2.0
+_MEASURED = 4
+"""Samples of each older version in a step whose log-probs are computed again with the weights that made them."""
+
+
+class Trainer:
+    """One rank. folder: the model folder; materialise: puts θ_0 there, called by rank 0 when needed; report: takes
+    rank 0's reports; directives: the driver's latest; begun: the gang has met, and the weights that it begins with are
+    published; failed: called for each checkpoint that the disk refused; announced, saved: called for each publication
+    that ended and each checkpoint that was written, with the seconds that it took; busy: forward, backward, optimizer,
+    and what checkpoints keep them waiting for; waits: the rest.
+    """
+
+    def __init__(
+        self,
+        *,
+        queue: TrainQueue,
+        sender: Publisher,
+        backend: TrainerBackend,
+        group: ProcessGroup,
+        checkpoints: Checkpoints,
+        report: Callable[[TrainReport], Awaitable[None]],
+        directives: Callable[[], Directives],
+        settings: TrainerSettings,
+        folder: Path,
+        materialise: Callable[[], None],
+        failed: Callable[[], None] = lambda: None,
+        announced: Callable[[float], None] = lambda _: None,
+        saved: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        self.step = 0
+        self.begun = False
+        self.busy = BusyClock()
+        self.waits = BusyClock()
+        self._queue = queue
+        self._publication = Publication(
+            sender,
+            schedule=settings.schedule,
+            attempt=settings.attempt,
+            patience_s=settings.patience_s,
+            ended=announced,
+        )
+        self._backend = backend
+        self._group = group
+        self._checkpoints = checkpoints
+        checkpoints.group = group.beside()
+        self._report = report
+        self._directives = directives
+        self._settings = settings
+        self._folder = folder
+        self._materialise = materialise
+        self._feed = SlotPrefetcher(queue, rank=group.rank, settings=settings, waits=self.waits, attend=self._attend)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        self._tally = StepTally()
+        self._aged: dict[int, list[MicroBatch]] = {}
+        self._unmeasured = False
+        self._samples = 0
+        self._updating = self._moved = False
+        self._checkpoints_asked = directives().checkpoint
+        self._leaving = asyncio.Event()
+        self._saver = Saver(
+            checkpoints,
+            queue=queue,
+            backend=backend,
+            publication=self._publication,
+            settings=settings,
+            compute=self._thread,
+            leaving=self._leaving,
+            failed=failed,
+            saved=saved,
+        )
+        self._since = (clock.now(), self._clock())
+
+    def status(self) -> Status:
+        """Return what heartbeats report. step: the last completed one; trained: samples of this rank in the next one.
+
+        publishing: step of the version that is being published, -1 for none; saving: whether a checkpoint is written.
+        """
+        return {
+            "step": self.step,
+            "trained": self._backend.trained // self._settings.epochs,
+            "publishing": self._publication.underway,
+            "saving": self._saver.saving,
+            "busy_s": self.busy.total(),
+            "waiting_for": self._feed.waiting_for,
+        }
+
+    def leave(self) -> None:
+        """Finish what is in hand, write a checkpoint of the last completed step, and return from ``run``.
+
+        In hand is the micro-batch, or the step where all ranks have given their part of it, or one of several updates
+        may have been made. The other ranks leave too.
+        """
+        self._leaving.set()
+        if not self._updating:
+            self._group.leave()
+
+    async def run(self) -> int:
+        """Train; return the last completed step. Raises Fenced when a newer attempt of the trainer has begun.
+
+        Raises RowsLost where samples of a slot were lost with a storage unit (they can be made again only for a step
+        that begins anew), Diverged where the gradients are not finite any more, and ManifestError where a micro-batch
+        does not fit the device. What is complete is in a checkpoint then, so that no other step begins anew.
+        """
+        try:
+            await self._start()
+            await self._loop()(self)
+            await self._unless_leaving(self._publication.announced())
+        except GroupLeft:
+            log.info("leaving after step %d", self.step)
+            await self._save_completed()
+            await self._publication.announced(within_s=_GRACE_S)
+        except (Diverged, ManifestError):
+            # Between the updates of a step the weights are those of no step; of one that diverged no update moved them.
+            if not self._moved:
+                await self._save_completed()
+            raise
+        except StaleHandle as error:
+            await self._save_completed()
+            hint = f"Step {self.step + 1} begins again"
+            raise RowsLost(error.what, where=error.where, hint=hint) from error
+        finally:
+            self._publication.close()
+            await self._saver.close()
+            self._thread.shutdown(wait=False, cancel_futures=True)
+        return self.step
+
+    async def steps(self) -> AsyncIterator[int]:
+        """Yield the steps that are left, one after another."""
+        while self.step < self._settings.schedule.steps:
+            await self._attend()
+            yield self.step + 1
+
+    def slots(self, step: int) -> AsyncGenerator[FilledSlot, None]:
+        """Return the slots of D_step."""
+        return self._feed.slots(step, tokens=self._backend.slot_tokens)
+
+    async def accumulate(self, step: int, slot: FilledSlot) -> None:
+        """Compute the gradient of one slot."""
+        self._tally.add(slot.batch, step=step)
+        version = self._version(step - 1)
+        if self._group.rank == 0:
+            self._keep_aged(slot.batch, current=version)
+        with self.busy("compute"):
+            await self._compute(self._backend.micro_batch, slot.batch, version=version)
+
+    async def revisit(self, step: int, slots: Sequence[FilledSlot]) -> None:
+        """Make all updates of a step but the last, whose gradient is computed.
+
+        From the first gather on no rank leaves before the step is finished: in between the weights are no version.
+        """
+        for slot in slots:
+            self._tally.add(slot.batch, step=step)
+            if self._group.rank == 0:
+                self._keep_aged(slot.batch, current=self._version(step - 1))
+        with self.waits("publish"):
+            await self._publication.copied()
+        self._updating = True
+        try:
+            with self.busy("compute"):
+                await self._compute(self._update_often, step, slots)
+        except GroupLeft:
+            self._updating = False
+            raise
+
+    async def finish(self, step: int, totals: StepTotals | None) -> None:
+        """Make θ_step out of what was accumulated, and let everybody know."""
+        with self.waits("publish"):
+            await self._publication.copied()
+        published = self._settings.schedule.publishes(step)
+        with self.busy("optimizer"):
+            tally, metrics = await self._compute(self._optimize, step, totals)
+            probe = await self._compute(self._backend.probe) if published else None
+        self.step, self._updating, self._moved = step, False, False
+        if self._leaving.is_set():
+            self._group.leave()
+        self._samples += tally.samples
+        await self._retry(
+            lambda: self._queue.step_done(**self._own, step=step, rank=self._group.rank, timeout=_CALL_S),
+            what=f"telling the queue that step {step} is done",
+        )
+        if published:
+            await self._publish(step, partial(self._weights, probe))
+        if self._group.rank == 0:
+            report = self._describe(tally, metrics, published=published)
+            await self._retry(lambda: self._report(report), what=f"reporting step {step}")
+        every, last = self._settings.checkpoint_every, step == self._settings.schedule.steps
+        evaluated = self._settings.checkpoint_evaluated and self._settings.schedule.evaluates(step)
+        await self._checkpoint_if(last or evaluated or (every > 0 and step % every == 0) or self._asked())
+        if last:
+            await self._end_saved()
+
+    async def _end_saved(self) -> None:
+        """Wait until the last step is in a checkpoint, however often the disk refuses it for a while."""
+        await self._saver.finished()
+        while (retry_s := self._saver.retry_in_s) is not None:
+            await asyncio.sleep(retry_s)
+            await self._attend()
+            await self._checkpoint_if(False)
+            await self._saver.finished()
+
+    def _loop(self) -> Callable[[Trainer], Awaitable[None]]:
+        if self._settings.epochs * self._settings.mini_batches > 1:
+            return repeated
+        return synchronous if self._settings.whole else streaming
+
+    def _version(self, step: int) -> int:
+        return Version(self._settings.attempt, step).packed
+
+    async def _start(self) -> None:
+        checkpoint, carried = await self._compute(self._load)
+        await self._retry(
+            lambda: self._queue.begin(**self._own, step=self.step, world=self._group.world, timeout=_CALL_S),
+            what=f"beginning at step {self.step}",
+        )
+        for step in carried:
+            read = partial(Publication.read, checkpoint, step, group=self._group, shared=self._checkpoints.shared)
+            await self._publish(step, read)
+        await self._compute(self._group.gather, np.zeros(1), what="the ranks that begin")
+        probe = await self._compute(self._backend.probe)
+        await self._publish(self.step, partial(self._weights, probe))
+        await self._unless_leaving(self._publication.announced())
+        self._since = (clock.now(), self._clock())
+        self._publication.began_at = self.step
+        self.begun = True
+        log.info("attempt %d begins at step %d", self._settings.attempt, self.step)
+
+    def _load(self) -> tuple[Path | None, list[int]]:
+        """Resume; return the checkpoint's folder as far as this rank sees it, and the steps that it carries."""
+        found, group, checkpoints = None, self._group, self._checkpoints
+        checkpoints.claim(self._settings.attempt)
+        with jointly(group, what="looking for a checkpoint"):
+            if group.rank == 0:
+                found = checkpoints.latest()
+                if found is None or self._backend.settings.needs_initial_weights:
+                    self._materialise()
+        place = (found.manifest.step, found.manifest.samples, found.manifest.carried) if found is not None else None
+        told = gather_bytes(group, msgspec.json.encode(place), what="the step to begin at")[0]
+        resumed = msgspec.json.decode(told, type=tuple[int, int, list[int]] | None)
+        self.step, self._samples, carried = resumed or (0, 0, [])
+        self._saver.resumed(self.step)
+        with jointly(group, what="reading the checkpoint"):
+            if resumed is not None and checkpoints.shared:
+                found = checkpoints.at(self.step)
+                found.verify(read=checkpoints.handled, rank=group.rank, world=group.world)
+            elif found is not None:
+                found.verify(read=checkpoints.handled)
+        checkpoint = found.folder if found is not None else None
+        self._backend.load(self._folder, checkpoint=checkpoint)
+        return checkpoint, carried
+
+    def _keep_aged(self, batch: MicroBatch, *, current: int) -> None:
+        """Keep some samples of each older version for ``_measure_aged``."""
+        makers = batch.makers()
+        for version in np.unique(makers[(makers >= 0) & (makers != current)]).tolist():
+            kept = self._aged.setdefault(version, [])
+            more = np.flatnonzero(makers == version)[: _MEASURED - sum(map(len, kept))]
+            if len(more):
+                kept.append(batch.take(more.tolist()))
+
+    def _measure_aged(self) -> None:
+        """Measure the engine on rank 0's samples of older versions, as far as all ranks have those at hand; collective.
+
+        Each rank holds its slices of them.
+        """
+        aged, self._aged = self._aged, {}
+        asked = msgspec.json.encode([(version, len(batches)) for version, batches in aged.items()])
+        told = gather_bytes(self._group, asked, what="the older versions to measure")[0]
+        for version, number in msgspec.json.decode(told, type=list[tuple[int, int]]):
+            weights = self._publication.weights_of(Version.unpack(version))
+            if self._group.gather(np.array([bool(weights)]), what=f"who has {Version.unpack(version)}").all():
+                for batch in aged.get(version, [MicroBatch.empty()] * number):
+                    self._backend.measure(batch, weights=weights or {})
+            elif not self._unmeasured:
+                self._unmeasured = True
+                log.warning(
+                    "logprob_gap_p99 leaves out samples whose weights are not kept, of %s first: "
+                    "it is measured for the current weights, and for as many older ones as fit into 1 GiB",
+                    Version.unpack(version),
+                )
+
+    def _update_often(self, step: int, slots: Sequence[FilledSlot]) -> None:
+        batch, totals = MicroBatch.joined([slot.batch for slot in slots]), slots[-1].totals
+        serials = np.array([key.serial for key in batch.keys], dtype=np.int64)
+        own = np.unique(serials)
+        groups = np.full(max(len(own), totals.groups if totals else 0), -1)
+        groups[: len(own)] = own
+        groups = self._group.gather(groups, what=f"the groups of step {step}")
+        parts = mini_batches(serials, groups=groups[groups >= 0], count=self._settings.mini_batches)
+        batch = self._backend.prepare(batch)
+        for number, chosen in enumerate(parts * self._settings.epochs):
+            if number:
+                self._backend.update(step)
+                self._moved = True
+            version = None if number else self._version(step - 1)
+            self._backend.micro_batch(batch.take(chosen.tolist()), version=version)
+            if not number:
+                self._measure_aged()
+
+    def _optimize(self, step: int, totals: StepTotals | None) -> tuple[StepTally, dict[str, float]]:
+        self._measure_aged()
+        tally = StepTally.merged(self._group.gather(self._tally.array(), what=f"the samples of step {step}"))
+        self._tally = StepTally()
+        if totals is None or totals.samples != tally.samples:
+            raise ProtocolError(
+                f"step {step} has {totals.samples if totals else 'unknown'} samples, but {tally.samples} came",
+                where="trainer",
+            )
+        return tally, self._backend.finish_step(step)
+
+    async def _publish(self, step: int, weights: Callable[[], Tensors]) -> None:
+        with self.waits("publish"):
+            await self._unless_leaving(self._publication.begin(step, weights))
+
+    def _weights(self, probe: WeightProbe | None) -> Tensors:
+        beside = probe.tensors if probe is not None and self._group.rank == 0 else {}
+        return {**dict(self._backend.tensors(dtype=self._settings.published)), **beside}
+
+    async def _attend(self) -> None:
+        """Obey the driver: between micro-batches, when the weights are those of the last completed step."""
+        directives = self._directives()
+        if self._leaving.is_set() or directives.stop or directives.drain:
+            self.leave()
+            raise GroupLeft
+        if await self._group.left():
+            raise GroupLeft
+        self._publication.check()
+        self._saver.check()
+        if self._group.world == 1:
+            await self._checkpoint_if(self._asked())
+
+    def _asked(self) -> bool:
+        """Return whether the driver has asked for a checkpoint that would be new."""
+        asked, self._checkpoints_asked = self._checkpoints_asked, self._directives().checkpoint
+        return self._checkpoints_asked > asked and self.step > self._saver.newest
+
+    async def _save_completed(self) -> None:
+        self._group.leave()
+        await self._saver.save_and_leave(self.step, samples=self._samples)
+
+    async def _checkpoint_if(self, wanted: bool) -> None:
+        """Begin a checkpoint where rank 0 wants one, or could not write one and it is time to try again; collective."""
+        due = self._saver.retry_in_s == 0
+        own = np.array([wanted or due])
+        if (await self._compute(self._group.gather, own, what=f"whether to save θ_{self.step}"))[0, 0]:
+            with self.busy("checkpoint"):
+                await self._saver.begin(self.step, samples=self._samples)
+
+    def _describe(self, tally: StepTally, metrics: dict[str, float], *, published: bool) -> TrainReport:
+        (started, before), (ended, now) = self._since, (clock.now(), self._clock())
+        self._since = (ended, now)
+        return describe(
+            tally,
+            metrics,
+            attempt=self._settings.attempt,
+            ranks=self._group.world,
+            step=self.step,
+            published=published,
+            spent={cause: now[cause] - before.get(cause, 0.0) for cause in now},
+            publication_s=self._publication.seconds,
+            busy_s=self.busy.total(),
+            started=started,
+            ended=ended,
+        )
+
+    def _clock(self) -> dict[str, float]:
+        return {"wall": time.monotonic(), **self.busy.seconds(), **self.waits.seconds()}
+
+    @property
+    def _own(self) -> dict[str, Any]:
+        return {"partition": self._settings.partition, "attempt": self._settings.attempt}
+
+    async def _retry(self, attempt: Callable[[], Awaitable[None]], *, what: str) -> None:
+        """Try until it succeeds; once the trainer is leaving, only for a moment longer (then GroupLeft)."""
+        await self._unless_leaving(retry(attempt, what=what, timeout=self._settings.patience_s))
+
+    async def _unless_leaving(self, work: Coroutine[Any, Any, None]) -> None:
+        await unless_leaving(work, self._leaving)
+
+    async def _compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        def call() -> T:
+            return function(*args, **kwargs)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)

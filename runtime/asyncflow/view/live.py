@@ -1,0 +1,279 @@
+"""Live display of a run, or of a queue that stands alone, on the terminal, as lines, or to a function.
+
+Invariant: a reader who is slow, or does not read at all, never holds up the supervisor: the thread of the view is the
+only one that writes, and it is not waited for for more than a few seconds.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ValidationError
+from rich.console import Console
+from rich.live import Live
+
+from asyncflow.api.queue import QueueStatus
+from asyncflow.api.status import DriverStatus
+from asyncflow.local.folder import Placed
+from asyncflow.local.lifecycle import Event, Stopping
+from asyncflow.plan.describe import size
+from asyncflow.view.render import (
+    Frame,
+    event_line,
+    files_line,
+    metrics_line,
+    progress_lines,
+    screen,
+    still,
+    summary_table,
+)
+
+_log = logging.getLogger(__name__)
+
+_PERIOD_S = 0.5
+_ANSWER_S = 2.0
+_CLOSE_S = 1.0
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class LiveView(ABC):
+    """Live display of the processes of one job or queue. ``event`` may be called from any thread and never blocks.
+
+    name: of the job or queue; folder: where its files are; http_port: of the service of its first process, on
+    127.0.0.1; placed: gives the processes as they are now.
+    """
+
+    stop: Callable[[], object]
+    """Ends the run in order; set while it goes on, and called from the thread of the view."""
+
+    def __init__(self, *, name: str, folder: Path, http_port: int, placed: Callable[[], Sequence[Placed]]) -> None:
+        self._name = name
+        self._folder = folder
+        self._http_port = http_port
+        self._placed = placed
+        self._events: queue.SimpleQueue[tuple[float, Event | None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="view", daemon=True)
+        self.closed = False
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def event(self, event: Event) -> None:
+        """Show what happened to a process."""
+        self._events.put((time.monotonic(), event))
+
+    def close(self) -> None:
+        """Show the end. ``closed`` stays False where the thread hangs, in a write of output that is not read."""
+        self._events.put((time.monotonic(), None))
+        self._thread.join(_CLOSE_S + _ANSWER_S)
+        self.closed = not self._thread.is_alive()
+
+    @abstractmethod
+    def _show(self) -> None:
+        """Show everything, until ``_collect`` says that it is over."""
+
+    def _run(self) -> None:
+        try:
+            self._show()
+        except OSError as error:
+            _log.warning("the output of the view is read no more (%s); the run goes on", error)
+
+    def _collect(self) -> tuple[bool, list[tuple[float, Event]]]:
+        """Wait a period. Return whether the run goes on, and events with their times."""
+        events: list[tuple[float, Event]] = []
+        until = time.monotonic() + _PERIOD_S
+        while (left := until - time.monotonic()) > 0:
+            try:
+                at, event = self._events.get(timeout=left)
+            except queue.Empty:
+                break
+            if event is None:
+                return False, events
+            events.append((at, event))
+        return True, events
+
+    def _ask(self, shape: type[M]) -> M | None:
+        """Return the status of the first process; None where it does not answer in time, or answers nonsense."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._http_port, timeout=_ANSWER_S)
+        try:
+            connection.request("GET", "/v1/status")
+            response = connection.getresponse()
+            return shape.model_validate_json(response.read()) if response.status == http.HTTPStatus.OK else None
+        except (OSError, http.client.HTTPException, ValidationError) as error:
+            _log.debug("no status: %s", error)
+            return None
+        finally:
+            connection.close()
+
+
+class ProgressView(LiveView):
+    """Calls ``progress`` with each new status of the driver. failure: what it raised, which ends the run."""
+
+    def __init__(self, *, progress: Callable[[DriverStatus], None] | None, **options: Any) -> None:
+        super().__init__(**options)
+        self._progress = progress
+        self.failure: Exception | None = None
+
+    def _show(self) -> None:
+        before = DriverStatus()
+        going = True
+        while going:
+            going, _ = self._collect()
+            if self._progress is None or self.failure is not None or not going:
+                continue
+            status = self._ask(DriverStatus)
+            if status is not None and status != before:
+                before = status
+                self._call(self._progress, status)
+
+    def _call(self, progress: Callable[[DriverStatus], None], status: DriverStatus) -> None:
+        try:
+            progress(status)
+        except Exception as error:  # noqa: BLE001  the caller's code: the run is ended, and raises it
+            self.failure = error
+            with suppress(RuntimeError):  # the run has ended meanwhile
+                self.stop()
+
+
+class TextView(LiveView):
+    """Live display as text on ``console``."""
+
+    def __init__(self, *, console: Console, **options: Any) -> None:
+        super().__init__(**options)
+        self._console = console
+        self._begun = self._said = time.monotonic()
+        self._told_metrics = False
+
+    def _print_beginning(self) -> None:
+        """Print where files are."""
+        self._print(f"{self._name}: files in {self._folder}, logs in {self._folder / 'logs'}")
+
+    def _print_metrics(self) -> None:
+        """Print once where each process serves its metrics, as soon as that is known."""
+        placed = self._placed()
+        if not self._told_metrics and placed and all(each.http for each in placed):
+            self._told_metrics = True
+            self._print(metrics_line(placed))
+
+    def _stamped(self, line: str, at: float) -> str:
+        return f"{at - self._begun:7.1f} s  {line}"
+
+    def _print(self, line: str, at: float | None = None) -> None:
+        self._console.file.write(f"{self._stamped(line, time.monotonic() if at is None else at)}\n")
+        self._console.file.flush()
+        self._said = time.monotonic()
+
+
+_QUIET_S = 5.0
+"""Most seconds of silence: with a period and a driver that is slow to answer it is never more than 10 s."""
+_FILES = ("summary.json", "metrics.jsonl", "job.yaml", "checkpoints", "ledger", "logs")
+
+
+class RunView(TextView):
+    """The view of one run."""
+
+    _status: DriverStatus | None = None
+
+    def _show(self) -> None:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._show_live()
+        else:
+            self._show_lines()
+        self._show_summary()
+
+    def _show_live(self) -> None:
+        with Live(console=self._console, auto_refresh=False) as live:
+            going = True
+            while going:
+                going, events = self._collect()
+                for at, event in events:
+                    if line := event_line(event):
+                        live.console.print(self._stamped(line, at), highlight=False, markup=False)
+                live.update(screen(self._frame()), refresh=True)
+
+    def _show_lines(self) -> None:
+        self._print_beginning()
+        before = DriverStatus(phase="Pending")
+        going, ending = True, False
+        while going:
+            going, events = self._collect()
+            self._print_metrics()
+            for at, event in events:
+                ending = ending or isinstance(event, Stopping)
+                if line := event_line(event):
+                    self._print(line, at)
+            status = self._frame().status
+            if status is not None:
+                for line in progress_lines(before, status, ending=ending):
+                    self._print(line)
+                before = status
+            if going and time.monotonic() - self._said > _QUIET_S:
+                self._print("ending" if ending else still(status))
+
+    def _show_summary(self) -> None:
+        summary = read_summary(self._folder / "summary.json")
+        if summary is not None:
+            self._console.print(summary_table(summary))
+        there = [name for name in _FILES if (self._folder / name).exists()]
+        self._console.print(files_line(str(self._folder), there), soft_wrap=True, markup=False)
+
+    def _frame(self) -> Frame:
+        answer = self._ask(DriverStatus)
+        self._status = answer or self._status
+        return Frame(
+            name=self._name,
+            folder=str(self._folder),
+            elapsed_s=time.monotonic() - self._begun,
+            status=self._status,
+            reachable=answer is not None,
+            placed=self._placed(),
+        )
+
+
+def read_summary(path: Path) -> dict[str, Any] | None:
+    """Read the driver's summary; None where it wrote none."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+class QueueView(TextView):
+    """The view of one queue, in lines. address: that clients dial; units: how many storage units it shall have."""
+
+    def __init__(self, *, address: str, units: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._address = address
+        self._units = units
+
+    def _show(self) -> None:
+        self._print_beginning()
+        going, whole = True, False
+        while going:
+            going, events = self._collect()
+            self._print_metrics()
+            for at, event in events:
+                if line := event_line(event):
+                    self._print(line, at)
+            status = self._ask(QueueStatus) if going else None
+            if status is not None and (status.ready_units == self._units) != whole:
+                whole = not whole
+                self._print(self._line(status))
+
+    def _line(self, status: QueueStatus) -> str:
+        if status.ready_units < self._units:
+            return f"{status.ready_units} of {self._units} storage units are there"
+        units = "1 storage unit" if self._units == 1 else f"{self._units} storage units"
+        return f"serving at {self._address}: {units}, room for {size(status.limit)}; Ctrl-C ends it"

@@ -1,0 +1,291 @@
+"""Rendering of a run for people: numbers in words, lines, the live screen, the summary. Pure: values in, text out.
+
+A ``Frame`` is the state of a run at one time. ``screen`` renders it for a terminal; without one,
+``progress_lines`` says in plain lines what changed since the last answer, and ``still`` how far things are where
+nothing did. ``summary_table`` shows the figures of ``summary.json``.
+
+Invariants: a figure that a person sees comes from the driver's status, its summary or the record of placements; an
+absent number is a dash; a line of ``progress_lines`` says something that the line before of its kind did not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from asyncflow.api.status import DriverStatus, SetState
+from asyncflow.local.folder import Placed
+from asyncflow.local.lifecycle import Event, ExitStatus, ProcessEnded, ProcessStarted, Restarting, Stopping
+from asyncflow.plan.describe import ABSENT, duration, size
+
+
+def amount(number: float | None) -> str:
+    """Return a number in about three digits: ``7``, ``0.31``, ``12.4k``, ``3.10M``."""
+    if number is None:
+        return ABSENT
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= limit:
+            return f"{number / limit:.3g}{suffix}"
+    return f"{number:.0f}" if number == int(number) or abs(number) >= 100 else f"{number:.3g}"
+
+
+def failures(counts: Mapping[str, int]) -> str:
+    """Return counts by what failed, the most frequent first: ``12 raised, 3 timeout``; ``none`` without any."""
+    by_count = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{count} {failure}" for failure, count in by_count) or "none"
+
+
+def share(part: float | None) -> str:
+    """Return a share of one in percent."""
+    return ABSENT if part is None else f"{100 * part:.0f}%"
+
+
+def evaluated(status: DriverStatus) -> list[str]:
+    """Return the results of the last evaluation: a line for the main set, and one for each set that has a name."""
+    main = SetState(
+        accuracy=status.eval or 0.0,
+        greedy=status.eval_greedy,
+        reward=status.eval_reward,
+        pass_at=status.eval_pass_at,
+    )
+    return [_set_result(main), *(f"{name}: {_set_result(each)}" for name, each in status.eval_sets.items())]
+
+
+def _set_result(result: SetState) -> str:
+    reward = "" if result.reward in (None, result.accuracy) else f"  reward {score(result.reward)}"
+    chances = "".join(f"  pass@{k} {score(passing)}" for k, passing in result.pass_at.items())
+    return f"accuracy {score(result.accuracy)}  greedy {score(result.greedy)}{reward}{chances}"
+
+
+def score(value: float | None) -> str:
+    """Return a reward or an accuracy with three decimals."""
+    return ABSENT if value is None else f"{value:.3f}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """State of a run at one time.
+
+    name: of the job; folder: where its files are; elapsed_s: since the run began; status: the driver's last answer,
+    None before the first; reachable: whether that answer is of now; placed: the processes, in plan order.
+    """
+
+    name: str
+    folder: str
+    elapsed_s: float
+    status: DriverStatus | None
+    reachable: bool
+    placed: Sequence[Placed]
+
+
+_OVER = ("Succeeded", "Suspended", "Failed")
+_FIGURE = re.compile(r"[0-9]+(\.[0-9]+)?")
+
+
+def progress_lines(before: DriverStatus, now: DriverStatus, *, ending: bool = False) -> list[str]:
+    """Return a line for each of phase, step, evaluation and what is waited for that changed between two answers.
+
+    ending: everything was told to end, so nothing is waited for any more.
+    """
+    ending = ending or now.phase in _OVER
+    lines = []
+    if now.phase != before.phase:
+        lines.append(f"phase {now.phase.lower()}")
+    if now.step != before.step:
+        lines.append(step_line(now))
+    if now.eval is not None and _eval_figures(now) != _eval_figures(before):
+        lines.extend(f"eval  {line}" for line in evaluated(now))
+    if now.prompts_skipped and not before.prompts_skipped:
+        lines.append("prompts are skipped: they are too long (promptsSkipped of /v1/status counts them)")
+    if now.rewards.failed and not before.rewards.failed:
+        lines.append(f"a sample has no reward: {now.rewards.first_failure}")
+    if now.waiting_for and not ending and _FIGURE.sub("", now.waiting_for) != _FIGURE.sub("", before.waiting_for):
+        lines.append(f"waiting for {now.waiting_for}")
+    return lines
+
+
+def still(status: DriverStatus | None) -> str:
+    """Return how far things are, where nothing happened for a while. status: the driver's last answer."""
+    if status is None:
+        return "the driver does not answer yet"
+    return status.words
+
+
+def _eval_figures(status: DriverStatus) -> tuple[float | None, ...]:
+    figures = [*status.eval_pass_at.values(), *(each.accuracy for each in status.eval_sets.values())]
+    return status.eval, status.eval_greedy, status.eval_reward, *figures
+
+
+def metrics_line(placed: Sequence[Placed]) -> str:
+    """Return the line that says where each process serves its metrics."""
+    return "metrics: " + ", ".join(f"{each.role}-{each.index} {each.http}/metrics" for each in placed if each.http)
+
+
+def step_line(status: DriverStatus) -> str:
+    """Return the line of the newest step."""
+    failed = f"  rewards failed {failures(status.rewards.failed)}" if status.rewards.failed else ""
+    return (
+        f"step {status.step}/{status.steps}  reward {score(status.reward)}  "
+        f"{amount(status.tokens_per_second)} tokens/s  staleness {amount(status.staleness.start)}  "
+        f"ready {status.queue.ready}  ETA {duration(status.eta_seconds)}{failed}"
+    )
+
+
+def event_line(event: Event) -> str | None:
+    """Return the line of what happened to a process; None for what goes without saying."""
+    match event:
+        case ProcessStarted(attempt=0) | ProcessEnded(wanted=True) | ProcessEnded(status=ExitStatus(ok=True)):
+            return None
+        case ProcessStarted():
+            return f"{event.replica} started, attempt {event.attempt}, pid {event.pid}"
+        case ProcessEnded():
+            return f"{event.replica} ended: {event.status}"
+        case Restarting(restart=restart):
+            replicas = ", ".join(map(str, restart.replicas))
+            return f"{replicas}: again in {restart.delay_s:.1f} s, as attempt {restart.attempt}"
+        case Stopping():
+            return f"ending everything: {event.reason}"
+
+
+_ROWS: tuple[tuple[str, Callable[[Any], str], tuple[str, ...]], ...] = (
+    ("steps", amount, ("steps",)),
+    ("time", duration, ("wall_s",)),
+    ("accuracy, first → last", score, ("eval_accuracy_first", "eval_accuracy_last")),
+    ("greedy, first → last", score, ("eval_greedy_first", "eval_greedy_last")),
+    ("eval reward, first → last", score, ("eval_reward_first", "eval_reward_last")),
+    ("reward, first → last", score, ("reward_first", "reward_last")),
+    ("tokens generated", amount, ("tokens_generated",)),
+    ("tokens trained", amount, ("tokens_trained",)),
+    ("tokens / s / device", amount, ("tpspd",)),
+    ("staleness at start, mean / max", amount, ("staleness_start_mean", "staleness_start_max")),
+    ("staleness at end, max", amount, ("staleness_end_max",)),
+    ("prompts too long, skipped", str, ("prompts_skipped",)),
+    ("samples dispatched", str, ("samples_dispatched",)),
+    ("trained / filtered", str, ("samples_trained", "samples_filtered")),
+    ("dropped / unfinished", str, ("samples_dropped", "samples_unfinished")),
+    ("rewards failed", failures, ("rewards_failed",)),
+    ("lost / duplicated", str, ("samples_lost", "samples_duplicated")),
+    ("steps without an update", str, ("steps_skipped",)),
+    ("log-prob gap, p99", amount, ("logprob_gap_p99",)),
+)
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """Render the summary that the driver wrote."""
+    table = Table.grid(padding=(0, 3))
+    table.add_column(style="dim")
+    for title, written, keys in _ROWS:
+        arrow = " → " if "→" in title else " / "
+        values = [summary.get(key) for key in keys]
+        table.add_row(title, arrow.join(ABSENT if value is None else written(value) for value in values))
+    first, last = _evaluated(summary, "first"), _evaluated(summary, "last")
+    for title, value in last.items():
+        table.add_row(f"{title}, first → last", f"{score(first.get(title))} → {score(value)}")
+    if isinstance(best := summary.get("best"), Mapping):
+        table.add_row("best checkpoint", f"step {best['step']}, {best['by']} {score(best['value'])}")
+    idle = summary.get("idle_share")
+    if isinstance(idle, Mapping):
+        table.add_row("idle share", "  ".join(f"{role} {share(part)}" for role, part in sorted(idle.items())))
+    return table
+
+
+def _evaluated(summary: Mapping[str, Any], which: str) -> dict[str, float]:
+    """Return pass@k and the results of named sets, of the first or the last evaluation, by what they are."""
+    figures = {f"pass@{k}": value for k, value in summary.get(f"eval_pass_at_{which}", {}).items()}
+    for name, result in summary.get(f"eval_sets_{which}", {}).items():
+        figures[f"{name}: accuracy"] = result["accuracy"]
+        figures |= {f"{name}: pass@{k}": value for k, value in result["pass_at"].items()}
+    return figures
+
+
+def files_line(folder: str, names: list[str]) -> str:
+    """Return the line that says where the files are; ``names`` are those of the folder's entries that exist."""
+    return f"files in {folder}: {', '.join(names)}" if names else f"files in {folder}"
+
+
+_STATES = {"running": "green", "waiting": "yellow", "ending": "yellow", "down": "red", "done": "dim", "ended": "dim"}
+_MOST_ROWS = 24
+
+
+def screen(frame: Frame) -> RenderableType:
+    """Render a frame: headline, progress, figures, processes."""
+    status = frame.status or DriverStatus()
+    parts: list[RenderableType] = [_headline(frame, status), _progress(frame, status), _figures(status), _roles(frame)]
+    if status.waiting_for:
+        parts.insert(2, Text(f"waiting for {status.waiting_for}", style="yellow"))
+    if status.step_progress is not None:
+        parts.insert(2, Text(status.step_progress.words, style="dim"))
+    return Group(*parts)
+
+
+def _headline(frame: Frame, status: DriverStatus) -> Text:
+    text = Text.assemble((frame.name, "bold"), "  ", status.phase.lower(), "  ", duration(frame.elapsed_s))
+    if frame.status and not frame.reachable:
+        text.append("  the driver does not answer", style="yellow")
+    return text.append(f"  {frame.folder}", style="dim")
+
+
+def _progress(frame: Frame, status: DriverStatus) -> Table:
+    eta = duration(status.eta_seconds)
+    table = Table.grid(padding=(0, 1))
+    bar = ProgressBar(total=max(status.steps, 1), completed=status.step, width=40)
+    table.add_row(f"step {status.step}/{status.steps or ABSENT}", bar, f"ETA {eta}" if frame.status else "starting")
+    return table
+
+
+def _figures(status: DriverStatus) -> Table:
+    queue = status.queue
+    idle = " ".join(f"{role} {share(part)}" for role, part in sorted(status.idle_share.items())) or ABSENT
+    table = Table.grid(padding=(0, 2))
+    rows = (
+        ("reward", score(status.reward), "tokens/s", amount(status.tokens_per_second)),
+        ("eval", _evaluation(status), "version", f"θ{status.version}"),
+        ("staleness", f"start {amount(status.staleness.start)} end {amount(status.staleness.end)}", "idle", idle),
+        (
+            "queue",
+            f"ready {queue.ready} in work {queue.leased} staged {queue.staged}",
+            "held",
+            f"{size(queue.bytes)} of {size(queue.limit)}",
+        ),
+        ("checkpoint", _checkpoint(status), "rewards failed", failures(status.rewards.failed)),
+    )
+    for name, value, other, other_value in rows:
+        table.add_row(Text(name, style="dim"), value, Text(other, style="dim"), other_value)
+    return table
+
+
+def _evaluation(status: DriverStatus) -> str:
+    return ABSENT if status.eval is None else "\n".join(evaluated(status))
+
+
+def _checkpoint(status: DriverStatus) -> str:
+    best = f", best step {status.best.step}" if status.best else ""
+    return f"step {status.checkpoint.step}{best}" if status.checkpoint else ABSENT
+
+
+def _roles(frame: Frame) -> Table:
+    serving = {rollout.index: rollout for rollout in frame.status.rollouts} if frame.status else {}
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("role", "pid", "attempt", "process", "metrics", "state"):
+        table.add_column(column)
+    for placed in frame.placed[:_MOST_ROWS]:
+        rollout = serving.get(placed.index) if placed.role == "rollout" else None
+        state = f"{rollout.state} θ{rollout.version} {rollout.inflight} in flight" if rollout else ""
+        table.add_row(
+            f"{placed.role}-{placed.index}",
+            str(placed.pid or ABSENT),
+            str(placed.attempt),
+            Text(placed.state, style=_STATES.get(placed.state, "")),
+            placed.http and f"{placed.http}/metrics",
+            state,
+        )
+    if len(frame.placed) > _MOST_ROWS:
+        table.add_row(f"and {len(frame.placed) - _MOST_ROWS} more", "", "", "", "", "")
+    return table

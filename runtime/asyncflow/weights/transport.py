@@ -1,0 +1,75 @@
+"""Interface of a transport of weights: serve boxes of versions, and pull boxes from one peer.
+
+Invariant: ``pull`` gives every region at most once to the sink, and those it gave stay given when it raises: the caller
+asks another peer only for the rest. A peer that is slow is waited for; one that makes no progress is not.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from asyncflow.identity import Version
+from asyncflow.plugins import load_plugin
+from asyncflow.weights.slices import Box
+
+GROUP = "asyncflow.transports"
+"""Entry-point group under which transports are registered."""
+
+Read = Callable[[Version, str, Box], memoryview]
+"""Returns the bytes of a box of a tensor of a version, in C order. Raises StaleHandle where it is not held."""
+
+Sink = Callable[["Region", memoryview], None]
+"""Takes the bytes of a region, in C order; they are only valid during the call."""
+
+
+class Region(msgspec.Struct, frozen=True, kw_only=True):
+    """A box of a tensor whose elements have ``itemsize`` bytes."""
+
+    tensor: str
+    box: Box
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the region."""
+        return self.box.volume * self.itemsize
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """A peer to pull from: its worker id and the address that its transport gave."""
+
+    worker: str
+    address: str
+
+
+class Transport(ABC):
+    """Moves weights between host memories. One object serves this worker's versions and pulls from peers."""
+
+    @abstractmethod
+    async def start(self, read: Read) -> str:
+        """Serve what ``read`` gives, from the running loop; give the address that peers ``pull`` from."""
+
+    @abstractmethod
+    async def pull(
+        self, source: Source, version: Version, regions: Iterable[Region], *, sink: Sink, checked: bool
+    ) -> None:
+        """Pull ``regions`` of ``version`` from ``source``, in chunks, and give each to ``sink``.
+
+        The chunks tile the regions. checked: the receiver can check none of these bytes itself, so the source sends the
+        digest of each chunk and ``pull`` compares. Raises PeerLost or DeadlineExceeded when the source is gone or makes
+        no progress, StaleHandle when it does not hold the version any more, ProtocolError when it sends anything else.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Serve no longer; pulls in flight raise PeerLost."""
+
+
+def open_transport(kind: str, /, **options: Any) -> Transport:
+    """Make the transport that is registered as ``kind``. Raises ManifestError where there is none."""
+    made: type[Transport] = load_plugin(GROUP, kind, kind=Transport, where="spec.weightSync.transport")
+    return made(**options)

@@ -1,0 +1,23 @@
+"""Stand-ins in place of the roles of a run that this process supervises."""
+
+import sys
+from pathlib import Path
+
+from asyncflow.local import supervisor as site
+from asyncflow.local.placement import Launch
+
+ROLE = str(Path(__file__).with_name("standin_role.py"))
+
+
+def install(steps: str, pause_s: str) -> None:
+    """Have roles be stand-ins that make ``steps`` steps, of ``pause_s`` seconds each."""
+
+    def launcher(_roles, *, folder, issuer, driver, http_ports, control_port):
+        def launch(seat, attempt):
+            port = str(http_ports[seat])
+            argv = [sys.executable, ROLE, seat.role, port, str(folder.path), steps, pause_s]
+            return Launch(argv=argv, env={}, http=f"http://127.0.0.1:{port}")
+
+        return launch
+
+    site.launcher = launcher

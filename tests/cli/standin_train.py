@@ -1,0 +1,37 @@
+"""``asyncflow.train`` with stand-ins for roles: ``standin_train.py STEPS PAUSE_S MANIFEST OUTPUT [RAISE_AT]``.
+
+Prints as JSON what progress was told, what came of the run, and whether logging and signals are the caller's again.
+"""
+
+import json
+import logging
+import signal
+import sys
+
+from standin_launcher import install
+
+import asyncflow
+from asyncflow.errors import AsyncFlowError
+
+steps, pause_s, manifest, output, *raise_at = sys.argv[1:]
+install(steps, pause_s)
+logging.basicConfig(level=logging.INFO)
+handlers = logging.getLogger().handlers[:]
+seen = []
+
+
+def progress(status):
+    seen.append(status.step)
+    if raise_at and status.step >= int(raise_at[0]):
+        raise ValueError("that is enough")
+
+
+came = {}
+try:
+    came["summary"] = asyncflow.train(asyncflow.load(manifest), output=output, progress=progress)
+except (AsyncFlowError, ValueError, KeyboardInterrupt) as error:
+    came["error"] = type(error).__name__, str(error)
+came["seen"] = seen
+came["logging"] = logging.getLogger().handlers == handlers and logging.getLogger().level == logging.INFO
+came["signals"] = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+sys.stdout.write(json.dumps(came))

@@ -1,0 +1,98 @@
+"""The prompt assignment: every serial in one step, every step filled again after filtering."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncflow.driver.dispatch import PromptAssignment
+from asyncflow.queue.protocol.messages import PartitionSnapshot, StepState
+
+
+def issue_all(assignment: PromptAssignment) -> list[tuple[int, int]]:
+    issued = []
+    while (pair := assignment.issue()) is not None:
+        issued.append(pair)
+    return issued
+
+
+def test_serials_follow_the_data_and_fill_the_steps_in_order() -> None:
+    assert issue_all(PromptAssignment(prompts_per_step=2, steps=3)) == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 3), (5, 3)]
+
+
+def test_a_filtered_group_is_replaced_in_its_own_step() -> None:
+    assignment = PromptAssignment(prompts_per_step=2, steps=2)
+    issue_all(assignment)
+    assignment.exclude(0)
+    assert assignment.issue() == (4, 1)
+    assert assignment.issue() is None
+    assert assignment.dispatched == 4
+
+
+def test_excluding_twice_counts_once() -> None:
+    assignment = PromptAssignment(prompts_per_step=1, steps=1)
+    issue_all(assignment)
+    assignment.exclude(0)
+    assignment.exclude(0)
+    assert issue_all(assignment) == [(1, 1)]
+
+
+@given(per_step=st.integers(1, 4), steps=st.integers(1, 5), choices=st.lists(st.integers(0, 30), max_size=60))
+def test_a_restarted_book_goes_on_where_the_old_one_stopped(per_step: int, steps: int, choices: list[int]) -> None:
+    assignment = PromptAssignment(prompts_per_step=per_step, steps=steps)
+    notes: list[tuple[int, int]] = []
+    excluded: list[int] = []
+    for choice in choices:
+        if choice % 3 == 0 and notes:
+            serial = notes[choice % len(notes)][0]
+            excluded.append(serial)
+            assignment.exclude(serial)
+        elif (pair := assignment.issue()) is not None:
+            notes.append(pair)
+    again = PromptAssignment(prompts_per_step=per_step, steps=steps)
+    for serial, step in notes:
+        again.note(serial=serial, step=step)
+    for serial in excluded:
+        again.exclude(serial)
+    assert issue_all(again) == issue_all(assignment)
+    assert again.dispatched == per_step * steps
+
+
+def told(serials: list[int], *, generated: int, decided: int, filtered: int = 0) -> StepState:
+    """A step of groups of two, of which so many were generated, given an advantage, or filtered."""
+    done = {"rollout": 2 * generated, "advantage": 2 * decided}
+    rest = {"bound": 0, "trained": 0, "dropped": 0, "excluded": filtered, "staged": False}
+    return StepState(groups=4, group_size=2, serials=serials, done=done, filtered=2 * filtered, **rest)
+
+
+def test_prompts_in_flight_are_those_that_nothing_was_decided_about_and_a_restart_forgets_none() -> None:
+    steps = {1: told([0, 1, 2, 3], generated=3, decided=1, filtered=1), 2: told([5, 6], generated=1, decided=0)}
+    nothing = {"attempt": 0, "last_committed_step": 0, "last_staged_step": 0, "wanted": 0, "closed": None}
+    assignment = PromptAssignment(prompts_per_step=4, steps=2)
+    assignment.restore(PartitionSnapshot(next_serial=7, missing=[4], steps=steps, **nothing))
+    assert assignment.running == 4
+    for serial in (2, 3, 5, 5):
+        assignment.finish(serial)
+    assert assignment.running == 1
+    assert assignment.issue() == (4, 1)
+    assert assignment.running == 2
+    assignment.skip([4])
+    assert assignment.running == 1
+    assignment.finish(6)
+    assert assignment.running == 0
+
+
+@given(st.lists(st.sampled_from(["issue", "finish", "filter", "skip"]), max_size=60))
+def test_prompts_in_flight_are_those_issued_and_not_finished(what: list[str]) -> None:
+    assignment = PromptAssignment(prompts_per_step=3, steps=4)
+    flying: list[int] = []
+    for each in what:
+        if each == "issue" and (pair := assignment.issue()) is not None:
+            flying.append(pair[0])
+        elif each != "issue" and flying:
+            serial = flying.pop(0)
+            if each == "skip":
+                assignment.skip([serial])
+            else:
+                assignment.finish(serial)
+            if each == "filter":
+                assignment.exclude(serial)
+        assert assignment.running == len(flying)

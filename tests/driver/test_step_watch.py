@@ -1,0 +1,95 @@
+"""How far the step is that is being made: real counts of the queue, the trainer's ranks and the rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncflow.api.status import StepProgress
+from asyncflow.driver.progress import StepWatch, log_progress
+from asyncflow.queue.protocol.messages import PartitionSnapshot, StepState
+
+
+class Told:
+    """A queue that tells of one step."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    async def snapshot(self, *, partition: str, step: int, timeout: float) -> PartitionSnapshot:
+        self.asked.append(step)
+        done = {"rollout": 13, "advantage": 8}
+        rest: dict[str, Any] = {"bound": 4, "trained": 0, "dropped": 0, "excluded": 2, "staged": False}
+        state = StepState(groups=8, group_size=4, serials=[0, 1, 2, 3, 4], done=done, filtered=8, **rest)
+        nothing = {"attempt": 0, "last_committed_step": 0, "last_staged_step": 0, "wanted": 0, "closed": None}
+        return PartitionSnapshot(next_serial=5, missing=[], steps={step: state}, **nothing)
+
+
+async def test_what_is_generated_trained_and_published_is_told() -> None:
+    queue, clock = Told(), iter([0.0, 2.0])
+    told = {
+        "trainer": [
+            {"step": 3, "trained": 3, "publishing": 3, "saving": False},
+            {"step": 2, "trained": 30, "publishing": -1, "saving": False},
+        ],
+        "rollout": [{"running": 5}, {"running": 4}],
+    }
+    members = SimpleNamespace(statuses=told.__getitem__, lives=SimpleNamespace(tokens_generated=300))
+    watch = StepWatch(queue, members=members, samples=32, clock=lambda: next(clock))  # type: ignore[arg-type]
+    first = await watch.look(step=4)
+    assert first == StepProgress(
+        step=4, samples=32, generated=13, filtered=8, trained=3, running=9, tokens_per_second=0.0, publishing=3
+    ), "the second rank is still in the step before"
+    told["trainer"][1] = {"step": 3, "trained": 4, "publishing": -1, "saving": False}
+    members.lives.tokens_generated = 360
+    second = await watch.look(step=4)
+    assert (second.trained, second.tokens_per_second) == (7, 30)
+    assert queue.asked == [4, 4]
+
+
+async def test_the_log_tells_of_progress_at_least_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now, told = 0.0, []
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if now > 60.0:
+            raise TimeoutError
+
+    def words() -> str:
+        told.append(now)
+        return f"step 4 at {now:g}"
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    with caplog.at_level(logging.INFO), pytest.raises(TimeoutError):
+        await log_progress(words)
+    assert [record.message for record in caplog.records] == [f"step 4 at {at:g}" for at in told]
+    assert 3.0 < max(after - before for before, after in pairwise([0.0, *told, now])) <= 8.0, "a busy loop has 2 s"
+
+
+@pytest.mark.parametrize(
+    ("progress", "words"),
+    [
+        (
+            StepProgress(step=4, samples=1024, generated=412, trained=128, running=96, tokens_per_second=3100),
+            "step 4: generated 412 of 1024, trained 128 of 1024; 96 sequences running, 3100 tokens/s",
+        ),
+        (
+            StepProgress(step=4, samples=8, generated=8, trained=8, publishing=3, saving=True),
+            "step 4: generated 8 of 8, trained 8 of 8; publishing θ_3, writing a checkpoint",
+        ),
+        (
+            StepProgress(step=1, samples=8, filtered=640, running=1),
+            "step 1: generated 0 of 8, trained 0 of 8; 640 filtered, 1 sequence running",
+        ),
+    ],
+)
+def test_it_is_one_sentence(progress: StepProgress, words: str) -> None:
+    assert progress.words == words

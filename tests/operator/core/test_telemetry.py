@@ -1,0 +1,82 @@
+import io
+import json
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+
+from asyncflow.api.durability import FailurePolicySpec, RestartSpec
+from asyncflow.errors import Refused
+from asyncflow_operator.cluster.store import ObjectStore
+from asyncflow_operator.telemetry import MOST_SILENCE_S, HealthChecks, Http, JsonLogFormatter, Metrics, update_gauges
+
+
+class World:
+    def __init__(self) -> None:
+        self.silent_s = 0.0
+        self.missing: list[str] = []
+        self.metrics = Metrics()
+        vitals = HealthChecks(oldest_s=lambda: 0.0, silent_s=lambda: self.silent_s, metrics=self.metrics)
+        store = ObjectStore(lambda *_: None, lambda *_: None)
+        self.http = Http(
+            metrics=self.metrics,
+            vitals=vitals,
+            ready=lambda: self.missing,
+            refresh=lambda: update_gauges(store, self.metrics),
+        )
+
+
+async def get(port: int, path: str) -> tuple[int, str]:
+    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}{path}") as answer:
+        return answer.status, await answer.text()
+
+
+async def test_problems_and_missing_lists_are_reported() -> None:
+    world = World()
+    port = await world.http.start("127.0.0.1", 0)
+    assert await get(port, "/healthz") == (200, "ok")
+    world.silent_s = MOST_SILENCE_S + 1
+    status, words = await get(port, "/healthz")
+    assert status == 503
+    assert "a watch has been silent" in words
+    world.missing = ["the list of pods"]
+    assert await get(port, "/readyz") == (503, "the list of pods")
+    status, text = await get(port, "/metrics")
+    assert status == 200
+    assert "asyncflow_operator_worklist_count" in text
+    with pytest.raises(Refused, match="Another process may hold that port"):
+        await World().http.start("127.0.0.1", port)
+    await world.http.close()
+
+
+def test_the_fleet_is_counted_without_names() -> None:
+    policy = FailurePolicySpec(rollout=RestartSpec(max_restarts=4))
+    stalled = SimpleNamespace(type="Stalled", status="True")
+
+    def job(phase: str, restarts: int) -> Any:
+        status = SimpleNamespace(phase=phase, conditions=[stalled], restarts={"rollout": restarts})
+        return SimpleNamespace(status=status, model=SimpleNamespace(spec=SimpleNamespace(failure_policy=policy)))
+
+    store = ObjectStore(lambda _kind, raw, _before: raw["view"], lambda *_: None)
+    for number, view in enumerate((job("Running", 1), job("Running", 3), job("Failed", 5))):
+        meta = {"name": f"j{number}", "namespace": "ns", "uid": str(number), "resourceVersion": "1"}
+        store.put("RLJob", {"metadata": meta, "view": view})
+    metrics = Metrics()
+    update_gauges(store, metrics)
+    value = metrics.registry.get_sample_value
+    assert value("asyncflow_operator_jobs_count", {"phase": "Running"}) == 2
+    assert value("asyncflow_operator_jobs_stalled_count") == 3
+    assert value("asyncflow_operator_restart_budget_used_ratio", {"role": "rollout"}) == 0.75, "of those that go on"
+
+
+def test_a_log_record_is_one_line_of_json_with_its_extras() -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonLogFormatter())
+    record = logging.makeLogRecord({"msg": "apply\nfailed", "levelname": "WARNING", "name": "x", "target": "Pod/a"})
+    handler.emit(record)
+    (line,) = stream.getvalue().splitlines()
+    said = json.loads(line)
+    assert (said["what"], said["level"], said["target"]) == ("apply\nfailed", "WARNING", "Pod/a")

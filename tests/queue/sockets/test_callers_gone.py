@@ -1,0 +1,109 @@
+"""Calls whose callers have gone: they take nothing, and others lose nothing by them."""
+
+import asyncio
+from types import SimpleNamespace
+
+from asyncflow.identity import RowPlace
+from asyncflow.queue.controller import sessions as sessions_of
+from asyncflow.queue.controller.sessions import Sessions
+from asyncflow.queue.protocol.calls import Claimed
+from asyncflow.queue.protocol.unit_calls import Hello, Session, Watch
+from asyncflow.queue.table.leases import Claim
+from asyncflow.queue.table.table import Table
+
+P = "train"
+
+
+def park(controller, worker):
+    """Park a claim for both rows of a group, as a call that is read does."""
+    return controller.claim(Claim(P, "rollout", worker, f"ticket of {worker}", max_rows=2, min_rows=2), 60, [])
+
+
+async def test_a_parked_claim_that_is_cancelled_is_granted_nothing(cluster):
+    """Rows come in the same turn of the loop as the cancellation, before any callback of its future."""
+    async with cluster() as queue:
+        controller, claims = queue.controller, queue.controller.table.claims
+        await queue.create(0)
+        held = controller.claim(Claim(P, "rollout", "holder", "first", max_rows=2), 0, [])
+        assert isinstance(held, Claimed)
+        gone, waits = park(controller, "gone"), park(controller, "waits")
+        gone.cancel()
+        claims.abandon("holder", "first")
+        controller.settle()
+        leases = controller.table.state.leases
+        assert [len(leases.of_worker(worker)) for worker in ("holder", "gone", "waits")] == [0, 0, 1]
+        assert (await waits).batch is not None
+        await asyncio.sleep(0)
+        assert (len(controller._parking), controller._parking._claims, claims.parked()) == (0, {}, {})
+
+
+async def test_a_parked_call_that_is_cancelled_is_not_tried_again(cluster):
+    async with cluster() as queue:
+        controller, tried = queue.controller, []
+        parked = controller.until(P, lambda: tried.append(1), 60, list)
+        controller.table.state.touched.add(P)
+        controller.settle()
+        assert tried == [1, 1]
+        parked.cancel()
+        controller.table.state.touched.add(P)
+        controller.settle()
+        assert tried == [1, 1]
+        await asyncio.sleep(0)
+        assert len(controller._parking) == 0
+
+
+async def test_a_parked_call_ends_once_whatever_comes_together(cluster):
+    """Its time is over, its answer is found and it is withdrawn in one turn of the loop."""
+    async with cluster() as queue:
+        controller = queue.controller
+        for _ in range(3):
+            parked = park(controller, "waits")
+            controller.withdraw("waits", "ticket of waits")
+            controller.withdraw("waits", "ticket of waits")
+            controller.table.state.touched.add(P)
+            controller.settle()
+            assert (await parked).withdrawn
+        short = controller.claim(Claim(P, "rollout", "waits", "short"), 0.01, [])
+        assert (await asyncio.wait_for(short, 10)).batch is None
+        assert (len(controller._parking), controller.table.claims.parked()) == (0, {})
+
+
+def greeted(sessions, unit):
+    """A session with a unit, and a row that lies there."""
+    welcome = sessions.greet(Hello(unit, "one", 1000), 0.0)
+    row = RowPlace(welcome.epoch, unit, 0).row
+    return Session(unit, welcome.controller, welcome.epoch), SimpleNamespace(row=row, moved=0)
+
+
+async def test_orders_leave_after_the_verdicts_that_wait_for_the_same_ledger():
+    """A unit passes over rows whose verdict it has not heard: told to free them first, it would keep them for ever."""
+    sessions, sent, loop = Sessions(Table(), lost_s=30), [], asyncio.get_running_loop()
+    session, row = greeted(sessions, 0)
+    ledger, verdict = loop.create_future(), loop.create_future()
+    orders = sessions.orders(Watch(session, 0, 0, 60))
+    orders.add_done_callback(lambda _: sent.append("orders"))
+    verdict.add_done_callback(lambda _: sent.append("verdict"))
+    sessions.order([row], after=ledger)
+    ledger.add_done_callback(lambda _: verdict.set_result(None))
+    ledger.set_result(None)
+    async with asyncio.timeout(10):
+        assert (await orders).rows == [row.row]
+    assert sent == ["verdict", "orders"]
+
+
+async def test_all_units_that_were_told_are_waited_for(monkeypatch):
+    monkeypatch.setattr(sessions_of, "_FREE_S", 60)
+    sessions = Sessions(Table(), lost_s=30)
+    (first, one), (second, other) = greeted(sessions, 0), greeted(sessions, 1)
+    assert sessions.when_freed("nothing to free", 0.0) == "nothing to free"
+    sessions.order([one, other])
+    both, given_up = (asyncio.create_task(sessions.when_freed(answer, 0.0)) for answer in ("both", "given up"))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    sessions.orders(Watch(first, 1, 0, 60))
+    await asyncio.sleep(0.01)
+    assert (both.done(), given_up.cancelled()) == (False, True)
+    sessions.orders(Watch(second, 1, 0, 60))
+    async with asyncio.timeout(10):
+        assert await both == "both"
+    assert sessions.when_freed("all is free", 0.0) == "all is free"

@@ -1,0 +1,126 @@
+"""The client of Mooncake beside a library that fails as the real one does: what gets stuck once is replaced."""
+
+import contextlib
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from asyncflow.errors import PeerLost
+from asyncflow.queue.storage import mooncake
+from asyncflow.queue.storage.mooncake import MOST_KEYS, NO_ROOM, Mooncake
+
+STUCK = -800
+
+
+class Library:
+    """Stands for ``mooncake.store``. code: what transfers give from now on; made, closed: all clients."""
+
+    def __init__(self):
+        self.code, self.made, self.closed = 0, [], []
+        self.ReplicateConfig = SimpleNamespace
+
+    def MooncakeDistributedStore(self):  # noqa: N802 — the library's name
+        self.made.append(self)
+        number = len(self.made)
+
+        def put(keys, _pointers, _sizes, config):
+            assert config.with_hard_pin
+            return [self.code] * len(keys)
+
+        return SimpleNamespace(
+            setup=lambda *_: 0,
+            register_buffer=lambda *_: 0,
+            batch_put_from=put,
+            close=lambda: self.closed.append(number),
+        )
+
+
+@pytest.fixture
+def library(monkeypatch):
+    made = Library()
+    monkeypatch.setattr(mooncake, "load", lambda: made)
+    monkeypatch.setattr(mooncake, "_REPLACE_EVERY_S", 0.0)
+    return made
+
+
+@contextlib.contextmanager
+def master_that_hangs_up(*, times=None):
+    """A master that knows no request; it is gone after so many. Gives its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def hang_up():
+            with contextlib.suppress(OSError):
+                while times is None or next(left, None) is not None:
+                    listening.accept()[0].close()
+            listening.close()
+
+        left = iter(range(times or 0))
+        threading.Thread(target=hang_up, daemon=True).start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        with contextlib.suppress(OSError):
+            listening.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def client(library):
+    with master_that_hangs_up() as address:
+        made = Mooncake(host="127.0.0.1", master=lambda: address)
+        yield made
+        made.close()
+
+
+def put(client, *keys):
+    return client.put(keys, [8] * len(keys), lambda buffer: buffer.fill(0))
+
+
+def test_a_client_that_is_stuck_twice_in_a_row_is_replaced_and_closed(library, client):
+    library.code = STUCK
+    assert put(client, "a") == [STUCK]
+    assert put(client, "b") == [STUCK]
+    assert (len(library.made), library.closed) == (1, [])
+    library.code = 0
+    assert put(client, "c") == [0]
+    assert (len(library.made), library.closed) == (2, [1])
+
+
+def test_one_that_moves_something_in_between_stays(library, client):
+    for code in (STUCK, 0, STUCK, 0):
+        library.code = code
+        put(client, "a")
+    assert len(library.made) == 1
+
+
+def test_a_full_store_is_no_reason(library, client):
+    library.code = NO_ROOM
+    for _ in range(5):
+        assert put(client, "a") == [NO_ROOM]
+    assert len(library.made) == 1
+
+
+@pytest.mark.parametrize("keys", [[], ["a", "a"], [""], [str(number) for number in range(MOST_KEYS + 1)]])
+def test_calls_that_would_step_into_a_trap_are_not_made(library, client, keys):
+    with pytest.raises(ValueError, match="1 to 512 different keys"):
+        put(client, *keys)
+    assert library.made == []
+
+
+def test_a_master_that_takes_calls_and_says_nothing_is_not_set_up_with(library):
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        address = f"127.0.0.1:{master.getsockname()[1]}"
+        client = Mooncake(host="127.0.0.1", master=lambda: address)
+        with pytest.raises(PeerLost, match="does not answer"):
+            client.connect()
+    assert library.made == []
+
+
+@pytest.mark.process
+def test_a_master_that_dies_while_a_client_is_set_up_holds_the_process_up_for_seconds_only(stores):
+    with master_that_hangs_up(times=1) as address:
+        client = Mooncake(host="127.0.0.1", master=lambda: address)
+        began = time.monotonic()
+        with pytest.raises(PeerLost, match="cannot be set up"):
+            client.connect()
+        assert time.monotonic() - began < 60

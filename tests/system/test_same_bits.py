@@ -1,0 +1,51 @@
+"""A deterministic run is a function of its manifest and seed: not of the number of rollouts, nor of who is killed."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from one_run import finish, kill, start, wait_for_step
+
+pytestmark = pytest.mark.process
+
+DETERMINISTIC = ["schedule.deterministic=true"]
+SYNC = ["schedule.mode=sync", "schedule.update=sync", "schedule.maxStaleness=0"]
+SHORT = ["algorithm.steps=5", "algorithm.promptsPerStep=8"]
+
+
+def exported(folder: Path, settings: Sequence[str], *, rollouts: int, killed: Sequence[str] = ()) -> str:
+    """Return the SHA-256 of the weights that a run of so many rollouts exports, each role of ``killed`` killed once."""
+    run = start("quickstart.yaml", folder, [*settings, f"rollout.replicas={rollouts}"])
+    for step, role in enumerate(killed, start=1):
+        wait_for_step(folder, step, run, within_s=180)
+        kill(folder, role)
+    finish(run, within_s=600)
+    return hashlib.sha256((folder / "export" / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.timeout(900)
+def test_more_rollouts_and_kills_change_no_bit_of_the_weights(tmp_path: Path) -> None:
+    settings = [*DETERMINISTIC, *SHORT]
+    alone = exported(tmp_path / "one", settings, rollouts=1)
+    assert exported(tmp_path / "three", settings, rollouts=3, killed=["rollout", "trainer"]) == alone
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_fifteen_steps_of_the_quickstart_have_one_digest(tmp_path: Path) -> None:
+    settings = [*DETERMINISTIC, "algorithm.steps=15"]
+    digests = {
+        f"{rollouts} rollouts": exported(tmp_path / str(rollouts), settings, rollouts=rollouts)
+        for rollouts in (1, 2, 3)
+    }
+    digests["killed"] = exported(tmp_path / "killed", settings, rollouts=2, killed=["rollout", "trainer"])
+    assert len(set(digests.values())) == 1, digests
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_two_synchronous_runs_have_one_digest(tmp_path: Path) -> None:
+    settings = [*SYNC, "algorithm.steps=15"]
+    first, second = (exported(tmp_path / name, settings, rollouts=1) for name in ("first", "second"))
+    assert first == second

@@ -1,0 +1,142 @@
+"""The gradient of a step is that of one big padded batch, however the step was cut.
+
+The reference is naive on purpose: transformers on a right-padded batch, and each formula written out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from train_reference import (
+    HORIZON,
+    TEMPERATURE,
+    GradientKept,
+    padded_logprobs,
+    part,
+    reference_gradient,
+    relative_error,
+    samples,
+)
+from transformers import AutoModelForCausalLM
+
+from asyncflow.algorithms.grpo import Aggregation, AggregationName, GrpoLoss
+from asyncflow.algorithms.losses import Clip
+from asyncflow.identity import Version
+from asyncflow.net.frames import Jagged
+from asyncflow.training.batch import MicroBatch
+from asyncflow.training.ranks import SingleProcess
+from asyncflow.training.settings import BackendSettings, OptimizerSettings
+
+AGGREGATIONS: tuple[AggregationName, ...] = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+
+
+def backend(folder: Path, loss: GrpoLoss, **more: Any) -> GradientKept:
+    optimizer = OptimizerSettings(learning_rate=1e-3, steps=1, max_grad_norm=0)
+    settings = BackendSettings(optimizer=optimizer, loss=loss, temperature=TEMPERATURE, threads=1, **more)
+    made = GradientKept(settings, group=SingleProcess())
+    made.load(folder, checkpoint=None)
+    return made
+
+
+def cuts(batch: MicroBatch) -> Iterator[tuple[str, list[list[int]], dict[str, Any]]]:
+    everything = list(range(len(batch)))
+    shuffled = np.random.default_rng(5).permutation(len(batch)).tolist()
+    yield "one slot", [everything], {"pack_tokens": 4096}
+    yield "a slot for each sample, shuffled", [[i] for i in shuffled], {}
+    yield (
+        "slots of groups, an empty one, backwards",
+        [everything[12:], [], everything[4:12], everything[:4]],
+        {"pack_tokens": 40},
+    )
+    yield "logits a few at a time", [everything], {"pack_tokens": 4096, "options": {"head_tokens": 5}}
+    yield "layers computed again", [everything], {"options": {"gradient_checkpointing": True}}
+    yield "shared prompts", [everything], {"layout": "shared-prompt", "pack_tokens": 4096}
+    yield (
+        "shared prompts, small packs, shuffled",
+        [shuffled[:9], shuffled[9:]],
+        {"layout": "shared-prompt", "pack_tokens": 24},
+    )
+
+
+LOSSES = {
+    "clip-higher": GrpoLoss(clip=Clip(low=0.2, high=0.28)),
+    "dual clip and KL": GrpoLoss(clip=Clip(low=0.1, high=0.3, dual=1.5), kl=0.05, kl_name="k3"),
+    "recompute": GrpoLoss(old="recompute"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_streamed_gradient_is_that_of_one_padded_batch(
+    tiny_folder: Path, aggregation: AggregationName, name: str
+) -> None:
+    chosen = LOSSES[name]
+    loss = GrpoLoss(
+        clip=chosen.clip,
+        old=chosen.old,
+        kl=chosen.kl,
+        kl_name=chosen.kl_name,
+        aggregation=Aggregation(name=aggregation, horizon=HORIZON),
+    )
+    batch = samples()
+    expected = reference_gradient(tiny_folder, batch, loss)
+    for what, slots, more in cuts(batch):
+        trainer = backend(tiny_folder, loss, **more)
+        for slot in slots:
+            trainer.micro_batch(part(batch, slot), version=Version(0, 0).packed)
+        metrics = trainer.finish_step(1)
+        assert relative_error(trainer.kept, expected) < 1e-5, what
+        assert metrics["skipped"] == 0
+        assert metrics["clip_low"] + metrics["clip_high"] > 0 or chosen.old == "recompute"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_compiled_layers_give_the_same_gradient(tiny_folder: Path, compute: Any) -> None:
+    batch = samples()
+    exact = reference_gradient(tiny_folder, batch, GrpoLoss())
+    errors = []
+    for compiled in (False, True):
+        options = {"compile": compiled, "gradient_checkpointing": compiled}
+        trainer = backend(
+            tiny_folder, GrpoLoss(), compute=compute, layout="shared-prompt", pack_tokens=60, options=options
+        )
+        trainer.micro_batch(batch, version=Version(0, 0).packed)
+        trainer.finish_step(1)
+        errors.append(relative_error(trainer.kept, exact))
+    assert errors[1] < max(1e-5, 1.5 * errors[0])
+
+
+def test_logprobs_are_those_of_transformers(tiny_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32, attn_implementation="eager")
+    batch = samples()
+    with torch.no_grad():
+        exact = padded_logprobs(model, batch, HORIZON)
+    rows = [exact[i, : len(batch.responses.row(i))].numpy() for i in range(len(batch))]
+    same = MicroBatch(
+        keys=batch.keys,
+        prompts=batch.prompts,
+        responses=batch.responses,
+        logprobs=Jagged.from_rows(rows, "float32"),
+        versions=batch.versions,
+        advantages=np.ones(len(batch), np.float32),
+    )
+    for layout in ("separate", "shared-prompt"):
+        trainer = backend(tiny_folder, GrpoLoss(), layout=layout)
+        trainer.micro_batch(same, version=Version(0, 0).packed)
+        metrics = trainer.finish_step(1)
+        assert metrics["logprob_gap_tokens"] == sum(map(len, rows))
+        assert metrics["logprob_gap_p99"] < 1e-4
+        assert metrics["ratio"] == pytest.approx(1, abs=1e-5)

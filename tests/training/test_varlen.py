@@ -1,0 +1,124 @@
+"""Attention over sequences of any length is attention under the pack's mask, forwards and backwards."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from asyncflow.training.packing import LayoutName, Pack, pack_samples
+from asyncflow.training.torch.attention import AttentionPart, FlashKernel, KernelSequences, attend_sequences
+
+HEADS, KEY_HEADS, WIDTH, SCALE = 4, 2, 8, 0.3
+CPU = torch.device("cpu")
+
+
+class PlainKernel:
+    """The formulas of flash attention, a sequence at a time."""
+
+    def _parts(self, part: AttentionPart) -> list[tuple[slice, slice]]:
+        queries, keys = part.query_starts.tolist(), part.key_starts.tolist()
+        return [(slice(*queries[i : i + 2]), slice(*keys[i : i + 2])) for i in range(len(queries) - 1)]
+
+    def _scores(self, query: Tensor, key: Tensor, part: AttentionPart, scale: float) -> Tensor:
+        scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+        if part.causal:
+            scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
+        return scores
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, part: AttentionPart, *, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        groups = query.shape[1] // key.shape[1]
+        out, lse = torch.empty_like(query), query.new_empty(query.shape[1], query.shape[0])
+        for q, k in self._parts(part):
+            keys, values = (part[k].repeat_interleave(groups, 1) for part in (key, value))
+            scores = self._scores(query[q], keys, part, scale)
+            out[q] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+            lse[:, q] = scores.logsumexp(-1)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, part: AttentionPart, *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        groups = query.shape[1] // key.shape[1]
+        of_query, of_key, of_value = (torch.zeros_like(part) for part in (query, key, value))
+        for q, k in self._parts(part):
+            keys, values = (part[k].repeat_interleave(groups, 1) for part in (key, value))
+            chances = (self._scores(query[q], keys, part, scale) - lse[:, q, None]).exp()
+            delta = (grad[q] * out[q]).sum(-1).t()[..., None]
+            of_scores = chances * (torch.einsum("qhd,khd->hqk", grad[q], values) - delta) * scale
+            of_query[q] = torch.einsum("hqk,khd->qhd", of_scores, keys)
+            for given_, made in (
+                (
+                    of_key,
+                    of_scores,
+                ),
+                (of_value, chances),
+            ):
+                other = query[q] if given_ is of_key else grad[q]
+                whole = torch.einsum("hqk,qhd->khd", made, other)
+                given_[k] = whole.unflatten(1, (-1, groups)).sum(2)
+        return of_query, of_key, of_value
+
+
+def masked(query: Tensor, key: Tensor, value: Tensor, pack: Pack) -> Tensor:
+    groups = query.shape[1] // key.shape[1]
+    keys, values = (part.repeat_interleave(groups, 1) for part in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, keys) * SCALE
+    scores = scores.masked_fill(~torch.from_numpy(pack.mask()), -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+
+
+def states(tokens: int, seed: int) -> list[Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    shapes = [(tokens, heads, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    return [torch.randn(shape, generator=source, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+groups = st.lists(
+    st.tuples(st.integers(1, 4), st.lists(st.integers(0, 4), min_size=1, max_size=4)), min_size=1, max_size=4
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(groups, st.sampled_from(["separate", "shared-prompt"]), st.integers(1, 40), st.booleans())
+def test_sequences_say_the_same_as_the_mask(
+    made: list[tuple[int, list[int]]], layout: LayoutName, budget: int, filled: bool
+) -> None:
+    rows = [(np.zeros(prompt, int), np.zeros(size, int), g) for g, (prompt, sizes) in enumerate(made) for size in sizes]
+    if not rows:
+        return
+    prompts, responses, names = zip(*rows, strict=True)
+    for pack in pack_samples(prompts, responses, names, layout=layout, budget=budget):
+        whole = pack.padded(len(pack.ids) + 5) if filled else pack
+        given_, same = states(len(whole.ids), 1), states(len(whole.ids), 1)
+        out = attend_sequences(*given_, KernelSequences.of(whole, CPU), scale=SCALE, kernel=PlainKernel())
+        expected = masked(*same, whole)
+        torch.testing.assert_close(out, expected)
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        (out * weights).sum().backward()
+        (expected * weights).sum().backward()
+        for mine, other in zip(given_, same, strict=True):
+            torch.testing.assert_close(mine.grad, other.grad)
+
+
+@pytest.mark.parametrize("layout", ["separate", "shared-prompt"])
+def test_the_kernel_of_torch_is_called_as_it_asks(layout: LayoutName) -> None:
+    """Its shapes alone: without a device nothing is computed."""
+    prompts, responses = [np.zeros(3, int)] * 4, [np.zeros(5, int)] * 4
+    (pack,) = pack_samples(prompts, responses, [0, 0, 1, 1], layout=layout, budget=99)
+    laid = KernelSequences.of(pack, CPU)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        query, key, value = (
+            mode.from_tensor(part.detach().half()).requires_grad_() for part in states(len(pack.ids), 1)
+        )
+        out = attend_sequences(query, key, value, laid, scale=SCALE, kernel=FlashKernel())
+        assert out.shape == query.shape
+        out.sum().backward()
+    assert [part.grad.shape for part in (query, key, value)] == [part.shape for part in (query, key, value)]
