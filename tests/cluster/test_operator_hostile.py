@@ -20,6 +20,9 @@ KINDS = (*QUICK, "endless", "drip", "interim", "liar", "shouting")
 SMALL = {"rollout": {"replicas": 1, "minReplicas": 0}, "transferQueue": {"storageUnits": 1}}
 
 
+pytestmark = pytest.mark.timeout(400)
+
+
 @pytest.fixture
 def hostile(tmp_path: Path) -> Iterator[HostileDrivers]:
     with HostileDrivers(tmp_path / "drivers") as drivers:
