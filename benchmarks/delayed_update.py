@@ -35,8 +35,8 @@ from asyncflow.local.folder import RunFolder
 from asyncflow.local.lifecycle import LocalReplica
 from asyncflow.local.placement import Launch, launcher, replicas_of
 from asyncflow.local.supervisor import Limits, RunOutcome, Supervisor
-from asyncflow.net.issuer import Issuer
 from asyncflow.plan.job import plan
+from asyncflow.rpc.issuer import Issuer
 
 HERE = Path(__file__).parent
 DRIVER = f"tcp://{CORE_ADDRESS}:20001"

@@ -21,13 +21,12 @@ from asyncflow.api.names import VIEWER
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.errors import StaleHandle
 from asyncflow.identity import RowPlace, Version
-from asyncflow.net.access import worker_name
-from asyncflow.net.membership import Membership
-from asyncflow.net.roster import Member
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.log import read_ledger
 from asyncflow.queue.protocol.messages import RowMeta, StagedRow
+from asyncflow.rpc.access import worker_name
+from asyncflow.rpc.membership import Member, Membership
 
 _POLL_S = 0.1
 _CALL_S = 10.0

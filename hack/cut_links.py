@@ -9,7 +9,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from asyncflow.net.hosts import host_and_port
+from asyncflow.rpc.addresses import host_and_port
 
 T = TypeVar("T")
 _CHUNK = 1 << 14

@@ -21,16 +21,6 @@ import msgspec
 import numpy as np
 
 from asyncflow.errors import LedgerCorrupt, ProtocolError
-from asyncflow.net.arena import memfd
-from asyncflow.net.arena.loans import Incoming
-from asyncflow.net.arena.messages import ArenaInbox
-from asyncflow.net.dtypes import OBJECT, TEXT
-from asyncflow.net.frames import BatchHeader, decode_batch, encode_batch
-from asyncflow.net.jagged import Jagged
-from asyncflow.net.rpc import wire
-from asyncflow.net.rpc.staging import staging
-from asyncflow.net.stream import handshake as greeting
-from asyncflow.net.stream.inbox import Inbox
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.log import pack, read_ledger
 from asyncflow.queue.protocol import calls, unit_calls
@@ -38,6 +28,11 @@ from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.table import replication
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.values import decode, encode_columns, pack_object, unpack_object
+from asyncflow.rpc import framing, shm
+from asyncflow.rpc.columns import OBJECT, TEXT, BatchHeader, Jagged, decode_batch, encode_batch
+from asyncflow.rpc.connection import staging
+from asyncflow.rpc.framing import Inbox
+from asyncflow.rpc.shm import ArenaInbox, Incoming
 
 MOST = 1 << 20
 LONGEST = 4096
@@ -50,18 +45,18 @@ REQUESTS = [
 ]
 _header = msgspec.msgpack.Decoder(BatchHeader)
 _staging = staging()
-_shared = memfd.made()
+_shared = shm.made()
 _pieces = msgspec.msgpack.Decoder(list[bytes])
 
 
 def header(data: bytes) -> None:
     """The header of a message."""
-    for decoder in (wire.to_server, wire.to_client):
+    for decoder in (framing.to_server, framing.to_client):
         try:
             found = decoder(data)
-            if isinstance(found, wire.Call):
-                wire.check_call(found, 2 + found.frames)
-        except (*wire.MALFORMED, ProtocolError):
+            if isinstance(found, framing.Call):
+                framing.check_call(found, 2 + found.frames)
+        except (*framing.MALFORMED, ProtocolError):
             continue
 
 
@@ -70,7 +65,7 @@ def request(data: bytes) -> None:
     for decoder in REQUESTS:
         try:
             decoder.decode(data)
-        except wire.MALFORMED:
+        except framing.MALFORMED:
             continue
 
 
@@ -107,7 +102,7 @@ def batch(data: bytes) -> None:
     try:
         head, *frames = _pieces.decode(data)
         told = _header.decode(head)
-    except (*wire.MALFORMED, ValueError):
+    except (*framing.MALFORMED, ValueError):
         return
     try:
         columns = decode_batch(told, frames, max_bytes=MOST)
@@ -144,7 +139,7 @@ def ledger(data: bytes) -> None:
 
 def handshake(data: bytes) -> None:
     """What a stranger says where a hello or a welcome is due."""
-    for take in (greeting.rest_of_hello, greeting.caller, partial(greeting.check_welcome, dialled=b"a server")):
+    for take in (framing.rest_of_hello, framing.caller, partial(framing.check_welcome, dialled=b"a server")):
         with contextlib.suppress(ProtocolError):
             take(data)
 
@@ -153,7 +148,7 @@ def feed(data: bytes) -> None:
     """What a home tells a shard: a list of items, taken into its state, and as a snapshot whose place they take."""
     try:
         items = _pieces.decode(data)
-    except wire.MALFORMED:
+    except framing.MALFORMED:
         return
     state = QueueState()
     state.index = 1
@@ -181,12 +176,12 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
 
 def seeds() -> dict[str, list[bytes]]:
     """Something valid for each target, from which atheris goes on."""
-    call = wire.encode(wire.Call(1, "queue.claim", 1.0, 0))
-    claim = wire.encode(calls.ClaimRows("p", "t", "w", "k", 8, None, None, [], 0.1))
-    admitted = wire.encode(unit_calls.Admitted([unit_calls.Verdict([True])]))
+    call = framing.encode(framing.Call(1, "queue.claim", 1.0, 0))
+    claim = framing.encode(calls.ClaimRows("p", "t", "w", "k", 8, None, None, [], 0.1))
+    admitted = framing.encode(unit_calls.Admitted([unit_calls.Verdict([True])]))
     columns = {"a": np.arange(6).reshape(2, 3), "b": ["x", "yy"], "c": [{"d": (1, np.ones(2))}, None], "e": [1.5, 2.5]}
     head, frames = encode_batch(encode_columns(columns))
-    pieces = msgspec.msgpack.encode([wire.encode(head), *map(bytes, frames)])
+    pieces = msgspec.msgpack.encode([framing.encode(head), *map(bytes, frames)])
     records = b"".join(
         map(pack, (ev.ControllerStarted(1), ev.RowsPut("p", "open", 1 << 32, 1, 1, 7), ev.RowsCleared("p", [7])))
     )
@@ -203,8 +198,8 @@ def seeds() -> dict[str, list[bytes]]:
     ]
     fed = msgspec.msgpack.encode([replication.encode(item) for item in items])
     session = unit_calls.Session(1, 2, 3)
-    leg = wire.encode(unit_calls.AskLeg(session, [7, -1], 2, 16))
-    told = wire.encode(unit_calls.AdmitCells(0, [unit_calls.NewCells("8", [7], cells, [], "")]))
+    leg = framing.encode(unit_calls.AskLeg(session, [7, -1], 2, 16))
+    told = framing.encode(unit_calls.AdmitCells(0, [unit_calls.NewCells("8", [7], cells, [], "")]))
     return {
         "header": [call],
         "request": [claim, leg, told, admitted],
@@ -213,7 +208,7 @@ def seeds() -> dict[str, list[bytes]]:
         "batch": [pieces],
         "plain": [pack_object(value) for value in columns["c"]],
         "ledger": [records],
-        "handshake": [greeting.hello(None), b"asyncflow://job/rollout/3", greeting.welcome(b"a server")],
+        "handshake": [framing.hello(None), b"asyncflow://job/rollout/3", framing.welcome(b"a server")],
         "feed": [fed],
         "lease": [b"880000100000000"],
     }

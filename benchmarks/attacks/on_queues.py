@@ -29,7 +29,6 @@ from shim import Shim
 
 from asyncflow.errors import AsyncFlowError
 from asyncflow.identity import RowPlace
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.blocking import BlockingPartition, BlockingQueue
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.peers import Peer, Peers
@@ -38,6 +37,7 @@ from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.protocol.unit_calls import Cells, NewRows, PutRows, RowIds
 from asyncflow.queue.putting import Putter
 from asyncflow.queue.table.table import Table
+from asyncflow.rpc.columns import Jagged
 
 sys.path += [str(Path(__file__).parents[1] / "queue"), str(Path(__file__).parents[2] / "hack")]
 from servers import Servers, servers

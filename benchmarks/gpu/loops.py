@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from asyncflow.identity import SampleKey
-from asyncflow.net.frames import Jagged
+from asyncflow.rpc.columns import Jagged
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.ranks import SingleProcess
 from asyncflow.training.settings import BackendSettings, OptimizerSettings

@@ -14,9 +14,9 @@ import numpy as np
 from implementations import AsyncFlow, Implementation, implementation
 from samples import emit, milliseconds
 
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.blocking import BlockingQueue
 from asyncflow.queue.protocol.messages import TOKENS_TAG, Samples, TaskSpec
+from asyncflow.rpc.columns import Jagged
 
 ROWS, SIZE, RANKS = 16, 8, 2
 BATCH = 4000

@@ -25,11 +25,10 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncflow.errors import DeadlineExceeded, StaleHandle
-from asyncflow.net.batches import batches
-from asyncflow.net.frames import Jagged
-from asyncflow.net.tls import Credentials
 from asyncflow.queue.client import QueueClient, aconnect
 from asyncflow.queue.protocol.messages import Samples, TaskSpec
+from asyncflow.rpc.columns import Jagged, batches
+from asyncflow.rpc.tls import Credentials
 
 P = "faults"
 LEASE_S = 2.5

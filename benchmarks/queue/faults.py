@@ -41,8 +41,8 @@ from fault_world import Plan, World, cause_faults, clients_of, look_after
 from samples import emit
 from servers import Servers, servers
 
-from asyncflow.net.tls import Credentials
 from asyncflow.queue.client import QueueClient, aconnect
+from asyncflow.rpc.tls import Credentials
 
 AHEAD = 8
 """Steps that are open beyond the last that was committed."""

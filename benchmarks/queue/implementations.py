@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 from samples import Sample
 from servers import Handle, servers
 
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.protocol.batches import RowBatch
 from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.rpc.columns import Jagged
 
 LEASE_S = 30.0
 CALL_S = 60.0

@@ -22,9 +22,9 @@ from report import SECURED
 from samples import emit
 from servers import Handle, Servers, servers
 
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.blocking import BlockingQueue
 from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.rpc.columns import Jagged
 
 sys.path.append(str(Path(__file__).parents[1]))
 from capped_links import CORE_ADDRESS, Network, capped_links, missing

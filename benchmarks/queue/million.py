@@ -18,8 +18,8 @@ from report import SECURED
 from samples import emit
 from servers import Handle, servers
 
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.rpc.columns import Jagged
 
 PARTITION, TASK = "million", "read"
 BATCH, CLAIM = 512, 512

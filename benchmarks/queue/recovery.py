@@ -22,7 +22,6 @@ from pathlib import Path
 from samples import emit
 
 from asyncflow.identity import RowPlace
-from asyncflow.net.rpc.wire import decoder_of, encode
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.log import Ledger, Sync, read_ledger
 from asyncflow.queue.protocol.calls import AskPart, Follow, Part
@@ -32,6 +31,7 @@ from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.replication import ChangeFeed, RowsHeld, decode, draft_of, install, take
 from asyncflow.queue.table.snapshot import snapshot
 from asyncflow.roles.context import paused_gc
+from asyncflow.rpc.framing import decoder_of, encode
 
 P = "p"
 PUT, CLAIM = 256, 16

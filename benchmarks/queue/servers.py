@@ -25,15 +25,14 @@ from asyncflow.api.load import load
 from asyncflow.api.names import HOST_ENV, INSECURE_ENV, TLS_ENV
 from asyncflow.api.queue import TransferQueue
 from asyncflow.local.placement import PortReservation
-from asyncflow.net.arena.unix import SHARED_MEMORY_ENV
-from asyncflow.net.hosts import address_of
-from asyncflow.net.issuer import Issuer
-from asyncflow.net.stream.server import new_server
-from asyncflow.net.tls import Credentials
 from asyncflow.plan.queue import queue_roles
 from asyncflow.queue.blocking import BlockingQueue, connect
 from asyncflow.queue.ledger.audit import audit_ledger, merge_audits, shard_ledger
 from asyncflow.queue.protocol.messages import AuditReport
+from asyncflow.rpc.addresses import address_of, new_server
+from asyncflow.rpc.issuer import Issuer
+from asyncflow.rpc.shm import SHARED_MEMORY_ENV
+from asyncflow.rpc.tls import Credentials
 
 _START_S = 60.0
 _END_S = 10.0

@@ -20,9 +20,9 @@ from report import SECURED
 from samples import emit
 from servers import Handle, Servers, servers
 
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.blocking import BlockingQueue
 from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.rpc.columns import Jagged
 
 P = "shards"
 TASKS = ["first", "second", "third"]

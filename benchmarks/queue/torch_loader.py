@@ -19,10 +19,10 @@ import numpy as np
 from servers import servers
 from torch.utils.data import DataLoader
 
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.client import aconnect
 from asyncflow.queue.protocol.messages import Samples, TaskSpec
 from asyncflow.queue.torch import StreamingDataset
+from asyncflow.rpc.columns import Jagged
 
 ROWS, VALUES = 32, 131_072
 BAR = 1.15

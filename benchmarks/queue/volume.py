@@ -23,9 +23,9 @@ from report import SECURED
 from samples import emit
 from servers import Handle, servers
 
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.blocking import BlockingQueue
 from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.rpc.columns import Jagged
 
 sys.path.append(str(Path(__file__).parents[1]))
 from capped_links import Network, capped_links, missing

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from asyncflow.api.job import RLJob
     from asyncflow.commands.preflight import load
     from asyncflow.commands.run import train
-    from asyncflow.net.jagged import Jagged
     from asyncflow.queue.blocking import BlockingPartition, connect
     from asyncflow.queue.client import aconnect
     from asyncflow.queue.partition import Partition
     from asyncflow.queue.protocol.messages import Samples, TaskSpec
     from asyncflow.queue.torch import Batch, QueueAddress, StepDataset, StreamingDataset, share_batches
+    from asyncflow.rpc.columns import Jagged
 
 __version__ = "0.1.0"
 __all__ = [
@@ -46,7 +46,7 @@ __all__ = [
 _WHERE = {
     "Batch": "asyncflow.queue.torch",
     "BlockingPartition": "asyncflow.queue.blocking",
-    "Jagged": "asyncflow.net.jagged",
+    "Jagged": "asyncflow.rpc.columns",
     "Partition": "asyncflow.queue.partition",
     "QueueAddress": "asyncflow.queue.torch",
     "RLJob": "asyncflow.api.job",

@@ -15,8 +15,7 @@ from asyncflow.api.load import load_job
 from asyncflow.commands.run import last_step
 from asyncflow.local.folder import load_record
 from asyncflow.models.tiny import write_config
-from asyncflow.net.hosts import host_and_port, server_of
-from asyncflow.net.stream.server import ANYBODY
+from asyncflow.rpc.addresses import ANYBODY, host_and_port, server_of
 from asyncflow.training.checkpoint import CheckpointManifest, Checkpoints
 
 pytestmark = pytest.mark.process

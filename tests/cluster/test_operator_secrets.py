@@ -12,7 +12,7 @@ from scripted_driver import ScriptedDrivers
 from world import OURS
 
 from asyncflow.identity import ProcessIdentity
-from asyncflow.net.tls import Credentials
+from asyncflow.rpc.tls import Credentials
 from kube.plane import ControlPlane
 from operator_process import OperatorProcess
 

@@ -8,11 +8,11 @@ import numpy as np
 
 from asyncflow.api.job import RLJobSpec
 from asyncflow.driver.tasks import tasks_of
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.protocol.messages import LeasedRow, Tag
 from asyncflow.queue.storage.unit import StorageUnit
+from asyncflow.rpc.columns import Jagged
 
 
 @asynccontextmanager

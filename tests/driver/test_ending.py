@@ -13,7 +13,8 @@ from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
 from asyncflow.driver.progress import RunProgress
 from asyncflow.errors import DeadlineExceeded
-from asyncflow.net.directory import Beat, Directory, Member
+from asyncflow.rpc.directory import Directory
+from asyncflow.rpc.membership import Beat, Member
 
 
 class Job:

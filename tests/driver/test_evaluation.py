@@ -22,10 +22,10 @@ from asyncflow.driver.evaluation import Evaluation, EvaluationResult, SetResult,
 from asyncflow.driver.groups import RewardTally
 from asyncflow.driver.tasks import EVAL
 from asyncflow.errors import ManifestError
-from asyncflow.net.roster import Best
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.protocol.messages import LeasedRow
+from asyncflow.rpc.membership import Best
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
 

@@ -15,10 +15,10 @@ from asyncflow.driver.dispatch import PromptAssignment
 from asyncflow.driver.groups import FILTERED_ZERO_VARIANCE, TOO_FEW_REWARDS, AdvantageTask, GroupPolicy, RewardTally
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.errors import ManifestError
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.batches import Slot
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, Samples
+from asyncflow.rpc.columns import Jagged
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
 SIZE = 4

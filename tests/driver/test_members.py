@@ -8,7 +8,8 @@ import pytest
 
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
-from asyncflow.net.directory import Beat, Directory, Member
+from asyncflow.rpc.directory import Directory
+from asyncflow.rpc.membership import Beat, Member
 
 
 class Clock:

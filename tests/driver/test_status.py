@@ -10,8 +10,8 @@ from asyncflow.driver.members import rollout_state
 from asyncflow.driver.progress import RunProgress
 from asyncflow.driver.status import show, waiting_for
 from asyncflow.identity import Version
-from asyncflow.net.roster import Member
 from asyncflow.queue.protocol.messages import QueueStats
+from asyncflow.rpc.membership import Member
 from asyncflow.telemetry.metrics import DriverMetrics
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"

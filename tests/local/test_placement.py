@@ -7,9 +7,9 @@ from asyncflow.identity import ProcessIdentity
 from asyncflow.local.folder import RunFolder
 from asyncflow.local.lifecycle import LocalReplica
 from asyncflow.local.placement import launcher, replicas_of
-from asyncflow.net.issuer import Issuer
-from asyncflow.net.tls import Credentials
 from asyncflow.plan.job import plan
+from asyncflow.rpc.issuer import Issuer
+from asyncflow.rpc.tls import Credentials
 
 JOB = RLJob.model_validate(
     {

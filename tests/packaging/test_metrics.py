@@ -15,7 +15,7 @@ from prometheus_client.metrics import MetricWrapperBase
 import chart
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load
-from asyncflow.net.rpc import RpcCounters
+from asyncflow.rpc.server import RpcCounters
 from asyncflow.telemetry.metrics import (
     BusyClock,
     ControllerMetrics,

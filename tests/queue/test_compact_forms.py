@@ -6,12 +6,12 @@ from hypothesis import given
 
 from asyncflow.errors import ProtocolError
 from asyncflow.identity import NEWEST
-from asyncflow.net.jagged import Jagged
 from asyncflow.queue.protocol.batches import ABSENT, RowBatch, Slot, pack, packed
 from asyncflow.queue.protocol.messages import SERIAL_BITS
 from asyncflow.queue.protocol.unit_calls import Cells
 from asyncflow.queue.table.partition import Serials
 from asyncflow.queue.table.state import by_row
+from asyncflow.rpc.columns import Jagged
 
 
 @given(st.integers(1, 4).flatmap(lambda count: st.lists(st.lists(st.integers(0, 1), min_size=count, max_size=count))))

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.errors import DeadlineExceeded, StaleHandle
-from asyncflow.net.jagged import Jagged
 from asyncflow.queue.protocol.messages import Samples
 from asyncflow.queue.protocol.unit_calls import MovedRows, NewCells, NewRows, Verdict
 from asyncflow.queue.storage.backend import BytesLost, Place, each
@@ -16,6 +15,7 @@ from asyncflow.queue.storage.budget import ByteBudget
 from asyncflow.queue.storage.drain import MovingRows
 from asyncflow.queue.storage.holdings import Holdings
 from asyncflow.queue.storage.memory import MemoryBackend
+from asyncflow.rpc.columns import Jagged
 
 OUTPUTS = {"b": 24}
 

@@ -257,7 +257,7 @@ FULL_DISK = """
 import asyncio, resource, sys
 from pathlib import Path
 from asyncflow.errors import Refused
-from asyncflow.net.rpc import RpcClient
+from asyncflow.rpc.client import RpcClient
 from asyncflow.queue.protocol import calls
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.protocol.messages import TaskSpec

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.net.jagged import Jagged
 from asyncflow.queue.storage.backend import Place, each
 from asyncflow.queue.storage.memory import MemoryBackend
+from asyncflow.rpc.columns import Jagged
 
 
 def columns(lengths):

@@ -9,7 +9,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from asyncflow.errors import StaleHandle
 from asyncflow.identity import RowPlace, home
-from asyncflow.net.jagged import Jagged
 from asyncflow.queue.ledger.audit import Auditor
 from asyncflow.queue.protocol.calls import NOWHERE
 from asyncflow.queue.protocol.unit_calls import MovedRows, NewCells, NewRows, Verdict
@@ -22,6 +21,7 @@ from asyncflow.queue.table.moves import Room, choose
 from asyncflow.queue.table.rows import write as admit_write
 from asyncflow.queue.table.snapshot import snapshot
 from asyncflow.queue.table.table import Table
+from asyncflow.rpc.columns import Jagged
 
 P = "p"
 CLIENT = b"a client"

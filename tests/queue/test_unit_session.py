@@ -7,7 +7,6 @@ import logging
 import pytest
 
 from asyncflow.errors import PeerLost, Refused
-from asyncflow.net.jagged import Jagged
 from asyncflow.queue.protocol.calls import Done
 from asyncflow.queue.protocol.unit_calls import (
     Admitted,
@@ -22,6 +21,7 @@ from asyncflow.queue.storage.budget import ByteBudget
 from asyncflow.queue.storage.holdings import Holdings
 from asyncflow.queue.storage.memory import MemoryBackend
 from asyncflow.queue.storage.session import UnitSession
+from asyncflow.rpc.columns import Jagged
 
 
 class Controller:

@@ -13,10 +13,10 @@ import pytest
 
 from asyncflow.commands.preflight import runnable_job
 from asyncflow.local.placement import PortReservation
-from asyncflow.net.directory import Directory
-from asyncflow.net.rpc import RpcServer
 from asyncflow.roles import controller, driver, rollout, storage, trainer
 from asyncflow.roles.context import JobContext, RoleOptions
+from asyncflow.rpc.directory import Directory
+from asyncflow.rpc.server import RpcServer
 from asyncflow.telemetry.metrics import StorageMetrics
 from asyncflow.weights.service import CatalogueService
 

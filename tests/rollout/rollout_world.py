@@ -19,8 +19,6 @@ from asyncflow.data.base import Prompt
 from asyncflow.flow.instance import Instance
 from asyncflow.identity import NEWEST, Version
 from asyncflow.models.tokenizer import Tokenizer
-from asyncflow.net.frames import Jagged
-from asyncflow.net.rpc import RpcClient, RpcServer
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.protocol.messages import LeasedRow, Samples, TaskSpec
@@ -30,6 +28,9 @@ from asyncflow.rewards.process import Scorer
 from asyncflow.rollout.engines import open_engine
 from asyncflow.rollout.job import RolloutSettings
 from asyncflow.rollout.worker import RolloutWorker, Weights, wanted_by
+from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.columns import Jagged
+from asyncflow.rpc.server import RpcServer
 from asyncflow.telemetry.metrics import RolloutMetrics
 from asyncflow.weights.host_transport import HostTransport
 from asyncflow.weights.receiver import WeightReceiver

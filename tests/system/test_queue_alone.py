@@ -15,11 +15,11 @@ from pod_world import TOLD_TO_END, Pods, pods
 from asyncflow.api.load import load
 from asyncflow.api.names import LEAVE_ENV
 from asyncflow.api.queue import QueueStatus, TransferQueue
-from asyncflow.net.frames import Jagged
 from asyncflow.plan.queue import queue_roles
 from asyncflow.queue.client import QueueClient, aconnect
 from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.protocol.messages import LeasedRow, Samples, TaskSpec
+from asyncflow.rpc.columns import Jagged
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 

@@ -5,7 +5,7 @@ from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 
 from asyncflow.api.status import DriverStatus, JobStatus
-from asyncflow.net.rpc import RpcCounters
+from asyncflow.rpc.server import RpcCounters
 from asyncflow.telemetry.metrics import (
     BusyClock,
     ControllerMetrics,

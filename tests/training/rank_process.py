@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncflow.net.rpc import RpcServer
+from asyncflow.rpc.server import RpcServer
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.ranks import GatherService, HostProcessGroup, gather_bytes
@@ -60,7 +60,7 @@ def gathers(group: HostProcessGroup) -> dict[str, Any]:
 
 def counts(group: HostProcessGroup) -> dict[str, Any]:
     from asyncflow.identity import SampleKey
-    from asyncflow.net.frames import Jagged
+    from asyncflow.rpc.columns import Jagged
     from asyncflow.training.batch import MicroBatch
     from asyncflow.training.counting import CountingBackend
     from asyncflow.training.settings import BackendSettings, OptimizerSettings

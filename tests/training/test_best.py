@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import CheckpointError
-from asyncflow.net.roster import Best, Directives
+from asyncflow.rpc.membership import Best, Directives
 from asyncflow.training.checkpoint import (
     BEST,
     BestCheckpoints,

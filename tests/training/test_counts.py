@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from asyncflow.errors import ProtocolError
 from asyncflow.identity import SampleKey, Version
-from asyncflow.net.frames import Jagged
+from asyncflow.rpc.columns import Jagged
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.report import Histogram, StepMeter, StepTally
 from asyncflow.training.settings import OptimizerSettings

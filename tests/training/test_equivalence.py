@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from asyncflow.algorithms.grpo import Aggregation, AggregationName, GrpoLoss
 from asyncflow.algorithms.losses import Clip
 from asyncflow.identity import Version
-from asyncflow.net.frames import Jagged
+from asyncflow.rpc.columns import Jagged
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.ranks import SingleProcess
 from asyncflow.training.settings import BackendSettings, OptimizerSettings

@@ -29,9 +29,9 @@ from asyncflow.identity import SampleKey, Version
 from asyncflow.models.folder import export_folder
 from asyncflow.models.lora import MergedWeights, adapters_of, export_adapters, merge_folder, weight_of
 from asyncflow.models.source import stored_matrices
-from asyncflow.net.frames import Jagged
 from asyncflow.rollout.engines.base import GenerationRequest
 from asyncflow.rollout.engines.transformers import TransformersEngine
+from asyncflow.rpc.columns import Jagged
 from asyncflow.training.ranks import SingleProcess
 from asyncflow.training.settings import BackendSettings, OptimizerSettings
 from asyncflow.training.torch.backend import TorchBackend

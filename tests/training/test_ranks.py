@@ -18,7 +18,8 @@ from train_reference import HORIZON, reference_gradient, relative_error, samples
 
 from asyncflow.algorithms.grpo import Aggregation, GrpoLoss
 from asyncflow.errors import DeadlineExceeded, DiskError, Fenced, ProtocolError
-from asyncflow.net.rpc import RpcClient, RpcServer
+from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.server import RpcServer
 from asyncflow.training.ranks import (
     GatherCall,
     GatherReply,

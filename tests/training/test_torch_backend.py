@@ -26,7 +26,7 @@ from transformers import (
 from asyncflow.algorithms.grpo import GrpoLoss
 from asyncflow.errors import CheckpointError, DiskError, Diverged, ManifestError
 from asyncflow.identity import Version
-from asyncflow.net.frames import Jagged
+from asyncflow.rpc.columns import Jagged
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.checkpoint import CheckpointManifest, Checkpoints
 from asyncflow.training.packing import LayoutName, pack_samples

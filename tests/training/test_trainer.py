@@ -17,9 +17,9 @@ from train_world import GROUPS, PARTITION, SIZE, Process, World, counting, take_
 from asyncflow.errors import Diverged, Fenced, PeerLost, ProtocolError, RowsLost, StaleHandle
 from asyncflow.flow.schedule import Schedule
 from asyncflow.identity import Version
-from asyncflow.net.roster import Directives
 from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.protocol.batches import RowBatch
+from asyncflow.rpc.membership import Directives
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.checkpoint import Checkpoints
 from asyncflow.training.ranks import ProcessGroup

@@ -23,8 +23,8 @@ from asyncflow.algorithms.grpo import GrpoLoss
 from asyncflow.errors import Diverged, ManifestError
 from asyncflow.flow.schedule import Schedule
 from asyncflow.identity import Version
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.ledger.audit import audit_ledger
+from asyncflow.rpc.columns import Jagged
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.checkpoint import Checkpoints

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from asyncflow.algorithms.grpo import GrpoLoss
 from asyncflow.api.workers import LoraSpec
 from asyncflow.identity import SampleKey
-from asyncflow.net.frames import Jagged
+from asyncflow.rpc.columns import Jagged
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.ranks import ProcessGroup
 from asyncflow.training.settings import BackendSettings, OptimizerSettings

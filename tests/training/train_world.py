@@ -14,13 +14,14 @@ from rank_process import FORKS
 
 from asyncflow.flow.schedule import Schedule
 from asyncflow.identity import Version
-from asyncflow.net.frames import Jagged
-from asyncflow.net.roster import Directives
-from asyncflow.net.rpc import RpcClient, RpcServer
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.protocol.messages import Samples, Tag, TaskSpec
 from asyncflow.queue.storage.unit import StorageUnit
+from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.columns import Jagged
+from asyncflow.rpc.membership import Directives
+from asyncflow.rpc.server import RpcServer
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.batch import COLUMNS
 from asyncflow.training.checkpoint import Checkpoints

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow.net.hosts import host_and_port
-from asyncflow.net.rpc import RpcClient, RpcServer
+from asyncflow.rpc.addresses import host_and_port
+from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.server import RpcServer
 from asyncflow.weights.host_transport import HostTransport
 from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.sender import WeightSender

@@ -13,7 +13,8 @@ from typing import Any
 from weights_world import Link, Relay, RelayedTransport, bulk
 
 from asyncflow.identity import Version
-from asyncflow.net.rpc import RpcClient, RpcServer
+from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.server import RpcServer
 from asyncflow.weights.host_transport import HostTransport
 from asyncflow.weights.manifest import digest_of
 from asyncflow.weights.receiver import WeightReceiver

@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncflow.errors import DeadlineExceeded, ManifestError
-from asyncflow.net.tls import Credentials
 from asyncflow.plan.describe import size
 from asyncflow.queue.client import QueueClient, aconnect
 from asyncflow.queue.protocol.messages import PartitionView, QueueStats, Sight, Tag, TaskView, UnitView
 from asyncflow.queue.values import decode
+from asyncflow.rpc.tls import Credentials
 
 T = TypeVar("T")
 _WIDTH = 160

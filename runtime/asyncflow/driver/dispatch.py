@@ -34,10 +34,9 @@ from asyncflow.driver.tasks import TRAIN
 from asyncflow.errors import ManifestError
 from asyncflow.flow.admission import Admission, InFlight, admit
 from asyncflow.flow.schedule import Schedule
-from asyncflow.net.batches import batches
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import PartitionSnapshot, Samples, StepState
+from asyncflow.rpc.columns import Jagged, batches
 
 log = logging.getLogger(__name__)
 

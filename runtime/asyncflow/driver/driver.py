@@ -38,10 +38,10 @@ from asyncflow.driver.tasks import EVAL, TRAIN
 from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
 from asyncflow.flow.admission import InFlight, admission_of
 from asyncflow.flow.schedule import Schedule
-from asyncflow.net.directory import Directory
-from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import QueueStats
+from asyncflow.rpc.directory import Directory
+from asyncflow.rpc.server import RpcServer
 from asyncflow.telemetry.metrics import DriverMetrics
 from asyncflow.training.report import ReportReply, TrainReport
 from asyncflow.weights.catalogue import Catalogue

@@ -34,9 +34,9 @@ from asyncflow.driver.members import Members
 from asyncflow.driver.progress import RunProgress
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.errors import DeadlineExceeded, PeerLost
-from asyncflow.net.roster import Best
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import AuditReport
+from asyncflow.rpc.membership import Best
 
 LAST_HEARTBEAT_S = 2.0
 """Seconds for which a last heartbeat is waited for, so that the figures of the last second count too."""

@@ -41,10 +41,10 @@ from asyncflow.driver.dispatch import CALL_TIMEOUT_S, PROMPTS_PER_PUT, EncodedPr
 from asyncflow.driver.groups import RewardTally, failure_of
 from asyncflow.driver.journal import Count, Finite, Share
 from asyncflow.driver.tasks import EVAL
-from asyncflow.net.batches import batches
-from asyncflow.net.roster import Best
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow, Samples, Tag
+from asyncflow.rpc.columns import batches
+from asyncflow.rpc.membership import Best
 
 log = logging.getLogger(__name__)
 

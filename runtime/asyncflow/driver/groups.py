@@ -32,9 +32,9 @@ from asyncflow.api.status import RewardState
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.errors import ManifestError
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow
+from asyncflow.rpc.columns import Jagged
 
 log = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from asyncflow.driver.journal import StateFile
 from asyncflow.driver.lives import Life, Lives
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, StaleHandle
 from asyncflow.identity import Version
-from asyncflow.net.directory import Directives, Directory, Member
-from asyncflow.net.roster import AGE, Best, Status
 from asyncflow.queue.client import QueueClient
+from asyncflow.rpc.directory import Directory
+from asyncflow.rpc.membership import AGE, Best, Directives, Member, Status
 from asyncflow.weights.service import CatalogueService
 
 log = logging.getLogger(__name__)

@@ -29,9 +29,9 @@ from asyncflow.api.status import (
 )
 from asyncflow.driver.evaluation import SetResult
 from asyncflow.driver.progress import RunProgress
-from asyncflow.net.roster import Best
 from asyncflow.plan.queue import holders
 from asyncflow.queue.protocol.messages import QueueStats
+from asyncflow.rpc.membership import Best
 from asyncflow.telemetry.metrics import DriverMetrics
 
 

@@ -29,8 +29,8 @@ from asyncflow.api.workers import ON_CPU
 from asyncflow.errors import AsyncFlowError, ManifestError
 from asyncflow.local.folder import RunFolder
 from asyncflow.local.lifecycle import LocalReplica
-from asyncflow.net.issuer import Issuer
 from asyncflow.plan.roles import Role
+from asyncflow.rpc.issuer import Issuer
 
 _LOWEST = 15000
 _WITHOUT_RANGE = 32768

@@ -45,11 +45,11 @@ from asyncflow.local.lifecycle import (
 )
 from asyncflow.local.placement import Launch, PortReservation, launcher, replicas_of
 from asyncflow.local.process import Process, Watchdog
-from asyncflow.net.hosts import address_of
-from asyncflow.net.issuer import Issuer
-from asyncflow.net.stream.server import new_server
 from asyncflow.plan.roles import Role
 from asyncflow.process import PARENT, adopt_orphans
+from asyncflow.rpc.addresses import address_of
+from asyncflow.rpc.framing import new_server
+from asyncflow.rpc.issuer import Issuer
 from asyncflow.telemetry.logs import setup_logging
 
 _log = logging.getLogger(__name__)

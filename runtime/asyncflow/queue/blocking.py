@@ -24,11 +24,11 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost
-from asyncflow.net.membership import Membership
-from asyncflow.net.tls import Credentials
 from asyncflow.queue.client import JOIN_S, QueueClient
 from asyncflow.queue.partition import Partition
 from asyncflow.queue.peers import visitor
+from asyncflow.rpc.membership import Membership
+from asyncflow.rpc.tls import Credentials
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,6 @@ from contextlib import asynccontextmanager
 from msgspec.structs import replace
 
 from asyncflow.errors import Misdirected, Refused, StaleHandle
-from asyncflow.net.frames import Jagged
-from asyncflow.net.membership import Membership
-from asyncflow.net.tls import Credentials
 from asyncflow.queue.peers import CONTROLLER, GRACE_S, Peer, Peers, left, now, together, visitor
 from asyncflow.queue.protocol import calls, messages, unit_calls
 from asyncflow.queue.protocol.batches import RowBatch, Slot
@@ -30,6 +27,9 @@ from asyncflow.queue.protocol.calls import WRITE, Claimed, Drain, Units, control
 from asyncflow.queue.protocol.messages import Found, Listing, PartitionView, Progress, Sight, UnitView
 from asyncflow.queue.putting import LEAVING, Putter
 from asyncflow.queue.routing import Rows, Tags, fetch_cells, part_of, parts_by, scatter, write_cells
+from asyncflow.rpc.columns import Jagged
+from asyncflow.rpc.membership import Membership
+from asyncflow.rpc.tls import Credentials
 
 JOIN_S = 30.0
 _CONTROLLERS = 4

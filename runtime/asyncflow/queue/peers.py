@@ -17,13 +17,12 @@ from msgspec import Struct
 
 from asyncflow.api.names import CLIENT
 from asyncflow.errors import AsyncFlowError
-from asyncflow.net.access import worker_name
-from asyncflow.net.frames import Buffer
-from asyncflow.net.membership import Membership
-from asyncflow.net.retry import retry_within
-from asyncflow.net.roster import Member
-from asyncflow.net.rpc import RpcClient
-from asyncflow.net.tls import Credentials
+from asyncflow.rpc.access import worker_name
+from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.columns import Buffer
+from asyncflow.rpc.membership import Member, Membership
+from asyncflow.rpc.retry import retry_within
+from asyncflow.rpc.tls import Credentials
 
 log = logging.getLogger(__name__)
 

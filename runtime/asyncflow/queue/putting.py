@@ -24,15 +24,14 @@ from msgspec.structs import replace
 
 from asyncflow.api.queue import LEAST_BYTES
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Elsewhere, PeerLost, Refused
-from asyncflow.net.batches import weighed_batches
-from asyncflow.net.frames import Jagged
-from asyncflow.net.retry import retry_within
-from asyncflow.net.rpc.wire import MAX_MESSAGE
 from asyncflow.queue.peers import CONTROLLER, Peer, Peers, together
 from asyncflow.queue.protocol.calls import Nothing, Shares
 from asyncflow.queue.protocol.messages import Samples
 from asyncflow.queue.protocol.unit_calls import MOST_ROWS, PutRows, RowIds
 from asyncflow.queue.routing import Tags, encoded, part_of
+from asyncflow.rpc.columns import Jagged, weighed_batches
+from asyncflow.rpc.framing import MAX_MESSAGE
+from asyncflow.rpc.retry import retry_within
 
 LEAVING = "leaving"
 """In the directory's ``info`` of a unit: it takes nothing new."""

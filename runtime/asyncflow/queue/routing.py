@@ -18,13 +18,13 @@ import numpy as np
 
 from asyncflow.errors import Elsewhere, PeerLost, Refused, StaleHandle
 from asyncflow.identity import unit_of
-from asyncflow.net.frames import Array, BatchHeader, Buffer, Jagged, decode_batch, encode_batch
-from asyncflow.net.retry import retry_within
 from asyncflow.queue.peers import Peer, Peers, left, now, together
 from asyncflow.queue.protocol.batches import RowBatch
 from asyncflow.queue.protocol.calls import NOWHERE, AskWhere, Verdicts, Whereabouts
 from asyncflow.queue.protocol.messages import LeasedRow, StagedRow, Tag
 from asyncflow.queue.protocol.unit_calls import Fetched, FetchRows, WriteRows
+from asyncflow.rpc.columns import Array, BatchHeader, Buffer, Jagged, decode_batch, encode_batch
+from asyncflow.rpc.retry import retry_within
 
 _MOST_BYTES = 1 << 40
 _AWAY_S = 5.0

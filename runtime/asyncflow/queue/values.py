@@ -19,8 +19,7 @@ import msgspec
 import numpy as np
 
 from asyncflow.errors import ProtocolError, Refused
-from asyncflow.net.dtypes import BFLOAT16, BYTES, DTYPES, OBJECT, TEXT, name_of
-from asyncflow.net.jagged import Array, Jagged, Offsets
+from asyncflow.rpc.columns import BFLOAT16, BYTES, DTYPES, OBJECT, TEXT, Array, Jagged, Offsets, name_of
 
 Values: TypeAlias = Array | list[Any]
 """A column as users read it: an array of all rows where they have one shape, else a list of rows."""

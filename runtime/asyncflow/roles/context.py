@@ -52,13 +52,12 @@ from asyncflow.api.names import (
 )
 from asyncflow.api.queue import QueueSpec, TransferQueue
 from asyncflow.errors import AsyncFlowError, CheckpointError, Diverged, LedgerCorrupt, ManifestError, RowsLost
-from asyncflow.net.access import Access, worker_name
-from asyncflow.net.hosts import is_loopback
-from asyncflow.net.http import Guard, HttpServer, Ready, ready, role_routes
-from asyncflow.net.membership import Membership
-from asyncflow.net.roster import AGE, Directives, Member, Status
-from asyncflow.net.tls import Credentials
 from asyncflow.plan.roles import DISRUPTED, REFUSED
+from asyncflow.rpc.access import Access, worker_name
+from asyncflow.rpc.addresses import is_loopback
+from asyncflow.rpc.http import Guard, HttpServer, Ready, ready, role_routes
+from asyncflow.rpc.membership import AGE, Directives, Member, Membership, Status
+from asyncflow.rpc.tls import Credentials
 from asyncflow.telemetry.logs import setup_logging
 from asyncflow.telemetry.metrics import RoleMetrics
 

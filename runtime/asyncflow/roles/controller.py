@@ -18,9 +18,6 @@ from aiohttp import web
 from asyncflow.api.queue import QueueStatus
 from asyncflow.driver.tasks import tasks_of
 from asyncflow.errors import RoleFailed
-from asyncflow.net.directory import Directory, Member
-from asyncflow.net.membership import Membership
-from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.ledger.audit import shard_ledger
 from asyncflow.queue.protocol.messages import TaskSpec
@@ -34,6 +31,9 @@ from asyncflow.roles.context import (
     paused_gc,
     run_role,
 )
+from asyncflow.rpc.directory import Directory
+from asyncflow.rpc.membership import Member, Membership
+from asyncflow.rpc.server import RpcServer
 from asyncflow.telemetry.metrics import ControllerMetrics
 
 PULSE_S = 1.0

@@ -14,11 +14,11 @@ from asyncflow.driver.driver import Driver
 from asyncflow.driver.status import control_routes, status_route
 from asyncflow.models.source import materialize_config
 from asyncflow.models.tokenizer import Tokenizer
-from asyncflow.net.access import worker_name
-from asyncflow.net.directory import Directory
-from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.client import QueueClient
 from asyncflow.roles.context import JobContext, RoleOptions, job_folder, run_role
+from asyncflow.rpc.access import worker_name
+from asyncflow.rpc.directory import Directory
+from asyncflow.rpc.server import RpcServer
 from asyncflow.telemetry.metrics import DriverMetrics
 
 log = logging.getLogger(__name__)

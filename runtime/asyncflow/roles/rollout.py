@@ -14,7 +14,6 @@ from asyncflow.flow.instance import Instance
 from asyncflow.models.lora import MergedWeights
 from asyncflow.models.source import materialize_config, materialize_weights
 from asyncflow.models.tokenizer import Tokenizer
-from asyncflow.net.roster import Status
 from asyncflow.queue.client import QueueClient
 from asyncflow.rewards.service import open_rewards
 from asyncflow.roles.context import JobContext, RoleOptions, job_folder, run_role
@@ -22,6 +21,7 @@ from asyncflow.rollout.engines import open_engine
 from asyncflow.rollout.engines.base import Devices, RolloutEngine
 from asyncflow.rollout.job import RolloutSettings
 from asyncflow.rollout.worker import RolloutWorker, wanted_by
+from asyncflow.rpc.membership import Status
 from asyncflow.telemetry.metrics import RolloutMetrics
 from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.transfer import TransferRecord

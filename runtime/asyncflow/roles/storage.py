@@ -15,12 +15,11 @@ import msgspec
 
 from asyncflow.api.names import LEAVE_ENV
 from asyncflow.errors import DeadlineExceeded
-from asyncflow.net.membership import Membership
-from asyncflow.net.roster import Member
 from asyncflow.queue.putting import LEAVING
 from asyncflow.queue.storage.backend import Site
 from asyncflow.queue.storage.unit import StorageUnit, open_backend
 from asyncflow.roles.context import ProcessContext, RoleOptions, freeze_gc, run_role
+from asyncflow.rpc.membership import Member, Membership
 from asyncflow.telemetry.metrics import StorageMetrics
 
 PULSE_S = 1.0

@@ -15,11 +15,11 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from asyncflow.errors import PeerLost
-from asyncflow.net.membership import Membership
 from asyncflow.plan.queue import held_bytes
 from asyncflow.queue.storage.mooncake import Mooncake
 from asyncflow.queue.storage.servers import Server, start_mooncake_master, start_redis
 from asyncflow.roles.context import ProcessContext, RoleOptions, run_role
+from asyncflow.rpc.membership import Membership
 from asyncflow.telemetry.metrics import RoleMetrics
 
 log = logging.getLogger(__name__)

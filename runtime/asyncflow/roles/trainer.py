@@ -32,15 +32,14 @@ from asyncflow.api.placement import PROFILES
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.flow.schedule import Schedule
 from asyncflow.models.source import materialize_config, materialize_weights
-from asyncflow.net.http import HttpServer
-from asyncflow.net.membership import Membership
-from asyncflow.net.roster import Directives
-from asyncflow.net.rpc import RpcServer
 from asyncflow.plan.job import plan
 from asyncflow.process import PARENT
 from asyncflow.queue.client import QueueClient
 from asyncflow.roles.backend import backend_settings, export_weights, kind_of_backend
 from asyncflow.roles.context import JobContext, RoleOptions, run_role
+from asyncflow.rpc.http import HttpServer
+from asyncflow.rpc.membership import Directives, Membership
+from asyncflow.rpc.server import RpcServer
 from asyncflow.telemetry.metrics import TrainerMetrics, labelled
 from asyncflow.training.checkpoint import BestCheckpoints, Checkpoints
 from asyncflow.training.ranks import GatherService, HostProcessGroup, ProcessGroup, SingleProcess

@@ -17,11 +17,11 @@ from asyncflow.data.base import Prompt
 from asyncflow.flow.instance import Work
 from asyncflow.flow.schedule import VersionWindow
 from asyncflow.identity import Version
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.protocol.messages import TOKENS_TAG, LeasedRow, Tag
 from asyncflow.rewards.wire import Example, RewardResult
 from asyncflow.rollout.engines.base import Completion, GenerationRequest
 from asyncflow.rollout.sampling import purpose_seed
+from asyncflow.rpc.columns import Jagged
 
 INPUTS = ("prompt_ids", "task")
 """Columns that the ``rollout`` task reads: int32 ids, and a packed ``Prompt``."""

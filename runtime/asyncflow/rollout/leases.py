@@ -24,10 +24,10 @@ from typing import Any
 from asyncflow.data.base import Prompt
 from asyncflow.errors import AsyncFlowError, Refused
 from asyncflow.flow.instance import Ask, Instance, Purpose
-from asyncflow.net.retry import Outage
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow
 from asyncflow.rollout.job import INPUTS, Job, RolloutSettings, SampleOutcome, columns
+from asyncflow.rpc.retry import Outage
 
 log = logging.getLogger(__name__)
 

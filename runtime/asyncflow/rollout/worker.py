@@ -28,12 +28,12 @@ from asyncflow.errors import AsyncFlowError, DeadlineExceeded
 from asyncflow.flow.instance import Instance
 from asyncflow.identity import Version
 from asyncflow.models.tokenizer import Tokenizer
-from asyncflow.net.roster import Status
 from asyncflow.queue.client import QueueClient
 from asyncflow.rewards.service import Rewards
 from asyncflow.rollout.engines.base import Completion, RolloutEngine
 from asyncflow.rollout.job import Job, RolloutSettings, SampleOutcome
 from asyncflow.rollout.leases import Claimer, Delivery, InFlightTable
+from asyncflow.rpc.membership import Status
 from asyncflow.telemetry.metrics import BusyClock, RolloutMetrics
 from asyncflow.weights.manifest import CatalogueView
 from asyncflow.weights.probe import Proved, WeightProbe, refuted, split_probe

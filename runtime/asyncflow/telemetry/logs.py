@@ -13,7 +13,7 @@ from typing import TextIO
 
 
 class LineFormatter(logging.Formatter):
-    """``2026-01-31T12:00:00.123Z WARNING rollout-3 asyncflow.net.rpc.server: words``."""
+    """``2026-01-31T12:00:00.123Z WARNING rollout-3 asyncflow.rpc.server: words``."""
 
     def __init__(self, who: str) -> None:
         line = f"%(asctime)s.%(msecs)03dZ %(levelname)s {who.replace('%', '%%')} %(name)s: %(message)s"

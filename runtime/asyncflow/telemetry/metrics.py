@@ -27,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from asyncflow.errors import AsyncFlowError
-from asyncflow.net.rpc import RpcCounters
+from asyncflow.rpc.server import RpcCounters
 
 
 class _Union:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from asyncflow.errors import ProtocolError
 from asyncflow.identity import SampleKey
-from asyncflow.net.frames import Jagged
+from asyncflow.rpc.columns import Jagged
 
 COLUMNS = ("prompt_ids", "response_ids", "logprobs", "versions", "reward", "advantage")
 """Columns that a trainer fetches of each row."""

@@ -36,7 +36,7 @@ import numpy as np
 
 from asyncflow.durable import make_folder, sync, write_whole
 from asyncflow.errors import AsyncFlowError, CheckpointError, DiskError, Fenced
-from asyncflow.net.roster import Best, Directives
+from asyncflow.rpc.membership import Best, Directives
 from asyncflow.training.ranks import ProcessGroup, SingleProcess, gather_bytes, jointly
 
 log = logging.getLogger(__name__)

@@ -26,10 +26,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncflow.net.frames import Jagged
-from asyncflow.net.retry import retry
 from asyncflow.queue.protocol.batches import RowBatch, Slot
 from asyncflow.queue.protocol.messages import StepTotals
+from asyncflow.rpc.columns import Jagged
+from asyncflow.rpc.retry import retry
 from asyncflow.telemetry.metrics import BusyClock
 from asyncflow.training.batch import COLUMNS, MicroBatch
 from asyncflow.training.settings import TrainerSettings

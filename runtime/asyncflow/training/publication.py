@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from asyncflow.flow.schedule import Schedule
 from asyncflow.identity import Version
-from asyncflow.net.retry import retry
+from asyncflow.rpc.retry import retry
 from asyncflow.training.ranks import ProcessGroup
 from asyncflow.training.slice_files import SliceFiles, share_of, within, write_slices
 from asyncflow.weights.manifest import ManifestPart

@@ -27,9 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost, ProtocolError, from_wire
-from asyncflow.net.retry import retry
-from asyncflow.net.rpc import RpcClient, RpcServer
-from asyncflow.net.tls import Credentials
+from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.retry import retry
+from asyncflow.rpc.server import RpcServer
+from asyncflow.rpc.tls import Credentials
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncflow.errors import AsyncFlowError, CheckpointError, DeadlineExceeded, DiskError, Refused
-from asyncflow.net.retry import retry
+from asyncflow.rpc.retry import retry
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.checkpoint import CheckpointManifest, Checkpoints
 from asyncflow.training.loops import TrainQueue

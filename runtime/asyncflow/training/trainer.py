@@ -38,9 +38,9 @@ from asyncflow.errors import (
     StaleHandle,
 )
 from asyncflow.identity import Version
-from asyncflow.net.retry import retry
-from asyncflow.net.roster import Directives, Status
 from asyncflow.queue.protocol.messages import StepTotals
+from asyncflow.rpc.membership import Directives, Status
+from asyncflow.rpc.retry import retry
 from asyncflow.telemetry.metrics import BusyClock
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.batch import MicroBatch

@@ -19,8 +19,8 @@ import msgspec
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Refused, StaleHandle
 from asyncflow.identity import Version
-from asyncflow.net.retry import Outage, retry
-from asyncflow.net.rpc import RpcClient
+from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.retry import Outage, retry
 from asyncflow.weights.manifest import (
     EMPTY_VIEW,
     CatalogueView,

@@ -19,8 +19,9 @@ import numpy as np
 
 from asyncflow.errors import DeadlineExceeded, ProtocolError
 from asyncflow.identity import Version
-from asyncflow.net.rpc import RpcClient, RpcServer
-from asyncflow.net.tls import Credentials
+from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.server import RpcServer
+from asyncflow.rpc.tls import Credentials
 from asyncflow.weights.manifest import digest_of
 from asyncflow.weights.slices import split, subtract
 from asyncflow.weights.transport import Read, Region, Sink, Source, Transport

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from asyncflow.errors import AsyncFlowError, ProtocolError, StaleHandle
 from asyncflow.identity import Version
-from asyncflow.net.retry import Outage, retry
+from asyncflow.rpc.retry import Outage, retry
 from asyncflow.weights.holder import Copy, Holder, Linked
 from asyncflow.weights.manifest import CatalogueView, Locate, Located, Manifest, newest_step
 from asyncflow.weights.slices import AnyArray, Arena, Box, subtract, view

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.identity import Version
-from asyncflow.net.rpc import RpcServer
+from asyncflow.rpc.server import RpcServer
 from asyncflow.weights.catalogue import Catalogue, Holding
 from asyncflow.weights.manifest import (
     CatalogueView,

@@ -23,7 +23,7 @@ import numpy as np
 from asyncflow import clock
 from asyncflow.errors import AsyncFlowError
 from asyncflow.identity import Version
-from asyncflow.net.retry import delays
+from asyncflow.rpc.retry import delays
 from asyncflow.weights.manifest import Manifest, digest_of
 from asyncflow.weights.slices import AnyArray, Arena, Box, intersect, route, subtract, view
 from asyncflow.weights.transport import Region, Source, Transport

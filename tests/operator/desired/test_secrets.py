@@ -15,9 +15,9 @@ import pytest
 from asyncflow.api.names import CLIENT, OPERATOR
 from asyncflow.errors import ManifestError
 from asyncflow.identity import ProcessIdentity
-from asyncflow.net import tls
-from asyncflow.net.tls import Credentials
 from asyncflow.plan.certificates import period_of
+from asyncflow.rpc import tls
+from asyncflow.rpc.tls import Credentials
 from asyncflow_operator.desired import Desired
 from asyncflow_operator.desired.objects import job_family
 from asyncflow_operator.desired.secrets import KEYS, LEAVES, OwnerSecrets, SecretPart, part_name

@@ -4,14 +4,13 @@ import asyncio
 import multiprocessing
 import threading
 
-from asyncflow.net.directory import Directory
-from asyncflow.net.membership import Membership
-from asyncflow.net.roster import Member
-from asyncflow.net.rpc import RpcServer
 from asyncflow.queue.blocking import BlockingQueue
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.storage.unit import StorageUnit
+from asyncflow.rpc.directory import Directory
+from asyncflow.rpc.membership import Member, Membership
+from asyncflow.rpc.server import RpcServer
 
 
 class Cluster:

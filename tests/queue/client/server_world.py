@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from msgspec import Struct
 
 from asyncflow.errors import Refused
-from asyncflow.net.rpc import RpcServer
+from asyncflow.rpc.server import RpcServer
 
 
 class Say(Struct, frozen=True):

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.blocking import BlockingQueue
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.rpc.columns import Jagged
 from cut_links import Proxy
 
 sys.path.insert(0, str(Path(__file__).parent))

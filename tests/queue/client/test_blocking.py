@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import DeadlineExceeded, PeerLost, StaleHandle
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.blocking import BlockingPartition, BlockingQueue
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.partition import Partition
 from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.rpc.columns import Jagged
 
 sys.path.insert(0, str(Path(__file__).parent))
 from blocking_world import Cluster

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
-from asyncflow.net.access import Access
-from asyncflow.net.arena.unix import SHARED_MEMORY_ENV
-from asyncflow.net.issuer import Issuer
-from asyncflow.net.retry import retry_within
 from asyncflow.queue.blocking import BlockingQueue
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.peers import CONTROLLER, Peer, together
 from asyncflow.queue.routing import scatter
+from asyncflow.rpc.access import Access
+from asyncflow.rpc.issuer import Issuer
+from asyncflow.rpc.retry import retry_within
+from asyncflow.rpc.shm import SHARED_MEMORY_ENV
 
 sys.path.insert(0, str(Path(__file__).parent))
 from server_world import Heard, Say, world

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
-from asyncflow.net.frames import Jagged, decode_batch
 from asyncflow.queue import putting
 from asyncflow.queue.protocol.calls import Shares
 from asyncflow.queue.protocol.unit_calls import RowIds
 from asyncflow.queue.putting import Putter, time_at_unit
+from asyncflow.rpc.columns import Jagged, decode_batch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from by_hand import ByHand, carry_out

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from asyncflow.errors import DeadlineExceeded, Elsewhere, PeerLost, StaleHandle
 from asyncflow.identity import RowPlace
-from asyncflow.net.frames import Jagged, encode_batch
 from asyncflow.queue.protocol.calls import NOWHERE, Whereabouts
 from asyncflow.queue.protocol.unit_calls import Fetched
 from asyncflow.queue.routing import fetch_cells
+from asyncflow.rpc.columns import Jagged, encode_batch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from by_hand import ByHand, carry_out

@@ -13,18 +13,17 @@ import psutil
 import pytest
 from store_world import WORLDS
 
-from asyncflow.net.directory import Directory
-from asyncflow.net.frames import LARGE
-from asyncflow.net.hosts import host_and_port
-from asyncflow.net.membership import Membership
-from asyncflow.net.roster import Member
-from asyncflow.net.stream import handshake
 from asyncflow.queue.blocking import BlockingPartition, BlockingQueue
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.partition import Partition
 from asyncflow.queue.storage.backend import Site
 from asyncflow.queue.storage.unit import StorageUnit, open_backend
+from asyncflow.rpc import framing
+from asyncflow.rpc.addresses import host_and_port
+from asyncflow.rpc.columns import LARGE
+from asyncflow.rpc.directory import Directory
+from asyncflow.rpc.membership import Member, Membership
 
 _numbers = itertools.count()
 LIMIT = 8 << 20
@@ -218,7 +217,7 @@ async def served(tmp_path, world):
 
 
 class Stranger:
-    """Says anything to a server of calls: see ``net.stream.blocks``."""
+    """Says anything to a server of calls: see ``asyncflow.rpc.framing``."""
 
     def __init__(self, reader, writer):
         self.reader, self.writer = reader, writer
@@ -251,8 +250,8 @@ class Stranger:
 async def _stranger_at(address):
     """Connect to a server and shake hands."""
     reader, writer = await asyncio.open_connection(*host_and_port(address))
-    writer.write(handshake.hello(None))
-    await reader.readexactly(handshake.WELCOME_SIZE)
+    writer.write(framing.hello(None))
+    await reader.readexactly(framing.WELCOME_SIZE)
     made = Stranger(reader, writer)
     try:
         yield made

@@ -4,7 +4,7 @@ import asyncio
 import re
 from pathlib import Path
 
-from asyncflow.net.rpc import RpcCounters
+from asyncflow.rpc.server import RpcCounters
 from asyncflow.telemetry.metrics import ControllerMetrics, StorageMetrics
 
 HERE = Path(__file__).parent

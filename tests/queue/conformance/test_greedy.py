@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import ProtocolError, Refused
-from asyncflow.net.rpc import RpcClient
 from asyncflow.queue.protocol import unit_calls
+from asyncflow.rpc.client import RpcClient
 
 MIB = 1 << 20
 ROOM = 48 * MIB

@@ -17,23 +17,23 @@ import psutil
 import pytest
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ProtocolError, Refused
-from asyncflow.net.arena.unix import SHARED_MEMORY_ENV
-from asyncflow.net.frames import BatchHeader, encode_batch
-from asyncflow.net.hosts import address_of, host_and_port
-from asyncflow.net.issuer import Issuer
-from asyncflow.net.rpc import RpcClient, wire
-from asyncflow.net.stream import handshake
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.partition import Partition
 from asyncflow.queue.protocol import calls, unit_calls
 from asyncflow.queue.protocol.messages import Samples, TaskSpec
 from asyncflow.queue.values import encode_columns
+from asyncflow.rpc import framing
+from asyncflow.rpc.addresses import address_of, host_and_port
+from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.columns import BatchHeader, encode_batch
+from asyncflow.rpc.issuer import Issuer
+from asyncflow.rpc.shm import SHARED_MEMORY_ENV
 
 LIMIT = 8 << 20
 ROOM = 48 << 20
 UNREAD = 64 << 20
 """What may lie for who does not read."""
-GREETED = handshake.hello(None)
+GREETED = framing.hello(None)
 """All that a peer without a certificate says before it is listened to."""
 
 
@@ -274,7 +274,7 @@ async def test_headers_that_lie_about_sizes_are_refused(victim):
 
 
 async def test_half_messages_end_with_their_connections(victim):
-    call = wire.encode(wire.Call(1, "queue.stats", 1.0, 0))
+    call = framing.encode(framing.Call(1, "queue.stats", 1.0, 0))
     async with victim() as made:
         before, halves = made.memory, []
         for _ in range(50):
@@ -292,11 +292,11 @@ async def test_half_messages_end_with_their_connections(victim):
 
 async def test_a_message_that_is_replayed_does_nothing_twice(victim, stranger_at):
     header, frames = encode_batch(encode_columns({"n": np.arange(5)}))
-    request = wire.encode(unit_calls.PutRows("scores", b"a client", 0, 1, header, [], {}, 5.0))
+    request = framing.encode(unit_calls.PutRows("scores", b"a client", 0, 1, header, [], {}, 5.0))
 
     async def play(stranger, numbers):
         for number in numbers:
-            await stranger.send([wire.encode(wire.Call(number, "unit.put", 5.0, len(frames))), request, *frames])
+            await stranger.send([framing.encode(framing.Call(number, "unit.put", 5.0, len(frames))), request, *frames])
 
     async with victim() as made, stranger_at(made.unit) as stranger:
         await play(stranger, (number // 3 for number in range(300)))
@@ -316,10 +316,10 @@ async def test_who_asks_for_much_and_reads_nothing_makes_no_memory_grow_and_gets
     async with victim(limit=32 << 20) as made, stranger_at(made.unit) as greedy:
         large = Partition(made.client, "large")
         rows = await large.put({"values": values}, timeout=20)
-        scattered = wire.encode(unit_calls.FetchRows(rows[::2], ["values"]))
+        scattered = framing.encode(unit_calls.FetchRows(rows[::2], ["values"]))
         before = most = made.memory
         for number in range(100):
-            await greedy.send([wire.encode(wire.Call(number, "unit.fetch", 60.0, 0)), scattered])
+            await greedy.send([framing.encode(framing.Call(number, "unit.fetch", 60.0, 0)), scattered])
         async with asyncio.timeout(30):
             while most - before < UNREAD:
                 await asyncio.sleep(0.01)
@@ -333,7 +333,7 @@ async def test_who_asks_for_much_and_reads_nothing_makes_no_memory_grow_and_gets
         for number in range(100):
             async with asyncio.timeout(30):
                 header, _, *frames = await greedy.receive()
-            assert wire.to_client(header).call == number
+            assert framing.to_client(header).call == number
             assert b"".join(frames[1:]) == values[::2].tobytes()
             most = max(most, made.memory)
         assert most - before < UNREAD + ROOM
@@ -416,18 +416,18 @@ async def test_requests_with_a_few_bytes_changed_do_no_harm(victim, stranger_at)
         before = made.memory
         async with stranger_at(made.controller) as queue, stranger_at(made.unit) as unit:
             for number, (to_unit, method, request, frames) in enumerate(list(requests()) * 100):
-                call = wire.encode(wire.Call(number, method, 20.0, len(frames)))
-                parts = [wire.encode(request), *map(bytes, frames)]
+                call = framing.encode(framing.Call(number, method, 20.0, len(frames)))
+                parts = [framing.encode(request), *map(bytes, frames)]
                 which = rng.randrange(len(parts))
                 parts[which] = spoilt(rng, parts[which])
                 stranger = unit if to_unit else queue
                 await stranger.send([call, *parts])
                 async with asyncio.timeout(30):
                     header, *rest = await stranger.receive()
-                answer = wire.to_client(header)
+                answer = framing.to_client(header)
                 assert answer.call == number
-                if isinstance(answer, wire.Failure):
-                    code = wire.error_body(rest[0])["code"]
+                if isinstance(answer, framing.Failure):
+                    code = framing.error_body(rest[0])["code"]
                     assert code in ("protocol", "refused", "stale_handle", "elsewhere", "fenced", "deadline"), (
                         method,
                         parts,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import Refused, StaleHandle
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.protocol.messages import LeasedRow, Samples, TaskSpec
+from asyncflow.rpc.columns import Jagged
 
 P = "train"
 WORLD = 4

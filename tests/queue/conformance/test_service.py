@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import LedgerCorrupt, ProtocolError
-from asyncflow.net.rpc import RpcClient
 from asyncflow.queue.ledger.log import newest
 from asyncflow.queue.protocol import calls
+from asyncflow.rpc.client import RpcClient
 
 
 async def test_37_a_restarted_controller_knows_everything(two_units, scores):

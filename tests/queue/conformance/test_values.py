@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from asyncflow.errors import ProtocolError, Refused
-from asyncflow.net.dtypes import BYTES, DTYPES, OBJECT, TEXT
-from asyncflow.net.jagged import Jagged
 from asyncflow.queue.values import decode, encode, encode_columns, pack_object, unpack_object
+from asyncflow.rpc.columns import BYTES, DTYPES, OBJECT, TEXT, Jagged
 
 NUMBERS = sorted(DTYPES.keys() - {TEXT, BYTES, OBJECT, "bfloat16"})
 dtypes = st.sampled_from(NUMBERS).map(np.dtype)

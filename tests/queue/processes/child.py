@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.ledger.audit import shard_ledger
 from asyncflow.queue.protocol.messages import Samples
 from asyncflow.queue.storage.backend import Site
 from asyncflow.queue.storage.unit import StorageUnit, open_backend
+from asyncflow.rpc.columns import Jagged
 
 P = "train"
 

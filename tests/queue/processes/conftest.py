@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.protocol.messages import Samples, TaskSpec
+from asyncflow.rpc.columns import Jagged
 
 CHILD = Path(__file__).with_name("child.py")
 _spec = importlib.util.spec_from_file_location("queue_child", CHILD)

@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 
 from asyncflow.errors import StaleHandle
-from asyncflow.net.retry import retry
+from asyncflow.rpc.retry import retry
 
 P = "train"
 

@@ -7,9 +7,9 @@ import pytest
 
 from asyncflow.errors import StaleHandle
 from asyncflow.identity import unit_of
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.rpc.columns import Jagged
 
 pytestmark = pytest.mark.process
 

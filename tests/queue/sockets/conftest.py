@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.protocol.messages import Samples
 from asyncflow.queue.storage.unit import StorageUnit
+from asyncflow.rpc.columns import Jagged
 
 P = "train"
 

@@ -1,7 +1,7 @@
 """Who clears rows and has the answer finds the room that they had."""
 
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.controller import sessions
+from asyncflow.rpc.columns import Jagged
 
 P = "open"
 VALUES = {"x": Jagged.from_rows([[1] * 1000] * 4, "int64")}

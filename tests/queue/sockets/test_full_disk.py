@@ -8,8 +8,8 @@ import resource
 import pytest
 
 from asyncflow.errors import Refused
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.rpc.columns import Jagged
 
 P = "open"
 TASK = TaskSpec(partition=P, name="count", needs=["x"])

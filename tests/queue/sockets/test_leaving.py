@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from asyncflow.errors import ProtocolError, StaleHandle
-from asyncflow.net.frames import Jagged, encode_batch
-from asyncflow.net.rpc import RpcClient
 from asyncflow.queue.protocol.calls import Verdicts
 from asyncflow.queue.protocol.unit_calls import PutRows, RowIds, TakeRows
+from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.columns import Jagged, encode_batch
 
 P = "train"
 

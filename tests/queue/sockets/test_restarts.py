@@ -6,8 +6,6 @@ import pytest
 
 from asyncflow.errors import Fenced, Refused, StaleHandle
 from asyncflow.identity import RowPlace
-from asyncflow.net.frames import Jagged
-from asyncflow.net.rpc import RpcClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.ledger.log import newest
 from asyncflow.queue.protocol.calls import Done
@@ -23,6 +21,8 @@ from asyncflow.queue.protocol.unit_calls import (
     Strangers,
     Welcome,
 )
+from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.columns import Jagged
 
 P = "train"
 

@@ -8,8 +8,6 @@ import msgspec
 import pytest
 
 from asyncflow.errors import DeadlineExceeded, Refused, StaleHandle
-from asyncflow.net.frames import Jagged
-from asyncflow.net.rpc import RpcClient
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.ledger.audit import audit_ledgers
@@ -18,6 +16,8 @@ from asyncflow.queue.protocol.calls import LEASE_BITS, AskProgress
 from asyncflow.queue.protocol.messages import Progress, TaskSpec
 from asyncflow.queue.storage.unit import StorageUnit
 from asyncflow.roles.controller import _show
+from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.columns import Jagged
 from asyncflow.telemetry.metrics import ControllerMetrics
 
 P = "open"

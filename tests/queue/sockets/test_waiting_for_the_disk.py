@@ -6,10 +6,10 @@ import threading
 import pytest
 
 from asyncflow.errors import DeadlineExceeded
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.ledger import log
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.roles.controller import _show
+from asyncflow.rpc.columns import Jagged
 from asyncflow.telemetry.metrics import ControllerMetrics
 
 P = "open"

@@ -6,9 +6,8 @@ import random
 import numpy as np
 import pytest
 
-from asyncflow.net.dtypes import DTYPES
-from asyncflow.net.jagged import Jagged
 from asyncflow.queue.storage.backend import Place
+from asyncflow.rpc.columns import DTYPES, Jagged
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 

@@ -9,9 +9,9 @@ import pytest
 from store_world import MIB, MooncakeWorld
 
 from asyncflow.errors import PeerLost
-from asyncflow.net.jagged import Jagged
 from asyncflow.queue.storage.backend import BytesLost, Place
 from asyncflow.queue.storage.mooncake import Mooncake
+from asyncflow.rpc.columns import Jagged
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 

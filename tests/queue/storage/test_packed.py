@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import PeerLost
-from asyncflow.net.jagged import Jagged
-from asyncflow.net.retry import delays
 from asyncflow.queue.storage import packed
 from asyncflow.queue.storage.backend import BytesLost, Outcome, Place, Store
 from asyncflow.queue.storage.packed import PackedBackend
+from asyncflow.rpc.columns import Jagged
+from asyncflow.rpc.retry import delays
 
 
 class Flaky(Store):

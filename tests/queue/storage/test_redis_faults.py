@@ -8,9 +8,9 @@ import pytest
 from store_world import MIB, Child, RedisWorld
 
 from asyncflow.errors import ManifestError
-from asyncflow.net.jagged import Jagged
 from asyncflow.queue.storage.backend import BytesLost, Place
 from asyncflow.queue.storage.redis import RedisStore
+from asyncflow.rpc.columns import Jagged
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
 

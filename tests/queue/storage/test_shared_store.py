@@ -5,8 +5,8 @@ import pytest
 import redis
 from store_world import RedisWorld
 
-from asyncflow.net.jagged import Jagged
 from asyncflow.queue.storage.backend import Place
+from asyncflow.rpc.columns import Jagged
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
 

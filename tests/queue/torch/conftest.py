@@ -9,15 +9,14 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from asyncflow.net.access import worker_name
-from asyncflow.net.directory import Directory
-from asyncflow.net.frames import Jagged
-from asyncflow.net.membership import Membership
-from asyncflow.net.roster import Member
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.protocol.messages import RowMeta, Samples, TaskSpec
 from asyncflow.queue.storage.unit import StorageUnit
+from asyncflow.rpc.access import worker_name
+from asyncflow.rpc.columns import Jagged
+from asyncflow.rpc.directory import Directory
+from asyncflow.rpc.membership import Member, Membership
 
 P = "train"
 LEASE_S = 2.0

@@ -11,10 +11,10 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from asyncflow.errors import ManifestError  # noqa: E402
-from asyncflow.net.frames import Jagged  # noqa: E402
 from asyncflow.queue.protocol.messages import RowMeta  # noqa: E402
 from asyncflow.queue.torch import Batch, Column  # noqa: E402
 from asyncflow.queue.values import encode  # noqa: E402
+from asyncflow.rpc.columns import Jagged  # noqa: E402
 
 lengths = st.lists(st.integers(0, 5), max_size=6)
 

@@ -18,10 +18,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from asyncflow.errors import Refused
-from asyncflow.net.access import Access
-from asyncflow.net.hosts import address_of
-from asyncflow.net.rpc import RpcServer
-from asyncflow.net.tls import Credentials
 from asyncflow.queue.controller.handlers import Address, Standalone
 from asyncflow.queue.controller.parking import Found, Parking, Soon, give, refuse
 from asyncflow.queue.controller.primary import Primary
@@ -35,6 +31,10 @@ from asyncflow.queue.table.leases import Claim
 from asyncflow.queue.table.report import Storage, stats
 from asyncflow.queue.table.snapshot import snapshot
 from asyncflow.queue.table.table import Table
+from asyncflow.rpc.access import Access
+from asyncflow.rpc.addresses import address_of
+from asyncflow.rpc.server import RpcServer
+from asyncflow.rpc.tls import Credentials
 
 log = logging.getLogger(__name__)
 

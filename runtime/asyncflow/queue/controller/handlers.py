@@ -17,8 +17,6 @@ from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError
 from asyncflow.flow.selection import VersionFilter
-from asyncflow.net.batches import batches
-from asyncflow.net.rpc import Handler, Reply, RpcServer
 from asyncflow.queue.controller.parking import Soon
 from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.protocol import calls, unit_calls
@@ -30,6 +28,8 @@ from asyncflow.queue.table.replication import ChangeFeed, cells_changed, gain
 from asyncflow.queue.table.report import consumed, find, has_columns, listing, peek, produced, snapshot, view
 from asyncflow.queue.table.rows import expect, list_rows, live_rows, reset, write
 from asyncflow.queue.table.state import Row
+from asyncflow.rpc.columns import batches
+from asyncflow.rpc.server import Handler, Reply, RpcServer
 
 if TYPE_CHECKING:
     from asyncflow.queue.controller.controller import Controller

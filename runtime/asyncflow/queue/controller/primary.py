@@ -19,9 +19,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, Refused
-from asyncflow.net.retry import retry
-from asyncflow.net.rpc import RpcClient
-from asyncflow.net.tls import Credentials
 from asyncflow.queue.controller.handlers import Address, Awaiting, Handlers, Route, Standalone
 from asyncflow.queue.controller.parking import Soon
 from asyncflow.queue.ledger import events as ev
@@ -31,6 +28,9 @@ from asyncflow.queue.protocol.messages import AuditReport, PartitionView, Progre
 from asyncflow.queue.table.replication import FEED, ChangeFeed
 from asyncflow.queue.table.report import merge_snapshots, merge_stats, merge_views
 from asyncflow.queue.table.state import RowState
+from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.retry import retry
+from asyncflow.rpc.tls import Credentials
 
 if TYPE_CHECKING:
     from asyncflow.queue.controller.controller import Controller

@@ -17,13 +17,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.errors import AsyncFlowError, LedgerCorrupt, PeerLost
-from asyncflow.net.rpc import RpcClient
-from asyncflow.net.tls import Credentials
 from asyncflow.queue.controller.handlers import Address, Awaiting, Frames, Handlers, Route, Standalone
 from asyncflow.queue.controller.parking import Soon
 from asyncflow.queue.protocol import calls, unit_calls
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.replication import FEED, decode, draft_of, install, take
+from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.tls import Credentials
 
 if TYPE_CHECKING:
     from asyncflow.queue.controller.controller import Controller

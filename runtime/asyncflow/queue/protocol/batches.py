@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct, field
 
 from asyncflow.identity import NEWEST, SampleKey, units_of
-from asyncflow.net.jagged import Jagged
 from asyncflow.queue.protocol.messages import LeasedRow, Purpose, RowMeta, StagedRow, StepTotals, Tag
+from asyncflow.rpc.columns import Jagged
 
 ABSENT = (1 << 32) - 1
 """Stands for a cell that is not there."""

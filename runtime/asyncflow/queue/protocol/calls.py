@@ -14,9 +14,9 @@ from typing import Annotated
 
 from msgspec import Meta, Raw, Struct
 
-from asyncflow.net.access import HELD_BY
 from asyncflow.queue.protocol.batches import RowBatch, Slot
 from asyncflow.queue.protocol.messages import LeasedRow, PartitionSnapshot, TaskSpec, UnitView
+from asyncflow.rpc.access import HELD_BY
 
 Seconds = Annotated[float, Meta(ge=0)]
 Bytes = Annotated[int, Meta(ge=0)]

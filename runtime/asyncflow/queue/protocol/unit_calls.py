@@ -15,10 +15,10 @@ from msgspec import Meta, Struct
 
 from asyncflow.errors import ProtocolError
 from asyncflow.identity import home
-from asyncflow.net.frames import BatchHeader
 from asyncflow.queue.protocol.batches import MOST_BYTES, chosen_sizes
 from asyncflow.queue.protocol.calls import NOWHERE, Attempt, Bytes, Seconds
 from asyncflow.queue.protocol.messages import SERIAL_BITS, Samples, Tag
+from asyncflow.rpc.columns import BatchHeader
 
 MOST_ROWS = 1 << 20
 """Rows that one put, or one item of a feed, stands for at most."""

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, NamedTuple, Self, TypeAlias, TypeVar
 
-from asyncflow.net.frames import Jagged
-from asyncflow.net.jagged import Array
-from asyncflow.net.retry import delays
+from asyncflow.rpc.columns import Array, Jagged
+from asyncflow.rpc.retry import delays
 
 BACKENDS: Final = "asyncflow.storage_backends"
 """The group of entry points in which back ends are found."""

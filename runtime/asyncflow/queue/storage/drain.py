@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 
 from asyncflow.errors import AsyncFlowError, Elsewhere, Fenced, PeerLost
 from asyncflow.identity import home_of
-from asyncflow.net.frames import encode_batch
-from asyncflow.net.retry import delays
-from asyncflow.net.rpc import RpcClient
-from asyncflow.net.tls import Credentials
 from asyncflow.queue.protocol.calls import NOWHERE, Done, Drain, Verdicts
 from asyncflow.queue.protocol.unit_calls import AskLeg, Leg, MovedRows, TakeRows
 from asyncflow.queue.storage.holdings import Block, Holdings
 from asyncflow.queue.storage.session import UnitSession
+from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.columns import encode_batch
+from asyncflow.rpc.retry import delays
+from asyncflow.rpc.tls import Credentials
 
 log = logging.getLogger(__name__)
 

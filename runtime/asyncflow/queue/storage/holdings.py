@@ -26,14 +26,14 @@ from itertools import islice, pairwise
 from typing import NamedTuple, TypeAlias
 
 from asyncflow.errors import PeerLost, ProtocolError, Refused, StaleHandle, from_wire
-from asyncflow.net.jagged import Jagged
-from asyncflow.net.rpc.wire import MAX_MESSAGE
 from asyncflow.queue.protocol.batches import packed, part
 from asyncflow.queue.protocol.calls import controller_of
 from asyncflow.queue.protocol.messages import Tag
 from asyncflow.queue.protocol.unit_calls import Cells, Entry, Held, MovedRows, NewCells, NewRows, Verdict
 from asyncflow.queue.storage.backend import Backend, BytesLost, Place
 from asyncflow.queue.storage.budget import ByteBudget
+from asyncflow.rpc.columns import Jagged
+from asyncflow.rpc.framing import MAX_MESSAGE
 
 Tags: TypeAlias = dict[str, Tag]
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from asyncflow.net.jagged import Jagged
 from asyncflow.queue.storage.backend import Backend, Place
+from asyncflow.rpc.columns import Jagged
 
 _OFFSET = 8
 """Bytes that a row needs besides its values."""

@@ -39,10 +39,10 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncflow.errors import AsyncFlowError, ManifestError, PeerLost
-from asyncflow.net.batches import batches
 from asyncflow.queue.storage.backend import Fill, Outcome, Site, Store, Take, answer_of
 from asyncflow.queue.storage.packed import PackedBackend
 from asyncflow.queue.storage.servers import LEASE_MS, find_mooncake_master
+from asyncflow.rpc.columns import batches
 
 log = logging.getLogger(__name__)
 

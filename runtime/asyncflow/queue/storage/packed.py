@@ -27,11 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncflow.errors import PeerLost
-from asyncflow.net.batches import batches, weighed_batches
-from asyncflow.net.dtypes import DTYPES
-from asyncflow.net.jagged import Array, Inner, Jagged
-from asyncflow.net.retry import delays
 from asyncflow.queue.storage.backend import Backend, BytesLost, Outcome, Place, Store, each
+from asyncflow.rpc.columns import DTYPES, Array, Inner, Jagged, batches, weighed_batches
+from asyncflow.rpc.retry import delays
 
 log = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from asyncflow.errors import ManifestError
-from asyncflow.net.batches import batches
 from asyncflow.queue.storage.backend import Fill, Outcome, Site, Store, Take, answer_of
 from asyncflow.queue.storage.packed import PackedBackend
 from asyncflow.queue.storage.servers import find_redis
+from asyncflow.rpc.columns import batches
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,6 @@ from itertools import islice
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost
 from asyncflow.identity import RowPlace, home
-from asyncflow.net.retry import delays
-from asyncflow.net.rpc import RpcClient
-from asyncflow.net.tls import Credentials
 from asyncflow.queue.protocol.calls import Done, controller_of
 from asyncflow.queue.protocol.unit_calls import (
     Admit,
@@ -44,6 +41,9 @@ from asyncflow.queue.protocol.unit_calls import (
     chosen,
 )
 from asyncflow.queue.storage.holdings import Blob, Holdings, PendingPut
+from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.retry import delays
+from asyncflow.rpc.tls import Credentials
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,6 @@ import uuid
 from collections.abc import Callable, Sequence
 
 from asyncflow.errors import DeadlineExceeded, Elsewhere, ProtocolError, Refused, StaleHandle
-from asyncflow.net.access import Access
-from asyncflow.net.frames import BatchHeader, Buffer, Jagged, decode_batch, encode_batch
-from asyncflow.net.hosts import address_of
-from asyncflow.net.rpc import RpcClient, RpcServer, wire
-from asyncflow.net.tls import Credentials
 from asyncflow.plugins import load_plugin
 from asyncflow.queue.protocol.calls import Drain, Verdicts
 from asyncflow.queue.protocol.unit_calls import (
@@ -39,6 +34,13 @@ from asyncflow.queue.storage.drain import MovingRows, UnitDrain
 from asyncflow.queue.storage.holdings import Blob, Holdings
 from asyncflow.queue.storage.memory import MemoryBackend
 from asyncflow.queue.storage.session import UnitSession
+from asyncflow.rpc import framing
+from asyncflow.rpc.access import Access
+from asyncflow.rpc.addresses import address_of
+from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.columns import BatchHeader, Buffer, Jagged, decode_batch, encode_batch
+from asyncflow.rpc.server import RpcServer
+from asyncflow.rpc.tls import Credentials
 
 Frames = Sequence[memoryview]
 _MOST = 1 << 40
@@ -78,7 +80,7 @@ class StorageUnit:
         access: Access | None = None,
         backend: Backend | None = None,
         peer: Callable[[int], str | None] = lambda _: None,
-        max_message: int = wire.MAX_MESSAGE,
+        max_message: int = framing.MAX_MESSAGE,
     ) -> None:
         self.index = index
         self.incarnation = incarnation or uuid.uuid4().hex

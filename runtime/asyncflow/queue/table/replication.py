@@ -23,9 +23,6 @@ import msgspec
 from msgspec import Raw, Struct
 
 from asyncflow.errors import LedgerCorrupt, ProtocolError, Refused, StaleHandle
-from asyncflow.net.batches import weighed_batches
-from asyncflow.net.frames import Buffer
-from asyncflow.net.rpc.wire import MALFORMED
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.calls import AskPart, Feed, Follow, Part
 from asyncflow.queue.protocol.messages import Tag
@@ -34,6 +31,8 @@ from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.partition import Partition
 from asyncflow.queue.table.snapshot import snapshot_rows
 from asyncflow.queue.table.state import Row, Shape, by_row
+from asyncflow.rpc.columns import Buffer, weighed_batches
+from asyncflow.rpc.framing import MALFORMED
 
 SILENT = (
     ev.ControllerStarted,

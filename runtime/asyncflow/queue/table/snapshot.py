@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from typing import TypeVar
 
-from asyncflow.net.batches import batches, weighed_batches
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.partition import Partition, Step
 from asyncflow.queue.table.state import Finished, Row, RowGroup, RowState
+from asyncflow.rpc.columns import batches, weighed_batches
 
 T = TypeVar("T")
 

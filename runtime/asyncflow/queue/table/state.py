@@ -26,12 +26,12 @@ from msgspec import Struct
 from asyncflow.errors import ProtocolError
 from asyncflow.flow.schedule import VersionWindow
 from asyncflow.identity import NEWEST, SampleKey, home_of, unit_at
-from asyncflow.net.access import HELD_BY, place_of
 from asyncflow.queue.protocol.batches import alike, fit, one, part
 from asyncflow.queue.protocol.batches import chosen_sizes as chosen
 from asyncflow.queue.protocol.calls import LEASE_BITS
 from asyncflow.queue.protocol.messages import TOKENS_TAG, Purpose, RowMeta, Tag
 from asyncflow.queue.protocol.unit_calls import Cells
+from asyncflow.rpc.access import HELD_BY, place_of
 
 
 class SharedSizes:

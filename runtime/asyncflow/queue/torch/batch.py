@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from asyncflow.errors import ManifestError
-from asyncflow.net.dtypes import BFLOAT16, BYTES, OBJECT, TEXT, name_of
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, StepTotals
 from asyncflow.queue.values import decode
+from asyncflow.rpc.columns import BFLOAT16, BYTES, OBJECT, TEXT, Jagged, name_of
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -32,13 +32,13 @@ from typing import Any, Generic, Literal, Self, TypeVar
 from torch.utils.data import IterableDataset, get_worker_info
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Refused, StaleHandle
-from asyncflow.net.frames import Jagged
-from asyncflow.net.tls import Credentials
 from asyncflow.queue.blocking import LoopThread
 from asyncflow.queue.client import QueueClient, aconnect
 from asyncflow.queue.protocol.messages import LeasedRow
 from asyncflow.queue.torch.batch import LEASE_OWNERS, Batch, BatchLease, Column, columns_of
 from asyncflow.queue.values import encode
+from asyncflow.rpc.columns import Jagged
+from asyncflow.rpc.tls import Credentials
 
 log = logging.getLogger(__name__)
 

@@ -26,12 +26,12 @@ import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from asyncflow.errors import DeadlineExceeded, Refused, StaleHandle
-from asyncflow.net.frames import Jagged
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.batches import Slot
 from asyncflow.queue.torch.batch import Batch, columns_of
 from asyncflow.queue.torch.dataset import CALL_S, Executor, QueueAddress, QueueDataset
 from asyncflow.queue.torch.exchange import broadcast_number
+from asyncflow.rpc.columns import Jagged
 
 _OPEN = 1 << 62
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from asyncflow.algorithms.grpo import LossTotals
 from asyncflow.api.workers import LoraSpec
 from asyncflow.errors import Diverged, ManifestError
-from asyncflow.net.frames import Jagged
 from asyncflow.plugins import read_options
+from asyncflow.rpc.columns import Jagged
 from asyncflow.training.backend import OPTIONS, TrainerBackend
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.loops import combined

@@ -18,7 +18,7 @@ import torch
 
 from asyncflow.errors import ManifestError
 from asyncflow.identity import SampleKey
-from asyncflow.net.frames import Jagged
+from asyncflow.rpc.columns import Jagged
 from asyncflow.training.batch import MicroBatch
 
 log = logging.getLogger(__name__)

@@ -1,1 +1,0 @@
-"""Everything that crosses a socket between roles: calls, column frames, keys, membership and the HTTP face."""

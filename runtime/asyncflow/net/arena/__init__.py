@@ -1,1 +1,0 @@
-"""Shared memory between processes of one host: where large parts lie and how long they stay."""

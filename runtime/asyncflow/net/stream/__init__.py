@@ -1,1 +1,0 @@
-"""Messages over bytes, without any I/O: the greeting, and what is cut up and put together again."""

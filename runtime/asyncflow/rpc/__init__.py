@@ -1,0 +1,1 @@
+"""Calls between processes: addresses, TLS, framing, shared memory, client, server, membership."""

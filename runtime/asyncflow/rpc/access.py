@@ -1,0 +1,227 @@
+"""The table that says which role may call which method, and on whose behalf.
+
+A caller is the process that its certificate names (on one host, where a socket says that the same user calls, the one
+that it says it is). Many calls name a process, a worker or a rank that they are about: those a role makes only on its
+own behalf, so that a rollout cannot claim, register or hand back for another one. A worker is named after its process,
+``ROLE-INDEX-...``, and a lease after the process that holds it, ``ID@ROLE-INDEX``, which alone uses it.
+
+Invariant: what the table does not allow is refused, and a method that is not in it cannot be served at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+from asyncflow.api.names import CLIENT, OPERATOR, VIEWER
+from asyncflow.errors import Refused
+from asyncflow.identity import ProcessIdentity
+
+_PEOPLE: Final = (CLIENT, OPERATOR, VIEWER)
+_QUEUE: Final = ("driver", "controller", "storage", "trainer", "rollout", *_PEOPLE)
+_ALL: Final = (*_QUEUE, "master", "holder")
+HELD_BY: Final = "@"
+"""Between the id of a lease and the process that holds it, in the name of a lease: ``1f@rollout-3``."""
+_WORKER = re.compile(r"([a-z]+)-(0|[1-9][0-9]{0,18})-.+", re.DOTALL)
+_HOLDER = re.compile(r"([a-z]+)-(0|[1-9][0-9]{0,18})")
+
+Place: TypeAlias = tuple[str, int]
+"""A role and an index."""
+Named: TypeAlias = Callable[[Any], Iterable[Place | None]]
+"""The places that a request names as those it is made for; None for a name that stands for none."""
+
+
+def worker_name(role: str, index: int, incarnation: str) -> str:
+    """Return the name under which an incarnation of a process works, and under which it is a member of its job."""
+    return f"{role}-{index}-{incarnation}"
+
+
+def place_of(worker: str) -> Place | None:
+    """Return the place of the process after which a worker is named; None where it is named after none."""
+    found = _WORKER.fullmatch(worker)
+    return None if found is None else (found[1], int(found[2]))
+
+
+def holder_of(lease: str) -> Place | None:
+    """Return the place of the process that the name of a lease names as its holder; None where it names none.
+
+    The name is a claim: whoever granted the lease knows no lease of that name where another process holds it.
+    """
+    found = _HOLDER.fullmatch(lease.partition(HELD_BY)[2])
+    return None if found is None else (found[1], int(found[2]))
+
+
+def _nobody(_request: Any) -> Iterable[Place | None]:
+    return ()
+
+
+def _member(request: Any) -> Iterable[Place | None]:
+    return (request.role, request.index), place_of(request.incarnation)
+
+
+def _incarnation(request: Any) -> Iterable[Place | None]:
+    return (place_of(request.incarnation),)
+
+
+def _worker(request: Any) -> Iterable[Place | None]:
+    return (place_of(request.worker),)
+
+
+def _claim(request: Any) -> Iterable[Place | None]:
+    return place_of(request.worker), *map(holder_of, request.done)
+
+
+def _leases(request: Any) -> Iterable[Place | None]:
+    return map(holder_of, request.leases)
+
+
+def _lease(request: Any) -> Iterable[Place | None]:
+    return (holder_of(request.lease),)
+
+
+def _rank(request: Any) -> Iterable[Place | None]:
+    return (("trainer", request.rank),)
+
+
+def _part(request: Any) -> Iterable[Place | None]:
+    return ("trainer", request.part), place_of(request.worker)
+
+
+def _unit(request: Any) -> Iterable[Place | None]:
+    return (("storage", request.unit),)
+
+
+def _session(request: Any) -> Iterable[Place | None]:
+    return (("storage", request.session.unit),)
+
+
+def _controller(request: Any) -> Iterable[Place | None]:
+    return (("controller", request.shard),)
+
+
+def _first_controller(_request: Any) -> Iterable[Place | None]:
+    return (("controller", 0),)
+
+
+def _may(named: Named, *roles: str) -> dict[str, Named]:
+    return dict.fromkeys(roles, named)
+
+
+def _table() -> dict[str, dict[str, Named]]:
+    claims = _may(_worker, "driver", "rollout") | _may(_nobody, CLIENT)
+    leases = _may(_leases, "driver", "rollout") | _may(_nobody, CLIENT)
+    lease = _may(_lease, "driver", "rollout") | _may(_nobody, CLIENT)
+    looks = _may(_nobody, *_QUEUE)
+    directs = _may(_nobody, "driver", CLIENT)
+    trains = _may(_nobody, "trainer", CLIENT)
+    ranks = _may(_rank, "trainer") | _may(_nobody, CLIENT)
+    publishes = _may(_nobody, "trainer")
+    receives = _may(_worker, "rollout", "trainer")
+    units = _may(_session, "storage")
+    between = _may(_nobody, "controller")
+    return {
+        "directory.register": _may(_member, *_ALL),
+        "directory.heartbeat": _may(_incarnation, *_ALL),
+        "directory.leave": _may(_incarnation, *_ALL),
+        "driver.report": publishes,
+        "trainer.gather": _may(_rank, "trainer"),
+        "trainer.leave": _may(_rank, "trainer"),
+        "trainer.left": publishes,
+        "weights.publish": _may(_part, "trainer"),
+        "weights.watch": receives,
+        "weights.manifest": _may(_nobody, "rollout", "trainer"),
+        "weights.held": receives,
+        "weights.dropped": receives,
+        "weights.fetch": _may(_nobody, "rollout", "trainer"),
+        "queue.begin": trains,
+        "queue.slot": ranks,
+        "queue.step_done": ranks,
+        "queue.commit": trains,
+        "queue.open_step": directs,
+        "queue.wanted": directs,
+        "queue.take_over": directs,
+        "queue.clear": directs,
+        "queue.close": directs,
+        "queue.declare": directs | between,
+        "queue.claim": _may(_claim, "driver", "rollout") | _may(_nobody, CLIENT),
+        "queue.withdraw": claims,
+        "queue.abandon": claims,
+        "queue.acknowledge": leases,
+        "queue.renew": leases,
+        "queue.end": lease,
+        "queue.expire": directs | between,
+        "queue.sync": directs | trains,
+        "queue.stats": looks,
+        "queue.snapshot": looks,
+        "queue.show": looks,
+        "queue.audit": looks,
+        "queue.units": looks,
+        "queue.where": looks,
+        "queue.shares": looks,
+        "queue.drain": _may(_unit, "storage") | _may(_nobody, CLIENT, OPERATOR),
+        "open.list": looks,
+        "open.find": looks,
+        "open.peek": looks,
+        "open.partitions": looks,
+        "open.progress": looks,
+        "open.reset": directs | between,
+        "open.expect": directs,
+        "open.clear": directs,
+        "units.hello": _may(_unit, "storage"),
+        "units.announce": units,
+        "units.admit": units,
+        "units.lost": units,
+        "units.leg": units,
+        "units.watch": units,
+        "shards.follow": _may(_controller, "controller"),
+        "shards.part": _may(_controller, "controller"),
+        "shards.type": _may(_controller, "controller"),
+        "shards.drop": _may(_controller, "controller"),
+        "shards.reach": _may(_first_controller, "controller"),
+        "shards.admit": _may(_unit, "storage"),
+        "unit.put": directs,
+        "unit.write": lease,
+        "unit.fetch": _may(_nobody, "driver", "rollout", "trainer", "storage", *_PEOPLE),
+        "unit.take": _may(_nobody, "storage"),
+    }
+
+
+ACCESS: Final[Mapping[str, Mapping[str, Named]]] = MappingProxyType(_table())
+"""Method, the roles that may call it, and for each the places in a request that must be the caller's own."""
+
+
+class Access:
+    """Decisions about the callers of one server.
+
+    ranks: processes of one trainer replica, which share a certificate; unnamed: the role of a caller of this host that
+    runs as the same user and does not say who it is; table: see ``ACCESS``.
+    """
+
+    def __init__(
+        self, *, ranks: int = 1, unnamed: str = OPERATOR, table: Mapping[str, Mapping[str, Named]] = ACCESS
+    ) -> None:
+        self.table = table
+        self.unnamed = unnamed
+        self._ranks = ranks
+
+    def check(self, caller: ProcessIdentity, method: str, request: Any) -> None:
+        """Raise Refused where ``caller`` may not make that call of a method of the table."""
+        named = self.table[method].get(caller.role)
+        if named is None:
+            may = ", ".join(sorted(self.table[method]))
+            raise Refused(f"{caller} may not call {method}", hint=f"The certificate of this role does: {may}")
+        for place in named(request):
+            if not self._is_own(caller, place):
+                words = "what is named after no process" if place is None else f"{place[0]}-{place[1]}"
+                hint = "A process speaks for itself only"
+                raise Refused(f"{caller} may not call {method} on behalf of {words}", hint=hint)
+
+    def _is_own(self, caller: ProcessIdentity, place: Place | None) -> bool:
+        if place is None:
+            return False
+        role, index = place
+        if caller.role in _PEOPLE:
+            return role in _PEOPLE
+        return (role, index // self._ranks if role == "trainer" else index) == (caller.role, caller.index)

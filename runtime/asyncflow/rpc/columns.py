@@ -1,0 +1,478 @@
+"""Columns of a batch: their dtypes, their rows in memory, and how they cross a socket.
+
+A ``Jagged`` has rows of different lengths, one after another in one flat array, never padded. On the wire a batch is
+one frame with everything small, then one for each large column. The first frame holds the lengths of
+all rows, column after column (uint32 where each column's fit together, else int64), then the values of the columns of
+less than ``LARGE`` bytes. Everything is little-endian. The header says names, forms and numbers of values. Neither side
+copies a large column: the frame is the array.
+
+Invariants: what is not in ``DTYPES`` crosses no socket, and no byte that came is ever run; a ``Jagged`` that exists is
+whole: its offsets rise from nothing to all its values, and cut them into rows of the shape that it names;
+``decode_batch`` gives either exactly what ``encode_batch`` was given, or a ProtocolError; no size in a header is
+believed before the bytes that came agree with it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice, pairwise
+from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta, Struct
+
+from asyncflow.errors import ProtocolError
+
+BFLOAT16 = "bfloat16"
+"""Name of the dtype that numpy lacks: its values travel and lie in memory as their uint16 bits."""
+TEXT, BYTES, OBJECT = "text", "bytes", "object"
+"""Dtypes of Python values, which lie as uint8: UTF-8, the bytes themselves, and msgpack of plain data."""
+
+_PLAIN = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
+DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name).newbyteorder("<") for name in _PLAIN}
+DTYPES["bool"] = np.dtype(np.bool_)
+_NAMES = {stored: name for name, stored in DTYPES.items()}
+DTYPES[BFLOAT16] = np.dtype("<u2")
+DTYPES |= dict.fromkeys((TEXT, BYTES, OBJECT), np.dtype(np.uint8))
+"""The dtypes that may cross a socket, by name, and how their values lie in memory."""
+
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder().decode
+
+
+def name_of(dtype: np.dtype[Any]) -> str:
+    """Return ``dtype.name``, which numpy makes of pieces each time."""
+    return _NAMES.get(dtype) or dtype.name
+
+
+def to_bytes(row: Any, dtype: str) -> bytes:
+    """Return the bytes of a Python value. Raises ValueError where it is none of ``dtype``."""
+    if dtype == OBJECT:
+        try:
+            return _pack(row)
+        except (TypeError, OverflowError, RecursionError) as wrong:
+            hint = "numbers up to 64 bits, str, bytes, lists and dicts of them"
+            raise ValueError(f"an object row must be plain data ({hint}): {wrong}") from wrong
+    if dtype == TEXT and isinstance(row, str):
+        return row.encode()
+    if dtype == BYTES and isinstance(row, bytes | bytearray | memoryview):
+        return bytes(row)
+    raise ValueError(f"a row of dtype {dtype} cannot be a {type(row).__name__}")
+
+
+def from_bytes(data: bytes, dtype: str) -> Any:
+    """Return the Python value. Raises ProtocolError where the bytes are none of ``dtype``."""
+    if dtype == BYTES:
+        return data
+    try:
+        return data.decode() if dtype == TEXT else _unpack(data)
+    except (UnicodeDecodeError, msgspec.MsgspecError, RecursionError) as wrong:
+        raise ProtocolError(f"{len(data)} bytes are no {dtype}: {wrong}", where="column") from wrong
+
+
+Array: TypeAlias = npt.NDArray[Any]
+Offsets: TypeAlias = npt.NDArray[np.int64]
+Inner: TypeAlias = tuple[int, ...] | None
+"""Shape of a row without its first axis: ``()`` where rows are 1-D, ``(3, 4)`` where they are [n, 3, 4], None where
+they are single values without any axis."""
+
+_OFFSET = 8
+
+
+class Jagged:
+    """Rows of one column.
+
+    values: 1-D array of all values; offsets: int64 [rows + 1], row i is ``values[offsets[i]:offsets[i + 1]]``;
+    dtype: name in ``DTYPES``, by default that of ``values`` (others are said explicitly); inner: see ``Inner``.
+    Raises ValueError where they do not fit together.
+
+    Inside, the values lie one after another; offsets and lengths are made of one another when asked for, and a single
+    row needs neither.
+    """
+
+    __slots__ = ("_lengths", "_offsets", "dtype", "inner", "values")
+
+    def __init__(self, values: Array, offsets: Offsets, dtype: str = "", inner: Inner = ()) -> None:
+        self.dtype = dtype or name_of(values.dtype)
+        self.inner = inner
+        self.values = np.ascontiguousarray(values)
+        self._offsets: Offsets | None = offsets
+        self._lengths: Offsets | None = None
+        if self.dtype not in DTYPES or values.dtype != DTYPES[self.dtype]:
+            raise ValueError(f"values of dtype {values.dtype} cannot be a column of dtype {self.dtype!r}")
+        if values.ndim != 1 or offsets.ndim != 1 or offsets.dtype != np.int64 or offsets.size == 0:
+            raise ValueError(f"a column needs 1-D values and int64 offsets, not {values.shape} and {offsets.shape}")
+        if offsets[0] != 0 or offsets[-1] != values.size or bool((offsets[1:] < offsets[:-1]).any()):
+            raise ValueError(f"offsets must rise from 0 to {values.size}")
+        self.check_shape()
+
+    def check_shape(self) -> None:
+        """Raise ValueError where the rows are not of the shape that ``inner`` says."""
+        if self.inner == ():
+            return
+        if self.dtype in (TEXT, BYTES, OBJECT):
+            raise ValueError(f"a row of dtype {self.dtype} has no inner shape, so not {self.inner}")
+        if self.inner is None:
+            if self.values.size != len(self) or bool((self.lengths != 1).any()):
+                raise ValueError(f"{len(self)} rows without an axis hold {self.values.size} values")
+            return
+        if min(self.inner) < 1:
+            raise ValueError(f"a row of inner shape {self.inner} holds nothing")
+        width, size = math.prod(self.inner), self.values.size
+        if size and (width > size or bool((self.offsets % width).any())):
+            raise ValueError(f"rows of inner shape {self.inner} need multiples of {width} values")
+
+    @classmethod
+    def trusted(cls, values: Array, lengths: Offsets | None, dtype: str, inner: Inner = ()) -> Jagged:
+        """Make a column of what is known to fit together, without looking. lengths: None for one row of all values."""
+        made = object.__new__(cls)
+        made.values, made.dtype, made.inner = values, dtype, inner
+        made._offsets, made._lengths = None, lengths
+        return made
+
+    @classmethod
+    def checked(cls, values: Array, lengths: Offsets | None, dtype: str, inner: Inner) -> Jagged:
+        """Make a column of ``lengths`` that are known to fit. Raises ValueError where ``inner`` does not."""
+        made = cls.trusted(values, lengths, dtype, inner)
+        made.check_shape()
+        return made
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Any], dtype: str | npt.DTypeLike, *, inner: Inner = ()) -> Jagged:
+        """Make a column of ``rows``: arrays of the shape that ``inner`` says, or the Python values of ``dtype``.
+
+        Arrays are cast to ``dtype``, which is a name or numpy's type.
+        """
+        name = dtype if isinstance(dtype, str) else name_of(np.dtype(dtype))
+        if name not in DTYPES:
+            raise ValueError(f"a column cannot have dtype {name!r}; it may be one of {', '.join(DTYPES)}")
+        if name in (TEXT, BYTES, OBJECT):
+            data = [to_bytes(row, name) for row in rows]
+            values = np.frombuffer(bytearray().join(data), np.uint8)
+            lengths = np.fromiter(map(len, data), np.int64, len(data))
+            return cls.checked(values, lengths, name, inner)
+        stored = DTYPES[name]
+        ndim = 0 if inner is None else 1 + len(inner)
+        arrays = [
+            row
+            if type(row) is np.ndarray and row.ndim == ndim and row.dtype == stored and row.shape[1:] == (inner or ())
+            else _as_row(row, name, inner)
+            for row in rows
+        ]
+        flat = arrays if ndim == 1 else [row.reshape(-1) for row in arrays]
+        if len(flat) == 1:
+            return cls.checked(flat[0].copy(), None, name, inner)
+        values = np.concatenate(flat) if flat else np.empty(0, stored)
+        lengths = np.fromiter([row.size for row in flat], np.int64, len(flat))
+        return cls.checked(values, lengths, name, inner)
+
+    @classmethod
+    def of(cls, rows: Sequence[Any]) -> Jagged:
+        """Make a column of ``rows`` (at least one) of whatever dtype and inner shape the first one has."""
+        first = rows[0]
+        for kind, name in ((str, TEXT), (bytes, BYTES)):
+            if isinstance(first, kind):
+                return cls.from_rows(rows, name)
+        if not isinstance(first, np.ndarray | np.generic | bool | int | float):
+            return cls.from_rows(rows, OBJECT)
+        array = np.asarray(first)
+        return cls.from_rows(rows, name_of(array.dtype), inner=array.shape[1:] if array.ndim else None)
+
+    @classmethod
+    def gather(cls, runs: Sequence[tuple[Jagged, int, int]]) -> Jagged:
+        """Put the rows from start to stop of each column of ``runs`` (at least one, all of one form) one after another.
+
+        A single run shares its column's memory.
+        """
+        first, start, stop = runs[0]
+        if len(runs) == 1:
+            return first.cut(start, stop)
+        if {(column.dtype, column.inner) for column, _, _ in runs} != {(first.dtype, first.inner)}:
+            forms = ", ".join(sorted({column.form for column, _, _ in runs}))
+            raise ValueError(f"rows of {forms} cannot be one column")
+        values, lengths = [], []
+        for column, start, stop in runs:
+            whole = stop - start == len(column)
+            values.append(column.values if whole else _values(column, start, stop))
+            lengths.append(column.lengths if whole else column.lengths[start:stop])
+        return cls.trusted(np.concatenate(values), np.concatenate(lengths), first.dtype, first.inner)
+
+    def cut(self, start: int, stop: int) -> Jagged:
+        """Return the rows from ``start`` to ``stop``, which share this column's memory."""
+        if start == 0 and stop == len(self):
+            return self
+        return self.trusted(_values(self, start, stop), self.lengths[start:stop], self.dtype, self.inner)
+
+    def __len__(self) -> int:
+        if self._lengths is not None:
+            return self._lengths.size
+        return self._offsets.size - 1 if self._offsets is not None else 1
+
+    @property
+    def offsets(self) -> Offsets:
+        """Where rows begin, and the last one ends: int64 [rows + 1]."""
+        if self._offsets is None:
+            self._offsets = _offsets(self.lengths)
+        return self._offsets
+
+    @property
+    def lengths(self) -> Offsets:
+        """Number of values of each row, int64 [rows]."""
+        if self._lengths is None:
+            offsets = self._offsets
+            self._lengths = np.array([self.values.size]) if offsets is None else offsets[1:] - offsets[:-1]
+        return self._lengths
+
+    def row(self, index: int) -> Array:
+        """Return row ``index`` (from 0) as a view of its values, in its shape."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of a column of {len(self)} rows")
+        return self._shaped(_values(self, index, index + 1))
+
+    def rows(self) -> list[Any]:
+        """Return all rows as ``from_rows`` takes them: views of arrays, or Python values.
+
+        Raises ProtocolError for bytes that are no such value.
+        """
+        bounds = [0, self.values.size] if len(self) == 1 else self.offsets.tolist()
+        if self.dtype in (TEXT, BYTES, OBJECT):
+            data = self.values.tobytes()
+            return [from_bytes(data[a:b], self.dtype) for a, b in pairwise(bounds)]
+        views = [self.values[a:b] for a, b in pairwise(bounds)]
+        return views if self.inner == () else [self._shaped(view) for view in views]
+
+    def take(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Jagged:
+        """Return a new column of the rows ``indices``, in that order; a row may be taken more than once."""
+        chosen = np.asarray(indices, np.int64)
+        if chosen.size and (chosen.min() < 0 or chosen.max() >= len(self)):
+            raise IndexError(f"rows {chosen.min()} to {chosen.max()} of a column of {len(self)} rows")
+        starts, stops = self.offsets[chosen], self.offsets[chosen + 1]
+        parts = [self.values[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
+        values = np.concatenate(parts) if parts else np.empty(0, self.values.dtype)
+        return self.trusted(values, stops - starts, self.dtype, self.inner)
+
+    @property
+    def form(self) -> str:
+        """Dtype and inner shape in a word, as "float32", "float32[3,4]" or "float32 scalar"."""
+        if self.inner is None:
+            return f"{self.dtype} scalar"
+        return f"{self.dtype}[{','.join(map(str, self.inner))}]" if self.inner else self.dtype
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of the values of each row."""
+        if len(self) == 1:
+            return [self.values.nbytes]
+        sizes: list[int] = (self.lengths * self.values.itemsize).tolist()
+        return sizes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and offsets."""
+        return self.values.nbytes + (len(self) + 1) * _OFFSET
+
+    def __eq__(self, other: object) -> bool:
+        """Equal when form, row lengths and the bits of all values are (so that a NaN equals itself)."""
+        if not isinstance(other, Jagged):
+            return NotImplemented
+        same_shape = self.form == other.form and np.array_equal(self.offsets, other.offsets)
+        return same_shape and self.values.tobytes() == other.values.tobytes()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Jagged({len(self)} rows, {self.values.size} values, {self.form})"
+
+    def _shaped(self, values: Array) -> Array:
+        return values if self.inner == () else values.reshape(() if self.inner is None else (-1, *self.inner))
+
+
+def _values(column: Jagged, start: int, stop: int) -> Array:
+    if stop - start == len(column):
+        return column.values
+    offsets = column.offsets
+    return column.values[offsets.item(start) : offsets.item(stop)]
+
+
+def _as_row(row: Any, dtype: str, inner: Inner) -> Array:
+    if dtype == BFLOAT16 and isinstance(row, np.ndarray) and row.dtype != DTYPES[BFLOAT16]:
+        raise ValueError(f"a bfloat16 row is given by its uint16 bits, not by {row.dtype}")
+    array = np.asarray(row, dtype=DTYPES[dtype])
+    if inner is None:
+        if array.ndim:
+            raise ValueError(f"a row without an axis is one value, not {array.shape}")
+    elif array.ndim != 1 + len(inner) or array.shape[1:] != inner:
+        expected = " by ".join(["n", *map(str, inner)]) if inner else "one dimension"
+        raise ValueError(f"a row has {expected}, not the shape {array.shape}")
+    return array
+
+
+def _offsets(lengths: Offsets) -> Offsets:
+    offsets = np.zeros(lengths.size + 1, np.int64)
+    lengths.cumsum(out=offsets[1:])
+    return offsets
+
+
+T = TypeVar("T")
+
+
+def batches(things: Iterable[T], most: int) -> Iterator[list[T]]:
+    """Yield ``most`` things at a time, at the end those that are left."""
+    left = iter(things)
+    while batch := list(islice(left, most)):
+        yield batch
+
+
+def weighed_batches(
+    things: Iterable[T], weigh: Callable[[T], int], *, heaviest: int, most: int | None = None
+) -> Iterator[list[T]]:
+    """Yield batches that weigh at most ``heaviest``, of at most ``most`` things; what is heavier alone stands alone."""
+    batch: list[T] = []
+    total = 0
+    for thing in things:
+        weight = weigh(thing)
+        if batch and (len(batch) == most or total + weight > heaviest):
+            yield batch
+            batch, total = [], 0
+        batch.append(thing)
+        total += weight
+    if batch:
+        yield batch
+
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+LARGE = 64 * 1024
+"""Bytes from which on a column has a frame of its own."""
+MAX_COLUMNS = 4096
+_SHORT, _LONG = np.dtype("<u4"), np.dtype("<i8")
+_LONGEST_SHORT = (1 << 32) - 1
+_Count = Annotated[int, Meta(ge=0, le=1 << 48)]
+_Extent = Annotated[int, Meta(ge=1, le=1 << 48)]
+
+
+class ColumnHeader(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One column of a batch: its name, dtype and inner shape (see ``Jagged``), and how many values it has."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    dtype: str
+    values: _Count
+    inner: Annotated[tuple[_Extent, ...], Meta(max_length=32)] | None = ()
+
+
+class BatchHeader(Struct, frozen=True, kw_only=True):
+    """Content of the frames of a batch: the number of rows, and the columns in the order of their values."""
+
+    rows: _Count
+    columns: Annotated[list[ColumnHeader], Meta(max_length=MAX_COLUMNS)]
+
+
+def encode_batch(columns: Mapping[str, Jagged]) -> tuple[BatchHeader, list[Buffer]]:
+    """Return header and frames of ``columns``, which must all have the same number of rows (ValueError otherwise).
+
+    Frames of large columns are the columns' own memory: it must not change until they were sent.
+    """
+    counts = set(map(len, columns.values()))
+    if len(counts) > 1:
+        raise ValueError(f"columns of one batch differ in rows: { {name: len(c) for name, c in columns.items()} }")
+    rows = counts.pop() if counts else 0
+    headers = []
+    small: list[Any] = [b""]
+    large: list[Buffer] = []
+    for name, column in columns.items():
+        values = column.values
+        headers.append(ColumnHeader(name=name, dtype=column.dtype, values=values.size, inner=column.inner))
+        if values.nbytes < LARGE:
+            small.append(values)
+        else:
+            large.append(values.data.cast("B"))
+    sizes = [header.values for header in headers]
+    short = max(sizes, default=0) <= _LONGEST_SHORT
+    if rows == 1:
+        small[0] = struct.pack(f"<{len(sizes)}{'I' if short else 'q'}", *sizes)
+    else:
+        small[0] = np.array([column.lengths for column in columns.values()], _SHORT if short else _LONG)
+    return BatchHeader(rows=rows, columns=headers), [b"".join(small), *large]
+
+
+def decode_batch(header: BatchHeader, frames: Sequence[Buffer], *, max_bytes: int) -> dict[str, Jagged]:
+    """Return the columns that ``header`` and ``frames`` describe, as writable arrays.
+
+    Large ones share the memory of frames that can be written to. max_bytes: most bytes that all frames together may
+    hold. Raises ProtocolError where anything disagrees.
+    """
+    dtypes = [DTYPES.get(column.dtype) or _unknown(column) for column in header.columns]
+    sizes = [column.values * dtype.itemsize for column, dtype in zip(header.columns, dtypes, strict=True)]
+    at = _check_frames(header, sizes, [len(frame) for frame in frames], max_bytes)
+    small, large = memoryview(frames[0]), iter(frames[1:])
+    columns = {}
+    for column, dtype, size, lengths in zip(
+        header.columns, dtypes, sizes, _decode_lengths(header, small[:at]), strict=True
+    ):
+        if size < LARGE:
+            values = np.frombuffer(bytearray(small[at : at + size]), dtype)
+            at += size
+        else:
+            values = np.frombuffer(next(large), dtype)
+            if not values.flags.behaved:
+                values = values.copy()
+        columns[column.name] = _column(column, values, lengths)
+    if len(columns) != len(sizes):
+        raise ProtocolError("two columns of one batch have the same name", where="batch")
+    return columns
+
+
+def _unknown(column: ColumnHeader) -> NoReturn:
+    raise ProtocolError(f"dtype {column.dtype!r} is not one that may cross a socket", where=_where(column))
+
+
+def _check_frames(header: BatchHeader, sizes: Sequence[int], came: Sequence[int], max_bytes: int) -> int:
+    """Return how many bytes of the first frame are lengths; a ProtocolError where the frames cannot hold the rows."""
+    if sum(came) > max_bytes:
+        raise ProtocolError(f"a batch of {sum(came)} bytes came where {max_bytes} are allowed", where="batch")
+    if not sizes and header.rows:
+        raise ProtocolError(f"a batch of {header.rows} rows has no column", where="batch")
+    large = [size for size in sizes if size >= LARGE]
+    cells, spare = len(sizes) * header.rows, sum(came[:1]) - sum(sizes) + sum(large)
+    if list(came[1:]) != large or not came or spare not in (cells * _SHORT.itemsize, cells * _LONG.itemsize):
+        what = f"frames of {list(came)} bytes cannot hold {header.rows} rows of columns of {list(sizes)} bytes"
+        raise ProtocolError(what, where="batch")
+    return spare
+
+
+def _decode_lengths(header: BatchHeader, frame: memoryview) -> Sequence[Offsets | None]:
+    """Return for each column the lengths of its rows, which are known to be right; None for one row."""
+    sizes = [column.values for column in header.columns]
+    short = len(frame) == len(sizes) * header.rows * _SHORT.itemsize
+    if header.rows == 1:
+        found: Sequence[Offsets | None] = [None] * len(sizes)
+        sums = list(struct.unpack(f"<{len(sizes)}{'I' if short else 'q'}", frame))
+    else:
+        cells = np.frombuffer(frame, _SHORT if short else _LONG).astype(np.int64)
+        if not short and cells.size and not 0 <= cells.min() <= cells.max() <= max(sizes):
+            raise ProtocolError("a row has less than no values, or more than its column", where="batch")
+        table = cells.reshape(len(sizes), header.rows)
+        found, sums = list(table), np.add.reduce(table, 1).tolist()
+    if sums != sizes:
+        column, values = next((column, n) for column, n in zip(header.columns, sums, strict=True) if n != column.values)
+        raise ProtocolError(f"its rows hold {values} values, not {column.values}", where=_where(column))
+    return found
+
+
+def _column(header: ColumnHeader, values: Array, lengths: Offsets | None) -> Jagged:
+    if header.dtype == "bool" and bool((values.view(np.uint8) > 1).any()):
+        raise ProtocolError("a truth value is neither 0 nor 1", where=_where(header))
+    if header.inner == ():
+        return Jagged.trusted(values, lengths, header.dtype)
+    try:
+        return Jagged.checked(values, lengths, header.dtype, header.inner)
+    except ValueError as wrong:
+        raise ProtocolError(str(wrong), where=_where(header)) from wrong
+
+
+def _where(column: ColumnHeader) -> str:
+    return f"column {column.name!r}"

@@ -1,0 +1,207 @@
+"""Soft membership: the members of a job now, kept by the process that all dial (the driver, or a queue's controller).
+
+The registry is pure and has an injected clock: ``register``, ``heartbeat``, ``leave`` and ``sweep`` are its events;
+``attach`` connects it to a server and a clock that ticks. Nothing is stored: a restarted directory is empty, answers
+the first heartbeat of everybody with ``known=False``, and so learns all members anew within one heartbeat. An
+incarnation (uuid hex) names one run of one process for ever, and is its worker id everywhere.
+
+Invariants: at most one incarnation of a (role, index) is a member; one that was replaced, or is of an older attempt,
+never comes back (Fenced); ``on_leave`` is told exactly once for each ``on_join``, and before the join of a replacement;
+time during which the directory itself did not run (stopped, starved) is nobody's silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from asyncflow.errors import Fenced
+from asyncflow.rpc.membership import (
+    HEARTBEAT,
+    LEAVE,
+    REGISTER,
+    Beat,
+    Beaten,
+    Directives,
+    Leave,
+    Left,
+    Member,
+    Registered,
+    Status,
+)
+from asyncflow.rpc.server import RpcServer
+
+log = logging.getLogger(__name__)
+
+_REMEMBERED = 100_000
+
+
+@dataclass
+class _Entry:
+    member: Member
+    seen: float
+    status: Status = field(default_factory=dict)
+
+
+def _no_directives(_member: Member) -> Directives:
+    return Directives()
+
+
+class Directory:
+    """Knows the members of a job.
+
+    heartbeat_s: how often members report; lost_after_s: how long one may be silent; clock: monotonic seconds.
+    on_join, on_leave: lists of functions to be told, in order, at once; directives: what is wanted of a member.
+    """
+
+    def __init__(
+        self, *, heartbeat_s: float = 1.0, lost_after_s: float = 5.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if not 0 < heartbeat_s < lost_after_s:
+            raise ValueError(f"lost_after_s ({lost_after_s}) must be longer than heartbeat_s ({heartbeat_s})")
+        self.heartbeat_s = heartbeat_s
+        self.lost_after_s = lost_after_s
+        self.revision = 0
+        self.on_join: list[Callable[[Member], None]] = []
+        self.on_leave: list[Callable[[Member, str], None]] = []
+        self.directives: Callable[[Member], Directives] = _no_directives
+        self._clock = clock
+        self._entries: dict[tuple[str, int], _Entry] = {}
+        self._places: dict[str, tuple[str, int]] = {}
+        self._replaced: OrderedDict[str, None] = OrderedDict()
+        self._swept = clock()
+        self._sweeper: asyncio.Task[None] | None = None
+
+    def members(self, role: str | None = None) -> list[Member]:
+        """Return the members (of ``role``), ordered by role and index."""
+        return [self._entries[place].member for place in sorted(self._entries) if role in (None, place[0])]
+
+    def member(self, incarnation: str) -> Member | None:
+        """Return the member that ``incarnation`` is now, if it is one."""
+        place = self._places.get(incarnation)
+        return None if place is None else self._entries[place].member
+
+    def status(self, incarnation: str) -> Status:
+        """Return what the member said of itself last; empty if nothing, or if it is no member."""
+        place = self._places.get(incarnation)
+        return {} if place is None else self._entries[place].status
+
+    def silent_s(self, incarnation: str) -> float | None:
+        """Return the seconds since the member was heard last; None if it is no member."""
+        place = self._places.get(incarnation)
+        return None if place is None else self._clock() - self._entries[place].seen
+
+    def register(self, member: Member) -> Registered:
+        """Take ``member`` in, in place of an earlier incarnation of its (role, index).
+
+        Raises Fenced where it was itself replaced before, or is of an older attempt than the member in its place.
+        """
+        place = (member.role, member.index)
+        old = self._entries.get(place)
+        if member.incarnation in self._replaced or (old is not None and member.attempt < old.member.attempt):
+            hint = "This process must end: another one does its work"
+            raise Fenced(f"{member} was replaced by a newer incarnation", where="directory", hint=hint)
+        if self._places.get(member.incarnation, place) != place:
+            raise Fenced(f"incarnation {member.incarnation} is already {self.member(member.incarnation)}")
+        if old is not None and old.member.incarnation == member.incarnation:
+            old.seen = self._clock()
+            if old.member != member:
+                old.member = member
+                self.revision += 1
+        else:
+            if old is not None:
+                self._remember_replaced(old.member.incarnation)
+                self._remove(place, "replaced by a newer incarnation")
+            self._entries[place] = _Entry(member, self._clock())
+            self._places[member.incarnation] = place
+            self.revision += 1
+            log.info("%s joined (%s)", member, member.incarnation)
+            for told in self.on_join:
+                told(member)
+        return Registered(
+            revision=self.revision,
+            peers=self.members(),
+            heartbeat_s=self.heartbeat_s,
+            lost_after_s=self.lost_after_s,
+        )
+
+    def heartbeat(self, beat: Beat) -> Beaten:
+        """Note that a member lives, and answer with what it does not know yet."""
+        place = self._places.get(beat.incarnation)
+        if place is None:
+            return Beaten(known=False)
+        entry = self._entries[place]
+        entry.seen = self._clock()
+        entry.status = beat.status
+        peers = None if beat.revision == self.revision else self.members()
+        return Beaten(known=True, revision=self.revision, peers=peers, directives=self.directives(entry.member))
+
+    def leave(self, incarnation: str, reason: str) -> None:
+        """Let a member go; nothing happens if it is none."""
+        place = self._places.get(incarnation)
+        if place is not None:
+            self._remove(place, reason)
+
+    def sweep(self) -> list[Member]:
+        """Let go all who were silent for ``lost_after_s``, and give them; to be called about every ``heartbeat_s``."""
+        now = self._clock()
+        asleep = max(0.0, now - self._swept - 2 * self.heartbeat_s)
+        self._swept = now
+        if asleep:
+            log.warning("the directory itself did not run for %.1f s", asleep)
+            for entry in self._entries.values():
+                entry.seen = min(now, entry.seen + asleep)
+        lost = [place for place, entry in self._entries.items() if now - entry.seen >= self.lost_after_s]
+        members = [self._entries[place].member for place in lost]
+        for place in lost:
+            self._remove(place, f"silent for {self.lost_after_s:g} s")
+        return members
+
+    def attach(self, server: RpcServer) -> None:
+        """Serve members through ``server`` and sweep from the running loop, until ``close``."""
+        server.route(REGISTER, Member, self._on_register)
+        server.route(HEARTBEAT, Beat, self._on_heartbeat)
+        server.route(LEAVE, Leave, self._on_leave)
+        self._swept = self._clock()
+        self._sweeper = asyncio.get_running_loop().create_task(self._sweep_for_ever(), name="directory sweep")
+
+    async def close(self) -> None:
+        """Stop sweeping."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.wait([self._sweeper])
+
+    def _remove(self, place: tuple[str, int], reason: str) -> None:
+        member = self._entries.pop(place).member
+        del self._places[member.incarnation]
+        self.revision += 1
+        log.info("%s left (%s): %s", member, member.incarnation, reason)
+        for told in self.on_leave:
+            told(member, reason)
+
+    def _remember_replaced(self, incarnation: str) -> None:
+        self._replaced[incarnation] = None
+        if len(self._replaced) > _REMEMBERED:
+            self._replaced.popitem(last=False)
+
+    async def _sweep_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self.heartbeat_s / 2)
+            try:
+                self.sweep()
+            except Exception:
+                log.exception("a hook of the directory failed")
+
+    async def _on_register(self, member: Member, _frames: Sequence[memoryview]) -> Registered:
+        return self.register(member)
+
+    async def _on_heartbeat(self, beat: Beat, _frames: Sequence[memoryview]) -> Beaten:
+        return self.heartbeat(beat)
+
+    async def _on_leave(self, request: Leave, _frames: Sequence[memoryview]) -> Left:
+        self.leave(request.incarnation, request.reason)
+        return Left()

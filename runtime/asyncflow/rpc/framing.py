@@ -1,0 +1,470 @@
+"""Messages in a byte stream, without any I/O: how they are cut, the first one of each side, the headers of calls.
+
+A message of parts is one *block* (how many parts, the size of each, the bytes of the small ones), behind its length,
+then each large part. Large parts are neither joined nor copied: they are sent from where they lie and received where
+they stay. A call is a message ``[header, body, *frames]``: header and body msgpack, frames raw bytes.
+
+The first message of each side says who calls, then which server answers:
+
+    caller                                                     server
+    magic, length, the caller's URI              ->
+                                                 <-            magic, server
+
+The URI (``identity.ProcessIdentity.uri``) is empty where the caller has no certificate. Over TLS it must be the one
+that its certificate names; from a Unix socket it is believed, since the kernel says that the same user calls, who
+could read the certificates anyway. A caller that dialled another server, whose port has been used again, goes no
+further. Nothing here is a proof: that is TLS's, or the kernel's.
+
+Invariants: parts come out as they went in, whole messages only and in order, or the stream ends with a ProtocolError;
+no size is believed beyond ``most``, and memory is touched only by bytes that came; what lies unsent is known to the
+byte; whatever bytes come, they are a message of this protocol or an error that says what they are not.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import struct
+import threading
+from collections import deque
+from collections.abc import Generator, Hashable, Iterator, Sequence
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from asyncflow.errors import AsyncFlowError, ProtocolError, Refused, from_wire
+from asyncflow.identity import ProcessIdentity
+from asyncflow.rpc.columns import LARGE, Buffer
+
+SERVER_SIZE = 8
+ANYBODY = bytes(SERVER_SIZE)
+"""Stands for whichever server answers; no server is called so."""
+
+
+def new_server() -> bytes:
+    """Return what no other server is called."""
+    return os.urandom(SERVER_SIZE)
+
+
+MAX_PARTS = 1 << 17
+LENGTH = struct.Struct("<Q")
+COUNT = struct.Struct("<I")
+
+
+@functools.lru_cache(64)
+def table_of(count: int) -> struct.Struct:
+    """Return the beginning of the block of ``count`` parts: their number, and the size of each."""
+    return struct.Struct(f"<I{count}Q")
+
+
+_DIRECT = 1 << 14
+"""Missing bytes from which on they are received where they stay."""
+_TO_COME = memoryview(b"")
+
+_CutUp: TypeAlias = tuple[list[memoryview], list[tuple[int, int]]]
+
+
+class Inbox:
+    """Messages that come: ``room`` says where the next bytes go, ``took`` how many came. Parts own their memory.
+
+    most: bytes of one message; staging: memory for bytes that do not stay there, which inboxes of one thread may share.
+    """
+
+    def __init__(self, *, most: int, staging: memoryview) -> None:
+        self._most = most
+        self._staging = staging
+        self._whole: list[list[memoryview]] = []
+        self._between = True
+        self._direct = False
+        self._filled = 0
+        self._reader = self._read()
+        self._target = next(self._reader)
+
+    def room(self) -> memoryview:
+        """Return the memory for the next bytes."""
+        self._direct = len(self._target) - self._filled >= _DIRECT
+        return self._target[self._filled :] if self._direct else self._staging
+
+    def took(self, count: int) -> list[list[memoryview]]:
+        """Take in ``count`` bytes that were put into ``room``; give the messages that are whole now."""
+        if self._direct:
+            self._fill(count)
+        else:
+            begin = 0
+            while begin < count:
+                if self._between and not self._filled and (end := self._take_blocks(begin, count)) > begin:
+                    begin = end
+                    continue
+                step = min(count - begin, len(self._target) - self._filled)
+                self._target[self._filled : self._filled + step] = self._staging[begin : begin + step]
+                begin += step
+                self._fill(step)
+        whole, self._whole = self._whole, []
+        return whole
+
+    def close(self) -> None:
+        """Let go of what has not come whole; nothing more comes."""
+        self._reader.close()
+        self._target = _TO_COME
+
+    def _take_blocks(self, begin: int, count: int) -> int:
+        """Take the blocks that lie whole in the staging memory from ``begin`` on; give where the rest begins."""
+        staging = self._staging
+        while count - begin >= LENGTH.size:
+            start = begin + LENGTH.size
+            end: int = start + LENGTH.unpack_from(staging, begin)[0]
+            if end > count or end - start < COUNT.size:
+                break
+            block = memoryview(bytearray(staging[start:end]))
+            parts, large = self._cut_up(block)
+            if large:
+                self._target = self._reader.send((parts, large))
+                return end
+            self._whole.append(parts)
+            begin = end
+        return begin
+
+    def _fill(self, count: int) -> None:
+        self._filled += count
+        while self._filled == len(self._target):
+            self._target, self._filled = next(self._reader), 0
+
+    def _read(self) -> Generator[memoryview, _CutUp | None, None]:
+        """Yield the memory that must be filled next, message after message; takes a block that came otherwise."""
+        length = memoryview(bytearray(LENGTH.size))
+        while True:
+            self._between = True
+            opened = yield length
+            self._between = False
+            if opened is None:
+                size = LENGTH.unpack(length)[0]
+                if not COUNT.size <= size <= self._most + COUNT.size + 8 * MAX_PARTS:
+                    raise ProtocolError(f"a message begins with {size} bytes where {self._most} are allowed")
+                block = _memory(size)
+                yield block
+                opened = self._cut_up(block)
+            parts, large = opened
+            for index, size in large:
+                parts[index] = _memory(size)
+                yield parts[index]
+            self._whole.append(parts)
+            del opened, parts
+
+    def _found(self, word: int) -> memoryview | None:
+        """Return the large part that ``word`` of a block places elsewhere; None where ``word`` is its size."""
+        del word
+        return None
+
+    def _cut_up(self, block: memoryview) -> _CutUp:
+        """Return the parts of which ``block`` tells: the small ones, and for each large one its place and size."""
+        (count,) = COUNT.unpack_from(block)
+        at = COUNT.size + 8 * count
+        if count > MAX_PARTS or at > len(block):
+            raise ProtocolError(f"a block of {len(block)} bytes cannot name {count} parts")
+        _, *sizes = table_of(count).unpack_from(block)
+        total = len(block) - at
+        parts: list[memoryview] = []
+        large: list[tuple[int, int]] = []
+        for size in sizes:
+            if size >= LARGE:
+                found = self._found(size)
+                if found is None:
+                    large.append((len(parts), size))
+                parts.append(_TO_COME if found is None else found)
+                total += size if found is None else len(found)
+                continue
+            parts.append(block[at : at + size])
+            at += size
+        if at != len(block):
+            raise ProtocolError(f"the small parts of a message do not fill its block of {len(block)} bytes")
+        if total > self._most:
+            raise ProtocolError(f"a message of {total} bytes came where {self._most} are allowed")
+        return parts, large
+
+
+def _memory(size: int) -> memoryview:
+    return np.empty(size, np.uint8).data
+
+
+_AHEAD = 4
+
+
+class Outbox:
+    """Messages that go, by key, in order: ``views`` gives what to send next, ``sent`` takes what went."""
+
+    def __init__(self) -> None:
+        self._messages: dict[Hashable, tuple[Sequence[Buffer], list[int]]] = {}
+        self._waiting = 0
+        self._under_way = 0
+        self._following: Iterator[Buffer] | None = None
+        self._views: deque[Buffer] = deque()
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def in_one(self, parts: Sequence[Buffer]) -> Buffer | None:
+        """Return the bytes of a message of small parts that nothing waits before; None where it must be ``push``ed.
+
+        They go now, and what does not go of them is to be ``keep``t.
+        """
+        if self._views or self._messages or self._following is not None:
+            return None
+        sizes = _sizes(parts)
+        length = sum(sizes)
+        if length >= LARGE and max(sizes) >= LARGE:
+            return None
+        return self._block(sizes, parts, length=length)
+
+    def keep(self, rest: Buffer) -> None:
+        """Have ``rest``, the end of what ``in_one`` gave, go next."""
+        self._views.append(rest)
+
+    def push(self, key: Hashable, parts: Sequence[Buffer]) -> None:
+        """Put a message behind the others. Its large parts must not change until they went."""
+        self.withdraw(key)
+        sizes = _sizes(parts)
+        self._messages[key] = parts, sizes
+        self._waiting += sum(sizes)
+
+    def withdraw(self, key: Hashable) -> bool:
+        """Take back a message of which nothing went yet, and say whether that was so."""
+        if (message := self._messages.pop(key, None)) is None:
+            return False
+        self._waiting -= sum(message[1])
+        return True
+
+    def views(self) -> list[Buffer]:
+        """Return some of the next bytes; nothing when all went."""
+        while len(self._views) < _AHEAD and (first := self._next()):
+            self._views.append(first)
+        return list(self._views)
+
+    def sent(self, count: int) -> None:
+        """Take note that the first ``count`` bytes of ``views`` went."""
+        while count:
+            first = self._views[0]
+            if count < len(first):
+                self._views[0] = memoryview(first)[count:]
+                return
+            count -= len(first)
+            self._views.popleft()
+
+    def close(self) -> None:
+        """Let go of what did not go; nothing more goes."""
+        self._messages.clear()
+        self._views.clear()
+        self._following = None
+        self._waiting = self._under_way = 0
+
+    @property
+    def idle(self) -> bool:
+        """True when all went."""
+        return not self._messages and not self._views and self._following is None
+
+    @property
+    def unsent(self) -> int:
+        """The bytes that lie here, large parts included."""
+        return self._waiting + self._under_way + sum(map(len, self._views))
+
+    def _next(self) -> Buffer | None:
+        """Return what goes next; nothing where that is nothing now."""
+        first = None
+        if self._following is not None and (first := next(self._following, None)) is None:
+            self._following = None
+        if first is None and self._messages:
+            parts, sizes = self._messages.pop(next(iter(self._messages)))
+            self._waiting -= sum(sizes)
+            first, self._following = self._cut(parts, sizes)
+        return first
+
+    def _cut(self, parts: Sequence[Buffer], sizes: Sequence[int]) -> tuple[Buffer, Iterator[Buffer] | None]:
+        """Return the first extent of a message, and those that come after it, if any do."""
+        words: list[int] = []
+        small: list[Buffer] = []
+        large: list[memoryview] = []
+        length = 0
+        for part, size in zip(parts, sizes, strict=True):
+            if size < LARGE:
+                small.append(part)
+                length += size
+                words.append(size)
+                continue
+            view = memoryview(part).cast("B")
+            place = self._elsewhere(view)
+            words.append(size if place is None else place)
+            if place is None:
+                large.append(view)
+        self._under_way = sum(map(len, large))
+        return self._block(words, small, length=length), self._rest(large) if large else None
+
+    def _block(self, sizes: Sequence[int], small: Sequence[Buffer], *, length: int) -> Buffer:
+        """Return a block, behind its length. length: bytes of the small parts."""
+        table = table_of(len(sizes)).pack(len(sizes), *sizes)
+        return b"".join([LENGTH.pack(len(table) + length), table, *small])
+
+    def _elsewhere(self, part: memoryview) -> int | None:
+        """Put a large part where the peer finds it, and return what the block says instead of its size.
+
+        None where the part is to be sent.
+        """
+        del part
+        return None
+
+    def _rest(self, large: Sequence[memoryview]) -> Iterator[Buffer]:
+        """Yield the large parts, one after another."""
+        for view in large:
+            self._under_way -= len(view)
+            yield view
+
+
+def _sizes(parts: Sequence[Buffer]) -> list[int]:
+    return [len(part) if type(part) is bytes else memoryview(part).nbytes for part in parts]
+
+
+_MAGIC = b"AFh4"
+_TLS = b"\x16\x03"
+HEAD_SIZE = len(_MAGIC) + 1
+"""Bytes of what is read first of a caller."""
+WELCOME_SIZE = len(_MAGIC) + SERVER_SIZE
+_LONGEST = 255
+
+
+def hello(process: ProcessIdentity | None) -> bytes:
+    """Return what a caller says. Raises ProtocolError where its name is too long to be said."""
+    uri = process.uri.encode() if process is not None else b""
+    if len(uri) > _LONGEST:
+        raise ProtocolError(f"{process} of job {process and process.job} has too long a name")
+    return _MAGIC + bytes([len(uri)]) + uri
+
+
+def rest_of_hello(head: bytes) -> int:
+    """Return how many bytes follow the first ``HEAD_SIZE`` of a caller. Raises ProtocolError where it is none."""
+    if head.startswith(_MAGIC):
+        return head[-1]
+    what = "speaks TLS, and this process has no certificate" if head.startswith(_TLS) else "is no part of this protocol"
+    raise ProtocolError(f"the peer {what}", hint="Does one side have a certificate, and the other none?")
+
+
+def caller(rest: bytes) -> ProcessIdentity | None:
+    """Return who says to call; None where it does not say. Raises ProtocolError where that is no name."""
+    if not rest:
+        return None
+    found = ProcessIdentity.of(rest.decode(errors="replace"))
+    if found is None:
+        raise ProtocolError("the peer calls itself by what is no name")
+    return found
+
+
+def welcome(server: bytes) -> bytes:
+    """Return what a server says that lets a caller in."""
+    return _MAGIC + server
+
+
+def check_welcome(came: bytes, *, dialled: bytes) -> None:
+    """Take in what a server says. Raises ProtocolError where it is not the one that was dialled."""
+    if not came.startswith(_MAGIC):
+        raise ProtocolError("the peer is no part of this protocol")
+    if dialled not in (ANYBODY, came[len(_MAGIC) :]):
+        raise ProtocolError("another server is at this address now", hint="The one that was dialled is gone")
+
+
+MAX_MESSAGE = 1 << 30
+"""Most bytes of a message, frames included, where nothing else is said."""
+MAX_FRAMES = 65_536
+MAX_TIMEOUT = 7 * 86_400.0
+_HEADER_ROOM = 1024
+
+CallId = Annotated[int, Meta(ge=0)]
+
+
+class Call(Struct, frozen=True, array_like=True, tag="c1"):
+    """Header of a request. timeout: seconds that the caller will still wait; frames: how many follow the body."""
+
+    call: CallId
+    method: Annotated[str, Meta(max_length=128)]
+    timeout: float
+    frames: Annotated[int, Meta(ge=0, le=MAX_FRAMES)]
+
+
+class Cancel(Struct, frozen=True, array_like=True, tag="x1"):
+    """Header without a body: the caller of ``call`` waits no longer."""
+
+    call: CallId
+
+
+class Answer(Struct, frozen=True, array_like=True, tag="a1"):
+    """Header of a reply: body and frames are what the handler gave."""
+
+    call: CallId
+    frames: Annotated[int, Meta(ge=0, le=MAX_FRAMES)]
+
+
+class Failure(Struct, frozen=True, array_like=True, tag="f1"):
+    """Header of a reply that is an error: the body is ``AsyncFlowError.to_wire()``."""
+
+    call: CallId
+
+
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError)
+"""What a decoder raises for bytes that are not what they should be; msgspec passes on what UTF-8 has to say."""
+
+encode = msgspec.msgpack.Encoder().encode
+to_server = msgspec.msgpack.Decoder(Call | Cancel).decode
+to_client = msgspec.msgpack.Decoder(Answer | Failure).decode
+error_body = msgspec.msgpack.Decoder(dict[str, str]).decode
+
+_building = threading.Lock()
+os.register_at_fork(before=_building.acquire, after_in_parent=_building.release, after_in_child=_building.release)
+
+
+def encode_request(method: str, request: Struct) -> bytes:
+    """Return the body of a call. Raises Refused where a text in it is not Unicode."""
+    try:
+        return encode(request)
+    except UnicodeEncodeError as wrong:
+        raise Refused(f"a text is not Unicode: {wrong}", where=method, hint="Give texts without surrogates") from None
+
+
+@functools.cache
+def decoder_of(kind: type[Struct]) -> msgspec.msgpack.Decoder[Any]:
+    """Return the decoder of ``kind``, in any thread: where two first need a struct at once, msgspec itself crashes.
+
+    A fork waits until none is half built.
+    """
+    with _building:
+        return msgspec.msgpack.Decoder(kind)
+
+
+def check_call(header: Call, parts: int) -> None:
+    """Refuse a request whose header does not fit its ``parts`` (header, body and frames) or whose timeout is none."""
+    if parts != 2 + header.frames:
+        raise ProtocolError(f"a request of {header.frames} frames came in {parts} parts")
+    if not 0 < header.timeout <= MAX_TIMEOUT:
+        raise ProtocolError(f"a request has a timeout of {header.timeout} s")
+
+
+def check_size(what: str, method: str, body: bytes, frames: Sequence[Buffer], *, limit: int) -> int:
+    """Return the bytes of a message; ProtocolError where it holds more than ``limit`` of them, or too many frames."""
+    size = len(body) + (sum([memoryview(frame).nbytes for frame in frames]) if frames else 0)
+    if size + _HEADER_ROOM > limit or len(frames) > MAX_FRAMES:
+        hint = f"Split it: at most {limit} bytes and {MAX_FRAMES} frames go in one message"
+        raise ProtocolError(f"{what} {method} has {size} bytes in {len(frames)} frames", hint=hint)
+    return size
+
+
+def read_answer(parts: Sequence[memoryview], *, where: str) -> tuple[int, AsyncFlowError | None]:
+    """Return the call that a message answers, -1 where it answers none, and the error if the answer is one."""
+    try:
+        header = to_client(parts[0])
+    except (IndexError, *MALFORMED):
+        return -1, None
+    if isinstance(header, Failure):
+        try:
+            return header.call, from_wire(error_body(parts[1]))
+        except (IndexError, *MALFORMED):
+            return header.call, ProtocolError("an error came that cannot be read", where=where)
+    if len(parts) == 2 + header.frames:
+        return header.call, None
+    return header.call, ProtocolError(f"an answer of {header.frames} frames came in {len(parts)} parts", where=where)

@@ -1,0 +1,341 @@
+"""HTTP of a role, by aiohttp: its metrics, its probes, and the routes that the role adds.
+
+Invariants: a server without a guard changes nothing, it answers GET and HEAD only; one with a guard is TLS 1.3, and
+answers nobody who has neither a certificate of the job for such a role nor the bearer token of its file; the error of a
+handler is answered as JSON in the words of the error tree, never with a traceback; a new caller is let in at the cost
+of the oldest idle connection where there are too many or no descriptor is left, so idle callers keep no probe waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hmac
+import json
+import logging
+import resource
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from aiohttp import web
+from aiohttp.http import HttpProcessingError
+from aiohttp.typedefs import Handler
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, Refused
+from asyncflow.rpc import addresses
+from asyncflow.rpc.tls import Credentials, Stranger, refusal
+
+log = logging.getLogger(__name__)
+
+Ready: TypeAlias = Callable[[], tuple[bool, str]]
+"""Whether a role is ready, and the reason in a few words."""
+
+READING: Final = ("GET", "HEAD")
+"""Methods that change nothing."""
+MAX_BODY: Final = 1 << 20
+"""Bytes of a request's body that a handler may read."""
+MAX_LINE: Final = 2 << 10
+"""Bytes of the request line, and of each header field, of which there may be ``_MAX_FIELDS``."""
+MAX_CONNECTIONS: Final = 512
+"""Connections of one server; fewer where they would be more than an eighth of the process's descriptors."""
+_MAX_FIELDS = 32
+_IDLE_S = 75.0
+_CLOSE_S = 0.25
+"""Seconds that aiohttp gives a handler to end, and then again to be cancelled."""
+_SHAKE_S = 10.0
+_BACKLOG = 1024
+_PAUSE_S = 0.1
+_SHORTAGE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_STATUS: list[tuple[type[AsyncFlowError], HTTPStatus]] = [
+    (ManifestError, HTTPStatus.BAD_REQUEST),
+    (Refused, HTTPStatus.CONFLICT),
+    (DeadlineExceeded, HTTPStatus.GATEWAY_TIMEOUT),
+]
+
+
+def ready() -> tuple[bool, str]:
+    """Say that there is nothing to wait for."""
+    return True, "ready"
+
+
+def role_routes(
+    registry: CollectorRegistry, *, ready: Ready = ready, refreshed: Sequence[Callable[[], Awaitable[None]]] = ()
+) -> list[web.RouteDef]:
+    """Return the routes that every role has: ``/metrics``, ``/healthz`` and ``/readyz``.
+
+    registry: the metrics that are shown; ready: asked by ``/readyz``; refreshed: called before the metrics are read.
+    """
+
+    async def metrics(request: web.Request) -> web.Response:
+        for refresh in refreshed:
+            await refresh()
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        return web.Response(body=encode(registry), headers={"Content-Type": content_type})
+
+    async def healthz(_request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def readyz(_request: web.Request) -> web.Response:
+        is_ready, reason = ready()
+        status = HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
+        return web.Response(text=f"{reason}\n", status=status)
+
+    return [web.get("/metrics", metrics), web.get("/healthz", healthz), web.get("/readyz", readyz)]
+
+
+class Guard:
+    """Decides who may change things over HTTPS.
+
+    credentials: of this process; roles: those whose certificate is enough; token_file: holds the bearer token of people
+    without one, read at each request so that it can be changed; refused: told why somebody was refused, and by which
+    reason that is counted.
+    """
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        *,
+        roles: Collection[str],
+        token_file: Path | None = None,
+        refused: Callable[[str, str], None] = lambda *_: None,
+    ) -> None:
+        self._credentials = credentials
+        self._roles = roles
+        self._token_file = token_file
+        self._refused = refused
+
+    def context(self) -> ssl.SSLContext:
+        """Return the context for the next connection."""
+        return self._credentials.web()
+
+    def unshaken(self, error: BaseException) -> None:
+        """Count a connection of which the handshake failed."""
+        if isinstance(error, ssl.SSLError):
+            stranger = refusal(error)
+            self._refused(stranger.what, stranger.reason)
+
+    def check(self, request: web.Request) -> None:
+        """Raise HTTPForbidden for the certificate of another role, HTTPUnauthorized for none and no right token."""
+        shaken: Any = request.transport.get_extra_info("ssl_object") if request.transport is not None else None
+        caller = "whoever shows no certificate"
+        if shaken is not None and shaken.getpeercert():
+            try:
+                process = self._credentials.peer(shaken)
+            except Stranger as stranger:
+                self._refused(stranger.what, stranger.reason)
+                raise web.HTTPForbidden(text=stranger.what) from stranger
+            if process.role in self._roles:
+                return
+            caller = str(process)
+        if self._has_token(request):
+            return
+        what = f"{caller} may not {request.method} {request.path}"
+        self._refused(what, "access")
+        if shaken is not None and shaken.getpeercert():
+            raise web.HTTPForbidden(text=what)
+        raise web.HTTPUnauthorized(text="the bearer token is missing or wrong")
+
+    def _has_token(self, request: web.Request) -> bool:
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if self._token_file is None or scheme.lower() != "bearer":
+            return False
+        try:
+            token = self._token_file.read_bytes().strip()
+        except OSError as error:
+            log.error("the token file cannot be read: %s", error)
+            return False
+        return bool(token) and hmac.compare_digest(token, given.strip().encode(errors="surrogateescape"))
+
+
+class HttpServer:
+    """Serves ``routes`` from the running event loop. guard: lets in who may change things; None for nobody."""
+
+    def __init__(self, routes: Iterable[web.RouteDef], *, guard: Guard | None = None) -> None:
+        self._guard = guard
+        self._busy: set[web.RequestHandler] = set()
+        app = web.Application(middlewares=[self._answer], client_max_size=MAX_BODY)
+        app.add_routes(routes)
+        self._runner = web.AppRunner(
+            app,
+            logger=_AiohttpLog(log, {}),
+            access_log=None,
+            keepalive_timeout=_IDLE_S,
+            shutdown_timeout=_CLOSE_S,
+            max_line_size=MAX_LINE,
+            max_field_size=MAX_LINE,
+            max_headers=_MAX_FIELDS,
+        )
+        self._listener: _Listener | None = None
+
+    async def start(
+        self, host: str = "127.0.0.1", port: int = 0, *, advertise: str = "", bound: socket.socket | None = None
+    ) -> str:
+        """Start to serve and return the URL that others dial, at the host ``advertise`` if that is set.
+
+        Port 0 takes any free one; bound: a socket to listen on that already has host and port. Raises Refused where it
+        cannot listen.
+        """
+        try:
+            if bound is None:
+                places = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                bound = socket.create_server(places[0][4], family=places[0][0])
+            bound.listen(_BACKLOG)
+        except OSError as error:
+            hint = "Another process may hold that port"
+            raise Refused(f"cannot listen at {self._scheme}://{host}:{port}: {error}", hint=hint) from error
+        await self._runner.setup()
+        assert self._runner.server is not None
+        self._listener = _Listener(bound, self._runner.server, self._busy, guard=self._guard)
+        return f"{self._scheme}://{await addresses.dialled(host, advertise)}:{bound.getsockname()[1]}"
+
+    async def close(self) -> None:
+        """Stop serving and end all connections, within a second."""
+        if self._listener is not None:
+            await self._listener.close()
+        await self._runner.cleanup()
+
+    @property
+    def _scheme(self) -> str:
+        return "http" if self._guard is None else "https"
+
+    @web.middleware
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self._busy.add(request.protocol)
+        try:
+            if self._guard is not None:
+                self._guard.check(request)
+            elif request.method not in READING:
+                raise web.HTTPMethodNotAllowed(request.method, READING, text="this port is for reading only")
+            return await handler(request)
+        except web.HTTPException as error:
+            error.text = json.dumps({"what": error.text})
+            error.content_type = "application/json"
+            raise
+        except AsyncFlowError as error:
+            status = next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+            return web.json_response(error.to_wire(), status=status)
+        except Exception:
+            log.exception("%s %s failed", request.method, request.path)
+            return web.json_response({"what": "an error of the server; its log says which"}, status=500)
+        finally:
+            self._busy.discard(request.protocol)
+
+
+class _Listener:
+    """Accepts connections for a server of aiohttp, which bounds neither their number nor who has to go first.
+
+    Invariant: while this process has no descriptor left, one caller is served by the descriptor held in reserve, which
+    is held again as soon as that connection is closed.
+    """
+
+    def __init__(
+        self,
+        bound: socket.socket,
+        server: web.Server,
+        busy: Collection[web.RequestHandler],
+        *,
+        guard: Guard | None,
+    ) -> None:
+        bound.setblocking(False)
+        self._socket = bound
+        self._reserve = socket.socket()
+        self._server = server
+        self._busy = busy
+        self._guard = guard
+        self._most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
+        self._beginning: dict[asyncio.Task[Any], None] = {}
+        self._loop = asyncio.get_running_loop()
+        self._listen()
+
+    async def close(self) -> None:
+        """Accept nobody any more; whoever was accepted is known to the server from then on."""
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        self._reserve.close()
+        if self._beginning:
+            await asyncio.wait(self._beginning)
+
+    def _listen(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._hold_reserve()
+            self._loop.add_reader(self._socket, self._accept)
+
+    def _hold_reserve(self) -> None:
+        if self._reserve.fileno() < 0 <= self._socket.fileno():
+            with contextlib.suppress(OSError):
+                self._reserve = socket.socket()
+
+    def _accept(self) -> None:
+        """Accept one caller; the event loop comes back for the others, and for one who waits for a descriptor."""
+        try:
+            connection = self._socket.accept()[0]
+        except OSError as error:
+            if error.errno in _SHORTAGE and not self._make_room():
+                self._loop.remove_reader(self._socket)
+                self._loop.call_later(_PAUSE_S, self._listen)
+                self._reserve.close()
+                with contextlib.suppress(OSError):
+                    self._begin(_ByReserve(self._socket.accept()[0], closed=self._hold_reserve))
+            return
+        if len(self._server.connections) + len(self._beginning) < self._most or self._make_room():
+            self._begin(connection)
+        else:
+            connection.close()
+
+    def _begin(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        tls: dict[str, Any] = {}
+        if self._guard is not None:
+            tls = {"ssl": self._guard.context(), "ssl_handshake_timeout": _SHAKE_S}
+        connecting = self._loop.connect_accepted_socket(self._server, connection, **tls)
+        beginning = self._loop.create_task(connecting)
+        self._beginning[beginning] = None
+        beginning.add_done_callback(self._begun)
+
+    def _begun(self, beginning: asyncio.Task[Any]) -> None:
+        self._beginning.pop(beginning, None)
+        if not beginning.cancelled() and (error := beginning.exception()) is not None:
+            if self._guard is None:
+                log.debug("a connection was not made: %s", error)
+            else:
+                self._guard.unshaken(error)
+
+    def _make_room(self) -> bool:
+        """End the oldest connection that no handler works for, or whose handshake goes on; return whether one was."""
+        for handler in self._server.connections:
+            transport = handler.transport
+            if handler not in self._busy and transport is not None and not transport.is_closing():
+                transport.abort()  # close() would wait for a caller that does not read
+                return True
+        if self._guard is not None and (unshaken := next(iter(self._beginning), None)) is not None:
+            del self._beginning[unshaken]
+            unshaken.cancel()
+            return True
+        return False
+
+
+class _ByReserve(socket.socket):
+    """A connection accepted by the descriptor in reserve. closed: called as soon as that is free again."""
+
+    def __init__(self, accepted: socket.socket, *, closed: Callable[[], None]) -> None:
+        super().__init__(fileno=accepted.detach())
+        self._when_closed = closed
+
+    def close(self) -> None:
+        super().close()
+        self._when_closed()
+
+
+class _AiohttpLog(logging.LoggerAdapter[logging.Logger]):
+    """Log of aiohttp without requests that are no HTTP: a port scan would fill the log with their tracebacks."""
+
+    def exception(self, msg: object, *args: object, exc_info: Any = True, **kwargs: Any) -> None:
+        level = logging.DEBUG if isinstance(exc_info, (HttpProcessingError, web.RequestPayloadError)) else logging.ERROR
+        self.log(level, msg, *args, exc_info=exc_info, **kwargs)

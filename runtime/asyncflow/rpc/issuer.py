@@ -1,0 +1,92 @@
+"""The certificate authority of a job on one machine, in a folder that only its user may look into.
+
+    FOLDER/seed              all that the authority consists of, with the job's name, which is drawn at random
+    FOLDER/ROLE-INDEX/       the certificate of a process, as ``net.tls`` reads it
+
+Invariant: whoever opens the folder again goes on with the same authority, so that processes which were started before
+and after know each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncflow.api.names import STORE_ROLES, STORE_SECRET
+from asyncflow.durable import write_whole
+from asyncflow.errors import ManifestError
+from asyncflow.plan.certificates import SEED_BYTES, Authority, period_of
+from asyncflow.rpc.tls import Credentials, keep
+
+log = logging.getLogger(__name__)
+
+_RENEW_S = 3600.0
+
+
+class Issuer:
+    """Issues certificates in ``folder``, which is made where it is not there, by the authority that it holds.
+
+    Raises ManifestError where what lies there is none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._issued: dict[tuple[str, int], int] = {}
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        kept = folder / "seed"
+        if not kept.exists():
+            write_whole(kept, f"{uuid.uuid4()} {os.urandom(SEED_BYTES).hex()}\n".encode(), mode=0o600)
+        try:
+            job, seed = kept.read_text("ascii").split()
+            self.authority = Authority(seed=bytes.fromhex(seed), job=job)
+        except ValueError as error:
+            hint = "Remove the folder, and start all processes of this job anew"
+            raise ManifestError("there is no certificate authority", where=str(kept), hint=hint) from error
+
+    def issue(self, role: str, index: int = 0) -> Path:
+        """Write the certificate of a process for the present period, and return its folder."""
+        self._write(role, index, period_of(time.time()))
+        return self.folder / f"{role}-{index}"
+
+    def credentials(self, role: str, index: int = 0) -> Credentials:
+        """Issue a certificate, and be that process."""
+        return Credentials(self.issue(role, index))
+
+    def renew(self) -> None:
+        """Write those again that were issued for a period which is over."""
+        now = period_of(time.time())
+        for (role, index), period in list(self._issued.items()):
+            if period != now:
+                self._write(role, index, now)
+
+    @contextlib.contextmanager
+    def renewing(self) -> Iterator[Issuer]:
+        """Renew what is issued, in a thread of its own, for as long as the context lasts."""
+        ended = threading.Event()
+
+        def run() -> None:
+            while not ended.wait(_RENEW_S):
+                try:
+                    self.renew()
+                except OSError as error:
+                    log.warning("the certificates in %s cannot be renewed: %s", self.folder, error)
+
+        thread = threading.Thread(target=run, name="renew certificates", daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            ended.set()
+            thread.join()
+
+    def _write(self, role: str, index: int, period: int) -> None:
+        own = {STORE_SECRET: self.authority.secret(STORE_SECRET)} if role in STORE_ROLES else {}
+        leaf = self.authority.leaf(role, index, period=period)
+        keep(self.folder / f"{role}-{index}", authority=self.authority.certificate, leaf=leaf, secrets=own)
+        self._issued[role, index] = period

@@ -1,0 +1,459 @@
+"""Shared memory between two processes of one host, for the large parts of what goes over one connection.
+
+*Socket.* A server listens at a name in the abstract namespace that says its address; a caller of that address tries the
+name first, and hands over an arena for each direction with its first bytes, first the one that it fills. Such names end
+at this host, and with their process.
+
+*Arena.* A file without a name (memfd), which ends with the last process that has it open or mapped. It begins with one
+byte for each of its pages. The sender knows which pages are free, copies a part there and says where; the receiver uses
+the part where it lies (a *loan*), and when the last view of it is gone, in whichever thread, sets the byte of its first
+page, of which the sender learns when it needs pages next. At most half of an arena is in use: what comes then is copied
+out. Memory is mapped as long as a loan lasts, also after the connection and the sender have ended. A part that finds no
+room is sent as any other; nobody waits for room.
+
+*Message.* As in ``framing``, but a block may say of a large part where it lies instead of its size: the highest bit is
+set, then come the page and, in the lowest 40 bits, the bytes.
+
+Invariants: both sides have checked that the other runs as the same user, else they do without, over TCP, and nothing is
+lost; neither side can make the file shorter under the other, so no access to it ever fails; the sender believes of
+those bytes only that places it has given out are free again, the receiver of a place only that it lies in the file and
+begins where no other does that is still in use; a process has no more than ``MOST_FILLED`` bytes of pages that it has
+begun to fill. A peer may change the bytes of a part that it has sent, as it could change any memory of this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import mmap
+import os
+import socket
+import struct
+import threading
+import weakref
+from bisect import bisect
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncflow.errors import ProtocolError
+from asyncflow.rpc.framing import Inbox, Outbox
+
+
+class Heap:
+    """The pages from ``first`` up to ``end``. A place is named by its first page."""
+
+    def __init__(self, *, first: int, end: int) -> None:
+        self._begins = [first] if first < end else []
+        self._ends = [end] if first < end else []
+        self._places: dict[int, int] = {}
+
+    def __contains__(self, place: int) -> bool:
+        return place in self._places
+
+    def take(self, pages: int) -> int | None:
+        """Return a place of so many pages, at least one; None where no run is long enough."""
+        for index, begin in enumerate(self._begins):
+            left = self._ends[index] - begin - pages
+            if left >= 0:
+                if left:
+                    self._begins[index] += pages
+                else:
+                    del self._begins[index], self._ends[index]
+                self._places[begin] = pages
+                return begin
+        return None
+
+    def give_back(self, place: int) -> None:
+        """Free a place that was taken."""
+        end = place + self._places.pop(place)
+        index = bisect(self._begins, place)
+        joins_next = index < len(self._begins) and self._begins[index] == end
+        if index and self._ends[index - 1] == place:
+            self._ends[index - 1] = self._ends[index] if joins_next else end
+            if joins_next:
+                del self._begins[index], self._ends[index]
+        elif joins_next:
+            self._begins[index] = place
+        else:
+            self._begins.insert(index, place)
+            self._ends.insert(index, end)
+
+
+SIZE = 256 << 20
+"""Bytes of an arena."""
+PAGE = mmap.PAGESIZE
+FREE = 1
+"""What the byte of a place's first page becomes when its part is needed no more."""
+MOST_FILLED = 512 << 20
+_LARGEST = 1 << 30
+_NAME = "asyncflow"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class _Allowance:
+    """Bytes that this process may still begin to fill."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken = 0
+
+    def take(self, count: int) -> bool:
+        with self._lock:
+            fits = self._taken + count <= MOST_FILLED
+            self._taken += count if fits else 0
+        return fits
+
+    def give(self, count: int) -> None:
+        with self._lock:
+            self._taken -= count
+
+
+_ALLOWANCE = _Allowance()
+
+
+def made() -> int:
+    """Make the file of an arena. Raises OSError where this host does not let it."""
+    file = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(file, SIZE)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def check(file: int) -> None:
+    """Raise ProtocolError where a file that a peer brought is none of ``made``."""
+    try:
+        size = os.fstat(file).st_size
+        sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        if not sealed or os.fstatvfs(file).f_bsize != PAGE:
+            raise ProtocolError("a peer wants to share a file that is no arena")
+    except OSError as error:
+        raise ProtocolError(f"a peer wants to share a file that is no arena: {error}") from error
+    if not 0 < size <= _LARGEST or size % PAGE:
+        raise ProtocolError(f"a peer wants to share {size} bytes")
+
+
+def pages_of(size: int) -> int:
+    """Return how many pages so many bytes need."""
+    return -(-size // PAGE)
+
+
+class Outgoing:
+    """The sender's side of an arena. file: its descriptor, which this owns."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._pages = os.fstat(file).st_size // PAGE
+        self._heap = Heap(first=pages_of(self._pages), end=self._pages)
+        self._map: mmap.mmap | None = None
+        self._filled = 0
+
+    def put(self, part: memoryview) -> int | None:
+        """Copy a part to where the other side finds it; give the page where it begins, None where it finds no room."""
+        pages = pages_of(len(part))
+        if self._map is not None:
+            self._take_back(self._map)
+        page = self._heap.take(pages)
+        if page is None:
+            return None
+        memory = self._filled_to(page + pages)
+        if memory is None:
+            self._heap.give_back(page)
+            return None
+        np.copyto(np.frombuffer(memory, np.uint8, len(part), page * PAGE), np.frombuffer(part, np.uint8))
+        return page
+
+    def close(self) -> None:
+        """Let go of it; the other side keeps what it has."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file, self._map = -1, None
+            self._heap = Heap(first=0, end=0)
+            _ALLOWANCE.give(self._filled * PAGE)
+
+    def _take_back(self, memory: mmap.mmap) -> None:
+        """Free the places that the other side needs no more."""
+        given, page = memory[: self._filled], 0
+        while (page := given.find(FREE, page)) >= 0:
+            memory[page] = 0
+            if page in self._heap:
+                self._heap.give_back(page)
+            page += 1
+
+    def _filled_to(self, end: int) -> mmap.mmap | None:
+        """Return the memory, of which the pages up to ``end`` are there; None where they cannot be."""
+        if end > self._filled:
+            more = (end - self._filled) * PAGE
+            if not _ALLOWANCE.take(more):
+                return None
+            try:
+                os.posix_fallocate(self._file, self._filled * PAGE, more)
+                self._map = self._map or mmap.mmap(self._file, self._pages * PAGE)
+            except (OSError, ValueError):
+                _ALLOWANCE.give(more)
+                return None
+            self._filled = end
+        return self._map
+
+
+class _Mapping(mmap.mmap):
+    """The memory of an arena, which the views of loans keep alive, and with it what must be known when they end.
+
+    loans: by first page; ended: bytes of those that have ended, for ``Incoming`` to count; process: the one that
+    received, since those that were forked from it give nothing back.
+    """
+
+    def __init__(self, *_: int) -> None:
+        self.loans: dict[int, _Loan] = {}
+        self.ended: deque[int] = deque()
+        self.closed_stream = False
+        self.process = os.getpid()
+
+    def discard(self, begin: int, end: int) -> None:
+        """Return pages to the kernel."""
+        if begin < end and self.process == os.getpid():
+            with contextlib.suppress(OSError):
+                self.madvise(mmap.MADV_REMOVE, begin * PAGE, (end - begin) * PAGE)
+
+
+class _Loan(weakref.ref[npt.NDArray[np.uint8]]):
+    """Ends with the array that it refers to."""
+
+    __slots__ = ("mapping", "page", "size")
+    mapping: _Mapping
+    page: int
+    size: int
+
+
+def _ended(loan: weakref.ref[npt.NDArray[np.uint8]]) -> None:
+    """Return the pages of a loan. This may run between any two steps of any thread: it takes no lock."""
+    assert isinstance(loan, _Loan)
+    mapping = loan.mapping
+    if mapping.process != os.getpid():
+        return
+    del mapping.loans[loan.page]
+    if mapping.closed_stream:
+        mapping.discard(loan.page, loan.page + pages_of(loan.size))
+    else:
+        mapping[loan.page] = FREE
+        mapping.ended.append(loan.size)
+
+
+class Incoming:
+    """The receiver's side of an arena. file: its descriptor, which this owns."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._pages = os.fstat(file).st_size // PAGE
+        self._first = pages_of(self._pages)
+        self._most_in_use = self._pages * PAGE // 2
+        self._mapping: _Mapping | None = None
+        self._in_use = 0
+
+    def take(self, page: int, size: int) -> memoryview:
+        """Return a part that the sender has put there."""
+        mapping = self._mapping or self._mapped()
+        ended = mapping.ended
+        while ended:
+            self._in_use -= ended.popleft()
+        if not self._first <= page < page + pages_of(size) <= self._pages:
+            raise ProtocolError(f"a part of {size} bytes cannot lie at page {page} of {self._pages}")
+        if page in mapping.loans:
+            raise ProtocolError(f"a part of {size} bytes cannot lie at page {page}, where another one does")
+        there = np.frombuffer(mapping, np.uint8, size, page * PAGE)
+        if self._in_use + size > self._most_in_use:
+            copied = there.copy()
+            mapping[page] = FREE
+            return copied.data
+        loan = _Loan(there, _ended)
+        loan.mapping, loan.page, loan.size = mapping, page, size
+        mapping.loans[page] = loan
+        self._in_use += size
+        return there.data
+
+    def close(self) -> None:
+        """Take nothing any more; what is in use stays."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        mapping, self._mapping = self._mapping, None
+        if mapping is not None:
+            mapping.closed_stream = True
+            kept = sorted((loan.page, loan.size) for loan in list(mapping.loans.values()))
+            free = self._first
+            for page, size in kept:
+                mapping.discard(free, page)
+                free = max(free, page + pages_of(size))
+            mapping.discard(free, self._pages)
+
+    def _mapped(self) -> _Mapping:
+        if self._file < 0:
+            raise ProtocolError("a part came through an arena that is closed")
+        made = self._mapping = _Mapping(self._file, self._pages * PAGE)
+        os.close(self._file)
+        self._file = -1
+        return made
+
+
+_LIES_THERE = 1 << 63
+_SIZE_BITS = 40
+
+
+class ArenaInbox(Inbox):
+    """Messages that come. arena: where large parts may lie; others: see ``Inbox``."""
+
+    def __init__(self, arena: Incoming, *, most: int, staging: memoryview) -> None:
+        self._arena = arena
+        super().__init__(most=most, staging=staging)
+
+    def _found(self, word: int) -> memoryview | None:
+        if not word & _LIES_THERE:
+            return None
+        return self._arena.take((word ^ _LIES_THERE) >> _SIZE_BITS, word & ((1 << _SIZE_BITS) - 1))
+
+
+class ArenaOutbox(Outbox):
+    """Messages that go. arena: where large parts are put."""
+
+    def __init__(self, arena: Outgoing) -> None:
+        self._arena = arena
+        super().__init__()
+
+    def _elsewhere(self, part: memoryview) -> int | None:
+        page = self._arena.put(part)
+        return None if page is None else _LIES_THERE | page << _SIZE_BITS | len(part)
+
+
+SHARED_MEMORY_ENV = "ASYNCFLOW_SHARED_MEMORY"
+"""Variable that switches shared memory off where it is ``off``."""
+_MAGIC = b"AFm3"
+_LONGEST_NAME = 107
+_BACKLOG = 1024
+_CREDENTIALS = struct.Struct("3i")
+
+
+class ArenaSocket(socket.socket):
+    """A stream socket to a peer of this host. arenas: none before they came."""
+
+    arenas: tuple[Outgoing, Incoming] | None = None
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        """As of any socket, but the arenas are taken in before the first bytes."""
+        if self.arenas is None:
+            came, files, _, _ = socket.recv_fds(self, len(_MAGIC), 2, flags | socket.MSG_CMSG_CLOEXEC)
+            if not came:
+                return 0
+            try:
+                if came != _MAGIC or len(files) != 2:
+                    raise ProtocolError("a peer of this host brought no arenas")
+                for file in files:
+                    check(file)
+            except ProtocolError:
+                for file in files:
+                    os.close(file)
+                raise
+            self._have(outgoing=files[1], incoming=files[0])
+        return super().recv_into(buffer, nbytes, flags)
+
+    def close(self) -> None:
+        """Close it, and the arenas."""
+        super().close()
+        for side in self.arenas or ():
+            side.close()
+
+    def hand_over(self) -> None:
+        """Begin, as the caller, with new arenas. Raises OSError."""
+        filled = made()
+        try:
+            emptied = made()
+        except BaseException:
+            os.close(filled)
+            raise
+        self._have(outgoing=filled, incoming=emptied)
+        socket.send_fds(self, [_MAGIC], [filled, emptied])
+
+    def _have(self, *, outgoing: int, incoming: int) -> None:
+        self.arenas = Outgoing(outgoing), Incoming(incoming)
+        for side in self.arenas:
+            weakref.finalize(self, side.close).atexit = False  # what ends with the process needs no closing
+
+
+def boxes(peer: object, *, most: int, staging: memoryview) -> tuple[Inbox, Outbox]:
+    """Return what messages come through and go through. most, staging: see ``Inbox``."""
+    if isinstance(peer, ArenaSocket) and peer.arenas is not None:
+        outgoing, incoming = peer.arenas
+        return ArenaInbox(incoming, most=most, staging=staging), ArenaOutbox(outgoing)
+    return Inbox(most=most, staging=staging), Outbox()
+
+
+def dialled(address: str) -> ArenaSocket | None:
+    """Connect to whoever listens at ``address`` on this host, without waiting; None where that is nobody."""
+    name = _name(address)
+    if name is None:
+        return None
+    made = ArenaSocket(socket.AF_UNIX)
+    try:
+        made.setblocking(False)
+        made.connect(name)
+        if _is_same_user(made):
+            made.hand_over()
+            return made
+    except OSError:
+        pass
+    made.close()
+    return None
+
+
+def listening(address: str) -> socket.socket | None:
+    """Listen to callers of this host that dial ``address``; None where that cannot be."""
+    name = _name(address)
+    if name is None:
+        return None
+    made = socket.socket(socket.AF_UNIX)
+    try:
+        made.setblocking(False)
+        made.bind(name)
+        made.listen(_BACKLOG)
+    except OSError:
+        made.close()
+        return None
+    return made
+
+
+def accepted(caller: socket.socket) -> ArenaSocket | None:
+    """Take in a caller of this host; close it and return None where it runs as another user."""
+    if not _is_same_user(caller):
+        caller.close()
+        return None
+    return ArenaSocket(fileno=caller.detach())
+
+
+def _is_same_user(peer: socket.socket) -> bool:
+    """Return whether the peer runs as this user, and that can be known: users without a number here share one."""
+    found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(found)
+    return bool(user == os.geteuid() and user != _nobody())
+
+
+@functools.cache
+def _nobody() -> int:
+    """Return the number by which users are seen that have none in this namespace."""
+    try:
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return 65534
+
+
+def _name(address: str) -> bytes | None:
+    if os.environ.get(SHARED_MEMORY_ENV) == "off" or not hasattr(os, "memfd_create"):
+        return None
+    name = f"\0asyncflow/{address.partition('://')[2]}".encode()
+    return name if len(name) <= _LONGEST_NAME else None

@@ -1,0 +1,203 @@
+"""The access table: each method is in it, and each role may call what it needs, for itself."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace as Request
+
+import pytest
+
+import asyncflow
+from asyncflow.errors import Refused
+from asyncflow.identity import ProcessIdentity
+from asyncflow.rpc.access import ACCESS, Access, holder_of, place_of, worker_name
+
+SOURCES = Path(asyncflow.__file__).parent
+ROUTED = re.compile(
+    r"\b(?:route|command|answer|freeing)\(\s*\"([a-z_]+\.[a-z_]+)\"|\"([a-z_]+\.[a-z_]+)\"(?:: |\] = )Route\("
+)
+DIRECTORY = {"directory.register", "directory.heartbeat", "directory.leave"}
+WHOLE = Request(
+    role="rollout",
+    index=1,
+    incarnation="rollout-1-ab",
+    worker="rollout-1-ab",
+    rank=1,
+    part=1,
+    unit=1,
+    shard=1,
+    session=Request(unit=1),
+    lease="1f@rollout-1",
+    leases=["1f@rollout-1"],
+    done=["1f@rollout-1"],
+)
+
+
+def _caller(role: str, index: int = 1) -> ProcessIdentity:
+    return ProcessIdentity("job-7", role, index)
+
+
+def _own(role: str) -> Request:
+    """Return ``WHOLE`` as the first process of a role asks it for itself."""
+    lease, worker = f"1f@{role}-1", f"{role}-1-ab"
+    named = {"role": role, "incarnation": worker, "worker": worker, "lease": lease, "leases": [lease], "done": [lease]}
+    return Request(**{**vars(WHOLE), **named})
+
+
+def _allowed(role: str) -> set[str]:
+    """Return the methods that a role may call for whom ``WHOLE`` names, or for nobody."""
+    may = set()
+    own = _own(role)
+    for method in ACCESS:
+        try:
+            Access().check(_caller(role), method, own)
+        except Refused:
+            continue
+        may.add(method)
+    return may
+
+
+def test_the_table_has_each_method_that_is_served_and_no_other():
+    served = set(DIRECTORY)
+    for path in SOURCES.rglob("*.py"):
+        served |= {one or other for one, other in ROUTED.findall(path.read_text())}
+    assert served == set(ACCESS)
+
+
+def test_a_rollout_claims_writes_and_pulls_and_no_more():
+    changes = {method for method in _allowed("rollout") if method not in _allowed("viewer")}
+    assert changes == {
+        "queue.claim",
+        "queue.withdraw",
+        "queue.abandon",
+        "queue.acknowledge",
+        "queue.renew",
+        "queue.end",
+        "unit.write",
+        "weights.watch",
+        "weights.manifest",
+        "weights.held",
+        "weights.dropped",
+        "weights.fetch",
+    }
+
+
+@pytest.mark.parametrize(
+    ("method", "roles"),
+    [
+        ("weights.publish", {"trainer"}),
+        ("queue.commit", {"trainer", "client"}),
+        ("queue.open_step", {"driver", "client"}),
+        ("queue.close", {"driver", "client"}),
+        ("units.hello", {"storage"}),
+        ("unit.take", {"storage"}),
+        ("shards.follow", {"controller"}),
+        ("driver.report", {"trainer"}),
+        ("queue.drain", {"storage", "client", "operator"}),
+    ],
+)
+def test_a_method_is_for_these_roles(method, roles):
+    assert set(ACCESS[method]) == roles
+
+
+@pytest.mark.parametrize("method", sorted(ACCESS))
+@pytest.mark.parametrize("role", ["reward", "stranger", ""])
+def test_a_role_that_is_not_in_the_table_may_nothing(method, role):
+    with pytest.raises(Refused, match=f"may not call {method}"):
+        Access().check(_caller(role), method, WHOLE)
+
+
+FOR_ITSELF = sorted(
+    (method, role)
+    for method, roles in ACCESS.items()
+    for role, named in roles.items()
+    if list(named(WHOLE)) and method != "shards.reach" and role not in ("client", "operator", "viewer")
+)
+
+
+@pytest.mark.parametrize(("method", "role"), FOR_ITSELF)
+def test_a_call_on_behalf_of_another_process_is_refused(method, role):
+    own = _own(role)
+    Access().check(_caller(role), method, own)
+    with pytest.raises(Refused, match=f"{role}-2 may not call {method} on behalf of {role}-1"):
+        Access().check(_caller(role, 2), method, own)
+
+
+def test_only_the_primary_asks_the_others_how_far_they_are():
+    Access().check(_caller("controller", 0), "shards.reach", WHOLE)
+    with pytest.raises(Refused, match=r"controller-1 may not call shards.reach on behalf of controller-0"):
+        Access().check(_caller("controller", 1), "shards.reach", WHOLE)
+
+
+@pytest.mark.parametrize(
+    "worker", ["driver", "rollout-1", "rollout-01-a", "", "rollout-1 -a", "rollout-" + "9" * 30 + "-a"]
+)
+def test_a_worker_that_is_named_after_no_process_claims_nothing(worker):
+    with pytest.raises(Refused, match="named after no process"):
+        Access().check(_caller("rollout"), "queue.claim", Request(worker=worker, done=[]))
+
+
+@pytest.mark.parametrize("lease", ["1f@rollout-2", "1f@driver-0", "1f", "write:1", "1f@rollout-1@rollout-2", "1f@", ""])
+def test_a_rollout_uses_no_lease_of_another(lease):
+    calls = {
+        "queue.acknowledge": Request(leases=["1@rollout-1", lease]),
+        "queue.renew": Request(leases=[lease]),
+        "queue.end": Request(lease=lease),
+        "unit.write": Request(lease=lease),
+        "queue.claim": Request(worker="rollout-1-a", done=[lease]),
+    }
+    for method, request in calls.items():
+        with pytest.raises(Refused, match=f"rollout-1 may not call {method} on behalf of"):
+            Access().check(_caller("rollout"), method, request)
+
+
+def test_a_lease_names_its_holder():
+    assert holder_of("1f@rollout-3") == ("rollout", 3)
+
+
+def test_a_rollout_does_not_register_as_a_trainer():
+    with pytest.raises(Refused, match=r"rollout-1 may not call directory\.register on behalf of trainer-1"):
+        Access().check(_caller("rollout"), "directory.register", Request(role="trainer", index=1, incarnation="x"))
+
+
+def test_the_ranks_of_a_replica_share_its_certificate():
+    access = Access(ranks=4)
+    for rank in (4, 5, 6, 7):
+        access.check(_caller("trainer", 1), "queue.slot", Request(rank=rank))
+    for rank in (3, 8):
+        with pytest.raises(Refused):
+            access.check(_caller("trainer", 1), "queue.slot", Request(rank=rank))
+
+
+def test_clients_share_one_certificate_under_any_index():
+    Access().check(
+        _caller("client", 0), "directory.register", Request(role="client", index=77, incarnation="client-77-ab")
+    )
+
+
+def test_a_worker_is_named_after_its_process():
+    assert worker_name("rollout", 3, "ab") == "rollout-3-ab"
+    assert place_of(worker_name("rollout", 3, "ab")) == ("rollout", 3)
+
+
+def test_a_viewer_changes_nothing():
+    looks = {method for method, roles in ACCESS.items() if {"viewer", "rollout", "trainer"} <= roles.keys()}
+    assert _allowed("viewer") == looks
+
+
+def test_processes_of_a_store_are_members_and_no_more():
+    assert _allowed("master") == _allowed("holder") == DIRECTORY
+
+
+_ROLES = set().union(*ACCESS.values())
+
+
+def _row(method):
+    roles, own = ACCESS[method], {role for role, named in ACCESS[method].items() if list(named(WHOLE))}
+    everybody = {len(_ROLES): "all", len(_ROLES) - 2: "all of the queue"}.get(len(roles), "")
+    names = everybody or ", ".join(role + " (own)" * (role in own) for role in sorted(roles))
+    return f"| `{method}` | {names}{' (own)' * bool(everybody and own)} |\n"
+
+
+def test_the_page_on_security_has_the_table():
+    page = (Path(__file__).parents[2] / "SECURITY.md").read_text()
+    assert "| method | roles |\n|---|---|\n" + "".join(map(_row, sorted(ACCESS))) in page

@@ -1,0 +1,205 @@
+"""The registry alone, with a clock of the test."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from asyncflow.errors import Fenced
+from asyncflow.rpc.directory import Directory
+from asyncflow.rpc.membership import Beat, Directives, Member
+
+
+@dataclass
+class Scene:
+    now: float = 100.0
+    told: list[str] = field(default_factory=list)
+
+    def directory(self) -> Directory:
+        made = Directory(heartbeat_s=1.0, lost_after_s=5.0, clock=lambda: self.now)
+        made.on_join.append(lambda member: self.told.append(f"+{member.incarnation}"))
+        made.on_leave.append(lambda member, reason: self.told.append(f"-{member.incarnation}: {reason}"))
+        return made
+
+    def wait(self, directory: Directory, seconds: float) -> list[Member]:
+        """Let time pass with a sweep each half second, as the server does."""
+        lost = []
+        for _ in range(round(2 * seconds)):
+            self.now += 0.5
+            lost += directory.sweep()
+        return lost
+
+
+def member(incarnation: str, *, role: str = "rollout", index: int = 0, attempt: int = 0, address: str = "") -> Member:
+    return Member(role=role, index=index, incarnation=incarnation, attempt=attempt, address=address)
+
+
+def beat(incarnation: str, revision: int = -1) -> Beat:
+    return Beat(incarnation=incarnation, revision=revision, status={"inflight": 3})
+
+
+def test_a_member_is_known_to_all_and_peers_are_only_sent_when_they_changed() -> None:
+    directory = Scene().directory()
+    first = directory.register(member("a", index=1))
+    second = directory.register(member("b", index=0))
+    assert [m.incarnation for m in second.peers] == ["b", "a"]
+    assert directory.heartbeat(beat("a", first.revision)).peers == second.peers
+    assert directory.heartbeat(beat("a", second.revision)).peers is None
+    assert directory.status("a") == {"inflight": 3}
+    assert directory.members("trainer") == []
+
+
+def test_a_restarted_directory_asks_everybody_to_register_again() -> None:
+    assert not Scene().directory().heartbeat(beat("a")).known
+
+
+def test_a_silent_member_is_left_and_may_come_back() -> None:
+    scene = Scene()
+    directory = scene.directory()
+    directory.register(member("a"))
+    assert scene.wait(directory, 4.5) == []
+    assert directory.silent_s("a") == 4.5
+    assert [m.incarnation for m in scene.wait(directory, 0.5)] == ["a"]
+    assert not directory.heartbeat(beat("a")).known
+    directory.register(member("a"))
+    assert scene.told == ["+a", "-a: silent for 5 s", "+a"]
+
+
+def test_a_heartbeat_keeps_a_member() -> None:
+    scene = Scene()
+    directory = scene.directory()
+    directory.register(member("a"))
+    for _ in range(5):
+        assert scene.wait(directory, 4) == []
+        directory.heartbeat(beat("a"))
+
+
+def test_time_in_which_the_directory_slept_is_nobodys_silence() -> None:
+    scene = Scene()
+    directory = scene.directory()
+    directory.register(member("a"))
+    scene.wait(directory, 2)
+    scene.now += 3600
+    assert directory.sweep() == []
+    assert directory.silent_s("a") == pytest.approx(4)
+    assert [m.incarnation for m in scene.wait(directory, 1)] == ["a"]
+
+
+def test_a_new_incarnation_replaces_the_old_one_which_never_returns() -> None:
+    scene = Scene()
+    directory = scene.directory()
+    directory.register(member("a"))
+    directory.register(member("b"))
+    assert scene.told == ["+a", "-a: replaced by a newer incarnation", "+b"]
+    assert not directory.heartbeat(beat("a")).known
+    with pytest.raises(Fenced, match="rollout-0 was replaced"):
+        directory.register(member("a"))
+    assert [m.incarnation for m in directory.members()] == ["b"]
+
+
+def test_an_older_attempt_does_not_replace_a_newer_one() -> None:
+    directory = Scene().directory()
+    directory.register(member("a", attempt=2))
+    with pytest.raises(Fenced):
+        directory.register(member("b", attempt=1))
+    directory.register(member("c", attempt=2))
+
+
+def test_one_incarnation_has_one_place() -> None:
+    directory = Scene().directory()
+    directory.register(member("a"))
+    with pytest.raises(Fenced, match="already rollout-0"):
+        directory.register(member("a", index=1))
+
+
+def test_registering_again_changes_what_others_know_and_is_no_new_join() -> None:
+    scene = Scene()
+    directory = scene.directory()
+    directory.register(member("a"))
+    before = directory.revision
+    directory.register(member("a", address="tcp://here"))
+    assert directory.member("a") == member("a", address="tcp://here")
+    assert (directory.revision, scene.told) == (before + 1, ["+a"])
+    directory.register(member("a", address="tcp://here"))
+    assert directory.revision == before + 1
+
+
+def test_directives_are_repeated_in_every_heartbeat() -> None:
+    directory = Scene().directory()
+    directory.directives = lambda m: Directives(drain=m.index == 1, checkpoint=2)
+    directory.register(member("a"))
+    directory.register(member("b", index=1))
+    for _ in range(2):
+        assert directory.heartbeat(beat("a")).directives == Directives(checkpoint=2)
+        assert directory.heartbeat(beat("b")).directives == Directives(drain=True, checkpoint=2)
+
+
+def test_a_member_that_leaves_is_gone_at_once() -> None:
+    scene = Scene()
+    directory = scene.directory()
+    directory.register(member("a"))
+    directory.leave("a", "drained")
+    directory.leave("a", "drained")
+    assert scene.told == ["+a", "-a: drained"]
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever happens in whatever order: joins and leaves are told in pairs, and places are never shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.here: dict[str, Member] = {}
+        self.directory = Directory(heartbeat_s=1.0, lost_after_s=5.0, clock=lambda: self.now)
+        self.directory.on_join.append(self.joined)
+        self.directory.on_leave.append(self.left)
+        self.revisions = {0: list[Member]()}
+
+    def joined(self, new: Member) -> None:
+        assert new.incarnation not in self.here
+        assert (new.role, new.index) not in {(m.role, m.index) for m in self.here.values()}
+        self.here[new.incarnation] = new
+
+    def left(self, old: Member, reason: str) -> None:
+        assert reason
+        assert self.here.pop(old.incarnation).index == old.index
+
+    @rule(
+        name=st.sampled_from("abcdef"), index=st.integers(0, 2), attempt=st.integers(0, 2), address=st.text(max_size=1)
+    )
+    def register(self, name: str, index: int, attempt: int, address: str) -> None:
+        try:
+            registered = self.directory.register(member(name, index=index, attempt=attempt, address=address))
+        except Fenced:
+            return
+        assert name in self.here
+        assert registered.peers == self.directory.members()
+
+    @rule(name=st.sampled_from("abcdef"), back=st.integers(0, 3))
+    def heartbeat(self, name: str, back: int) -> None:
+        known = max(0, self.directory.revision - back)
+        answer = self.directory.heartbeat(beat(name, known))
+        assert answer.known == (name in self.here)
+        if answer.known:
+            assert (answer.peers is None) == (back == 0 or known == self.directory.revision)
+
+    @rule(name=st.sampled_from("abcdef"))
+    def leave(self, name: str) -> None:
+        self.directory.leave(name, "went")
+        assert name not in self.here
+
+    @rule(seconds=st.floats(0, 20))
+    def sweep(self, seconds: float) -> None:
+        self.now += seconds
+        self.directory.sweep()
+
+    @invariant()
+    def what_was_told_is_what_is(self) -> None:
+        members = self.directory.members()
+        assert {m.incarnation for m in members} == set(self.here)
+        assert len({(m.role, m.index) for m in members}) == len(members)
+        assert self.revisions.setdefault(self.directory.revision, members) == members
+
+
+TestAnyOrder = AnyOrder.TestCase

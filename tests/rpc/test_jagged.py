@@ -1,0 +1,111 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncflow.rpc.columns import BFLOAT16, Inner, Jagged
+
+rows_of_ints = st.lists(st.lists(st.integers(-100, 100), max_size=4), max_size=6)
+
+
+@given(rows_of_ints, st.data())
+def test_take_and_gather_are_those_of_lists(rows: list[list[int]], data: st.DataObject) -> None:
+    column = Jagged.from_rows(rows, np.int32)
+    indices = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8)) if rows else []
+    assert column.take(indices) == Jagged.from_rows([rows[i] for i in indices], "int32")
+    both = Jagged.gather([(column, 0, len(rows)), (column.take(indices), 0, len(indices))])
+    assert both == Jagged.from_rows(rows + [rows[i] for i in indices], "int32")
+    assert column.lengths.tolist() == [len(row) for row in rows]
+
+
+@given(st.lists(rows_of_ints, min_size=1, max_size=4), st.data())
+def test_gather_is_that_of_slices_and_one_run_is_not_copied(parts: list[list[list[int]]], data: st.DataObject) -> None:
+    runs, expected = [], []
+    for rows in parts:
+        start = data.draw(st.integers(0, len(rows)))
+        stop = data.draw(st.integers(start, len(rows)))
+        runs.append((Jagged.from_rows(rows, "int16"), start, stop))
+        expected += rows[start:stop]
+    gathered = Jagged.gather(runs)
+    assert gathered == Jagged.from_rows(expected, "int16")
+    if len(runs) == 1 and gathered.values.size:
+        assert np.shares_memory(gathered.values, runs[0][0].values)
+
+
+def test_bfloat16_keeps_its_name_and_its_bits() -> None:
+    column = Jagged.from_rows([np.array([0x3F80, 0x7FC0], np.uint16)], BFLOAT16)
+    assert (column.dtype, column.values.dtype.name, column.row(0).tolist()) == (BFLOAT16, "uint16", [0x3F80, 0x7FC0])
+    with pytest.raises(ValueError, match="uint16 bits"):
+        Jagged.from_rows([np.ones(2, np.float32)], BFLOAT16)
+
+
+@pytest.mark.parametrize(
+    ("row", "dtype", "inner"),
+    [
+        (np.ones((2, 2), np.float32), "float32", ()),
+        (np.ones(2, np.float32), "float32", (2,)),
+        (np.ones((2, 3), np.float32), "float32", (2,)),
+        (np.ones(1, np.float32), "float32", None),
+        (np.float32(1), "float32", ()),
+    ],
+)
+def test_a_row_of_another_shape_is_refused(row: np.ndarray, dtype: str, inner: Inner) -> None:
+    with pytest.raises(ValueError, match="a row"):
+        Jagged.from_rows([row], dtype, inner=inner)
+
+
+@pytest.mark.parametrize("transposed", [np.arange(12).reshape(3, 4).T, np.arange(12)[::2].reshape(3, 2)])
+def test_rows_that_are_not_contiguous_are_their_contiguous_form(transposed: np.ndarray) -> None:
+    column = Jagged.of([transposed, transposed[:1]])
+    assert column.inner == transposed.shape[1:]
+    assert [row.tolist() for row in column.rows()] == [transposed.tolist(), transposed[:1].tolist()]
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "datetime64[s]", "U3"])
+def test_other_dtypes_are_no_columns(dtype: str) -> None:
+    with pytest.raises(ValueError, match="dtype"):
+        Jagged.from_rows([], dtype)
+
+
+@pytest.mark.parametrize(
+    ("rows", "form"),
+    [
+        (["a", ""], "text"),
+        ([b"a", b""], "bytes"),
+        ([{"a": [1, None]}, [2.5]], "object"),
+        ([1.5, 2.5], "float64 scalar"),
+        ([True, False], "bool scalar"),
+        ([np.float16(1.5)], "float16 scalar"),
+        ([np.zeros(3, np.int8), np.zeros(0, np.int8)], "int8"),
+        ([np.zeros((2, 3, 4), np.float32)], "float32[3,4]"),
+    ],
+)
+def test_a_column_takes_the_form_of_its_first_row(rows: list, form: str) -> None:
+    column = Jagged.of(rows)
+    assert column.form == form
+    assert [row.tolist() if isinstance(row, np.ndarray) else row for row in column.rows()] == [
+        row.tolist() if isinstance(row, np.ndarray | np.generic) else row for row in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "dtype"), [(1, "text"), ("a", "bytes"), ("\ud800", "text"), (object(), "object"), (1 << 70, "object")]
+)
+def test_a_value_that_is_not_plain_data_is_refused(row: object, dtype: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - UnicodeEncodeError has its own words
+        Jagged.from_rows([row], dtype)
+
+
+def test_a_row_outside_is_an_error() -> None:
+    column = Jagged.from_rows([[1], [2]], "int64")
+    for index in (-1, 2):
+        with pytest.raises(IndexError):
+            column.row(index)
+        with pytest.raises(IndexError):
+            column.take([index])
+
+
+def test_columns_of_two_forms_are_not_one() -> None:
+    for other in (Jagged.from_rows([], "int16"), Jagged.from_rows([], "int8", inner=None)):
+        with pytest.raises(ValueError, match="cannot be one column"):
+            Jagged.gather([(Jagged.from_rows([], "int8"), 0, 0), (other, 0, 0)])

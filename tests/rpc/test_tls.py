@@ -1,0 +1,277 @@
+"""TLS between processes: who is let in, who is refused and why, and certificates that are renewed meanwhile."""
+
+import contextlib
+import logging
+import os
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from asyncflow.api.names import TLS_ENV
+from asyncflow.errors import ManifestError
+from asyncflow.identity import ProcessIdentity
+from asyncflow.plan.certificates import Authority, Leaf, period_of
+from asyncflow.rpc import tls
+from asyncflow.rpc.tls import Credentials, Stranger, TlsSocket
+
+JOB = "job-7"
+AUTHORITY = Authority(seed=bytes(32), job=JOB)
+Given = Callable[..., Path]
+
+
+def _connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        dialled = socket.create_connection(listening.getsockname())
+        return dialled, listening.accept()[0]
+
+
+def _shaken(one: TlsSocket, other: TlsSocket) -> None:
+    """Shake hands as an event loop does. Raises what either side says first."""
+    open_ends, until = {one, other}, time.monotonic() + 10
+    while open_ends:
+        assert time.monotonic() < until
+        open_ends -= {end for end in open_ends if end.shake()}
+
+
+def _met(caller: Path, answerer: Path) -> tuple[ProcessIdentity, ProcessIdentity]:
+    """Return whom the answerer met, and whom the caller."""
+    dialled, accepted = _connected()
+    ours, theirs = Credentials(caller), Credentials(answerer)
+    with closing(ours.dialled(dialled)) as one, closing(theirs.accepted(accepted)) as other:
+        _shaken(one, other)
+        return theirs.peer(other), ours.peer(one)
+
+
+def _let_in(credentials: Credentials, end: TlsSocket) -> None:
+    while not end.shake():
+        pass
+    credentials.peer(end)
+
+
+def _refused(connect: Callable[[socket.socket], object], answerer: Path) -> str:
+    """Return why the answerer refuses whoever ``connect`` is."""
+    dialled, accepted = _connected()
+    theirs = Credentials(answerer)
+
+    def call() -> None:
+        with dialled, contextlib.suppress(OSError):
+            connect(dialled)
+
+    calling = threading.Thread(target=call)
+    calling.start()
+    try:
+        with closing(theirs.accepted(accepted)) as other, pytest.raises(Stranger) as refused:
+            _let_in(theirs, other)
+    finally:
+        calling.join()
+    return refused.value.reason
+
+
+def _with(folder: Path) -> Callable[[socket.socket], None]:
+    def connect(dialled: socket.socket) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+        with context.wrap_socket(dialled) as shaken:
+            shaken.recv(1)
+
+    return connect
+
+
+def test_each_side_learns_who_the_other_is(given: Given):
+    met = _met(given("rollout", 3), given("controller", 0))
+    assert met == (ProcessIdentity(JOB, "rollout", 3), ProcessIdentity(JOB, "controller", 0))
+
+
+def test_bytes_go_both_ways_as_over_any_socket(given: Given):
+    dialled, accepted = _connected()
+    with (
+        closing(Credentials(given("rollout")).dialled(dialled)) as one,
+        closing(Credentials(given("trainer")).accepted(accepted)) as two,
+    ):
+        _shaken(one, two)
+        room = memoryview(bytearray(1 << 16))
+        with pytest.raises(BlockingIOError):
+            two.recv_into(room)
+        content, got = os.urandom(1 << 20), bytearray()
+        unsent = memoryview(content)
+        while len(got) < len(content):
+            with contextlib.suppress(BlockingIOError):
+                unsent = unsent[one.sendmsg([unsent[: 1 << 18], unsent[1 << 18 :]]) :] if unsent else unsent
+            with contextlib.suppress(BlockingIOError):
+                got += room[: two.recv_into(room)]
+        assert bytes(got) == content
+        one.close()
+        assert two.recv_into(room) == 0
+
+
+def test_a_certificate_of_another_authority_is_refused(given: Given):
+    stranger = given("rollout", seed=b"s" * 32)
+    assert _refused(_with(stranger), given("driver")) == tls.OTHER_AUTHORITY
+
+
+def test_an_expired_certificate_is_refused(given: Given):
+    assert _refused(_with(given("rollout", periods=-4)), given("driver")) == tls.EXPIRED
+
+
+def test_a_certificate_that_is_not_valid_yet_is_refused(given: Given):
+    assert _refused(_with(given("rollout", periods=1)), given("driver")) == tls.EXPIRED
+
+
+def test_a_certificate_that_names_another_job_is_refused(given: Given):
+    assert _refused(_with(given("rollout", named="job-8")), given("driver")) == tls.OTHER_JOB
+
+
+def test_a_certificate_that_names_no_process_is_refused(given: Given):
+    assert _refused(_with(given("rollout", named="a/b")), given("driver")) == tls.NO_IDENTITY
+
+
+def test_who_shows_no_certificate_is_refused(given: Given):
+    def connect(dialled: socket.socket) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        with context.wrap_socket(dialled) as shaken:
+            shaken.recv(1)
+
+    assert _refused(connect, given("driver")) == tls.NO_CERTIFICATE
+
+
+def test_an_older_tls_is_refused(given: Given):
+    def connect(dialled: socket.socket) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        context.wrap_socket(dialled)
+
+    assert _refused(connect, given("driver")) == tls.NO_TLS
+
+
+def test_plain_text_is_refused(given: Given):
+    assert _refused(lambda dialled: dialled.sendall(b"GET / HTTP/1.1\r\n\r\n"), given("driver")) == tls.NO_TLS
+
+
+def test_a_caller_refuses_a_server_of_another_authority(given: Given):
+    imposter = given("controller", seed=b"s" * 32)
+    with pytest.raises(Stranger) as refused:
+        _met(given("rollout"), imposter)
+    assert refused.value.reason == tls.OTHER_AUTHORITY
+
+
+def test_a_renewed_certificate_is_shown_to_the_next_peer(given: Given, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tls, "_LOOK_S", 0.0)
+    ours, theirs = Credentials(given("rollout", 3)), Credentials(given("controller"))
+
+    def serial() -> int:
+        dialled, accepted = _connected()
+        with closing(ours.dialled(dialled)) as one, closing(theirs.accepted(accepted)) as other:
+            _shaken(one, other)
+            found = other.getpeercert()
+            assert found is not None
+            return int(str(found["serialNumber"]), 16)
+
+    before = serial()
+    assert serial() == before
+    given("rollout", 3, periods=-1)
+    assert serial() != before
+    assert ours.reload_errors == 0
+
+
+def test_files_that_do_not_belong_together_are_not_used_yet(
+    given: Given, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(tls, "_LOOK_S", 0.0)
+    answerer, folder = given("controller"), given("rollout", 3)
+    ours, theirs = Credentials(folder), Credentials(answerer)
+    other = AUTHORITY.leaf("rollout", 3, period=period_of(time.time()) - 1)
+    (folder / "tls.crt").write_bytes(other.certificate)
+    for _ in range(2):
+        dialled, accepted = _connected()
+        with (
+            caplog.at_level(logging.WARNING),
+            closing(ours.dialled(dialled)) as one,
+            closing(theirs.accepted(accepted)) as end,
+        ):
+            _shaken(one, end)
+    assert ours.reload_errors == 2
+    assert "cannot be used yet" in caplog.text
+    (folder / "tls.key").write_bytes(other.key)
+    dialled, accepted = _connected()
+    with closing(ours.dialled(dialled)) as one, closing(theirs.accepted(accepted)) as end:
+        _shaken(one, end)
+    assert ours.reload_errors == 2
+
+
+@pytest.mark.parametrize("name", ["ca.crt", "tls.crt", "tls.key"])
+@pytest.mark.parametrize("content", [None, b"", b"-----BEGIN CERTIFICATE-----\nsecret\n-----END CERTIFICATE-----\n"])
+def test_files_that_cannot_be_used_are_one_error_that_shows_nothing_of_them(given: Given, name: str, content):
+    folder = given("rollout")
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_bytes(content)
+    with pytest.raises(ManifestError, match="the certificate of this process cannot be used") as error:
+        Credentials(folder)
+    assert "secret" not in str(error.value)
+    assert str(folder) in str(error.value)
+
+
+def test_an_own_certificate_that_has_expired_is_said_so(given: Given):
+    with pytest.raises(ManifestError, match="expired"):
+        Credentials(given("rollout", periods=-4))
+
+
+def test_credentials_are_found_by_their_variable(given: Given, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(TLS_ENV, raising=False)
+    assert Credentials.of_environment() is None
+    monkeypatch.setenv(TLS_ENV, str(given("storage", 2)))
+    found = Credentials.of_environment()
+    assert found is not None
+    assert found.process == ProcessIdentity(JOB, "storage", 2)
+    assert repr(found) == "Credentials(asyncflow://job-7/storage/2)"
+
+
+def test_a_named_folder_that_is_not_there_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(TLS_ENV, str(tmp_path / "nowhere"))
+    with pytest.raises(ManifestError, match="nowhere"):
+        Credentials.of_environment()
+
+
+def test_only_the_owner_may_read_what_is_kept(given: Given):
+    folder = given("rollout")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
+        "ca.crt": 0o600,
+        "tls.crt": 0o600,
+        "tls.key": 0o600,
+    }
+
+
+def test_openssl_sees_tls_1_3_and_that_a_certificate_is_asked_for(given: Given):
+    """A client that is not ours meets ours: it sees the protocol, and that nothing goes without a certificate."""
+    theirs, folder = Credentials(given("controller")), given("rollout", 3)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        command = ["openssl", "s_client", "-connect", f"127.0.0.1:{port}", "-CAfile", str(folder / "ca.crt")]
+        command += ["-cert", str(folder / "tls.crt"), "-key", str(folder / "tls.key"), "-verify_return_error", "-brief"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as seen:
+            with closing(theirs.accepted(listening.accept()[0])) as end:
+                _let_in(theirs, end)
+                assert theirs.peer(end) == ProcessIdentity(JOB, "rollout", 3)
+                assert end.version() == "TLSv1.3"
+            said = seen.communicate(timeout=10)[0].decode()
+    assert "Protocol version: TLSv1.3" in said
+    assert "Verification: OK" in said
+    assert "CN = controller-0" in said or "CN=controller-0" in said
+
+
+def test_a_leaf_is_written_as_it_is(given: Given):
+    leaf: Leaf = AUTHORITY.leaf("rollout", 0, period=period_of(time.time()))
+    folder = given("rollout")
+    assert (folder / "tls.crt").read_bytes() == leaf.certificate
+    assert (folder / "ca.crt").read_bytes() == AUTHORITY.certificate
