@@ -16,6 +16,7 @@ import itertools
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Self
 
 from msgspec.structs import replace
 
@@ -88,8 +89,14 @@ class QueueClient:
             shard=lambda index: membership.address("controller", index),
         )
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.close()
+
     async def close(self) -> None:
-        """Close all connections of the running event loop."""
+        """Close all connections."""
         await self.peers.close()
 
     async def declare(self, tasks: Sequence[messages.TaskSpec], *, timeout: float) -> None:
@@ -530,12 +537,11 @@ async def aconnect(
     """
     credentials = credentials or Credentials.of_environment()
     membership = visitor(address, credentials=credentials)
-    queue = QueueClient.of(membership, credentials=credentials, worker=worker)
     try:
         await membership.join(timeout)
-        yield queue
+        async with QueueClient.of(membership, credentials=credentials, worker=worker) as queue:
+            yield queue
     finally:
-        await queue.close()
         await membership.close()
 
 

@@ -1,7 +1,7 @@
 """Calls to the controllers and storage units of a queue, repeated until they are answered or their time is over.
 
-Invariants: a connection belongs to one event loop, and is opened when that loop first needs it; calls that were begun
-together end together, so that nothing goes on for a caller that has its answer, an error, or was cancelled.
+Invariants: a connection is opened when it is first needed; calls that were begun together end together, so that
+nothing goes on for a caller that has its answer, an error, or was cancelled.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Peers:
         self.units = units
         self._address = address
         self._credentials = credentials
-        self._connections: dict[asyncio.AbstractEventLoop, dict[Peer, RpcClient]] = {}
+        self._connections: dict[Peer, RpcClient] = {}
         self._sent: set[asyncio.Task[None]] = set()
 
     async def call(
@@ -106,9 +106,8 @@ class Peers:
         frames: Sequence[Buffer] = (),
     ) -> tuple[R, list[memoryview]]:
         """Make one call, and return the reply and its frames; see ``RpcClient.call_frames`` for the errors."""
-        connections = self._connections.setdefault(asyncio.get_running_loop(), {})
-        if (connection := connections.get(peer)) is None:
-            connection = connections[peer] = RpcClient(
+        if (connection := self._connections.get(peer)) is None:
+            connection = self._connections[peer] = RpcClient(
                 name=f"queue client of {peer}",
                 resolve=partial(self._address, peer),
                 credentials=self._credentials,
@@ -150,7 +149,7 @@ class Peers:
                 return answer
 
     def send(self, peer: Peer, method: str, request: Struct, reply: type[Struct], *, timeout: float) -> None:
-        """Begin a call for whose reply nobody waits but ``settle`` and ``close``."""
+        """Begin a call for whose reply nobody waits but ``settle``."""
 
         async def call() -> None:
             try:
@@ -163,15 +162,14 @@ class Peers:
         task.add_done_callback(self._sent.discard)
 
     async def settle(self) -> None:
-        """Wait until the calls that were sent from this event loop have ended."""
-        loop = asyncio.get_running_loop()
-        if sent := [task for task in self._sent if task.get_loop() is loop]:
-            await asyncio.wait(sent)
+        """Wait until the calls that were sent have ended."""
+        if self._sent:
+            await asyncio.wait(self._sent)
 
     async def close(self) -> None:
-        """Close the connections of this event loop."""
+        """Close the connections."""
         await self.settle()
-        for connection in self._connections.get(asyncio.get_running_loop(), {}).values():
+        for connection in self._connections.values():
             await connection.close()
 
 
