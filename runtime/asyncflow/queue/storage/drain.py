@@ -12,31 +12,14 @@ batch have the same columns in the same forms, and are promised the same.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from asyncflow.errors import AsyncFlowError, Elsewhere, Fenced, PeerLost
+from asyncflow.errors import Elsewhere
 from asyncflow.identity import home_of
-from asyncflow.queue.protocol.calls import NOWHERE, Done, Drain, Verdicts
-from asyncflow.queue.protocol.unit_calls import AskLeg, Leg, MovedRows, TakeRows
+from asyncflow.queue.protocol.unit_calls import MovedRows
 from asyncflow.queue.storage.holdings import Block, Holdings
-from asyncflow.queue.storage.session import UnitSession
-from asyncflow.rpc.client import RpcClient
-from asyncflow.rpc.columns import encode_batch
-from asyncflow.rpc.retry import delays
-from asyncflow.rpc.tls import Credentials
 
-log = logging.getLogger(__name__)
-
-_ROWS = 512
-_BYTES = 4 << 20
-_CALL_S = 10.0
-_ROOM_S = 2.0
-_AWAY_S = 10.0
-_REPORTED_S = 0.01
-_LOOK_S = 0.05
-_NOWHERE_S = 1.0
 _Form = tuple[str, str]
 
 
@@ -140,138 +123,6 @@ class MovingRows:
             batch.rows.append(number)
             batch.nbytes += size
         yield from open_.values()
-
-
-class UnitDrain:
-    """Drains the unit that ``order`` names. peer: returns the address of another one, by its index."""
-
-    def __init__(
-        self,
-        *,
-        order: Drain,
-        holdings: Holdings,
-        moving: MovingRows,
-        session: UnitSession,
-        controller: RpcClient,
-        peer: Callable[[int], str | None],
-        credentials: Credentials | None,
-    ) -> None:
-        self.moved_rows = 0
-        self._order = order
-        self._unit = order.unit
-        self._holdings = holdings
-        self._moving = moving
-        self._session = session
-        self._controller = controller
-        self._peer = peer
-        self._credentials = credentials
-        self._peers: dict[int, RpcClient] = {}
-        self._ordered_epoch = 0
-        self._failed = NOWHERE
-
-    async def close(self) -> None:
-        """Close the connections to the other units."""
-        for client in self._peers.values():
-            await client.close()
-
-    async def run(self, *, patient: bool) -> bool:
-        """Drain the unit, and return True when nothing is left here.
-
-        patient: wait for other units, and for the controller; else False where there is no other, or the controller was
-        not heard for ``_AWAY_S`` seconds.
-        """
-        now = asyncio.get_running_loop().time
-        heard, waits, failed = now(), delays(), False
-        self._moving.draining = True
-        while True:
-            try:
-                move = await self._next_move()
-                heard = now()
-                if move.over or (move.alone and not patient):
-                    return move.over
-                if failed:
-                    await asyncio.sleep(next(waits))
-                await self._take(move)
-                waits, failed = delays(), False
-            except AsyncFlowError as error:
-                log.info("unit %d goes on draining: %s", self._unit, error)
-                if now() - heard > _AWAY_S and not patient:
-                    return False
-                failed = True
-
-    async def _next_move(self) -> Leg:
-        """Ask for the next move; from here on all other rows may be written to."""
-        session = self._session.session
-        if session is None:
-            await asyncio.sleep(_LOOK_S)
-            raise PeerLost("there is no session with the controller", where=f"storage unit {self._unit}")
-        if session.epoch != self._ordered_epoch:
-            await self._controller.call("queue.drain", self._order, Done, timeout=_CALL_S)
-            self._ordered_epoch = session.epoch
-        if not self._holdings:
-            await self._holdings.decided()
-            await self._all_reported()
-        rows, nbytes = self._moving.first(most=_ROWS, most_bytes=_BYTES)
-        ask = AskLeg(session, rows, len(self._holdings), nbytes, self._failed)
-        move = await self._controller.call("units.leg", ask, Leg, timeout=_CALL_S)
-        self._failed = NOWHERE
-        self._moving.thaw()
-        self._holdings.clear(move.gone)
-        return move
-
-    async def _take(self, move: Leg) -> None:
-        if move.unit == NOWHERE:
-            await asyncio.sleep(_NOWHERE_S)
-        rows = move.rows
-        self._moving.freeze(rows)
-        await self._holdings.decided(rows)
-        await self._all_reported()
-        for batch in self._moving.batches(rows, most_bytes=_BYTES):
-            self._failed = move.unit
-            await self._send(move, batch)
-            self._failed = NOWHERE
-
-    async def _all_reported(self) -> None:
-        """Wait until the controller has heard what its replicas have admitted: nobody else could tell it."""
-        while self._session.unreported:
-            await asyncio.sleep(_REPORTED_S)
-
-    async def _send(self, move: Leg, batch: MoveBatch) -> None:
-        """Have a unit take over a batch; free the rows that lie there then."""
-        session = self._session.session
-        if session is None:
-            raise Fenced("the session ended under way", where=f"storage unit {self._unit}")
-        rows = [row for row in batch.rows if row in self._holdings]
-        if not rows:
-            return
-        held = [(row, self._holdings.rows[row]) for row in rows]
-        columns = await self._holdings.fetch(rows, batch.columns) if batch.columns else {}
-        header, frames = encode_batch(columns)
-        request = TakeRows(
-            home=session.home,
-            ticket=move.ticket,
-            rows=rows,
-            header=header,
-            partial=list(batch.partial),
-            tokens=[block.tokens(row) for row, block in held],
-            tags=[block.tags(row) for row, block in held],
-            outputs=dict(batch.outputs),
-            wait_s=_ROOM_S,
-            producer=f"unit {self._unit}",
-        )
-        client = self._client(move.unit)
-        taken = await client.call("unit.take", request, Verdicts, timeout=_CALL_S + _ROOM_S, frames=frames)
-        moved = [row for row, ok in zip(rows, taken.ok, strict=True) if ok]
-        self.moved_rows += len(moved)
-        self._holdings.clear(moved)
-
-    def _client(self, unit: int) -> RpcClient:
-        if unit not in self._peers:
-            name = f"unit {self._unit} to unit {unit}"
-            self._peers[unit] = RpcClient(
-                name=name, resolve=lambda: self._peer(unit), credentials=self._credentials, expects=("storage",)
-            )
-        return self._peers[unit]
 
 
 def _forms(block: Block, *, partial: bool) -> tuple[_Form, ...]:
