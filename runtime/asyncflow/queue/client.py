@@ -20,22 +20,25 @@ from typing import Self
 
 from msgspec.structs import replace
 
+from asyncflow.api.names import CLIENT
 from asyncflow.errors import Misdirected, Refused, StaleHandle
-from asyncflow.queue.peers import CONTROLLER, GRACE_S, Peer, Peers, left, now, together, visitor
+from asyncflow.queue.peers import CONTROLLER, GRACE_S, Peer, Peers, left, now, together
 from asyncflow.queue.protocol import calls, messages, unit_calls
 from asyncflow.queue.protocol.batches import RowBatch, Slot
 from asyncflow.queue.protocol.calls import WRITE, Claimed, Drain, Units, controller_of
 from asyncflow.queue.protocol.messages import Found, Listing, PartitionView, Progress, Sight, UnitView
 from asyncflow.queue.putting import LEAVING, Putter
 from asyncflow.queue.routing import Rows, Tags, fetch_cells, part_of, parts_by, scatter, write_cells
+from asyncflow.rpc.access import worker_name
 from asyncflow.rpc.columns import Jagged
-from asyncflow.rpc.membership import Membership
+from asyncflow.rpc.membership import Member, Membership
 from asyncflow.rpc.tls import Credentials
 
 JOIN_S = 30.0
 _CONTROLLERS = 4
 """Most controllers that are asked about a task before one is found that decides about it."""
 _ABANDON_S = 2.0
+_INDICES = 1 << 62
 
 
 class QueueClient:
@@ -536,7 +539,10 @@ async def aconnect(
     queue is not reached.
     """
     credentials = credentials or Credentials.of_environment()
-    membership = visitor(address, credentials=credentials)
+    identity = uuid.uuid4()
+    index = identity.int % _INDICES
+    member = Member(role=CLIENT, index=index, incarnation=worker_name(CLIENT, index, identity.hex))
+    membership = Membership(driver=address, member=member, credentials=credentials)
     try:
         await membership.join(timeout)
         async with QueueClient.of(membership, credentials=credentials, worker=worker) as queue:

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from msgspec import Struct
 
-from asyncflow.api.names import CLIENT
 from asyncflow.errors import AsyncFlowError
-from asyncflow.rpc.access import worker_name
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.columns import Buffer
-from asyncflow.rpc.membership import Member, Membership
 from asyncflow.rpc.retry import retry_within
 from asyncflow.rpc.tls import Credentials
 
@@ -34,7 +30,6 @@ PARK_S = 10.0
 GRACE_S = 5.0
 """Time that a controller has to answer beyond the time for which a call waits there; then the call fails."""
 _SHORTEST_S = 0.001
-_INDICES = 1 << 62
 
 
 class Peer(NamedTuple):
@@ -171,11 +166,3 @@ class Peers:
         await self.settle()
         for connection in self._connections.values():
             await connection.close()
-
-
-def visitor(address: str, *, credentials: Credentials | None = None) -> Membership:
-    """Make the membership of a process that is no role, in the directory of the queue at ``address``."""
-    identity = uuid.uuid4()
-    index = identity.int % _INDICES
-    member = Member(role=CLIENT, index=index, incarnation=worker_name(CLIENT, index, identity.hex))
-    return Membership(driver=address, member=member, credentials=credentials)

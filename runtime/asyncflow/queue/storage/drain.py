@@ -12,26 +12,31 @@ batch have the same columns in the same forms, and are promised the same.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from asyncflow.errors import Elsewhere
 from asyncflow.identity import home_of
 from asyncflow.queue.protocol.unit_calls import MovedRows
 from asyncflow.queue.storage.holdings import Block, Holdings
+from asyncflow.rpc.columns import weighed_batches
 
-_Form = tuple[str, str]
 
+class MoveBatch(NamedTuple):
+    """Rows that go in one message. block: of one of them, which has the columns, forms and outputs of all."""
 
-@dataclass(slots=True)
-class MoveBatch:
-    """Rows that go in one message. columns, partial: all that they have, and the unfinished ones among these."""
+    rows: list[int]
+    block: Block
 
-    columns: tuple[str, ...]
-    partial: tuple[str, ...]
-    outputs: Mapping[str, int]
-    rows: list[int] = field(default_factory=list)
-    nbytes: int = 0
+    @property
+    def columns(self) -> list[str]:
+        """All columns that they have."""
+        return sorted(self.block.cells)
+
+    @property
+    def partial(self) -> list[str]:
+        """The columns that are unfinished."""
+        return [name for name in self.columns if self.block.cells[name].partial]
 
 
 class MovingRows:
@@ -92,39 +97,21 @@ class MovingRows:
 
     def first(self, *, most: int, most_bytes: int) -> tuple[list[int], int]:
         """Return the first rows that are here, no more than said unless that is none, and their bytes."""
-        rows: list[int] = []
-        total = 0
-        for number, block in self._holdings.rows.items():
-            size = block.size(number)
-            if rows and (len(rows) == most or total + size > most_bytes):
-                break
-            rows.append(number)
-            total += size
-        return rows, total
+        rows = next(weighed_batches(self._holdings.rows, self._size, heaviest=most_bytes, most=most), [])
+        return rows, sum(map(self._size, rows))
 
-    def batches(self, rows: Iterable[int], *, most_bytes: int) -> Iterator[MoveBatch]:
-        """Yield those of ``rows`` that are here, in batches of at most so many bytes, or of one row."""
-        open_: dict[tuple[object, ...], MoveBatch] = {}
+    def batches(self, rows: Iterable[int], *, most_bytes: int) -> list[MoveBatch]:
+        """Return those of ``rows`` that are here, in batches of at most so many bytes, or of one row."""
+        alike: dict[object, list[int]] = {}
         for number in rows:
-            block = self._holdings.rows.get(number)
-            if block is None:
-                continue
-            whole, partial = _forms(block, partial=False), _forms(block, partial=True)
-            alike = (whole, partial, tuple(sorted(block.outputs.items())))
-            size = block.size(number)
-            batch = open_.get(alike)
-            if batch is not None and batch.nbytes + size > most_bytes:
-                yield open_.pop(alike)
-                batch = None
-            if batch is None:
-                unfinished = tuple(name for name, _ in partial)
-                columns = tuple(name for name, _ in whole) + unfinished
-                batch = open_[alike] = MoveBatch(columns, unfinished, block.outputs)
-            batch.rows.append(number)
-            batch.nbytes += size
-        yield from open_.values()
+            if (block := self._holdings.rows.get(number)) is not None:
+                forms = sorted((name, of.partial, of.blob.cells.dtypes[name]) for name, of in block.cells.items())
+                alike.setdefault((tuple(forms), tuple(sorted(block.outputs.items()))), []).append(number)
+        return [
+            MoveBatch(batch, self._holdings.rows[batch[0]])
+            for numbers in alike.values()
+            for batch in weighed_batches(numbers, self._size, heaviest=most_bytes)
+        ]
 
-
-def _forms(block: Block, *, partial: bool) -> tuple[_Form, ...]:
-    cells = block.cells.items()
-    return tuple(sorted((name, of.blob.cells.dtypes[name]) for name, of in cells if of.partial is partial))
+    def _size(self, row: int) -> int:
+        return self._holdings.rows[row].size(row)

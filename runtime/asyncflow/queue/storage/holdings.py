@@ -23,7 +23,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from asyncflow.errors import PeerLost, ProtocolError, Refused, StaleHandle, from_wire
 from asyncflow.queue.protocol.batches import packed, part
@@ -217,18 +217,6 @@ def _parts(cells: Mapping[str, Extent], first: int, rows: int) -> list[Part]:
     return [(extent, tuple(columns), first, rows) for extent, columns in names.items()]
 
 
-Found: TypeAlias = list[tuple[list[Place], list[str]]]
-"""Places of cells: columns that lie at the same places together."""
-
-
-class Run(NamedTuple):
-    """So many rows of a block, from ``first`` on."""
-
-    block: Block
-    first: int
-    rows: int
-
-
 class Holdings:
     """The rows of a unit, by number. lost: called with those whose cells the store lost; most: bytes of a fetch."""
 
@@ -391,34 +379,40 @@ class Holdings:
         columns = list(dict.fromkeys(columns))
         await self.decided(rows, columns)
         got: dict[str, Jagged] = {}
-        for places, names in self._find(rows, columns):
+        for places, names in self._find(rows, columns).items():
             try:
                 got |= await self._backend.get(places, names)
             except BytesLost as gone:
                 raise self._lose(gone) from gone
         return {name: got[name] for name in columns}
 
-    def _find(self, rows: Sequence[int], columns: Sequence[str]) -> Found:
-        """Return where ``columns`` of ``rows`` lie."""
+    def _find(self, rows: Sequence[int], columns: Sequence[str]) -> Mapping[tuple[Place, ...], list[str]]:
+        """Return the columns of ``rows`` by the places of their cells."""
         blocks = list(map(self._rows.get, rows))
-        runs = []
-        for start, stop in runs_of(rows, blocks):
-            block = blocks[start]
-            if block is None:
-                hint = "It was cleared, or lost with the unit's earlier incarnation"
-                raise StaleHandle(f"row {rows[start]} is not here", where=self._where, hint=hint)
-            runs.append(Run(block, rows[start], stop - start))
-        try:
-            found = locate(runs, columns)
-        except KeyError as missing:
-            (column,) = missing.args
-            row, cells = next((run.first, run.block.cells) for run in runs if column not in run.block.cells)
-            hint = f"It has {', '.join(sorted(cells))}"
-            raise StaleHandle(f"row {row} has no column {column!r}", where=self._where, hint=hint) from None
-        if self.budget.used > self._most and (size := _size(runs, columns)) > self._most:
+        found: dict[tuple[Place, ...], list[str]] = {}
+        size, counted = 0, self.budget.used > self._most
+        runs = runs_of(rows, blocks)
+        for name in columns:
+            places = []
+            for start, stop in runs:
+                extent = self._extent(rows[start], blocks[start], name)
+                places.append(extent.place(rows[start], stop - start))
+                if counted:
+                    size += extent.size((name,), rows[start], stop - start)
+            found.setdefault(tuple(places), []).append(name)
+        if size > self._most:
             hint = f"Fetch fewer rows at a time: at most {self._most} bytes come from a unit at once"
             raise Refused(f"{size} bytes were asked for, of {len(rows)} rows", where=self._where, hint=hint)
         return found
+
+    def _extent(self, row: int, block: Block | None, column: str) -> Extent:
+        if block is None:
+            hint = "It was cleared, or lost with the unit's earlier incarnation"
+            raise StaleHandle(f"row {row} is not here", where=self._where, hint=hint)
+        if (extent := block.cells.get(column)) is None:
+            hint = f"It has {', '.join(sorted(block.cells))}"
+            raise StaleHandle(f"row {row} has no column {column!r}", where=self._where, hint=hint)
+        return extent
 
     async def decided(self, rows: Iterable[int] | None = None, columns: Sequence[str] | None = None) -> None:
         """Wait until the controller has decided about all puts that may change these cells; None: all rows, columns."""
@@ -496,26 +490,5 @@ class Holdings:
 
 def runs_of(rows: Sequence[int], alike: Sequence[object]) -> list[tuple[int, int]]:
     """Return start and stop of each run of consecutive ``rows`` that share one object in ``alike``."""
-    count = len(rows)
-    if count < 2:
-        return [(0, count)] if count else []
-    run = range(rows[0], rows[0] + count)
-    if rows[-1] == run[-1] and alike.count(alike[0]) == count and (rows == run or list(rows) == list(run)):
-        return [(0, count)]
-    cuts = [i for i in range(1, count) if alike[i] is not alike[i - 1] or rows[i] != rows[i - 1] + 1]
-    return list(pairwise([0, *cuts, count]))
-
-
-def locate(runs: Sequence[Run], columns: Sequence[str]) -> Found:
-    """Return where the cells of ``runs`` lie, columns that lie at the same places together. KeyError: not there."""
-    alike: dict[tuple[Extent, ...], list[str]] = {}
-    for name in columns:
-        alike.setdefault(tuple([run.block.cells[name] for run in runs]), []).append(name)
-    return [
-        ([extent.place(first, rows) for extent, (_, first, rows) in zip(extents, runs, strict=True)], names)
-        for extents, names in alike.items()
-    ]
-
-
-def _size(runs: Sequence[Run], columns: Sequence[str]) -> int:
-    return sum([block.cells[name].size((name,), first, rows) for block, first, rows in runs for name in columns])
+    cuts = [i for i in range(1, len(rows)) if alike[i] is not alike[i - 1] or rows[i] != rows[i - 1] + 1]
+    return list(pairwise([0, *cuts, len(rows)])) if rows else []

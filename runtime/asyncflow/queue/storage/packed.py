@@ -19,7 +19,7 @@ import hashlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -103,8 +103,11 @@ class PackedBackend(Backend):
         def take(number: int, value: memoryview) -> None:
             cells[number] = [bytes(value[start:stop]) for start, stop in samples[number].cells(columns)]
 
-        with self._pinned(list(needed)):
+        self._reading.update(needed.keys())
+        try:
             lost = await self._read(samples, list(needed.values()), take)
+        finally:
+            self._reading -= Counter(needed.keys())
         if lost:
             gone = await self._gone_with({samples[number].key for number, moved in lost.items() if not moved})
             raise BytesLost(list(dict.fromkeys([*(rows[number] for number in lost), *gone])))
@@ -257,17 +260,6 @@ class PackedBackend(Backend):
     def _parts(self, rows: Sequence[int], sizes: Any) -> list[list[int]]:
         store = self._store
         return list(weighed_batches(rows, sizes.tolist().__getitem__, heaviest=store.most_bytes, most=store.most_keys))
-
-    @contextlib.contextmanager
-    def _pinned(self, keys: Sequence[str]) -> Iterator[None]:
-        self._reading.update(keys)
-        try:
-            yield
-        finally:
-            self._reading.subtract(keys)
-            for key in keys:
-                if not self._reading[key]:
-                    del self._reading[key]
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         job = asyncio.create_task(work)

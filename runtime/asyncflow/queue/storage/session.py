@@ -376,10 +376,10 @@ class UnitSession:
             ticket=move.ticket,
             rows=rows,
             header=header,
-            partial=list(batch.partial),
+            partial=batch.partial,
             tokens=[block.tokens(row) for row, block in held],
             tags=[block.tags(row) for row, block in held],
-            outputs=dict(batch.outputs),
+            outputs=dict(batch.block.outputs),
             wait_s=_ROOM_S,
             producer=f"unit {self._unit}",
         )

@@ -139,14 +139,12 @@ class StorageUnit:
         """Wait until the controller knows this unit. Raises DeadlineExceeded."""
         if self.ready:
             return
-        joining = asyncio.ensure_future(self._session.joined.wait())
         try:
-            done, _ = await asyncio.wait([joining], timeout=timeout)
-        finally:
-            joining.cancel()
-        if not done:
+            async with asyncio.timeout(timeout):
+                await self._session.joined.wait()
+        except TimeoutError:
             what = f"the controller did not take this unit in within {timeout:g} s"
-            raise DeadlineExceeded(what, where=f"storage unit {self.index}")
+            raise DeadlineExceeded(what, where=f"storage unit {self.index}") from None
 
     @property
     def moved_rows(self) -> int:
