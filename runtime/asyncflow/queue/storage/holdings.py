@@ -391,28 +391,26 @@ class Holdings:
         blocks = list(map(self._rows.get, rows))
         found: dict[tuple[Place, ...], list[str]] = {}
         size, counted = 0, self.budget.used > self._most
-        runs = runs_of(rows, blocks)
+        runs: list[tuple[Block, int, int]] = []
+        for start, stop in runs_of(rows, blocks):
+            if (block := blocks[start]) is None:
+                hint = "It was cleared, or lost with the unit's earlier incarnation"
+                raise StaleHandle(f"row {rows[start]} is not here", where=self._where, hint=hint)
+            runs.append((block, rows[start], stop - start))
         for name in columns:
             places = []
-            for start, stop in runs:
-                extent = self._extent(rows[start], blocks[start], name)
-                places.append(extent.place(rows[start], stop - start))
+            for block, row, count in runs:
+                if (extent := block.cells.get(name)) is None:
+                    hint = f"It has {', '.join(sorted(block.cells))}"
+                    raise StaleHandle(f"row {row} has no column {name!r}", where=self._where, hint=hint)
+                places.append(extent.place(row, count))
                 if counted:
-                    size += extent.size((name,), rows[start], stop - start)
+                    size += extent.size((name,), row, count)
             found.setdefault(tuple(places), []).append(name)
         if size > self._most:
             hint = f"Fetch fewer rows at a time: at most {self._most} bytes come from a unit at once"
             raise Refused(f"{size} bytes were asked for, of {len(rows)} rows", where=self._where, hint=hint)
         return found
-
-    def _extent(self, row: int, block: Block | None, column: str) -> Extent:
-        if block is None:
-            hint = "It was cleared, or lost with the unit's earlier incarnation"
-            raise StaleHandle(f"row {row} is not here", where=self._where, hint=hint)
-        if (extent := block.cells.get(column)) is None:
-            hint = f"It has {', '.join(sorted(block.cells))}"
-            raise StaleHandle(f"row {row} has no column {column!r}", where=self._where, hint=hint)
-        return extent
 
     async def decided(self, rows: Iterable[int] | None = None, columns: Sequence[str] | None = None) -> None:
         """Wait until the controller has decided about all puts that may change these cells; None: all rows, columns."""
