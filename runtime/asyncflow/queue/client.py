@@ -1,8 +1,7 @@
-"""The client of a queue for an event loop: what all roles use, and whoever joins a queue by its address (``aconnect``).
+"""The client of a queue for an event loop, of all roles and of everyone who joins by its address (``aconnect``).
 
-Every method has a deadline and survives the restart of whomever it talks to. What cannot survive, rows on a unit that
-died, says so: writes are fenced, reads raise StaleHandle. Row ids are handles: they are never used again, and one
-whose row is gone is refused, for reading as for writing.
+Every method has a deadline and survives the restart of controllers and units. Row ids are handles: they are never used
+again, and one whose row is gone is refused, for reading (StaleHandle) as for writing.
 
 Invariants: a claim has one ticket, however often it is made again, and says so when it is cancelled, so that no row
 stays leased to nobody; a method that names rows does what it says to all of them, or raises; columns come back in the
@@ -46,9 +45,9 @@ class QueueClient:
 
     controller: the controller's address, or a function that returns it; unit: returns the address of the unit with an
     index; units: the indices of the units that take new rows; worker: who holds the leases (its incarnation); attempt:
-    of the role, which its samples carry (see ``take_over``); credentials: of this process; shard: returns the address
-    of a further controller, where there are several. Timeouts are in seconds and for the whole of a method, which
-    raises DeadlineExceeded where they were not enough.
+    of the role, which its samples carry (see ``take_over``); credentials: of this process; replica: returns the address
+    of a replica controller. Timeouts are in seconds and for the whole of a method, which raises DeadlineExceeded where
+    they were not enough.
     """
 
     def __init__(
@@ -60,11 +59,11 @@ class QueueClient:
         worker: str,
         attempt: int = 0,
         credentials: Credentials | None = None,
-        shard: Callable[[int], str | None] = lambda _: None,
+        replica: Callable[[int], str | None] = lambda _: None,
     ) -> None:
         def address(peer: Peer) -> str | None:
             if peer.role == CONTROLLER.role:
-                return shard(peer.number) if peer.number else controller() if callable(controller) else controller
+                return replica(peer.number) if peer.number else controller() if callable(controller) else controller
             return unit(peer.number)
 
         self.worker = worker
@@ -89,7 +88,7 @@ class QueueClient:
             worker=worker or membership.member.incarnation,
             attempt=membership.member.attempt,
             credentials=credentials,
-            shard=lambda index: membership.address("controller", index),
+            replica=lambda index: membership.address("controller", index),
         )
 
     async def __aenter__(self) -> Self:
@@ -292,7 +291,7 @@ class QueueClient:
         return await write_cells(self.peers, rows, columns, reason=reason, producer=self.worker, timeout=timeout)
 
     async def drop(self, rows: Sequence[messages.LeasedRow], *, reason: str, timeout: float) -> list[bool]:
-        """Give leased rows up for ever; they count as filtered if ``reason`` begins so, else as dropped."""
+        """Drop leased rows for ever; they count as filtered if ``reason`` begins so, else as dropped."""
         return await self._end(rows, reason=reason, drop=True, timeout=timeout)
 
     async def renew(self, leases: Sequence[str], *, timeout: float) -> list[str]:
@@ -417,7 +416,7 @@ class QueueClient:
         await self._ask("queue.take_over", calls.TakeOver(partition, self.attempt), calls.Done, timeout=timeout)
 
     async def open_step(self, *, partition: str, step: int, groups: int, group_size: int, timeout: float) -> None:
-        """Say how many groups reach the trainer in D_step; may be changed until all of them were handed out."""
+        """Say how many groups reach the trainer in D_step; may be changed until all of them were leased."""
         request = calls.OpenStep(partition, step, groups, group_size)
         await self._ask("queue.open_step", request, calls.Done, timeout=timeout)
 
@@ -425,7 +424,7 @@ class QueueClient:
         """Say that a trainer begins whose weights are θ_step; every rank may say it.
 
         Rows of steps up to ``step`` are committed, those of later steps can be had again; older attempts are fenced.
-        Raises Fenced if a newer attempt has begun, Refused if θ_step holds samples that were never handed out.
+        Raises Fenced if a newer attempt has begun, Refused if θ_step holds samples that were never leased.
         """
         await self._ask("queue.begin", calls.Begin(partition, attempt, step, world), calls.Done, timeout=timeout)
 

@@ -215,7 +215,7 @@ def _ext(code: int, data: memoryview) -> Any:
     if code == _TUPLE_EXT:
         return tuple(_unpack_list(data))
     if code != _ARRAY_EXT:
-        raise ValueError(f"extension {code} is not one of ours")
+        raise ValueError(f"extension {code} is unknown")
     dtype, shape, raw = _unpack_array(data)
     if dtype not in DTYPES or min(shape, default=0) < 0:
         raise ValueError(f"an array of dtype {dtype!r} and shape {shape}")
