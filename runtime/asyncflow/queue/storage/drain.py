@@ -1,12 +1,7 @@
-"""Drain of a unit: it moves its rows to the units that the controller names, until nothing is left.
+"""Rows of a unit that move to other units: which of them cannot be written to, and the batches in which they go.
 
-The controller orders one move after another. The rows of a move are frozen, copied in batches of bounded size, and
-freed here when the controller has recorded their new location. After a failure the controller is asked again, which
-makes void what is still under way; only then may the rows that are left be written to.
-
-Invariants: a row is freed here only when it lies elsewhere or nobody needs it; at most one move is under way, and
-nothing is written to its rows meanwhile; a row that is here, or comes here, is not looked for elsewhere; the rows of a
-batch have the same columns in the same forms, and are promised the same.
+Invariants: nothing is written to the rows of a move while it is under way; a row that is here, or comes here, is not
+looked for elsewhere; the rows of a batch have the same columns in the same forms, and are promised the same.
 """
 
 from __future__ import annotations

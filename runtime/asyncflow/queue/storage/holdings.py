@@ -1,19 +1,15 @@
 """The rows that a unit holds, their admitted cells, and puts about which the controller has not yet decided.
 
-The cells of one put are a *blob* in the back end, of which each row has an *extent*. A *block* says the same of many
-rows: those that came together and were written together, so that one record says of all of them which cells they have
-and what was promised to them. A write gives its rows a block of their own; so rows written one by one have one each,
-and what is done to many rows of one put, as nearly everything is, costs what it costs for one.
+The cells of one put are a *blob* in the back end, of which each row has an *extent*. A *block* is one record for all
+rows that came together and were written together: which cells they have, and what was promised to them.
 
 A put is stored first, then reported, then decided. Until then its cells are neither old nor new: a fetch of them waits
-for the decision. A row is created together with a promise of room for its outputs, and only then; so whoever completes
-it gets through, although the unit is full of rows that wait to be completed.
+for the decision. A row is created together with a promise of room for its outputs, so that they find it in a full unit.
 
 Invariants: every byte is in the budget from before it is stored until after it is freed; the budget promises, for each
 row, what its creator named and nobody has written yet; blobs, extents and blocks never change, but a row's block is
 replaced; a row has one cell a column, and a whole one is never replaced by an unfinished one; what was refused leaves
-nothing behind; a fetch names each row once, and no more than goes in one message, and what it asks beyond that, or that
-is not there, is refused before a byte of it is read.
+nothing behind; a fetch of more than goes in one message, or of what is not there, is refused before a byte is read.
 """
 
 from __future__ import annotations
@@ -62,18 +58,16 @@ class Blob:
     @property
     def whole(self) -> tuple[str, ...]:
         """The columns that are not unfinished."""
-        return tuple(name for name in self.columns if name not in self.partial) if self.partial else self.columns
+        return tuple(name for name in self.columns if name not in self.partial)
 
 
+@dataclass(slots=True, eq=False)
 class Extent:
     """Rows of a blob, whose cells are all whole or all unfinished. shift: the id of a row less its index there."""
 
-    __slots__ = ("blob", "partial", "shift")
-
-    def __init__(self, blob: Blob, shift: int, *, partial: bool = False) -> None:
-        self.blob = blob
-        self.shift = shift
-        self.partial = partial
+    blob: Blob
+    shift: int
+    partial: bool = False
 
     def place(self, first: int, rows: int) -> Place:
         """Return where so many rows from ``first`` on lie."""
@@ -150,8 +144,7 @@ class Block:
         """Return the block of rows that ``put`` brought."""
         blob = put.blob
         cells = dict.fromkeys(blob.columns, Extent(blob, shift))
-        if blob.partial:
-            cells |= dict.fromkeys(blob.partial, Extent(blob, shift, partial=True))
+        cells |= dict.fromkeys(blob.partial, Extent(blob, shift, partial=True))
         return cls(put.entry, shift, put.outputs, cells, {})
 
     def awaits(self, column: str, size: int) -> bool:
@@ -175,7 +168,7 @@ class Block:
                 freed[name] = extent
             else:
                 cells[name], freed[name] = extent, old
-        own = {row: self._tags[row] for row in rows if row in self._tags} if self._tags else self._tags
+        own = {row: self._tags[row] for row in rows if row in self._tags}
         if tags:
             own = {row: self.tags(row) | added for row, added in zip(rows, tags, strict=True)}
         return Block(self._entry, self._shift, self.outputs, cells, own), _parts(freed, rows[0], len(rows))

@@ -1,9 +1,8 @@
 """Blobs in a key-value store: one key a sample, whose value holds the sample's columns of that blob back to back.
 
-The store knows keys and bytes and nothing else (``Store``). What a value means stays with the unit: where each cell
-lies in it, and the digest of the whole. The value of a sample is its cells back to back, in the order of the blob's
-columns: without gaps and without a header, so a sample that has no bytes has no value. A value is written once,
-under a key that was never used before; a write whose answer was lost is made again under another.
+The store knows keys and bytes and nothing else (``Store``); the unit keeps where each cell lies in a value, and the
+digest of the whole. A value is written once, under a key that was never used before; a write whose answer was lost is
+made again under another.
 
 Invariants: bytes are given only out of a value that has the digest of what was stored; a value that the store has lost
 is ``BytesLost`` and never other bytes; no value is removed while it is read; what is freed, or was not put whole, is

@@ -1,13 +1,12 @@
 """A task of the queue as a data set for torch: ``for batch in DataLoader(StreamingDataset(...), batch_size=None)``.
 
-Each loader worker claims for itself, so no sample comes twice whatever their number; a loader that has several should
-yield what comes (``in_order=False``), not wait for the worker whose turn it is. While one batch is computed, the next
-is claimed and fetched. A batch is acknowledged when the next one is asked for, and given back when the iteration is
-left before that; a loader worker acknowledges what it passes to the loader. Where ``acknowledge`` is "explicit",
-``complete`` does it, with what was made of the batch.
+Each loader worker claims for itself; a loader that has several should yield what comes (``in_order=False``), not wait
+for the worker whose turn it is. A batch is acknowledged when the next one is asked for, and given back when the
+iteration is left before that; a loader worker acknowledges what it passes to the loader. Where ``acknowledge`` is
+"explicit", ``complete`` does it, with what was made of the batch.
 
-Each process has one client of the queue, in an event loop in a thread of its own, so that leases are renewed and
-batches are prefetched while the caller computes.
+Each process has one client, in an event loop in a thread of its own, which renews leases and prefetches batches while
+the caller computes.
 
 Invariants: every row is either acknowledged or becomes ready again; at most ``prefetch`` batches wait beside the one
 that is computed, in a loader worker none beside those that the loader asked for; nothing sleeps or polls; a lease is
