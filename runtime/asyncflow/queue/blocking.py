@@ -14,8 +14,8 @@ import inspect
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,6 +36,7 @@ class LoopThread:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self.thread.start()
+        self._running: set[asyncio.Task[Any]] = set()
 
     def begin(self, job: Coroutine[Any, Any, T]) -> Future[T]:
         """Begin ``job``."""
@@ -43,31 +44,41 @@ class LoopThread:
 
     def run(self, job: Coroutine[Any, Any, T]) -> T:
         """Return the result of ``job``; a caller that is interrupted cancels it, and waits until it has ended."""
-        tasks: list[asyncio.Task[Any]] = []
+        tasks: list[asyncio.Task[T]] = []
 
-        async def known() -> T:
-            tasks.extend(filter(None, [asyncio.current_task()]))
-            return await job
+        async def carry_out() -> T:
+            tasks.append(asyncio.create_task(job))
+            self._running.add(tasks[0])
+            tasks[0].add_done_callback(self._running.discard)
+            return await tasks[0]
 
-        async def ended() -> None:
-            if tasks:
-                await asyncio.wait(tasks)
-            job.close()
-
-        future = self.begin(known())
+        future = self.begin(carry_out())
         try:
             return future.result()
         except BaseException:
             if not future.done():
                 future.cancel()
-                self.begin(ended()).result()
+                self.begin(_cancelled(tasks)).result()
+                job.close()
             raise
+
+    def cancel(self) -> None:
+        """End all that ``run`` has begun."""
+        self.begin(_cancelled(self._running)).result()
 
     def end(self) -> None:
         """End the loop and its thread."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()
+
+
+async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel ``tasks``, and wait until they have ended."""
+    if ending := list(tasks):
+        for task in ending:
+            task.cancel()
+        await asyncio.wait(ending)
 
 
 def _blocking(method: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., T]:
@@ -118,7 +129,7 @@ class BlockingQueue:
         """The client whose methods are run. Raises PeerLost where this was closed."""
         with self._lock:
             if self._closed:
-                raise PeerLost("this client was closed", where="queue client")
+                raise _closed()
             self._thread = self._thread or LoopThread("queue client")
             if self._client is None:
                 self._client = self._thread.run(self._stack.enter_async_context(self._opened()))
@@ -126,28 +137,38 @@ class BlockingQueue:
 
     def run(self, job: Coroutine[Any, Any, T]) -> T:
         """Return the result of ``job``, which uses ``awaited``."""
-        assert self._client is not None
-        assert self._thread is not None
+        client, thread = self._client, self._thread
+        assert client is not None
+        if thread is None:
+            job.close()
+            raise _closed()
         try:
-            return self._thread.run(job)
+            return thread.run(job)
         except AsyncFlowError:
             raise
+        except CancelledError:
+            raise _closed() from None
         except BaseException:  # it may be a signal's: a claim that it ended has more to say
-            self._thread.run(self._client.peers.settle())
+            thread.run(client.peers.settle())
             raise
 
     def close(self) -> None:
-        """Leave the queue. Later calls raise PeerLost."""
+        """Leave the queue. Calls under way, and later ones, raise PeerLost."""
         with self._lock:
             self._closed = True
             thread, self._thread = self._thread, None
         if thread is not None:
+            thread.cancel()
             thread.run(self._stack.aclose())
             thread.end()
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Callable[..., Any]: ...
+
+
+def _closed() -> PeerLost:
+    return PeerLost("this client was closed", where="queue client")
 
 
 @_made_from(Partition)

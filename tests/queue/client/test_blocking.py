@@ -129,6 +129,19 @@ def test_a_closed_client_says_so(tmp_path):
             queue.stats(timeout=10)
 
 
+def test_a_claim_that_waits_ends_when_its_client_is_closed(tmp_path):
+    with cluster(tmp_path) as made, ThreadPoolExecutor(1) as pool:
+        queue, other = made.connect(), made.connect("other")
+        waiting = pool.submit(lambda: queue.claim(partition=P, task="t", max_rows=1, timeout=60))
+        while not other.stats(timeout=10).parked:
+            pass
+        queue.close()
+        with pytest.raises(PeerLost, match="this client was closed"):
+            waiting.result(10)
+        while other.stats(timeout=10).parked:
+            pass
+
+
 def test_a_forked_child_has_connections_tickets_and_serials_of_its_own(tmp_path):
     with cluster(tmp_path) as made:
         queue = made.connect()

@@ -99,10 +99,8 @@ class StepDataset(QueueDataset):
 
     def step_done(self, step: int) -> None:
         """Say that this rank has made its optimizer step; the next iteration begins after it."""
-        executor = self._executor()
-        done = executor.client.step_done(
-            partition=self.partition, attempt=self._begun(), step=step, rank=self.rank, timeout=CALL_S
-        )
+        executor, name, attempt = self._executor(), self.partition, self._begun()
+        done = executor.client.step_done(partition=name, attempt=attempt, step=step, rank=self.rank, timeout=CALL_S)
         executor.run(done)
         self._done = step
         self._position[1] = max(int(self._position[1]), step + 1)
@@ -110,8 +108,8 @@ class StepDataset(QueueDataset):
     def commit(self, step: int | None = None) -> None:
         """Say that a checkpoint holds all steps up to ``step``, by default the last done: their rows are freed."""
         executor, done = self._executor(), self._done if step is None else step
-        commit = executor.client.commit(partition=self.partition, attempt=self._begun(), step=done, timeout=CALL_S)
-        executor.run(commit)
+        attempt = self._begun()
+        executor.run(executor.client.commit(partition=self.partition, attempt=attempt, step=done, timeout=CALL_S))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what belongs into the checkpoint with the weights: the last step that is in them."""
