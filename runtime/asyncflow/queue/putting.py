@@ -15,7 +15,6 @@ that are there all the time, and take what comes, differ by no more than the lar
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 
@@ -43,8 +42,6 @@ _ANSWER_S = 2.0
 _SLOW = 8 << 20
 """Bytes a second."""
 _SHARES_S = 2.0
-_AVOIDED_S = 10.0
-"""How long a unit that says that it leaves is not asked again; its successor may be there then."""
 
 
 def time_at_unit(left_s: float, *, nbytes: int, others: bool) -> tuple[float, float]:
@@ -64,12 +61,10 @@ def time_at_unit(left_s: float, *, nbytes: int, others: bool) -> tuple[float, fl
 class Placement:
     """The units of one client. units: returns the indices of those that take new rows."""
 
-    def __init__(self, *, units: Callable[[], Sequence[int]], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, units: Callable[[], Sequence[int]]) -> None:
         self._units = units
-        self._clock = clock
         self._begun = False
         self._given: dict[int, int] = {}
-        self._avoided: dict[int, float] = {}
         self._turn = 0
 
     async def begin(self, peers: Peers) -> None:
@@ -103,14 +98,9 @@ class Placement:
         self._given[unit] += rows
         return unit
 
-    def avoid(self, unit: int) -> None:
-        """Note that a unit takes nothing new."""
-        self._avoided[unit] = self._clock() + _AVOIDED_S
-
     def there(self) -> list[int]:
         """Return the units that take new rows, in order."""
-        now = self._clock()
-        return [unit for unit in sorted(self._units()) if self._avoided.get(unit, now) <= now]
+        return sorted(self._units())
 
 
 class Putter:
@@ -184,7 +174,7 @@ class Putter:
             try:
                 put, _ = await self._peers.call(unit, "unit.put", request, RowIds, timeout=answer_s, frames=frames)
             except Elsewhere:
-                self._placement.avoid(unit.number)
+                tried.add(unit.number)
                 return
             except (PeerLost, DeadlineExceeded):
                 tried.add(unit.number)
