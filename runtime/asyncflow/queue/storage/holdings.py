@@ -211,7 +211,10 @@ def _parts(cells: Mapping[str, Extent], first: int, rows: int) -> list[Part]:
 
 
 class Holdings:
-    """The rows of a unit, by number. lost: called with those whose cells the store lost; most: bytes of a fetch."""
+    """The rows of a unit: the block of each, by number.
+
+    lost: called with those whose cells the store lost; most: bytes of a fetch.
+    """
 
     def __init__(
         self,
@@ -225,7 +228,7 @@ class Holdings:
         self.budget = budget
         self.puts: dict[PendingPut, None] = {}
         self._lost = lost
-        self._rows: dict[int, Block] = {}
+        self.rows: dict[int, Block] = {}
         self._backend = backend
         self._where = where
         self._most = most
@@ -233,15 +236,10 @@ class Holdings:
         self._freeing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __contains__(self, row: int) -> bool:
-        return row in self._rows
-
-    @property
-    def rows(self) -> Mapping[int, Block]:
-        """The block of each row."""
-        return self._rows
+        return row in self.rows
 
     async def store_new(
         self,
@@ -281,7 +279,7 @@ class Holdings:
         return await self._put(blob, columns)
 
     def _is_promised(self, rows: Sequence[int], cells: Cells) -> bool:
-        blocks = list(map(self._rows.get, rows))
+        blocks = list(map(self.rows.get, rows))
         for start, stop in runs_of(rows, blocks):
             if (block := blocks[start]) is None:
                 return False
@@ -319,12 +317,12 @@ class Holdings:
         """Hold new rows; return the parts that are not needed, and the bytes of promises that are void."""
         rows, refused, void = put.rows, [], 0
         if isinstance(put.entry, MovedRows):
-            there = self._sent_after(put) | self._rows.keys()
+            there = self._sent_after(put) | self.rows.keys()
             ok = [good and number not in there for number, good in zip(rows, ok, strict=True)]
         for start, stop in runs_of(rows, ok):
             block = Block.new(put, rows[start] - start)
             if ok[start]:
-                self._rows.update(dict.fromkeys(rows[start:stop], block))
+                self.rows.update(dict.fromkeys(rows[start:stop], block))
             else:
                 refused += block.parts(rows[start], stop - start)
                 void += block.promise * (stop - start)
@@ -345,18 +343,18 @@ class Holdings:
         These parts were replaced, or came for a row that is gone or has this put already.
         """
         rows, blob, refused, kept = put.rows, put.blob, [], 0
-        blocks = [self._rows.get(number) if good else None for number, good in zip(rows, ok, strict=True)]
+        blocks = [self.rows.get(number) if good else None for number, good in zip(rows, ok, strict=True)]
         alike = blocks if len(set(rows)) == len(rows) else range(len(rows))
         for start, stop in runs_of(rows, alike):
             count, first = stop - start, rows[start]
             extent = Extent(blob, first - start, partial=bool(entry.reason))
-            block = self._rows.get(first) if ok[start] else None
+            block = self.rows.get(first) if ok[start] else None
             if block is None or block.has_from(blob):
                 refused.append((extent, blob.columns, first, count))
                 continue
             tags = [] if entry.reason else entry.tags[start:stop]
             after, dropped = block.written(extent, range(first, first + count), tags)
-            self._rows.update(dict.fromkeys(rows[start:stop], after))
+            self.rows.update(dict.fromkeys(rows[start:stop], after))
             refused += dropped
             kept += (block.promise - after.promise) * count
         return refused, kept
@@ -381,7 +379,7 @@ class Holdings:
 
     def _find(self, rows: Sequence[int], columns: Sequence[str]) -> Mapping[tuple[Place, ...], list[str]]:
         """Return the columns of ``rows`` by the places of their cells."""
-        blocks = list(map(self._rows.get, rows))
+        blocks = list(map(self.rows.get, rows))
         found: dict[tuple[Place, ...], list[str]] = {}
         size, counted = 0, self.budget.used > self._most
         runs: list[tuple[Block, int, int]] = []
@@ -418,7 +416,7 @@ class Holdings:
         there = frozenset(gone.places)
         lost = [
             number
-            for number, block in self._rows.items()
+            for number, block in self.rows.items()
             if not there.isdisjoint(extent.place(number, 1) for extent in block.cells.values())
         ]
         self.clear(lost)
@@ -427,7 +425,7 @@ class Holdings:
 
     def held(self) -> Iterable[Held]:
         """Describe all rows."""
-        for number, block in self._rows.items():
+        for number, block in self.rows.items():
             yield Held(
                 row=number,
                 columns=block.sizes(number, partial=False),
@@ -439,7 +437,7 @@ class Holdings:
     def clear(self, rows: Iterable[int]) -> None:
         """Free rows; those that are not here are passed over."""
         asked = list(rows)
-        gone = list(map(self._rows.pop, asked, itertools.repeat(None)))
+        gone = list(map(self.rows.pop, asked, itertools.repeat(None)))
         parts: list[Part] = []
         void = 0
         for start, stop in runs_of(asked, gone):
@@ -450,7 +448,7 @@ class Holdings:
 
     def wipe(self) -> None:
         """Free everything: writers are fenced, creators may try again elsewhere."""
-        self.clear(list(self._rows))
+        self.clear(list(self.rows))
         for put in list(self.puts):
             again = PeerLost("the unit was given up and began anew", where=self._where)
             self.decide(put, Verdict([], None if isinstance(put.entry, NewCells) else again.to_wire()))

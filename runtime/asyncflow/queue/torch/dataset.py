@@ -214,8 +214,6 @@ class Prefetcher(Generic[T]):
         """Return the next item, or None after the last; raises what ``source`` raised."""
         self._room.release()
         item = await self._made.get()
-        if item is None or isinstance(item, BaseException):
-            self._made.put_nowait(item)
         if isinstance(item, BaseException):
             raise item
         return item
