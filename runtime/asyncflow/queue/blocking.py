@@ -1,9 +1,8 @@
 """The client of a queue for threads: the methods of ``QueueClient`` and ``Partition``, each of which blocks.
 
-A call takes an event loop that nobody uses, or makes one, and runs it in the calling thread until the call is done. So
-any number of threads may use one ``BlockingQueue``, none waits for another, and no call passes between threads.
+One event loop in a thread of its own carries out the calls of all threads, beside the client's heartbeats.
 
-Invariants: an interrupted call has ended before its exception is raised, and a claim among them has given up its lease;
+Invariants: an interrupted call has ended before its exception is raised, and a claim among them has returned its lease;
 a process that was forked is a client of its own, with connections, names and heartbeats of its own, as soon as it uses
 the queue, and leaves those of its parent alone.
 """
@@ -12,25 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import os
-import selectors
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost
-from asyncflow.queue.client import JOIN_S, QueueClient
+from asyncflow.errors import AsyncFlowError, PeerLost
+from asyncflow.queue.client import JOIN_S, QueueClient, aconnect
 from asyncflow.queue.partition import Partition
-from asyncflow.queue.peers import visitor
-from asyncflow.rpc.membership import Membership
 from asyncflow.rpc.tls import Credentials
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -43,25 +36,49 @@ class LoopThread:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self.thread.start()
+        self._running: set[asyncio.Task[Any]] = set()
 
     def begin(self, job: Coroutine[Any, Any, T]) -> Future[T]:
         """Begin ``job``."""
         return asyncio.run_coroutine_threadsafe(job, self.loop)
 
     def run(self, job: Coroutine[Any, Any, T]) -> T:
-        """Return what ``job`` returns; a caller that is interrupted cancels it."""
-        future = self.begin(job)
+        """Return the result of ``job``; a caller that is interrupted cancels it, and waits until it has ended."""
+        tasks: list[asyncio.Task[T]] = []
+
+        async def carry_out() -> T:
+            tasks.append(asyncio.create_task(job))
+            self._running.add(tasks[0])
+            tasks[0].add_done_callback(self._running.discard)
+            return await tasks[0]
+
+        future = self.begin(carry_out())
         try:
             return future.result()
         except BaseException:
-            future.cancel()
+            if not future.done():
+                future.cancel()
+                self.begin(_cancelled(tasks)).result()
+                job.close()
             raise
+
+    def cancel(self) -> None:
+        """End all that ``run`` has begun."""
+        self.begin(_cancelled(self._running)).result()
 
     def end(self) -> None:
         """End the loop and its thread."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()
+
+
+async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel ``tasks``, and wait until they have ended."""
+    if ending := list(tasks):
+        for task in ending:
+            task.cancel()
+        await asyncio.wait(ending)
 
 
 def _blocking(method: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., T]:
@@ -87,13 +104,10 @@ def _made_from(source: type) -> Callable[[type[C]], type[C]]:
 
 @_made_from(QueueClient)
 class BlockingQueue:
-    """A ``QueueClient`` for threads. new: makes that client; in a process that was forked it is called again.
+    """A ``QueueClient`` for threads. opened: makes that client; in a process that was forked it is called again."""
 
-    In a thread that runs an event loop itself, such as that of a notebook, a call is made by another thread.
-    """
-
-    def __init__(self, new: Callable[[], QueueClient]) -> None:
-        self._new = new
+    def __init__(self, opened: Callable[[], AbstractAsyncContextManager[QueueClient]]) -> None:
+        self._opened = opened
         self._closed = False
         self._inherited: list[object] = []
         self._begin()
@@ -101,86 +115,60 @@ class BlockingQueue:
 
     def _begin(self) -> None:
         self._client: QueueClient | None = None
-        self._idle: list[asyncio.Runner] = []
-        self._beside: LoopThread | None = None
+        self._stack = AsyncExitStack()
+        self._thread: LoopThread | None = None
         self._lock = threading.Lock()
 
     def begin_anew(self) -> None:
         """Forget what belongs to the parent of this process, but close nothing of it: both share its sockets."""
-        self._inherited.append((self._client, self._idle, self._beside))
+        self._inherited.append((self._client, self._stack, self._thread))
         self._begin()
 
     @property
     def awaited(self) -> QueueClient:
-        """The client whose methods are run."""
-        if self._client is None:
-            with self._lock:
-                self._client = self._client or self._new()
-        return self._client
+        """The client whose methods are run. Raises PeerLost where this was closed."""
+        with self._lock:
+            if self._closed:
+                raise _closed()
+            self._thread = self._thread or LoopThread("queue client")
+            if self._client is None:
+                self._client = self._thread.run(self._stack.enter_async_context(self._opened()))
+            return self._client
 
     def run(self, job: Coroutine[Any, Any, T]) -> T:
-        """Return what ``job`` returns, which uses ``awaited``. Raises PeerLost where this was closed."""
-        if self._closed:
+        """Return the result of ``job``, which uses ``awaited``."""
+        client, thread = self._client, self._thread
+        assert client is not None
+        if thread is None:
             job.close()
-            raise PeerLost("this client was closed", where="queue client")
-        if _runs_a_loop():
-            with self._lock:
-                self._beside = self._beside or LoopThread("queue client")
-            return self._beside.run(job)
+            raise _closed()
         try:
-            runner = self._idle.pop()
-        except IndexError:
-            runner = asyncio.Runner(loop_factory=_new_loop)
-        loop = runner.get_loop()
-        task = loop.create_task(job)
-        try:
-            result = loop.run_until_complete(task)
-        except BaseException as error:
-            if isinstance(error, AsyncFlowError) and task.done():
-                self._keep(runner)
-            else:  # it may be a signal's, raised while a message was half sent or read
-                task.cancel()
-                self._end(runner, task)
+            return thread.run(job)
+        except AsyncFlowError:
             raise
-        self._keep(runner)
-        return result
+        except CancelledError:
+            raise _closed() from None
+        except BaseException:  # it may be a signal's: a claim that it ended has more to say
+            thread.run(client.peers.settle())
+            raise
 
     def close(self) -> None:
-        """Close all connections: of calls under way when they are done. Later calls raise PeerLost."""
-        self._closed = True
-        if _runs_a_loop():
-            closing = threading.Thread(target=self._end_idle)
-            closing.start()
-            closing.join()
-        else:
-            self._end_idle()
-        if self._beside is not None:
-            self._beside.run(self.awaited.close())
-            self._beside.end()
-            self._beside = None
-
-    def _keep(self, runner: asyncio.Runner) -> None:
-        self._idle.append(runner)
-        if self._closed:
-            self._end_idle()
-
-    def _end_idle(self) -> None:
-        while self._idle:
-            self._end(self._idle.pop())
-
-    def _end(self, runner: asyncio.Runner, *tasks: asyncio.Task[Any]) -> None:
-        """Wait for ``tasks``, close the connections of a loop, and the loop."""
-
-        async def end() -> None:
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self.awaited.close()
-
-        with runner:
-            runner.run(end())
+        """Leave the queue. Calls under way, and later ones, raise PeerLost."""
+        with self._lock:
+            self._closed = True
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.cancel()
+            thread.run(self._stack.aclose())
+            thread.end()
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Callable[..., Any]: ...
+
+
+def _closed() -> PeerLost:
+    return PeerLost("this client was closed", where="queue client")
 
 
 @_made_from(Partition)
@@ -222,70 +210,10 @@ def connect(
 
     Heartbeats go on in a thread of their own, however long the others block, as long as something lets go of the GIL.
     """
-    presence = _Presence(address, credentials=credentials or Credentials.of_environment())
-    queue = BlockingQueue(presence.client)
+    credentials = credentials or Credentials.of_environment()
+    queue = BlockingQueue(lambda: aconnect(address, credentials=credentials, timeout=timeout))
     try:
-        presence.join(timeout)
+        assert queue.awaited
         yield queue
     finally:
         queue.close()
-        presence.leave()
-
-
-class _Presence:
-    """This process in the directory of the queue at ``address``."""
-
-    def __init__(self, address: str, *, credentials: Credentials | None) -> None:
-        self._address = address
-        self._credentials = credentials
-        self._inherited: list[object] = []
-        self._begin()
-
-    def _begin(self) -> None:
-        self._process = os.getpid()
-        self._membership = visitor(self._address, credentials=self._credentials)
-        self._thread = LoopThread("queue heartbeats")
-        self._joining: Future[None] | None = None
-
-    def client(self) -> QueueClient:
-        """Make the client of this process, which joins the directory if it was forked from the one that has."""
-        if self._process != os.getpid():
-            self._inherited.append((self._membership, self._thread, self._joining))
-            self._begin()
-            self._joining = self._thread.begin(_join(self._membership))
-        return QueueClient.of(self._membership, credentials=self._credentials)
-
-    def join(self, timeout: float) -> None:
-        """Wait until the directory has taken this process in. Raises DeadlineExceeded."""
-        self._thread.run(self._membership.join(timeout))
-
-    def leave(self) -> None:
-        """Leave the directory, unless it was the parent of this process that joined it."""
-        if self._process != os.getpid():
-            return
-        if self._joining is not None:
-            self._joining.cancel()
-        self._thread.run(self._membership.close())
-        self._thread.end()
-
-
-async def _join(membership: Membership) -> None:
-    """Join, however late the directory can be reached."""
-    while True:
-        try:
-            return await membership.join(JOIN_S)
-        except DeadlineExceeded as error:
-            log.warning("%s", error)
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    """Make a loop that polls: an epoll instance would be shared with forked processes, which could change it."""
-    return asyncio.SelectorEventLoop(selectors.PollSelector())
-
-
-def _runs_a_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

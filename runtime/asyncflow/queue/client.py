@@ -1,8 +1,7 @@
-"""The client of a queue for an event loop: what all roles use, and whoever joins a queue by its address (``aconnect``).
+"""The client of a queue for an event loop, of all roles and of everyone who joins by its address (``aconnect``).
 
-Every method has a deadline and survives the restart of whomever it talks to. What cannot survive, rows on a unit that
-died, says so: writes are fenced, reads raise StaleHandle. Row ids are handles: they are never used again, and one
-whose row is gone is refused, for reading as for writing.
+Every method has a deadline and survives the restart of controllers and units. Row ids are handles: they are never used
+again, and one whose row is gone is refused, for reading (StaleHandle) as for writing.
 
 Invariants: a claim has one ticket, however often it is made again, and says so when it is cancelled, so that no row
 stays leased to nobody; a method that names rows does what it says to all of them, or raises; columns come back in the
@@ -16,25 +15,29 @@ import itertools
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Self
 
 from msgspec.structs import replace
 
+from asyncflow.api.names import CLIENT
 from asyncflow.errors import Misdirected, Refused, StaleHandle
-from asyncflow.queue.peers import CONTROLLER, GRACE_S, Peer, Peers, left, now, together, visitor
+from asyncflow.queue.peers import CONTROLLER, GRACE_S, Peer, Peers, left, now, together
 from asyncflow.queue.protocol import calls, messages, unit_calls
 from asyncflow.queue.protocol.batches import RowBatch, Slot
 from asyncflow.queue.protocol.calls import WRITE, Claimed, Drain, Units, controller_of
 from asyncflow.queue.protocol.messages import Found, Listing, PartitionView, Progress, Sight, UnitView
 from asyncflow.queue.putting import LEAVING, Putter
 from asyncflow.queue.routing import Rows, Tags, fetch_cells, part_of, parts_by, scatter, write_cells
+from asyncflow.rpc.access import worker_name
 from asyncflow.rpc.columns import Jagged
-from asyncflow.rpc.membership import Membership
+from asyncflow.rpc.membership import Member, Membership
 from asyncflow.rpc.tls import Credentials
 
 JOIN_S = 30.0
 _CONTROLLERS = 4
 """Most controllers that are asked about a task before one is found that decides about it."""
 _ABANDON_S = 2.0
+_INDICES = 1 << 62
 
 
 class QueueClient:
@@ -42,9 +45,9 @@ class QueueClient:
 
     controller: the controller's address, or a function that returns it; unit: returns the address of the unit with an
     index; units: the indices of the units that take new rows; worker: who holds the leases (its incarnation); attempt:
-    of the role, which its samples carry (see ``take_over``); credentials: of this process; shard: returns the address
-    of a further controller, where there are several. Timeouts are in seconds and for the whole of a method, which
-    raises DeadlineExceeded where they were not enough.
+    of the role, which its samples carry (see ``take_over``); credentials: of this process; replica: returns the address
+    of a replica controller. Timeouts are in seconds and for the whole of a method, which raises DeadlineExceeded where
+    they were not enough.
     """
 
     def __init__(
@@ -56,11 +59,11 @@ class QueueClient:
         worker: str,
         attempt: int = 0,
         credentials: Credentials | None = None,
-        shard: Callable[[int], str | None] = lambda _: None,
+        replica: Callable[[int], str | None] = lambda _: None,
     ) -> None:
         def address(peer: Peer) -> str | None:
             if peer.role == CONTROLLER.role:
-                return shard(peer.number) if peer.number else controller() if callable(controller) else controller
+                return replica(peer.number) if peer.number else controller() if callable(controller) else controller
             return unit(peer.number)
 
         self.worker = worker
@@ -85,11 +88,17 @@ class QueueClient:
             worker=worker or membership.member.incarnation,
             attempt=membership.member.attempt,
             credentials=credentials,
-            shard=lambda index: membership.address("controller", index),
+            replica=lambda index: membership.address("controller", index),
         )
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.close()
+
     async def close(self) -> None:
-        """Close all connections of the running event loop."""
+        """Close all connections."""
         await self.peers.close()
 
     async def declare(self, tasks: Sequence[messages.TaskSpec], *, timeout: float) -> None:
@@ -282,7 +291,7 @@ class QueueClient:
         return await write_cells(self.peers, rows, columns, reason=reason, producer=self.worker, timeout=timeout)
 
     async def drop(self, rows: Sequence[messages.LeasedRow], *, reason: str, timeout: float) -> list[bool]:
-        """Give leased rows up for ever; they count as filtered if ``reason`` begins so, else as dropped."""
+        """Drop leased rows for ever; they count as filtered if ``reason`` begins so, else as dropped."""
         return await self._end(rows, reason=reason, drop=True, timeout=timeout)
 
     async def renew(self, leases: Sequence[str], *, timeout: float) -> list[str]:
@@ -407,7 +416,7 @@ class QueueClient:
         await self._ask("queue.take_over", calls.TakeOver(partition, self.attempt), calls.Done, timeout=timeout)
 
     async def open_step(self, *, partition: str, step: int, groups: int, group_size: int, timeout: float) -> None:
-        """Say how many groups reach the trainer in D_step; may be changed until all of them were handed out."""
+        """Say how many groups reach the trainer in D_step; may be changed until all of them were leased."""
         request = calls.OpenStep(partition, step, groups, group_size)
         await self._ask("queue.open_step", request, calls.Done, timeout=timeout)
 
@@ -415,7 +424,7 @@ class QueueClient:
         """Say that a trainer begins whose weights are θ_step; every rank may say it.
 
         Rows of steps up to ``step`` are committed, those of later steps can be had again; older attempts are fenced.
-        Raises Fenced if a newer attempt has begun, Refused if θ_step holds samples that were never handed out.
+        Raises Fenced if a newer attempt has begun, Refused if θ_step holds samples that were never leased.
         """
         await self._ask("queue.begin", calls.Begin(partition, attempt, step, world), calls.Done, timeout=timeout)
 
@@ -529,13 +538,15 @@ async def aconnect(
     queue is not reached.
     """
     credentials = credentials or Credentials.of_environment()
-    membership = visitor(address, credentials=credentials)
-    queue = QueueClient.of(membership, credentials=credentials, worker=worker)
+    identity = uuid.uuid4()
+    index = identity.int % _INDICES
+    member = Member(role=CLIENT, index=index, incarnation=worker_name(CLIENT, index, identity.hex))
+    membership = Membership(driver=address, member=member, credentials=credentials)
     try:
         await membership.join(timeout)
-        yield queue
+        async with QueueClient.of(membership, credentials=credentials, worker=worker) as queue:
+            yield queue
     finally:
-        await queue.close()
         await membership.close()
 
 

@@ -1,26 +1,22 @@
 """Calls to the controllers and storage units of a queue, repeated until they are answered or their time is over.
 
-Invariants: a connection belongs to one event loop, and is opened when that loop first needs it; calls that were begun
-together end together, so that nothing goes on for a caller that has its answer, an error, or was cancelled.
+Invariants: a connection is opened when it is first needed; calls that were begun together end together, so that
+nothing goes on for a caller that has its answer, an error, or was cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from msgspec import Struct
 
-from asyncflow.api.names import CLIENT
 from asyncflow.errors import AsyncFlowError
-from asyncflow.rpc.access import worker_name
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.columns import Buffer
-from asyncflow.rpc.membership import Member, Membership
 from asyncflow.rpc.retry import retry_within
 from asyncflow.rpc.tls import Credentials
 
@@ -34,7 +30,6 @@ PARK_S = 10.0
 GRACE_S = 5.0
 """Time that a controller has to answer beyond the time for which a call waits there; then the call fails."""
 _SHORTEST_S = 0.001
-_INDICES = 1 << 62
 
 
 class Peer(NamedTuple):
@@ -92,7 +87,7 @@ class Peers:
         self.units = units
         self._address = address
         self._credentials = credentials
-        self._connections: dict[asyncio.AbstractEventLoop, dict[Peer, RpcClient]] = {}
+        self._connections: dict[Peer, RpcClient] = {}
         self._sent: set[asyncio.Task[None]] = set()
 
     async def call(
@@ -106,9 +101,8 @@ class Peers:
         frames: Sequence[Buffer] = (),
     ) -> tuple[R, list[memoryview]]:
         """Make one call, and return the reply and its frames; see ``RpcClient.call_frames`` for the errors."""
-        connections = self._connections.setdefault(asyncio.get_running_loop(), {})
-        if (connection := connections.get(peer)) is None:
-            connection = connections[peer] = RpcClient(
+        if (connection := self._connections.get(peer)) is None:
+            connection = self._connections[peer] = RpcClient(
                 name=f"queue client of {peer}",
                 resolve=partial(self._address, peer),
                 credentials=self._credentials,
@@ -150,7 +144,7 @@ class Peers:
                 return answer
 
     def send(self, peer: Peer, method: str, request: Struct, reply: type[Struct], *, timeout: float) -> None:
-        """Begin a call for whose reply nobody waits but ``settle`` and ``close``."""
+        """Begin a call for whose reply nobody waits but ``settle``."""
 
         async def call() -> None:
             try:
@@ -163,21 +157,12 @@ class Peers:
         task.add_done_callback(self._sent.discard)
 
     async def settle(self) -> None:
-        """Wait until the calls that were sent from this event loop have ended."""
-        loop = asyncio.get_running_loop()
-        if sent := [task for task in self._sent if task.get_loop() is loop]:
-            await asyncio.wait(sent)
+        """Wait until the calls that were sent have ended."""
+        if self._sent:
+            await asyncio.wait(self._sent)
 
     async def close(self) -> None:
-        """Close the connections of this event loop."""
+        """Close the connections."""
         await self.settle()
-        for connection in self._connections.get(asyncio.get_running_loop(), {}).values():
+        for connection in self._connections.values():
             await connection.close()
-
-
-def visitor(address: str, *, credentials: Credentials | None = None) -> Membership:
-    """Make the membership of a process that is no role, in the directory of the queue at ``address``."""
-    identity = uuid.uuid4()
-    index = identity.int % _INDICES
-    member = Member(role=CLIENT, index=index, incarnation=worker_name(CLIENT, index, identity.hex))
-    return Membership(driver=address, member=member, credentials=credentials)

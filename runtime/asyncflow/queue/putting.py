@@ -15,8 +15,6 @@ that are there all the time, and take what comes, differ by no more than the lar
 from __future__ import annotations
 
 import secrets
-import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 
@@ -44,8 +42,6 @@ _ANSWER_S = 2.0
 _SLOW = 8 << 20
 """Bytes a second."""
 _SHARES_S = 2.0
-_AVOIDED_S = 10.0
-"""How long a unit that says that it leaves is not asked again; its successor may be there then."""
 
 
 def time_at_unit(left_s: float, *, nbytes: int, others: bool) -> tuple[float, float]:
@@ -63,16 +59,13 @@ def time_at_unit(left_s: float, *, nbytes: int, others: bool) -> tuple[float, fl
 
 
 class Placement:
-    """The units of one client, for any thread. units: returns the indices of those that take new rows."""
+    """The units of one client. units: returns the indices of those that take new rows."""
 
-    def __init__(self, *, units: Callable[[], Sequence[int]], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, units: Callable[[], Sequence[int]]) -> None:
         self._units = units
-        self._clock = clock
         self._begun = False
         self._given: dict[int, int] = {}
-        self._avoided: dict[int, float] = {}
         self._turn = 0
-        self._lock = threading.Lock()
 
     async def begin(self, peers: Peers) -> None:
         """Ask the controller once how many rows each unit was given; without an answer all units count alike."""
@@ -83,10 +76,9 @@ class Placement:
             shares, _ = await peers.call(CONTROLLER, "queue.shares", Nothing(), Shares, timeout=_SHARES_S)
         except AsyncFlowError:
             return
-        with self._lock:
-            self._turn = shares.turn
-            least = min(shares.given.values(), default=0)
-            self._given = {unit: given - least for unit, given in shares.given.items()}
+        self._turn = shares.turn
+        least = min(shares.given.values(), default=0)
+        self._given = {unit: given - least for unit, given in shares.given.items()}
 
     def choose(self, rows: int, *, but: Collection[int] = ()) -> int:
         """Return the unit for ``rows`` rows, which count as given; one of ``but`` only if there is no other.
@@ -96,34 +88,23 @@ class Placement:
         units = self.there()
         if not units:
             raise PeerLost("no storage unit is there that takes rows", where="queue client")
-        with self._lock:
-            if self._given.keys() != set(units):
-                least = min((self._given[unit] for unit in units if unit in self._given), default=0)
-                self._given = {unit: self._given.get(unit, least) for unit in units}
-            first = self._turn % len(units)
-            in_turn = [*units[first:], *units[:first]]
-            untried = [unit for unit in in_turn if unit not in but] if but else in_turn
-            unit = min(untried or in_turn, key=self._given.__getitem__)
-            self._given[unit] += rows
-            return unit
-
-    def avoid(self, unit: int) -> None:
-        """Note that a unit takes nothing new."""
-        with self._lock:
-            self._avoided[unit] = self._clock() + _AVOIDED_S
+        if self._given.keys() != set(units):
+            least = min((self._given[unit] for unit in units if unit in self._given), default=0)
+            self._given = {unit: self._given.get(unit, least) for unit in units}
+        first = self._turn % len(units)
+        in_turn = [*units[first:], *units[:first]]
+        untried = [unit for unit in in_turn if unit not in but]
+        unit = min(untried or in_turn, key=self._given.__getitem__)
+        self._given[unit] += rows
+        return unit
 
     def there(self) -> list[int]:
         """Return the units that take new rows, in order."""
-        units = sorted(self._units())
-        if not self._avoided:
-            return units
-        with self._lock:
-            self._avoided = {unit: until for unit, until in self._avoided.items() if until > self._clock()}
-            return [unit for unit in units if unit not in self._avoided]
+        return sorted(self._units())
 
 
 class Putter:
-    """Puts rows for one client, from any thread. worker: who waits for room, in turn with others."""
+    """Puts rows for one client. worker: who waits for room, in turn with others."""
 
     def __init__(self, peers: Peers, *, worker: str, attempt: int) -> None:
         self._peers = peers
@@ -132,7 +113,6 @@ class Putter:
         self._attempt = attempt
         self._name = secrets.token_bytes(16)
         self._groups = 0
-        self._lock = threading.Lock()
 
     async def put(
         self,
@@ -162,8 +142,7 @@ class Putter:
                 most = f"{MOST_ROWS} rows and {_MOST_BYTES} bytes"
                 what = f"{rows} rows of {nbytes} bytes are more than one put takes: {most}"
                 raise Refused(what, where=partition, hint="Put fewer rows at a time")
-            with self._lock:
-                number, self._groups = self._groups, self._groups + rows // group_size
+            number, self._groups = self._groups, self._groups + rows // group_size
             parts, weights = [range(rows)], [0]
         else:
             _check_samples(samples, rows // group_size, rows)
@@ -195,7 +174,7 @@ class Putter:
             try:
                 put, _ = await self._peers.call(unit, "unit.put", request, RowIds, timeout=answer_s, frames=frames)
             except Elsewhere:
-                self._placement.avoid(unit.number)
+                tried.add(unit.number)
                 return
             except (PeerLost, DeadlineExceeded):
                 tried.add(unit.number)

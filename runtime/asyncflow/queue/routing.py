@@ -11,10 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, TypeAlias, TypeVar
-
-import numpy as np
 
 from asyncflow.errors import Elsewhere, PeerLost, Refused, StaleHandle
 from asyncflow.identity import unit_of
@@ -23,7 +20,7 @@ from asyncflow.queue.protocol.batches import RowBatch
 from asyncflow.queue.protocol.calls import NOWHERE, AskWhere, Verdicts, Whereabouts
 from asyncflow.queue.protocol.messages import LeasedRow, StagedRow, Tag
 from asyncflow.queue.protocol.unit_calls import Fetched, FetchRows, WriteRows
-from asyncflow.rpc.columns import Array, BatchHeader, Buffer, Jagged, decode_batch, encode_batch
+from asyncflow.rpc.columns import BatchHeader, Buffer, Jagged, decode_batch, encode_batch
 from asyncflow.rpc.retry import retry_within
 
 _MOST_BYTES = 1 << 40
@@ -49,7 +46,7 @@ async def fetch_cells(peers: Peers, rows: Rows, columns: Sequence[str], *, timeo
     once = list(unit_of_row)
 
     async def call(unit: int, indices: Sequence[int], seconds: float) -> dict[str, Jagged]:
-        request = FetchRows(once if len(indices) == len(once) else [once[i] for i in indices], list(columns))
+        request = FetchRows([once[i] for i in indices], list(columns))
         reply, frames = await peers.call(Peer("storage", unit), "unit.fetch", request, Fetched, timeout=seconds)
         return decode_batch(reply.header, frames, max_bytes=_MOST_BYTES)
 
@@ -59,8 +56,13 @@ async def fetch_cells(peers: Peers, rows: Rows, columns: Sequence[str], *, timeo
     if lost := [once[i] for indices, got in parts if got is None for i in indices]:
         hint = "It was cleared, or was lost with its unit; a job makes a lost sample again, others put it again"
         raise StaleHandle(f"row {lost[0]} is not there, with {len(lost) - 1} others", where="fetch", hint=hint)
-    got = join([got for _, got in parts if got is not None], [indices for indices, _ in parts])
-    return got if len(once) == len(asked) else repeated(got, once, asked)
+    fetched = [got for _, got in parts if got is not None]
+    joined = {name: Jagged.gather([(got[name], 0, len(got[name])) for got in fetched]) for name in columns}
+    came = [once[i] for indices, _ in parts for i in indices]
+    if came == asked:
+        return joined
+    places = {row: place for place, row in enumerate(came)}
+    return {name: column.take([places[row] for row in asked]) for name, column in joined.items()}
 
 
 async def write_cells(
@@ -103,7 +105,7 @@ async def write_cells(
         return verdicts.ok
 
     parts = await call_where_they_lie(peers, ids, units, call, apart=leases, what="writing rows", timeout=timeout)
-    return spread_out(parts, len(ids), False)
+    return in_order((indices, [False] * len(indices) if ok is None else ok) for indices, ok in parts)
 
 
 async def call_where_they_lie(
@@ -167,23 +169,18 @@ def located(rows: Rows) -> tuple[list[int], list[int]]:
     return ids, [unit_of(row) if isinstance(row, int) else row.unit for row in rows]
 
 
-def parts_by(keys: Iterable[K]) -> Mapping[K, Sequence[int]]:
+def parts_by(keys: Iterable[K]) -> dict[K, list[int]]:
     """Return the indices of equal ``keys``, by key."""
-    every = list(keys)
-    if every and every.count(every[0]) == len(every):
-        return {every[0]: range(len(every))}
     parts: dict[K, list[int]] = {}
-    for index, key in enumerate(every):
+    for index, key in enumerate(keys):
         parts.setdefault(key, []).append(index)
     return parts
 
 
 async def scatter(keys: Iterable[K], call: Callable[[Sequence[int]], Coroutine[Any, Any, list[T]]]) -> list[T]:
     """Await ``call`` with the indices of equal ``keys``, and return the answers, one for each index, in order."""
-    parts = parts_by(keys)
-    answers = await together(call(indices) for indices in parts.values())
-    by_index = dict(zip(chain(*parts.values()), chain(*answers), strict=True))
-    return [by_index[index] for index in range(len(by_index))]
+    parts = parts_by(keys).values()
+    return in_order(zip(parts, await together(call(indices) for indices in parts), strict=True))
 
 
 def part_of(columns: Mapping[str, Jagged], indices: Sequence[int], rows: int) -> dict[str, Jagged]:
@@ -199,52 +196,9 @@ def encoded(columns: Mapping[str, Jagged], *, rows: int = 0) -> tuple[BatchHeade
     return encode_batch(columns) if columns else (BatchHeader(rows=rows, columns=[]), [])
 
 
-def join(parts: Sequence[dict[str, Jagged]], indices: Sequence[Sequence[int]]) -> dict[str, Jagged]:
-    """Join the columns of parts, so that the row that stands for index i comes at place i."""
-    if len(parts) <= 1:
-        return parts[0] if parts else {}
-    runs = _runs(indices)
-    if len(runs) == len(parts):
-        return {name: Jagged.gather([(parts[part][name], a, b) for part, a, b in runs]) for name in parts[0]}
-    order = np.argsort(np.concatenate([np.asarray(of_part) for of_part in indices]))
-    return {name: _interleaved([part[name] for part in parts], runs, order) for name in parts[0]}
-
-
-def repeated(columns: Mapping[str, Jagged], names: Sequence[K], asked: Sequence[K]) -> dict[str, Jagged]:
-    """Return the rows that have ``names`` in the order in which they are ``asked`` for, some of them more than once."""
-    places = {name: place for place, name in enumerate(names)}
-    indices = [places[name] for name in asked]
-    return {name: column.take(indices) for name, column in columns.items()}
-
-
-def spread_out(parts: Iterable[tuple[Sequence[int], Sequence[T] | None]], count: int, otherwise: T) -> list[T]:
-    """Return the answer for each of ``count`` rows, by index; ``otherwise`` for those without one."""
-    made = [otherwise] * count
+def in_order(parts: Iterable[tuple[Sequence[int], Sequence[T]]]) -> list[T]:
+    """Return the answers for rows that are named by their indices, by index."""
+    made: dict[int, T] = {}
     for indices, answers in parts:
-        if answers is not None:
-            for index, answer in zip(indices, answers, strict=True):
-                made[index] = answer
-    return made
-
-
-def _interleaved(columns: Sequence[Jagged], runs: Sequence[tuple[int, int, int]], order: Array) -> Jagged:
-    """Join the rows of ``columns`` by ``runs``; order: where each comes from, if they lay one after another."""
-    if len(forms := {column.form for column in columns}) > 1:
-        raise ValueError(f"rows of {', '.join(sorted(forms))} cannot be one column")
-    bounds = [column.offsets.tolist() for column in columns]
-    values = np.concatenate([columns[part].values[bounds[part][a] : bounds[part][b]] for part, a, b in runs])
-    lengths = np.concatenate([column.lengths for column in columns])[order]
-    return Jagged.trusted(values, lengths, columns[0].dtype, columns[0].inner)
-
-
-def _runs(indices: Iterable[Sequence[int]]) -> list[tuple[int, int, int]]:
-    """Return where rows 0, 1, ... are: (part, start, stop) for as many as lie one after another in one part."""
-    places = {index: (part, place) for part, of_part in enumerate(indices) for place, index in enumerate(of_part)}
-    runs: list[tuple[int, int, int]] = []
-    for index in range(len(places)):
-        part, place = places[index]
-        if runs and runs[-1][0] == part and runs[-1][2] == place:
-            runs[-1] = (part, runs[-1][1], place + 1)
-        else:
-            runs.append((part, place, place + 1))
-    return runs
+        made.update(zip(indices, answers, strict=True))
+    return [made[index] for index in range(len(made))]

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from asyncflow.errors import ProtocolError, Refused
-from asyncflow.rpc.columns import BFLOAT16, BYTES, DTYPES, OBJECT, TEXT, Array, Jagged, Offsets, name_of
+from asyncflow.rpc.columns import BFLOAT16, BYTES, DTYPES, OBJECT, TEXT, Array, Jagged, name_of
 
 Values: TypeAlias = Array | list[Any]
 """A column as users read it: an array of all rows where they have one shape, else a list of rows."""
@@ -107,7 +107,7 @@ def _of_rows(rows: list[Any], where: str) -> Jagged:
         raise Refused(f"rows of one column are {names}", where=where, hint="Give arrays for all of them, or for none")
     data = [pack_object(row, where=where) for row in rows]
     lengths = np.fromiter(map(len, data), np.int64, len(data))
-    return Jagged(np.frombuffer(b"".join(data), np.uint8), _offsets(lengths), OBJECT)
+    return Jagged.trusted(np.frombuffer(b"".join(data), np.uint8), lengths, OBJECT)
 
 
 def _regular(array: Array, dtype: str, *, where: str) -> Jagged:
@@ -116,9 +116,8 @@ def _regular(array: Array, dtype: str, *, where: str) -> Jagged:
         raise Refused("a single number has no rows", where=where, hint="Give one value for each row")
     inner = array.shape[2:] if array.ndim > 1 else None
     _check_inner(inner, where)
-    size = math.prod(array.shape[1:])
-    offsets = np.arange(array.shape[0] + 1, dtype=np.int64) * size
-    return Jagged(np.ascontiguousarray(array).reshape(-1), offsets, dtype, inner)
+    lengths = np.full(array.shape[0], math.prod(array.shape[1:]), np.int64)
+    return Jagged.trusted(np.ascontiguousarray(array).reshape(-1), lengths, dtype, inner)
 
 
 def _jagged(rows: list[tuple[Array, str]], where: str) -> Jagged:
@@ -133,7 +132,7 @@ def _jagged(rows: list[tuple[Array, str]], where: str) -> Jagged:
     (inner,), (dtype,) = inners, dtypes
     _check_inner(inner, where)
     lengths = np.fromiter((row.size for row in arrays), np.int64, len(arrays))
-    return Jagged(np.concatenate([row.reshape(-1) for row in arrays]), _offsets(lengths), dtype, inner)
+    return Jagged.trusted(np.concatenate([row.reshape(-1) for row in arrays]), lengths, dtype, inner)
 
 
 def _check_inner(inner: tuple[int, ...] | None, where: str) -> None:
@@ -216,7 +215,7 @@ def _ext(code: int, data: memoryview) -> Any:
     if code == _TUPLE_EXT:
         return tuple(_unpack_list(data))
     if code != _ARRAY_EXT:
-        raise ValueError(f"extension {code} is not one of ours")
+        raise ValueError(f"extension {code} is unknown")
     dtype, shape, raw = _unpack_array(data)
     if dtype not in DTYPES or min(shape, default=0) < 0:
         raise ValueError(f"an array of dtype {dtype!r} and shape {shape}")
@@ -229,9 +228,3 @@ _unpack_list: Callable[[memoryview], list[Any]] = msgspec.msgpack.Decoder(list[A
 _unpack_array: Callable[[memoryview], tuple[str, Sequence[int], bytes]] = msgspec.msgpack.Decoder(
     tuple[str, list[int], bytes]
 ).decode
-
-
-def _offsets(lengths: Offsets) -> Offsets:
-    offsets = np.zeros(lengths.size + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets

@@ -58,7 +58,7 @@ async def serve(context: JobContext) -> None:
         worker=WORKER,
         attempt=options.attempt,
         credentials=context.credentials,
-        shard=lambda index: _address(directory, "controller", index),
+        replica=lambda index: _address(directory, "controller", index),
     )
     driver = Driver(
         context.job,

@@ -154,7 +154,7 @@ def _show(unit: StorageUnit, metrics: StorageMetrics, *, leaving: bool) -> None:
     metrics.held.set(unit.holdings.budget.used)
     metrics.rows.set(len(unit.holdings))
     metrics.to_move.set(len(unit.holdings) if leaving else 0)
-    metrics.moved.set(unit.drain.moved_rows)
+    metrics.moved.set(unit.moved_rows)
     metrics.put.set(unit.put_bytes)
     metrics.fetched.set(unit.fetched_bytes)
     metrics.waiting.set(len(unit.holdings.budget))

@@ -89,7 +89,6 @@ def test_many_threads_share_a_client_and_no_row_comes_twice(tmp_path):
         taken = [value for part in pool.map(take, range(rows // 3)) for value in part]
         assert [future.result() for future in puts] == [None] * len(puts)
         assert sorted(taken) == list(range(rows))
-        assert len(queue._idle) <= threads
 
 
 def test_a_parked_claim_is_woken_by_a_put_of_another_thread(tmp_path):
@@ -128,6 +127,19 @@ def test_a_closed_client_says_so(tmp_path):
         queue.close()
         with pytest.raises(PeerLost, match="this client was closed"):
             queue.stats(timeout=10)
+
+
+def test_a_claim_that_waits_ends_when_its_client_is_closed(tmp_path):
+    with cluster(tmp_path) as made, ThreadPoolExecutor(1) as pool:
+        queue, other = made.connect(), made.connect("other")
+        waiting = pool.submit(lambda: queue.claim(partition=P, task="t", max_rows=1, timeout=60))
+        while not other.stats(timeout=10).parked:
+            pass
+        queue.close()
+        with pytest.raises(PeerLost, match="this client was closed"):
+            waiting.result(10)
+        while other.stats(timeout=10).parked:
+            pass
 
 
 def test_a_forked_child_has_connections_tickets_and_serials_of_its_own(tmp_path):

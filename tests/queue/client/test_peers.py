@@ -30,37 +30,41 @@ def unit(number):
     return Peer("storage", number)
 
 
-def connect(servers, credentials=None):
-    return BlockingQueue(
-        lambda: QueueClient(
-            controller=lambda: servers.address(None),
-            unit=lambda n: servers.address(n),
-            units=list,
-            worker="w",
-            credentials=credentials,
-        )
+def client(servers, credentials=None):
+    return QueueClient(
+        controller=lambda: servers.address(None),
+        unit=lambda n: servers.address(n),
+        units=list,
+        worker="w",
+        credentials=credentials,
     )
+
+
+def connect(servers, credentials=None):
+    return BlockingQueue(lambda: client(servers, credentials))
 
 
 class Caller:
     """Makes calls of a client in an event loop, or, with ``thread``, in a thread that blocks."""
 
     def __init__(self, thread, servers, credentials):
-        self._queue = connect(servers, credentials)
-        self._runner = None if thread else asyncio.Runner()
+        self._queue = connect(servers, credentials) if thread else None
+        self._client = client(servers, credentials)
+        self._runner = asyncio.Runner()
 
     def run(self, job):
-        called = job(self._queue.awaited.peers)
-        return self._runner.run(called) if self._runner else self._queue.run(called)
+        if self._queue:
+            return self._queue.run(job(self._queue.awaited.peers))
+        return self._runner.run(job(self._client.peers))
 
     def word(self, peer, word, **options):
         return self.run(lambda peers: say(peers, peer, word, **options))
 
     def close(self):
-        if self._runner:
-            self._runner.run(self._queue.awaited.close())
-            self._runner.close()
-        self._queue.close()
+        if self._queue:
+            self._queue.close()
+        self._runner.run(self._client.close())
+        self._runner.close()
 
 
 @pytest.fixture(params=[False, True], ids=["loop", "thread"])

@@ -24,7 +24,7 @@ class Counts:
         self.turn = 0
 
     def client(self):
-        placement = Placement(units=lambda: self.units, clock=lambda: 0.0)
+        placement = Placement(units=lambda: self.units)
         carry_out(placement.begin(ByHand(lambda _: (Shares(dict(self.given), self.turn), []))))
         self.turn += 1
         return placement
@@ -85,23 +85,13 @@ def test_a_unit_that_comes_gets_its_share_from_then_on(sizes):
 
 
 def test_what_was_tried_counts_and_is_not_tried_again_while_there_are_others():
-    now = [0.0]
-    placement = Placement(units=lambda: [0, 1, 2], clock=lambda: now[0])
+    placement = Placement(units=lambda: [0, 1, 2])
     first = placement.choose(4)
     second = placement.choose(4, but={first})
     assert placement.choose(4, but={first, second}) not in (first, second)
     assert placement.choose(1, but={0, 1, 2}) in (0, 1, 2)
 
 
-def test_a_unit_that_leaves_is_passed_over_until_its_successor_may_be_there():
-    now = [0.0]
-    placement = Placement(units=lambda: [0, 1], clock=lambda: now[0])
-    placement.avoid(1)
-    assert {placement.choose(1) for _ in range(9)} == {0}
-    now[0] = 60.0
-    assert {placement.choose(1) for _ in range(30)} == {0, 1}
-
-
 def test_without_units_nothing_is_chosen():
     with pytest.raises(PeerLost, match="no storage unit"):
-        Placement(units=list, clock=lambda: 0.0).choose(1)
+        Placement(units=list).choose(1)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from asyncflow import cli
-from asyncflow.identity import epoch_of
 from asyncflow.roles.controller import _show
 from asyncflow.telemetry.metrics import ControllerMetrics
 
@@ -99,7 +98,7 @@ async def test_show_names_the_units_and_where_they_are(run, filled, two_units):
     for index, unit in two_units.units.items():
         words = next(line.split() for line in out.splitlines() if line.rstrip().endswith(unit.server.address))
         assert words[:2] == [str(index), "serving"]
-        assert words[-2:] == [str(epoch_of(unit._session.location)), unit.server.address]
+        assert words[-2:] == [str(unit._session.epoch), unit.server.address]
 
 
 async def test_peek_shows_rows_and_values_and_leases_nothing(run, filled, scores):

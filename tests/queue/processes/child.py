@@ -36,7 +36,7 @@ def connect(folder: Path, worker: str = "") -> QueueClient:
         controller=address_in(folder / "controller"),
         unit=lambda index: address_in(folder / f"unit-{index}")(),
         units=lambda: [int(path.name[5:]) for path in folder.glob("unit-?")],
-        shard=lambda index: address_in(folder / f"controller-{index}")(),
+        replica=lambda index: address_in(folder / f"controller-{index}")(),
         worker=worker or uuid.uuid4().hex,
     )
 

@@ -47,7 +47,7 @@ class Sharded:
     def connect(self, worker):
         return QueueClient(
             controller=lambda: self.of(0),
-            shard=self.of,
+            replica=self.of,
             unit=lambda index: self.address(self.units[index]),
             units=lambda: [index for index, unit in self.units.items() if unit],
             worker=worker,

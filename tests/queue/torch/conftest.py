@@ -145,13 +145,6 @@ class Served:
     def stats(self):
         return self.run(self.client.stats(timeout=10))
 
-    def explicit(self):
-        """Return the addresses of all, by name."""
-        return {
-            "controller": self.address,
-            "units": {index: unit.server.address for index, unit in self.units.items()},
-        }
-
 
 @contextmanager
 def serve(folder, **options):

@@ -111,11 +111,6 @@ def test_an_open_partition_ends_when_its_producers_say_so(served, how, workers):
         assert sorted(seen) == list(range(30))
 
 
-def test_the_queue_may_be_named_by_all_its_addresses(served, dataset):
-    served.fill(range(ROWS), close=1)
-    assert sorted(serials(loader(dataset(queue=QueueAddress(**served.explicit())), 2))) == list(range(ROWS))
-
-
 def test_certificates(serving, tmp_path):
     issuer = Issuer(tmp_path / "tls")
     with serving(issuer=issuer) as served:
@@ -337,7 +332,3 @@ def test_what_cannot_be_is_refused(served, dataset):
     for wrong in ({"rows": 0}, {"columns": []}, {"prefetch": -1}, {"acknowledge": "never"}):
         with pytest.raises(Refused, match="cannot be"):
             dataset(**wrong)
-    with pytest.raises(Refused, match="one address"):
-        QueueAddress()
-    with pytest.raises(Refused, match="one address"):
-        QueueAddress(address="tcp://x:1", controller="tcp://y:1", units={0: "tcp://z:1"})

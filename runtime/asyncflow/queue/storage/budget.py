@@ -53,15 +53,9 @@ class ByteBudget:
 
         Raises DeadlineExceeded when they did not come free in time, Refused where they never could.
         """
-        self._check(size + promise)
-        if not self._drawing and not self._reserving and self._fits(size + promise):
-            self.used += size
-            self.promised += promise
-            return
-        place = _Place(size, promise, asyncio.get_running_loop().create_future())
+        place = self._place(size, promise)
         self._reserving.setdefault(producer, deque()).append(place)
         self._given[producer] = max(self._level, self._given.get(producer, 0))
-        self._advance()
         await self._wait(place, timeout)
 
     async def draw(self, size: int, *, timeout: float) -> None:
@@ -69,11 +63,7 @@ class ByteBudget:
 
         Waits, and raises as ``reserve`` does, only while other writes to the same rows are not decided about.
         """
-        self._check(size)
-        if not self._drawing and self.used + size <= self.limit:
-            self.used += size
-            return
-        place = _Place(size, 0, asyncio.get_running_loop().create_future())
+        place = self._place(size)
         self._drawing.append(place)
         await self._wait(place, timeout)
 
@@ -83,14 +73,18 @@ class ByteBudget:
         self.promised -= promise
         self._advance()
 
-    def _check(self, size: int) -> None:
-        if size > self.limit:
+    def _place(self, size: int, promise: int = 0) -> _Place:
+        if size + promise > self.limit:
             hint = "Put fewer rows at once, or give the unit more"
-            raise Refused(f"{size} bytes never fit into {self.limit}", where=self._where, hint=hint)
+            raise Refused(f"{size + promise} bytes never fit into {self.limit}", where=self._where, hint=hint)
+        return _Place(size, promise, asyncio.get_running_loop().create_future())
 
     async def _wait(self, place: _Place, timeout: float) -> None:
+        self._advance()
+        if place.turn.done():
+            return
         began = asyncio.get_running_loop().time()
-        self.waits += not place.turn.done()
+        self.waits += 1
         try:
             await asyncio.wait([place.turn], timeout=timeout)
         except BaseException:
@@ -122,7 +116,7 @@ class ByteBudget:
         while self._reserving and not self._drawing:
             producer = min(self._reserving, key=self._given.__getitem__)
             line = self._reserving[producer]
-            if not self._fits(line[0].size + line[0].promise):
+            if self.used + self.promised + line[0].size + line[0].promise > self.limit:
                 return
             place = line.popleft()
             self._level = self._given[producer]
@@ -133,9 +127,6 @@ class ByteBudget:
         if not self._reserving:
             self._given.clear()
             self._level = 0
-
-    def _fits(self, size: int) -> bool:
-        return self.used + self.promised + size <= self.limit
 
     def _take(self, place: _Place) -> None:
         self.used += place.size

@@ -1,54 +1,37 @@
-"""Drain of a unit: it moves its rows to the units that the controller names, until nothing is left.
+"""Rows of a unit that move to other units: which of them cannot be written to, and the batches in which they go.
 
-The controller orders one move after another. The rows of a move are frozen, copied in batches of bounded size, and
-freed here when the controller has recorded their new location. After a failure the controller is asked again, which
-makes void what is still under way; only then may the rows that are left be written to.
-
-Invariants: a row is freed here only when it lies elsewhere or nobody needs it; at most one move is under way, and
-nothing is written to its rows meanwhile; a row that is here, or comes here, is not looked for elsewhere; the rows of a
-batch have the same columns in the same forms, and are promised the same.
+Invariants: nothing is written to the rows of a move while it is under way; a row that is here, or comes here, is not
+looked for elsewhere; the rows of a batch have the same columns in the same forms, and are promised the same.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-from asyncflow.errors import AsyncFlowError, Elsewhere, Fenced, PeerLost
+from asyncflow.errors import Elsewhere
 from asyncflow.identity import home_of
-from asyncflow.queue.protocol.calls import NOWHERE, Done, Drain, Verdicts
-from asyncflow.queue.protocol.unit_calls import AskLeg, Leg, MovedRows, TakeRows
+from asyncflow.queue.protocol.unit_calls import MovedRows
 from asyncflow.queue.storage.holdings import Block, Holdings
-from asyncflow.queue.storage.session import UnitSession
-from asyncflow.rpc.client import RpcClient
-from asyncflow.rpc.columns import encode_batch
-from asyncflow.rpc.retry import delays
-from asyncflow.rpc.tls import Credentials
-
-log = logging.getLogger(__name__)
-
-_ROWS = 512
-_BYTES = 4 << 20
-_CALL_S = 10.0
-_ROOM_S = 2.0
-_AWAY_S = 10.0
-_REPORTED_S = 0.01
-_LOOK_S = 0.05
-_NOWHERE_S = 1.0
-_Form = tuple[str, str]
+from asyncflow.rpc.columns import weighed_batches
 
 
-@dataclass(slots=True)
-class MoveBatch:
-    """Rows that go in one message. columns, partial: all that they have, and the unfinished ones among these."""
+class MoveBatch(NamedTuple):
+    """Rows that go in one message. block: of one of them, which has the columns, forms and outputs of all."""
 
-    columns: tuple[str, ...]
-    partial: tuple[str, ...]
-    outputs: Mapping[str, int]
-    rows: list[int] = field(default_factory=list)
-    nbytes: int = 0
+    rows: list[int]
+    block: Block
+
+    @property
+    def columns(self) -> list[str]:
+        """All columns that they have."""
+        return sorted(self.block.cells)
+
+    @property
+    def partial(self) -> list[str]:
+        """The columns that are unfinished."""
+        return [name for name in self.columns if self.block.cells[name].partial]
 
 
 class MovingRows:
@@ -109,171 +92,21 @@ class MovingRows:
 
     def first(self, *, most: int, most_bytes: int) -> tuple[list[int], int]:
         """Return the first rows that are here, no more than said unless that is none, and their bytes."""
-        rows: list[int] = []
-        total = 0
-        for number, block in self._holdings.rows.items():
-            size = block.size(number)
-            if rows and (len(rows) == most or total + size > most_bytes):
-                break
-            rows.append(number)
-            total += size
-        return rows, total
+        rows = next(weighed_batches(self._holdings.rows, self._size, heaviest=most_bytes, most=most), [])
+        return rows, sum(map(self._size, rows))
 
-    def batches(self, rows: Iterable[int], *, most_bytes: int) -> Iterator[MoveBatch]:
-        """Yield those of ``rows`` that are here, in batches of at most so many bytes, or of one row."""
-        open_: dict[tuple[object, ...], MoveBatch] = {}
+    def batches(self, rows: Iterable[int], *, most_bytes: int) -> list[MoveBatch]:
+        """Return those of ``rows`` that are here, in batches of at most so many bytes, or of one row."""
+        alike: dict[object, list[int]] = {}
         for number in rows:
-            block = self._holdings.rows.get(number)
-            if block is None:
-                continue
-            whole, partial = _forms(block, partial=False), _forms(block, partial=True)
-            alike = (whole, partial, tuple(sorted(block.outputs.items())))
-            size = block.size(number)
-            batch = open_.get(alike)
-            if batch is not None and batch.nbytes + size > most_bytes:
-                yield open_.pop(alike)
-                batch = None
-            if batch is None:
-                unfinished = tuple(name for name, _ in partial)
-                columns = tuple(name for name, _ in whole) + unfinished
-                batch = open_[alike] = MoveBatch(columns, unfinished, block.outputs)
-            batch.rows.append(number)
-            batch.nbytes += size
-        yield from open_.values()
+            if (block := self._holdings.rows.get(number)) is not None:
+                forms = sorted((name, of.partial, of.blob.cells.dtypes[name]) for name, of in block.cells.items())
+                alike.setdefault((tuple(forms), tuple(sorted(block.outputs.items()))), []).append(number)
+        return [
+            MoveBatch(batch, self._holdings.rows[batch[0]])
+            for numbers in alike.values()
+            for batch in weighed_batches(numbers, self._size, heaviest=most_bytes)
+        ]
 
-
-class UnitDrain:
-    """Drains the unit that ``order`` names. peer: returns the address of another one, by its index."""
-
-    def __init__(
-        self,
-        *,
-        order: Drain,
-        holdings: Holdings,
-        moving: MovingRows,
-        session: UnitSession,
-        controller: RpcClient,
-        peer: Callable[[int], str | None],
-        credentials: Credentials | None,
-    ) -> None:
-        self.moved_rows = 0
-        self._order = order
-        self._unit = order.unit
-        self._holdings = holdings
-        self._moving = moving
-        self._session = session
-        self._controller = controller
-        self._peer = peer
-        self._credentials = credentials
-        self._peers: dict[int, RpcClient] = {}
-        self._ordered_epoch = 0
-        self._failed = NOWHERE
-
-    async def close(self) -> None:
-        """Close the connections to the other units."""
-        for client in self._peers.values():
-            await client.close()
-
-    async def run(self, *, patient: bool) -> bool:
-        """Drain the unit, and return True when nothing is left here.
-
-        patient: wait for other units, and for the controller; else False where there is no other, or the controller was
-        not heard for ``_AWAY_S`` seconds.
-        """
-        now = asyncio.get_running_loop().time
-        heard, waits, failed = now(), delays(), False
-        self._moving.draining = True
-        while True:
-            try:
-                move = await self._next_move()
-                heard = now()
-                if move.over or (move.alone and not patient):
-                    return move.over
-                if failed:
-                    await asyncio.sleep(next(waits))
-                await self._take(move)
-                waits, failed = delays(), False
-            except AsyncFlowError as error:
-                log.info("unit %d goes on draining: %s", self._unit, error)
-                if now() - heard > _AWAY_S and not patient:
-                    return False
-                failed = True
-
-    async def _next_move(self) -> Leg:
-        """Ask for the next move; from here on all other rows may be written to."""
-        session = self._session.session
-        if session is None:
-            await asyncio.sleep(_LOOK_S)
-            raise PeerLost("there is no session with the controller", where=f"storage unit {self._unit}")
-        if session.epoch != self._ordered_epoch:
-            await self._controller.call("queue.drain", self._order, Done, timeout=_CALL_S)
-            self._ordered_epoch = session.epoch
-        if not self._holdings:
-            await self._holdings.decided()
-            await self._all_reported()
-        rows, nbytes = self._moving.first(most=_ROWS, most_bytes=_BYTES)
-        ask = AskLeg(session, rows, len(self._holdings), nbytes, self._failed)
-        move = await self._controller.call("units.leg", ask, Leg, timeout=_CALL_S)
-        self._failed = NOWHERE
-        self._moving.thaw()
-        self._holdings.clear(move.gone)
-        return move
-
-    async def _take(self, move: Leg) -> None:
-        if move.unit == NOWHERE:
-            await asyncio.sleep(_NOWHERE_S)
-        rows = move.rows
-        self._moving.freeze(rows)
-        await self._holdings.decided(rows)
-        await self._all_reported()
-        for batch in self._moving.batches(rows, most_bytes=_BYTES):
-            self._failed = move.unit
-            await self._send(move, batch)
-            self._failed = NOWHERE
-
-    async def _all_reported(self) -> None:
-        """Wait until the controller has heard what its replicas have admitted: nobody else could tell it."""
-        while self._session.unreported:
-            await asyncio.sleep(_REPORTED_S)
-
-    async def _send(self, move: Leg, batch: MoveBatch) -> None:
-        """Have a unit take over a batch; free the rows that lie there then."""
-        session = self._session.session
-        if session is None:
-            raise Fenced("the session ended under way", where=f"storage unit {self._unit}")
-        rows = [row for row in batch.rows if row in self._holdings]
-        if not rows:
-            return
-        held = [(row, self._holdings.rows[row]) for row in rows]
-        columns = await self._holdings.fetch(rows, batch.columns) if batch.columns else {}
-        header, frames = encode_batch(columns)
-        request = TakeRows(
-            home=session.home,
-            ticket=move.ticket,
-            rows=rows,
-            header=header,
-            partial=list(batch.partial),
-            tokens=[block.tokens(row) for row, block in held],
-            tags=[block.tags(row) for row, block in held],
-            outputs=dict(batch.outputs),
-            wait_s=_ROOM_S,
-            producer=f"unit {self._unit}",
-        )
-        client = self._client(move.unit)
-        taken = await client.call("unit.take", request, Verdicts, timeout=_CALL_S + _ROOM_S, frames=frames)
-        moved = [row for row, ok in zip(rows, taken.ok, strict=True) if ok]
-        self.moved_rows += len(moved)
-        self._holdings.clear(moved)
-
-    def _client(self, unit: int) -> RpcClient:
-        if unit not in self._peers:
-            name = f"unit {self._unit} to unit {unit}"
-            self._peers[unit] = RpcClient(
-                name=name, resolve=lambda: self._peer(unit), credentials=self._credentials, expects=("storage",)
-            )
-        return self._peers[unit]
-
-
-def _forms(block: Block, *, partial: bool) -> tuple[_Form, ...]:
-    cells = block.cells.items()
-    return tuple(sorted((name, of.blob.cells.dtypes[name]) for name, of in cells if of.partial is partial))
+    def _size(self, row: int) -> int:
+        return self._holdings.rows[row].size(row)

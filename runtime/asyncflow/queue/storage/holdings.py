@@ -1,19 +1,15 @@
 """The rows that a unit holds, their admitted cells, and puts about which the controller has not yet decided.
 
-The cells of one put are a *blob* in the back end, of which each row has an *extent*. A *block* says the same of many
-rows: those that came together and were written together, so that one record says of all of them which cells they have
-and what was promised to them. A write gives its rows a block of their own; so rows written one by one have one each,
-and what is done to many rows of one put, as nearly everything is, costs what it costs for one.
+The cells of one put are a *blob* in the back end, of which each row has an *extent*. A *block* is one record for all
+rows that came together and were written together: which cells they have, and what was promised to them.
 
 A put is stored first, then reported, then decided. Until then its cells are neither old nor new: a fetch of them waits
-for the decision. A row is created together with a promise of room for its outputs, and only then; so whoever completes
-it gets through, although the unit is full of rows that wait to be completed.
+for the decision. A row is created together with a promise of room for its outputs, so that they find it in a full unit.
 
 Invariants: every byte is in the budget from before it is stored until after it is freed; the budget promises, for each
 row, what its creator named and nobody has written yet; blobs, extents and blocks never change, but a row's block is
 replaced; a row has one cell a column, and a whole one is never replaced by an unfinished one; what was refused leaves
-nothing behind; a fetch names each row once, and no more than goes in one message, and what it asks beyond that, or that
-is not there, is refused before a byte of it is read.
+nothing behind; a fetch of more than goes in one message, or of what is not there, is refused before a byte is read.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from asyncflow.errors import PeerLost, ProtocolError, Refused, StaleHandle, from_wire
 from asyncflow.queue.protocol.batches import packed, part
@@ -62,18 +58,16 @@ class Blob:
     @property
     def whole(self) -> tuple[str, ...]:
         """The columns that are not unfinished."""
-        return tuple(name for name in self.columns if name not in self.partial) if self.partial else self.columns
+        return tuple(name for name in self.columns if name not in self.partial)
 
 
+@dataclass(slots=True, eq=False)
 class Extent:
     """Rows of a blob, whose cells are all whole or all unfinished. shift: the id of a row less its index there."""
 
-    __slots__ = ("blob", "partial", "shift")
-
-    def __init__(self, blob: Blob, shift: int, *, partial: bool = False) -> None:
-        self.blob = blob
-        self.shift = shift
-        self.partial = partial
+    blob: Blob
+    shift: int
+    partial: bool = False
 
     def place(self, first: int, rows: int) -> Place:
         """Return where so many rows from ``first`` on lie."""
@@ -150,8 +144,7 @@ class Block:
         """Return the block of rows that ``put`` brought."""
         blob = put.blob
         cells = dict.fromkeys(blob.columns, Extent(blob, shift))
-        if blob.partial:
-            cells |= dict.fromkeys(blob.partial, Extent(blob, shift, partial=True))
+        cells |= dict.fromkeys(blob.partial, Extent(blob, shift, partial=True))
         return cls(put.entry, shift, put.outputs, cells, {})
 
     def awaits(self, column: str, size: int) -> bool:
@@ -175,7 +168,7 @@ class Block:
                 freed[name] = extent
             else:
                 cells[name], freed[name] = extent, old
-        own = {row: self._tags[row] for row in rows if row in self._tags} if self._tags else self._tags
+        own = {row: self._tags[row] for row in rows if row in self._tags}
         if tags:
             own = {row: self.tags(row) | added for row, added in zip(rows, tags, strict=True)}
         return Block(self._entry, self._shift, self.outputs, cells, own), _parts(freed, rows[0], len(rows))
@@ -217,20 +210,11 @@ def _parts(cells: Mapping[str, Extent], first: int, rows: int) -> list[Part]:
     return [(extent, tuple(columns), first, rows) for extent, columns in names.items()]
 
 
-Found: TypeAlias = list[tuple[list[Place], list[str]]]
-"""Places of cells: columns that lie at the same places together."""
-
-
-class Run(NamedTuple):
-    """So many rows of a block, from ``first`` on."""
-
-    block: Block
-    first: int
-    rows: int
-
-
 class Holdings:
-    """The rows of a unit, by number. lost: called with those whose cells the store lost; most: bytes of a fetch."""
+    """The rows of a unit: the block of each, by number.
+
+    lost: called with those whose cells the store lost; most: bytes of a fetch.
+    """
 
     def __init__(
         self,
@@ -244,7 +228,7 @@ class Holdings:
         self.budget = budget
         self.puts: dict[PendingPut, None] = {}
         self._lost = lost
-        self._rows: dict[int, Block] = {}
+        self.rows: dict[int, Block] = {}
         self._backend = backend
         self._where = where
         self._most = most
@@ -252,15 +236,10 @@ class Holdings:
         self._freeing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __contains__(self, row: int) -> bool:
-        return row in self._rows
-
-    @property
-    def rows(self) -> Mapping[int, Block]:
-        """The block of each row."""
-        return self._rows
+        return row in self.rows
 
     async def store_new(
         self,
@@ -300,7 +279,7 @@ class Holdings:
         return await self._put(blob, columns)
 
     def _is_promised(self, rows: Sequence[int], cells: Cells) -> bool:
-        blocks = list(map(self._rows.get, rows))
+        blocks = list(map(self.rows.get, rows))
         for start, stop in runs_of(rows, blocks):
             if (block := blocks[start]) is None:
                 return False
@@ -338,12 +317,12 @@ class Holdings:
         """Hold new rows; return the parts that are not needed, and the bytes of promises that are void."""
         rows, refused, void = put.rows, [], 0
         if isinstance(put.entry, MovedRows):
-            there = self._sent_after(put) | self._rows.keys()
+            there = self._sent_after(put) | self.rows.keys()
             ok = [good and number not in there for number, good in zip(rows, ok, strict=True)]
         for start, stop in runs_of(rows, ok):
             block = Block.new(put, rows[start] - start)
             if ok[start]:
-                self._rows.update(dict.fromkeys(rows[start:stop], block))
+                self.rows.update(dict.fromkeys(rows[start:stop], block))
             else:
                 refused += block.parts(rows[start], stop - start)
                 void += block.promise * (stop - start)
@@ -364,18 +343,18 @@ class Holdings:
         These parts were replaced, or came for a row that is gone or has this put already.
         """
         rows, blob, refused, kept = put.rows, put.blob, [], 0
-        blocks = [self._rows.get(number) if good else None for number, good in zip(rows, ok, strict=True)]
+        blocks = [self.rows.get(number) if good else None for number, good in zip(rows, ok, strict=True)]
         alike = blocks if len(set(rows)) == len(rows) else range(len(rows))
         for start, stop in runs_of(rows, alike):
             count, first = stop - start, rows[start]
             extent = Extent(blob, first - start, partial=bool(entry.reason))
-            block = self._rows.get(first) if ok[start] else None
+            block = self.rows.get(first) if ok[start] else None
             if block is None or block.has_from(blob):
                 refused.append((extent, blob.columns, first, count))
                 continue
             tags = [] if entry.reason else entry.tags[start:stop]
             after, dropped = block.written(extent, range(first, first + count), tags)
-            self._rows.update(dict.fromkeys(rows[start:stop], after))
+            self.rows.update(dict.fromkeys(rows[start:stop], after))
             refused += dropped
             kept += (block.promise - after.promise) * count
         return refused, kept
@@ -391,31 +370,35 @@ class Holdings:
         columns = list(dict.fromkeys(columns))
         await self.decided(rows, columns)
         got: dict[str, Jagged] = {}
-        for places, names in self._find(rows, columns):
+        for places, names in self._find(rows, columns).items():
             try:
                 got |= await self._backend.get(places, names)
             except BytesLost as gone:
                 raise self._lose(gone) from gone
         return {name: got[name] for name in columns}
 
-    def _find(self, rows: Sequence[int], columns: Sequence[str]) -> Found:
-        """Return where ``columns`` of ``rows`` lie."""
-        blocks = list(map(self._rows.get, rows))
-        runs = []
+    def _find(self, rows: Sequence[int], columns: Sequence[str]) -> Mapping[tuple[Place, ...], list[str]]:
+        """Return the columns of ``rows`` by the places of their cells."""
+        blocks = list(map(self.rows.get, rows))
+        found: dict[tuple[Place, ...], list[str]] = {}
+        size, counted = 0, self.budget.used > self._most
+        runs: list[tuple[Block, int, int]] = []
         for start, stop in runs_of(rows, blocks):
-            block = blocks[start]
-            if block is None:
+            if (block := blocks[start]) is None:
                 hint = "It was cleared, or lost with the unit's earlier incarnation"
                 raise StaleHandle(f"row {rows[start]} is not here", where=self._where, hint=hint)
-            runs.append(Run(block, rows[start], stop - start))
-        try:
-            found = locate(runs, columns)
-        except KeyError as missing:
-            (column,) = missing.args
-            row, cells = next((run.first, run.block.cells) for run in runs if column not in run.block.cells)
-            hint = f"It has {', '.join(sorted(cells))}"
-            raise StaleHandle(f"row {row} has no column {column!r}", where=self._where, hint=hint) from None
-        if self.budget.used > self._most and (size := _size(runs, columns)) > self._most:
+            runs.append((block, rows[start], stop - start))
+        for name in columns:
+            places = []
+            for block, row, count in runs:
+                if (extent := block.cells.get(name)) is None:
+                    hint = f"It has {', '.join(sorted(block.cells))}"
+                    raise StaleHandle(f"row {row} has no column {name!r}", where=self._where, hint=hint)
+                places.append(extent.place(row, count))
+                if counted:
+                    size += extent.size((name,), row, count)
+            found.setdefault(tuple(places), []).append(name)
+        if size > self._most:
             hint = f"Fetch fewer rows at a time: at most {self._most} bytes come from a unit at once"
             raise Refused(f"{size} bytes were asked for, of {len(rows)} rows", where=self._where, hint=hint)
         return found
@@ -433,7 +416,7 @@ class Holdings:
         there = frozenset(gone.places)
         lost = [
             number
-            for number, block in self._rows.items()
+            for number, block in self.rows.items()
             if not there.isdisjoint(extent.place(number, 1) for extent in block.cells.values())
         ]
         self.clear(lost)
@@ -442,7 +425,7 @@ class Holdings:
 
     def held(self) -> Iterable[Held]:
         """Describe all rows."""
-        for number, block in self._rows.items():
+        for number, block in self.rows.items():
             yield Held(
                 row=number,
                 columns=block.sizes(number, partial=False),
@@ -454,7 +437,7 @@ class Holdings:
     def clear(self, rows: Iterable[int]) -> None:
         """Free rows; those that are not here are passed over."""
         asked = list(rows)
-        gone = list(map(self._rows.pop, asked, itertools.repeat(None)))
+        gone = list(map(self.rows.pop, asked, itertools.repeat(None)))
         parts: list[Part] = []
         void = 0
         for start, stop in runs_of(asked, gone):
@@ -465,7 +448,7 @@ class Holdings:
 
     def wipe(self) -> None:
         """Free everything: writers are fenced, creators may try again elsewhere."""
-        self.clear(list(self._rows))
+        self.clear(list(self.rows))
         for put in list(self.puts):
             again = PeerLost("the unit was given up and began anew", where=self._where)
             self.decide(put, Verdict([], None if isinstance(put.entry, NewCells) else again.to_wire()))
@@ -496,26 +479,5 @@ class Holdings:
 
 def runs_of(rows: Sequence[int], alike: Sequence[object]) -> list[tuple[int, int]]:
     """Return start and stop of each run of consecutive ``rows`` that share one object in ``alike``."""
-    count = len(rows)
-    if count < 2:
-        return [(0, count)] if count else []
-    run = range(rows[0], rows[0] + count)
-    if rows[-1] == run[-1] and alike.count(alike[0]) == count and (rows == run or list(rows) == list(run)):
-        return [(0, count)]
-    cuts = [i for i in range(1, count) if alike[i] is not alike[i - 1] or rows[i] != rows[i - 1] + 1]
-    return list(pairwise([0, *cuts, count]))
-
-
-def locate(runs: Sequence[Run], columns: Sequence[str]) -> Found:
-    """Return where the cells of ``runs`` lie, columns that lie at the same places together. KeyError: not there."""
-    alike: dict[tuple[Extent, ...], list[str]] = {}
-    for name in columns:
-        alike.setdefault(tuple([run.block.cells[name] for run in runs]), []).append(name)
-    return [
-        ([extent.place(first, rows) for extent, (_, first, rows) in zip(extents, runs, strict=True)], names)
-        for extents, names in alike.items()
-    ]
-
-
-def _size(runs: Sequence[Run], columns: Sequence[str]) -> int:
-    return sum([block.cells[name].size((name,), first, rows) for block, first, rows in runs for name in columns])
+    cuts = [i for i in range(1, len(rows)) if alike[i] is not alike[i - 1] or rows[i] != rows[i - 1] + 1]
+    return list(pairwise([0, *cuts, len(rows)])) if rows else []

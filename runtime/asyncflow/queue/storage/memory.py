@@ -18,92 +18,67 @@ _OFFSET = 8
 """Bytes that a row needs besides its values."""
 
 
-class _Gaps:
-    """Freed rows of one column of a blob. kept: the indices that its other rows had in the blob, None for all."""
+class _Cells:
+    """One column of a blob. kept: the indices that its rows had in the blob, None for all; alive: which still live."""
 
-    __slots__ = ("_alive", "_bytes", "_kept", "_rows")
+    __slots__ = ("_alive", "_bytes", "_kept", "_rows", "column")
 
     def __init__(self, column: Jagged) -> None:
+        self.column = column
         self._kept: npt.NDArray[np.int64] | None = None
         self._alive: npt.NDArray[np.bool_] | None = None
         self._rows = len(column)
         self._bytes = column.values.nbytes
 
-    def at(self, index: int) -> int:
-        """Return where in the column the row lies that had this index in the blob."""
-        return index if self._kept is None else int(np.searchsorted(self._kept, index))
+    def run(self, first: int, rows: int) -> tuple[Jagged, int, int]:
+        """Return the column, and where in it the rows from index ``first`` of the blob lie."""
+        start = first if self._kept is None else int(np.searchsorted(self._kept, first))
+        return self.column, start, start + rows
 
-    def free(self, column: Jagged, first: int, rows: int) -> Jagged | None:
-        """Forget rows of ``column``; return the column for those that are left, None for none."""
+    def free(self, first: int, rows: int) -> bool:
+        """Forget rows, and return whether others are left."""
         self._rows -= rows
         if not self._rows:
-            return None
+            return False
+        column, start, stop = self.run(first, rows)
         if self._alive is None:
             self._alive = np.ones(len(column), np.bool_)
-        start = self.at(first)
-        self._alive[start : start + rows] = False
-        self._bytes -= int(column.offsets[start + rows] - column.offsets[start]) * column.values.itemsize
-        if 2 * (self._bytes + _OFFSET * self._rows) >= column.nbytes:
-            return column
-        left = np.flatnonzero(self._alive)
-        self._kept = left if self._kept is None else self._kept[left]
-        self._alive = None
-        return column.take(left)
-
-
-class _Blob:
-    """Columns of a blob, as far as they live, and the gaps of those that have some."""
-
-    __slots__ = ("columns", "gaps")
-
-    def __init__(self, columns: Mapping[str, Jagged]) -> None:
-        self.columns = dict(columns)
-        self.gaps: dict[str, _Gaps] = {}
-
-    def run(self, name: str, first: int, rows: int) -> tuple[Jagged, int, int]:
-        """Return a column, and where in it the rows from index ``first`` of the blob lie."""
-        gaps = self.gaps.get(name)
-        start = first if gaps is None else gaps.at(first)
-        return self.columns[name], start, start + rows
-
-    def free(self, names: Sequence[str], first: int, rows: int) -> None:
-        """Forget rows of these columns."""
-        for name in names:
-            column = self.columns.pop(name)
-            if rows == len(column):
-                continue
-            if name not in self.gaps:
-                self.gaps[name] = _Gaps(column)
-            if (left := self.gaps[name].free(column, first, rows)) is not None:
-                self.columns[name] = left
+        self._alive[start:stop] = False
+        self._bytes -= int(column.offsets[stop] - column.offsets[start]) * column.values.itemsize
+        if 2 * (self._bytes + _OFFSET * self._rows) < column.nbytes:
+            left = np.flatnonzero(self._alive)
+            self.column = column.take(left)
+            self._kept = left if self._kept is None else self._kept[left]
+            self._alive = None
+        return True
 
 
 class MemoryBackend(Backend):
     """Blobs in a dict."""
 
     def __init__(self) -> None:
-        self._blobs: dict[int, _Blob] = {}
+        self._blobs: dict[int, dict[str, _Cells]] = {}
 
     async def put(self, blob: int, columns: Mapping[str, Jagged]) -> None:
         """Keep the columns themselves."""
-        self._blobs[blob] = _Blob(columns)
+        self._blobs[blob] = {name: _Cells(column) for name, column in columns.items()}
 
     async def get(self, places: Sequence[Place], columns: Sequence[str]) -> dict[str, Jagged]:
         """Return rows that lie one after another as they lie, others as a copy."""
         places = _joined(places)
-        number, first, rows = places[0]
-        whole = self._blobs[number]
-        if len(places) == 1 and not whole.gaps:
-            return {name: whole.columns[name].cut(first, first + rows) for name in columns}
-        runs = [(self._blobs[number], first, rows) for number, first, rows in places]
-        return {name: Jagged.gather([of.run(name, first, rows) for of, first, rows in runs]) for name in columns}
+        return {
+            name: Jagged.gather([self._blobs[number][name].run(first, rows) for number, first, rows in places])
+            for name in columns
+        }
 
     async def free(self, places: Sequence[Place], columns: Sequence[str]) -> None:
         """Forget cells."""
         for number, first, rows in _joined(places):
             blob = self._blobs[number]
-            blob.free(columns, first, rows)
-            if not blob.columns:
+            for name in columns:
+                if not blob[name].free(first, rows):
+                    del blob[name]
+            if not blob:
                 del self._blobs[number]
 
     async def close(self) -> None:
@@ -113,19 +88,16 @@ class MemoryBackend(Backend):
     @property
     def nbytes(self) -> int:
         """Bytes in memory, those that nobody needs any more included."""
-        return sum(column.nbytes for blob in self._blobs.values() for column in blob.columns.values())
+        return sum(cells.column.nbytes for blob in self._blobs.values() for cells in blob.values())
 
 
 def _joined(places: Sequence[Place]) -> Sequence[Place]:
     """Return the same rows, those that lie one after another as one place."""
-    if len(places) < 2:
-        return places
-    joined = []
-    blob, first, rows = places[0]
-    for place in places[1:]:
-        if place.blob == blob and place.row == first + rows:
-            rows += place.rows
+    joined: list[Place] = []
+    for place in places:
+        last = joined[-1] if joined else None
+        if last is not None and (last.blob, last.row + last.rows) == (place.blob, place.row):
+            joined[-1] = Place(last.blob, last.row, last.rows + place.rows)
         else:
-            joined.append(Place(blob, first, rows))
-            blob, first, rows = place
-    return [*joined, Place(blob, first, rows)]
+            joined.append(place)
+    return joined

@@ -10,11 +10,11 @@ lives first, and a setup is tried once.
 All calls block, so the back end runs them in a few threads, each with a registered buffer; no call waits for room or
 for a lease, which is what the unit's event loop does.
 
-Invariants: a client is closed when it was replaced and nobody uses it any more, never before; a new one is set up by
-one thread, and all others wait for it. Values are written under keys that are new, hard pinned, from and into buffers
-that stay registered as long as a transfer may use them; no call has more than ``MOST_KEYS`` keys; each key has a return
-code, and nothing is taken for done without it; a removal is never forced. The keys of a unit begin with its owner,
-index and incarnation, and no other living process writes or removes them; a unit first removes what earlier
+Invariants: a client is closed when it was replaced and no call refers to it any more, never before; a new one is set up
+by one thread, and all others wait for it. Values are written under keys that are new, hard pinned, from and into
+buffers that stay registered as long as a transfer may use them; no call has more than ``MOST_KEYS`` keys; each key has
+a return code, and nothing is taken for done without it; a removal is never forced. The keys of a unit begin with its
+owner, index and incarnation, and no other living process writes or removes them; a unit first removes what earlier
 incarnations of it have left.
 """
 
@@ -88,116 +88,21 @@ def load() -> ModuleType:
 
 
 class Client:
-    """A client of one master. users: calls under way; troubled: calls in a row that could not move something."""
+    """A client of one master. troubled: calls in a row that could not move something."""
 
     def __init__(self, store: Any, master: str) -> None:
         self.store = store
         self.master = master
-        self.users = 0
         self.troubled = 0
-        self.retired = False
         self.made = time.monotonic()
         self.registered: dict[int, Buffer] = {}
 
-
-class Clients:
-    """The client of one process. host: its address; master: gives that of the master as HOST:PORT, None while there is
-    none; segment_bytes: what the process offers to the store.
-    """
-
-    def __init__(self, *, host: str, master: Callable[[], str | None], segment_bytes: int) -> None:
-        self.library = load()
-        self._host = host
-        self._master = master
-        self._segment_bytes = segment_bytes
-        self._lock = threading.Lock()
-        self._opening = threading.Lock()
-        self._client: Client | None = None
-        self._closed = False
-
-    @property
-    def master(self) -> str | None:
-        """The master with which a client is set up now, None while there is none."""
-        client = self._client
-        return client.master if client is not None else None
-
-    def close(self) -> None:
-        """Use the store no longer; a client that is in use is closed by its last user."""
-        with self._lock:
-            self._closed = True
-            client, self._client = self._client, None
-        if client is not None:
-            self._retire(client)
-
-    @contextmanager
-    def using(self) -> Iterator[Client]:
-        """Use the client as it is now. Raises PeerLost where none can be set up."""
-        client = self._enter()
-        try:
-            yield client
-        finally:
-            with self._lock:
-                client.users -= 1
-                last = client.retired and not client.users
-            if last:
-                _close(client)
-
-    def _enter(self) -> Client:
-        """Return the client, a new one where it must be replaced, and count this user of it."""
-        with self._opening:
-            master = self._master()
-            with self._lock:
-                client = self._client
-                if self._closed:
-                    raise PeerLost("the store was closed", where="Mooncake")
-            if client is None or self._outlived(client, master):
-                client = self._replace(client, master)
-            with self._lock:
-                client.users += 1
-            return client
-
-    def _outlived(self, client: Client, master: str | None) -> bool:
-        troubled = client.troubled >= _REPLACE_AFTER and time.monotonic() - client.made > _REPLACE_EVERY_S
-        return troubled or (master is not None and master != client.master)
-
-    def _replace(self, old: Client | None, master: str | None) -> Client:
-        if master is None:
-            raise PeerLost("there is no master yet", where="Mooncake")
-        if old is not None:
-            log.info("the client of Mooncake is replaced: %d calls in trouble, master %s", old.troubled, master)
-            with self._lock:
-                self._client = None
-            self._retire(old)
-        new = self._set_up(master)
-        with self._lock:
-            if self._closed:
-                new.retired = True
-            else:
-                self._client = new
-        if new.retired:
-            _close(new)
-            raise PeerLost("the store was closed", where="Mooncake")
-        return new
-
-    def _set_up(self, master: str) -> Client:
-        """Set up a client with a master that lives now; where it dies meanwhile, the process stands still for 5 s."""
-        _check_alive(master)
-        store = self.library.MooncakeDistributedStore()
-        code = store.setup(self._host, "P2PHANDSHAKE", self._segment_bytes, 0, "tcp", "", master)
-        if code != 0:
-            raise PeerLost(f"Mooncake's client cannot be set up: error {code}", where=master)
-        return Client(store, master)
-
-    def _retire(self, client: Client) -> None:
-        with self._lock:
-            client.retired = True
-            idle = not client.users
-        if idle:
-            _close(client)
+    def __del__(self) -> None:
+        self.store.close()
 
 
 def _check_alive(master: str) -> None:
-    """Say something that is no request, on which one that lives hangs up. Raises PeerLost."""
+    """Send a byte that is no request, on which a master that lives hangs up. Raises PeerLost."""
     host, _, port = master.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=_REACH_S) as line:
@@ -209,40 +114,74 @@ def _check_alive(master: str) -> None:
         raise PeerLost(f"Mooncake's master does not answer: {error}", where=master) from error
 
 
-def _close(client: Client) -> None:
-    client.store.close()
-    client.registered.clear()
-
-
 class Mooncake:
-    """Access to a store.
+    """Access to a store, for any thread.
 
-    host: the address of this process; master: gives that of the master as HOST:PORT, None while there is none;
-    segment_bytes: what this process offers to the store, which is nothing for who only uses it.
+    host: the address of this process; master: returns that of the master as HOST:PORT, None while there is none;
+    segment_bytes: what this process offers to the store, 0 for a process that only uses it.
     """
 
     def __init__(self, *, host: str, master: Callable[[], str | None], segment_bytes: int = 0) -> None:
-        self._clients = Clients(host=host, master=master, segment_bytes=segment_bytes)
+        self._library = load()
+        self._host = host
+        self._master = master
+        self._segment_bytes = segment_bytes
+        self._opening = threading.Lock()
+        self._client: Client | None = None
+        self._closed = False
         self._own = threading.local()
-        pinned = self._clients.library.ReplicateConfig()
-        pinned.replica_num = 1
-        pinned.with_hard_pin = True
-        self._pinned = pinned
+        self._pinned = self._library.ReplicateConfig()
+        self._pinned.replica_num = 1
+        self._pinned.with_hard_pin = True
 
     @property
     def master(self) -> str | None:
         """The master with which a client is set up now, None while there is none."""
-        return self._clients.master
+        client = self._client
+        return client.master if client is not None else None
 
-    def connect(self) -> None:
-        """Set up a client with the master as it is now, where there is none. Raises PeerLost."""
-        with self._clients.using():
-            pass
+    def connect(self) -> Client:
+        """Return the client, a new one where it must be replaced. Raises PeerLost where none can be set up.
+
+        It is closed when it was replaced and the last call has let go of it.
+        """
+        with self._opening:
+            master, client = self._master(), self._client
+            self._check_open()
+            if client is not None and not self._outlived(client, master):
+                return client
+            if master is None:
+                raise PeerLost("there is no master yet", where="Mooncake")
+            if client is not None:
+                log.info("the client of Mooncake is replaced: %d calls in trouble, master %s", client.troubled, master)
+            self._client = client = None  # the last call closes it
+            client = self._set_up(master)
+            self._check_open()
+            self._client = client
+            return client
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PeerLost("the store was closed", where="Mooncake")
+
+    def _outlived(self, client: Client, master: str | None) -> bool:
+        troubled = client.troubled >= _REPLACE_AFTER and time.monotonic() - client.made > _REPLACE_EVERY_S
+        return troubled or (master is not None and master != client.master)
+
+    def _set_up(self, master: str) -> Client:
+        """Set up a client with a master that lives now; where it dies meanwhile, the process stands still for 5 s."""
+        _check_alive(master)
+        store = self._library.MooncakeDistributedStore()
+        code = store.setup(self._host, "P2PHANDSHAKE", self._segment_bytes, 0, "tcp", "", master)
+        if code != 0:
+            raise PeerLost(f"Mooncake's client cannot be set up: error {code}", where=master)
+        return Client(store, master)
 
     def put(self, keys: Sequence[str], sizes: Sequence[int], fill: Callable[[Buffer], None]) -> list[int]:
         """Store values of these sizes under new keys; ``fill`` writes them back to back. 0: it is stored."""
         _check(keys, sizes)
-        with self._clients.using() as client, self._buffer(client, sum(sizes)) as buffer:
+        client = self.connect()
+        with self._buffer(client, sum(sizes)) as buffer:
             fill(buffer[: sum(sizes)])
             codes = client.store.batch_put_from(list(keys), _pointers(buffer, sizes), list(sizes), self._pinned)
             return self._judge(client, codes, len(keys))
@@ -250,7 +189,8 @@ class Mooncake:
     def get(self, keys: Sequence[str], sizes: Sequence[int], take: Callable[[int, memoryview], bool]) -> list[int]:
         """Read values of these sizes, each given to ``take`` with its number. Its size: it was read and taken."""
         _check(keys, sizes)
-        with self._clients.using() as client, self._buffer(client, sum(sizes)) as buffer:
+        client = self.connect()
+        with self._buffer(client, sum(sizes)) as buffer:
             pointers = _pointers(buffer, sizes)
 
             def read() -> list[int]:
@@ -268,24 +208,23 @@ class Mooncake:
     def holders(self, keys: Sequence[str]) -> list[str]:
         """Return the segment in which each value lies, "" for one that the master does not know."""
         _check(keys, keys)
-        with self._clients.using() as client:
-            known = client.store.batch_get_replica_desc(list(keys))
-            return [_segment(known.get(key)) for key in keys]
+        known = self.connect().store.batch_get_replica_desc(list(keys))
+        return [_segment(known.get(key)) for key in keys]
 
     def remove(self, keys: Sequence[str]) -> list[int]:
         """Remove values. 0: it is gone."""
         _check(keys, keys)
-        with self._clients.using() as client:
-            return _again(lambda: [int(code) for code in client.store.batch_remove(list(keys))])
+        client = self.connect()
+        return _again(lambda: [int(code) for code in client.store.batch_remove(list(keys))])
 
     def remove_matching(self, pattern: str) -> int:
-        """Remove the values whose keys match a regular expression and that nobody reads; give their number."""
-        with self._clients.using() as client:
-            return int(client.store.remove_by_regex(pattern))
+        """Remove the values whose keys match a regular expression and that nobody reads; return their number."""
+        return int(self.connect().store.remove_by_regex(pattern))
 
     def close(self) -> None:
         """Use the store no longer; a client that is in use is closed by its last user."""
-        self._clients.close()
+        self._closed = True
+        self._client = None
 
     @contextmanager
     def _buffer(self, client: Client, size: int) -> Iterator[Buffer]:

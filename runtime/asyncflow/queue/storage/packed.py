@@ -1,9 +1,8 @@
 """Blobs in a key-value store: one key a sample, whose value holds the sample's columns of that blob back to back.
 
-The store knows keys and bytes and nothing else (``Store``). What a value means stays with the unit: where each cell
-lies in it, and the digest of the whole. The value of a sample is its cells back to back, in the order of the blob's
-columns: without gaps and without a header, so a sample that has no bytes has no value. A value is written once,
-under a key that was never used before; a write whose answer was lost is made again under another.
+The store knows keys and bytes and nothing else (``Store``); the unit keeps where each cell lies in a value, and the
+digest of the whole. A value is written once, under a key that was never used before; a write whose answer was lost is
+made again under another.
 
 Invariants: bytes are given only out of a value that has the digest of what was stored; a value that the store has lost
 is ``BytesLost`` and never other bytes; no value is removed while it is read; what is freed, or was not put whole, is
@@ -19,7 +18,7 @@ import hashlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -94,17 +93,24 @@ class PackedBackend(Backend):
         """
         rows = each(places)
         samples = [self._samples[place] for place in rows]
-        unpacking = Unpacking([(sample.layout, sample.row) for sample in samples], columns)
+        cells = [[b""] * len(columns) for _ in samples]
         needed: dict[str, list[int]] = {}
         for number, sample in enumerate(samples):
-            if unpacking.needs(number):
+            if any(stop > start for start, stop in sample.cells(columns)):
                 needed.setdefault(sample.key, []).append(number)
-        with self._pinned(list(needed)):
-            lost = await self._read(samples, list(needed.values()), unpacking)
+
+        def take(number: int, value: memoryview) -> None:
+            cells[number] = [bytes(value[start:stop]) for start, stop in samples[number].cells(columns)]
+
+        self._reading.update(needed.keys())
+        try:
+            lost = await self._read(samples, list(needed.values()), take)
+        finally:
+            self._reading -= Counter(needed.keys())
         if lost:
             gone = await self._gone_with({samples[number].key for number, moved in lost.items() if not moved})
             raise BytesLost(list(dict.fromkeys([*(rows[number] for number in lost), *gone])))
-        return unpacking.columns()
+        return unpacked(cells, samples, columns)
 
     async def free(self, places: Sequence[Place], columns: Sequence[str]) -> None:
         """Remove the values of which nothing is needed any more."""
@@ -167,10 +173,12 @@ class PackedBackend(Backend):
             elif outcome is not Outcome.FULL:
                 draft.doubtful.append(key)
 
-    async def _read(self, samples: Sequence[Sample], needed: list[list[int]], unpacking: Unpacking) -> dict[int, bool]:
-        """Fill ``unpacking``, and return the numbers of samples that are lost, and whether the store could say so.
+    async def _read(
+        self, samples: Sequence[Sample], needed: list[list[int]], take: Callable[[int, memoryview], None]
+    ) -> dict[int, bool]:
+        """Read values, and return the numbers of samples that are lost, and whether the store could say so.
 
-        needed: for each value to be read, the numbers of the samples that are in it.
+        needed: for each value to be read, the numbers of the samples that are in it, each of which ``take`` gets.
 
         A value is asked for once, because Mooncake fills only one of two places for a key that a call names twice.
         """
@@ -181,17 +189,17 @@ class PackedBackend(Backend):
         asked = [samples[numbers[0]] for numbers in needed]
         sizes = np.array([sample.size for sample in asked])
 
-        def take(which: int, value: memoryview) -> bool:
+        def accept(which: int, value: memoryview) -> bool:
             if _digest(value) != asked[which].digest:
                 log.warning("the value of %s has changed in the store", asked[which].key)
                 return False
             for number in needed[which]:
-                unpacking.take(number, value)
+                take(number, value)
             return True
 
         async def read(some: list[int]) -> Sequence[Outcome]:
             keys = [asked[which].key for which in some]
-            return await self._store.read(keys, sizes[some].tolist(), lambda index, value: take(some[index], value))
+            return await self._store.read(keys, sizes[some].tolist(), lambda index, value: accept(some[index], value))
 
         while left:
             parts = self._parts(left, sizes)
@@ -252,17 +260,6 @@ class PackedBackend(Backend):
         store = self._store
         return list(weighed_batches(rows, sizes.tolist().__getitem__, heaviest=store.most_bytes, most=store.most_keys))
 
-    @contextlib.contextmanager
-    def _pinned(self, keys: Sequence[str]) -> Iterator[None]:
-        self._reading.update(keys)
-        try:
-            yield
-        finally:
-            self._reading.subtract(keys)
-            for key in keys:
-                if not self._reading[key]:
-                    del self._reading[key]
-
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         job = asyncio.create_task(work)
         self._jobs.add(job)
@@ -275,6 +272,7 @@ def _digest(value: memoryview) -> bytes:
 
 
 Sizes = npt.NDArray[np.int64]
+Columns = dict[str, Jagged]
 
 
 class Layout:
@@ -321,8 +319,11 @@ class Sample:
     @property
     def sparse(self) -> bool:
         """Return whether less than half of the value is needed."""
-        needed = (stop - start for start, stop in (self.layout.cell(name, self.row) for name in self.columns))
-        return 2 * sum(needed) < self.size
+        return 2 * sum(stop - start for start, stop in self.cells(self.columns)) < self.size
+
+    def cells(self, columns: Sequence[str]) -> list[tuple[int, int]]:
+        """Return where the cells of ``columns`` begin and end in the value."""
+        return [self.layout.cell(name, self.row) for name in columns]
 
 
 def bytes_of(columns: Mapping[str, Jagged], rows: Sequence[int]) -> list[Array]:
@@ -332,41 +333,15 @@ def bytes_of(columns: Mapping[str, Jagged], rows: Sequence[int]) -> list[Array]:
     return [data[at[row] : at[row + 1]] for row in rows for data, at in zip(flat, bounds, strict=True)]
 
 
-class Unpacking:
-    """Columns that are filled row by row, in any order, from the values of samples."""
-
-    def __init__(self, rows: Sequence[tuple[Layout, int]], columns: Sequence[str]) -> None:
-        """Make room for ``columns`` of ``rows``, each a row of a layout. Raises ValueError where forms differ."""
-        self._cells = {name: [layout.cell(name, row) for layout, row in rows] for name in columns}
-        self._forms = {name: rows[0][0].form(name) for name in columns}
-        for name, form in self._forms.items():
-            if any(layout.form(name) != form for layout, _ in rows):
-                raise ValueError(f"rows of several forms cannot be one column {name!r}")
-        self._offsets = {name: _offsets(cells) for name, cells in self._cells.items()}
-        self._data = {name: np.empty(int(offsets[-1]), np.uint8) for name, offsets in self._offsets.items()}
-
-    def needs(self, number: int) -> bool:
-        """Return whether any byte of row ``number`` is asked for."""
-        return any(stop > start for start, stop in (cells[number] for cells in self._cells.values()))
-
-    def take(self, number: int, value: memoryview) -> None:
-        """Take the cells of row ``number`` out of its value."""
-        for name, cells in self._cells.items():
-            start, stop = cells[number]
-            at = int(self._offsets[name][number])
-            self._data[name].data[at : at + stop - start] = value[start:stop]
-
-    def columns(self) -> dict[str, Jagged]:
-        """Return the columns, when all rows that are needed were taken."""
-        columns = {}
-        for name, (dtype, inner) in self._forms.items():
-            stored = DTYPES[dtype]
-            offsets = self._offsets[name] // stored.itemsize
-            columns[name] = Jagged(self._data[name].view(stored), offsets, dtype, inner)
-        return columns
-
-
-def _offsets(cells: Sequence[tuple[int, int]]) -> Sizes:
-    offsets = np.zeros(len(cells) + 1, np.int64)
-    np.cumsum([stop - start for start, stop in cells], out=offsets[1:])
-    return offsets
+def unpacked(cells: Sequence[Sequence[bytes]], rows: Sequence[Sample], names: Sequence[str]) -> Columns:
+    """Return columns of ``rows``, of cells that were copied out of their values. Raises ValueError: forms differ."""
+    columns = {}
+    for name, parts in zip(names, zip(*cells, strict=True), strict=True):
+        forms = {sample.layout.form(name) for sample in rows}
+        if len(forms) > 1:
+            raise ValueError(f"rows of several forms cannot be one column {name!r}")
+        ((dtype, inner),) = forms
+        values = np.frombuffer(bytearray().join(parts), DTYPES[dtype])
+        lengths = np.fromiter(map(len, parts), np.int64, len(parts)) // values.itemsize
+        columns[name] = Jagged.trusted(values, lengths, dtype, inner)
+    return columns

@@ -79,15 +79,7 @@ class RedisStore(Store):
         await asyncio.to_thread(fill, buffer)
         ends = np.cumsum(sizes).tolist()
         values = [buffer.data[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-
-        def send(client: Any) -> Awaitable[list[Any]]:
-            pipeline = client.pipeline(transaction=False)
-            for key, value in zip(keys, values, strict=True):
-                pipeline.set(key, value)
-            answers: Awaitable[list[Any]] = pipeline.execute(raise_on_error=False)
-            return answers
-
-        answers = await self._ask(send)
+        answers = await self._each([("SET", key, value) for key, value in zip(keys, values, strict=True)])
         return [Outcome.AWAY] * len(keys) if answers is None else [self._stored(answer) for answer in answers]
 
     async def read(self, keys: Sequence[str], sizes: Sequence[int], take: Take) -> Sequence[Outcome]:
@@ -108,15 +100,7 @@ class RedisStore(Store):
         """Ask which exist; a server that began anew has none of them."""
         missing: list[str] = []
         for part in batches(others, self.most_keys):
-
-            def look(client: Any, part: Sequence[str] = part) -> Awaitable[list[int]]:
-                pipeline = client.pipeline(transaction=False)
-                for key in part:
-                    pipeline.exists(key)
-                answers: Awaitable[list[int]] = pipeline.execute()
-                return answers
-
-            found = await self._ask(look)
+            found = await self._each([("EXISTS", key) for key in part])
             missing += [key for key, there in zip(part, found or (), strict=False) if not there]
         return missing
 
@@ -136,6 +120,18 @@ class RedisStore(Store):
         for part in batches(left, self.most_keys):
             await client.unlink(*part)
         return len(left)
+
+    async def _each(self, commands: Sequence[tuple[Any, ...]]) -> list[Any] | None:
+        """Return the server's answer to each command, which may be an exception; None where it does not answer."""
+
+        def send(client: Any) -> Awaitable[list[Any]]:
+            pipeline = client.pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command)
+            answers: Awaitable[list[Any]] = pipeline.execute(raise_on_error=False)
+            return answers
+
+        return await self._ask(send)
 
     async def _ask(self, call: Callable[[Any], Awaitable[T]]) -> T | None:
         """Return what the server answers; None where it does not. Raises ManifestError where it refuses us."""

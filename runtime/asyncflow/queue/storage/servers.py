@@ -144,23 +144,19 @@ class Server:
             await self._process.wait()
 
     async def _answers(self) -> None:
-        gone = asyncio.create_task(self.ended())
+        """Wait until the server takes connections."""
+        ended = asyncio.create_task(self.ended())
         try:
             async with asyncio.timeout(READY_S):
-                while not await self._connects():
-                    await asyncio.wait([gone], timeout=_AGAIN_S)
-                    if gone.done():
-                        gone.result()
+                while not ended.done():
+                    with contextlib.suppress(OSError):
+                        _, writer = await asyncio.open_connection(self.host, self.port)
+                        writer.close()
+                        return
+                    await asyncio.wait([ended], timeout=_AGAIN_S)
+            ended.result()
         except TimeoutError:
             what = f"it took no connection at {self.host}:{self.port} for {READY_S:g} s"
             raise DeadlineExceeded(what, where=self._name) from None
         finally:
-            gone.cancel()
-
-    async def _connects(self) -> bool:
-        try:
-            _, writer = await asyncio.open_connection(self.host, self.port)
-        except OSError:
-            return False
-        writer.close()
-        return True
+            ended.cancel()

@@ -6,42 +6,55 @@ Beside that it polls for orders. When the controller is lost, or says that the s
 with hello, and reports again what was not decided. A put under a lease of a replica is that replica's to decide: each
 is asked on its own, and again until it answers, so one that is stopped holds up only writes under its own leases.
 
+To drain, the unit moves its rows to the units that the controller names, one move after another. The rows of a move are
+frozen, copied in batches of bounded size, and freed here when the controller has recorded their new location. After a
+failure the controller is asked again, which makes void what is still under way; only then may the rows that are left be
+written to.
+
 Invariants: after a session began, the controller hears of everything that the unit holds before it may take a row for
 lost; a controller hears of a put until it has decided, or the unit has given the put up, and of puts in the order in
 which they were stored; it hears of a lost row until it has answered, because it takes a row for held of which a put
 has told it; it hears of what replicas have admitted after that was admitted, and the unit keeps no more than
-``_CHANGES`` of it before it begins anew.
+``_CHANGES`` of it before it begins anew; a drain frees a row only when it lies elsewhere or nobody needs it, and makes
+one move at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import islice
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost
 from asyncflow.identity import RowPlace, home
-from asyncflow.queue.protocol.calls import Done, controller_of
+from asyncflow.queue.protocol.calls import NOWHERE, Done, Drain, Verdicts, controller_of
 from asyncflow.queue.protocol.unit_calls import (
     Admit,
     AdmitCells,
     Admitted,
     Announce,
+    AskLeg,
     Entry,
     Hello,
+    Leg,
     LostRows,
     NewCells,
     Orders,
     Session,
     Strangers,
+    TakeRows,
     Verdict,
     Watch,
     Welcome,
     chosen,
 )
+from asyncflow.queue.storage.drain import MoveBatch, MovingRows
 from asyncflow.queue.storage.holdings import Blob, Holdings, PendingPut
 from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.columns import encode_batch
 from asyncflow.rpc.retry import delays
 from asyncflow.rpc.tls import Credentials
 
@@ -51,14 +64,21 @@ _CALL_S = 10.0
 _ROWS = 2000
 _PUTS = 500
 _CHANGES = 10_000
+_MOVE_ROWS = 512
+_MOVE_BYTES = 4 << 20
+_ROOM_S = 2.0
+_AWAY_S = 10.0
+_REPORTED_S = 0.01
+_LOOK_S = 0.05
+_NOWHERE_S = 1.0
 
 
 class UnitSession:
     """Keeps a unit and its controllers in agreement, until the unit is replaced.
 
     epoch: that of the unit's rows, 0 before the first session; session: with the controller, while there is one;
-    joined: set when the controller has taken the unit in; drain: set when it orders the unit to drain; address: returns
-    the unit's own; replica: returns that of a replica controller.
+    joined: set when the controller has taken the unit in; leaving: set when it orders the unit to drain; moved_rows: to
+    other units; address: returns the unit's own; replica, peer: return that of a replica controller, of another unit.
     """
 
     def __init__(
@@ -70,39 +90,35 @@ class UnitSession:
         holdings: Holdings,
         address: Callable[[], str] = lambda: "",
         replica: Callable[[int], str | None] = lambda _: None,
+        peer: Callable[[int], str | None] = lambda _: None,
         credentials: Credentials | None = None,
     ) -> None:
         self.epoch = 0
         self.session: Session | None = None
         self.joined = asyncio.Event()
-        self.drain = asyncio.Event()
+        self.leaving = asyncio.Event()
+        self.moved_rows = 0
+        self.moving = MovingRows(holdings, location=lambda: home(self.epoch, unit), where=f"storage unit {unit}")
         self._unit = unit
         self._incarnation = incarnation
         self._controller = controller
         self._holdings = holdings
         self._address = address
-        self._replica = replica
+        self._addresses = {"controller": replica, "storage": peer}
         self._credentials = credentials
-        self._replicas: dict[int, _Replica] = {}
+        self._clients: dict[tuple[str, int], RpcClient] = {}
+        self._replicas: dict[int, asyncio.Task[None]] = {}
         self._controllers = 1
         self._rows = 0
         self._lost: dict[int, None] = {}
         self._changes: list[NewCells] = []
         self._dropped = False
-        self._more = asyncio.Event()
+        self._more: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
         self._waits = delays()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
-
-    @property
-    def unreported(self) -> bool:
-        """Return whether replicas have admitted what the controller has not heard yet."""
-        return bool(self._changes)
-
-    @property
-    def location(self) -> int:
-        """The location of the unit's own rows."""
-        return home(self.epoch, self._unit)
+        self._ordered_epoch = 0
+        self._failed = NOWHERE
 
     def start(self) -> asyncio.Task[None]:
         """Begin the first session, in a task that only ends with an error."""
@@ -112,11 +128,13 @@ class UnitSession:
     async def close(self) -> None:
         """End the session."""
         self._closing = True
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-        for replica in self._replicas.values():
-            await replica.close()
+        tasks = [*self._replicas.values(), *([self._task] if self._task is not None else [])]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for client in self._clients.values():
+            await client.close()
 
     def knows(self, lease: str) -> bool:
         """Return whether there is a controller that can have granted ``lease``."""
@@ -132,30 +150,27 @@ class UnitSession:
         """Have a controller decide about what was stored, and return the put that is decided then."""
         put = self._holdings.propose(entry, blob, outputs=outputs or {})
         index = put.controller
-        if not index:
-            self._more.set()
-            return put
-        if index not in self._replicas:
-            name = f"storage unit {self._unit} to {index}"
-            client = RpcClient(
-                name=name,
-                resolve=lambda: self._replica(index),
-                credentials=self._credentials,
-                expects=("controller",),
-            )
-            self._replicas[index] = _Replica(client, unit=self._unit, decided=self._decide)
-        self._replicas[index].submit(put)
+        if index and index not in self._replicas:
+            self._replicas[index] = asyncio.create_task(self._ask_replica(index), name=f"replica controller {index}")
+        self._more[index].set()
         return put
+
+    def _client(self, role: str, index: int) -> RpcClient:
+        if (role, index) not in self._clients:
+            name, find = f"storage unit {self._unit} to {role} {index}", partial(self._addresses[role], index)
+            client = RpcClient(name=name, resolve=find, credentials=self._credentials, expects=(role,))
+            self._clients[role, index] = client
+        return self._clients[role, index]
 
     def lose(self, rows: Iterable[int]) -> None:
         """Report that the bytes of ``rows``, which the holdings have dropped, are gone."""
         self._lost.update(dict.fromkeys(rows))
-        self._more.set()
+        self._more[0].set()
 
     async def report(self, session: Session) -> None:
         """Report all that comes, for ever. Raises PeerLost where the session must begin anew."""
         while True:
-            self._more.clear()
+            self._more[0].clear()
             if self._dropped:
                 raise PeerLost("more was admitted than could be kept", where="controller")
             if lost := list(islice(self._lost, _ROWS)):
@@ -163,7 +178,7 @@ class UnitSession:
                 for row in lost:
                     self._lost.pop(row, None)
             elif not await self._report_puts(session):
-                await self._more.wait()
+                await self._more[0].wait()
 
     async def _report_puts(self, session: Session) -> bool:
         """Report what replicas have admitted, then puts; return False where there is nothing."""
@@ -246,7 +261,7 @@ class UnitSession:
             await asyncio.sleep(0)  # what needs no wait is freed then, and no longer counted as used
             done = orders.number
             if orders.leave:
-                self.drain.set()
+                self.leaving.set()
 
     def _decide(self, put: PendingPut, result: Verdict) -> None:
         """Take the decision of a replica, and have the primary know which cells there are now."""
@@ -263,56 +278,119 @@ class UnitSession:
         if len(self._changes) > _CHANGES:
             self._changes.clear()
             self._dropped = True
-        self._more.set()
+        self._more[0].set()
 
+    async def _ask_replica(self, index: int) -> None:
+        """Have a replica decide about the puts under its leases, each until it answers.
 
-class _Replica:
-    """A replica controller, and the puts of ``unit`` that it has not decided. decided: called with each decision."""
-
-    def __init__(self, client: RpcClient, *, unit: int, decided: Callable[[PendingPut, Verdict], None]) -> None:
-        self._waiting: dict[PendingPut, None] = {}
-        self._unit = unit
-        self._client = client
-        self._decided = decided
-        self._more = asyncio.Event()
-        self._task = asyncio.create_task(self._run(), name=client.name)
-
-    async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task])
-        await self._client.close()
-
-    def submit(self, put: PendingPut) -> None:
-        self._waiting[put] = None
-        self._more.set()
-
-    async def _run(self) -> None:
-        waits = delays()
+        An error of its own is its decision about each put that it was asked about.
+        """
+        client, waits = self._client("controller", index), delays()
         while True:
-            for put in [put for put in islice(self._waiting, _PUTS) if put.result.done()]:
-                del self._waiting[put]
-            puts = list(islice(self._waiting, _PUTS))
+            self._more[index].clear()
+            puts = list(islice((put for put in self._holdings.puts if put.controller == index), _PUTS))
             if not puts:
-                self._more.clear()
-                await self._more.wait()
+                await self._more[index].wait()
                 continue
+            ask = AdmitCells(self._unit, [put.entry for put in puts if isinstance(put.entry, NewCells)])
             try:
-                results = await self._ask(puts)
+                results = (await client.call("shards.admit", ask, Admitted, timeout=_CALL_S)).on(puts)
             except (PeerLost, DeadlineExceeded):
                 await asyncio.sleep(next(waits))
                 continue
+            except AsyncFlowError as error:
+                results = [Verdict([], error.to_wire())] * len(puts)
             waits = delays()
             for put, result in zip(puts, results, strict=True):
-                self._waiting.pop(put, None)
-                self._decided(put, result)
+                self._decide(put, result)
 
-    async def _ask(self, puts: Sequence[PendingPut]) -> Sequence[Verdict]:
-        """Return what the replica decides about ``puts``: an error of its own is its decision about each."""
-        ask = AdmitCells(self._unit, [put.entry for put in puts if isinstance(put.entry, NewCells)])
-        try:
-            admitted = await self._client.call("shards.admit", ask, Admitted, timeout=_CALL_S)
-            return admitted.on(puts)
-        except (PeerLost, DeadlineExceeded):
-            raise
-        except AsyncFlowError as error:
-            return [Verdict([], error.to_wire())] * len(puts)
+    async def drain(self, *, patient: bool) -> bool:
+        """Drain the unit, and return True when nothing is left here.
+
+        patient: wait for other units, and for the controller; else False where there is no other, or the controller was
+        not heard for ``_AWAY_S`` seconds.
+        """
+        now = asyncio.get_running_loop().time
+        heard, waits, failed = now(), delays(), False
+        self.moving.draining = True
+        while True:
+            try:
+                move = await self._next_move()
+                heard = now()
+                if move.over or (move.alone and not patient):
+                    return move.over
+                if failed:
+                    await asyncio.sleep(next(waits))
+                await self._carry_out(move)
+                waits, failed = delays(), False
+            except AsyncFlowError as error:
+                log.info("unit %d goes on draining: %s", self._unit, error)
+                if now() - heard > _AWAY_S and not patient:
+                    return False
+                failed = True
+
+    async def _next_move(self) -> Leg:
+        """Ask for the next move; from here on all other rows may be written to."""
+        session = self.session
+        if session is None:
+            await asyncio.sleep(_LOOK_S)
+            raise PeerLost("there is no session with the controller", where=f"storage unit {self._unit}")
+        if session.epoch != self._ordered_epoch:
+            await self._controller.call("queue.drain", Drain(self._unit, self._incarnation), Done, timeout=_CALL_S)
+            self._ordered_epoch = session.epoch
+        if not self._holdings:
+            await self._holdings.decided()
+            await self._all_reported()
+        rows, nbytes = self.moving.first(most=_MOVE_ROWS, most_bytes=_MOVE_BYTES)
+        ask = AskLeg(session, rows, len(self._holdings), nbytes, self._failed)
+        move = await self._controller.call("units.leg", ask, Leg, timeout=_CALL_S)
+        self._failed = NOWHERE
+        self.moving.thaw()
+        self._holdings.clear(move.gone)
+        return move
+
+    async def _carry_out(self, move: Leg) -> None:
+        if move.unit == NOWHERE:
+            await asyncio.sleep(_NOWHERE_S)
+        rows = move.rows
+        self.moving.freeze(rows)
+        await self._holdings.decided(rows)
+        await self._all_reported()
+        for batch in self.moving.batches(rows, most_bytes=_MOVE_BYTES):
+            self._failed = move.unit
+            await self._send(move, batch)
+            self._failed = NOWHERE
+
+    async def _all_reported(self) -> None:
+        """Wait until the controller has heard what its replicas have admitted: nobody else could tell it."""
+        while self._changes:
+            await asyncio.sleep(_REPORTED_S)
+
+    async def _send(self, move: Leg, batch: MoveBatch) -> None:
+        """Have a unit take over a batch; free the rows that lie there then."""
+        session = self.session
+        if session is None:
+            raise Fenced("the session ended under way", where=f"storage unit {self._unit}")
+        rows = [row for row in batch.rows if row in self._holdings]
+        if not rows:
+            return
+        held = [(row, self._holdings.rows[row]) for row in rows]
+        columns = await self._holdings.fetch(rows, batch.columns) if batch.columns else {}
+        header, frames = encode_batch(columns)
+        request = TakeRows(
+            home=session.home,
+            ticket=move.ticket,
+            rows=rows,
+            header=header,
+            partial=batch.partial,
+            tokens=[block.tokens(row) for row, block in held],
+            tags=[block.tags(row) for row, block in held],
+            outputs=dict(batch.block.outputs),
+            wait_s=_ROOM_S,
+            producer=f"unit {self._unit}",
+        )
+        client = self._client("storage", move.unit)
+        taken = await client.call("unit.take", request, Verdicts, timeout=_CALL_S + _ROOM_S, frames=frames)
+        moved = [row for row, ok in zip(rows, taken.ok, strict=True) if ok]
+        self.moved_rows += len(moved)
+        self._holdings.clear(moved)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from asyncflow.errors import DeadlineExceeded, Elsewhere, ProtocolError, Refused, StaleHandle
 from asyncflow.plugins import load_plugin
-from asyncflow.queue.protocol.calls import Drain, Verdicts
+from asyncflow.queue.protocol.calls import Verdicts
 from asyncflow.queue.protocol.unit_calls import (
     MOST_ROWS,
     Fetched,
@@ -30,7 +30,6 @@ from asyncflow.queue.protocol.unit_calls import (
 )
 from asyncflow.queue.storage.backend import BACKENDS, Backend, Site
 from asyncflow.queue.storage.budget import ByteBudget
-from asyncflow.queue.storage.drain import MovingRows, UnitDrain
 from asyncflow.queue.storage.holdings import Blob, Holdings
 from asyncflow.queue.storage.memory import MemoryBackend
 from asyncflow.queue.storage.session import UnitSession
@@ -97,19 +96,11 @@ class StorageUnit:
             holdings=self.holdings,
             address=lambda: self.server.address,
             replica=replica,
-            credentials=credentials,
-        )
-        self.leaving = self._session.drain
-        self._moving = MovingRows(self.holdings, location=lambda: self._session.location, where=name)
-        self.drain = UnitDrain(
-            order=Drain(index, self.incarnation),
-            holdings=self.holdings,
-            moving=self._moving,
-            session=self._session,
-            controller=self._controller,
             peer=peer,
             credentials=credentials,
         )
+        self.leaving = self._session.leaving
+        self._moving = self._session.moving
         self.server = RpcServer(
             name=name,
             bind=address_of(host, port),
@@ -132,7 +123,6 @@ class StorageUnit:
         """Stop serving and drop everything."""
         await self.server.close()
         await self._session.close()
-        await self.drain.close()
         await self._controller.close()
         await self._backend.close()
 
@@ -141,7 +131,7 @@ class StorageUnit:
 
         It takes nothing new from now on. patient: wait for others and the controller; else False without them.
         """
-        if left := await self.drain.run(patient=patient):
+        if left := await self._session.drain(patient=patient):
             await self._session.close()
         return left
 
@@ -149,14 +139,17 @@ class StorageUnit:
         """Wait until the controller knows this unit. Raises DeadlineExceeded."""
         if self.ready:
             return
-        joining = asyncio.ensure_future(self._session.joined.wait())
         try:
-            done, _ = await asyncio.wait([joining], timeout=timeout)
-        finally:
-            joining.cancel()
-        if not done:
+            async with asyncio.timeout(timeout):
+                await self._session.joined.wait()
+        except TimeoutError:
             what = f"the controller did not take this unit in within {timeout:g} s"
-            raise DeadlineExceeded(what, where=f"storage unit {self.index}")
+            raise DeadlineExceeded(what, where=f"storage unit {self.index}") from None
+
+    @property
+    def moved_rows(self) -> int:
+        """Rows that have moved to other units."""
+        return self._session.moved_rows
 
     @property
     def ready(self) -> bool:

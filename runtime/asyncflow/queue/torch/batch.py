@@ -1,9 +1,8 @@
 """Batch of a data set: its rows, the lease that they are held by, and their columns as tensors.
 
 Invariants: metas and all columns have the same rows in the same order, in every form and on every device; tensors are
-writable and the caller's own, and nothing is copied where the bytes that came can be used; wherever a lease is, that
-process keeps it in force: a loader worker lives until all that it sent has arrived, and what arrives where its data set
-was made is kept from then on.
+writable and the caller's own; the process that has a lease keeps it in force: a loader worker lives until all that it
+sent has arrived, and what arrives where its data set was made is kept from then on.
 """
 
 from __future__ import annotations

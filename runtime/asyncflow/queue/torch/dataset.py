@@ -1,13 +1,12 @@
 """A task of the queue as a data set for torch: ``for batch in DataLoader(StreamingDataset(...), batch_size=None)``.
 
-Each loader worker claims for itself, so no sample comes twice whatever their number; a loader that has several should
-yield what comes (``in_order=False``), not wait for the worker whose turn it is. While one batch is computed, the next
-is claimed and fetched. A batch is acknowledged when the next one is asked for, and given back when the iteration is
-left before that; a loader worker acknowledges what it passes to the loader. Where ``acknowledge`` is "explicit",
-``complete`` does it, with what was made of the batch.
+Each loader worker claims for itself; a loader that has several should yield what comes (``in_order=False``), not wait
+for the worker whose turn it is. A batch is acknowledged when the next one is asked for, and given back when the
+iteration is left before that; a loader worker acknowledges what it passes to the loader. Where ``acknowledge`` is
+"explicit", ``complete`` does it, with what was made of the batch.
 
-Each process has one client of the queue, in an event loop in a thread of its own, so that leases are renewed and
-batches are prefetched while the caller computes.
+Each process has one client, in an event loop in a thread of its own, which renews leases and prefetches batches while
+the caller computes.
 
 Invariants: every row is either acknowledged or becomes ready again; at most ``prefetch`` batches wait beside the one
 that is computed, in a loader worker none beside those that the loader asked for; nothing sleeps or polls; a lease is
@@ -23,9 +22,9 @@ import multiprocessing
 import os
 import threading
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypeVar
 
@@ -50,47 +49,25 @@ _STARTING = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class QueueAddress:
-    """A queue by its one ``address``, or by the addresses of its ``controller`` and ``units`` (by index).
+    """A queue by its one ``address``.
 
     Plain data, which goes to loader workers: every process that opens it gets a client of its own.
 
     tls: folder with the certificate of a client of it (``ca.crt``, ``tls.crt``, ``tls.key``).
     """
 
-    address: str = ""
-    controller: str = ""
-    units: Mapping[int, str] = field(default_factory=dict)
+    address: str
     tls: Path | None = None
-
-    def __post_init__(self) -> None:
-        if bool(self.address) == bool(self.controller and self.units):
-            hint = "Give `address`, or `controller` and `units`"
-            raise Refused("a queue is named by one address, or by those of controller and units", hint=hint)
 
     @classmethod
     def of(cls, queue: QueueAddress | str) -> QueueAddress:
         """Return ``queue``, or the queue at this address."""
         return cls(address=queue) if isinstance(queue, str) else queue
 
-    @asynccontextmanager
-    async def client(self, worker: str = "") -> AsyncIterator[QueueClient]:
-        """Yield a client. worker: the name that its leases are held under, where they are to outlive it."""
+    def client(self, worker: str = "") -> AbstractAsyncContextManager[QueueClient]:
+        """Return a client to be entered. worker: the name of its leases' holder, where they are to outlive it."""
         credentials = Credentials(self.tls) if self.tls else Credentials.of_environment()
-        if self.address:
-            async with aconnect(self.address, credentials=credentials, worker=worker) as client:
-                yield client
-            return
-        client = QueueClient(
-            controller=self.controller,
-            unit=self.units.get,
-            units=lambda: sorted(self.units),
-            worker=worker or uuid.uuid4().hex,
-            credentials=credentials,
-        )
-        try:
-            yield client
-        finally:
-            await client.close()
+        return aconnect(self.address, credentials=credentials, worker=worker)
 
 
 class Executor:
@@ -237,8 +214,6 @@ class Prefetcher(Generic[T]):
         """Return the next item, or None after the last; raises what ``source`` raised."""
         self._room.release()
         item = await self._made.get()
-        if item is None or isinstance(item, BaseException):
-            self._made.put_nowait(item)
         if isinstance(item, BaseException):
             raise item
         return item
@@ -343,16 +318,17 @@ class StreamingDataset(QueueDataset):
         leased: dict[str, list[LeasedRow]] = {}
         batches = executor.prefetch(self._claimed(executor, leased), 0 if loader else self._prefetch)
         unacknowledged: BatchLease | None = None
-        under_way: list[asyncio.Task[list[bool]]] = []
         try:
             while True:
-                batch, unacknowledged = executor.run(self._exchange(executor, batches, unacknowledged, under_way)), None
-                if batch is None:
+                if unacknowledged is not None:
+                    self._acknowledge(executor, unacknowledged)
+                    unacknowledged = None
+                if (batch := executor.run(batches.next())) is None:
                     return
                 assert batch.lease is not None
                 if not self._explicit and not loader:
                     unacknowledged = batch.lease
-                elif not self._explicit and not all(executor.run(executor.leases.complete(batch.lease.rows, {}))):
+                elif not self._explicit and not self._acknowledge(executor, batch.lease):
                     continue
                 del leased[batch.lease.rows[0].lease]
                 yield batch if self._explicit else replace(batch, lease=None)
@@ -360,7 +336,6 @@ class StreamingDataset(QueueDataset):
             if executor.end(batches):
                 for rows in [*leased.values(), *([unacknowledged.rows] if unacknowledged else [])]:
                     executor.run(executor.leases.give_back(rows, "the iteration was left"))
-                executor.run(self._settle(under_way))
 
     def complete(self, batch: Batch, outputs: Mapping[str, Any] | None = None) -> list[bool]:
         """Acknowledge ``batch`` with what was made of it: columns, each a ``Column`` or one value for each row (tensors
@@ -397,26 +372,12 @@ class StreamingDataset(QueueDataset):
         if dict(state) != self.state_dict():
             raise Refused(f"the state is that of {dict(state)}", where=f"{self.partition}/{self.task}")
 
-    async def _exchange(
-        self,
-        executor: Executor,
-        batches: Prefetcher[Batch],
-        unacknowledged: BatchLease | None,
-        under_way: list[asyncio.Task[list[bool]]],
-    ) -> Batch | None:
-        """Begin to acknowledge the last batch, and return the next one without waiting for that."""
-        await self._settle(under_way)
-        if unacknowledged is not None:
-            under_way.append(asyncio.create_task(executor.leases.complete(unacknowledged.rows, {})))
-        batch = await batches.next()
-        if batch is None:
-            await self._settle(under_way)
-        return batch
-
-    async def _settle(self, under_way: list[asyncio.Task[list[bool]]]) -> None:
-        while under_way:
-            if not all(await under_way.pop()):
-                log.warning("the lease of a batch of %s/%s had ended: others get it too", self.partition, self.task)
+    def _acknowledge(self, executor: Executor, lease: BatchLease) -> bool:
+        """Complete the rows of a batch, and return whether its lease was still in force."""
+        done = all(executor.run(executor.leases.complete(lease.rows, {})))
+        if not done:
+            log.warning("the lease of a batch of %s/%s had ended: others get it too", self.partition, self.task)
+        return done
 
     async def _claimed(self, executor: Executor, leased: dict[str, list[LeasedRow]]) -> AsyncGenerator[Batch]:
         client = executor.client

@@ -1,52 +1,34 @@
 """Identical batches in a model-parallel group: the first process fetches, the others receive from it.
 
 A batch crosses torch.distributed as two broadcasts of plain tensors: its length, then a heading (msgpack) with the
-bytes of all columns behind it. Nothing is pickled, and no other process of the group needs a connection to the queue.
+frames of its columns behind it, as they cross a socket. Nothing is pickled, and no other process of the group needs a
+connection to the queue.
 
 Invariant: every process of the group sees the same batches, the same end, and the same error of the first.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from asyncflow.errors import AsyncFlowError, RemoteError, from_wire
 from asyncflow.queue.protocol.messages import RowMeta, StepTotals
-from asyncflow.queue.torch.batch import Batch, Column, Kind
-
-_ALIGNED = 16
-_DTYPES = {
-    str(dtype): dtype
-    for dtype in (
-        *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool),
-    )
-}
-
-
-class _Array(msgspec.Struct, frozen=True):
-    dtype: str
-    shape: list[int]
-
-
-class _Column(msgspec.Struct, frozen=True):
-    name: str
-    kind: Kind
-    values: _Array
-    offsets: _Array
+from asyncflow.queue.torch.batch import Batch, columns_of
+from asyncflow.rpc.columns import BatchHeader, Buffer, decode_batch, encode_batch
 
 
 class _Heading(msgspec.Struct, frozen=True, tag="batch"):
+    """A batch without its values. frames: bytes of each frame of the columns."""
+
     metas: list[RowMeta]
-    columns: list[_Column]
+    columns: BatchHeader
+    frames: list[int]
     step: int
     slot: int
     last: bool
@@ -112,9 +94,10 @@ def _sent(loader: Iterable[Batch], group: dist.ProcessGroup | None, device: torc
         if batch is None:
             _send(_End(), [], group, device)
             return
-        columns = [_Column(name, c.kind, _array(c.values), _array(c.offsets)) for name, c in batch.columns.items()]
-        arrays = [array for c in batch.columns.values() for array in (c.values, c.offsets)]
-        _send(_Heading(batch.metas, columns, batch.step, batch.slot, batch.last, batch.totals), arrays, group, device)
+        header, frames = encode_batch({name: column.jagged() for name, column in batch.columns.items()})
+        sizes = [memoryview(frame).nbytes for frame in frames]
+        heading = _Heading(batch.metas, header, sizes, batch.step, batch.slot, batch.last, batch.totals)
+        _send(heading, frames, group, device)
         yield batch.to(device)
 
 
@@ -124,19 +107,17 @@ def _received(group: dist.ProcessGroup | None, device: torch.device) -> Iterator
         if isinstance(message, _End):
             return
         assert isinstance(message, _Heading)
-        columns: dict[str, Column] = {}
-        for column in message.columns:
-            values, payload = _cut(payload, column.values)
-            offsets, payload = _cut(payload, column.offsets)
-            columns[column.name] = Column(values, offsets, column.kind)
-        yield Batch(
+        frames = [part.numpy().data for part in payload.split(message.frames)]
+        columns = decode_batch(message.columns, frames, max_bytes=len(payload))
+        batch = Batch(
             metas=message.metas,
-            columns=columns,
+            columns=columns_of(columns, list(columns)),
             step=message.step,
             slot=message.slot,
             last=message.last,
             totals=message.totals,
         )
+        yield batch.to(device)
 
 
 @contextmanager
@@ -152,41 +133,24 @@ def _failures_sent(group: dist.ProcessGroup | None, device: torch.device) -> Ite
         raise
 
 
-def _send(message: _Message, arrays: list[Tensor], group: dist.ProcessGroup | None, device: torch.device) -> None:
-    heading = torch.frombuffer(bytearray(_encode(message)), dtype=torch.uint8)
-    arrays = [heading, *arrays]
-    total = sum(_aligned(array.nbytes) for array in arrays)
-    payload = rest = torch.zeros(total, dtype=torch.uint8, device=device)
-    for array in arrays:
-        target, rest = _cut(rest, _array(array))
-        target.copy_(array)
+def _send(message: _Message, frames: Sequence[Buffer], group: dist.ProcessGroup | None, device: torch.device) -> None:
+    heading = _encode(message)
+    payload = torch.frombuffer(bytearray().join([heading, *frames]), dtype=torch.uint8).to(device)
     source = dist.get_global_rank(group, 0) if group is not None else 0
-    dist.broadcast(torch.tensor([len(heading), total], device=device), src=source, group=group)
+    dist.broadcast(torch.tensor([len(heading), len(payload)], device=device), src=source, group=group)
     dist.broadcast(payload, src=source, group=group)
 
 
-def _receive(group: dist.ProcessGroup | None, device: torch.device) -> tuple[_Message, Tensor]:
+def _receive(group: dist.ProcessGroup | None, device: torch.device) -> tuple[_Message, torch.Tensor]:
+    """Return the message that was sent, and the bytes of its frames."""
     source = dist.get_global_rank(group, 0) if group is not None else 0
     sizes = torch.zeros(2, dtype=torch.int64, device=device)
     dist.broadcast(sizes, src=source, group=group)
     heading, total = sizes.tolist()
     payload = torch.empty(total, dtype=torch.uint8, device=device)
     dist.broadcast(payload, src=source, group=group)
-    message = _decoder.decode(payload[:heading].cpu().numpy().data)
+    payload = payload.cpu()
+    message = _decoder.decode(payload[:heading].numpy().data)
     if isinstance(message, _Failed):
         raise from_wire(message.error)
-    return message, payload[_aligned(heading) :]
-
-
-def _array(tensor: Tensor) -> _Array:
-    return _Array(str(tensor.dtype), list(tensor.shape))
-
-
-def _cut(payload: Tensor, array: _Array) -> tuple[Tensor, Tensor]:
-    dtype = _DTYPES[array.dtype]
-    size = math.prod(array.shape) * dtype.itemsize
-    return payload[:size].view(dtype).view(array.shape), payload[_aligned(size) :]
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+    return message, payload[heading:]

@@ -29,9 +29,8 @@ from asyncflow.errors import DeadlineExceeded, Refused, StaleHandle
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.batches import Slot
 from asyncflow.queue.torch.batch import Batch, columns_of
-from asyncflow.queue.torch.dataset import CALL_S, Executor, QueueAddress, QueueDataset
+from asyncflow.queue.torch.dataset import CALL_S, QueueAddress, QueueDataset
 from asyncflow.queue.torch.exchange import broadcast_number
-from asyncflow.rpc.columns import Jagged
 
 _OPEN = 1 << 62
 
@@ -100,10 +99,8 @@ class StepDataset(QueueDataset):
 
     def step_done(self, step: int) -> None:
         """Say that this rank has made its optimizer step; the next iteration begins after it."""
-        executor = self._executor()
-        done = executor.client.step_done(
-            partition=self.partition, attempt=self._begun(), step=step, rank=self.rank, timeout=CALL_S
-        )
+        executor, name, attempt = self._executor(), self.partition, self._begun()
+        done = executor.client.step_done(partition=name, attempt=attempt, step=step, rank=self.rank, timeout=CALL_S)
         executor.run(done)
         self._done = step
         self._position[1] = max(int(self._position[1]), step + 1)
@@ -111,8 +108,8 @@ class StepDataset(QueueDataset):
     def commit(self, step: int | None = None) -> None:
         """Say that a checkpoint holds all steps up to ``step``, by default the last done: their rows are freed."""
         executor, done = self._executor(), self._done if step is None else step
-        commit = executor.client.commit(partition=self.partition, attempt=self._begun(), step=done, timeout=CALL_S)
-        executor.run(commit)
+        attempt = self._begun()
+        executor.run(executor.client.commit(partition=self.partition, attempt=attempt, step=done, timeout=CALL_S))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what belongs into the checkpoint with the weights: the last step that is in them."""
@@ -130,21 +127,26 @@ class StepDataset(QueueDataset):
         attempt, first, last = self._begun(), int(self._position[1]), int(self._position[2])
         executor, loader = self._executor(), get_worker_info()
         part, parts = (loader.id, loader.num_workers) if loader is not None else (0, 1)
-        slots = self._slots(executor.client, attempt, first, last)
-        batches = executor.prefetch(self._fetched(executor, slots, part, parts), self._prefetch)
+        steps = range(first, last + 1)
+        batches = executor.prefetch(self._batches(executor.client, steps, attempt, part, parts), self._prefetch)
         try:
             while (batch := executor.run(batches.next())) is not None:
                 yield batch
         finally:
             executor.end(batches)
 
-    async def _slots(self, client: QueueClient, attempt: int, first: int, last: int) -> AsyncGenerator[Slot]:
-        for step in range(first, last + 1):
-            for number in itertools.count():
-                slot = await self._slot(client, attempt, step, number)
+    async def _batches(
+        self, client: QueueClient, steps: range, attempt: int, part: int, parts: int
+    ) -> AsyncGenerator[Batch]:
+        """Yield the batches of this loader worker: of ``parts`` slots the one with number ``part``."""
+        numbers = itertools.count()
+        for step in steps:
+            for place in itertools.count():
+                slot = await self._slot(client, attempt, step, place)
                 if slot is None:
                     return
-                yield slot
+                if next(numbers) % parts == part:
+                    yield await self._fetch(client, slot)
                 if slot.last:
                     break
 
@@ -167,30 +169,21 @@ class StepDataset(QueueDataset):
                 raise DeadlineExceeded(what, where=self._where, hint=hint)
         return slot
 
-    async def _fetched(
-        self, executor: Executor, slots: AsyncGenerator[Slot], part: int, parts: int
-    ) -> AsyncGenerator[Batch]:
-        number = 0
-        async for slot in slots:
-            if number % parts == part:
-                fetched = await self._fetch(executor.client, slot)
-                yield Batch(
-                    metas=[row.meta for row in slot.rows],
-                    columns=columns_of(fetched, self.columns),
-                    step=slot.step,
-                    slot=slot.slot,
-                    last=slot.last,
-                    totals=slot.totals,
-                )
-            number += 1
-
-    async def _fetch(self, client: QueueClient, slot: Slot) -> dict[str, Jagged]:
+    async def _fetch(self, client: QueueClient, slot: Slot) -> Batch:
         try:
-            return await client.fetch(slot.batch or [], self.columns, timeout=CALL_S)
+            fetched = await client.fetch(slot.batch or [], self.columns, timeout=CALL_S)
         except StaleHandle as error:
             hint = "Storage was lost: begin again at the last checkpoint, and the queue has these samples made again"
             where = f"slot {slot.slot} of step {slot.step}"
             raise StaleHandle(error.what, where=where, hint=hint) from error
+        return Batch(
+            metas=[row.meta for row in slot.rows],
+            columns=columns_of(fetched, self.columns),
+            step=slot.step,
+            slot=slot.slot,
+            last=slot.last,
+            totals=slot.totals,
+        )
 
     def _agree(self, step: int, group: dist.ProcessGroup | None) -> int:
         def find() -> int:
