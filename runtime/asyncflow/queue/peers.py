@@ -23,7 +23,7 @@ from asyncflow.rpc.tls import Credentials
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-R = TypeVar("R", bound=Struct)
+R = TypeVar("R")
 
 PARK_S = 10.0
 """Longest time that one call waits at a controller before it is made again."""

@@ -428,7 +428,7 @@ def encode_request(method: str, request: Struct) -> bytes:
 
 
 @functools.cache
-def decoder_of(kind: type[Struct]) -> msgspec.msgpack.Decoder[Any]:
+def decoder_of(kind: Hashable) -> msgspec.msgpack.Decoder[Any]:
     """Return the decoder of ``kind``, in any thread: where two first need a struct at once, msgspec itself crashes.
 
     A fork waits until none is half built.

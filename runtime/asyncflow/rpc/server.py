@@ -272,8 +272,9 @@ class Answering:
 
 log = logging.getLogger(__name__)
 
-Reply: TypeAlias = Struct | tuple[Struct, Sequence[Buffer]]
-Handler: TypeAlias = Callable[[Any, Sequence[memoryview]], Reply | Awaitable[Reply]]
+Reply: TypeAlias = Any
+"""Anything that msgspec encodes; or a tuple of that and of frames."""
+Handler: TypeAlias = Callable[[Any, Sequence[memoryview]], Reply]
 """Function of the request and its frames (writable views, its own) that returns the reply, or an awaitable of it.
 
 It is called where the request is read, so calls of one client begin in the order in which it made them. An awaitable is
@@ -428,16 +429,14 @@ class RpcServer:
         self.counters.calls[header.method] += 1
         self._answer(peer, header, route.handler, request, parts[2:])
 
-    def _answer(
-        self, peer: int, header: framing.Call, handler: Callable[..., Reply | Awaitable[Reply]], *asked: Any
-    ) -> None:
+    def _answer(self, peer: int, header: framing.Call, handler: Callable[..., Reply], *asked: Any) -> None:
         """Answer a call with what ``handler`` returns or raises, at once or when that is done."""
         try:
             reply = handler(*asked)
-            if isinstance(reply, Struct | tuple):
-                self._send_reply(peer, header, reply)
-            else:
+            if isinstance(reply, Awaitable):
                 self._await_reply(peer, header, asyncio.ensure_future(reply))
+            else:
+                self._send_reply(peer, header, reply)
         except AsyncFlowError as error:
             self._refuse(peer, header, error)
         except Exception as error:
