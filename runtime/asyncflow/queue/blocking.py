@@ -15,7 +15,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,58 +27,6 @@ from asyncflow.rpc.tls import Credentials
 
 T = TypeVar("T")
 C = TypeVar("C")
-
-
-class LoopThread:
-    """An event loop in a daemon thread of its own."""
-
-    def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
-        self.thread.start()
-        self._running: set[asyncio.Task[Any]] = set()
-
-    def begin(self, job: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin ``job``."""
-        return asyncio.run_coroutine_threadsafe(job, self.loop)
-
-    def run(self, job: Coroutine[Any, Any, T]) -> T:
-        """Return the result of ``job``; a caller that is interrupted cancels it, and waits until it has ended."""
-        tasks: list[asyncio.Task[T]] = []
-
-        async def carry_out() -> T:
-            tasks.append(asyncio.create_task(job))
-            self._running.add(tasks[0])
-            tasks[0].add_done_callback(self._running.discard)
-            return await tasks[0]
-
-        future = self.begin(carry_out())
-        try:
-            return future.result()
-        except BaseException:
-            if not future.done():
-                future.cancel()
-                self.begin(_cancelled(tasks)).result()
-                job.close()
-            raise
-
-    def cancel(self) -> None:
-        """End all that ``run`` has begun."""
-        self.begin(_cancelled(self._running)).result()
-
-    def end(self) -> None:
-        """End the loop and its thread."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()
-
-
-async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel ``tasks``, and wait until they have ended."""
-    if ending := list(tasks):
-        for task in ending:
-            task.cancel()
-        await asyncio.wait(ending)
 
 
 def _blocking(method: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., T]:
@@ -102,65 +50,91 @@ def _made_from(source: type) -> Callable[[type[C]], type[C]]:
     return add
 
 
+async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel ``tasks``, and wait until they have ended."""
+    if ending := list(tasks):
+        for task in ending:
+            task.cancel()
+        await asyncio.wait(ending)
+
+
 @_made_from(QueueClient)
 class BlockingQueue:
     """A ``QueueClient`` for threads. opened: makes that client; in a process that was forked it is called again."""
 
     def __init__(self, opened: Callable[[], AbstractAsyncContextManager[QueueClient]]) -> None:
+        self.closed = False
         self._opened = opened
-        self._closed = False
         self._inherited: list[object] = []
         self._begin()
         _living.add(self)
 
     def _begin(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._client: QueueClient | None = None
         self._stack = AsyncExitStack()
-        self._thread: LoopThread | None = None
+        self._running: set[asyncio.Task[Any]] = set()
         self._lock = threading.Lock()
 
     def begin_anew(self) -> None:
         """Forget what belongs to the parent of this process, but close nothing of it: both share its sockets."""
-        self._inherited.append((self._client, self._stack, self._thread))
+        self._inherited.append((self._loop, self._client, self._stack, self._running))
         self._begin()
 
     @property
     def awaited(self) -> QueueClient:
         """The client whose methods are run. Raises PeerLost where this was closed."""
         with self._lock:
-            if self._closed:
+            if self.closed:
                 raise _closed()
-            self._thread = self._thread or LoopThread("queue client")
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self.thread = threading.Thread(target=self._loop.run_forever, name="queue client", daemon=True)
+                self.thread.start()
             if self._client is None:
-                self._client = self._thread.run(self._stack.enter_async_context(self._opened()))
+                self._client = self.run(self._stack.enter_async_context(self._opened()))
             return self._client
 
     def run(self, job: Coroutine[Any, Any, T]) -> T:
-        """Return the result of ``job``, which uses ``awaited``."""
-        client, thread = self._client, self._thread
-        assert client is not None
-        if thread is None:
+        """Return the result of ``job``; a caller that is interrupted cancels it, and waits until it has ended."""
+        if (loop := self._loop) is None:
             job.close()
             raise _closed()
+        tasks: list[asyncio.Task[T]] = []
+
+        async def carry_out() -> T:
+            tasks.append(asyncio.create_task(job))
+            self._running.add(tasks[0])
+            tasks[0].add_done_callback(self._running.discard)
+            return await tasks[0]
+
+        future = asyncio.run_coroutine_threadsafe(carry_out(), loop)
         try:
-            return thread.run(job)
+            return future.result()
         except AsyncFlowError:
             raise
         except CancelledError:
             raise _closed() from None
-        except BaseException:  # it may be a signal's: a claim that it ended has more to say
-            thread.run(client.peers.settle())
+        except BaseException:
+            if not future.done():
+                future.cancel()
+                asyncio.run_coroutine_threadsafe(cancelled(tasks), loop).result()
+                job.close()
+            if self._client is not None:  # a claim that was interrupted has more to say
+                self.run(self._client.peers.settle())
             raise
 
     def close(self) -> None:
         """Leave the queue. Calls under way, and later ones, raise PeerLost."""
         with self._lock:
-            self._closed = True
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.cancel()
-            thread.run(self._stack.aclose())
-            thread.end()
+            self.closed = True
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            asyncio.run_coroutine_threadsafe(cancelled(self._running), loop).result()
+            asyncio.run_coroutine_threadsafe(self._stack.aclose(), loop).result()
+            loop.call_soon_threadsafe(loop.stop)
+            self.thread.join()
+            loop.close()
 
     if TYPE_CHECKING:
 

@@ -148,16 +148,16 @@ def test_samples_that_were_lost_are_named_and_come_after_a_new_beginning(served,
     fill(served, 1)
     data = dataset()
     data.begin()
-    executor = data._executor()
-    fetch = executor.client.fetch
+    consumer = data._consumer()
+    fetch = consumer.client.fetch
 
     async def fail(rows, columns, *, timeout):
         raise StaleHandle("row 7 was lost", where="unit 0")
 
-    executor.client.fetch = fail
+    consumer.client.fetch = fail
     with pytest.raises(StaleHandle, match=r"slot 0 of step 1: row 7 was lost\. Storage was lost: begin again"):
         list(data)
-    executor.client.fetch = fetch
+    consumer.client.fetch = fetch
     assert data.begin() == 1
     assert sum(len(batch) for batch in data) == GROUPS * SIZE
 

@@ -261,7 +261,7 @@ def test_rows_whose_bytes_were_lost_are_passed_over(served, dataset):
     data = dataset(rows=1, prefetch=0)
     iterator = iter(data)
     next(iterator)
-    fetch, failed = data._executor().client.fetch, []
+    fetch, failed = data._consumer().client.fetch, []
 
     async def fail_once(rows, columns, *, timeout):
         if not failed:
@@ -269,7 +269,7 @@ def test_rows_whose_bytes_were_lost_are_passed_over(served, dataset):
             raise StaleHandle("gone", where="here")
         return await fetch(rows, columns, timeout=timeout)
 
-    data._executor().client.fetch = fail_once
+    data._consumer().client.fetch = fail_once
     served.close_partition(1)
     assert len(serials(iterator)) == ROWS - 1
     assert served.stats().redeliveries == 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -130,32 +130,24 @@ class Column:
             raise TypeError(f"a column of {self.kind} cannot be {form}: take its rows, column[i]")
 
 
-class LeaseOwner(Protocol):
-    """A data set that keeps leases in force."""
-
-    def keep(self, rows: list[LeasedRow]) -> None:
-        """Keep the lease of ``rows`` in force from now on."""
+LEASE_OWNERS: WeakValueDictionary[str, Any] = WeakValueDictionary()
+"""The data sets of this process that keep leases in force, by name; ``keep(rows)`` tells one of a lease."""
 
 
-LEASE_OWNERS: WeakValueDictionary[str, LeaseOwner] = WeakValueDictionary()
-"""Lease owners of this process, by name."""
-
-
+@dataclass(frozen=True)
 class BatchLease:
-    """Leased rows of a batch, until they are completed or given back. owner: name of their ``LeaseOwner``."""
+    """Leased rows of a batch, until they are completed or given back. owner: name of the data set that claimed them.
 
-    def __init__(self, owner: str, rows: list[LeasedRow]) -> None:
-        self.owner = owner
-        self.rows = rows
+    A process to which the lease was sent keeps it in force from then on, where the data set is known there.
+    """
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _unpickle, (self.owner, self.rows)
+    owner: str
+    rows: list[LeasedRow]
 
-
-def _unpickle(owner: str, rows: list[LeasedRow]) -> BatchLease:
-    if (local := LEASE_OWNERS.get(owner)) is not None:
-        local.keep(rows)
-    return BatchLease(owner, rows)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if (local := LEASE_OWNERS.get(self.owner)) is not None:
+            local.keep(self.rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,16 +22,16 @@ import multiprocessing
 import os
 import threading
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, Coroutine, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Refused, StaleHandle
-from asyncflow.queue.blocking import LoopThread
+from asyncflow.queue.blocking import BlockingQueue, cancelled
 from asyncflow.queue.client import QueueClient, aconnect
 from asyncflow.queue.protocol.messages import LeasedRow
 from asyncflow.queue.torch.batch import LEASE_OWNERS, Batch, BatchLease, Column, columns_of
@@ -59,180 +59,135 @@ class QueueAddress:
     address: str
     tls: Path | None = None
 
-    @classmethod
-    def of(cls, queue: QueueAddress | str) -> QueueAddress:
-        """Return ``queue``, or the queue at this address."""
-        return cls(address=queue) if isinstance(queue, str) else queue
-
     def client(self, worker: str = "") -> AbstractAsyncContextManager[QueueClient]:
         """Return a client to be entered. worker: the name of its leases' holder, where they are to outlive it."""
         credentials = Credentials(self.tls) if self.tls else Credentials.of_environment()
         return aconnect(self.address, credentials=credentials, worker=worker)
 
 
-class Executor:
-    """One process's client of the queue, in an event loop in a thread of its own.
+class Consumer:
+    """One process's client of the queue: the leases that it keeps in force, and the batches that it prefetches.
 
     holder: the name that its leases are held under, where they are to outlive this process.
     """
 
     def __init__(self, queue: QueueAddress, *, holder: str = "") -> None:
         self.pid = os.getpid()
+        self.queue = BlockingQueue(lambda: queue.client(holder))
+        self.client = self.queue.awaited
         self._holder = holder
-        self._thread = LoopThread("queue data set")
+        self._kept: dict[str, list[LeasedRow]] = {}
+        self._renewing: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         if get_worker_info() is not None:
-            self._thread.loop.call_soon_threadsafe(self._end_with_parent)
-        self._stack = AsyncExitStack()
-        self._prefetchers: set[Prefetcher[Any]] = set()
-        try:
-            self.client = self.run(self._stack.enter_async_context(queue.client(holder)))
-        except BaseException:
-            self._thread.end()
-            raise
-        self.leases = LeaseRenewal(self.client)
+            self.run(_end_with_parent())
 
     def run(self, job: Coroutine[Any, Any, T]) -> T:
         """Return the result of ``job``; a caller that is interrupted cancels it. Raises Refused once this is closed."""
-        if not self._thread.thread.is_alive():
+        if self.queue.closed:
             job.close()
             hint = "An iteration ends with its data set: keep it open as long as you iterate"
             raise Refused("the data set was closed", where="queue data set", hint=hint)
-        return self._thread.run(job)
+        return self.queue.run(job)
 
-    def keep(self, rows: list[LeasedRow]) -> None:
-        """Keep the lease of ``rows`` in force from now on; from any thread."""
-        self._thread.loop.call_soon_threadsafe(self.leases.keep, rows)
-
-    def prefetch(self, source: AsyncGenerator[T], depth: int) -> Prefetcher[T]:
-        """Begin to make the items of ``source``, up to ``depth`` before they are asked for."""
-
-        async def begin() -> Prefetcher[T]:
-            prefetcher = Prefetcher(source, depth)
-            self._prefetchers.add(prefetcher)
-            return prefetcher
-
-        return self.run(begin())
-
-    def end(self, prefetcher: Prefetcher[T]) -> bool:
-        """Make no more items; return False where the executor was closed before."""
-        if not self._thread.thread.is_alive():
-            return False
-        self._prefetchers.discard(prefetcher)
-        self.run(prefetcher.close())
-        return True
-
-    def close(self) -> None:
-        """Leave the queue; give back what is kept, unless another process holds it."""
-        thread = self._thread.thread
-        if self.pid != os.getpid() or threading.current_thread() is thread or not thread.is_alive():
-            return
-        try:
-            for prefetcher in list(self._prefetchers):
-                self.end(prefetcher)
-            self.run(self.leases.close(give_back=not self._holder))
-            self.run(self._stack.aclose())
-        except AsyncFlowError as error:
-            log.warning("the data set was closed, but its rows were not given back: %s", error)
-        finally:
-            self._thread.end()
-
-    def _end_with_parent(self) -> None:
-        """End this process when its parent ends: what an orphaned worker claims would be lost."""
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        assert parent.pid is not None
-        if os.getppid() != parent.pid:
-            _exit(f"it was made by {parent.pid} and is now a child of {os.getppid()}")
-        why = f"process {parent.pid}, which made it, has ended"
-        self._thread.loop.add_reader(os.pidfd_open(parent.pid), _exit, why)
-
-
-def _exit(why: str) -> None:
-    """End this process at once, and say why."""
-    os.write(2, f"loader worker {os.getpid()} ends: {why}\n".encode())
-    os._exit(1)
-
-
-class LeaseRenewal:
-    """The leases that this process keeps in force, by name with their rows."""
-
-    def __init__(self, client: QueueClient) -> None:
-        self._client = client
-        self._rows: dict[str, list[LeasedRow]] = {}
-        self._renewing: asyncio.Task[None] | None = None
-
-    def keep(self, rows: list[LeasedRow]) -> None:
-        """Keep the lease of ``rows`` in force."""
-        self._rows[rows[0].lease] = rows
+    async def keep(self, rows: list[LeasedRow]) -> None:
+        """Keep the lease of ``rows`` in force from now on."""
+        self._kept[rows[0].lease] = rows
         if self._renewing is None or self._renewing.done():
-            self._renewing = asyncio.create_task(self._renew(), name="renewing")
+            self._renewing = self._begin(self._renew())
 
     async def complete(self, rows: list[LeasedRow], outputs: dict[str, Jagged]) -> list[bool]:
         """Complete ``rows`` of one lease; False where it had ended, so that somebody else has the row."""
         if outputs:
-            results = await self._client.complete(rows, outputs, timeout=CALL_S)
+            results = await self.client.complete(rows, outputs, timeout=CALL_S)
         else:
-            results = await self._client.acknowledge([rows[0].lease], timeout=CALL_S) * len(rows)
-        self._rows.pop(rows[0].lease, None)
+            results = await self.client.acknowledge([rows[0].lease], timeout=CALL_S) * len(rows)
+        self._kept.pop(rows[0].lease, None)
         return results
 
     async def give_back(self, rows: list[LeasedRow], reason: str) -> None:
-        """Return ``rows`` to the queue."""
-        self._rows.pop(rows[0].lease, None)
-        await self._client.give_back(rows, reason=reason, timeout=CALL_S)
+        """Return ``rows`` of one lease to the queue."""
+        self._kept.pop(rows[0].lease, None)
+        await self.client.give_back(rows, reason=reason, timeout=CALL_S)
 
-    async def close(self, *, give_back: bool) -> None:
-        """Renew no more."""
-        for rows in list(self._rows.values()) if give_back else []:
-            await self.give_back(rows, "the data set was closed")
-        if self._renewing is not None:
-            self._renewing.cancel()
+    def prefetched(self, source: AsyncGenerator[T], depth: int) -> Generator[T]:
+        """Yield the items of ``source``, up to ``depth`` of which are made before they are asked for."""
+        room = asyncio.Semaphore(depth)
+        made: asyncio.Queue[T | BaseException | None] = asyncio.Queue()
+
+        async def make() -> None:
+            try:
+                async with aclosing(source) as items:
+                    await room.acquire()
+                    async for item in items:
+                        made.put_nowait(item)
+                        await room.acquire()
+                made.put_nowait(None)
+            except Exception as error:  # noqa: BLE001 # whoever asks gets it
+                made.put_nowait(error)
+
+        async def begin() -> asyncio.Task[None]:
+            return self._begin(make())
+
+        async def take() -> T | None:
+            room.release()
+            item = await made.get()
+            if isinstance(item, BaseException):
+                raise item
+            return item
+
+        making = self.run(begin())
+        try:
+            while (item := self.run(take())) is not None:
+                yield item
+        finally:
+            if not self.queue.closed:
+                self.run(cancelled([making]))
+
+    def close(self) -> None:
+        """Leave the queue; give back what is kept, unless another process holds it."""
+        if self.pid != os.getpid() or threading.current_thread() is self.queue.thread or self.queue.closed:
+            return
+        try:
+            self.run(cancelled(self._tasks))
+            for rows in [] if self._holder else list(self._kept.values()):
+                self.run(self.give_back(rows, "the data set was closed"))
+        except AsyncFlowError as error:
+            log.warning("the data set was closed, but its rows were not given back: %s", error)
+        finally:
+            self.queue.close()
+
+    def _begin(self, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(job)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _renew(self) -> None:
-        while self._rows:
-            await asyncio.sleep(min(rows[0].until for rows in self._rows.values()) / 3)
-            if not (asked := list(self._rows)):
-                return
+        while self._kept:
+            await asyncio.sleep(min(rows[0].until for rows in self._kept.values()) / 3)
+            asked = list(self._kept)
             try:
-                in_force = set(await self._client.renew(asked, timeout=CALL_S))
+                in_force = set(await self.client.renew(asked, timeout=CALL_S))
             except AsyncFlowError as error:
                 log.warning("%d leases could not be renewed: %s", len(asked), error)
                 continue
             for lease in (lease for lease in asked if lease not in in_force):
-                self._rows.pop(lease, None)
+                self._kept.pop(lease, None)
 
 
-class Prefetcher(Generic[T]):
-    """The items of ``source``, made up to ``depth`` before they are asked for; to be made in a running loop."""
-
-    def __init__(self, source: AsyncGenerator[T], depth: int) -> None:
-        self._room = asyncio.Semaphore(depth)
-        self._made: asyncio.Queue[T | BaseException | None] = asyncio.Queue()
-        self._making = asyncio.create_task(self._make(source), name="prefetching")
-
-    async def next(self) -> T | None:
-        """Return the next item, or None after the last; raises what ``source`` raised."""
-        self._room.release()
-        item = await self._made.get()
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
-    async def close(self) -> None:
-        """Make no more."""
-        self._making.cancel()
-        await asyncio.wait([self._making])
-
-    async def _make(self, source: AsyncGenerator[T]) -> None:
-        try:
-            async with aclosing(source) as items:
-                await self._room.acquire()
-                async for item in items:
-                    self._made.put_nowait(item)
-                    await self._room.acquire()
-            self._made.put_nowait(None)
-        except Exception as error:  # noqa: BLE001 # whoever asks gets it
-            self._made.put_nowait(error)
+async def _end_with_parent() -> None:
+    """Have this process end when the one that made it does: what an orphaned loader worker claims would be lost."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    assert parent.pid is not None
+    alive = os.pidfd_open(parent.pid)
+    if os.getppid() != parent.pid:
+        os.write(
+            2, f"loader worker {os.getpid()} ends: process {parent.pid} made it, and is no more its parent\n".encode()
+        )
+        os._exit(1)
+    asyncio.get_running_loop().add_reader(alive, os._exit, 1)
 
 
 class QueueDataset(IterableDataset[Batch]):  # type: ignore[misc] # torch is not type-checked here
@@ -249,18 +204,18 @@ class QueueDataset(IterableDataset[Batch]):  # type: ignore[misc] # torch is not
         if not columns or prefetch < 0 or not patience_s > 0:
             what = f"columns {list(columns)}, prefetch {prefetch}, patience_s {patience_s} cannot be used"
             raise Refused(what, where=where)
-        self.queue = QueueAddress.of(queue)
+        self.queue = QueueAddress(address=queue) if isinstance(queue, str) else queue
         self.partition = partition
         self.columns = list(columns)
         self._prefetch = prefetch
         self._patience_s = patience_s
-        self._current: Executor | None = None
+        self._current: Consumer | None = None
 
     def close(self) -> None:
         """Return to the queue what is kept here, and leave the queue; whatever is asked later joins it again."""
-        if (executor := self._current) is not None:
+        if (consumer := self._current) is not None:
             self._current = None
-            executor.close()
+            consumer.close()
 
     def __enter__(self) -> Self:
         return self
@@ -275,10 +230,10 @@ class QueueDataset(IterableDataset[Batch]):  # type: ignore[misc] # torch is not
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_current": None}
 
-    def _executor(self, holder: str = "") -> Executor:
+    def _consumer(self, holder: str = "") -> Consumer:
         with _STARTING:
             if self._current is None or self._current.pid != os.getpid():
-                self._current = Executor(self.queue, holder=holder)
+                self._current = Consumer(self.queue, holder=holder)
             return self._current
 
 
@@ -314,28 +269,26 @@ class StreamingDataset(QueueDataset):
     def __iter__(self) -> Iterator[Batch]:
         """Claim, fetch and yield batches."""
         loader = get_worker_info() is not None
-        executor = self._executor(self._name if loader and self._explicit else "")
+        consumer = self._consumer(self._name if loader and self._explicit else "")
         leased: dict[str, list[LeasedRow]] = {}
-        batches = executor.prefetch(self._claimed(executor, leased), 0 if loader else self._prefetch)
-        unacknowledged: BatchLease | None = None
+        claimed = consumer.prefetched(self._claimed(consumer, leased), 0 if loader else self._prefetch)
         try:
-            while True:
-                if unacknowledged is not None:
-                    self._acknowledge(executor, unacknowledged)
-                    unacknowledged = None
-                if (batch := executor.run(batches.next())) is None:
-                    return
-                assert batch.lease is not None
-                if not self._explicit and not loader:
-                    unacknowledged = batch.lease
-                elif not self._explicit and not self._acknowledge(executor, batch.lease):
-                    continue
-                del leased[batch.lease.rows[0].lease]
-                yield batch if self._explicit else replace(batch, lease=None)
+            with closing(claimed) as batches:
+                for batch in batches:
+                    assert batch.lease is not None
+                    rows = batch.lease.rows
+                    if self._explicit:
+                        del leased[rows[0].lease]
+                        yield batch
+                    elif not loader:
+                        yield replace(batch, lease=None)
+                        self._acknowledge(consumer, leased, rows)
+                    elif self._acknowledge(consumer, leased, rows):
+                        yield replace(batch, lease=None)
         finally:
-            if executor.end(batches):
-                for rows in [*leased.values(), *([unacknowledged.rows] if unacknowledged else [])]:
-                    executor.run(executor.leases.give_back(rows, "the iteration was left"))
+            if not consumer.queue.closed:
+                for rows in leased.values():
+                    consumer.run(consumer.give_back(rows, "the iteration was left"))
 
     def complete(self, batch: Batch, outputs: Mapping[str, Any] | None = None) -> list[bool]:
         """Acknowledge ``batch`` with what was made of it: columns, each a ``Column`` or one value for each row (tensors
@@ -350,18 +303,19 @@ class StreamingDataset(QueueDataset):
             name: values.jagged() if isinstance(values, Column) else encode(values, where=f"output {name}")
             for name, values in (outputs or {}).items()
         }
-        executor = self._executor()
-        return executor.run(executor.leases.complete(batch.lease.rows, made))
+        consumer = self._consumer()
+        return consumer.run(consumer.complete(batch.lease.rows, made))
 
     def give_back(self, batch: Batch, *, reason: str) -> None:
         """Let the rows of ``batch`` be ready again."""
         if batch.lease is not None:
-            executor = self._executor()
-            executor.run(executor.leases.give_back(batch.lease.rows, reason))
+            consumer = self._consumer()
+            consumer.run(consumer.give_back(batch.lease.rows, reason))
 
     def keep(self, rows: list[LeasedRow]) -> None:
         """Keep the lease of a batch that has come from a loader worker in force."""
-        self._executor().keep(rows)
+        consumer = self._consumer()
+        consumer.run(consumer.keep(rows))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what ``load_state_dict`` checks: the queue itself remembers what was acknowledged."""
@@ -372,22 +326,22 @@ class StreamingDataset(QueueDataset):
         if dict(state) != self.state_dict():
             raise Refused(f"the state is that of {dict(state)}", where=f"{self.partition}/{self.task}")
 
-    def _acknowledge(self, executor: Executor, lease: BatchLease) -> bool:
+    def _acknowledge(self, consumer: Consumer, leased: dict[str, list[LeasedRow]], rows: list[LeasedRow]) -> bool:
         """Complete the rows of a batch, and return whether its lease was still in force."""
-        done = all(executor.run(executor.leases.complete(lease.rows, {})))
+        done = all(consumer.run(consumer.complete(rows, {})))
+        del leased[rows[0].lease]
         if not done:
             log.warning("the lease of a batch of %s/%s had ended: others get it too", self.partition, self.task)
         return done
 
-    async def _claimed(self, executor: Executor, leased: dict[str, list[LeasedRow]]) -> AsyncGenerator[Batch]:
-        client = executor.client
-        while rows := await self._claim(client):
+    async def _claimed(self, consumer: Consumer, leased: dict[str, list[LeasedRow]]) -> AsyncGenerator[Batch]:
+        while rows := await self._claim(consumer.client):
             leased[rows[0].lease] = rows
-            executor.leases.keep(rows)
+            await consumer.keep(rows)
             try:
-                fetched = await client.fetch(rows, self.columns, timeout=CALL_S)
+                fetched = await consumer.client.fetch(rows, self.columns, timeout=CALL_S)
             except StaleHandle:
-                await executor.leases.give_back(leased.pop(rows[0].lease), "bytes were lost")
+                await consumer.give_back(leased.pop(rows[0].lease), "bytes were lost")
                 continue
             lease = BatchLease(self._name, rows)
             yield Batch(metas=[row.meta for row in rows], columns=columns_of(fetched, self.columns), lease=lease)

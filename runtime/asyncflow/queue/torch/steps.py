@@ -30,7 +30,7 @@ from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.batches import Slot
 from asyncflow.queue.torch.batch import Batch, columns_of
 from asyncflow.queue.torch.dataset import CALL_S, QueueAddress, QueueDataset
-from asyncflow.queue.torch.exchange import broadcast_number
+from asyncflow.queue.torch.exchange import broadcast
 
 _OPEN = 1 << 62
 
@@ -73,16 +73,16 @@ class StepDataset(QueueDataset):
     def begin(
         self, *, step: int | None = None, attempt: int | None = None, group: dist.ProcessGroup | None = None
     ) -> int:
-        """Say that the weights are θ_step, by default those of the state that was loaded, or 0; give the attempt.
+        """Say that the weights are θ_step, by default those of the state that was loaded, or 0; return the attempt.
 
         Steps up to ``step`` are committed, later ones begun anew, and older attempts are over. attempt: by default one
         more than the last, which the first process of ``group`` (by default all of them) finds and tells the others:
         then every process of the group must call this.
         """
         done = self._done if step is None else step
-        if attempt is None:
-            attempt = self._agree(done, group)
-        self._begin(attempt, done)
+        attempt = self._next_attempt(group) if attempt is None else attempt
+        said = {"partition": self.partition, "attempt": attempt, "step": done, "world": self.world}
+        self._consumer().queue.begin(**said, timeout=CALL_S)
         self._done = done
         self._position[0] = attempt
         self.seek(done + 1)
@@ -99,17 +99,15 @@ class StepDataset(QueueDataset):
 
     def step_done(self, step: int) -> None:
         """Say that this rank has made its optimizer step; the next iteration begins after it."""
-        executor, name, attempt = self._executor(), self.partition, self._begun()
-        done = executor.client.step_done(partition=name, attempt=attempt, step=step, rank=self.rank, timeout=CALL_S)
-        executor.run(done)
+        said = {"partition": self.partition, "attempt": self._begun(), "step": step, "rank": self.rank}
+        self._consumer().queue.step_done(**said, timeout=CALL_S)
         self._done = step
         self._position[1] = max(int(self._position[1]), step + 1)
 
     def commit(self, step: int | None = None) -> None:
         """Say that a checkpoint holds all steps up to ``step``, by default the last done: their rows are freed."""
-        executor, done = self._executor(), self._done if step is None else step
-        attempt = self._begun()
-        executor.run(executor.client.commit(partition=self.partition, attempt=attempt, step=done, timeout=CALL_S))
+        done, attempt = self._done if step is None else step, self._begun()
+        self._consumer().queue.commit(partition=self.partition, attempt=attempt, step=done, timeout=CALL_S)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what belongs into the checkpoint with the weights: the last step that is in them."""
@@ -125,27 +123,19 @@ class StepDataset(QueueDataset):
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of one step after another; ``Batch.last`` ends a step."""
         attempt, first, last = self._begun(), int(self._position[1]), int(self._position[2])
-        executor, loader = self._executor(), get_worker_info()
-        part, parts = (loader.id, loader.num_workers) if loader is not None else (0, 1)
-        steps = range(first, last + 1)
-        batches = executor.prefetch(self._batches(executor.client, steps, attempt, part, parts), self._prefetch)
-        try:
-            while (batch := executor.run(batches.next())) is not None:
-                yield batch
-        finally:
-            executor.end(batches)
+        consumer = self._consumer()
+        batches = self._batches(consumer.client, range(first, last + 1), attempt, get_worker_info())
+        yield from consumer.prefetched(batches, self._prefetch)
 
-    async def _batches(
-        self, client: QueueClient, steps: range, attempt: int, part: int, parts: int
-    ) -> AsyncGenerator[Batch]:
-        """Yield the batches of this loader worker: of ``parts`` slots the one with number ``part``."""
+    async def _batches(self, client: QueueClient, steps: range, attempt: int, loader: Any) -> AsyncGenerator[Batch]:
+        """Yield the batches of ``loader``, the one worker of several, or of all where it is None."""
         numbers = itertools.count()
         for step in steps:
             for place in itertools.count():
                 slot = await self._slot(client, attempt, step, place)
                 if slot is None:
                     return
-                if next(numbers) % parts == part:
+                if loader is None or next(numbers) % loader.num_workers == loader.id:
                     yield await self._fetch(client, slot)
                 if slot.last:
                     break
@@ -185,26 +175,19 @@ class StepDataset(QueueDataset):
             totals=slot.totals,
         )
 
-    def _agree(self, step: int, group: dist.ProcessGroup | None) -> int:
-        def find() -> int:
-            executor = self._executor()
-            known = executor.run(executor.client.snapshot(partition=self.partition, timeout=CALL_S))
-            self._begin(known.attempt + 1, step)
-            return known.attempt + 1
+    def _next_attempt(self, group: dist.ProcessGroup | None) -> int:
+        """Return the attempt after the last one, as the first process of ``group`` finds it."""
+
+        def find() -> bytearray:
+            last = self._consumer().queue.snapshot(partition=self.partition, timeout=CALL_S).attempt
+            return bytearray(str(last + 1).encode())
 
         if dist.is_initialized() and dist.get_world_size(group) > 1:
-            return broadcast_number(find, group)
+            return int(bytes(broadcast(find, group)))
         if self.world > 1:
             hint = "Initialize torch.distributed, or say the attempt: one more than the last, the same on all ranks"
             raise Refused(f"{self.world} ranks cannot agree on an attempt", where=self._where, hint=hint)
-        return find()
-
-    def _begin(self, attempt: int, step: int) -> None:
-        executor = self._executor()
-        begin = executor.client.begin(
-            partition=self.partition, attempt=attempt, step=step, world=self.world, timeout=CALL_S
-        )
-        executor.run(begin)
+        return int(find())
 
     def _begun(self) -> int:
         if self.attempt < 0:
