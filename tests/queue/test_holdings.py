@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from asyncflow.errors import DeadlineExceeded, StaleHandle
 from asyncflow.queue.protocol.messages import Samples
 from asyncflow.queue.protocol.unit_calls import MovedRows, NewCells, NewRows, Verdict
-from asyncflow.queue.storage.backend import BytesLost, Place, each
+from asyncflow.queue.storage.backend import BytesLost, Place
 from asyncflow.queue.storage.budget import ByteBudget
 from asyncflow.queue.storage.drain import MovingRows
 from asyncflow.queue.storage.holdings import Holdings
@@ -42,7 +42,7 @@ class Unit:
         self.rows += len(lengths)
         tags = [{"made": row} if row % 2 else {} for row in rows]
         entry = NewRows("p", b"a client", 0, 1, rows, blob.cells, tags, Samples(serials=rows, step=1, tokens=rows))
-        put = self.holdings.propose(entry, blob, outputs=outputs)
+        put = self.holdings.propose(entry, blob)
         self.holdings.decide(put, Verdict(ok if ok is not None else [True] * len(rows)))
         return rows
 
@@ -56,7 +56,7 @@ class Unit:
             columns, rows=len(rows), outputs=OUTPUTS, partial=["b"], producer="", timeout=0
         )
         tokens, tags = [2 * row for row in rows], [{"moved": row} for row in rows]
-        return self.holdings.propose(MovedRows(0, 1, rows, blob.cells, ["b"], tokens, tags), blob, outputs=OUTPUTS)
+        return self.holdings.propose(MovedRows(0, 1, rows, blob.cells, ["b"], tokens, tags), blob)
 
     async def move(self, rows, lengths, *, ok):
         self.holdings.decide(await self.send(rows, lengths), Verdict(ok))
@@ -67,7 +67,7 @@ class Unit:
             made, rows=rows, lease=lease, partial=bool(reason), producer="", timeout=0
         )
         entry = NewCells(lease=lease, rows=rows, cells=blob.cells, tags=list(tags), reason=reason)
-        return self.holdings.propose(entry, blob, outputs={})
+        return self.holdings.propose(entry, blob)
 
     async def write(self, rows, columns, *, ok=None, **how):
         put = await self.store(rows, columns, **how)
@@ -276,7 +276,7 @@ class Slow(MemoryBackend):
         await super().put(blob, columns)
 
     async def get(self, places, columns):
-        if lost := [place for place in each(places) if place in self.gone]:
+        if lost := [place for place in places if place in self.gone]:
             raise BytesLost(lost)
         return await super().get(places, columns)
 

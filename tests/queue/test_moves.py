@@ -47,7 +47,7 @@ class Unit:
         blob = await self.holdings.store_new(
             columns, rows=len(rows), outputs=OUTPUTS, producer="", timeout=0, **options
         )
-        put = self.holdings.propose(entry(blob.cells), blob, outputs=OUTPUTS)
+        put = self.holdings.propose(entry(blob.cells), blob)
         self.values[put] = {
             row: {name: int(of.row(n)[0]) for name, of in columns.items()} for n, row in enumerate(rows)
         }
@@ -143,7 +143,7 @@ class Movement(RuleBasedStateMachine):
             blob = await unit.holdings.store_outputs(
                 columns, rows=[number], lease=lease, partial=False, producer="", timeout=0
             )
-            put = unit.holdings.propose(NewCells(lease, [number], blob.cells, [], ""), blob, outputs={})
+            put = unit.holdings.propose(NewCells(lease, [number], blob.cells, [], ""), blob)
             unit.values[put] = {number: {name: value}}
             if unit.synced and answered:
                 await self.told(unit)
@@ -241,8 +241,8 @@ class Movement(RuleBasedStateMachine):
 
     async def sent(self, unit, other):
         for batch in unit.moving.batches(unit.leg.rows, most_bytes=100):
-            columns = await unit.holdings.fetch(batch.rows, batch.columns)
-            rows, ticket = list(batch.rows), unit.leg.ticket
+            columns = await unit.holdings.fetch(batch, list(unit.holdings.rows[batch[0]].cells))
+            rows, ticket = batch, unit.leg.ticket
             entry = lambda cells: MovedRows(unit.home, ticket, rows, cells, [], [0] * len(rows), [{}] * len(rows))  # noqa: B023, E731
             unit.sent.append((rows, await other.put(rows, columns, entry)))
 
@@ -308,8 +308,8 @@ class Movement(RuleBasedStateMachine):
         for unit in self.units.values():
             here = {number for number, row in state.rows.items() if row.location == unit.home}
             assert set(unit.holdings.rows) == here
-            assert unit.budget.used == sum(block.size(row) for row, block in unit.holdings.rows.items())
-            assert unit.budget.promised == sum(block.promise for block in unit.holdings.rows.values())
+            assert unit.budget.used == sum(row.size for row in unit.holdings.rows.values())
+            assert unit.budget.promised == sum(row.promise for row in unit.holdings.rows.values())
             for number in here:
                 row, truth = state.rows[number], self.truth[number]
                 assert (set(row.columns), row.here) == (set(truth), True)
@@ -376,7 +376,7 @@ def write(queue, unit, number, value):
         blob = await unit.holdings.store_outputs(
             columns, rows=[number], lease=f"write:{value}", partial=False, producer="", timeout=0
         )
-        put = unit.holdings.propose(NewCells(f"write:{value}", [number], blob.cells, [], ""), blob, outputs={})
+        put = unit.holdings.propose(NewCells(f"write:{value}", [number], blob.cells, [], ""), blob)
         unit.values[put] = {number: {"x": value}}
         await queue.told(unit)
 

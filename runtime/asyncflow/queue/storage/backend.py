@@ -25,15 +25,14 @@ BACKENDS: Final = "asyncflow.storage_backends"
 
 
 class Place(NamedTuple):
-    """Where rows of a blob lie: its number, which of its rows is the first, from 0, and how many they are."""
+    """Where a row of a blob lies: the blob's number, and the row's index in it, from 0."""
 
     blob: int
     row: int
-    rows: int = 1
 
 
 class BytesLost(Exception):
-    """Cells are gone from the store, although nobody freed them; ``places`` are those of their rows, one each."""
+    """Cells are gone from the store, although nobody freed them; ``places`` are those of their rows."""
 
     def __init__(self, places: Sequence[Place]) -> None:
         super().__init__(f"the store lost cells of {len(places)} rows")
@@ -89,7 +88,9 @@ class Backend(ABC):
 
     @abstractmethod
     async def get(self, places: Sequence[Place], columns: Sequence[str]) -> dict[str, Jagged]:
-        """Return cells of rows (at least one) that all have these columns, in the order asked; nobody writes to them.
+        """Return cells of rows (at least one, none twice) that all have these columns, in the order asked.
+
+        Nobody writes to them.
 
         Raises BytesLost when some of them are gone.
         """
@@ -101,11 +102,6 @@ class Backend(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Drop everything."""
-
-
-def each(places: Sequence[Place]) -> list[Place]:
-    """Return a place for each row."""
-    return [Place(blob, row) for blob, first, rows in places for row in range(first, first + rows)]
 
 
 T = TypeVar("T")

@@ -8,30 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 from asyncflow.errors import Elsewhere
 from asyncflow.identity import home_of
 from asyncflow.queue.protocol.unit_calls import MovedRows
-from asyncflow.queue.storage.holdings import Block, Holdings
+from asyncflow.queue.storage.holdings import Holdings
 from asyncflow.rpc.columns import weighed_batches
-
-
-class MoveBatch(NamedTuple):
-    """Rows that go in one message. block: of one of them, which has the columns, forms and outputs of all."""
-
-    rows: list[int]
-    block: Block
-
-    @property
-    def columns(self) -> list[str]:
-        """All columns that they have."""
-        return sorted(self.block.cells)
-
-    @property
-    def partial(self) -> list[str]:
-        """The columns that are unfinished."""
-        return [name for name in self.columns if self.block.cells[name].partial]
 
 
 class MovingRows:
@@ -95,18 +77,16 @@ class MovingRows:
         rows = next(weighed_batches(self._holdings.rows, self._size, heaviest=most_bytes, most=most), [])
         return rows, sum(map(self._size, rows))
 
-    def batches(self, rows: Iterable[int], *, most_bytes: int) -> list[MoveBatch]:
+    def batches(self, rows: Iterable[int], *, most_bytes: int) -> list[list[int]]:
         """Return those of ``rows`` that are here, in batches of at most so many bytes, or of one row."""
         alike: dict[object, list[int]] = {}
         for number in rows:
-            if (block := self._holdings.rows.get(number)) is not None:
-                forms = sorted((name, of.partial, of.blob.cells.dtypes[name]) for name, of in block.cells.items())
-                alike.setdefault((tuple(forms), tuple(sorted(block.outputs.items()))), []).append(number)
+            if (row := self._holdings.rows.get(number)) is not None:
+                forms = [(name, row.has(name), part.blob.cells.dtypes[name]) for name, part in row.cells.items()]
+                alike.setdefault((frozenset(forms), frozenset(row.outputs.items())), []).append(number)
         return [
-            MoveBatch(batch, self._holdings.rows[batch[0]])
-            for numbers in alike.values()
-            for batch in weighed_batches(numbers, self._size, heaviest=most_bytes)
+            batch for numbers in alike.values() for batch in weighed_batches(numbers, self._size, heaviest=most_bytes)
         ]
 
     def _size(self, row: int) -> int:
-        return self._holdings.rows[row].size(row)
+        return self._holdings.rows[row].size

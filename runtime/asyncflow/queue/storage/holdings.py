@@ -1,15 +1,13 @@
 """The rows that a unit holds, their admitted cells, and puts about which the controller has not yet decided.
 
-The cells of one put are a *blob* in the back end, of which each row has an *extent*. A *block* is one record for all
-rows that came together and were written together: which cells they have, and what was promised to them.
-
-A put is stored first, then reported, then decided. Until then its cells are neither old nor new: a fetch of them waits
-for the decision. A row is created together with a promise of room for its outputs, so that they find it in a full unit.
+The cells of one put are a *blob* in the back end. A put is stored first, then reported, then decided. Until then its
+cells are neither old nor new: a fetch of them waits for the decision. A row is created together with a promise of room
+for its outputs, so that they find it in a full unit.
 
 Invariants: every byte is in the budget from before it is stored until after it is freed; the budget promises, for each
-row, what its creator named and nobody has written yet; blobs, extents and blocks never change, but a row's block is
-replaced; a row has one cell a column, and a whole one is never replaced by an unfinished one; what was refused leaves
-nothing behind; a fetch of more than goes in one message, or of what is not there, is refused before a byte is read.
+row, what its creator named and nobody has written yet; a row has one cell a column, and a whole one is never replaced
+by an unfinished one; what was refused leaves nothing behind; a fetch of more than goes in one message, or of what is
+not there, is refused before a byte is read.
 """
 
 from __future__ import annotations
@@ -18,11 +16,10 @@ import asyncio
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
 from typing import TypeAlias
 
 from asyncflow.errors import PeerLost, ProtocolError, Refused, StaleHandle, from_wire
-from asyncflow.queue.protocol.batches import packed, part
+from asyncflow.queue.protocol.batches import packed
 from asyncflow.queue.protocol.calls import controller_of
 from asyncflow.queue.protocol.messages import Tag
 from asyncflow.queue.protocol.unit_calls import Cells, Entry, Held, MovedRows, NewCells, NewRows, Verdict
@@ -37,65 +34,131 @@ Tags: TypeAlias = dict[str, Tag]
 class Blob:
     """The columns that one put brought to the back end.
 
-    number: there; lease: that wrote it; cells: as the controller is told; partial: the columns that are unfinished.
+    number: there; sizes: bytes of each row by column; partial: the columns that are unfinished; lease: that wrote it;
+    outputs: most bytes of each column that its rows, where they are new, get later.
     """
 
-    __slots__ = ("cells", "columns", "lease", "number", "partial", "size")
-
     def __init__(
-        self, number: int, columns: Mapping[str, Jagged], *, lease: str = "", partial: Collection[str] = ()
+        self,
+        number: int,
+        columns: Mapping[str, Jagged],
+        *,
+        lease: str = "",
+        partial: Collection[str] = (),
+        outputs: Mapping[str, int] | None = None,
     ) -> None:
         self.number = number
-        self.lease = lease
-        self.columns = tuple(columns)
-        self.partial = tuple(partial)
+        self.sizes = {name: column.sizes for name, column in columns.items()}
         self.size = sum([column.values.nbytes for column in columns.values()])
+        self.partial = frozenset(partial)
+        self.lease = lease
+        self.outputs = outputs or {}
         self.cells = Cells(
             dtypes={name: column.form for name, column in columns.items()},
             sizes={name: packed(column) for name, column in columns.items()},
         )
 
+
+@dataclass(slots=True, eq=False)
+class BlobRow:
+    """The cells of one row that came with a blob. index: of the row there, from 0."""
+
+    blob: Blob
+    index: int
+
     @property
-    def whole(self) -> tuple[str, ...]:
-        """The columns that are not unfinished."""
-        return tuple(name for name in self.columns if name not in self.partial)
+    def place(self) -> Place:
+        """Where it lies in the back end."""
+        return Place(self.blob.number, self.index)
+
+    def size(self, columns: Iterable[str]) -> int:
+        """Bytes of these columns."""
+        return sum([self.blob.sizes[name][self.index] for name in columns])
+
+
+Parts: TypeAlias = Iterable[tuple[BlobRow, Iterable[str]]]
+"""Rows of blobs, each with some of its columns."""
 
 
 @dataclass(slots=True, eq=False)
-class Extent:
-    """Rows of a blob, whose cells are all whole or all unfinished. shift: the id of a row less its index there."""
+class HeldRow:
+    """One row.
 
-    blob: Blob
-    shift: int
-    partial: bool = False
+    cells: the part in which it has each column; outputs: most bytes of each column that is written later; tokens, tags:
+    as its creator and its writers said.
+    """
 
-    def place(self, first: int, rows: int) -> Place:
-        """Return where so many rows from ``first`` on lie."""
-        return Place(self.blob.number, first - self.shift, rows)
+    cells: dict[str, BlobRow]
+    outputs: Mapping[str, int]
+    tokens: int
+    tags: Tags
 
-    def size(self, columns: Sequence[str], first: int, rows: int) -> int:
-        """Bytes of these columns of so many rows from ``first`` on."""
-        sizes, index = self.blob.cells.sizes, first - self.shift
-        return sum([sum(part(sizes[name], index, rows)) for name in columns])
+    def has(self, column: str) -> bool:
+        """Return whether the row has a cell that is not unfinished."""
+        part = self.cells.get(column)
+        return part is not None and column not in part.blob.partial
 
+    def awaits(self, column: str, size: int) -> bool:
+        """Return whether a cell of up to so many bytes was promised and is not there yet."""
+        return size <= self.outputs.get(column, 0) and not self.has(column)
 
-Part: TypeAlias = tuple[Extent, tuple[str, ...], int, int]
-"""Some columns of an extent, of so many rows: the first of them, and how many they are."""
+    @property
+    def promise(self) -> int:
+        """Bytes that are kept for what is written later."""
+        return sum([size for name, size in self.outputs.items() if not self.has(name)])
+
+    @property
+    def size(self) -> int:
+        """Bytes of all cells."""
+        return sum([part.size((name,)) for name, part in self.cells.items()])
+
+    @property
+    def parts(self) -> Parts:
+        """All parts, each with its columns."""
+        found: dict[BlobRow, list[str]] = {}
+        for name, part in self.cells.items():
+            found.setdefault(part, []).append(name)
+        return found.items()
+
+    def was_written(self, blob: Blob) -> bool:
+        """Return whether the writer of ``blob`` has written one of its columns before."""
+        return any(self.has(name) and self.cells[name].blob.lease == blob.lease for name in blob.sizes)
+
+    def write(self, part: BlobRow) -> Parts:
+        """Take the cells of a part; return the columns, of it or of older parts, that are not needed."""
+        for name in part.blob.sizes:
+            if name in part.blob.partial and self.has(name):
+                yield part, [name]
+            elif (old := self.cells.get(name)) is not None:
+                yield old, [name]
+                self.cells[name] = part
+            else:
+                self.cells[name] = part
+
+    def described(self, number: int) -> Held:
+        """Return what the controller is told of the row."""
+        whole = {name: part.size((name,)) for name, part in self.cells.items() if self.has(name)}
+        partial = {name: part.size((name,)) for name, part in self.cells.items() if not self.has(name)}
+        return Held(row=number, columns=whole, partial=partial, tokens=self.tokens, tags=self.tags)
 
 
 @dataclass(slots=True, eq=False)
 class PendingPut:
-    """A blob that is stored and not yet decided about. rows: their ids; outputs: promised to each new row.
-
-    result: the future of what the controller decides; controller: the number of that one, 0 for the primary.
-    """
+    """A blob that is stored and not yet decided about. result: the future of what the controller decides."""
 
     entry: Entry
-    rows: Sequence[int]
     blob: Blob
-    outputs: Mapping[str, int]
     result: asyncio.Future[Verdict]
-    controller: int = 0
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """The ids of the rows."""
+        return self.entry.rows
+
+    @property
+    def controller(self) -> int:
+        """The number of the controller that decides, 0 for the primary."""
+        return controller_of(self.blob.lease)
 
     async def decided(self) -> Verdict:
         """Return the decision, which says of each row whether it was admitted. Raises the error that it names.
@@ -108,110 +171,15 @@ class PendingPut:
             raise from_wire(decision.error)
         return Verdict(decision.each(len(self.rows)), rows=decision.rows)
 
-    def may_change(self, rows: frozenset[int] | None, columns: Sequence[str] | None) -> bool:
+    def may_change(self, rows: frozenset[int] | None, columns: Iterable[str] | None) -> bool:
         """Return whether one of these cells may change by it. None: all rows, or all columns."""
         if rows is not None and rows.isdisjoint(self.rows):
             return False
-        return columns is None or any(column in self.blob.columns for column in columns)
-
-
-class Block:
-    """Rows with the same cells. entry: with which they came; shift: the id of a row less its index there.
-
-    outputs: most bytes of each column that is written to each of them later; promise: those that are kept for it;
-    cells: the extent in which they have each column; tags: of those rows to which some were written.
-    """
-
-    __slots__ = ("_entry", "_shift", "_tags", "cells", "outputs", "promise")
-
-    def __init__(
-        self,
-        entry: Entry,
-        shift: int,
-        outputs: Mapping[str, int],
-        cells: Mapping[str, Extent],
-        tags: Mapping[int, Tags],
-    ) -> None:
-        self.cells = cells
-        self.outputs = outputs
-        self.promise = sum([size for name, size in outputs.items() if not self._has(name)]) if outputs else 0
-        self._entry = entry
-        self._shift = shift
-        self._tags = tags
-
-    @classmethod
-    def new(cls, put: PendingPut, shift: int) -> Block:
-        """Return the block of rows that ``put`` brought."""
-        blob = put.blob
-        cells = dict.fromkeys(blob.columns, Extent(blob, shift))
-        cells |= dict.fromkeys(blob.partial, Extent(blob, shift, partial=True))
-        return cls(put.entry, shift, put.outputs, cells, {})
-
-    def awaits(self, column: str, size: int) -> bool:
-        """Return whether a cell of up to so many bytes was promised to each row and is not there yet."""
-        return size <= self.outputs.get(column, 0) and not self._has(column)
-
-    def has_from(self, blob: Blob) -> bool:
-        """Return whether the writer of ``blob`` has written one of its columns before."""
-        extents = filter(None, map(self.cells.get, blob.columns))
-        return any(extent.blob.lease == blob.lease and not extent.partial for extent in extents)
-
-    def written(self, extent: Extent, rows: range, tags: Sequence[Tags]) -> tuple[Block, list[Part]]:
-        """Return the block that a write makes of ``rows``, and the parts to be freed: of old cells, or of its own."""
-        cells = dict(self.cells)
-        freed: dict[str, Extent] = {}
-        for name in extent.blob.columns:
-            old = cells.get(name)
-            if old is None:
-                cells[name] = extent
-            elif extent.partial and not old.partial:
-                freed[name] = extent
-            else:
-                cells[name], freed[name] = extent, old
-        own = {row: self._tags[row] for row in rows if row in self._tags}
-        if tags:
-            own = {row: self.tags(row) | added for row, added in zip(rows, tags, strict=True)}
-        return Block(self._entry, self._shift, self.outputs, cells, own), _parts(freed, rows[0], len(rows))
-
-    def parts(self, first: int, rows: int) -> list[Part]:
-        """Return all parts of so many rows from ``first`` on."""
-        return _parts(self.cells, first, rows)
-
-    def sizes(self, row: int, *, partial: bool) -> dict[str, int]:
-        """Bytes of the cells of a row, by column: of those that are unfinished, or of the whole ones."""
-        cells = [(name, extent) for name, extent in self.cells.items() if extent.partial is partial]
-        return {name: part(extent.blob.cells.sizes[name], row - extent.shift, 1)[0] for name, extent in cells}
-
-    def size(self, row: int) -> int:
-        """Bytes of the cells of a row."""
-        return sum([extent.size((name,), row, 1) for name, extent in self.cells.items()])
-
-    def tokens(self, row: int) -> int:
-        """Tokens of a row."""
-        entry, index = self._entry, row - self._shift
-        told = entry.samples if isinstance(entry, NewRows) else entry if isinstance(entry, MovedRows) else None
-        return told.tokens[index] if told is not None and told.tokens else 0
-
-    def tags(self, row: int) -> Tags:
-        """Tags of a row."""
-        if (own := self._tags.get(row)) is not None:
-            return own
-        return self._entry.tags[row - self._shift] if self._entry.tags else {}
-
-    def _has(self, column: str) -> bool:
-        extent = self.cells.get(column)
-        return extent is not None and not extent.partial
-
-
-def _parts(cells: Mapping[str, Extent], first: int, rows: int) -> list[Part]:
-    names: dict[Extent, list[str]] = {}
-    for name, extent in cells.items():
-        names.setdefault(extent, []).append(name)
-    return [(extent, tuple(columns), first, rows) for extent, columns in names.items()]
+        return columns is None or not self.blob.sizes.keys().isdisjoint(columns)
 
 
 class Holdings:
-    """The rows of a unit: the block of each, by number.
+    """The rows of a unit, by number.
 
     lost: called with those whose cells the store lost; most: bytes of a fetch.
     """
@@ -227,8 +195,8 @@ class Holdings:
     ) -> None:
         self.budget = budget
         self.puts: dict[PendingPut, None] = {}
+        self.rows: dict[int, HeldRow] = {}
         self._lost = lost
-        self.rows: dict[int, Block] = {}
         self._backend = backend
         self._where = where
         self._most = most
@@ -255,8 +223,8 @@ class Holdings:
 
         outputs: most bytes of each column that a row gets later; partial: columns that are unfinished.
         """
-        blob = Blob(next(self._numbers), columns, partial=partial)
-        promise = sum(size for name, size in outputs.items() if name not in blob.whole) * rows
+        blob = Blob(next(self._numbers), columns, partial=partial, outputs=outputs)
+        promise = rows * sum([size for name, size in outputs.items() if name not in blob.sizes or name in partial])
         await self.budget.reserve(blob.size, promise=promise, timeout=timeout, producer=producer)
         return await self._put(blob, columns, promise=promise)
 
@@ -271,36 +239,37 @@ class Holdings:
         timeout: float,
     ) -> Blob:
         """Store ``columns`` of rows that are here: at once where they were promised, else in the producer's turn."""
-        blob = Blob(next(self._numbers), columns, lease=lease)
-        if not partial and self._is_promised(rows, blob.cells):
+        blob = Blob(next(self._numbers), columns, lease=lease, partial=columns if partial else ())
+        if not partial and self._is_promised(rows, blob):
             await self.budget.draw(blob.size, timeout=timeout)
         else:
             await self.budget.reserve(blob.size, timeout=timeout, producer=producer)
         return await self._put(blob, columns)
 
-    def _is_promised(self, rows: Sequence[int], cells: Cells) -> bool:
-        blocks = list(map(self.rows.get, rows))
-        for start, stop in runs_of(rows, blocks):
-            if (block := blocks[start]) is None:
-                return False
-            for name, sizes in cells.sizes.items():
-                if not block.awaits(name, max(part(sizes, start, stop - start))):
-                    return False
-        return True
+    def _is_promised(self, rows: Sequence[int], blob: Blob) -> bool:
+        held = [self.rows.get(number) for number in rows]
+        return None not in held and all(
+            row is not None and row.awaits(name, size)
+            for name, sizes in blob.sizes.items()
+            for row, size in zip(held, sizes, strict=True)
+        )
 
     async def _put(self, blob: Blob, columns: Mapping[str, Jagged], *, promise: int = 0) -> Blob:
         try:
-            if blob.columns:
+            if columns:
                 await self._backend.put(blob.number, columns)
         except BaseException:
             self.budget.release(blob.size, promise=promise)
             raise
         return blob
 
-    def propose(self, entry: Entry, blob: Blob, *, outputs: Mapping[str, int]) -> PendingPut:
+    def discard(self, blob: Blob, rows: int) -> None:
+        """Free what was stored and is not proposed."""
+        self._free([(BlobRow(blob, index), blob.sizes) for index in range(rows)])
+
+    def propose(self, entry: Entry, blob: Blob) -> PendingPut:
         """Keep what was stored until the controller has decided about ``entry``."""
-        result: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-        put = PendingPut(entry, entry.rows, blob, outputs, result, controller_of(blob.lease))
+        put = PendingPut(entry, blob, asyncio.get_running_loop().create_future())
         self.puts[put] = None
         return put
 
@@ -308,105 +277,88 @@ class Holdings:
         """Hold those rows of ``put`` that were admitted, and free the others; set the future ``put.result``."""
         put.result.set_result(result)
         ok = result.each(len(put.rows))
-        refused, void = self._write(put, put.entry, ok) if isinstance(put.entry, NewCells) else self._admit(put, ok)
+        if isinstance(put.entry, NewCells):
+            self._write(put.entry, put.blob, ok)
+        else:
+            self._admit(put, ok)
         del self.puts[put]
-        if refused or void:
-            self._free(refused, promise=void)
 
-    def _admit(self, put: PendingPut, ok: Sequence[bool]) -> tuple[list[Part], int]:
-        """Hold new rows; return the parts that are not needed, and the bytes of promises that are void."""
-        rows, refused, void = put.rows, [], 0
-        if isinstance(put.entry, MovedRows):
-            there = self._sent_after(put) | self.rows.keys()
-            ok = [good and number not in there for number, good in zip(rows, ok, strict=True)]
-        for start, stop in runs_of(rows, ok):
-            block = Block.new(put, rows[start] - start)
-            if ok[start]:
-                self.rows.update(dict.fromkeys(rows[start:stop], block))
+    def _admit(self, put: PendingPut, ok: Sequence[bool]) -> None:
+        """Hold new rows."""
+        entry, blob, refused = put.entry, put.blob, list[HeldRow]()
+        if isinstance(entry, MovedRows):
+            tokens, there = entry.tokens, self._sent_after(put) | self.rows.keys()
+        else:
+            tokens, there = entry.samples.tokens if isinstance(entry, NewRows) and entry.samples else [], set()
+        for index, number in enumerate(put.rows):
+            cells = dict.fromkeys(blob.sizes, BlobRow(blob, index))
+            tags = entry.tags[index] if entry.tags else {}
+            row = HeldRow(cells, blob.outputs, tokens[index] if tokens else 0, tags)
+            if ok[index] and number not in there:
+                self.rows[number] = row
             else:
-                refused += block.parts(rows[start], stop - start)
-                void += block.promise * (stop - start)
-        return refused, void
+                refused.append(row)
+        self._drop(refused)
 
     def _sent_after(self, put: PendingPut) -> set[int]:
         """Return the rows that were sent here once more after ``put``, which then is not what the controller meant."""
-        later = islice(itertools.dropwhile(lambda other: other is not put, self.puts), 1, None)
+        later = itertools.islice(itertools.dropwhile(lambda other: other is not put, self.puts), 1, None)
         return {row for other in later if isinstance(other.entry, MovedRows) for row in other.rows}
 
-    def discard(self, blob: Blob, rows: int) -> None:
-        """Free what was stored and is not proposed."""
-        self._free([(Extent(blob, 0), blob.columns, 0, rows)])
-
-    def _write(self, put: PendingPut, entry: NewCells, ok: Sequence[bool]) -> tuple[list[Part], int]:
-        """Write to rows; return the parts that are not needed, and the bytes of promises that are kept.
-
-        These parts were replaced, or came for a row that is gone or has this put already.
-        """
-        rows, blob, refused, kept = put.rows, put.blob, [], 0
-        blocks = [self.rows.get(number) if good else None for number, good in zip(rows, ok, strict=True)]
-        alike = blocks if len(set(rows)) == len(rows) else range(len(rows))
-        for start, stop in runs_of(rows, alike):
-            count, first = stop - start, rows[start]
-            extent = Extent(blob, first - start, partial=bool(entry.reason))
-            block = self.rows.get(first) if ok[start] else None
-            if block is None or block.has_from(blob):
-                refused.append((extent, blob.columns, first, count))
+    def _write(self, entry: NewCells, blob: Blob, ok: Sequence[bool]) -> None:
+        """Write to rows; free what was replaced, or came for a row that is gone or has this put already."""
+        freed, kept = list[tuple[BlobRow, Iterable[str]]](), 0
+        for index, number in enumerate(entry.rows):
+            part, row = BlobRow(blob, index), self.rows.get(number)
+            if row is None or not ok[index] or row.was_written(blob):
+                freed.append((part, blob.sizes))
                 continue
-            tags = [] if entry.reason else entry.tags[start:stop]
-            after, dropped = block.written(extent, range(first, first + count), tags)
-            self.rows.update(dict.fromkeys(rows[start:stop], after))
-            refused += dropped
-            kept += (block.promise - after.promise) * count
-        return refused, kept
+            promise = row.promise
+            freed += row.write(part)
+            kept += promise - row.promise
+            if entry.tags and not entry.reason:
+                row.tags = row.tags | entry.tags[index]
+        self._free(freed, promise=kept)
 
     async def fetch(self, rows: Sequence[int], columns: Sequence[str]) -> dict[str, Jagged]:
         """Return ``columns`` of ``rows``, in that order.
 
         Raises ProtocolError for no row or one twice, StaleHandle for what is not there, Refused for too much at once.
         """
-        if not rows or (not isinstance(rows, range) and len(set(rows)) < len(rows)):
+        if not rows or len(set(rows)) < len(rows):
             what = f"a fetch names {len(rows)} rows, of which {len(set(rows))} differ"
             raise ProtocolError(what, where=self._where, hint="Name at least one row, and each once")
         columns = list(dict.fromkeys(columns))
         await self.decided(rows, columns)
         got: dict[str, Jagged] = {}
-        for places, names in self._find(rows, columns).items():
+        for parts, names in self._find(rows, columns).items():
             try:
-                got |= await self._backend.get(places, names)
+                got |= await self._backend.get([part.place for part in parts], names)
             except BytesLost as gone:
                 raise self._lose(gone) from gone
         return {name: got[name] for name in columns}
 
-    def _find(self, rows: Sequence[int], columns: Sequence[str]) -> Mapping[tuple[Place, ...], list[str]]:
-        """Return the columns of ``rows`` by the places of their cells."""
-        blocks = list(map(self.rows.get, rows))
-        found: dict[tuple[Place, ...], list[str]] = {}
-        size, counted = 0, self.budget.used > self._most
-        runs: list[tuple[Block, int, int]] = []
-        for start, stop in runs_of(rows, blocks):
-            if (block := blocks[start]) is None:
+    def _find(self, rows: Sequence[int], columns: Sequence[str]) -> Mapping[tuple[BlobRow, ...], list[str]]:
+        """Return the columns of ``rows`` by the parts in which they have them."""
+        found: dict[tuple[BlobRow, ...], list[str]] = {}
+        for number in rows:
+            if number not in self.rows:
                 hint = "It was cleared, or lost with the unit's earlier incarnation"
-                raise StaleHandle(f"row {rows[start]} is not here", where=self._where, hint=hint)
-            runs.append((block, rows[start], stop - start))
+                raise StaleHandle(f"row {number} is not here", where=self._where, hint=hint)
         for name in columns:
-            places = []
-            for block, row, count in runs:
-                if (extent := block.cells.get(name)) is None:
-                    hint = f"It has {', '.join(sorted(block.cells))}"
-                    raise StaleHandle(f"row {row} has no column {name!r}", where=self._where, hint=hint)
-                places.append(extent.place(row, count))
-                if counted:
-                    size += extent.size((name,), row, count)
-            found.setdefault(tuple(places), []).append(name)
+            for number in rows:
+                if name not in (cells := self.rows[number].cells):
+                    hint = f"It has {', '.join(sorted(cells))}"
+                    raise StaleHandle(f"row {number} has no column {name!r}", where=self._where, hint=hint)
+            found.setdefault(tuple([self.rows[number].cells[name] for number in rows]), []).append(name)
+        size = sum([part.size(names) for parts, names in found.items() for part in parts])
         if size > self._most:
             hint = f"Fetch fewer rows at a time: at most {self._most} bytes come from a unit at once"
             raise Refused(f"{size} bytes were asked for, of {len(rows)} rows", where=self._where, hint=hint)
         return found
 
-    async def decided(self, rows: Iterable[int] | None = None, columns: Sequence[str] | None = None) -> None:
+    async def decided(self, rows: Iterable[int] | None = None, columns: Iterable[str] | None = None) -> None:
         """Wait until the controller has decided about all puts that may change these cells; None: all rows, columns."""
-        if not self.puts:
-            return
         asked = frozenset(rows) if rows is not None else None
         while pending := [put.result for put in self.puts if put.may_change(asked, columns)]:
             await asyncio.wait([pending[-1]])
@@ -416,58 +368,45 @@ class Holdings:
         there = frozenset(gone.places)
         lost = [
             number
-            for number, block in self.rows.items()
-            if not there.isdisjoint(extent.place(number, 1) for extent in block.cells.values())
+            for number, row in self.rows.items()
+            if not there.isdisjoint(part.place for part in row.cells.values())
         ]
         self.clear(lost)
         self._lost(lost)
         return StaleHandle(f"the store has lost {len(lost)} rows", where=self._where, hint="They will be created again")
 
-    def held(self) -> Iterable[Held]:
+    def held(self) -> list[Held]:
         """Describe all rows."""
-        for number, block in self.rows.items():
-            yield Held(
-                row=number,
-                columns=block.sizes(number, partial=False),
-                partial=block.sizes(number, partial=True),
-                tokens=block.tokens(number),
-                tags=block.tags(number),
-            )
+        return [row.described(number) for number, row in self.rows.items()]
 
     def clear(self, rows: Iterable[int]) -> None:
         """Free rows; those that are not here are passed over."""
-        asked = list(rows)
-        gone = list(map(self.rows.pop, asked, itertools.repeat(None)))
-        parts: list[Part] = []
-        void = 0
-        for start, stop in runs_of(asked, gone):
-            if (block := gone[start]) is not None:
-                parts += block.parts(asked[start], stop - start)
-                void += block.promise * (stop - start)
-        self._free(parts, promise=void)
+        self._drop([self.rows.pop(number) for number in list(rows) if number in self.rows])
 
     def wipe(self) -> None:
         """Free everything: writers are fenced, creators may try again elsewhere."""
-        self.clear(list(self.rows))
+        self.clear(self.rows)
         for put in list(self.puts):
             again = PeerLost("the unit was given up and began anew", where=self._where)
             self.decide(put, Verdict([], None if isinstance(put.entry, NewCells) else again.to_wire()))
 
-    def _free(self, parts: Sequence[Part], *, promise: int = 0) -> None:
+    def _drop(self, rows: Iterable[HeldRow]) -> None:
+        """Free all that rows have, and were promised."""
+        self._free([part for row in rows for part in row.parts], promise=sum([row.promise for row in rows]))
+
+    def _free(self, parts: Parts, *, promise: int = 0) -> None:
         """Release promises now, and bytes when the store has let go of them."""
-        if promise:
-            self.budget.release(0, promise=promise)
+        self.budget.release(0, promise=promise)
         by_columns: dict[tuple[str, ...], list[Place]] = {}
         size = 0
-        for extent, columns, first, rows in parts:
+        for part, columns in parts:
             if columns:
-                by_columns.setdefault(columns, []).append(extent.place(first, rows))
-                size += extent.size(columns, first, rows)
-        if not by_columns:
-            return
-        freeing = asyncio.create_task(self._let_go(by_columns, size), name="free")
-        self._freeing.add(freeing)
-        freeing.add_done_callback(self._freeing.discard)
+                by_columns.setdefault(tuple(columns), []).append(part.place)
+                size += part.size(columns)
+        if by_columns:
+            freeing = asyncio.create_task(self._let_go(by_columns, size), name="free")
+            self._freeing.add(freeing)
+            freeing.add_done_callback(self._freeing.discard)
 
     async def _let_go(self, by_columns: Mapping[tuple[str, ...], Sequence[Place]], size: int) -> None:
         try:
@@ -475,9 +414,3 @@ class Holdings:
                 await self._backend.free(places, columns)
         finally:
             self.budget.release(size)
-
-
-def runs_of(rows: Sequence[int], alike: Sequence[object]) -> list[tuple[int, int]]:
-    """Return start and stop of each run of consecutive ``rows`` that share one object in ``alike``."""
-    cuts = [i for i in range(1, len(rows)) if alike[i] is not alike[i - 1] or rows[i] != rows[i - 1] + 1]
-    return list(pairwise([0, *cuts, len(rows)])) if rows else []

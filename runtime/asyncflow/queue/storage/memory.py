@@ -65,15 +65,15 @@ class MemoryBackend(Backend):
 
     async def get(self, places: Sequence[Place], columns: Sequence[str]) -> dict[str, Jagged]:
         """Return rows that lie one after another as they lie, others as a copy."""
-        places = _joined(places)
+        runs = _runs(places)
         return {
-            name: Jagged.gather([self._blobs[number][name].run(first, rows) for number, first, rows in places])
+            name: Jagged.gather([self._blobs[blob][name].run(first, rows) for blob, first, rows in runs])
             for name in columns
         }
 
     async def free(self, places: Sequence[Place], columns: Sequence[str]) -> None:
         """Forget cells."""
-        for number, first, rows in _joined(places):
+        for number, first, rows in _runs(places):
             blob = self._blobs[number]
             for name in columns:
                 if not blob[name].free(first, rows):
@@ -91,13 +91,13 @@ class MemoryBackend(Backend):
         return sum(cells.column.nbytes for blob in self._blobs.values() for cells in blob.values())
 
 
-def _joined(places: Sequence[Place]) -> Sequence[Place]:
-    """Return the same rows, those that lie one after another as one place."""
-    joined: list[Place] = []
+def _runs(places: Sequence[Place]) -> list[tuple[int, int, int]]:
+    """Return the blob, the first row and the number of rows of each run of rows that lie one after another."""
+    runs: list[tuple[int, int, int]] = []
     for place in places:
-        last = joined[-1] if joined else None
-        if last is not None and (last.blob, last.row + last.rows) == (place.blob, place.row):
-            joined[-1] = Place(last.blob, last.row, last.rows + place.rows)
+        blob, first, rows = runs[-1] if runs else (place.blob, place.row, 0)
+        if place == (blob, first + rows):
+            runs[-1:] = [(blob, first, rows + 1)]
         else:
-            joined.append(place)
-    return joined
+            runs.append((place.blob, place.row, 1))
+    return runs

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncflow.errors import PeerLost
-from asyncflow.queue.storage.backend import Backend, BytesLost, Outcome, Place, Store, each
+from asyncflow.queue.storage.backend import Backend, BytesLost, Outcome, Place, Store
 from asyncflow.rpc.columns import DTYPES, Array, Inner, Jagged, batches, weighed_batches
 from asyncflow.rpc.retry import delays
 
@@ -91,8 +91,7 @@ class PackedBackend(Backend):
         Raises BytesLost, which also names what went with the rows asked for, and PeerLost where the store did not
         answer for ``PATIENCE_S``.
         """
-        rows = each(places)
-        samples = [self._samples[place] for place in rows]
+        samples = [self._samples[place] for place in places]
         cells = [[b""] * len(columns) for _ in samples]
         needed: dict[str, list[int]] = {}
         for number, sample in enumerate(samples):
@@ -109,13 +108,13 @@ class PackedBackend(Backend):
             self._reading -= Counter(needed.keys())
         if lost:
             gone = await self._gone_with({samples[number].key for number, moved in lost.items() if not moved})
-            raise BytesLost(list(dict.fromkeys([*(rows[number] for number in lost), *gone])))
+            raise BytesLost(list(dict.fromkeys([*(places[number] for number in lost), *gone])))
         return unpacked(cells, samples, columns)
 
     async def free(self, places: Sequence[Place], columns: Sequence[str]) -> None:
         """Remove the values of which nothing is needed any more."""
         gone = []
-        for place in each(places):
+        for place in places:
             sample = self._samples[place]
             sample.freed |= frozenset(columns)
             if not sample.columns:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
 
@@ -51,7 +51,7 @@ from asyncflow.queue.protocol.unit_calls import (
     Welcome,
     chosen,
 )
-from asyncflow.queue.storage.drain import MoveBatch, MovingRows
+from asyncflow.queue.storage.drain import MovingRows
 from asyncflow.queue.storage.holdings import Blob, Holdings, PendingPut
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.columns import encode_batch
@@ -146,9 +146,9 @@ class UnitSession:
         self._rows += count
         return range(first, first + count)
 
-    def submit(self, entry: Entry, blob: Blob, *, outputs: Mapping[str, int] | None = None) -> PendingPut:
+    def submit(self, entry: Entry, blob: Blob) -> PendingPut:
         """Have a controller decide about what was stored, and return the put that is decided then."""
-        put = self._holdings.propose(entry, blob, outputs=outputs or {})
+        put = self._holdings.propose(entry, blob)
         index = put.controller
         if index and index not in self._replicas:
             self._replicas[index] = asyncio.create_task(self._ask_replica(index), name=f"replica controller {index}")
@@ -366,26 +366,26 @@ class UnitSession:
         while self._changes:
             await asyncio.sleep(_REPORTED_S)
 
-    async def _send(self, move: Leg, batch: MoveBatch) -> None:
-        """Have a unit take over a batch; free the rows that lie there then."""
+    async def _send(self, move: Leg, rows: list[int]) -> None:
+        """Have a unit take over rows that are alike; free those that lie there then."""
         session = self.session
         if session is None:
             raise Fenced("the session ended under way", where=f"storage unit {self._unit}")
-        rows = [row for row in batch.rows if row in self._holdings]
-        if not rows:
+        held = {number: self._holdings.rows[number] for number in rows if number in self._holdings}
+        if not held:
             return
-        held = [(row, self._holdings.rows[row]) for row in rows]
-        columns = await self._holdings.fetch(rows, batch.columns) if batch.columns else {}
+        rows, some = list(held), next(iter(held.values()))
+        columns = await self._holdings.fetch(rows, sorted(some.cells)) if some.cells else {}
         header, frames = encode_batch(columns)
         request = TakeRows(
             home=session.home,
             ticket=move.ticket,
             rows=rows,
             header=header,
-            partial=batch.partial,
-            tokens=[block.tokens(row) for row, block in held],
-            tags=[block.tags(row) for row, block in held],
-            outputs=dict(batch.block.outputs),
+            partial=[name for name in columns if not some.has(name)],
+            tokens=[row.tokens for row in held.values()],
+            tags=[row.tags for row in held.values()],
+            outputs=dict(some.outputs),
             wait_s=_ROOM_S,
             producer=f"unit {self._unit}",
         )

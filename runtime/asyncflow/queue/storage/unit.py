@@ -182,7 +182,7 @@ class StorageUnit:
             samples=call.samples,
             attempt=call.attempt,
         )
-        result = await self._session.submit(entry, blob, outputs=call.outputs).decided()
+        result = await self._session.submit(entry, blob).decided()
         return RowIds(rows) if all(result.ok) else RowIds(result.rows, result.ok)
 
     async def _write(self, call: WriteRows, frames: Frames) -> Verdicts:
@@ -230,7 +230,7 @@ class StorageUnit:
             raise ProtocolError(f"{len(rows)} rows, of which {len(set(rows))} differ, came with {about}")
         blob = await self._store_new(call, frames, rows=len(rows), partial=call.partial)
         entry = MovedRows(call.home, call.ticket, call.rows, blob.cells, call.partial, call.tokens, call.tags)
-        return Verdicts((await self._session.submit(entry, blob, outputs=call.outputs).decided()).ok)
+        return Verdicts((await self._session.submit(entry, blob).decided()).ok)
 
     def _columns(self, header: BatchHeader, frames: Frames, *, rows: int) -> dict[str, Jagged]:
         """Read the columns of a put; there may be none at all."""
