@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 
 from asyncflow.errors import PeerLost
 from asyncflow.plan.queue import held_bytes
-from asyncflow.queue.storage.mooncake import Mooncake
+from asyncflow.queue.storage.mooncake import MooncakeConnection
 from asyncflow.queue.storage.servers import Server, start_mooncake_master, start_redis
 from asyncflow.roles.context import ProcessContext, RoleOptions, run_role
 from asyncflow.rpc.membership import Membership
@@ -48,10 +48,9 @@ async def hold_segment(context: ProcessContext) -> None:
     membership: Membership | None = None
 
     def master() -> str | None:
-        address = membership.address("master") if membership is not None else None
-        return address.removeprefix("tcp://") if address is not None else None
+        return membership.address("master") if membership is not None else None
 
-    segment = Mooncake(host=context.host, master=master, segment_bytes=held_bytes(context.queue))
+    segment = MooncakeConnection(host=context.host, master=master, segment_bytes=held_bytes(context.queue))
 
     def ready() -> tuple[bool, str]:
         return (True, "ready") if segment.master is not None else (False, "its segment is not with the master yet")
@@ -59,7 +58,7 @@ async def hold_segment(context: ProcessContext) -> None:
     membership = await context.join(metrics=RoleMetrics(), ready=ready)
     while not context.stopping.is_set():
         try:
-            await asyncio.to_thread(segment.connect)
+            await asyncio.to_thread(segment.client)
         except PeerLost as lost:
             log.info("the segment is not with the master: %s", lost)
         with contextlib.suppress(TimeoutError):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from asyncflow.errors import PeerLost
-from asyncflow.queue.storage.mooncake import Mooncake
+from asyncflow.queue.storage.mooncake import MooncakeConnection
 from asyncflow.queue.storage.servers import Server, start_mooncake_master, start_redis
 
 HOST = "127.0.0.1"
@@ -27,14 +27,14 @@ async def serve(server: Server) -> None:
 
 async def hold(master_file: Path, size: int) -> None:
     """Follow the master whose address stands in a file, as a holder follows the job's directory."""
-    segment = Mooncake(host=HOST, master=lambda: master_file.read_text().removeprefix("tcp://"), segment_bytes=size)
-    await asyncio.to_thread(segment.connect)
+    segment = MooncakeConnection(host=HOST, master=master_file.read_text, segment_bytes=size)
+    await asyncio.to_thread(segment.client)
     say("-", os.getpid())
     ended = asyncio.create_task(until_input_ends())
     while not ended.done():
         await asyncio.wait([ended], timeout=0.5)
         try:
-            await asyncio.to_thread(segment.connect)
+            await asyncio.to_thread(segment.client)
         except PeerLost as error:
             sys.stderr.write(f"{error}\n")
     os._exit(0)

@@ -10,7 +10,8 @@ import pytest
 
 from asyncflow.errors import PeerLost
 from asyncflow.queue.storage import mooncake
-from asyncflow.queue.storage.mooncake import MOST_KEYS, NO_ROOM, Mooncake
+from asyncflow.queue.storage.backend import Outcome
+from asyncflow.queue.storage.mooncake import MOST_KEYS, NO_ROOM, MooncakeConnection, MooncakeStore
 
 STUCK = -800
 
@@ -65,62 +66,62 @@ def master_that_hangs_up(*, times=None):
 
 
 @pytest.fixture
-def client(library):
+async def store(library):
     with master_that_hangs_up() as address:
-        made = Mooncake(host="127.0.0.1", master=lambda: address)
+        made = MooncakeStore(MooncakeConnection(host="127.0.0.1", master=lambda: address), stale="")
         yield made
-        made.close()
+        await made.close()
 
 
-def put(client, *keys):
-    return client.put(keys, [8] * len(keys), lambda buffer: buffer.fill(0))
+async def put(store, *keys):
+    return await store.write(keys, [8] * len(keys), lambda buffer: buffer.fill(0))
 
 
-def test_a_client_that_is_stuck_twice_in_a_row_is_replaced_and_closed(library, client):
+async def test_a_client_that_is_stuck_twice_in_a_row_is_replaced_and_closed(library, store):
     library.code = STUCK
-    assert put(client, "a") == [STUCK]
-    assert put(client, "b") == [STUCK]
+    assert await put(store, "a") == [Outcome.FAILED]
+    assert await put(store, "b") == [Outcome.FAILED]
     assert (len(library.made), library.closed) == (1, [])
     library.code = 0
-    assert put(client, "c") == [0]
+    assert await put(store, "c") == [Outcome.DONE]
     assert (len(library.made), library.closed) == (2, [1])
 
 
-def test_one_that_moves_something_in_between_stays(library, client):
+async def test_one_that_moves_something_in_between_stays(library, store):
     for code in (STUCK, 0, STUCK, 0):
         library.code = code
-        put(client, "a")
+        await put(store, "a")
     assert len(library.made) == 1
 
 
-def test_a_full_store_is_no_reason(library, client):
+async def test_a_full_store_is_no_reason(library, store):
     library.code = NO_ROOM
     for _ in range(5):
-        assert put(client, "a") == [NO_ROOM]
+        assert await put(store, "a") == [Outcome.FULL]
     assert len(library.made) == 1
 
 
 @pytest.mark.parametrize("keys", [[], ["a", "a"], [""], [str(number) for number in range(MOST_KEYS + 1)]])
-def test_calls_that_would_step_into_a_trap_are_not_made(library, client, keys):
+async def test_calls_that_would_step_into_a_trap_are_not_made(library, store, keys):
     with pytest.raises(ValueError, match="1 to 512 different keys"):
-        put(client, *keys)
+        await put(store, *keys)
     assert library.made == []
 
 
 def test_a_master_that_takes_calls_and_says_nothing_is_not_set_up_with(library):
     with socket.create_server(("127.0.0.1", 0)) as master:
         address = f"127.0.0.1:{master.getsockname()[1]}"
-        client = Mooncake(host="127.0.0.1", master=lambda: address)
+        connection = MooncakeConnection(host="127.0.0.1", master=lambda: address)
         with pytest.raises(PeerLost, match="does not answer"):
-            client.connect()
+            connection.client()
     assert library.made == []
 
 
 @pytest.mark.process
 def test_a_master_that_dies_while_a_client_is_set_up_holds_the_process_up_for_seconds_only(stores):
     with master_that_hangs_up(times=1) as address:
-        client = Mooncake(host="127.0.0.1", master=lambda: address)
+        connection = MooncakeConnection(host="127.0.0.1", master=lambda: address)
         began = time.monotonic()
         with pytest.raises(PeerLost, match="cannot be set up"):
-            client.connect()
+            connection.client()
         assert time.monotonic() - began < 60

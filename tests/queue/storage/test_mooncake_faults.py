@@ -9,8 +9,8 @@ import pytest
 from store_world import MIB, MooncakeWorld
 
 from asyncflow.errors import PeerLost
-from asyncflow.queue.storage.backend import BytesLost, Place
-from asyncflow.queue.storage.mooncake import Mooncake
+from asyncflow.queue.storage.backend import BytesLost, Outcome, Place
+from asyncflow.queue.storage.mooncake import MooncakeConnection, MooncakeStore
 from asyncflow.rpc.columns import Jagged
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
@@ -143,21 +143,21 @@ async def test_a_full_store_makes_writers_wait(make_world):
     await backend.close()
 
 
-async def test_a_value_that_a_stranger_changed_is_lost(make_world):
+async def test_a_value_that_somebody_else_changed_is_lost(make_world):
     world = make_world()
     backend = await world.backend()
     await backend.put(1, rows(3))
-    stranger = Mooncake(host="127.0.0.1", master=lambda: world.master.address.removeprefix("tcp://"))
+    connection = MooncakeConnection(host="127.0.0.1", master=lambda: world.master.address)
+    other = MooncakeStore(connection, stale="^nothing$")
     key = backend._samples[Place(1, 1)].key
 
     def overwrite(buffer):
         buffer[:] = 7
 
-    assert stranger.remove([key]) == [0]
-    assert stranger.put([key], [8000], overwrite) == [0]
+    assert await other.remove([key]) == [Outcome.DONE]
+    assert await other.write([key], [8000], overwrite) == [Outcome.DONE]
     assert await read(backend, 1, 3) == [Place(1, 0), Place(1, 2)]
-    assert stranger.remove([backend._samples[Place(1, 2)].key]) in ([0], [-706])
-    stranger.close()
+    await other.close()
     await backend.close()
 
 

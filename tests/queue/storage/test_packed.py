@@ -69,7 +69,7 @@ class Flaky(Store):
         for key, outcome in zip(keys, outcomes, strict=True):
             if outcome is Outcome.DONE:
                 self.values.pop(key, None)
-        return [Outcome.HELD if outcome is Outcome.FAILED else outcome for outcome in outcomes]
+        return outcomes
 
     async def close(self):
         self.closed = True

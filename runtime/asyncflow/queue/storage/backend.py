@@ -120,10 +120,8 @@ class Outcome(Enum):
     """It is not there, or it is not what was stored."""
     FULL = auto()
     """Nothing was stored, because there is no room now."""
-    HELD = auto()
-    """It cannot be removed now."""
     FAILED = auto()
-    """The store answers, but could not move these bytes."""
+    """The store answers, but could not move or remove these bytes now."""
     AWAY = auto()
     """The store did not answer."""
 

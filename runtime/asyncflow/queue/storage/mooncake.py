@@ -1,4 +1,4 @@
-"""Mooncake Store as a back end: its clients, calls on them that avoid its traps, and cells as its values.
+"""Mooncake Store as a back end: a connection to it, which avoids its traps, and samples as its values.
 
 The traps (``docs/guide/queue-backends.md``): ``get`` hides every error, a put over an existing key keeps the old value
 and says that it went well, empty values are not stored, a client that is not set up or was closed ends the process with
@@ -21,7 +21,6 @@ incarnations of it have left.
 from __future__ import annotations
 
 import asyncio
-import functools
 import importlib
 import logging
 import os
@@ -54,12 +53,10 @@ MOST_KEYS: Final = 512
 BUFFER_BYTES: Final = 16 << 20
 
 NO_ROOM: Final = -200
-NOT_THERE: Final = -704
 _LEASED: Final = frozenset((-703, -706))
 """It is being written, or read."""
-_GONE: Final = -900
-NO_ANSWER: Final = frozenset((_GONE, -901))
-"""Of the master: it is gone, or has said nothing for 30 s."""
+_OUTCOMES: Final = {NO_ROOM: Outcome.FULL, -704: Outcome.LOST, -900: Outcome.AWAY, -901: Outcome.AWAY}
+"""By code: there is no room, no such key, no master, no answer of the master for 30 s."""
 _REPLACE_AFTER: Final = 2
 """Calls in a row in which something could not be moved, after which the client is replaced."""
 _REPLACE_EVERY_S: Final = 5.0
@@ -87,7 +84,7 @@ def load() -> ModuleType:
         raise ManifestError(f"Mooncake cannot be loaded: {error}", where=where, hint=hint) from error
 
 
-class Client:
+class MooncakeClient:
     """A client of one master. troubled: calls in a row that could not move something."""
 
     def __init__(self, store: Any, master: str) -> None:
@@ -99,6 +96,43 @@ class Client:
 
     def __del__(self) -> None:
         self.store.close()
+
+    def outcomes(self, codes: Sequence[int], count: int) -> list[Outcome]:
+        """Return what the codes of a transfer of ``count`` values mean, and note whether bytes can still be moved."""
+        if len(codes) != count:
+            raise AsyncFlowError(f"{len(codes)} answers came for {count} keys", where="Mooncake")
+        outcomes = [_outcome(int(code)) for code in codes]
+        stuck = {int(code) for code in codes if _outcome(int(code)) is Outcome.FAILED and code not in _LEASED}
+        if stuck:
+            self.troubled += 1
+            log.info("some of %d values could not be moved: %s", count, sorted(stuck))
+        elif Outcome.DONE in outcomes:
+            self.troubled = 0
+        return outcomes
+
+    @contextmanager
+    def buffer(self, own: threading.local, size: int) -> Iterator[Buffer]:
+        """Yield at least ``size`` bytes that are registered: those in ``own``, this thread's, if they are enough.
+
+        What something was stuck in is not used again, because it may still come.
+        """
+        buffer: Buffer | None = getattr(own, "buffer", None) if size <= BUFFER_BYTES else None
+        if buffer is None:
+            buffer = np.empty(max(size, BUFFER_BYTES), np.uint8)
+        address, troubled = buffer.ctypes.data, self.troubled
+        if self.registered.get(address) is not buffer:
+            if (code := self.store.register_buffer(address, buffer.size)) != 0:
+                raise AsyncFlowError(f"a buffer of {buffer.size} bytes cannot be registered: {code}", where="Mooncake")
+            self.registered[address] = buffer
+        try:
+            yield buffer
+        finally:
+            clean = self.troubled <= troubled
+            if size <= BUFFER_BYTES:
+                own.buffer = buffer if clean else None
+            elif clean:
+                self.store.unregister_buffer(address)
+                del self.registered[address]
 
 
 def _check_alive(master: str) -> None:
@@ -114,25 +148,21 @@ def _check_alive(master: str) -> None:
         raise PeerLost(f"Mooncake's master does not answer: {error}", where=master) from error
 
 
-class Mooncake:
-    """Access to a store, for any thread.
+class MooncakeConnection:
+    """A process's connection to the store, for any thread.
 
-    host: the address of this process; master: returns that of the master as HOST:PORT, None while there is none;
-    segment_bytes: what this process offers to the store, 0 for a process that only uses it.
+    host: the address of this process; master: returns that of the master, None while there is none; segment_bytes: what
+    this process offers to the store, 0 for a process that only uses it.
     """
 
     def __init__(self, *, host: str, master: Callable[[], str | None], segment_bytes: int = 0) -> None:
-        self._library = load()
+        self.library = load()
         self._host = host
-        self._master = master
+        self._find = master
         self._segment_bytes = segment_bytes
         self._opening = threading.Lock()
-        self._client: Client | None = None
+        self._client: MooncakeClient | None = None
         self._closed = False
-        self._own = threading.local()
-        self._pinned = self._library.ReplicateConfig()
-        self._pinned.replica_num = 1
-        self._pinned.with_hard_pin = True
 
     @property
     def master(self) -> str | None:
@@ -140,13 +170,14 @@ class Mooncake:
         client = self._client
         return client.master if client is not None else None
 
-    def connect(self) -> Client:
+    def client(self) -> MooncakeClient:
         """Return the client, a new one where it must be replaced. Raises PeerLost where none can be set up.
 
         It is closed when it was replaced and the last call has let go of it.
         """
         with self._opening:
-            master, client = self._master(), self._client
+            address, client = self._find(), self._client
+            master = address.removeprefix("tcp://") if address is not None else None
             self._check_open()
             if client is not None and not self._outlived(client, master):
                 return client
@@ -160,128 +191,124 @@ class Mooncake:
             self._client = client
             return client
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise PeerLost("the store was closed", where="Mooncake")
-
-    def _outlived(self, client: Client, master: str | None) -> bool:
-        troubled = client.troubled >= _REPLACE_AFTER and time.monotonic() - client.made > _REPLACE_EVERY_S
-        return troubled or (master is not None and master != client.master)
-
-    def _set_up(self, master: str) -> Client:
-        """Set up a client with a master that lives now; where it dies meanwhile, the process stands still for 5 s."""
-        _check_alive(master)
-        store = self._library.MooncakeDistributedStore()
-        code = store.setup(self._host, "P2PHANDSHAKE", self._segment_bytes, 0, "tcp", "", master)
-        if code != 0:
-            raise PeerLost(f"Mooncake's client cannot be set up: error {code}", where=master)
-        return Client(store, master)
-
-    def put(self, keys: Sequence[str], sizes: Sequence[int], fill: Callable[[Buffer], None]) -> list[int]:
-        """Store values of these sizes under new keys; ``fill`` writes them back to back. 0: it is stored."""
-        _check(keys, sizes)
-        client = self.connect()
-        with self._buffer(client, sum(sizes)) as buffer:
-            fill(buffer[: sum(sizes)])
-            codes = client.store.batch_put_from(list(keys), _pointers(buffer, sizes), list(sizes), self._pinned)
-            return self._judge(client, codes, len(keys))
-
-    def get(self, keys: Sequence[str], sizes: Sequence[int], take: Callable[[int, memoryview], bool]) -> list[int]:
-        """Read values of these sizes, each given to ``take`` with its number. Its size: it was read and taken."""
-        _check(keys, sizes)
-        client = self.connect()
-        with self._buffer(client, sum(sizes)) as buffer:
-            pointers = _pointers(buffer, sizes)
-
-            def read() -> list[int]:
-                codes = client.store.batch_get_into(list(keys), pointers, list(sizes))
-                return self._judge(client, codes, len(keys))
-
-            codes = _again(read)
-            begins = np.cumsum([0, *sizes]).tolist()
-            view = buffer.data
-            for number, (code, size, begin) in enumerate(zip(codes, sizes, begins, strict=False)):
-                if code >= 0 and not (code == size and take(number, view[begin : begin + size])):
-                    codes[number] = NOT_THERE
-            return codes
-
-    def holders(self, keys: Sequence[str]) -> list[str]:
-        """Return the segment in which each value lies, "" for one that the master does not know."""
-        _check(keys, keys)
-        known = self.connect().store.batch_get_replica_desc(list(keys))
-        return [_segment(known.get(key)) for key in keys]
-
-    def remove(self, keys: Sequence[str]) -> list[int]:
-        """Remove values. 0: it is gone."""
-        _check(keys, keys)
-        client = self.connect()
-        return _again(lambda: [int(code) for code in client.store.batch_remove(list(keys))])
-
-    def remove_matching(self, pattern: str) -> int:
-        """Remove the values whose keys match a regular expression and that nobody reads; return their number."""
-        return int(self.connect().store.remove_by_regex(pattern))
-
     def close(self) -> None:
         """Use the store no longer; a client that is in use is closed by its last user."""
         self._closed = True
         self._client = None
 
-    @contextmanager
-    def _buffer(self, client: Client, size: int) -> Iterator[Buffer]:
-        """Yield at least ``size`` bytes that are registered with ``client``: this thread's own, if they are enough.
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PeerLost("the store was closed", where="Mooncake")
 
-        What something was stuck in is not used again, because it may still come.
-        """
-        own: Buffer | None = getattr(self._own, "buffer", None) if size <= BUFFER_BYTES else None
-        buffer = np.empty(max(size, BUFFER_BYTES), np.uint8) if own is None else own
-        address, troubled = buffer.ctypes.data, client.troubled
-        if client.registered.get(address) is not buffer:
-            if (code := client.store.register_buffer(address, buffer.size)) != 0:
-                raise AsyncFlowError(f"a buffer of {buffer.size} bytes cannot be registered: {code}", where="Mooncake")
-            client.registered[address] = buffer
+    def _outlived(self, client: MooncakeClient, master: str | None) -> bool:
+        troubled = client.troubled >= _REPLACE_AFTER and time.monotonic() - client.made > _REPLACE_EVERY_S
+        return troubled or (master is not None and master != client.master)
+
+    def _set_up(self, master: str) -> MooncakeClient:
+        """Set up a client with a master that lives now; where it dies meanwhile, the process stands still for 5 s."""
+        _check_alive(master)
+        store = self.library.MooncakeDistributedStore()
+        code = store.setup(self._host, "P2PHANDSHAKE", self._segment_bytes, 0, "tcp", "", master)
+        if code != 0:
+            raise PeerLost(f"Mooncake's client cannot be set up: error {code}", where=master)
+        return MooncakeClient(store, master)
+
+
+class MooncakeStore(Store):
+    """Calls by ``connection`` in threads. stale: a regular expression of the keys that other incarnations have left."""
+
+    most_keys = MOST_KEYS
+    most_bytes = BUFFER_BYTES
+
+    def __init__(self, connection: MooncakeConnection, *, stale: str) -> None:
+        self._connection = connection
+        self._stale = stale
+        self._sweeping: asyncio.Task[None] | None = None
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="mooncake")
+        self._own = threading.local()
+        self._pinned = connection.library.ReplicateConfig()
+        self._pinned.replica_num = 1
+        self._pinned.with_hard_pin = True
+
+    async def open(self) -> None:
+        """Wait for the master, and remove what is left; once more when leases on it have ended."""
+        await answer_of(self._sweep)
+        self._sweeping = asyncio.create_task(self._sweep_later())
+
+    async def write(self, keys: Sequence[str], sizes: Sequence[int], fill: Fill) -> Sequence[Outcome]:
+        """Put values back to back into a buffer, and from there into the store."""
+
+        def put(client: MooncakeClient) -> list[Outcome]:
+            with client.buffer(self._own, sum(sizes)) as buffer:
+                fill(buffer[: sum(sizes)])
+                codes = client.store.batch_put_from(list(keys), _pointers(buffer, sizes), list(sizes), self._pinned)
+                return client.outcomes(codes, len(keys))
+
+        return await self._transfer(keys, sizes, put)
+
+    async def read(self, keys: Sequence[str], sizes: Sequence[int], take: Take) -> Sequence[Outcome]:
+        """Get values back to back into a buffer; one of another size is not what was stored."""
+
+        def get(client: MooncakeClient) -> list[Outcome]:
+            with client.buffer(self._own, sum(sizes)) as buffer:
+                codes = client.store.batch_get_into(list(keys), _pointers(buffer, sizes), list(sizes))
+                outcomes = client.outcomes(codes, len(keys))
+                stops = np.cumsum(sizes).tolist()
+                for number, (code, size, stop) in enumerate(zip(codes, sizes, stops, strict=True)):
+                    if code >= 0 and not (code == size and take(number, buffer.data[stop - size : stop])):
+                        outcomes[number] = Outcome.LOST
+                return outcomes
+
+        return await self._transfer(keys, sizes, get)
+
+    async def gone(self, unmoved: Sequence[str], others: Sequence[str]) -> list[str]:
+        """Ask the master where they lie, which it believes for a while of a holder that is dead."""
+        segments: dict[str, str] = {}
+        for part in batches([*unmoved, *others], MOST_KEYS):
+            known = await self._run(lambda client, part=part: client.store.batch_get_replica_desc(part))  # type: ignore[misc]
+            segments |= {key: _segment(known.get(key)) for key in part} if known is not None else {}
+        dead = {"", *(segments.get(key, "") for key in unmoved)}
+        return [key for key in others if segments.get(key, "?") in dead]
+
+    async def remove(self, keys: Sequence[str]) -> Sequence[Outcome]:
+        """Remove values, which the store refuses while somebody reads them."""
+        codes = await self._run(lambda client: client.store.batch_remove(list(keys)))
+        return [Outcome.AWAY] * len(keys) if codes is None else [_outcome(int(code)) for code in codes]
+
+    async def close(self) -> None:
+        """Close the client; calls that hang are left to their threads."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._connection.close)
+
+    async def _sweep(self) -> int | None:
+        """Remove what earlier incarnations have left and nobody reads; None where the store does not answer."""
+        removed = await self._run(lambda client: int(client.store.remove_by_regex(self._stale)))
+        if removed:
+            log.info("%d values of an earlier incarnation were removed", removed)
+        return removed
+
+    async def _sweep_later(self) -> None:
+        await asyncio.sleep(1.5 * LEASE_MS / 1000)
+        await answer_of(self._sweep)
+
+    async def _transfer(
+        self, keys: Sequence[str], sizes: Sequence[int], call: Callable[[MooncakeClient], list[Outcome]]
+    ) -> list[Outcome]:
+        if not 0 < len(keys) == len(set(keys)) <= MOST_KEYS or len(sizes) != len(keys) or 0 in sizes or "" in keys:
+            raise ValueError(f"a call takes 1 to {MOST_KEYS} different keys, each with a value of at least a byte")
+        return await self._run(call) or [Outcome.AWAY] * len(keys)
+
+    async def _run(self, call: Callable[[MooncakeClient], T]) -> T | None:
+        """Run ``call`` in a thread; None where the store does not answer."""
         try:
-            yield buffer
-        finally:
-            clean = client.troubled <= troubled
-            if size <= BUFFER_BYTES:
-                self._own.buffer = buffer if clean else None
-            elif clean:
-                client.store.unregister_buffer(address)
-                del client.registered[address]
-
-    def _judge(self, client: Client, codes: Sequence[int], count: int) -> list[int]:
-        """Return the codes of a transfer, one for each key, and note whether the client can still move bytes."""
-        judged = [int(code) for code in codes]
-        if len(judged) != count:
-            raise AsyncFlowError(f"{len(judged)} answers came for {count} keys", where="Mooncake")
-        stuck = [code for code in judged if code < 0 and code not in (NO_ROOM, NOT_THERE, *NO_ANSWER, *_LEASED)]
-        if stuck:
-            client.troubled += 1
-            log.info("%d of %d values could not be moved: %s", len(stuck), count, sorted(set(stuck)))
-        elif any(code >= 0 for code in judged):
-            client.troubled = 0
-        return judged
-
-
-def _check(keys: Sequence[str], sizes: Sequence[object]) -> None:
-    if not 0 < len(keys) == len(set(keys)) <= MOST_KEYS or len(sizes) != len(keys) or 0 in sizes or "" in keys:
-        raise ValueError(f"a call takes 1 to {MOST_KEYS} different keys, each with a value of at least a byte")
-
-
-def _again(call: Callable[[], list[int]]) -> list[int]:
-    """Call once more where the master did not answer: the first call after its restart always fails."""
-    codes = call()
-    return call() if _GONE in codes else codes
-
-
-def _pointers(buffer: Buffer, sizes: Sequence[int]) -> list[int]:
-    begins: list[int] = (buffer.ctypes.data + np.cumsum([0, *sizes[:-1]])).tolist()
-    return begins
-
-
-def _segment(replicas: Sequence[Any] | None) -> str:
-    memory = [replica for replica in replicas or () if replica.is_memory_replica()]
-    return str(memory[0].get_memory_descriptor().buffer_descriptor.transport_endpoint) if memory else ""
+            return await asyncio.get_running_loop().run_in_executor(
+                self._threads, lambda: call(self._connection.client())
+            )
+        except PeerLost as lost:
+            log.info("Mooncake is away: %s", lost)
+            return None
 
 
 class MooncakeBackend(PackedBackend):
@@ -295,91 +322,22 @@ class MooncakeBackend(PackedBackend):
     @classmethod
     def made(cls, site: Site) -> Self:
         """Make one that finds the master by the role of that name."""
-        client = Mooncake(host=site.host, master=functools.partial(_master, site))
+        connection = MooncakeConnection(host=site.host, master=lambda: site.find("master", 0))
         stale = f"^{re.escape(site.place)}(?!{site.incarnation}-)"
-        return cls(MooncakeStore(client, stale=stale), prefix=site.prefix, lasting=site.lasting)
+        return cls(MooncakeStore(connection, stale=stale), prefix=site.prefix, lasting=site.lasting)
 
 
-def _master(site: Site) -> str | None:
-    address = site.find("master", 0)
-    return address.removeprefix("tcp://") if address is not None else None
+def _pointers(buffer: Buffer, sizes: Sequence[int]) -> list[int]:
+    begins: list[int] = (buffer.ctypes.data + np.cumsum([0, *sizes[:-1]])).tolist()
+    return begins
 
 
-class MooncakeStore(Store):
-    """Calls of ``client`` in threads. stale: a regular expression of the keys that other incarnations have left."""
-
-    most_keys = MOST_KEYS
-    most_bytes = BUFFER_BYTES
-
-    def __init__(self, client: Mooncake, *, stale: str) -> None:
-        self._client = client
-        self._stale = stale
-        self._sweeping: asyncio.Task[None] | None = None
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="mooncake")
-
-    async def open(self) -> None:
-        """Wait for the master, and remove what is left; once more when leases on it have ended."""
-        await answer_of(self._sweep)
-        self._sweeping = asyncio.create_task(self._sweep_later())
-
-    async def write(self, keys: Sequence[str], sizes: Sequence[int], fill: Fill) -> Sequence[Outcome]:
-        """Put them."""
-        codes = await self._run(lambda: self._client.put(keys, sizes, fill))
-        return _outcomes(codes, keys)
-
-    async def read(self, keys: Sequence[str], sizes: Sequence[int], take: Take) -> Sequence[Outcome]:
-        """Get them."""
-        codes = await self._run(lambda: self._client.get(keys, sizes, take))
-        return _outcomes(codes, keys)
-
-    async def gone(self, unmoved: Sequence[str], others: Sequence[str]) -> list[str]:
-        """Ask the master where they lie, which it believes for a while of a holder that is dead."""
-        lies: dict[str, str] = {}
-        for part in batches([*unmoved, *others], MOST_KEYS):
-            told = await self._run(lambda part=part: self._client.holders(part))  # type: ignore[misc]
-            lies |= dict(zip(part, told or (), strict=False))
-        dead = {"", *(lies.get(key, "") for key in unmoved)}
-        return [key for key in others if lies.get(key, "?") in dead]
-
-    async def remove(self, keys: Sequence[str]) -> Sequence[Outcome]:
-        """Remove them, which the store refuses while somebody reads them."""
-        codes = await self._run(lambda: self._client.remove(keys))
-        return [Outcome.HELD if outcome is Outcome.FAILED else outcome for outcome in _outcomes(codes, keys)]
-
-    async def close(self) -> None:
-        """Close the client; calls that hang are left to their threads."""
-        if self._sweeping is not None:
-            self._sweeping.cancel()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        await asyncio.to_thread(self._client.close)
-
-    async def _sweep(self) -> int | None:
-        removed = await self._run(lambda: self._client.remove_matching(self._stale))
-        if removed:
-            log.info("%d values of an earlier incarnation were removed", removed)
-        return removed
-
-    async def _sweep_later(self) -> None:
-        await asyncio.sleep(1.5 * LEASE_MS / 1000)
-        await answer_of(self._sweep)
-
-    async def _run(self, call: Callable[[], T]) -> T | None:
-        """Run ``call`` in a thread; None where the store does not answer."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
-        except PeerLost as lost:
-            log.info("Mooncake is away: %s", lost)
-            return None
-
-
-def _outcomes(codes: Sequence[int] | None, keys: Sequence[str]) -> list[Outcome]:
-    return [Outcome.AWAY] * len(keys) if codes is None else [_outcome(code) for code in codes]
+def _segment(replicas: Sequence[Any] | None) -> str:
+    """Return the segment in which a value lies, "" for one that the master does not know."""
+    memory = [replica for replica in replicas or () if replica.is_memory_replica()]
+    return str(memory[0].get_memory_descriptor().buffer_descriptor.transport_endpoint) if memory else ""
 
 
 def _outcome(code: int) -> Outcome:
-    """Say what a code of ``Mooncake`` means: 0 or a size where it went well."""
-    if code >= 0:
-        return Outcome.DONE
-    if code in NO_ANSWER:
-        return Outcome.AWAY
-    return {NO_ROOM: Outcome.FULL, NOT_THERE: Outcome.LOST}.get(code, Outcome.FAILED)
+    """Return what a code of Mooncake means: 0 or a size where it went well."""
+    return Outcome.DONE if code >= 0 else _OUTCOMES.get(code, Outcome.FAILED)

@@ -19,20 +19,19 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncflow.errors import PeerLost
 from asyncflow.queue.storage.backend import Backend, BytesLost, Outcome, Place, Store
-from asyncflow.rpc.columns import DTYPES, Array, Inner, Jagged, batches, weighed_batches
+from asyncflow.rpc.columns import DTYPES, Array, Jagged, batches, weighed_batches
 from asyncflow.rpc.retry import delays
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 TRIES = 4
 """Reads of a value that could not be moved, after which it counts as lost."""
 PATIENCE_S = 20.0
@@ -41,237 +40,7 @@ _LEAVE_S = 5.0
 _FIRST_DELAY_S = 0.02
 
 
-@dataclass(slots=True)
-class _Draft:
-    """A put under way. samples: those that are stored, by row; doubtful: keys under which something may be stored."""
-
-    columns: Mapping[str, Jagged]
-    layout: Layout
-    given_up: bool = False
-    samples: dict[int, Sample] = field(default_factory=dict)
-    doubtful: list[str] = field(default_factory=list)
-
-
-class PackedBackend(Backend):
-    """Blobs in ``store``. prefix: of all keys, which no other living process uses; lasting: it outlives the queue."""
-
-    def __init__(self, store: Store, *, prefix: str, lasting: bool = False) -> None:
-        self._store = store
-        self._prefix = prefix
-        self._lasting = lasting
-        self._numbers = itertools.count()
-        self._samples: dict[Place, Sample] = {}
-        self._reading: Counter[str] = Counter()
-        self._jobs: set[asyncio.Task[Any]] = set()
-        self._opened = asyncio.Event()
-        self._looking = asyncio.Lock()
-
-    async def open(self) -> None:
-        """Wait until the store can be used; what is put before that waits."""
-        await self._store.open()
-        self._opened.set()
-
-    async def put(self, blob: int, columns: Mapping[str, Jagged]) -> None:
-        """Store all rows, waiting for room and for the store; who is cancelled meanwhile leaves nothing behind."""
-        draft = _Draft(columns, Layout(columns))
-        await self._opened.wait()
-        job = self._spawn(self._write(draft))
-        try:
-            samples = await asyncio.shield(job)
-        except asyncio.CancelledError:
-            draft.given_up = True
-            if job.done() and not job.cancelled() and job.exception() is None:
-                self._spawn(self._remove([sample.key for sample in job.result()]))
-            raise
-        self._samples |= {Place(blob, sample.row): sample for sample in samples}
-
-    async def get(self, places: Sequence[Place], columns: Sequence[str]) -> dict[str, Jagged]:
-        """Return cells of rows, out of the values that hold them.
-
-        Raises BytesLost, which also names what went with the rows asked for, and PeerLost where the store did not
-        answer for ``PATIENCE_S``.
-        """
-        samples = [self._samples[place] for place in places]
-        cells = [[b""] * len(columns) for _ in samples]
-        needed: dict[str, list[int]] = {}
-        for number, sample in enumerate(samples):
-            if any(stop > start for start, stop in sample.cells(columns)):
-                needed.setdefault(sample.key, []).append(number)
-
-        def take(number: int, value: memoryview) -> None:
-            cells[number] = [bytes(value[start:stop]) for start, stop in samples[number].cells(columns)]
-
-        self._reading.update(needed.keys())
-        try:
-            lost = await self._read(samples, list(needed.values()), take)
-        finally:
-            self._reading -= Counter(needed.keys())
-        if lost:
-            gone = await self._gone_with({samples[number].key for number, moved in lost.items() if not moved})
-            raise BytesLost(list(dict.fromkeys([*(places[number] for number in lost), *gone])))
-        return unpacked(cells, samples, columns)
-
-    async def free(self, places: Sequence[Place], columns: Sequence[str]) -> None:
-        """Remove the values of which nothing is needed any more."""
-        gone = []
-        for place in places:
-            sample = self._samples[place]
-            sample.freed |= frozenset(columns)
-            if not sample.columns:
-                del self._samples[place]
-                gone.append(sample.key)
-            elif sample.sparse:
-                self._spawn(self._shrink(place, sample))
-        await asyncio.shield(self._spawn(self._remove(gone)))
-
-    async def close(self) -> None:
-        """Leave the store. What is in it goes with its holders, now if it outlives them, or when a successor begins."""
-        for job in self._jobs:
-            job.cancel()
-        if self._jobs:
-            await asyncio.wait(self._jobs)
-        if self._lasting:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LEAVE_S):
-                    await self._remove([sample.key for sample in self._samples.values()])
-        await self._store.close()
-
-    async def _write(self, draft: _Draft) -> list[Sample]:
-        sizes = draft.layout.sizes
-        left = np.flatnonzero(sizes).tolist()
-        waits = delays(first=_FIRST_DELAY_S)
-        try:
-            while left and not draft.given_up:
-                parts = self._parts(left, sizes)
-                await asyncio.gather(*(self._write_some(draft, rows) for rows in parts))
-                left = [row for row in left if row not in draft.samples]
-                doubtful, draft.doubtful = draft.doubtful, []
-                await self._remove(doubtful)
-                if left:
-                    await asyncio.sleep(next(waits))
-        finally:
-            if left or draft.given_up:
-                used = [sample.key for sample in draft.samples.values()]
-                self._spawn(self._remove([*used, *draft.doubtful]))
-        return [draft.samples.get(row) or Sample(draft.layout, row) for row in range(sizes.size)]
-
-    async def _write_some(self, draft: _Draft, rows: Sequence[int]) -> None:
-        keys = [f"{self._prefix}{next(self._numbers):x}" for _ in rows]
-        sizes = draft.layout.sizes[list(rows)]
-        stops = np.cumsum(sizes)
-        digests: list[bytes] = []
-
-        def fill(buffer: Array) -> None:
-            np.concatenate(bytes_of(draft.columns, rows), out=buffer)
-            digests.extend(_digest(buffer[stop - size : stop].data) for size, stop in zip(sizes, stops, strict=True))
-
-        outcomes = await self._store.write(keys, sizes.tolist(), fill)
-        for number, (row, key, outcome) in enumerate(zip(rows, keys, outcomes, strict=True)):
-            if outcome is Outcome.DONE:
-                draft.samples[row] = Sample(draft.layout, row, key, digests[number])
-            elif outcome is not Outcome.FULL:
-                draft.doubtful.append(key)
-
-    async def _read(
-        self, samples: Sequence[Sample], needed: list[list[int]], take: Callable[[int, memoryview], None]
-    ) -> dict[int, bool]:
-        """Read values, and return the numbers of samples that are lost, and whether the store could say so.
-
-        needed: for each value to be read, the numbers of the samples that are in it, each of which ``take`` gets.
-
-        A value is asked for once, because Mooncake fills only one of two places for a key that a call names twice.
-        """
-        now = asyncio.get_running_loop().time
-        deadline = now() + PATIENCE_S
-        waits, tries = delays(first=_FIRST_DELAY_S), Counter[int]()
-        left, lost = list(range(len(needed))), dict[int, bool]()
-        asked = [samples[numbers[0]] for numbers in needed]
-        sizes = np.array([sample.size for sample in asked])
-
-        def accept(which: int, value: memoryview) -> bool:
-            if _digest(value) != asked[which].digest:
-                log.warning("the value of %s has changed in the store", asked[which].key)
-                return False
-            for number in needed[which]:
-                take(number, value)
-            return True
-
-        async def read(some: list[int]) -> Sequence[Outcome]:
-            keys = [asked[which].key for which in some]
-            return await self._store.read(keys, sizes[some].tolist(), lambda index, value: accept(some[index], value))
-
-        while left:
-            parts = self._parts(left, sizes)
-            answers = await asyncio.gather(*map(read, parts))
-            left = []
-            for which, outcome in zip(itertools.chain(*parts), itertools.chain(*answers), strict=True):
-                tries[which] += outcome is Outcome.FAILED
-                if outcome is Outcome.LOST or tries[which] == TRIES:
-                    lost |= dict.fromkeys(needed[which], outcome is Outcome.LOST)
-                elif outcome is not Outcome.DONE:
-                    left.append(which)
-            if left:
-                if now() >= deadline:
-                    hint = "It may come back; the rows are not given up"
-                    raise PeerLost(f"the store has not answered for {PATIENCE_S:g} s", where=self._prefix, hint=hint)
-                await asyncio.sleep(next(waits))
-        return lost
-
-    async def _gone_with(self, unmoved: set[str]) -> list[Place]:
-        """Return the places of all samples that were lost together with some that are."""
-        async with self._looking:
-            place_of = {sample.key: place for place, sample in self._samples.items() if sample.key}
-            others = [key for key in place_of if key not in unmoved]
-            gone = await self._store.gone(sorted(unmoved), others)
-        log.warning("with %d values that cannot be read, %d others are gone", len(unmoved), len(gone))
-        return [place_of[key] for key in gone if place_of[key] in self._samples]
-
-    async def _remove(self, keys: Sequence[str]) -> None:
-        left = [key for key in keys if key]
-        waits = delays(first=_FIRST_DELAY_S)
-        while left:
-            free = [key for key in left if not self._reading[key]]
-            answers = await asyncio.gather(*map(self._store.remove, batches(free, self._store.most_keys)))
-            done = {
-                key
-                for key, outcome in zip(free, itertools.chain(*answers), strict=True)
-                if outcome in (Outcome.DONE, Outcome.LOST)
-            }
-            left = [key for key in left if key not in done]
-            if left:
-                await asyncio.sleep(next(waits))
-
-    async def _shrink(self, place: Place, sample: Sample) -> None:
-        """Store what is needed of a sample as a value of its own, in the place of the old one."""
-        names = sample.columns
-        if not names or self._samples.get(place) is not sample:
-            return
-        with contextlib.suppress(BytesLost, PeerLost):
-            columns = await self.get([place], names)
-            (small,) = await self._write(_Draft(columns, Layout(columns)))
-            if self._samples.get(place) is sample and sample.columns == names:
-                self._samples[place] = small
-                await self._remove([sample.key])
-            else:
-                await self._remove([small.key])
-
-    def _parts(self, rows: Sequence[int], sizes: Any) -> list[list[int]]:
-        store = self._store
-        return list(weighed_batches(rows, sizes.tolist().__getitem__, heaviest=store.most_bytes, most=store.most_keys))
-
-    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        job = asyncio.create_task(work)
-        self._jobs.add(job)
-        job.add_done_callback(self._jobs.discard)
-        return job
-
-
-def _digest(value: memoryview) -> bytes:
-    return hashlib.sha256(value).digest()
-
-
 Sizes = npt.NDArray[np.int64]
-Columns = dict[str, Jagged]
 
 
 class Layout:
@@ -279,20 +48,15 @@ class Layout:
 
     def __init__(self, columns: Mapping[str, Jagged]) -> None:
         self.names = tuple(columns)
-        self._places = {name: place for place, name in enumerate(columns)}
-        self._forms = [(column.dtype, column.inner) for column in columns.values()]
+        self.forms = {name: (column.dtype, column.inner) for name, column in columns.items()}
         lengths = [column.lengths * column.values.itemsize for column in columns.values()]
         self._ends: Sizes = np.cumsum(lengths, axis=0, dtype=np.int64)
         self.sizes: Sizes = self._ends[-1]
 
-    def cell(self, column: str, row: int) -> tuple[int, int]:
-        """Return where a cell begins and ends in the value of its row."""
-        place = self._places[column]
-        return int(self._ends[place - 1, row]) if place else 0, int(self._ends[place, row])
-
-    def form(self, column: str) -> tuple[str, Inner]:
-        """Return dtype and inner shape of a column."""
-        return self._forms[self._places[column]]
+    def cell(self, column: str, row: int) -> slice:
+        """Return where a cell lies in the value of its row."""
+        place = self.names.index(column)
+        return slice(int(self._ends[place - 1, row]) if place else 0, int(self._ends[place, row]))
 
 
 @dataclass(slots=True)
@@ -315,32 +79,247 @@ class Sample:
         """The columns that are needed."""
         return [name for name in self.layout.names if name not in self.freed]
 
-    @property
-    def sparse(self) -> bool:
-        """Return whether less than half of the value is needed."""
-        return 2 * sum(stop - start for start, stop in self.cells(self.columns)) < self.size
+    def needed(self, columns: Sequence[str]) -> int:
+        """Return the bytes of ``columns``."""
+        return sum(cell.stop - cell.start for cell in self.cells(columns))
 
-    def cells(self, columns: Sequence[str]) -> list[tuple[int, int]]:
-        """Return where the cells of ``columns`` begin and end in the value."""
+    def cells(self, columns: Sequence[str]) -> list[slice]:
+        """Return where the cells of ``columns`` lie in the value."""
         return [self.layout.cell(name, self.row) for name in columns]
 
 
-def bytes_of(columns: Mapping[str, Jagged], rows: Sequence[int]) -> list[Array]:
+class _Draft:
+    """A put under way. samples: those that are stored, by row; doubtful: keys under which something may be stored."""
+
+    def __init__(self, columns: Mapping[str, Jagged]) -> None:
+        self.columns = columns
+        self.layout = Layout(columns)
+        self.samples: dict[int, Sample] = {}
+        self.doubtful: list[str] = []
+        self.given_up = False
+
+
+class PackedBackend(Backend):
+    """Blobs in ``store``. prefix: of all keys, which no other living process uses; lasting: it outlives the queue."""
+
+    def __init__(self, store: Store, *, prefix: str, lasting: bool = False) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._lasting = lasting
+        self._numbers = itertools.count()
+        self._samples: dict[Place, Sample] = {}
+        self._reading: Counter[str] = Counter()
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._opened = asyncio.Event()
+        self._looking = asyncio.Lock()
+
+    async def open(self) -> None:
+        """Wait until the store can be used; what is put before that waits."""
+        await self._store.open()
+        self._opened.set()
+
+    async def put(self, blob: int, columns: Mapping[str, Jagged]) -> None:
+        """Store all rows, waiting for room and for the store; a put that is cancelled leaves nothing behind."""
+        draft = _Draft(columns)
+        await self._opened.wait()
+        job = self._spawn(self._write(draft))
+        try:
+            await asyncio.shield(job)
+        except BaseException:
+            draft.given_up = True
+            self._spawn(self._undo(draft, job))
+            raise
+        self._samples |= {Place(blob, row): sample for row, sample in draft.samples.items()}
+
+    async def get(self, places: Sequence[Place], columns: Sequence[str]) -> dict[str, Jagged]:
+        """Return cells of rows, out of the values that hold them.
+
+        Raises BytesLost, which also names what went with the rows asked for, and PeerLost where the store did not
+        answer for ``PATIENCE_S``.
+        """
+        samples = [self._samples[place] for place in places]
+        cells = [[b""] * len(columns) for _ in samples]
+        needed = [number for number, sample in enumerate(samples) if sample.needed(columns)]
+        keys = [samples[number].key for number in needed]
+
+        def take(number: int, value: memoryview) -> None:
+            cells[number] = [bytes(value[cell]) for cell in samples[number].cells(columns)]
+
+        self._reading.update(keys)
+        try:
+            lost = await self._read(samples, needed, take)
+        finally:
+            self._reading -= Counter(keys)
+        if lost:
+            gone = await self._gone_with({samples[number].key for number, moved in lost.items() if not moved})
+            raise BytesLost(list(dict.fromkeys([*(places[number] for number in lost), *gone])))
+        return {name: _column(name, samples, [row[index] for row in cells]) for index, name in enumerate(columns)}
+
+    async def free(self, places: Sequence[Place], columns: Sequence[str]) -> None:
+        """Remove the values of which nothing is needed any more."""
+        gone = []
+        for place in places:
+            sample = self._samples[place]
+            sample.freed |= frozenset(columns)
+            if not sample.columns:
+                del self._samples[place]
+                gone.append(sample.key)
+            elif 2 * sample.needed(sample.columns) < sample.size:
+                self._spawn(self._shrink(place, sample))
+        await asyncio.shield(self._spawn(self._remove(gone)))
+
+    async def close(self) -> None:
+        """Leave the store. What is in it goes with its holders, now if it outlives them, or when a successor begins."""
+        for job in self._jobs:
+            job.cancel()
+        if self._jobs:
+            await asyncio.wait(self._jobs)
+        if self._lasting:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LEAVE_S):
+                    await self._remove([sample.key for sample in self._samples.values()])
+        await self._store.close()
+
+    async def _write(self, draft: _Draft) -> None:
+        """Store all rows of a draft, each of them as often as it takes, unless it is given up."""
+        sizes = draft.layout.sizes
+        left = np.flatnonzero(sizes).tolist()
+        waits = delays(first=_FIRST_DELAY_S)
+        while left and not draft.given_up:
+            await asyncio.gather(*(self._write_some(draft, rows) for rows in self._parts(left, sizes)))
+            left = [row for row in left if row not in draft.samples]
+            doubtful, draft.doubtful = draft.doubtful, []
+            await self._remove(doubtful)
+            if left:
+                await asyncio.sleep(next(waits))
+        draft.samples |= {row: Sample(draft.layout, row) for row in np.flatnonzero(sizes == 0).tolist()}
+
+    async def _write_some(self, draft: _Draft, rows: Sequence[int]) -> None:
+        keys = [f"{self._prefix}{next(self._numbers):x}" for _ in rows]
+        sizes = draft.layout.sizes[list(rows)]
+        stops = np.cumsum(sizes)
+        digests: list[bytes] = []
+
+        def fill(buffer: Array) -> None:
+            np.concatenate(_bytes_of(draft.columns, rows), out=buffer)
+            digests.extend(_digest(buffer[stop - size : stop].data) for size, stop in zip(sizes, stops, strict=True))
+
+        outcomes = await self._store.write(keys, sizes.tolist(), fill)
+        for number, (row, key, outcome) in enumerate(zip(rows, keys, outcomes, strict=True)):
+            if outcome is Outcome.DONE:
+                draft.samples[row] = Sample(draft.layout, row, key, digests[number])
+            elif outcome is not Outcome.FULL:
+                draft.doubtful.append(key)
+
+    async def _undo(self, draft: _Draft, job: asyncio.Task[None]) -> None:
+        await asyncio.wait([job])
+        await self._remove([*(sample.key for sample in draft.samples.values()), *draft.doubtful])
+
+    async def _read(
+        self, samples: Sequence[Sample], left: list[int], take: Callable[[int, memoryview], None]
+    ) -> dict[int, bool]:
+        """Have ``take`` take the values of the samples with the numbers ``left``.
+
+        Return the numbers of those that are lost, and whether the store could say so.
+        """
+        now = asyncio.get_running_loop().time
+        deadline = now() + PATIENCE_S
+        waits, tries, lost = delays(first=_FIRST_DELAY_S), Counter[int](), dict[int, bool]()
+        sizes = np.array([sample.size for sample in samples])
+
+        def accept(number: int, value: memoryview) -> bool:
+            if _digest(value) != samples[number].digest:
+                log.warning("the value of %s has changed in the store", samples[number].key)
+                return False
+            take(number, value)
+            return True
+
+        async def read(some: list[int]) -> Sequence[Outcome]:
+            keys = [samples[number].key for number in some]
+            return await self._store.read(keys, sizes[some].tolist(), lambda index, value: accept(some[index], value))
+
+        while left:
+            parts = self._parts(left, sizes)
+            answers = await asyncio.gather(*map(read, parts))
+            left = []
+            for number, outcome in zip(itertools.chain(*parts), itertools.chain(*answers), strict=True):
+                tries[number] += outcome is Outcome.FAILED
+                if outcome is Outcome.LOST or tries[number] == TRIES:
+                    lost[number] = outcome is Outcome.LOST
+                elif outcome is not Outcome.DONE:
+                    left.append(number)
+            if left:
+                if now() >= deadline:
+                    hint = "It may come back; the rows are not given up"
+                    raise PeerLost(f"the store has not answered for {PATIENCE_S:g} s", where=self._prefix, hint=hint)
+                await asyncio.sleep(next(waits))
+        return lost
+
+    async def _gone_with(self, unmoved: set[str]) -> list[Place]:
+        """Return the places of all samples that were lost together with some that are."""
+        async with self._looking:
+            place_of = {sample.key: place for place, sample in self._samples.items() if sample.key}
+            others = [key for key in place_of if key not in unmoved]
+            gone = await self._store.gone(sorted(unmoved), others)
+        log.warning("with %d values that cannot be read, %d others are gone", len(unmoved), len(gone))
+        return [place_of[key] for key in gone if place_of[key] in self._samples]
+
+    async def _remove(self, keys: Sequence[str]) -> None:
+        """Remove values that nobody reads, as often as it takes."""
+        left = [key for key in keys if key]
+        waits = delays(first=_FIRST_DELAY_S)
+        while left:
+            free = [key for key in left if not self._reading[key]]
+            answers = await asyncio.gather(*map(self._store.remove, batches(free, self._store.most_keys)))
+            outcomes = zip(free, itertools.chain(*answers), strict=True)
+            done = {key for key, outcome in outcomes if outcome in (Outcome.DONE, Outcome.LOST)}
+            left = [key for key in left if key not in done]
+            if left:
+                await asyncio.sleep(next(waits))
+
+    async def _shrink(self, place: Place, sample: Sample) -> None:
+        """Store what is needed of a sample as a value of its own, in the place of the old one."""
+        names = sample.columns
+        if not names or self._samples.get(place) is not sample:
+            return
+        with contextlib.suppress(BytesLost, PeerLost):
+            draft = _Draft(await self.get([place], names))
+            await self._write(draft)
+            small = draft.samples[0]
+            if self._samples.get(place) is sample and sample.columns == names:
+                self._samples[place] = small
+                await self._remove([sample.key])
+            else:
+                await self._remove([small.key])
+
+    def _parts(self, rows: Sequence[int], sizes: Sizes) -> list[list[int]]:
+        store = self._store
+        return list(weighed_batches(rows, sizes.tolist().__getitem__, heaviest=store.most_bytes, most=store.most_keys))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        job = asyncio.create_task(work)
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        return job
+
+
+def _digest(value: memoryview) -> bytes:
+    return hashlib.sha256(value).digest()
+
+
+def _bytes_of(columns: Mapping[str, Jagged], rows: Sequence[int]) -> list[Array]:
     """Return the bytes of all cells of ``rows`` in the order of their values."""
     flat = [np.ascontiguousarray(column.values).view(np.uint8) for column in columns.values()]
     bounds = [(column.offsets * column.values.itemsize).tolist() for column in columns.values()]
     return [data[at[row] : at[row + 1]] for row in rows for data, at in zip(flat, bounds, strict=True)]
 
 
-def unpacked(cells: Sequence[Sequence[bytes]], rows: Sequence[Sample], names: Sequence[str]) -> Columns:
-    """Return columns of ``rows``, of cells that were copied out of their values. Raises ValueError: forms differ."""
-    columns = {}
-    for name, parts in zip(names, zip(*cells, strict=True), strict=True):
-        forms = {sample.layout.form(name) for sample in rows}
-        if len(forms) > 1:
-            raise ValueError(f"rows of several forms cannot be one column {name!r}")
-        ((dtype, inner),) = forms
-        values = np.frombuffer(bytearray().join(parts), DTYPES[dtype])
-        lengths = np.fromiter(map(len, parts), np.int64, len(parts)) // values.itemsize
-        columns[name] = Jagged.trusted(values, lengths, dtype, inner)
-    return columns
+def _column(name: str, samples: Sequence[Sample], cells: Sequence[bytes]) -> Jagged:
+    """Return a column of its cells, one of each sample. Raises ValueError where their forms differ."""
+    forms = {sample.layout.forms[name] for sample in samples}
+    if len(forms) > 1:
+        raise ValueError(f"rows of several forms cannot be one column {name!r}")
+    ((dtype, inner),) = forms
+    values = np.frombuffer(bytearray().join(cells), DTYPES[dtype])
+    lengths = np.fromiter(map(len, cells), np.int64, len(cells)) // values.itemsize
+    return Jagged.trusted(values, lengths, dtype, inner)
