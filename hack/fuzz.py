@@ -178,7 +178,7 @@ def seeds() -> dict[str, list[bytes]]:
     """Something valid for each target, from which atheris goes on."""
     call = framing.encode(framing.Call(1, "queue.claim", 1.0, 0))
     claim = framing.encode(calls.ClaimRows("p", "t", "w", "k", 8, None, None, [], 0.1))
-    admitted = framing.encode(unit_calls.Admitted([unit_calls.Verdict([True])]))
+    admitted = framing.encode([unit_calls.EntryResult([True])])
     columns = {"a": np.arange(6).reshape(2, 3), "b": ["x", "yy"], "c": [{"d": (1, np.ones(2))}, None], "e": [1.5, 2.5]}
     head, frames = encode_batch(encode_columns(columns))
     pieces = msgspec.msgpack.encode([framing.encode(head), *map(bytes, frames)])
@@ -198,11 +198,11 @@ def seeds() -> dict[str, list[bytes]]:
     ]
     fed = msgspec.msgpack.encode([replication.encode(item) for item in items])
     session = unit_calls.Session(1, 2, 3)
-    leg = framing.encode(unit_calls.AskLeg(session, [7, -1], 2, 16))
+    move = framing.encode(unit_calls.AskMove(session, [7, -1], 2, 16))
     told = framing.encode(unit_calls.AdmitCells(0, [unit_calls.NewCells("8", [7], cells, [], "")]))
     return {
         "header": [call],
-        "request": [claim, leg, told, admitted],
+        "request": [claim, move, told, admitted],
         "stream": [b"\x07" + struct.pack("<QI2Q", 25, 2, 3, 2) + b"abcde"],
         "places": [b"\xff" + struct.pack("<QIQ", 12, 1, 1 << 63 | 9 << 40 | 1 << 16)],
         "batch": [pieces],

@@ -102,7 +102,7 @@ def measure_snapshot(rows: int) -> None:
     take(home, RowsHeld(held))
     del held
     gc.freeze()  # as a controller that has read its ledger
-    feed = ChangeFeed(home, shards=[1])
+    feed = ChangeFeed(home, replicas=[1])
     feed.start()
     shard = QueueState()
     shard.index = 1

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from asyncflow.errors import DeadlineExceeded, StaleHandle
 from asyncflow.queue.protocol.messages import Samples
-from asyncflow.queue.protocol.unit_calls import MovedRows, NewCells, NewRows, Verdict
+from asyncflow.queue.protocol.unit_calls import EntryResult, MovedRows, NewCells, NewRows
 from asyncflow.queue.storage.backend import BytesLost, Place
 from asyncflow.queue.storage.budget import ByteBudget
 from asyncflow.queue.storage.drain import MovingRows
@@ -43,7 +43,7 @@ class Unit:
         tags = [{"made": row} if row % 2 else {} for row in rows]
         entry = NewRows("p", b"a client", 0, 1, rows, blob.cells, tags, Samples(serials=rows, step=1, tokens=rows))
         put = self.holdings.propose(entry, blob)
-        self.holdings.decide(put, Verdict(ok if ok is not None else [True] * len(rows)))
+        self.holdings.decide(put, EntryResult(ok if ok is not None else [True] * len(rows)))
         return rows
 
     async def send(self, rows, lengths):
@@ -59,7 +59,7 @@ class Unit:
         return self.holdings.propose(MovedRows(0, 1, rows, blob.cells, ["b"], tokens, tags), blob)
 
     async def move(self, rows, lengths, *, ok):
-        self.holdings.decide(await self.send(rows, lengths), Verdict(ok))
+        self.holdings.decide(await self.send(rows, lengths), EntryResult(ok))
 
     async def store(self, rows, columns, *, lease="1", reason="", tags=()):
         made = {name: Jagged.from_rows([np.full(n, v) for n, v in cells], "int64") for name, cells in columns.items()}
@@ -71,7 +71,7 @@ class Unit:
 
     async def write(self, rows, columns, *, ok=None, **how):
         put = await self.store(rows, columns, **how)
-        self.holdings.decide(put, Verdict(ok if ok is not None else [True] * len(rows)))
+        self.holdings.decide(put, EntryResult(ok if ok is not None else [True] * len(rows)))
 
 
 class Model:
@@ -215,7 +215,7 @@ async def test_who_asks_for_cells_that_are_not_decided_about_waits_for_the_verdi
     await asyncio.sleep(0)
     assert (await unit.holdings.fetch(rows, ["a"]))["a"].values.tolist() == rows
     assert not waiting.done()
-    unit.holdings.decide(put, Verdict([True]))
+    unit.holdings.decide(put, EntryResult([True]))
     assert (await waiting)["b"].values.tolist() == [7, 7]
     assert (await put.result).ok == [True]
 
@@ -230,7 +230,7 @@ async def test_whoever_waits_for_rows_on_their_way_and_has_gone_keeps_them_from_
         gone.cancel()
         await asyncio.wait([gone])
         assert not stays.done()
-    unit.holdings.decide(put, Verdict([True]))
+    unit.holdings.decide(put, EntryResult([True]))
     await asyncio.wait_for(stays, 10)
     assert unit.lost == []
 
@@ -246,7 +246,7 @@ async def test_whoever_put_and_has_gone_takes_the_verdict_from_nobody_else():
         task.cancel()
     await asyncio.wait([gone, left])
     assert (stays.done(), reads.done()) == (False, False)
-    unit.holdings.decide(put, Verdict([True]))
+    unit.holdings.decide(put, EntryResult([True]))
     assert (await stays).ok == [True]
     assert (await reads)["b"].values.tolist() == [7, 7]
 

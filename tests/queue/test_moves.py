@@ -11,7 +11,7 @@ from asyncflow.errors import StaleHandle
 from asyncflow.identity import RowPlace, home
 from asyncflow.queue.ledger.audit import Auditor
 from asyncflow.queue.protocol.calls import NOWHERE
-from asyncflow.queue.protocol.unit_calls import MovedRows, NewCells, NewRows, Verdict
+from asyncflow.queue.protocol.unit_calls import EntryResult, MovedRows, NewCells, NewRows
 from asyncflow.queue.storage.budget import ByteBudget
 from asyncflow.queue.storage.drain import MovingRows
 from asyncflow.queue.storage.holdings import Holdings
@@ -167,7 +167,7 @@ class Movement(RuleBasedStateMachine):
         for put in list(unit.holdings.puts):
             ok = self.admit(unit, put)
             if answered:
-                unit.holdings.decide(put, Verdict(ok))
+                unit.holdings.decide(put, EntryResult(ok))
 
     def admit(self, unit, put):
         entry, rows, values = put.entry, put.rows, unit.values[put]
@@ -226,7 +226,7 @@ class Movement(RuleBasedStateMachine):
             if other.synced and not self.leaving(other)
         }
         rows, nbytes = unit.moving.first(most=3, most_bytes=1 << 20)
-        unit.leg = self.table.moves.leg(unit.home, rows, held=len(unit.holdings), nbytes=nbytes, rooms=rooms)
+        unit.leg = self.table.moves.next_order(unit.home, rows, held=len(unit.holdings), nbytes=nbytes, rooms=rooms)
         unit.moving.thaw()
         unit.holdings.clear(unit.leg.gone)
         unit.moving.freeze(unit.leg.rows)

@@ -63,7 +63,7 @@ class Shard:
                 self.log = list(snapshot(self.table.state))
             for raw in told.items:
                 take(self.table.state, decode(raw))
-            self.home, self.position = told.home, told.position
+            self.home, self.position = told.epoch, told.position
 
 
 class Followed:
@@ -74,7 +74,7 @@ class Followed:
 
     def attend(self):
         if self.feed is None or self.feed._state is not self.home.state:
-            self.feed, self.told_of = ChangeFeed(self.home.state, shards=[1], limit=1500), set()
+            self.feed, self.told_of = ChangeFeed(self.home.state, replicas=[1], limit=1500), set()
             self.feed.start()
             spec = TaskSpec(partition=self.partition_name, name=TASK, needs=[self.column])
             if TASK not in self.home.state.partition(self.partition_name).elsewhere:

@@ -9,12 +9,10 @@ import pytest
 from asyncflow.errors import PeerLost, Refused
 from asyncflow.queue.protocol.calls import Done
 from asyncflow.queue.protocol.unit_calls import (
-    Admitted,
+    EntryResult,
     NewRows,
     Orders,
     Session,
-    Strangers,
-    Verdict,
     Welcome,
 )
 from asyncflow.queue.storage.budget import ByteBudget
@@ -34,7 +32,7 @@ class Controller:
         if method == "units.hello":
             return Welcome(controller=1, epoch=7, watch_s=1.0)
         if method == "units.announce":
-            return Strangers([])
+            return []
         if method == "units.watch":
             broken = asyncio.get_running_loop().create_future()
             self.sessions.put_nowait(broken)
@@ -109,7 +107,7 @@ async def break_a_session(apart):
 
 async def test_each_put_learns_what_was_decided_about_it():
     refused = Refused("no", where="test").to_wire()
-    controller = Controller(Admitted([Verdict([True]), Verdict([], refused)]))
+    controller = Controller([EntryResult([True]), EntryResult([], refused)])
     holdings = Holdings(backend=MemoryBackend(), budget=ByteBudget(1000, where="test"), where="test", lost=list)
     session = UnitSession(unit=0, incarnation="me", controller=controller, holdings=holdings)
     column, puts = {"x": Jagged.from_rows([[7]], "int64")}, []
@@ -152,7 +150,7 @@ async def test_a_row_that_is_freed_with_the_decision_about_it_leaves_nothing_beh
         entry = NewRows("p", b"a client", 1, 1, [5], blob.cells, [])
         put = session.submit(entry, blob)
         admit = await controller.asked.get()
-        admit.set_result(Admitted([Verdict([True])]))
+        admit.set_result([EntryResult([True])])
         watch.set_result(Orders(1, [5]))
         assert (await put.decided()).ok == [True]
         await controller.sessions.get()
@@ -169,8 +167,8 @@ async def test_an_answer_with_too_few_results_begins_a_new_session_that_tells_th
         await controller.sessions.get()
         blob = await holdings.store_new({}, rows=1, outputs={}, producer="", timeout=0)
         put = session.submit(NewRows("p", b"a client", 1, 1, [5], blob.cells, [{}]), blob)
-        (await controller.asked.get()).set_result(Admitted([]))
-        (await controller.asked.get()).set_result(Admitted([Verdict([True])]))
+        (await controller.asked.get()).set_result([])
+        (await controller.asked.get()).set_result([EntryResult([True])])
         assert (await put.decided()).ok == [True]
     assert not failed.done()
     await session.close()

@@ -24,7 +24,7 @@ WHOLE = Request(
     rank=1,
     part=1,
     unit=1,
-    shard=1,
+    replica=1,
     session=Request(unit=1),
     lease="1f@rollout-1",
     leases=["1f@rollout-1"],
@@ -90,7 +90,7 @@ def test_a_rollout_claims_writes_and_pulls_and_no_more():
         ("queue.close", {"driver", "client"}),
         ("units.hello", {"storage"}),
         ("unit.take", {"storage"}),
-        ("shards.follow", {"controller"}),
+        ("replicas.follow", {"controller"}),
         ("driver.report", {"trainer"}),
         ("queue.drain", {"storage", "client", "operator"}),
     ],
@@ -110,7 +110,7 @@ FOR_ITSELF = sorted(
     (method, role)
     for method, roles in ACCESS.items()
     for role, named in roles.items()
-    if list(named(WHOLE)) and method != "shards.reach" and role not in ("client", "operator", "viewer")
+    if list(named(WHOLE)) and method != "replicas.reach" and role not in ("client", "operator", "viewer")
 )
 
 
@@ -123,9 +123,9 @@ def test_a_call_on_behalf_of_another_process_is_refused(method, role):
 
 
 def test_only_the_primary_asks_the_others_how_far_they_are():
-    Access().check(_caller("controller", 0), "shards.reach", WHOLE)
-    with pytest.raises(Refused, match=r"controller-1 may not call shards.reach on behalf of controller-0"):
-        Access().check(_caller("controller", 1), "shards.reach", WHOLE)
+    Access().check(_caller("controller", 0), "replicas.reach", WHOLE)
+    with pytest.raises(Refused, match=r"controller-1 may not call replicas.reach on behalf of controller-0"):
+        Access().check(_caller("controller", 1), "replicas.reach", WHOLE)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from rich.table import Table
 from asyncflow.errors import DeadlineExceeded, ManifestError
 from asyncflow.plan.describe import size
 from asyncflow.queue.client import QueueClient, aconnect
-from asyncflow.queue.protocol.messages import PartitionView, QueueStats, Sight, Tag, TaskView, UnitView
+from asyncflow.queue.protocol.messages import PartitionView, PeekedRows, QueueStats, Tag, TaskView, UnitView
 from asyncflow.queue.values import decode
 from asyncflow.rpc.tls import Credentials
 
@@ -188,7 +188,7 @@ def _look(
     return asyncio.run(run())
 
 
-async def _values(queue: QueueClient, peek: Sight, column: str) -> dict[int, str]:
+async def _values(queue: QueueClient, peek: PeekedRows, column: str) -> dict[int, str]:
     """Return the values of a column in words, by row."""
     sizes = peek.sizes.get(column, [])
     there = [row for row, size in zip(peek.rows, sizes, strict=False) if size >= 0]
@@ -201,7 +201,7 @@ def _words(value: Any) -> str:
     return words if len(words) <= _LONGEST else f"{words[: _LONGEST - 1]}…"
 
 
-def _seen(peek: Sight, index: int, values: Mapping[str, Mapping[int, str]], *, task: str) -> SeenRow:
+def _seen(peek: PeekedRows, index: int, values: Mapping[str, Mapping[int, str]], *, task: str) -> SeenRow:
     row = peek.rows[index]
     return SeenRow(
         row=row,
@@ -214,7 +214,7 @@ def _seen(peek: Sight, index: int, values: Mapping[str, Mapping[int, str]], *, t
     )
 
 
-def _state(peek: Sight, index: int) -> str:
+def _state(peek: PeekedRows, index: int) -> str:
     if peek.lacks[index]:
         return f"lacks {_list(peek.lacks[index])}"
     if peek.done[index]:

@@ -24,8 +24,8 @@ from asyncflow.errors import Misdirected, Refused, StaleHandle
 from asyncflow.queue.peers import CONTROLLER, GRACE_S, Peer, Peers, left, now, together
 from asyncflow.queue.protocol import calls, messages, unit_calls
 from asyncflow.queue.protocol.batches import RowBatch, Slot
-from asyncflow.queue.protocol.calls import WRITE, Claimed, Drain, Units, controller_of
-from asyncflow.queue.protocol.messages import Found, Listing, PartitionView, Progress, Sight, UnitView
+from asyncflow.queue.protocol.calls import WRITE, Claimed, Drain, controller_of
+from asyncflow.queue.protocol.messages import Found, Listing, PartitionView, PeekedRows, Progress, UnitView
 from asyncflow.queue.putting import LEAVING, Putter
 from asyncflow.queue.routing import Rows, Tags, fetch_cells, part_of, parts_by, scatter, write_cells
 from asyncflow.rpc.access import worker_name
@@ -231,7 +231,7 @@ class QueueClient:
             except Misdirected as there:
                 self._deciding[place] = Peer(CONTROLLER.role, there.controller)
             except (asyncio.CancelledError, KeyboardInterrupt):
-                abandon = calls.Abandon(request.worker, request.ticket)
+                abandon = calls.ClaimTicket(request.worker, request.ticket)
                 self.peers.send(peer, "queue.abandon", abandon, calls.Done, timeout=_ABANDON_S)
                 raise
         raise Refused(f"no controller decides about {partition}/{task}", where="queue client")
@@ -242,15 +242,17 @@ class QueueClient:
         Unlike a claim that is cancelled, it gives no rows back that somebody just got.
         """
         peer = self._deciding.get((partition, task), CONTROLLER)
-        await self._ask("queue.withdraw", calls.Withdraw(self.worker, ticket), calls.Done, timeout=timeout, peer=peer)
+        await self._ask(
+            "queue.withdraw", calls.ClaimTicket(self.worker, ticket), calls.Done, timeout=timeout, peer=peer
+        )
 
     async def acknowledge(self, leases: Sequence[str], *, timeout: float) -> list[bool]:
         """Complete all rows of leases of tasks that write nothing; False where a lease was not in force any more."""
 
         async def send(indices: Sequence[int]) -> list[bool]:
             part = [leases[i] for i in indices]
-            request, peer = calls.Acknowledge(part), _controller_of(part[0])
-            return (await self._ask("queue.acknowledge", request, calls.Verdicts, timeout=timeout, peer=peer)).ok
+            request, peer = calls.Leases(part), _controller_of(part[0])
+            return await self._ask("queue.acknowledge", request, list[bool], timeout=timeout, peer=peer)
 
         return await scatter(map(controller_of, leases), send)
 
@@ -300,14 +302,14 @@ class QueueClient:
         kept = await together(
             self._ask(
                 "queue.renew",
-                calls.Renew([unique[i] for i in indices]),
-                calls.Renewed,
+                calls.Leases([unique[i] for i in indices]),
+                list[str],
                 timeout=timeout,
                 peer=Peer(CONTROLLER.role, index),
             )
             for index, indices in parts_by(map(controller_of, unique)).items()
         )
-        return [lease for part in kept for lease in part.leases]
+        return [lease for part in kept for lease in part]
 
     async def write(
         self, rows: Sequence[int], columns: Mapping[str, Jagged], *, tags: Tags | None = None, timeout: float
@@ -333,11 +335,11 @@ class QueueClient:
     async def clear_rows(self, partition: str, rows: Sequence[int], *, timeout: float) -> int:
         """Forget rows for ever and free their bytes, and return how many were there; others are passed over."""
         request = calls.ClearRows(partition, list(rows))
-        return (await self._ask("open.clear", request, calls.Counted, timeout=timeout)).rows
+        return await self._ask("open.clear", request, int, timeout=timeout)
 
     async def list_rows(self, partition: str, *, timeout: float) -> Listing:
         """Return the rows of a partition with their keys and tags, in the order in which they were put."""
-        return await self._ask("open.list", calls.ListRows(partition), Listing, timeout=timeout)
+        return await self._ask("open.list", calls.InPartition(partition), Listing, timeout=timeout)
 
     async def list_all(self, *, timeout: float) -> dict[str, Listing]:
         """Return the rows of every partition, by its name, each as it is when its turn comes."""
@@ -364,14 +366,14 @@ class QueueClient:
 
     async def peek(
         self, partition: str, *, task: str = "", rows: Sequence[int] = (), most: int = 100, timeout: float
-    ) -> Sight:
+    ) -> PeekedRows:
         """Look at rows (at the first ``most`` if none are named) as ``task`` sees them, whoever has them."""
-        return await self._ask("open.peek", calls.Peek(partition, task, list(rows), most), Sight, timeout=timeout)
+        request = calls.Peek(partition, task, list(rows), most)
+        return await self._ask("open.peek", request, PeekedRows, timeout=timeout)
 
     async def reset(self, partition: str, *, task: str | None = None, timeout: float) -> int:
         """Let a task, or all tasks, have every row again, also those that are held now; return how many it had."""
-        request = calls.Reset(partition, task)
-        return (await self._ask("open.reset", request, calls.Counted, timeout=timeout)).rows
+        return await self._ask("open.reset", calls.Reset(partition, task), int, timeout=timeout)
 
     async def expect(self, partition: str, total: int, *, timeout: float) -> None:
         """Say how many rows will be put in all: before that many are there, not all are produced or consumed."""
@@ -389,8 +391,7 @@ class QueueClient:
 
     async def partitions(self, *, timeout: float) -> dict[str, int]:
         """Return the partitions and how many rows each has."""
-        request, reply = calls.ListPartitions(), calls.Partitions
-        return (await self._ask("open.partitions", request, reply, timeout=timeout)).rows
+        return await self._ask("open.partitions", calls.Nothing(), dict[str, int], timeout=timeout)
 
     async def show(self, partition: str, *, timeout: float) -> PartitionView:
         """Return how far the tasks of a partition are, and what they wait for."""
@@ -405,7 +406,7 @@ class QueueClient:
 
         Raises Fenced where a newer attempt of this creator has taken over.
         """
-        await self._ask("queue.clear", calls.Clear(partition, self.attempt), calls.Done, timeout=timeout)
+        await self._ask("queue.clear", calls.CreatorAttempt(partition, self.attempt), calls.Done, timeout=timeout)
 
     async def take_over(self, *, partition: str, timeout: float) -> None:
         """Say that this attempt of the partition's creator begins.
@@ -413,7 +414,8 @@ class QueueClient:
         From now on, across restarts of the controller, nothing that an older one created is admitted, although it may
         have been under way all the time. Raises Fenced if a newer attempt has taken over.
         """
-        await self._ask("queue.take_over", calls.TakeOver(partition, self.attempt), calls.Done, timeout=timeout)
+        request = calls.CreatorAttempt(partition, self.attempt)
+        await self._ask("queue.take_over", request, calls.Done, timeout=timeout)
 
     async def open_step(self, *, partition: str, step: int, groups: int, group_size: int, timeout: float) -> None:
         """Say how many groups reach the trainer in D_step; may be changed until all of them were leased."""
@@ -479,7 +481,7 @@ class QueueClient:
 
     async def units_there(self, *, timeout: float) -> list[UnitView]:
         """Return the storage units as the controller knows them, by index."""
-        return (await self._ask("queue.units", calls.Nothing(), Units, timeout=timeout)).units
+        return await self._ask("queue.units", calls.Nothing(), list[UnitView], timeout=timeout)
 
     async def drain_unit(self, unit: int, *, timeout: float) -> None:
         """Have a storage unit leave: it takes nothing new, and its rows move to others, which takes its time.
@@ -491,7 +493,7 @@ class QueueClient:
     async def snapshot(self, *, partition: str, step: int | None = None, timeout: float) -> messages.PartitionSnapshot:
         """Return how far a partition has come; with ``step``, of its steps that one alone, and nothing is missing."""
         request = calls.AskSnapshot(partition, step)
-        return (await self._ask("queue.snapshot", request, calls.Snapshot, timeout=timeout)).snapshot
+        return await self._ask("queue.snapshot", request, messages.PartitionSnapshot, timeout=timeout)
 
     async def audit(self, *, timeout: float) -> messages.AuditReport:
         """Have the controller audit its ledger."""
@@ -519,7 +521,7 @@ class QueueClient:
             lease = rows[indices[0]].lease
             request = calls.EndRows(lease, [rows[i].row for i in indices], reason, drop)
             peer = _controller_of(lease)
-            return (await self._ask("queue.end", request, calls.Verdicts, timeout=timeout, peer=peer)).ok
+            return await self._ask("queue.end", request, list[bool], timeout=timeout, peer=peer)
 
         return await scatter((row.lease for row in rows), send)
 

@@ -12,7 +12,7 @@ from typing import Any
 from asyncflow.errors import Refused
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.peers import left, now
-from asyncflow.queue.protocol.messages import LeasedRow, Listing, Progress, Sight, Tag, TaskSpec
+from asyncflow.queue.protocol.messages import LeasedRow, Listing, PeekedRows, Progress, Tag, TaskSpec
 from asyncflow.queue.routing import Tags
 from asyncflow.queue.values import Values, decode, decode_torch, encode_columns
 
@@ -137,7 +137,7 @@ class Partition:
 
     async def peek(
         self, task: str = "", *, rows: Sequence[int] = (), most: int = 100, timeout: float = TIMEOUT_S
-    ) -> Sight:
+    ) -> PeekedRows:
         """Look at rows as a task sees them; see ``QueueClient.peek``."""
         return await self.queue.peek(self.name, task=task, rows=rows, most=most, timeout=timeout)
 

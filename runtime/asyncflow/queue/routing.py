@@ -17,9 +17,9 @@ from asyncflow.errors import Elsewhere, PeerLost, Refused, StaleHandle
 from asyncflow.identity import unit_of
 from asyncflow.queue.peers import Peer, Peers, left, now, together
 from asyncflow.queue.protocol.batches import RowBatch
-from asyncflow.queue.protocol.calls import NOWHERE, AskWhere, Verdicts, Whereabouts
+from asyncflow.queue.protocol.calls import NOWHERE, AskWhere
 from asyncflow.queue.protocol.messages import LeasedRow, StagedRow, Tag
-from asyncflow.queue.protocol.unit_calls import Fetched, FetchRows, WriteRows
+from asyncflow.queue.protocol.unit_calls import FetchRows, WriteRows
 from asyncflow.rpc.columns import BatchHeader, Buffer, Jagged, decode_batch, encode_batch
 from asyncflow.rpc.retry import retry_within
 
@@ -47,8 +47,8 @@ async def fetch_cells(peers: Peers, rows: Rows, columns: Sequence[str], *, timeo
 
     async def call(unit: int, indices: Sequence[int], seconds: float) -> dict[str, Jagged]:
         request = FetchRows([once[i] for i in indices], list(columns))
-        reply, frames = await peers.call(Peer("storage", unit), "unit.fetch", request, Fetched, timeout=seconds)
-        return decode_batch(reply.header, frames, max_bytes=_MOST_BYTES)
+        header, frames = await peers.call(Peer("storage", unit), "unit.fetch", request, BatchHeader, timeout=seconds)
+        return decode_batch(header, frames, max_bytes=_MOST_BYTES)
 
     parts = await call_where_they_lie(
         peers, once, list(unit_of_row.values()), call, what="fetching rows", timeout=timeout
@@ -99,10 +99,10 @@ async def write_cells(
             wait_s=0.9 * seconds,
             producer=producer,
         )
-        verdicts, _ = await peers.call(
-            Peer("storage", unit), "unit.write", request, Verdicts, timeout=seconds, frames=frames
+        written, _ = await peers.call(
+            Peer("storage", unit), "unit.write", request, list[bool], timeout=seconds, frames=frames
         )
-        return verdicts.ok
+        return written
 
     parts = await call_where_they_lie(peers, ids, units, call, apart=leases, what="writing rows", timeout=timeout)
     return in_order((indices, [False] * len(indices) if ok is None else ok) for indices, ok in parts)
@@ -148,8 +148,7 @@ async def call_where_they_lie(
 
     async def ask_where(indices: Sequence[int], seconds: float) -> dict[int, list[int]]:
         request = AskWhere([rows[index] for index in indices])
-        answer = await peers.ask("queue.where", request, Whereabouts, timeout=seconds)
-        places = parts_by(answer.units)
+        places = parts_by(await peers.ask("queue.where", request, list[int], timeout=seconds))
         return {unit: [indices[place] for place in of_unit] for unit, of_unit in places.items()}
 
     async def spread(found: dict[int, list[int]]) -> list[Part[T]]:

@@ -175,7 +175,7 @@ def _show(controller: Controller, metrics: ControllerMetrics) -> None:
     for task in stats.ready:
         metrics.parked.labels(task).set(stats.parked.get(task, 0))
     metrics.unit_rows.clear()
-    for unit in controller.sessions.views(controller.now()).units:
+    for unit in controller.sessions.views(controller.now()):
         metrics.unit_rows.labels(str(unit.unit), unit.state).set(unit.rows)
     metrics.unready.clear()
     for partition, task, row in waits(controller.table, controller.now()):

@@ -98,7 +98,7 @@ def _session(request: Any) -> Iterable[Place | None]:
 
 
 def _controller(request: Any) -> Iterable[Place | None]:
-    return (("controller", request.shard),)
+    return (("controller", request.replica),)
 
 
 def _first_controller(_request: Any) -> Iterable[Place | None]:
@@ -173,14 +173,14 @@ def _table() -> dict[str, dict[str, Named]]:
         "units.announce": units,
         "units.admit": units,
         "units.lost": units,
-        "units.leg": units,
+        "units.move": units,
         "units.watch": units,
-        "shards.follow": _may(_controller, "controller"),
-        "shards.part": _may(_controller, "controller"),
-        "shards.type": _may(_controller, "controller"),
-        "shards.drop": _may(_controller, "controller"),
-        "shards.reach": _may(_first_controller, "controller"),
-        "shards.admit": _may(_unit, "storage"),
+        "replicas.follow": _may(_controller, "controller"),
+        "replicas.part": _may(_controller, "controller"),
+        "replicas.type": _may(_controller, "controller"),
+        "replicas.drop": _may(_controller, "controller"),
+        "replicas.reach": _may(_first_controller, "controller"),
+        "replicas.admit": _may(_unit, "storage"),
         "unit.put": directs,
         "unit.write": lease,
         "unit.fetch": _may(_nobody, "driver", "rollout", "trainer", "storage", *_PEOPLE),

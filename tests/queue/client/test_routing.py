@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from asyncflow.errors import DeadlineExceeded, Elsewhere, PeerLost, StaleHandle
 from asyncflow.identity import RowPlace
-from asyncflow.queue.protocol.calls import NOWHERE, Whereabouts
-from asyncflow.queue.protocol.unit_calls import Fetched
+from asyncflow.queue.protocol.calls import NOWHERE
 from asyncflow.queue.routing import fetch_cells
 from asyncflow.rpc.columns import Jagged, encode_batch
 
@@ -37,7 +36,7 @@ class Units:
         rows = list(call.request.rows)
         self.asked.append((call.method, call.peer.number, rows))
         if call.method == "queue.where":
-            return Whereabouts([self.lies.get(row, NOWHERE) for row in rows]), []
+            return [self.lies.get(row, NOWHERE) for row in rows], []
         if self.failures:
             raise self.failures.pop(0)
         if any(self.lies.get(row) != call.peer.number for row in rows):
@@ -48,7 +47,7 @@ class Units:
                 "y": Jagged.from_rows(rows, "int64", inner=None),
             }
         )
-        return Fetched(header), [memoryview(bytes(frame)) for frame in frames]
+        return header, [memoryview(bytes(frame)) for frame in frames]
 
 
 def rows_of(got):

@@ -6,6 +6,7 @@ import pytest
 from asyncflow.errors import ProtocolError, Refused
 from asyncflow.queue.protocol import unit_calls
 from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.columns import BatchHeader
 
 MIB = 1 << 20
 ROOM = 48 * MIB
@@ -23,7 +24,7 @@ async def test_one_row_that_is_named_thousands_of_times_takes_no_memory(served):
     async with served.growing_by_less_than(ROOM):
         for _ in range(3):
             with pytest.raises(ProtocolError, match="1500 rows, of which 1 differ"):
-                await stranger.call("unit.fetch", greedy, unit_calls.Fetched, timeout=20)
+                await stranger.call("unit.fetch", greedy, BatchHeader, timeout=20)
     await stranger.close()
     assert (await served.partition.get([row], ["blob"]))["blob"] == [bytes(MIB)]
 
@@ -33,9 +34,9 @@ async def test_one_column_that_is_named_thousands_of_times_is_given_once(served)
     stranger = RpcClient(name="stranger", resolve=served.unit)
     greedy = unit_calls.FetchRows([row], ["blob"] * 1500)
     async with served.growing_by_less_than(ROOM):
-        given, frames = await stranger.call_frames("unit.fetch", greedy, unit_calls.Fetched, timeout=20)
+        given, frames = await stranger.call_frames("unit.fetch", greedy, BatchHeader, timeout=20)
     await stranger.close()
-    assert [column.name for column in given.header.columns] == ["blob"]
+    assert [column.name for column in given.columns] == ["blob"]
     assert sum(map(len, frames)) < 2 * MIB
 
 

@@ -7,7 +7,6 @@ import msgspec
 import pytest
 
 from asyncflow.errors import ProtocolError, StaleHandle
-from asyncflow.queue.protocol.calls import Verdicts
 from asyncflow.queue.protocol.unit_calls import PutRows, RowIds, TakeRows
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.columns import Jagged, encode_batch
@@ -223,11 +222,11 @@ async def test_rows_that_come_twice_in_one_move_are_refused_and_leave_nothing(cl
         unit = queue.units[0]
         header, frames = encoded(2)
         known = {"partial": [], "tokens": [0, 0], "tags": [{}, {}], "outputs": {}, "wait_s": 1.0}
-        call = TakeRows(home=7, ticket=1, rows=[5, 5], header=header, **known)
+        call = TakeRows(source=7, ticket=1, rows=[5, 5], header=header, **known)
         client = RpcClient(name="test", resolve=unit.server.address)
         try:
             with pytest.raises(ProtocolError, match="2 rows, of which 1 differ"):
-                await client.call("unit.take", call, Verdicts, timeout=10, frames=frames)
+                await client.call("unit.take", call, list[bool], timeout=10, frames=frames)
         finally:
             await client.close()
         assert (held(queue), budgets(queue)) == ({0: 0}, {0: (0, 0)})

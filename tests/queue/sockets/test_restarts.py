@@ -11,14 +11,13 @@ from asyncflow.queue.ledger.log import newest
 from asyncflow.queue.protocol.calls import Done
 from asyncflow.queue.protocol.unit_calls import (
     Admit,
-    Admitted,
     Announce,
     Cells,
+    EntryResult,
     Hello,
     LostRows,
     NewRows,
     Session,
-    Strangers,
     Welcome,
 )
 from asyncflow.rpc.client import RpcClient
@@ -146,8 +145,9 @@ class Unit:
     async def put(self, first, size):
         cells = Cells(dtypes={"x": "int64"}, sizes={"x": (8).to_bytes(4, "little")})
         entry = NewRows("open", b"a client", 0, size, [self.row(first + i) for i in range(size)], cells, [])
-        admitted = await self.client.call("units.admit", Admit(self.session, [entry]), Admitted, timeout=10)
-        return admitted.verdicts[0]
+        admit = Admit(self.session, [entry])
+        (result,) = await self.client.call("units.admit", admit, list[EntryResult], timeout=10)
+        return result
 
     async def lose(self, number):
         await self.client.call("units.lost", LostRows(self.session, [self.row(number)]), Done, timeout=10)
@@ -159,7 +159,7 @@ async def greeted(tmp_path):
     client = RpcClient(name="unit", resolve=await controller.start())
     welcome = await client.call("units.hello", Hello(0, "i", 1 << 30, ""), Welcome, timeout=10)
     unit = Unit(client, welcome)
-    await client.call("units.announce", Announce(unit.session, [], last=True), Strangers, timeout=10)
+    await client.call("units.announce", Announce(unit.session, [], last=True), list[int], timeout=10)
     try:
         yield controller, unit
     finally:

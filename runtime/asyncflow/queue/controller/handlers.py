@@ -21,7 +21,16 @@ from asyncflow.queue.controller.parking import Soon
 from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.protocol import calls, unit_calls
 from asyncflow.queue.protocol.calls import controller_of
-from asyncflow.queue.protocol.messages import AuditReport, Found, Listing, PartitionView, Progress, Sight, Wanted
+from asyncflow.queue.protocol.messages import (
+    AuditReport,
+    Found,
+    Listing,
+    PartitionSnapshot,
+    PartitionView,
+    PeekedRows,
+    Progress,
+    Wanted,
+)
 from asyncflow.queue.table.leases import ANY, Claim
 from asyncflow.queue.table.partition import Partition
 from asyncflow.queue.table.replication import ChangeFeed, cells_changed, gain
@@ -54,7 +63,7 @@ class Route(NamedTuple):
 
         async def awaiting(call: Any, frames: Frames) -> Reply:
             reply = self.handler(call, frames)
-            return reply if isinstance(reply, Struct | tuple) else await reply
+            return await reply if isinstance(reply, Awaitable) else reply
 
         return Route(self.request, wrap(awaiting))
 
@@ -124,25 +133,25 @@ class Handlers:
 
             routes[method] = Route(request, handle)
 
-        def command(method: str, request: type[Struct], act: Callable[[Any], Struct | None]) -> None:
-            answer(method, request, lambda call: self._controller.safe(act(call) or _DONE))
+        def command(method: str, request: type[Struct], act: Callable[[Any], Any]) -> None:
+            answer(method, request, lambda call: self._controller.safe(_or_done(act(call))))
 
-        def freeing(method: str, request: type[Struct], act: Callable[[Any], Struct | None]) -> None:
-            answer(method, request, lambda call: self._controller.freed(act(call) or _DONE))
+        def freeing(method: str, request: type[Struct], act: Callable[[Any], Any]) -> None:
+            answer(method, request, lambda call: self._controller.freed(_or_done(act(call))))
 
         command("queue.declare", calls.Declare, lambda c: table.declare(c.specs))
-        command("queue.acknowledge", calls.Acknowledge, lambda c: calls.Verdicts(table.claims.acknowledge(c.leases)))
-        command("queue.renew", calls.Renew, lambda c: calls.Renewed(table.claims.renew(c.leases, now())))
+        command("queue.acknowledge", calls.Leases, lambda c: table.claims.acknowledge(c.leases))
+        command("queue.renew", calls.Leases, lambda c: table.claims.renew(c.leases, now()))
         command("queue.end", calls.EndRows, self._end)
-        command("queue.abandon", calls.Abandon, lambda c: table.claims.abandon(c.worker, c.ticket))
-        command("queue.withdraw", calls.Withdraw, lambda c: self._controller.withdraw(c.worker, c.ticket))
+        command("queue.abandon", calls.ClaimTicket, lambda c: table.claims.abandon(c.worker, c.ticket))
+        command("queue.withdraw", calls.ClaimTicket, lambda c: self._controller.withdraw(c.worker, c.ticket))
         command("queue.expire", calls.Expire, lambda c: table.claims.expire_worker(c.worker))
         command("queue.open_step", calls.OpenStep, lambda c: training.open_step(*_fields(c)))
         command("queue.begin", calls.Begin, lambda c: training.begin(*_fields(c)))
         command("queue.step_done", calls.StepDone, lambda c: training.step_done(*_fields(c)))
         command("queue.commit", calls.Commit, lambda c: training.commit(*_fields(c)))
-        command("queue.take_over", calls.TakeOver, lambda c: table.take_over(*_fields(c)))
-        freeing("queue.clear", calls.Clear, lambda c: table.clear(*_fields(c)))
+        command("queue.take_over", calls.CreatorAttempt, lambda c: table.take_over(*_fields(c)))
+        freeing("queue.clear", calls.CreatorAttempt, lambda c: table.clear(*_fields(c)))
         command("queue.close", calls.Close, lambda c: table.close(c.partition, c.step))
         command("queue.stats", calls.Nothing, lambda _: self._controller.stats())
         command("queue.snapshot", calls.AskSnapshot, self._snapshot)
@@ -154,7 +163,7 @@ class Handlers:
         command("queue.where", calls.AskWhere, self._where)
         command("queue.units", calls.Nothing, lambda _: self._sessions.views(now()))
         command("queue.shares", calls.Nothing, lambda _: self._sessions.shares())
-        command("units.leg", unit_calls.AskLeg, self._leg)
+        command("units.move", unit_calls.AskMove, self._next_order)
         answer("units.watch", unit_calls.Watch, self._watch)
         answer("queue.claim", calls.ClaimRows, self._claim)
         answer("queue.slot", calls.AskSlot, self._slot)
@@ -165,20 +174,20 @@ class Handlers:
         command("open.reset", calls.Reset, self._reset)
         command("open.expect", calls.Expect, self._expect)
         freeing("open.clear", calls.ClearRows, self._clear)
-        command("open.partitions", calls.ListPartitions, self._partitions)
-        routes["open.list"] = Route(calls.ListRows, self._list)
+        command("open.partitions", calls.Nothing, self._partitions)
+        routes["open.list"] = Route(calls.InPartition, self._list)
         routes["open.progress"] = Route(calls.AskProgress, self._progress)
         routes["queue.audit"] = Route(calls.Nothing, self._audit)
         routes["queue.sync"] = Route(calls.Nothing, self._sync)
         return routes
 
-    def _end(self, call: calls.EndRows) -> calls.Verdicts:
+    def _end(self, call: calls.EndRows) -> list[bool]:
         if call.drop:
-            return calls.Verdicts(self._table.claims.drop(call.lease, call.rows, call.reason))
-        return calls.Verdicts(self._table.give_back(call.lease, call.rows, call.reason))
+            return self._table.claims.drop(call.lease, call.rows, call.reason)
+        return self._table.give_back(call.lease, call.rows, call.reason)
 
-    def _snapshot(self, call: calls.AskSnapshot) -> calls.Snapshot:
-        return calls.Snapshot(snapshot(self._table.state.partition(call.partition), step=call.step))
+    def _snapshot(self, call: calls.AskSnapshot) -> PartitionSnapshot:
+        return snapshot(self._table.state.partition(call.partition), step=call.step)
 
     def _claim(self, call: calls.ClaimRows) -> Soon[calls.Claimed]:
         late: list[str] = []
@@ -233,54 +242,54 @@ class Handlers:
         await self._controller.synced()
         return _DONE
 
-    def _where(self, call: calls.AskWhere) -> calls.Whereabouts:
-        return calls.Whereabouts(self._table.moves.where(call.rows))
+    def _where(self, call: calls.AskWhere) -> list[int]:
+        return self._table.moves.where(call.rows)
 
-    def _leg(self, call: unit_calls.AskLeg) -> unit_calls.Leg:
+    def _next_order(self, call: unit_calls.AskMove) -> unit_calls.MoveOrder:
         self._sessions.check(call.session, self._controller.now())
-        return self._sessions.leg(call)
+        return self._sessions.next_order(call)
 
-    def _announce(self, call: unit_calls.Announce) -> unit_calls.Strangers:
+    def _announce(self, call: unit_calls.Announce) -> list[int]:
         self._sessions.check(call.session, self._controller.now())
-        unknown = self._table.hold(call.session.home, call.held)
+        unknown = self._table.hold(call.session.location, call.held)
         if self._feed is not None:
             others = frozenset(unknown)
             self._feed.held([held for held in call.held if held.row not in others])
         if call.last:
             self._sessions.synced(call.session)
-        return unit_calls.Strangers(unknown)
+        return unknown
 
-    def _admit(self, call: unit_calls.Admit) -> Soon[unit_calls.Admitted]:
+    def _admit(self, call: unit_calls.Admit) -> Soon[list[unit_calls.EntryResult]]:
         self._sessions.check(call.session, self._controller.now())
         verdicts = [self._verdict(entry, call.session) for entry in call.entries]
         if self._feed is not None:
             for entry, verdict in zip(call.entries, verdicts, strict=True):
                 self._feed.admitted(entry, verdict.ok)
-        return self._controller.safe(unit_calls.Admitted(verdicts))
+        return self._controller.safe(verdicts)
 
     def _lost(self, call: unit_calls.LostRows) -> None:
         self._sessions.check(call.session, self._controller.now())
         rows = self._table.state.rows
         self._table.lose_rows(
-            [number for number in call.rows if number in rows and rows[number].location == call.session.home]
+            [number for number in call.rows if number in rows and rows[number].location == call.session.location]
         )
 
-    def _verdict(self, entry: unit_calls.Entry, session: unit_calls.Session) -> unit_calls.Verdict:
+    def _verdict(self, entry: unit_calls.Entry, session: unit_calls.Session) -> unit_calls.EntryResult:
         try:
             verdict = self._admitted(entry, session)
         except AsyncFlowError as error:
-            return unit_calls.Verdict([], error.to_wire())
+            return unit_calls.EntryResult([], error.to_wire())
         if isinstance(entry, unit_calls.NewRows):
             self._sessions.placed(session, sum(verdict.ok))
         return verdict
 
-    def _admitted(self, entry: unit_calls.Entry, session: unit_calls.Session) -> unit_calls.Verdict:
+    def _admitted(self, entry: unit_calls.Entry, session: unit_calls.Session) -> unit_calls.EntryResult:
         table, numbers = self._table, entry.rows
         if isinstance(entry, unit_calls.NewRows):
             ok, rows = table.puts.put(entry)
-            return unit_calls.Verdict(ok, rows=[] if all(ok) else list(rows))
+            return unit_calls.EntryResult(ok, rows=[] if all(ok) else list(rows))
         if isinstance(entry, unit_calls.MovedRows):
-            ok = table.move_in(session.home, numbers, entry)
+            ok = table.move_in(session.location, numbers, entry)
         elif controller_of(entry.lease):
             gain(table.state, cells_changed(entry, ok := [True] * len(numbers)))
         elif entry.lease.startswith(calls.WRITE):
@@ -289,7 +298,7 @@ class Handlers:
             ok = table.give_back(entry.lease, numbers, entry.reason, entry.cells)
         else:
             ok = table.complete(entry.lease, numbers, entry.cells, entry.tags)
-        return unit_calls.Verdict(ok)
+        return unit_calls.EntryResult(ok)
 
     def _watch(self, call: unit_calls.Watch) -> Soon[unit_calls.Orders]:
         self._sessions.check(call.session, self._controller.now())
@@ -302,7 +311,7 @@ class Handlers:
     def _find(self, call: calls.FindRows) -> Found:
         return find(self._asked(call.partition), call.keys)
 
-    def _peek(self, call: calls.Peek) -> Sight:
+    def _peek(self, call: calls.Peek) -> PeekedRows:
         partition = self._asked(call.partition)
         if call.rows:
             rows = live_rows(self._state, call.rows, of=call.partition)
@@ -310,23 +319,23 @@ class Handlers:
             rows = list(islice(list_rows(partition), call.most))
         return peek(self._state, partition, call.task, rows)
 
-    def _reset(self, call: calls.Reset) -> calls.Counted:
-        return calls.Counted(reset(self._state, self._state.partition(call.partition), call.task))
+    def _reset(self, call: calls.Reset) -> int:
+        return reset(self._state, self._state.partition(call.partition), call.task)
 
     def _expect(self, call: calls.Expect) -> None:
         expect(self._state, self._state.partition(call.partition), call.total)
 
-    def _clear(self, call: calls.ClearRows) -> calls.Counted:
-        return calls.Counted(sum(self._table.clear_rows(call.partition, call.rows)))
+    def _clear(self, call: calls.ClearRows) -> int:
+        return sum(self._table.clear_rows(call.partition, call.rows))
 
     def _show(self, call: calls.InPartition) -> PartitionView:
         return view(self._table, call.partition, self._controller.now())
 
-    def _partitions(self, _call: calls.ListPartitions) -> calls.Partitions:
+    def _partitions(self, _call: calls.Nothing) -> dict[str, int]:
         held = self._state.partitions
-        return calls.Partitions({name: held[name].counts.total() for name in sorted(held)})
+        return {name: held[name].counts.total() for name in sorted(held)}
 
-    async def _list(self, call: calls.ListRows, _frames: Frames) -> Listing:
+    async def _list(self, call: calls.InPartition, _frames: Frames) -> Listing:
         made = Listing([], [], [])
         async for chunk in _chunks(list_rows(self._asked(call.partition))):
             part = listing(chunk)
@@ -343,6 +352,10 @@ class Handlers:
         async for chunk in _chunks(list_rows(partition)):
             done += sum(map(test, chunk))
         return produced(partition, done=done)
+
+
+def _or_done(reply: Any) -> Any:
+    return _DONE if reply is None else reply
 
 
 def _fields(call: Struct) -> list[Any]:

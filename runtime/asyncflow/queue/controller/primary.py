@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, Refused
 from asyncflow.queue.controller.handlers import Address, Awaiting, Handlers, Route, Standalone
@@ -24,7 +23,14 @@ from asyncflow.queue.controller.parking import Soon
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.audit import merge_audits
 from asyncflow.queue.protocol import calls
-from asyncflow.queue.protocol.messages import AuditReport, PartitionView, Progress, QueueStats, Sight
+from asyncflow.queue.protocol.messages import (
+    AuditReport,
+    PartitionSnapshot,
+    PartitionView,
+    PeekedRows,
+    Progress,
+    QueueStats,
+)
 from asyncflow.queue.table.replication import FEED, ChangeFeed
 from asyncflow.queue.table.report import merge_snapshots, merge_stats, merge_views
 from asyncflow.queue.table.state import RowState
@@ -38,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-R = TypeVar("R", bound=Struct)
+R = TypeVar("R")
 
 _ASK_S = 5.0
 _LOOK_S = 2.0
@@ -55,7 +61,7 @@ class Primary(Standalone):
         self, controller: Controller, *, controllers: int, address: Address, credentials: Credentials | None
     ) -> None:
         super().__init__(controller)
-        self._feed = ChangeFeed(controller.table.state, shards=range(1, controllers))
+        self._feed = ChangeFeed(controller.table.state, replicas=range(1, controllers))
         self._replicas = {
             index: RpcClient(
                 name=f"controller 0 for {index}",
@@ -74,19 +80,19 @@ class Primary(Standalone):
         wraps: dict[str, Wrap] = {
             "queue.stats": self._with_most("queue.stats", QueueStats, lambda _, *told: merge_stats(*told)),
             "queue.show": self._with_most("queue.show", PartitionView, self._merge_views),
-            "queue.snapshot": self._with_all("queue.snapshot", calls.Snapshot, _merge_snapshots),
+            "queue.snapshot": self._with_all("queue.snapshot", PartitionSnapshot, merge_snapshots),
             "queue.audit": self._with_all("queue.audit", AuditReport, _merge_audits),
             "queue.expire": self._expire,
             "open.reset": self._reset,
-            "open.peek": self._passed_on("open.peek", Sight),
+            "open.peek": self._passed_on("open.peek", PeekedRows),
             "open.progress": self._passed_on("open.progress", Progress),
         }
         return {
             **{method: route.wrapped(wraps[method]) if method in wraps else route for method, route in routes.items()},
-            "shards.follow": Route(calls.Follow, self._follow),
-            "shards.part": Route(calls.AskPart, lambda call, _: self._feed.part(call)),
-            "shards.type": Route(calls.EnterTypes, lambda call, _: self._enter(call)),
-            "shards.drop": Route(calls.DropRows, lambda call, _: self._drop(call)),
+            "replicas.follow": Route(calls.Follow, self._follow),
+            "replicas.part": Route(calls.AskPart, lambda call, _: self._feed.part(call)),
+            "replicas.type": Route(calls.EnterTypes, lambda call, _: self._enter(call)),
+            "replicas.drop": Route(calls.DropRows, lambda call, _: self._drop(call)),
         }
 
     def start(self) -> None:
@@ -123,9 +129,9 @@ class Primary(Standalone):
 
     def _follow(self, call: Any, _frames: Sequence[memoryview]) -> Soon[calls.Feed]:
         feed = self._feed
-        if call.shard in self._asked:
-            self._asked[call.shard] = self._controller.now()
-        nothing = calls.Feed(feed.home, feed.position, [])
+        if call.replica in self._asked:
+            self._asked[call.replica] = self._controller.now()
+        nothing = calls.Feed(feed.epoch, feed.position, [])
         return self._controller.until(FEED, lambda: feed.answer(call), call.wait_s, lambda: nothing)
 
     def _enter(self, call: calls.EnterTypes) -> Soon[calls.Done]:
@@ -136,7 +142,7 @@ class Primary(Standalone):
             done = self._controller.safe(_DONE)
         return done
 
-    def _drop(self, call: calls.DropRows) -> Soon[calls.Verdicts]:
+    def _drop(self, call: calls.DropRows) -> Soon[list[bool]]:
         """Drop rows for ever whose holder says so; a row that a step has taken stays."""
         state = self._table.state
         rows = [state.rows.get(number) for number in call.rows]
@@ -146,7 +152,7 @@ class Primary(Standalone):
         ]  # fmt: skip
         if mine := [number for number, here in zip(call.rows, ok, strict=True) if here]:
             state.record(ev.RowsDropped(call.partition, mine, call.reason))
-        return self._controller.safe(calls.Verdicts(ok))
+        return self._controller.safe(ok)
 
     def _with_all(self, method: str, reply: type[R], merge: Callable[[R, Sequence[R]], R]) -> Wrap:
         """Answer with what all controllers say."""
@@ -212,12 +218,12 @@ class Primary(Standalone):
 
         async def handle(call: Any, frames: Sequence[memoryview]) -> Any:
             if index := self._place(call.partition, call.task):
-                return await self._ask(index, "open.reset", call, calls.Counted)
+                return await self._ask(index, "open.reset", call, int)
             mine: Any = await own(call, frames)
             if call.task is not None:
                 return mine
-            asked = [self._ask(index, "open.reset", call, calls.Counted) for index in self._replicas]
-            return calls.Counted(mine.rows + sum(counted.rows for counted in await asyncio.gather(*asked)))
+            asked = [self._ask(index, "open.reset", call, int) for index in self._replicas]
+            return mine + sum(await asyncio.gather(*asked))
 
         return handle
 
@@ -237,10 +243,10 @@ class Primary(Standalone):
         within_s = _ASK_S if within_s is None else within_s
         if (pending := self._controller.settle()) is not None:
             await asyncio.shield(pending)
-        replica, reach = self._replicas[index], calls.Reach(self._feed.home, self._feed.position, within_s / 2)
+        replica, reach = self._replicas[index], calls.Reach(self._feed.epoch, self._feed.position, within_s / 2)
         try:
-            reached = await replica.call("shards.reach", reach, calls.Reached, timeout=within_s)
-            if reached.ok:
+            reached = await replica.call("replicas.reach", reach, bool, timeout=within_s)
+            if reached:
                 return await replica.call(method, call, reply, timeout=within_s)
         except DeadlineExceeded as late:
             raise DeadlineExceeded(f"{method}: no answer within {within_s:g} s", where=f"controller {index}") from late
@@ -253,11 +259,6 @@ def _resolver(address: Address, index: int) -> Callable[[], str | None]:
 
 def _merge_audits(home: AuditReport, shards: Sequence[AuditReport]) -> AuditReport:
     return merge_audits(home, dict(enumerate(shards, 1)))
-
-
-def _merge_snapshots(home: calls.Snapshot, shards: Sequence[calls.Snapshot]) -> calls.Snapshot:
-    merged = merge_snapshots(home.snapshot, [replica.snapshot for replica in shards])
-    return replace(home, snapshot=merged)
 
 
 async def _heard(telling: Any) -> None:

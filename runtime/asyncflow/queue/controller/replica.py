@@ -96,7 +96,7 @@ class Follower:
 
     async def _step(self) -> None:
         ask = calls.Follow(self._state.index, self.home, self.position, _PARK_S)
-        feed = await self._client.call("shards.follow", ask, calls.Feed, timeout=_PARK_S + _CALL_S)
+        feed = await self._client.call("replicas.follow", ask, calls.Feed, timeout=_PARK_S + _CALL_S)
         if feed.parts:
             await self._take_snapshot(feed)
             return
@@ -114,7 +114,7 @@ class Follower:
         draft.now = self._controller.now()
         for number in range(feed.parts):
             ask = calls.AskPart(self._state.index, feed.position, number)
-            part = await self._client.call("shards.part", ask, calls.Part, timeout=_CALL_S)
+            part = await self._client.call("replicas.part", ask, calls.Part, timeout=_CALL_S)
             for raw in part.items:
                 take(draft, decode(raw))
                 await asyncio.sleep(0)
@@ -124,7 +124,7 @@ class Follower:
         self._arrived(feed)
 
     def _arrived(self, feed: calls.Feed) -> None:
-        self.home, self.position = feed.home, feed.position
+        self.home, self.position = feed.epoch, feed.position
         self._state.touched.add(FEED)
         self._controller.settle()
 
@@ -145,7 +145,7 @@ class Follower:
 
     async def _enter(self, call: calls.EnterTypes) -> None:
         try:
-            await self._client.call("shards.type", call, calls.Done, timeout=_CALL_S)
+            await self._client.call("replicas.type", call, calls.Done, timeout=_CALL_S)
         except AsyncFlowError as error:
             log.info("columns of %s are not entered: %s", call.partition, error)
 
@@ -169,8 +169,8 @@ class Replica(Standalone):
         return {
             **{method: usual[method] for method in ANSWERED},
             "queue.end": usual["queue.end"].wrapped(self._end),
-            "shards.admit": Route(unit_calls.AdmitCells, self._admit),
-            "shards.reach": Route(calls.Reach, self._reach),
+            "replicas.admit": Route(unit_calls.AdmitCells, self._admit),
+            "replicas.reach": Route(calls.Reach, self._reach),
         }
 
     def start(self) -> None:
@@ -196,25 +196,25 @@ class Replica(Standalone):
         told = self.follower.home > 0
         return told, "ready" if told else "the primary has not told it of its rows yet"
 
-    def _reach(self, call: Any, _frames: Frames) -> Soon[calls.Reached]:
-        def reached() -> calls.Reached | None:
-            return calls.Reached(True) if self.follower.knows(call.home, call.position) else None
+    def _reach(self, call: Any, _frames: Frames) -> Soon[bool]:
+        def reached() -> bool | None:
+            return True if self.follower.knows(call.epoch, call.position) else None
 
-        return self._controller.until(FEED, reached, call.wait_s, lambda: calls.Reached(False))
+        return self._controller.until(FEED, reached, call.wait_s, lambda: False)
 
-    def _admit(self, call: Any, _frames: Frames) -> Soon[unit_calls.Admitted]:
+    def _admit(self, call: Any, _frames: Frames) -> Soon[list[unit_calls.EntryResult]]:
         self._table.state.now = self._controller.now()
-        return self._controller.safe(unit_calls.Admitted([self._verdict(entry) for entry in call.entries]))
+        return self._controller.safe([self._verdict(entry) for entry in call.entries])
 
-    def _verdict(self, entry: unit_calls.NewCells) -> unit_calls.Verdict:
+    def _verdict(self, entry: unit_calls.NewCells) -> unit_calls.EntryResult:
         try:
             numbers = entry.rows
             if entry.reason:
-                return unit_calls.Verdict(self._table.give_back(entry.lease, numbers, entry.reason, entry.cells))
+                return unit_calls.EntryResult(self._table.give_back(entry.lease, numbers, entry.reason, entry.cells))
             self._check_known(entry)
-            return unit_calls.Verdict(self._table.complete(entry.lease, numbers, entry.cells, entry.tags))
+            return unit_calls.EntryResult(self._table.complete(entry.lease, numbers, entry.cells, entry.tags))
         except AsyncFlowError as error:
-            return unit_calls.Verdict([], error.to_wire())
+            return unit_calls.EntryResult([], error.to_wire())
 
     def _check_known(self, entry: unit_calls.NewCells) -> None:
         """Put off a completion with columns that nobody has written before, until the primary has entered them."""
@@ -234,10 +234,10 @@ class Replica(Standalone):
             lease, rows = self._table.claims.holder(call.lease), call.rows
             mine = [row for row in dict.fromkeys(rows) if lease is not None and row in lease.rows]
             if lease is None or not mine:
-                return calls.Verdicts([False] * len(rows))
+                return [False] * len(rows)
             drop = calls.DropRows(self._table.state.index, lease.partition, mine, call.reason)
-            said = await self._home.call("shards.drop", drop, calls.Verdicts, timeout=_DROP_S)
-            gone = {row for row, ok in zip(mine, said.ok, strict=True) if ok}
-            return calls.Verdicts([row in gone for row in rows])
+            said = await self._home.call("replicas.drop", drop, list[bool], timeout=_DROP_S)
+            gone = {row for row, ok in zip(mine, said, strict=True) if ok}
+            return [row in gone for row in rows]
 
         return handle

@@ -16,9 +16,9 @@ from typing import TypeVar
 
 from asyncflow.errors import Fenced
 from asyncflow.identity import epoch_of, home_of, unit_at
-from asyncflow.queue.protocol.calls import Drain, Shares, Units
+from asyncflow.queue.protocol.calls import Drain, Shares
 from asyncflow.queue.protocol.messages import UnitState, UnitView
-from asyncflow.queue.protocol.unit_calls import AskLeg, Hello, Leg, Orders, Session, Watch, Welcome
+from asyncflow.queue.protocol.unit_calls import AskMove, Hello, MoveOrder, Orders, Session, Watch, Welcome
 from asyncflow.queue.table.moves import Room
 from asyncflow.queue.table.state import Row
 from asyncflow.queue.table.table import Table
@@ -158,7 +158,7 @@ class Sessions:
 
     def synced(self, session: Session) -> None:
         """Note that a unit has told all it holds: what it did not name is lost."""
-        missing = self._table.miss(session.home)
+        missing = self._table.miss(session.location)
         self._units[session.unit].synced = True
         if missing:
             log.warning("storage unit %d came back without %d rows", session.unit, missing)
@@ -223,22 +223,20 @@ class Sessions:
         self._turn += 1
         return Shares({index: unit.given for index, unit in self._taking()}, self._turn - 1)
 
-    def views(self, now: float) -> Units:
+    def views(self, now: float) -> list[UnitView]:
         """Describe all units."""
-        return Units(
-            [
-                UnitView(
-                    unit=index,
-                    state=self._state(unit, now),
-                    rows=unit.held,
-                    bytes=unit.used,
-                    limit=unit.limit,
-                    epoch=unit.epoch,
-                    address=unit.address,
-                )
-                for index, unit in sorted(self._units.items())
-            ]
-        )
+        return [
+            UnitView(
+                unit=index,
+                state=self._state(unit, now),
+                rows=unit.held,
+                bytes=unit.used,
+                limit=unit.limit,
+                epoch=unit.epoch,
+                address=unit.address,
+            )
+            for index, unit in sorted(self._units.items())
+        ]
 
     def _state(self, unit: _Unit, now: float) -> UnitState:
         if self._leaving(unit):
@@ -256,7 +254,7 @@ class Sessions:
             log.info("storage unit %d leaves: its rows move to others", drain.unit)
             self._tell(self._units[drain.unit])
 
-    def leg(self, ask: AskLeg) -> Leg:
+    def next_order(self, ask: AskMove) -> MoveOrder:
         """Say what a unit that leaves moves next; its session ends when nothing is left."""
         rooms = {
             index: Room(unit.held, unit.limit - unit.used)
@@ -264,14 +262,16 @@ class Sessions:
             if index != ask.session.unit
         }
         rows = ask.rows
-        leg = self._table.moves.leg(ask.session.home, rows, held=ask.held, nbytes=ask.nbytes, rooms=rooms, but=ask.but)
-        if leg.over:
+        order = self._table.moves.next_order(
+            ask.session.location, rows, held=ask.held, nbytes=ask.nbytes, rooms=rooms, but=ask.but
+        )
+        if order.over:
             log.info("storage unit %d has left: nothing is lost", ask.session.unit)
             del self._units[ask.session.unit]
             self._table.lose_unit(ask.session.unit)
-        elif leg.rows:
-            self._units[leg.unit].held += len(leg.rows)
-        return leg
+        elif order.rows:
+            self._units[order.unit].held += len(order.rows)
+        return order
 
     def _taking(self) -> list[tuple[int, _Unit]]:
         """Return the units to which rows may go."""

@@ -15,7 +15,7 @@ from typing import Annotated
 from msgspec import Meta, Raw, Struct
 
 from asyncflow.queue.protocol.batches import RowBatch, Slot
-from asyncflow.queue.protocol.messages import LeasedRow, PartitionSnapshot, TaskSpec, UnitView
+from asyncflow.queue.protocol.messages import LeasedRow, TaskSpec
 from asyncflow.rpc.access import HELD_BY
 
 Seconds = Annotated[float, Meta(ge=0)]
@@ -34,12 +34,6 @@ _LONGEST_LEASE = 16
 
 class Done(Struct, frozen=True):
     """It was done."""
-
-
-class Verdicts(Struct, frozen=True):
-    """What became of each row."""
-
-    ok: list[bool]
 
 
 class Nothing(Struct, frozen=True):
@@ -92,36 +86,17 @@ class Claimed(Struct, frozen=True, omit_defaults=True):
         return self.batch.leased() if self.batch is not None else []
 
 
-class Acknowledge(Struct, frozen=True):
-    """The rows of these leases are completed; for tasks that write nothing."""
+class Leases(Struct, frozen=True):
+    """Leases to be renewed, or whose rows are completed by a task that writes nothing."""
 
     leases: list[str]
 
 
-class Abandon(Struct, frozen=True):
-    """Nobody waits for the claim ``ticket`` any more."""
+class ClaimTicket(Struct, frozen=True):
+    """A claim to be abandoned, as nobody waits for it any more; or to be withdrawn: answered now, if it waits."""
 
     worker: str
     ticket: str
-
-
-class Withdraw(Struct, frozen=True):
-    """Answer the claim ``ticket`` now, without rows, if it waits; one that was met has its answer."""
-
-    worker: str
-    ticket: str
-
-
-class Renew(Struct, frozen=True):
-    """Begin the time of leases anew."""
-
-    leases: list[str]
-
-
-class Renewed(Struct, frozen=True):
-    """The leases that are in force."""
-
-    leases: list[str]
 
 
 class EndRows(Struct, frozen=True):
@@ -214,24 +189,11 @@ class AskSnapshot(Struct, frozen=True):
     step: int | None = None
 
 
-class TakeOver(Struct, frozen=True):
-    """An attempt of the partition's creator begins."""
+class CreatorAttempt(Struct, frozen=True):
+    """An attempt of the partition's creator, which takes over, or clears the partition."""
 
     partition: str
     attempt: Attempt
-
-
-class Clear(Struct, frozen=True):
-    """An attempt of the partition's creator clears it."""
-
-    partition: str
-    attempt: Attempt
-
-
-class Snapshot(Struct, frozen=True):
-    """The state of a partition."""
-
-    snapshot: PartitionSnapshot
 
 
 class Close(Struct, frozen=True):
@@ -239,12 +201,6 @@ class Close(Struct, frozen=True):
 
     partition: str
     step: int
-
-
-class ListRows(Struct, frozen=True):
-    """A question: the rows of a partition."""
-
-    partition: str
 
 
 class FindRows(Struct, frozen=True):
@@ -292,22 +248,6 @@ class AskProgress(Struct, frozen=True):
     task: str
 
 
-class Counted(Struct, frozen=True):
-    """So many rows were changed."""
-
-    rows: int
-
-
-class ListPartitions(Struct, frozen=True):
-    """A question: all partitions."""
-
-
-class Partitions(Struct, frozen=True):
-    """How many rows each partition has, by name, sorted."""
-
-    rows: dict[str, int]
-
-
 class Drain(Struct, frozen=True):
     """A unit shall leave. incarnation: only this one of it, or any (empty)."""
 
@@ -319,18 +259,6 @@ class AskWhere(Struct, frozen=True):
     """A question: where these rows lie."""
 
     rows: list[int]
-
-
-class Whereabouts(Struct, frozen=True):
-    """The unit of each row; NOWHERE for a row that is not there."""
-
-    units: list[int]
-
-
-class Units(Struct, frozen=True):
-    """All units, by index."""
-
-    units: list[UnitView]
 
 
 class Shares(Struct, frozen=True):
@@ -352,13 +280,13 @@ def controller_of(lease: str) -> int:
 
 
 class Follow(Struct, frozen=True):
-    """What happened to rows after ``position`` in the time of the home with this epoch? Parks for ``wait_s``.
+    """What happened to rows after ``position`` in the time of the primary with this epoch? Parks for ``wait_s``.
 
-    home: 0 asks for a snapshot.
+    epoch: 0 asks for a snapshot.
     """
 
-    shard: _Count
-    home: _Count
+    replica: _Count
+    epoch: _Count
     position: _Count
     wait_s: Seconds
 
@@ -366,19 +294,19 @@ class Follow(Struct, frozen=True):
 class Feed(Struct, frozen=True):
     """What happened, up to ``position``; the items are encoded one by one.
 
-    parts: if not 0, the shard must take a snapshot of so many parts (``AskPart``) and follow from ``position`` on.
+    parts: if not 0, the replica must take a snapshot of so many parts (``AskPart``) and follow from ``position`` on.
     """
 
-    home: int
+    epoch: int
     position: int
     items: list[Raw]
     parts: int = 0
 
 
 class AskPart(Struct, frozen=True):
-    """Request for part ``part`` of the snapshot that was made for this shard at ``position``."""
+    """Request for part ``part`` of the snapshot that was made for this replica at ``position``."""
 
-    shard: _Count
+    replica: _Count
     position: _Count
     part: _Count
 
@@ -390,31 +318,25 @@ class Part(Struct, frozen=True):
 
 
 class Reach(Struct, frozen=True):
-    """Answer when everything up to ``position`` of that home is known; parks for ``wait_s``."""
+    """Answer when everything up to ``position`` of the primary with this epoch is known; parks for ``wait_s``."""
 
-    home: int
+    epoch: int
     position: int
     wait_s: Seconds
 
 
-class Reached(Struct, frozen=True):
-    """Whether it is known."""
-
-    ok: bool
-
-
 class EnterTypes(Struct, frozen=True):
-    """New columns of a partition, with their dtypes, that ``shard`` was given."""
+    """New columns of a partition, with their dtypes, that ``replica`` was given."""
 
-    shard: _Count
+    replica: _Count
     partition: str
     dtypes: dict[str, str]
 
 
 class DropRows(Struct, frozen=True):
-    """Rows whose holder, who has them from ``shard``, gives them up for ever."""
+    """Rows whose holder, who has them from ``replica``, gives them up for ever."""
 
-    shard: _Count
+    replica: _Count
     partition: str
     rows: list[int]
     reason: str

@@ -306,7 +306,7 @@ class Listing(Struct, frozen=True, array_like=True):
     tags: list[dict[str, Tag]]
 
 
-class Sight(Struct, frozen=True, array_like=True):
+class PeekedRows(Struct, frozen=True, array_like=True):
     """What a look at rows shows, a place for each.
 
     ready: for the task that was named, now; leased, done: by it; attempts: how often it had the row before; lacks: the

@@ -1,9 +1,9 @@
 """The calls of clients to units, of units to controllers, and of units to each other.
 
-A unit that leaves asks the controller which of its rows go to which unit next (``AskLeg``), and takes them there
+A unit that leaves asks the controller which of its rows go to which unit next (``AskMove``), and takes them there
 (``TakeRows``); that unit tells the controller (``MovedRows``), whose answer moves them.
 
-Invariant: as in ``calls``, every call can be sent again after its answer was lost; a ``Leg`` makes earlier ones void.
+Invariant: as in ``calls``, every call can be sent again after its answer was lost; a ``MoveOrder`` voids earlier ones.
 """
 
 from __future__ import annotations
@@ -98,12 +98,6 @@ class FetchRows(Struct, frozen=True):
     columns: list[str]
 
 
-class Fetched(Struct, frozen=True):
-    """The columns of the rows that were asked for, which the frames hold."""
-
-    header: BatchHeader
-
-
 class Hello(Struct, frozen=True):
     """A unit asks for the epoch of its rows. address: where others reach it."""
 
@@ -133,7 +127,7 @@ class Session(Struct, frozen=True):
     epoch: int
 
     @property
-    def home(self) -> int:
+    def location(self) -> int:
         """Where the rows of this unit lie."""
         return home(self.epoch, self.unit)
 
@@ -144,12 +138,6 @@ class Announce(Struct, frozen=True):
     session: Session
     held: list[Held]
     last: bool
-
-
-class Strangers(Struct, frozen=True):
-    """Rows that nobody needs any more."""
-
-    rows: list[int]
 
 
 class LostRows(Struct, frozen=True):
@@ -184,12 +172,12 @@ class NewCells(Struct, frozen=True, tag="cells"):
 
 
 class MovedRows(Struct, frozen=True, tag="moved"):
-    """Rows that came from ``home``, where they are no more once this is admitted. ticket: of ``Leg``.
+    """Rows that came from ``source``, where they are no more once this is admitted. ticket: of ``MoveOrder``.
 
     partial: those of the columns that are unfinished; tokens, tags: of each row.
     """
 
-    home: int
+    source: int
     ticket: int
     rows: list[int]
     cells: Cells
@@ -208,7 +196,7 @@ class Admit(Struct, frozen=True):
     entries: list[Entry]
 
 
-class Verdict(Struct, frozen=True):
+class EntryResult(Struct, frozen=True):
     """What became of each row of an entry; error: that of ``to_wire`` when the whole entry is refused.
 
     rows: of ``NewRows`` that are not all ok, the ids to be told to whoever put them (see ``RowIds``).
@@ -223,16 +211,11 @@ class Verdict(Struct, frozen=True):
         return self.ok or [False] * count
 
 
-class Admitted(Struct, frozen=True):
-    """A verdict for each entry."""
-
-    verdicts: list[Verdict]
-
-    def on(self, entries: Sized) -> list[Verdict]:
-        """Return the verdicts on ``entries``. Raises ProtocolError where they are fewer or more."""
-        if len(self.verdicts) != len(entries):
-            raise ProtocolError(f"{len(self.verdicts)} verdicts came on {len(entries)} entries")
-        return self.verdicts
+def results_on(entries: Sized, results: list[EntryResult]) -> list[EntryResult]:
+    """Return ``results`` on ``entries``. Raises ProtocolError where they are fewer or more."""
+    if len(results) != len(entries):
+        raise ProtocolError(f"{len(results)} results came on {len(entries)} entries")
+    return results
 
 
 class Watch(Struct, frozen=True):
@@ -256,7 +239,7 @@ class Orders(Struct, frozen=True):
     leave: bool = False
 
 
-class AskLeg(Struct, frozen=True):
+class AskMove(Struct, frozen=True):
     """A unit that leaves asks what goes next.
 
     rows: the first of the ``held`` rows that it holds, of ``nbytes`` bytes; but: not to there.
@@ -269,7 +252,7 @@ class AskLeg(Struct, frozen=True):
     but: int = NOWHERE
 
 
-class Leg(Struct, frozen=True):
+class MoveOrder(Struct, frozen=True):
     """Move ``rows`` to ``unit``. gone: those that are not needed here any more.
 
     over: nothing is left here, and the session has ended; alone: there is no other unit, nor is one awaited.
@@ -286,10 +269,10 @@ class Leg(Struct, frozen=True):
 class TakeRows(Struct, frozen=True):
     """Take rows over from another unit; the frames hold all their columns.
 
-    home, ticket, partial, tokens, tags: see ``MovedRows``; outputs: most bytes of each column that is written later.
+    source, ticket, partial, tokens, tags: see ``MovedRows``; outputs: most bytes of each column that is written later.
     """
 
-    home: int
+    source: int
     ticket: int
     rows: list[int]
     header: BatchHeader
@@ -309,7 +292,7 @@ def chosen(cells: Cells, count: int, indices: list[int]) -> Cells:
 
 
 class AdmitCells(Struct, frozen=True):
-    """What ``unit`` was given under leases of this shard."""
+    """What ``unit`` was given under leases of this replica."""
 
     unit: Annotated[int, Meta(ge=0)]
     entries: list[NewCells]

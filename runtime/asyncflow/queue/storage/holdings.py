@@ -22,7 +22,7 @@ from asyncflow.errors import PeerLost, ProtocolError, Refused, StaleHandle, from
 from asyncflow.queue.protocol.batches import packed
 from asyncflow.queue.protocol.calls import controller_of
 from asyncflow.queue.protocol.messages import Tag
-from asyncflow.queue.protocol.unit_calls import Cells, Entry, Held, MovedRows, NewCells, NewRows, Verdict
+from asyncflow.queue.protocol.unit_calls import Cells, Entry, EntryResult, Held, MovedRows, NewCells, NewRows
 from asyncflow.queue.storage.backend import Backend, BytesLost, Place
 from asyncflow.queue.storage.budget import ByteBudget
 from asyncflow.rpc.columns import Jagged
@@ -148,7 +148,7 @@ class PendingPut:
 
     entry: Entry
     blob: Blob
-    result: asyncio.Future[Verdict]
+    result: asyncio.Future[EntryResult]
 
     @property
     def rows(self) -> Sequence[int]:
@@ -160,7 +160,7 @@ class PendingPut:
         """The number of the controller that decides, 0 for the primary."""
         return controller_of(self.blob.lease)
 
-    async def decided(self) -> Verdict:
+    async def decided(self) -> EntryResult:
         """Return the decision, which says of each row whether it was admitted. Raises the error that it names.
 
         A caller that is cancelled does not cancel the decision: others wait for it too.
@@ -169,7 +169,7 @@ class PendingPut:
         decision = self.result.result()
         if decision.error is not None:
             raise from_wire(decision.error)
-        return Verdict(decision.each(len(self.rows)), rows=decision.rows)
+        return EntryResult(decision.each(len(self.rows)), rows=decision.rows)
 
     def may_change(self, rows: frozenset[int] | None, columns: Iterable[str] | None) -> bool:
         """Return whether one of these cells may change by it. None: all rows, or all columns."""
@@ -273,7 +273,7 @@ class Holdings:
         self.puts[put] = None
         return put
 
-    def decide(self, put: PendingPut, result: Verdict) -> None:
+    def decide(self, put: PendingPut, result: EntryResult) -> None:
         """Hold those rows of ``put`` that were admitted, and free the others; set the future ``put.result``."""
         put.result.set_result(result)
         ok = result.each(len(put.rows))
@@ -388,7 +388,7 @@ class Holdings:
         self.clear(self.rows)
         for put in list(self.puts):
             again = PeerLost("the unit was given up and began anew", where=self._where)
-            self.decide(put, Verdict([], None if isinstance(put.entry, NewCells) else again.to_wire()))
+            self.decide(put, EntryResult([], None if isinstance(put.entry, NewCells) else again.to_wire()))
 
     def _drop(self, rows: Iterable[HeldRow]) -> None:
         """Free all that rows have, and were promised."""

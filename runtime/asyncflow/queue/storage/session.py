@@ -30,26 +30,25 @@ from itertools import islice
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost
 from asyncflow.identity import RowPlace, home
-from asyncflow.queue.protocol.calls import NOWHERE, Done, Drain, Verdicts, controller_of
+from asyncflow.queue.protocol.calls import NOWHERE, Done, Drain, controller_of
 from asyncflow.queue.protocol.unit_calls import (
     Admit,
     AdmitCells,
-    Admitted,
     Announce,
-    AskLeg,
+    AskMove,
     Entry,
+    EntryResult,
     Hello,
-    Leg,
     LostRows,
+    MoveOrder,
     NewCells,
     Orders,
     Session,
-    Strangers,
     TakeRows,
-    Verdict,
     Watch,
     Welcome,
     chosen,
+    results_on,
 )
 from asyncflow.queue.storage.drain import MovingRows
 from asyncflow.queue.storage.holdings import Blob, Holdings, PendingPut
@@ -187,8 +186,9 @@ class UnitSession:
         if not changes and not puts:
             return False
         entries = [*changes, *[put.entry for put in puts]]
-        admitted = await self._controller.call("units.admit", Admit(session, entries), Admitted, timeout=_CALL_S)
-        results = admitted.on(entries)
+        admit = Admit(session, entries)
+        results = await self._controller.call("units.admit", admit, list[EntryResult], timeout=_CALL_S)
+        results_on(entries, results)
         del self._changes[: len(changes)]
         for put, result in zip(puts, results[len(changes) :], strict=True):
             self._holdings.decide(put, result)
@@ -249,8 +249,8 @@ class UnitSession:
             chunk = list(islice(held, _ROWS))
             last = len(chunk) < _ROWS
             announce = Announce(session, chunk, last)
-            unknown = await self._controller.call("units.announce", announce, Strangers, timeout=_CALL_S)
-            self._holdings.clear(unknown.rows)
+            unknown = await self._controller.call("units.announce", announce, list[int], timeout=_CALL_S)
+            self._holdings.clear(unknown)
 
     async def _obey(self, session: Session, watch_s: float) -> None:
         done = 0
@@ -263,7 +263,7 @@ class UnitSession:
             if orders.leave:
                 self.leaving.set()
 
-    def _decide(self, put: PendingPut, result: Verdict) -> None:
+    def _decide(self, put: PendingPut, result: EntryResult) -> None:
         """Take the decision of a replica, and have the primary know which cells there are now."""
         if put not in self._holdings.puts:
             return
@@ -294,12 +294,13 @@ class UnitSession:
                 continue
             ask = AdmitCells(self._unit, [put.entry for put in puts if isinstance(put.entry, NewCells)])
             try:
-                results = (await client.call("shards.admit", ask, Admitted, timeout=_CALL_S)).on(puts)
+                results = await client.call("replicas.admit", ask, list[EntryResult], timeout=_CALL_S)
+                results_on(puts, results)
             except (PeerLost, DeadlineExceeded):
                 await asyncio.sleep(next(waits))
                 continue
             except AsyncFlowError as error:
-                results = [Verdict([], error.to_wire())] * len(puts)
+                results = [EntryResult([], error.to_wire())] * len(puts)
             waits = delays()
             for put, result in zip(puts, results, strict=True):
                 self._decide(put, result)
@@ -329,7 +330,7 @@ class UnitSession:
                     return False
                 failed = True
 
-    async def _next_move(self) -> Leg:
+    async def _next_move(self) -> MoveOrder:
         """Ask for the next move; from here on all other rows may be written to."""
         session = self.session
         if session is None:
@@ -342,14 +343,14 @@ class UnitSession:
             await self._holdings.decided()
             await self._all_reported()
         rows, nbytes = self.moving.first(most=_MOVE_ROWS, most_bytes=_MOVE_BYTES)
-        ask = AskLeg(session, rows, len(self._holdings), nbytes, self._failed)
-        move = await self._controller.call("units.leg", ask, Leg, timeout=_CALL_S)
+        ask = AskMove(session, rows, len(self._holdings), nbytes, self._failed)
+        move = await self._controller.call("units.move", ask, MoveOrder, timeout=_CALL_S)
         self._failed = NOWHERE
         self.moving.thaw()
         self._holdings.clear(move.gone)
         return move
 
-    async def _carry_out(self, move: Leg) -> None:
+    async def _carry_out(self, move: MoveOrder) -> None:
         if move.unit == NOWHERE:
             await asyncio.sleep(_NOWHERE_S)
         rows = move.rows
@@ -366,7 +367,7 @@ class UnitSession:
         while self._changes:
             await asyncio.sleep(_REPORTED_S)
 
-    async def _send(self, move: Leg, rows: list[int]) -> None:
+    async def _send(self, move: MoveOrder, rows: list[int]) -> None:
         """Have a unit take over rows that are alike; free those that lie there then."""
         session = self.session
         if session is None:
@@ -378,7 +379,7 @@ class UnitSession:
         columns = await self._holdings.fetch(rows, sorted(some.cells)) if some.cells else {}
         header, frames = encode_batch(columns)
         request = TakeRows(
-            home=session.home,
+            source=session.location,
             ticket=move.ticket,
             rows=rows,
             header=header,
@@ -390,7 +391,7 @@ class UnitSession:
             producer=f"unit {self._unit}",
         )
         client = self._client("storage", move.unit)
-        taken = await client.call("unit.take", request, Verdicts, timeout=_CALL_S + _ROOM_S, frames=frames)
-        moved = [row for row, ok in zip(rows, taken.ok, strict=True) if ok]
+        taken = await client.call("unit.take", request, list[bool], timeout=_CALL_S + _ROOM_S, frames=frames)
+        moved = [row for row, ok in zip(rows, taken, strict=True) if ok]
         self.moved_rows += len(moved)
         self._holdings.clear(moved)

@@ -15,10 +15,8 @@ from collections.abc import Callable, Sequence
 
 from asyncflow.errors import DeadlineExceeded, Elsewhere, ProtocolError, Refused, StaleHandle
 from asyncflow.plugins import load_plugin
-from asyncflow.queue.protocol.calls import Verdicts
 from asyncflow.queue.protocol.unit_calls import (
     MOST_ROWS,
-    Fetched,
     FetchRows,
     MovedRows,
     NewCells,
@@ -185,14 +183,14 @@ class StorageUnit:
         result = await self._session.submit(entry, blob).decided()
         return RowIds(rows) if all(result.ok) else RowIds(result.rows, result.ok)
 
-    async def _write(self, call: WriteRows, frames: Frames) -> Verdicts:
+    async def _write(self, call: WriteRows, frames: Frames) -> list[bool]:
         await self.joined(call.wait_s)
         rows = call.rows
         columns = self._columns(call.header, frames, rows=len(rows))
         if call.tags and len(call.tags) != len(rows):
             raise ProtocolError(f"{len(rows)} rows came with {len(call.tags)} sets of tags")
         if not self._session.knows(call.lease):
-            return Verdicts([False] * len(rows))
+            return [False] * len(rows)
         while True:
             await self._moving.writable(rows)
             blob = await self.holdings.store_outputs(
@@ -208,9 +206,9 @@ class StorageUnit:
             self.holdings.discard(blob, len(rows))
         self.put_bytes += blob.size
         entry = NewCells(lease=call.lease, rows=call.rows, cells=blob.cells, tags=call.tags, reason=call.reason)
-        return Verdicts((await self._session.submit(entry, blob).decided()).ok)
+        return (await self._session.submit(entry, blob).decided()).ok
 
-    async def _fetch(self, call: FetchRows, _: Frames) -> tuple[Fetched, list[Buffer]]:
+    async def _fetch(self, call: FetchRows, _: Frames) -> tuple[BatchHeader, list[Buffer]]:
         rows = call.rows
         await self._moving.readable(rows)
         try:
@@ -220,17 +218,17 @@ class StorageUnit:
             raise
         header, out = encode_batch(columns)
         self.fetched_bytes += sum(memoryview(frame).nbytes for frame in out)
-        return Fetched(header), out
+        return header, out
 
-    async def _take(self, call: TakeRows, frames: Frames) -> Verdicts:
+    async def _take(self, call: TakeRows, frames: Frames) -> list[bool]:
         await self._open(call.wait_s)
         rows = call.rows
         if not len(rows) == len(set(rows)) == len(call.tokens) == len(call.tags):
             about = f"{len(call.tokens)} counts, {len(call.tags)} sets of tags"
             raise ProtocolError(f"{len(rows)} rows, of which {len(set(rows))} differ, came with {about}")
         blob = await self._store_new(call, frames, rows=len(rows), partial=call.partial)
-        entry = MovedRows(call.home, call.ticket, call.rows, blob.cells, call.partial, call.tokens, call.tags)
-        return Verdicts((await self._session.submit(entry, blob).decided()).ok)
+        entry = MovedRows(call.source, call.ticket, call.rows, blob.cells, call.partial, call.tokens, call.tags)
+        return (await self._session.submit(entry, blob).decided()).ok
 
     def _columns(self, header: BatchHeader, frames: Frames, *, rows: int) -> dict[str, Jagged]:
         """Read the columns of a put; there may be none at all."""

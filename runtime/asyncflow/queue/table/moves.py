@@ -18,7 +18,7 @@ from asyncflow.errors import Refused
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.calls import NOWHERE
 from asyncflow.queue.protocol.messages import TaskSpec
-from asyncflow.queue.protocol.unit_calls import Leg
+from asyncflow.queue.protocol.unit_calls import MoveOrder
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.state import Row
 
@@ -61,7 +61,7 @@ class RowMoves:
         rows = self._state.rows
         return [row.unit if (row := rows.get(number)) is not None else NOWHERE for number in numbers]
 
-    def leg(
+    def next_order(
         self,
         location: int,
         asked: Sequence[int],
@@ -70,7 +70,7 @@ class RowMoves:
         nbytes: int,
         rooms: Mapping[int, Room],
         but: int = NOWHERE,
-    ) -> Leg:
+    ) -> MoveOrder:
         """Return what the unit at ``location`` moves next; what it was told before is void.
 
         asked: the first of the ``held`` rows that it holds, of ``nbytes`` bytes; rooms: the units that take rows; but:
@@ -84,12 +84,12 @@ class RowMoves:
         unit = choose(rooms, nbytes=nbytes, but=but)
         if not mine or unit == NOWHERE:
             over = not asked and not any(row.location == location for row in self._state.rows.values())
-            return Leg(0, unit, [], gone, over=over, alone=alone)
+            return MoveOrder(0, unit, [], gone, over=over, alone=alone)
         self._given += 1
         self._tickets[location] = self._given
         level = -(-(held + sum(room.rows for room in rooms.values())) // len(rooms))
         most = max(1, level - rooms[unit].rows)
-        return Leg(self._given, unit, list(self._together(mine[:most])), gone, alone=alone)
+        return MoveOrder(self._given, unit, list(self._together(mine[:most])), gone, alone=alone)
 
     def _together(self, rows: Sequence[Row]) -> dict[int, Row]:
         """Return ``rows`` by id with what there is of their groups."""

@@ -125,19 +125,19 @@ class _Snapshot:
 class ChangeFeed:
     """The changes of a primary's rows, for its replicas. limit: bytes of items that are kept."""
 
-    def __init__(self, state: QueueState, *, shards: Iterable[int], limit: int = _LIMIT) -> None:
+    def __init__(self, state: QueueState, *, replicas: Iterable[int], limit: int = _LIMIT) -> None:
         self._state = state
         self._limit = limit
         self._items: deque[bytes] = deque()
         self._bytes = 0
         self._snapshots: dict[int, _Snapshot] = {}
-        self._read = dict.fromkeys(shards, 0)
-        self.home = 0
+        self._read = dict.fromkeys(replicas, 0)
+        self.epoch = 0
         self.position = 0
 
     def start(self) -> None:
         """Begin to tell, in the present epoch."""
-        self.home = self._state.epoch
+        self.epoch = self._state.epoch
         self._state.observer = self.happens
 
     def happens(self, event: ev.Event) -> None:
@@ -168,9 +168,9 @@ class ChangeFeed:
             self._bytes -= len(self._items.popleft())
         self._state.touched.add(FEED)
 
-    def _note(self, shard: int, position: int) -> None:
+    def _note(self, replica: int, position: int) -> None:
         """Note that a replica knows the items before ``position``; forget those that all know."""
-        self._read[shard] = position
+        self._read[replica] = position
         known = min(self._read.values())
         while self._items and self.position - len(self._items) < known:
             self._bytes -= len(self._items.popleft())
@@ -180,30 +180,30 @@ class ChangeFeed:
 
         Raises Refused for a replica that there is not.
         """
-        if follow.shard not in self._read:
-            what = f"there is no controller {follow.shard}"
+        if follow.replica not in self._read:
+            what = f"there is no controller {follow.replica}"
             raise Refused(what, where="controller", hint="Start as many as spec.transferQueue.controllers says")
         first = self.position - len(self._items)
-        if not follow.home or follow.home != self.home or not first <= follow.position <= self.position:
-            return self._begin(follow.shard)
-        self._snapshots.pop(follow.shard, None)
-        self._note(follow.shard, follow.position)
+        if not follow.epoch or follow.epoch != self.epoch or not first <= follow.position <= self.position:
+            return self._begin(follow.replica)
+        self._snapshots.pop(follow.replica, None)
+        self._note(follow.replica, follow.position)
         first = self.position - len(self._items)
         if follow.position == self.position:
             return None
         items = list(_within(_MOST, islice(self._items, follow.position - first, None)))
-        return Feed(self.home, follow.position + len(items), items)
+        return Feed(self.epoch, follow.position + len(items), items)
 
-    def _begin(self, shard: int) -> Feed:
+    def _begin(self, replica: int) -> Feed:
         records = list(weighed_batches(map(encode, snapshot_rows(self._state)), len, heaviest=_MOST))
         made = _Snapshot(self.position, records, list(self._state.rows))
-        self._snapshots[shard] = made
-        self._note(shard, made.position)
-        return Feed(self.home, made.position, [], parts=made.parts)
+        self._snapshots[replica] = made
+        self._note(replica, made.position)
+        return Feed(self.epoch, made.position, [], parts=made.parts)
 
     def part(self, ask: AskPart) -> Part:
         """Return a part of a snapshot. StaleHandle where it is not there any more."""
-        made = self._snapshots.get(ask.shard)
+        made = self._snapshots.get(ask.replica)
         if made is None or made.position != ask.position:
             raise StaleHandle("there is no such snapshot", where="controller", hint="Follow again")
         if ask.part < len(made.records):

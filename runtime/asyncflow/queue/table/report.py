@@ -23,9 +23,9 @@ from asyncflow.queue.protocol.messages import (
     Listing,
     PartitionSnapshot,
     PartitionView,
+    PeekedRows,
     Progress,
     QueueStats,
-    Sight,
     StepState,
     Tag,
     TaskView,
@@ -218,25 +218,25 @@ def find(partition: Partition, keys: Sequence[str]) -> Found:
     )
 
 
-def peek(state: QueueState, partition: Partition, task: str, rows: Sequence[Row]) -> Sight:
+def peek(state: QueueState, partition: Partition, task: str, rows: Sequence[Row]) -> PeekedRows:
     """Show rows as ``task`` sees them, and record that they were seen."""
     queue = partition.known_task(task) if task else None
-    sight = Sight([], [], [], [], [], [], [], [], {})
+    seen = PeekedRows([], [], [], [], [], [], [], [], {})
     for index, row in enumerate(rows):
         work = row.work.get(task, IDLE)
-        sight.rows.append(row.row)
-        sight.keys.append(key_of(row))
-        sight.tags.append(other_tags(row))
-        sight.ready.append(queue is not None and _is_ready(queue, row))
-        sight.leased.append(bool(work.lease))
-        sight.done.append(bool(work.done))
-        sight.attempts.append(work.attempt)
-        sight.lacks.append(sorted(set(queue.spec.needs) - row.shape.has) if queue is not None else [])
+        seen.rows.append(row.row)
+        seen.keys.append(key_of(row))
+        seen.tags.append(other_tags(row))
+        seen.ready.append(queue is not None and _is_ready(queue, row))
+        seen.leased.append(bool(work.lease))
+        seen.done.append(bool(work.done))
+        seen.attempts.append(work.attempt)
+        seen.lacks.append(sorted(set(queue.spec.needs) - row.shape.has) if queue is not None else [])
         for name, size in row.sizes.items():
-            sight.sizes.setdefault(name, [-1] * len(rows))[index] = size
+            seen.sizes.setdefault(name, [-1] * len(rows))[index] = size
     if rows:
         state.record(ev.Peeked(partition.name, len(rows)))
-    return sight
+    return seen
 
 
 def has_columns(columns: Sequence[str]) -> Callable[[Row], bool]:

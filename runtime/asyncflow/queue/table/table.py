@@ -114,7 +114,7 @@ class Table:
 
         What the unit says of a row that no unit has told of since the controller began anew is taken for true.
         """
-        moved = self.moves.take(location, numbers, source=entry.home, ticket=entry.ticket)
+        moved = self.moves.take(location, numbers, source=entry.source, ticket=entry.ticket)
         names, sizes = by_row(entry.cells, len(numbers))
         for index, number in enumerate(numbers):
             if moved[index] and not self.state.rows[number].here:
