@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncflow.errors import DeadlineExceeded, StaleHandle
+from asyncflow.errors import DeadlineExceeded, Elsewhere, StaleHandle
 from asyncflow.queue.protocol.messages import Samples
 from asyncflow.queue.protocol.unit_calls import EntryResult, MovedRows, NewCells, NewRows
 from asyncflow.queue.storage.backend import BytesLost, Place
@@ -37,7 +37,7 @@ class Unit:
 
     async def create(self, lengths, *, ok=None, outputs=OUTPUTS):
         columns = {"a": Jagged.from_rows([np.full(n, self.rows + i) for i, n in enumerate(lengths)], "int64")}
-        blob = await self.holdings.store_new(columns, rows=len(lengths), outputs=outputs, producer="", timeout=0)
+        blob = await self.holdings.store(columns, new=len(lengths), outputs=outputs, timeout=0)
         rows = list(range(self.rows, self.rows + len(lengths)))
         self.rows += len(lengths)
         tags = [{"made": row} if row % 2 else {} for row in rows]
@@ -52,9 +52,7 @@ class Unit:
             name: Jagged.from_rows([np.full(n, row) for n, row in zip(lengths, rows, strict=True)], "int64")
             for name in "ab"
         }
-        blob = await self.holdings.store_new(
-            columns, rows=len(rows), outputs=OUTPUTS, partial=["b"], producer="", timeout=0
-        )
+        blob = await self.holdings.store(columns, new=len(rows), outputs=OUTPUTS, partial=["b"], timeout=0)
         tokens, tags = [2 * row for row in rows], [{"moved": row} for row in rows]
         return self.holdings.propose(MovedRows(0, 1, rows, blob.cells, ["b"], tokens, tags), blob)
 
@@ -63,9 +61,7 @@ class Unit:
 
     async def store(self, rows, columns, *, lease="1", reason="", tags=()):
         made = {name: Jagged.from_rows([np.full(n, v) for n, v in cells], "int64") for name, cells in columns.items()}
-        blob = await self.holdings.store_outputs(
-            made, rows=rows, lease=lease, partial=bool(reason), producer="", timeout=0
-        )
+        blob = await self.holdings.store(made, rows=rows, lease=lease, partial=made if reason else (), timeout=0)
         entry = NewCells(lease=lease, rows=rows, cells=blob.cells, tags=list(tags), reason=reason)
         return self.holdings.propose(entry, blob)
 
@@ -220,19 +216,19 @@ async def test_who_asks_for_cells_that_are_not_decided_about_waits_for_the_verdi
     assert (await put.result).ok == [True]
 
 
-async def test_whoever_waits_for_rows_on_their_way_and_has_gone_keeps_them_from_nobody_else():
+async def test_rows_on_their_way_are_elsewhere_until_they_have_come():
     unit = Unit()
     moving = MovingRows(unit.holdings, location=lambda: -1, where="test")
     put = await unit.send([FAR], [1])
-    for method in (moving.readable, moving.writable, unit.holdings.decided):
-        gone, stays = (asyncio.create_task(method([FAR])) for _ in range(2))
-        await asyncio.sleep(0)
-        gone.cancel()
-        await asyncio.wait([gone])
-        assert not stays.done()
+    for write in (False, True):
+        with pytest.raises(Elsewhere, match="1 of 1 rows do not lie here"):
+            moving.check([FAR], write=write)
     unit.holdings.decide(put, EntryResult([True]))
-    await asyncio.wait_for(stays, 10)
-    assert unit.lost == []
+    moving.check([FAR], write=True)
+    moving.frozen = frozenset([FAR])
+    moving.check([FAR])
+    with pytest.raises(Elsewhere):
+        moving.check([FAR], write=True)
 
 
 async def test_whoever_put_and_has_gone_takes_the_verdict_from_nobody_else():

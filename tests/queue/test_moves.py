@@ -44,9 +44,7 @@ class Unit:
         return [RowPlace(self.epoch, self.index, first + n).row for n in range(count)]
 
     async def put(self, rows, columns, entry, **options):
-        blob = await self.holdings.store_new(
-            columns, rows=len(rows), outputs=OUTPUTS, producer="", timeout=0, **options
-        )
+        blob = await self.holdings.store(columns, new=len(rows), outputs=OUTPUTS, timeout=0, **options)
         put = self.holdings.propose(entry(blob.cells), blob)
         self.values[put] = {
             row: {name: int(of.row(n)[0]) for name, of in columns.items()} for n, row in enumerate(rows)
@@ -133,16 +131,14 @@ class Movement(RuleBasedStateMachine):
     def write(self, data, name, answered):
         number = data.draw(st.sampled_from(sorted(self.table.state.rows)))
         unit = self.units[self.table.moves.where([number])[0]]
-        if unit.moving.blocks([number]) or number not in unit.holdings:
+        if unit.moving.away([number], write=True) or number not in unit.holdings:
             return
         self.version += 1
         value, lease = self.version, f"write:{self.version}"
         columns = {name: Jagged.from_rows([[value] * 2], "int64")}
 
         async def store():
-            blob = await unit.holdings.store_outputs(
-                columns, rows=[number], lease=lease, partial=False, producer="", timeout=0
-            )
+            blob = await unit.holdings.store(columns, rows=[number], lease=lease, timeout=0)
             put = unit.holdings.propose(NewCells(lease, [number], blob.cells, [], ""), blob)
             unit.values[put] = {number: {name: value}}
             if unit.synced and answered:
@@ -227,9 +223,9 @@ class Movement(RuleBasedStateMachine):
         }
         rows, nbytes = unit.moving.first(most=3, most_bytes=1 << 20)
         unit.leg = self.table.moves.next_order(unit.home, rows, held=len(unit.holdings), nbytes=nbytes, rooms=rooms)
-        unit.moving.thaw()
+        unit.moving.frozen = frozenset()
         unit.holdings.clear(unit.leg.gone)
-        unit.moving.freeze(unit.leg.rows)
+        unit.moving.frozen = frozenset(unit.leg.rows)
         assert not (unit.leg.over and len(unit.holdings))
 
     def send(self, unit):
@@ -373,21 +369,19 @@ def tell(queue, unit, *, answered=True):
 def write(queue, unit, number, value):
     async def store():
         columns = {"x": Jagged.from_rows([[value] * 2], "int64")}
-        blob = await unit.holdings.store_outputs(
-            columns, rows=[number], lease=f"write:{value}", partial=False, producer="", timeout=0
-        )
+        blob = await unit.holdings.store(columns, rows=[number], lease=f"write:{value}", timeout=0)
         put = unit.holdings.propose(NewCells(f"write:{value}", [number], blob.cells, [], ""), blob)
         unit.values[put] = {number: {"x": value}}
         await queue.told(unit)
 
-    assert not unit.moving.blocks([number])
+    assert not unit.moving.away([number], write=True)
     queue.runner.run(store())
 
 
 def test_a_group_moves_whole_and_nothing_is_written_to_it_meanwhile(queue):
     rows, other = ask_and_send(queue)
     assert len(rows) == 2
-    assert all(queue.units[0].moving.blocks([number]) for number in rows)
+    assert all(queue.units[0].moving.away([number], write=True) for number in rows)
     tell(queue, other)
     assert set(rows_at(queue, other.index)) >= set(rows)
     assert queue.table.moves.where([*rows, 5]) == [other.index] * 2 + [NOWHERE]
@@ -396,7 +390,7 @@ def test_a_group_moves_whole_and_nothing_is_written_to_it_meanwhile(queue):
 def test_what_was_sent_before_the_controller_was_asked_again_comes_too_late(queue):
     rows, other = ask_and_send(queue)
     queue.runner.run(queue.asked(queue.units[0]))
-    queue.units[0].moving.thaw()
+    queue.units[0].moving.frozen = frozenset()
     write(queue, queue.units[0], rows[0], 1000)
     tell(queue, other)
     assert set(rows_at(queue, 0)) >= set(rows)
@@ -406,7 +400,7 @@ def test_what_was_sent_before_the_controller_was_asked_again_comes_too_late(queu
 def test_of_rows_that_were_sent_twice_the_unit_keeps_what_was_sent_last(queue):
     rows, other = ask_and_send(queue)
     queue.runner.run(queue.asked(queue.units[0]))
-    queue.units[0].moving.thaw()
+    queue.units[0].moving.frozen = frozenset()
     write(queue, queue.units[0], rows[0], 1000)
     again, same = ask_and_send(queue)
     assert (again, same) == (rows, other)

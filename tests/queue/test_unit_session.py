@@ -112,7 +112,7 @@ async def test_each_put_learns_what_was_decided_about_it():
     session = UnitSession(unit=0, incarnation="me", controller=controller, holdings=holdings)
     column, puts = {"x": Jagged.from_rows([[7]], "int64")}, []
     for number in (5, 6):
-        blob = await holdings.store_new(column, rows=1, outputs={}, producer="", timeout=0)
+        blob = await holdings.store(column, new=1, outputs={}, timeout=0)
         entry = NewRows("p", b"a client", number, 1, [number], blob.cells, [])
         puts.append(holdings.propose(entry, blob))
     with pytest.raises(TimeoutError):
@@ -146,7 +146,7 @@ async def test_a_row_that_is_freed_with_the_decision_about_it_leaves_nothing_beh
     column = {"x": Jagged.from_rows([[7]], "int64")}
     async with asyncio.timeout(10):
         watch = await controller.sessions.get()
-        blob = await holdings.store_new(column, rows=1, outputs={}, producer="", timeout=0)
+        blob = await holdings.store(column, new=1, outputs={}, timeout=0)
         entry = NewRows("p", b"a client", 1, 1, [5], blob.cells, [])
         put = session.submit(entry, blob)
         admit = await controller.asked.get()
@@ -165,7 +165,7 @@ async def test_an_answer_with_too_few_results_begins_a_new_session_that_tells_th
     failed = session.start()
     async with asyncio.timeout(10):
         await controller.sessions.get()
-        blob = await holdings.store_new({}, rows=1, outputs={}, producer="", timeout=0)
+        blob = await holdings.store({}, new=1, outputs={}, timeout=0)
         put = session.submit(NewRows("p", b"a client", 1, 1, [5], blob.cells, [{}]), blob)
         (await controller.asked.get()).set_result([])
         (await controller.asked.get()).set_result([EntryResult([True])])

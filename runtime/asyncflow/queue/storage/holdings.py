@@ -209,52 +209,30 @@ class Holdings:
     def __contains__(self, row: int) -> bool:
         return row in self.rows
 
-    async def store_new(
+    async def store(
         self,
         columns: Mapping[str, Jagged],
         *,
-        rows: int,
-        outputs: Mapping[str, int],
+        new: int = 0,
+        rows: Sequence[int] = (),
+        lease: str = "",
         partial: Collection[str] = (),
-        producer: str,
+        outputs: Mapping[str, int] | None = None,
+        producer: str = "",
         timeout: float,
     ) -> Blob:
-        """Store ``columns`` of ``rows`` new rows, in the producer's turn, when there is room for them and outputs.
+        """Store ``columns`` of so many ``new`` rows, or of ``rows`` that are here, in the producer's turn.
 
-        outputs: most bytes of each column that a row gets later; partial: columns that are unfinished.
+        What was promised to rows needs no turn. lease: that of whoever writes to rows; partial: columns that are
+        unfinished; outputs: most bytes of each column that a new row gets later, for which there must be room, too.
         """
-        blob = Blob(next(self._numbers), columns, partial=partial, outputs=outputs)
-        promise = rows * sum([size for name, size in outputs.items() if name not in blob.sizes or name in partial])
-        await self.budget.reserve(blob.size, promise=promise, timeout=timeout, producer=producer)
-        return await self._put(blob, columns, promise=promise)
-
-    async def store_outputs(
-        self,
-        columns: Mapping[str, Jagged],
-        *,
-        rows: Sequence[int],
-        lease: str,
-        partial: bool,
-        producer: str,
-        timeout: float,
-    ) -> Blob:
-        """Store ``columns`` of rows that are here: at once where they were promised, else in the producer's turn."""
-        blob = Blob(next(self._numbers), columns, lease=lease, partial=columns if partial else ())
-        if not partial and self._is_promised(rows, blob):
+        blob = Blob(next(self._numbers), columns, lease=lease, partial=partial, outputs=outputs)
+        later = [size for name, size in blob.outputs.items() if name not in blob.sizes or name in blob.partial]
+        promise = new * sum(later)
+        if not new and not partial and self._is_promised(rows, blob):
             await self.budget.draw(blob.size, timeout=timeout)
         else:
-            await self.budget.reserve(blob.size, timeout=timeout, producer=producer)
-        return await self._put(blob, columns)
-
-    def _is_promised(self, rows: Sequence[int], blob: Blob) -> bool:
-        held = [self.rows.get(number) for number in rows]
-        return None not in held and all(
-            row is not None and row.awaits(name, size)
-            for name, sizes in blob.sizes.items()
-            for row, size in zip(held, sizes, strict=True)
-        )
-
-    async def _put(self, blob: Blob, columns: Mapping[str, Jagged], *, promise: int = 0) -> Blob:
+            await self.budget.reserve(blob.size, promise=promise, timeout=timeout, producer=producer)
         try:
             if columns:
                 await self._backend.put(blob.number, columns)
@@ -262,6 +240,13 @@ class Holdings:
             self.budget.release(blob.size, promise=promise)
             raise
         return blob
+
+    def _is_promised(self, rows: Sequence[int], blob: Blob) -> bool:
+        held = [self.rows.get(number) for number in rows]
+        return all(
+            row is not None and all(row.awaits(name, sizes[index]) for name, sizes in blob.sizes.items())
+            for index, row in enumerate(held)
+        )
 
     def discard(self, blob: Blob, rows: int) -> None:
         """Free what was stored and is not proposed."""

@@ -40,7 +40,7 @@ import numpy.typing as npt
 from asyncflow.errors import AsyncFlowError, ManifestError, PeerLost
 from asyncflow.queue.storage.backend import Fill, Outcome, Site, Store, Take, answer_of
 from asyncflow.queue.storage.packed import PackedBackend
-from asyncflow.queue.storage.servers import LEASE_MS, find_mooncake_master
+from asyncflow.queue.storage.servers import LEASE_MS, find_program
 from asyncflow.rpc.columns import batches
 
 log = logging.getLogger(__name__)
@@ -317,7 +317,7 @@ class MooncakeBackend(PackedBackend):
     @classmethod
     def check(cls, *, servers: bool) -> None:  # noqa: ARG003
         """See that Mooncake is installed, whose package has client and master."""
-        find_mooncake_master()
+        find_program("mooncake_master")
 
     @classmethod
     def made(cls, site: Site) -> Self:

@@ -20,7 +20,7 @@ import numpy as np
 from asyncflow.errors import ManifestError
 from asyncflow.queue.storage.backend import Fill, Outcome, Site, Store, Take, answer_of
 from asyncflow.queue.storage.packed import PackedBackend
-from asyncflow.queue.storage.servers import find_redis
+from asyncflow.queue.storage.servers import find_program
 from asyncflow.rpc.columns import batches
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class RedisBackend(PackedBackend):
     def check(cls, *, servers: bool) -> None:
         """Raise ManifestError where the client is not installed, or the server where it runs here too."""
         if servers:
-            find_redis()
+            find_program("redis-server")
         _library()
 
     @classmethod

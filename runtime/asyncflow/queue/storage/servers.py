@@ -12,7 +12,7 @@ import os
 import shutil
 import socket
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,19 +23,91 @@ LEASE_MS = 2000
 """For so long a value that was read cannot be removed from Mooncake: this is how late freed bytes may come back."""
 
 
-def find_mooncake_master() -> str:
-    """Return its path. Raises ManifestError where it is not installed."""
-    return find_program("mooncake_master", hint="pip install 'asyncflow[mooncake]'")
+READY_S = 30.0
+_AGAIN_S = 0.05
+_END_S = 2.0
+_STDERR = 2
+_HINTS = {
+    "mooncake_master": "pip install 'asyncflow[mooncake]'",
+    "redis-server": "Install the system's package redis-server",
+}
 
 
-def find_redis() -> str:
-    """Return its path. Raises ManifestError where it is not installed."""
-    return find_program("redis-server", hint="Install the system's package redis-server")
+def find_program(name: str) -> str:
+    """Return the path of a program, of this Python's environment or of the system. Raises ManifestError."""
+    beside = Path(sys.executable).with_name(name)
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise ManifestError(f"there is no program {name!r}", where="spec.transferQueue.backend", hint=_HINTS[name])
+    return found
+
+
+def free_port(host: str) -> int:
+    """Return a port that was free on ``host`` a moment ago."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """A running server at ``host`` and ``port``."""
+
+    def __init__(self, process: Process, *, name: str, host: str, port: int) -> None:
+        self.host = host
+        self.port = port
+        self._process = process
+        self._name = name
+
+    @classmethod
+    async def start(cls, command: Sequence[str], *, host: str, port: int, config: bytes = b"") -> Server:
+        """Start ``command``, which writes its log to this process's stderr, and wait until it takes connections.
+
+        config: its standard input. Raises RoleFailed where it ends, DeadlineExceeded where it does not get ready.
+        """
+        bound, env = (sys.executable, "-m", "asyncflow.process", *command), {**os.environ, PARENT: str(os.getpid())}
+        process = await asyncio.create_subprocess_exec(*bound, stdin=PIPE, stdout=_STDERR, env=env)
+        server = cls(process, name=Path(command[0]).name, host=host, port=port)
+        try:
+            assert process.stdin is not None
+            process.stdin.write(config)
+            process.stdin.close()
+            async with asyncio.timeout(READY_S):
+                while process.returncode is None:
+                    with contextlib.suppress(OSError):
+                        _, writer = await asyncio.open_connection(host, port)
+                        writer.close()
+                        return server
+                    await asyncio.sleep(_AGAIN_S)
+            await server.ended()
+        except TimeoutError:
+            await server.stop()
+            what = f"it took no connection at {host}:{port} for {READY_S:g} s"
+            raise DeadlineExceeded(what, where=server._name) from None
+        except BaseException:
+            await server.stop()
+            raise
+        return server
+
+    async def ended(self) -> None:
+        """Wait until the server ends by itself, which it should not: raises RoleFailed then."""
+        status = await self._process.wait()
+        raise RoleFailed(f"it ended with status {status}", where=self._name, hint="Its last words are in the log")
+
+    async def stop(self) -> None:
+        """End the server."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            async with asyncio.timeout(_END_S):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
 
 
 async def start_mooncake_master(host: str) -> Server:
     """Start ``mooncake_master``. Raises ManifestError where it is not installed, RoleFailed where it ends at once."""
-    program = find_mooncake_master()
+    program = find_program("mooncake_master")
     port = free_port(host)
     options = {
         "logtostderr": "true",
@@ -58,7 +130,7 @@ async def start_redis(host: str, *, memory: int, password: str) -> Server:
 
     Raises ManifestError where it is not installed, RoleFailed where it ends at once.
     """
-    program = find_redis()
+    program = find_program("redis-server")
     port = free_port(host)
     options = {
         "bind": host,
@@ -74,89 +146,3 @@ async def start_redis(host: str, *, memory: int, password: str) -> Server:
         options["requirepass"] = password
     config = "".join(f"{name} {value}\n" for name, value in options.items())
     return await Server.start([program, "-"], host=host, port=port, config=config.encode())
-
-
-READY_S = 30.0
-_AGAIN_S = 0.05
-_END_S = 2.0
-_STDERR = 2
-
-
-def free_port(host: str) -> int:
-    """Return a port that was free on ``host`` a moment ago."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
-def find_program(name: str, *, hint: str) -> str:
-    """Return the path of a program, of this Python's environment or of the system. Raises ManifestError."""
-    beside = Path(sys.executable).with_name(name)
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
-        raise ManifestError(f"there is no program {name!r}", where="spec.transferQueue.backend", hint=hint)
-    return found
-
-
-class Server:
-    """A running server at ``host`` and ``port``."""
-
-    def __init__(self, process: Process, *, name: str, host: str, port: int) -> None:
-        self.host = host
-        self.port = port
-        self._process = process
-        self._name = name
-
-    @classmethod
-    async def start(cls, command: Sequence[str], *, host: str, port: int, config: bytes | None = None) -> Server:
-        """Start ``command``, which writes its log to this process's stderr, and wait until it takes connections.
-
-        config: its standard input. Raises RoleFailed where it ends, DeadlineExceeded where it does not get ready.
-        """
-        stdin = DEVNULL if config is None else PIPE
-        bound, env = (sys.executable, "-m", "asyncflow.process", *command), {**os.environ, PARENT: str(os.getpid())}
-        process = await asyncio.create_subprocess_exec(*bound, stdin=stdin, stdout=_STDERR, env=env)
-        server = cls(process, name=Path(command[0]).name, host=host, port=port)
-        try:
-            if process.stdin is not None:
-                process.stdin.write(config or b"")
-                process.stdin.close()
-            await server._answers()
-        except BaseException:
-            await server.stop()
-            raise
-        return server
-
-    async def ended(self) -> None:
-        """Wait until the server ends by itself, which it should not: raises RoleFailed then."""
-        status = await self._process.wait()
-        raise RoleFailed(f"it ended with status {status}", where=self._name, hint="Its last words are in the log")
-
-    async def stop(self) -> None:
-        """End the server."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
-        try:
-            async with asyncio.timeout(_END_S):
-                await self._process.wait()
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
-
-    async def _answers(self) -> None:
-        """Wait until the server takes connections."""
-        ended = asyncio.create_task(self.ended())
-        try:
-            async with asyncio.timeout(READY_S):
-                while not ended.done():
-                    with contextlib.suppress(OSError):
-                        _, writer = await asyncio.open_connection(self.host, self.port)
-                        writer.close()
-                        return
-                    await asyncio.wait([ended], timeout=_AGAIN_S)
-            ended.result()
-        except TimeoutError:
-            what = f"it took no connection at {self.host}:{self.port} for {READY_S:g} s"
-            raise DeadlineExceeded(what, where=self._name) from None
-        finally:
-            ended.cancel()

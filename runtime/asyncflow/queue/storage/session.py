@@ -14,9 +14,8 @@ written to.
 Invariants: after a session began, the controller hears of everything that the unit holds before it may take a row for
 lost; a controller hears of a put until it has decided, or the unit has given the put up, and of puts in the order in
 which they were stored; it hears of a lost row until it has answered, because it takes a row for held of which a put
-has told it; it hears of what replicas have admitted after that was admitted, and the unit keeps no more than
-``_CHANGES`` of it before it begins anew; a drain frees a row only when it lies elsewhere or nobody needs it, and makes
-one move at a time.
+has told it; it hears of what replicas have admitted after that was admitted; a drain frees a row only when it lies
+elsewhere or nobody needs it, and makes one move at a time.
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ log = logging.getLogger(__name__)
 _CALL_S = 10.0
 _ROWS = 2000
 _PUTS = 500
-_CHANGES = 10_000
 _MOVE_ROWS = 512
 _MOVE_BYTES = 4 << 20
 _ROOM_S = 2.0
@@ -111,7 +109,6 @@ class UnitSession:
         self._rows = 0
         self._lost: dict[int, None] = {}
         self._changes: list[NewCells] = []
-        self._dropped = False
         self._more: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
         self._waits = delays()
         self._task: asyncio.Task[None] | None = None
@@ -126,7 +123,7 @@ class UnitSession:
 
     async def close(self) -> None:
         """End the session."""
-        self._closing = True
+        self._closing = True  # a task group that fails meanwhile does not pass a cancellation on
         tasks = [*self._replicas.values(), *([self._task] if self._task is not None else [])]
         for task in tasks:
             task.cancel()
@@ -167,11 +164,9 @@ class UnitSession:
         self._more[0].set()
 
     async def report(self, session: Session) -> None:
-        """Report all that comes, for ever. Raises PeerLost where the session must begin anew."""
+        """Report all that comes, for ever."""
         while True:
             self._more[0].clear()
-            if self._dropped:
-                raise PeerLost("more was admitted than could be kept", where="controller")
             if lost := list(islice(self._lost, _ROWS)):
                 await self._controller.call("units.lost", LostRows(session, lost), Done, timeout=_CALL_S)
                 for row in lost:
@@ -195,26 +190,22 @@ class UnitSession:
         return True
 
     async def _run(self) -> None:
-        while not self._closing:
-            welcome = await self._greet()
-            try:
-                await self._hold_session(welcome)
-            except (PeerLost, DeadlineExceeded, Fenced) as lost:
-                log.info("unit %d begins anew: %s", self._unit, lost)
-            except AsyncFlowError as refused:
-                log.warning("unit %d begins anew: %s", self._unit, refused)
-            await asyncio.sleep(next(self._waits))
-
-    async def _greet(self) -> Welcome:
-        """Say hello until there is an answer. Raises Fenced when another incarnation has this unit's place."""
+        """Hold one session after another. Raises Fenced when another incarnation has this unit's place."""
         hello = Hello(self._unit, self._incarnation, self._holdings.budget.limit, self._address())
-        while True:
+        while not self._closing:
             try:
-                return await self._controller.call("units.hello", hello, Welcome, timeout=_CALL_S)
+                welcome = await self._controller.call("units.hello", hello, Welcome, timeout=_CALL_S)
             except Fenced:
                 raise
             except AsyncFlowError as error:
                 log.info("unit %d is not heard: %s", self._unit, error)
+            else:
+                try:
+                    await self._hold_session(welcome)
+                except* (PeerLost, DeadlineExceeded, Fenced) as lost:
+                    log.info("unit %d begins anew: %s", self._unit, lost.exceptions)
+                except* AsyncFlowError as refused:
+                    log.warning("unit %d begins anew: %s", self._unit, refused.exceptions)
             await asyncio.sleep(next(self._waits))
 
     async def _hold_session(self, welcome: Welcome) -> None:
@@ -224,31 +215,24 @@ class UnitSession:
             self._lost.clear()
         self._controllers = welcome.controllers
         session = Session(self._unit, welcome.controller, welcome.epoch)
-        self._dropped = False
         while await self._report_puts(session):  # what they changed is part of what the unit holds
             pass
         await self._announce(session)
         self.session = session
         self.joined.set()
         self._waits = delays()
-        work = self.report(session), self._obey(session, welcome.watch_s)
-        tasks = [asyncio.create_task(part, name=f"session of unit {self._unit}") for part in work]
         try:
-            await asyncio.gather(*tasks)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.report(session))
+                group.create_task(self._obey(session, welcome.watch_s))
         finally:
             self.session = None
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
 
     async def _announce(self, session: Session) -> None:
         """Tell the controller of all rows that the unit holds, and free those that it does not know."""
-        held = iter(list(self._holdings.held()))
-        last = False
-        while not last:
-            chunk = list(islice(held, _ROWS))
-            last = len(chunk) < _ROWS
-            announce = Announce(session, chunk, last)
+        held = self._holdings.held()
+        for first in range(0, len(held) + 1, _ROWS):
+            announce = Announce(session, held[first : first + _ROWS], last=first + _ROWS > len(held))
             unknown = await self._controller.call("units.announce", announce, list[int], timeout=_CALL_S)
             self._holdings.clear(unknown)
 
@@ -275,9 +259,6 @@ class UnitSession:
         cells = chosen(entry.cells, len(put.rows), admitted)
         rows, tags = [put.rows[i] for i in admitted], [entry.tags[i] for i in admitted] if entry.tags else []
         self._changes.append(NewCells(lease=entry.lease, rows=rows, cells=cells, tags=tags, reason=entry.reason))
-        if len(self._changes) > _CHANGES:
-            self._changes.clear()
-            self._dropped = True
         self._more[0].set()
 
     async def _ask_replica(self, index: int) -> None:
@@ -346,7 +327,7 @@ class UnitSession:
         ask = AskMove(session, rows, len(self._holdings), nbytes, self._failed)
         move = await self._controller.call("units.move", ask, MoveOrder, timeout=_CALL_S)
         self._failed = NOWHERE
-        self.moving.thaw()
+        self.moving.frozen = frozenset()
         self._holdings.clear(move.gone)
         return move
 
@@ -354,7 +335,7 @@ class UnitSession:
         if move.unit == NOWHERE:
             await asyncio.sleep(_NOWHERE_S)
         rows = move.rows
-        self.moving.freeze(rows)
+        self.moving.frozen = frozenset(rows)
         await self._holdings.decided(rows)
         await self._all_reported()
         for batch in self.moving.batches(rows, most_bytes=_MOVE_BYTES):

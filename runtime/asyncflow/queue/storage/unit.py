@@ -191,30 +191,31 @@ class StorageUnit:
             raise ProtocolError(f"{len(rows)} rows came with {len(call.tags)} sets of tags")
         if not self._session.knows(call.lease):
             return [False] * len(rows)
-        while True:
-            await self._moving.writable(rows)
-            blob = await self.holdings.store_outputs(
-                columns,
-                rows=rows,
-                lease=call.lease,
-                partial=bool(call.reason),
-                producer=call.producer,
-                timeout=call.wait_s,
-            )
-            if not self._moving.blocks(rows):
-                break
+        self._moving.check(rows, write=True)
+        blob = await self.holdings.store(
+            columns,
+            rows=rows,
+            lease=call.lease,
+            partial=columns if call.reason else (),
+            producer=call.producer,
+            timeout=call.wait_s,
+        )
+        try:
+            self._moving.check(rows, write=True)
+        except Elsewhere:
             self.holdings.discard(blob, len(rows))
+            raise
         self.put_bytes += blob.size
         entry = NewCells(lease=call.lease, rows=call.rows, cells=blob.cells, tags=call.tags, reason=call.reason)
         return (await self._session.submit(entry, blob).decided()).ok
 
     async def _fetch(self, call: FetchRows, _: Frames) -> tuple[BatchHeader, list[Buffer]]:
         rows = call.rows
-        await self._moving.readable(rows)
+        self._moving.check(rows)
         try:
             columns = await self.holdings.fetch(rows, call.columns)
         except StaleHandle:
-            await self._moving.readable(rows)
+            self._moving.check(rows)
             raise
         header, out = encode_batch(columns)
         self.fetched_bytes += sum(memoryview(frame).nbytes for frame in out)
@@ -248,8 +249,8 @@ class StorageUnit:
         columns = self._columns(call.header, frames, rows=rows)
         if not set(partial) <= columns.keys():
             raise ProtocolError(f"the unfinished columns {partial} are not among {sorted(columns)}")
-        blob = await self.holdings.store_new(
-            columns, rows=rows, outputs=call.outputs, partial=partial, producer=call.producer, timeout=call.wait_s
+        blob = await self.holdings.store(
+            columns, new=rows, outputs=call.outputs, partial=partial, producer=call.producer, timeout=call.wait_s
         )
         self.put_bytes += blob.size
         return blob
