@@ -22,6 +22,8 @@ from asyncflow.errors import DeadlineExceeded, Refused
 
 
 class _Place(NamedTuple):
+    """A place in a line. turn: done when its bytes are reserved."""
+
     size: int
     promise: int
     turn: asyncio.Future[None]
@@ -53,19 +55,16 @@ class ByteBudget:
 
         Raises DeadlineExceeded when they did not come free in time, Refused where they never could.
         """
-        place = self._place(size, promise)
-        self._reserving.setdefault(producer, deque()).append(place)
+        line = self._reserving.setdefault(producer, deque())
         self._given[producer] = max(self._level, self._given.get(producer, 0))
-        await self._wait(place, timeout)
+        await self._wait(line, size, promise, timeout)
 
     async def draw(self, size: int, *, timeout: float) -> None:
         """Take ``size`` promised bytes, which stay promised until ``release``, ahead of all who reserve.
 
         Waits, and raises as ``reserve`` does, only while other writes to the same rows are not decided about.
         """
-        place = self._place(size)
-        self._drawing.append(place)
-        await self._wait(place, timeout)
+        await self._wait(self._drawing, size, 0, timeout)
 
     def release(self, size: int, *, promise: int = 0) -> None:
         """Release bytes, and promises that are kept or void; those who wait get them in turn."""
@@ -73,60 +72,54 @@ class ByteBudget:
         self.promised -= promise
         self._advance()
 
-    def _place(self, size: int, promise: int = 0) -> _Place:
+    async def _wait(self, line: deque[_Place], size: int, promise: int, timeout: float) -> None:
         if size + promise > self.limit:
             hint = "Put fewer rows at once, or give the unit more"
             raise Refused(f"{size + promise} bytes never fit into {self.limit}", where=self._where, hint=hint)
-        return _Place(size, promise, asyncio.get_running_loop().create_future())
-
-    async def _wait(self, place: _Place, timeout: float) -> None:
+        now = asyncio.get_running_loop().time
+        place, began = _Place(size, promise, asyncio.get_running_loop().create_future()), now()
+        line.append(place)
         self._advance()
         if place.turn.done():
             return
-        began = asyncio.get_running_loop().time()
         self.waits += 1
+        served = False
         try:
             await asyncio.wait([place.turn], timeout=timeout)
-        except BaseException:
-            self._leave(place)
-            raise
+            served = place.turn.done()
         finally:
-            self.waited_s += asyncio.get_running_loop().time() - began
-        if not place.turn.done():
-            self._leave(place)
+            self.waited_s += now() - began
+            if not served:
+                self._leave(line, place)
+        if not served:
             held = f"{self.used} of {self.limit} are held, {self.promised} promised"
-            what = f"no room for {place.size + place.promise} bytes within {timeout:g} s: {held}"
+            what = f"no room for {size + promise} bytes within {timeout:g} s: {held}"
             hint = "Bytes come free when a checkpoint commits; see that the trainer goes on, or raise the limit"
             raise DeadlineExceeded(what, where=self._where, hint=hint)
 
-    def _leave(self, place: _Place) -> None:
+    def _leave(self, line: deque[_Place], place: _Place) -> None:
         """Wait no longer, and give back what was got meanwhile."""
         if place.turn.done():
             self.release(place.size, promise=place.promise)
-            return
-        for line in (self._drawing, *self._reserving.values()):
-            if place in line:
-                line.remove(place)
-        self._reserving = {producer: line for producer, line in self._reserving.items() if line}
-        self._advance()
+        else:
+            line.remove(place)
+            self._advance()
 
     def _advance(self) -> None:
         while self._drawing and self.used + self._drawing[0].size <= self.limit:
             self._take(self._drawing.popleft())
-        while self._reserving and not self._drawing:
-            producer = min(self._reserving, key=self._given.__getitem__)
-            line = self._reserving[producer]
-            if self.used + self.promised + line[0].size + line[0].promise > self.limit:
+        while not self._drawing:
+            self._reserving = {producer: line for producer, line in self._reserving.items() if line}
+            if not self._reserving:
+                self._given, self._level = {}, 0
                 return
-            place = line.popleft()
+            producer = min(self._reserving, key=self._given.__getitem__)
+            place = self._reserving[producer][0]
+            if self.used + self.promised + place.size + place.promise > self.limit:
+                return
             self._level = self._given[producer]
             self._given[producer] += place.size + place.promise
-            if not line:
-                del self._reserving[producer]
-            self._take(place)
-        if not self._reserving:
-            self._given.clear()
-            self._level = 0
+            self._take(self._reserving[producer].popleft())
 
     def _take(self, place: _Place) -> None:
         self.used += place.size

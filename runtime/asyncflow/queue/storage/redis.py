@@ -77,10 +77,13 @@ class RedisStore(Store):
         """SET each."""
         buffer = np.empty(sum(sizes), np.uint8)
         await asyncio.to_thread(fill, buffer)
-        ends = np.cumsum(sizes).tolist()
-        values = [buffer.data[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-        answers = await self._each([("SET", key, value) for key, value in zip(keys, values, strict=True)])
-        return [Outcome.AWAY] * len(keys) if answers is None else [self._stored(answer) for answer in answers]
+        values = np.split(buffer, np.cumsum(sizes)[:-1])
+        answers = await self._each([("SET", key, value.data) for key, value in zip(keys, values, strict=True)])
+        full = self._redis.exceptions.OutOfMemoryError
+        return [
+            Outcome.DONE if answer is True else Outcome.FULL if isinstance(answer, full) else Outcome.FAILED
+            for answer in answers
+        ] or [Outcome.AWAY] * len(keys)
 
     async def read(self, keys: Sequence[str], sizes: Sequence[int], take: Take) -> Sequence[Outcome]:
         """MGET all."""
@@ -101,7 +104,7 @@ class RedisStore(Store):
         missing: list[str] = []
         for part in batches(others, self.most_keys):
             found = await self._each([("EXISTS", key) for key in part])
-            missing += [key for key, there in zip(part, found or (), strict=False) if not there]
+            missing += [key for key, there in zip(part, found, strict=False) if not there]
         return missing
 
     async def remove(self, keys: Sequence[str]) -> Sequence[Outcome]:
@@ -121,17 +124,16 @@ class RedisStore(Store):
             await client.unlink(*part)
         return len(left)
 
-    async def _each(self, commands: Sequence[tuple[Any, ...]]) -> list[Any] | None:
-        """Return the server's answer to each command, which may be an exception; None where it does not answer."""
+    async def _each(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Return the server's answer to each command, which may be an exception; none where it does not answer."""
 
-        def send(client: Any) -> Awaitable[list[Any]]:
+        async def send(client: Any) -> list[Any]:
             pipeline = client.pipeline(transaction=False)
             for command in commands:
                 pipeline.execute_command(*command)
-            answers: Awaitable[list[Any]] = pipeline.execute(raise_on_error=False)
-            return answers
+            return list(await pipeline.execute(raise_on_error=False))
 
-        return await self._ask(send)
+        return await self._ask(send) or []
 
     async def _ask(self, call: Callable[[Any], Awaitable[T]]) -> T | None:
         """Return what the server answers; None where it does not. Raises ManifestError where it refuses us."""
@@ -161,12 +163,6 @@ class RedisStore(Store):
                 retry=self._redis.asyncio.retry.Retry(self._redis.backoff.NoBackoff(), 0),
             )
         return self._client
-
-    def _stored(self, answer: Any) -> Outcome:
-        if answer is True:
-            return Outcome.DONE
-        full = isinstance(answer, self._redis.exceptions.OutOfMemoryError)
-        return Outcome.FULL if full else Outcome.FAILED
 
 
 def _library() -> Any:
