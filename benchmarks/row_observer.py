@@ -40,8 +40,8 @@ def finished(ledger: Path) -> dict[int, tuple[int, int, int]]:
     done: dict[int, tuple[int, int, int]] = {}
     for event in read_ledger(ledger):
         if isinstance(event, ev.RowsPut) and event.partition == TRAIN:
-            places = ((event.serial + group, sample) for group in range(event.groups) for sample in range(event.size))
-            rows |= {row: (*place, event.step) for row, place in enumerate(places, event.row)}
+            places = ((serial, sample) for serial in event.serials for sample in range(event.size))
+            rows |= {row: (*place, event.step) for row, place in zip(event.rows, places, strict=True)}
         elif isinstance(event, ev.Leased) and (event.partition, event.task) == (TRAIN, "rollout"):
             leases.add(event.lease)
         elif isinstance(event, ev.Completed) and event.lease in leases:

@@ -183,17 +183,16 @@ def seeds() -> dict[str, list[bytes]]:
     head, frames = encode_batch(encode_columns(columns))
     pieces = msgspec.msgpack.encode([framing.encode(head), *map(bytes, frames)])
     records = b"".join(
-        map(pack, (ev.ControllerStarted(1), ev.RowsPut("p", "open", 1 << 32, 1, 1, 7), ev.RowsCleared("p", [7])))
+        map(pack, (ev.ControllerStarted(1), ev.RowsPut("p", "open", [1 << 32], 1, [7]), ev.RowsCleared("p", [7])))
     )
-    cells = unit_calls.Cells(dtypes={"a": "<i8"}, sizes={"a": b"\x08\0\0\0"})
+    cells = unit_calls.Cells(dtypes={"a": "<i8"}, sizes={"a": [8]})
     held = unit_calls.Held(row=7, columns={"a": 8}, partial={"b": 8}, tokens=1, tags={"key": "x"})
     items = [
         ev.Declared(TaskSpec(partition="p", name="t", needs=["a"]), 1),
-        ev.RowsPut("p", "open", 1 << 32, 2, 1, 7),
-        replication.CellsChanged([7, -1], cells, [{}, {"n": 1}], [], False),
+        ev.RowsPut("p", "open", [1 << 32, (1 << 32) + 1], 1, [7, 8]),
         replication.RowsHeld([held]),
-        ev.SnapshotPartition("q", "train", [], {"a": "<i8"}, 0, None, None, *[0] * 8, [0], 0, 0, 1, 0),
-        ev.SnapshotRows("q", groups=[ev.GroupRun(0, 1, 2, 1, 0, 1, [ev.RowRun(2, 9, 0, False, 0, [])])]),
+        ev.SnapshotPartition("q", "train", {"a": "<i8"}, 0, None, None, *[0] * 5, [0], [0, 0, 0], {}, []),
+        ev.SnapshotGroups("q", [ev.GroupRecord(0, 1, 0, 1, "", [ev.RowRecord(9, 0, False, 0, [])])]),
         ev.RowsCleared("p", [7]),
     ]
     fed = msgspec.msgpack.encode([replication.encode(item) for item in items])

@@ -262,7 +262,7 @@ class _TablePeers(Peers):
         if not isinstance(request, PutRows):
             return Shares({}, 0), []
         row = RowPlace(self._epoch, 0, next(self._rows)).row
-        cells = Cells(dtypes={"x": "int64"}, sizes={"x": (8).to_bytes(4, "little")})
+        cells = Cells(dtypes={"x": "int64"}, sizes={"x": [8]})
         for _ in range(1 + (self._dice.random() < 0.01)):
             ok, rows = self._table.puts.put(NewRows("p", request.client, request.group, 1, [row], cells, []))
             if list(rows) != [row]:

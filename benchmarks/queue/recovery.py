@@ -47,7 +47,8 @@ def history(rows: int, *, until: str) -> Iterator[ev.Event]:
     first = RowPlace(2, 0, 0).row
     lease = 1 << 40
     for start in range(0, rows, PUT):
-        yield ev.RowsPut(P, "open", NONCE + start, PUT, 1, first + start)
+        serials, numbers = range(NONCE + start, NONCE + start + PUT), range(first + start, first + start + PUT)
+        yield ev.RowsPut(P, "open", list(serials), 1, list(numbers))
         for at in range(start, start + PUT if until != "put" else start, CLAIM):
             numbers = list(range(first + at, first + at + CLAIM))
             lease += 1

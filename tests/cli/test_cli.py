@@ -183,7 +183,7 @@ def test_an_account_without_gaps(audited, capsys):
 def test_the_account_of_a_queue_counts_its_open_rows_and_no_samples(tmp_path, capsys):
     (tmp_path / "ledger").mkdir()
     events = [
-        ev.RowsPut("corpus", "open", 0, 5, 1, 100),
+        ev.RowsPut("corpus", "open", list(range(5)), 1, list(range(100, 105))),
         ev.RowsCleared("corpus", [101, 102]),
         ev.RowsGone("corpus", [103]),
     ]

@@ -61,7 +61,7 @@ class Queue:
         return [new for step, serial in wanted for new in self.create(serial, size=size, step=step)]
 
     def cells(self, count, *columns, dtype="int32"):
-        return Cells(dtypes=dict.fromkeys(columns, dtype), sizes=dict.fromkeys(columns, b"\x08\0\0\0" * count))
+        return Cells(dtypes=dict.fromkeys(columns, dtype), sizes=dict.fromkeys(columns, [8] * count))
 
     def park(self, task, *, now=0.0, worker="w", ticket=None, version=None, accept=(), rows=100, groups=None):
         claim = Claim(P, task, worker, ticket or f"t{self.tickets}", VersionFilter(version, accept), rows, groups)

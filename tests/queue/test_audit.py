@@ -73,7 +73,7 @@ def test_a_run_that_was_stopped_is_unfinished_and_not_lost(events):
 
 def test_a_missing_prompt_is_lost(events):
     first, second = [event for event in events if isinstance(event, ev.RowsPut)]
-    report = audit([msgspec.structs.replace(first, groups=1), second])
+    report = audit([msgspec.structs.replace(first, serials=first.serials[:1], rows=first.rows[:2]), second])
     assert report.lost == 2
     assert "prompt 1 lacks 2 of 2 samples" in report.problems
     assert not report.ok
@@ -82,8 +82,8 @@ def test_a_missing_prompt_is_lost(events):
 def test_a_missing_sample_is_lost(events):
     last = [event for event in events if isinstance(event, ev.RowsPut)][-1]
     parts = [
-        msgspec.structs.replace(last, groups=1),
-        msgspec.structs.replace(last, serial=last.serial + 1, groups=1, size=1, row=last.row + 2),
+        msgspec.structs.replace(last, serials=last.serials[:1], rows=last.rows[:2]),
+        msgspec.structs.replace(last, serials=last.serials[1:], size=1, rows=last.rows[2:3]),
     ]
     at = events.index(last)
     tampered = [*events[:at], *parts, *events[at + 1 :]]
@@ -131,7 +131,7 @@ def test_a_sample_in_two_steps_is_duplicated(events):
 
 def test_a_sample_that_is_created_twice_is_duplicated(events):
     put = next(event for event in events if isinstance(event, ev.RowsPut))
-    report = audit([*events, msgspec.structs.replace(put, groups=1)])
+    report = audit([*events, msgspec.structs.replace(put, serials=put.serials[:1], rows=put.rows[:2])])
     assert report.duplicated == 2
 
 
@@ -146,7 +146,8 @@ def test_a_sample_that_was_lost_with_its_unit_may_be_created_again(queue):
 def test_what_an_older_checkpoint_does_not_hold_does_not_count(events):
     report = audit([*events[:-1], ev.Began(P, 1, 1, 1)])
     assert (report.trained, report.unfinished, report.attempts) == (3, 3, 2)
-    again = ev.RowsPut(P, "train", 2, 1, 2, RowPlace(9, 0, 0).row, 2, 0, 0)
+    first = RowPlace(9, 0, 0).row
+    again = ev.RowsPut(P, "train", [2], 2, [first, first + 1], 2, 0, 0)
     report = audit([*events[:-1], ev.Began(P, 1, 1, 1), again])
     assert (report.duplicated, report.dropped, report.unfinished) == (0, 1, 3)
     assert audit([*events[:-1], ev.Began(P, 1, 1, 1), again, again]).duplicated == 2
@@ -175,7 +176,7 @@ def test_a_completion_without_a_lease_is_found(events):
 
 
 def test_an_open_group_that_is_put_twice_is_found():
-    put = ev.RowsPut("p", "open", 1 << 32, 2, 1, 7)
+    put = ev.RowsPut("p", "open", [1 << 32, (1 << 32) + 1], 1, [7, 8])
     assert audit([put]).ok
     report = audit([put, put])
     assert (report.put, report.remaining) == (2, 2)

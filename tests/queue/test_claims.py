@@ -6,7 +6,7 @@ import pytest
 from asyncflow.errors import PeerLost, ProtocolError, Refused
 from asyncflow.identity import RowPlace, home
 from asyncflow.queue.ledger.audit import Auditor
-from asyncflow.queue.ledger.events import RowsPut, SnapshotRows
+from asyncflow.queue.ledger.events import RowsPut
 from asyncflow.queue.protocol.messages import KEY_TAG, Samples, TaskSpec
 from asyncflow.queue.protocol.unit_calls import Cells, NewRows
 from asyncflow.queue.table.apply import QueueState
@@ -36,7 +36,7 @@ class Rows:
         group = self.put_so_far if group is None else group
         self.put_so_far += count
         numbers = list(range(first, first + count))
-        cells = Cells(dtypes={"x": "int64"}, sizes={"x": b"\x08\0\0\0"})
+        cells = Cells(dtypes={"x": "int64"}, sizes={"x": [8] * count})
         _, rows = self.table.puts.put(NewRows(P, client, group, size, numbers, cells, list(tags)))
         return list(rows)
 
@@ -175,16 +175,6 @@ def test_a_key_of_a_lost_row_makes_it_again_under_its_own_serial():
     assert not rows.partition.wanted
 
 
-def test_a_client_whose_rows_live_is_known_however_many_others_put(monkeypatch):
-    monkeypatch.setattr("asyncflow.queue.table.partition._IDLE", 4)
-    rows = Rows(("t", {}))
-    mine = rows.put(2)
-    for number in range(20):
-        rows.table.clear_rows(P, rows.put(1, client=b"client %02d" % number))
-    assert rows.put(2, group=0) == mine
-    assert len(rows.table.state.rows) == 2
-
-
 def test_keys_wait_until_the_units_have_spoken():
     rows = Rows(("t", {}))
     rows.put(1, tags=[{KEY_TAG: "a"}])
@@ -200,15 +190,12 @@ def test_keys_wait_until_the_units_have_spoken():
     assert len(again.put(1, tags=[{KEY_TAG: "a"}])) == 1
 
 
-def test_what_is_alike_is_compacted_together():
+def test_a_compacted_ledger_makes_the_same_rows_and_what_tasks_have_done_with_them():
     rows = Rows(("t", {}))
     rows.put(1000)
     for _ in range(10):
         rows.table.claims.acknowledge([rows.claim(max_rows=16).lease])
     events = list(snapshot(rows.table.state))
-    kept = [group for event in events if isinstance(event, SnapshotRows) for group in event.groups]
-    assert len(events) == 4
-    assert [(group.count, len(group.rows)) for group in kept] == [(1000, 11)]
     again = QueueState()
     again.replay(events)
     assert list(snapshot(again)) == events
@@ -218,7 +205,7 @@ def test_what_is_alike_is_compacted_together():
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
-        ({"cells": Cells(dtypes={"x": "int64"}, sizes={"x": b"\x08\0\0\0" * 3})}, ProtocolError),
+        ({"cells": Cells(dtypes={"x": "int64"}, sizes={"x": [8] * 3})}, ProtocolError),
         ({"samples": Samples(serials=[0, 1], step=1, tokens=[1])}, Refused),
         ({"tags": [{}]}, Refused),
         ({"samples": Samples(serials=[0, 0], step=1)}, Refused),
@@ -232,7 +219,7 @@ def test_a_put_that_is_refused_leaves_nothing_behind(wrong, error):
     rows = Rows(("t", {}))
     before = list(rows.table.state.outbox)
     first = RowPlace(rows.epoch, 0, 0).row
-    cells = Cells(dtypes={"x": "int64"}, sizes={"x": b"\x08\0\0\0"})
+    cells = Cells(dtypes={"x": "int64"}, sizes={"x": [8, 8]})
     put = NewRows(P, CLIENT, 0, 1, [first, first + 1], cells, [])
     with pytest.raises(error):
         rows.table.puts.put(msgspec.structs.replace(put, **wrong))
@@ -240,11 +227,11 @@ def test_a_put_that_is_refused_leaves_nothing_behind(wrong, error):
     assert not rows.table.state.rows
 
 
-def test_a_put_of_training_rows_joins_what_differs_in_its_serial_only(queue):
+def test_a_put_is_one_event_whatever_its_serials(queue):
     queue.create(0, 1, 3, step=1)
-    queue.create(4, step=2)
+    queue.create(3, 4, step=2)
     puts = [event for event in queue.events() if isinstance(event, RowsPut)]
-    assert [(put.serial, put.groups, put.size, put.step) for put in puts] == [(0, 2, 2, 1), (3, 1, 2, 1), (4, 1, 2, 2)]
+    assert [(put.serials, put.size, put.step) for put in puts] == [([0, 1, 3], 2, 1), ([4], 2, 2)]
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -252,7 +239,7 @@ def test_a_lease_is_of_no_use_under_the_name_of_another_process(restarted):
     rows = Rows(("t", {}), ("writer", {"writes": ["y"]}))
     put = rows.put(2)
     held, worked = rows.claim(worker="rollout-1-a"), rows.claim("writer", worker="rollout-1-a", max_rows=2)
-    cells, table = Cells(dtypes={"y": "int64"}, sizes={"y": b"\x08\0\0\0"}), rows.table
+    cells, table = Cells(dtypes={"y": "int64"}, sizes={"y": [8, 8]}), rows.table
     stolen = {lease: f"{lease.partition('@')[0]}@rollout-2" for lease in (held.lease, worked.lease)}
     assert held.lease.endswith("@rollout-1")
     assert table.complete(stolen[worked.lease], put, cells, None) == [False, False]

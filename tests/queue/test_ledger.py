@@ -129,13 +129,13 @@ def test_damage_with_a_sound_record_behind_it_is_refused(queue, tmp_path):
             list(read_ledger(tmp_path))
 
 
-@pytest.mark.parametrize("other", [b"AF1", b"AF3"])
+@pytest.mark.parametrize("other", [b"AF2", b"AF4"])
 @pytest.mark.parametrize("torn", [0, 3])
 async def test_a_ledger_of_another_format_is_refused_and_not_changed(queue, tmp_path, other, torn):
     path = tmp_path / "000000000001.wal"
-    data = b"".join(map(pack, history(queue))).replace(b"\xa5AF2", b"\xa5" + other)
+    data = b"".join(map(pack, history(queue))).replace(b"\xa5AF3", b"\xa5" + other)
     path.write_bytes(data[: len(data) - torn])
-    refused = f"has the format {other.decode()}, but this version reads and writes AF2.*start with an empty folder"
+    refused = f"has the format {other.decode()}, but this version reads and writes AF3.*start with an empty folder"
     with pytest.raises(LedgerCorrupt, match=refused):
         await Controller(ledger_dir=tmp_path).start()
     with pytest.raises(LedgerCorrupt, match=refused):

@@ -52,7 +52,7 @@ class OpenMachine(RuleBasedStateMachine):
         tags = [{KEY_TAG: key, "n": 0}] if key else [{"n": n} for n in range(len(numbers))]
         had = next((number for number, row in self.rows.items() if key and row["key"] == key), None)
         for _ in range(1 + again):
-            cells = Cells(dtypes={"text": "text"}, sizes={"text": b"\3\0\0\0"})
+            cells = Cells(dtypes={"text": "text"}, sizes={"text": [3] * len(numbers)})
             entry = NewRows(P, CLIENT, self.serial - FIRST, size, numbers, cells, tags)
             ok, answer = self.table.puts.put(entry)
             if had is not None:
@@ -79,7 +79,7 @@ class OpenMachine(RuleBasedStateMachine):
         stale = any(number not in self.rows for number in numbers)
         state = self.table.state
         wrong = bool(numbers) and not stale and state.partitions[P].schema.get(column, dtype) != dtype
-        cells = Cells(dtypes={column: dtype}, sizes={column: size.to_bytes(4, "little")})
+        cells = Cells(dtypes={column: dtype}, sizes={column: [size] * len(numbers)})
         tags = [{"late": size}] * len(numbers)
         if stale or wrong:
             with pytest.raises(StaleHandle if stale else Refused):

@@ -16,7 +16,7 @@ from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.audit import Auditor
 from asyncflow.queue.protocol.calls import AskPart, Follow
 from asyncflow.queue.protocol.messages import TaskSpec
-from asyncflow.queue.protocol.unit_calls import Cells, Held
+from asyncflow.queue.protocol.unit_calls import Cells
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.leases import Claim
 from asyncflow.queue.table.replication import ChangeFeed, decode, draft_of, install, take
@@ -87,7 +87,9 @@ class Followed:
         self.attend()
         fresh = [number for number in self.home.state.rows if number not in self.told_of]
         self.told_of.update(fresh)
-        self.feed.held(Held(row=number, columns={self.column: 1}, partial={}, tokens=0, tags={}) for number in fresh)
+        for number in fresh:
+            self.home.state.rows[number].here = True
+        self.feed.held(fresh)
         self.shard.follow(self.feed)
 
     @invariant()
@@ -137,7 +139,7 @@ class Followed:
             return
         done = claims.completed(batch.lease, numbers)
         ok = self.shard.table.complete(batch.lease, numbers, Cells(dtypes={}, sizes={}), [])
-        assert ok == [a or b for a, b in zip(held, done, strict=True)]
+        assert ok == [a or number in done for a, number in zip(held, numbers, strict=True)]
         self.finished.update(number for number, admitted in zip(numbers, ok, strict=True) if admitted)
 
     def teardown(self):

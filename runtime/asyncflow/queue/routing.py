@@ -163,7 +163,7 @@ async def call_where_they_lie(
 def located(rows: Rows) -> tuple[list[int], list[int]]:
     """Return the ids of rows, and the unit of each as their holder was told it, or as its id says."""
     if isinstance(rows, RowBatch):
-        return rows.rows, rows.homes
+        return rows.rows, rows.units
     ids = [row if isinstance(row, int) else row.row for row in rows]
     return ids, [unit_of(row) if isinstance(row, int) else row.unit for row in rows]
 

@@ -31,7 +31,9 @@ def claim(client, timeout):
 
 def test_a_claim_that_is_made_again_keeps_its_ticket_and_gives_the_ids_of_its_rows():
     rows, asked = list(range(ROW, ROW + 100)), []
-    batch = RowBatch(partition="p", purpose="open", lease="1", until=1.0, rows=rows, serials=rows, units=[3] * 100)
+    columns = dict.fromkeys(("samples", "attempts", "steps", "oldest", "newest", "tokens"), [0] * 100)
+    kept = {"rows": rows, "serials": rows, "units": [3] * 100, "tags": [{}] * 100, "sizes": {}}
+    batch = RowBatch(partition="p", purpose="open", lease="1", until=1.0, **kept, **columns)
     answers = [NOTHING, PeerLost("it broke"), PeerLost("it broke"), NOTHING, Claimed(batch, False)]
 
     def answer(call):

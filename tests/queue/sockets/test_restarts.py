@@ -143,7 +143,7 @@ class Unit:
         return RowPlace(self.session.epoch, 0, number).row
 
     async def put(self, first, size):
-        cells = Cells(dtypes={"x": "int64"}, sizes={"x": (8).to_bytes(4, "little")})
+        cells = Cells(dtypes={"x": "int64"}, sizes={"x": [8] * size})
         entry = NewRows("open", b"a client", 0, size, [self.row(first + i) for i in range(size)], cells, [])
         admit = Admit(self.session, [entry])
         (result,) = await self.client.call("units.admit", admit, list[EntryResult], timeout=10)

@@ -33,7 +33,7 @@ from asyncflow.queue.protocol.messages import (
 )
 from asyncflow.queue.table.leases import ANY, Claim
 from asyncflow.queue.table.partition import Partition
-from asyncflow.queue.table.replication import ChangeFeed, cells_changed, gain
+from asyncflow.queue.table.replication import ChangeFeed
 from asyncflow.queue.table.report import consumed, find, has_columns, listing, peek, produced, snapshot, view
 from asyncflow.queue.table.rows import expect, list_rows, live_rows, reset, write
 from asyncflow.queue.table.state import Row
@@ -253,8 +253,7 @@ class Handlers:
         self._sessions.check(call.session, self._controller.now())
         unknown = self._table.hold(call.session.location, call.held)
         if self._feed is not None:
-            others = frozenset(unknown)
-            self._feed.held([held for held in call.held if held.row not in others])
+            self._feed.held([held.row for held in call.held])
         if call.last:
             self._sessions.synced(call.session)
         return unknown
@@ -264,7 +263,7 @@ class Handlers:
         verdicts = [self._verdict(entry, call.session) for entry in call.entries]
         if self._feed is not None:
             for entry, verdict in zip(call.entries, verdicts, strict=True):
-                self._feed.admitted(entry, verdict.ok)
+                self._feed.held([row for row, ok in zip(entry.rows, verdict.ok, strict=False) if ok])
         return self._controller.safe(verdicts)
 
     def _lost(self, call: unit_calls.LostRows) -> None:
@@ -291,7 +290,8 @@ class Handlers:
         if isinstance(entry, unit_calls.MovedRows):
             ok = table.move_in(session.location, numbers, entry)
         elif controller_of(entry.lease):
-            gain(table.state, cells_changed(entry, ok := [True] * len(numbers)))
+            table.add_written(entry)
+            ok = [True] * len(numbers)
         elif entry.lease.startswith(calls.WRITE):
             ok = write(table.state, numbers, entry.cells, entry.tags)
         elif entry.reason:

@@ -13,7 +13,7 @@ Invariant: reading changes nothing; evaluations are not counted; a finding that 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -166,7 +166,7 @@ class Auditor:
             ev.Numbered: self._numbered,
             ev.Declared: self._declared,
             ev.SnapshotPartition: self._snapshot_partition,
-            ev.SnapshotRows: self._snapshot_rows,
+            ev.SnapshotGroups: self._snapshot_groups,
             ev.Leased: self._leased,
             ev.Completed: self._completed,
             ev.Returned: self._returned,
@@ -226,7 +226,7 @@ class Auditor:
     def _put(self, event: ev.RowsPut) -> None:
         history = self._histories[event.partition]
         history.purpose = event.purpose
-        for index, serial in enumerate(range(event.serial, event.serial + event.groups)):
+        for serial, first in zip(event.serials, range(0, len(event.rows), event.size), strict=True):
             keys = [(serial, sample) for sample in range(event.size)]
             if serial in history.groups:
                 made = [key for key in keys if key in history.place and self._again(history, key)]
@@ -238,7 +238,7 @@ class Auditor:
                     self._problems.append(f"the group {serial} of {event.partition} was put twice")
             history.groups[serial] = (event.size, event.step)
             for key in made:
-                self._enter(event.partition, history, key, event.row + index * event.size + key[1])
+                self._enter(event.partition, history, key, event.rows[first + key[1]])
 
     def _again(self, history: _History, key: Key) -> bool:
         """Tell whether a row is to be put again: its bytes are gone, and it has not ended."""
@@ -266,38 +266,35 @@ class Auditor:
     def _snapshot_partition(self, event: ev.SnapshotPartition) -> None:
         self._counts.update(resets=event.resets, peeked=event.peeked, redeliveries=event.returned)
         self._attempts.update(event.attempts)
-        for task in event.tasks:
-            self._declared(task)
-        if event.purpose is None and event.attempt < 0 and event.closed is None:
+        if event.purpose is None and event.closed is None:
             return
         history = self._histories[event.name]
-        history.purpose = event.purpose or "train"
-        history.committed, history.closed = event.committed, event.closed
+        history.purpose, history.closed = event.purpose or "train", event.closed
         if event.purpose == "open":
-            ended = event.cleared + event.filtered + event.dropped
+            ended = event.cleared + sum(event.ended)
             self._counts.update(put=ended, cleared=ended)
 
-    def _snapshot_rows(self, event: ev.SnapshotRows) -> None:
+    def _snapshot_groups(self, event: ev.SnapshotGroups) -> None:
         history = self._histories[event.partition]
-        for groups in event.groups:
-            alike = dict.fromkeys(range(groups.serial, groups.serial + groups.count), (groups.size, groups.step))
-            history.groups.update(alike)
-        for key, row, run in _rows_of(event):
-            if run.moved:
-                self._moved[row] = run.moved
-            if run.lost or run.state == _WANTED:
-                self._lost_rows.add(row)
-            if history.purpose != "open" or run.state in (_LIVE, _WANTED):
-                self._enter(event.partition, history, key, row) if row else history.place.setdefault(key, 0)
-                for task in [task for task, _, done, _ in run.works if done]:
-                    history.done[task].add(row)
-                history.end(key, _FINAL.get(run.state, ""))
-        for first, count, step, _, _, outcome in event.finished:
-            for serial in range(first, first + count):
-                history.groups[serial] = (len(outcome), step)
-                for sample, letter in enumerate(outcome):
-                    history.place[serial, sample] = 0
-                    history.end((serial, sample), ev.OUTCOMES[letter])
+        for group in event.groups:
+            history.groups[group.serial] = (len(group.rows or group.outcome), group.step)
+            for sample, letter in enumerate(group.outcome):
+                history.place[group.serial, sample] = 0
+                history.end((group.serial, sample), ev.OUTCOMES[letter])
+            for sample, row in enumerate(group.rows):
+                self._snapshot_row(event.partition, history, (group.serial, sample), row)
+
+    def _snapshot_row(self, partition: str, history: _History, key: Key, told: ev.RowRecord) -> None:
+        row = told.row
+        if told.moved:
+            self._moved[row] = told.moved
+        if told.lost or told.state == _WANTED:
+            self._lost_rows.add(row)
+        if history.purpose != "open" or told.state in (_LIVE, _WANTED):
+            self._enter(partition, history, key, row) if row else history.place.setdefault(key, 0)
+            for task in [task for task, _, done, _ in told.works if done]:
+                history.done[task].add(row)
+            history.end(key, _FINAL.get(told.state, ""))
 
     def _leased(self, event: ev.Leased) -> None:
         history = self._histories[event.partition]
@@ -376,15 +373,6 @@ class Auditor:
         history = self._histories[event.partition]
         history.held.pop(event.task, None)
         history.done.pop(event.task, None)
-
-
-def _rows_of(event: ev.SnapshotRows) -> Iterator[tuple[Key, int, ev.RowRun]]:
-    """Yield serial and sample, id, and the run that describes it, of each row of unfinished groups."""
-    for groups in event.groups:
-        serials = range(groups.serial, groups.serial + groups.count)
-        keys = [(serial, sample) for serial in serials for sample in range(groups.size)]
-        rows = [(number, run) for run in groups.rows for number in range(run.row, run.row + run.count)]
-        yield from ((key, *row) for key, row in zip(keys, rows, strict=True))
 
 
 @dataclass

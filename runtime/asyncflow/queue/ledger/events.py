@@ -1,8 +1,8 @@
 """The records of a ledger: one class for each thing that can happen, and the three of a snapshot.
 
 ``QueueState.apply`` makes the durable state of these, the audit reads them on its own. A snapshot stands at the
-beginning of a ledger: ``SnapshotHead``, for each partition ``SnapshotPartition`` and its ``SnapshotRows``, and then the
-events that made the slots and leases that are still in force.
+beginning of a ledger: ``SnapshotHead``, for each partition ``SnapshotPartition`` and its ``SnapshotGroups``, and then
+the events that made the tasks, slots and leases that are still there.
 
 Invariant: a ledger is read by the version of the format that wrote it. Records are added, and fields at the end of one
 with a default; whatever else changes here needs another format (``records``).
@@ -10,9 +10,9 @@ with a default; whatever else changes here needs another format (``records``).
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import TypeAlias
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from asyncflow.identity import NEWEST
 from asyncflow.queue.protocol.messages import Purpose, TaskSpec
@@ -76,18 +76,16 @@ class Typed(Struct, frozen=True, array_like=True, tag="dtype"):
 
 
 class RowsPut(Struct, frozen=True, array_like=True, tag="put"):
-    """Groups were put, or put again where rows of them were wanted.
+    """Groups of ``size`` rows were put, or put again where rows of them were wanted.
 
-    Serials, and row ids from ``row`` on, are consecutive: those of ``groups`` groups of ``size`` rows. step, oldest,
-    newest: of each group, as in ``RowMeta``.
+    rows: the ids of all of them, group by group; step, oldest, newest: of each group, as in ``RowMeta``.
     """
 
     partition: str
     purpose: Purpose
-    serial: int
-    groups: int
+    serials: list[int]
     size: int
-    row: int
+    rows: list[int]
     step: int = 0
     oldest: int = 0
     newest: int = NEWEST
@@ -238,8 +236,6 @@ class Peeked(Struct, frozen=True, array_like=True, tag="peek"):
     rows: int
 
 
-_Count: TypeAlias = Annotated[int, Meta(gt=0)]
-
 OUTCOMES = {"t": "trained", "f": "filtered", "d": "dropped"}
 """The letters of a finished group's outcome, which has one for each sample."""
 
@@ -257,16 +253,14 @@ class SnapshotHead(Struct, frozen=True, array_like=True, tag="snapshot"):
 
 
 class SnapshotPartition(Struct, frozen=True, array_like=True, tag="snapshot_partition"):
-    """The state of a partition apart from its rows.
+    """The state of a partition apart from its tasks, groups and trainer; the fields are those of ``Partition``.
 
-    resets, peeked, returned: rows that tasks were given again, that were looked at, and that leases gave back; cleared:
-    rows that are gone, of which ``forgotten`` went with the whole partition; trained, filtered, dropped: rows that
-    ended so, those in ``SnapshotRows`` included; attempts: all of the trainer; attempt, theta, world: as in ``Began``.
+    ended: how many rows are trained, filtered and dropped, those in ``SnapshotGroups`` included; clients: their
+    numbers; used: serials as (first, end).
     """
 
     name: str
     purpose: Purpose | None
-    tasks: list[Declared]
     schema: dict[str, str]
     creator: int
     expected: int | None
@@ -276,24 +270,19 @@ class SnapshotPartition(Struct, frozen=True, array_like=True, tag="snapshot_part
     returned: int
     cleared: int
     forgotten: int
-    trained: int
-    filtered: int
-    dropped: int
     attempts: list[int]
-    attempt: int
-    theta: int
-    world: int
-    committed: int
+    ended: list[int]
+    clients: dict[bytes, int]
+    used: list[tuple[int, int]]
 
 
-class RowRun(Struct, frozen=True, array_like=True):
-    """Rows with consecutive ids from ``row`` on, of which the same is known.
+class RowRecord(Struct, frozen=True, array_like=True):
+    """A row of an unfinished group.
 
-    state: 0 live or bound, 2 wanted, above that final; lost: bound, but without bytes; moved: the location
-    where they lie, 0 where they were put; works: (task, attempt, lease that completed them, its holder).
+    state: 0 live or bound, 2 wanted, above that final; lost: bound, but without bytes; moved: the location where it
+    lies, 0 where it was put; works: (task, attempt, lease that completed it, its holder).
     """
 
-    count: _Count
     row: int
     state: int
     lost: bool
@@ -301,29 +290,22 @@ class RowRun(Struct, frozen=True, array_like=True):
     works: list[tuple[str, int, int, str]]
 
 
-class GroupRun(Struct, frozen=True, array_like=True):
-    """Unfinished groups with consecutive serials, of one size, step and window; rows: of all of them, in order."""
+class GroupRecord(Struct, frozen=True, array_like=True):
+    """A group: one that is finished has only an outcome, see ``OUTCOMES``, any other has only rows."""
 
     serial: int
-    count: _Count
-    size: _Count
     step: int
     oldest: int
     newest: int
-    rows: list[RowRun]
+    outcome: str
+    rows: list[RowRecord]
 
 
-class SnapshotRows(Struct, frozen=True, array_like=True, tag="snapshot_rows"):
-    """Some of what a partition has many of.
-
-    finished: groups as (first serial, number of groups, step, oldest, newest, outcome as in ``OUTCOMES``); clients:
-    (name, number, serials used as (first, end)).
-    """
+class SnapshotGroups(Struct, frozen=True, array_like=True, tag="snapshot_groups"):
+    """Some of the groups of a partition."""
 
     partition: str
-    groups: list[GroupRun] = []
-    finished: list[tuple[int, _Count, int, int, int, str]] = []
-    clients: list[tuple[bytes, int, list[tuple[int, int]]]] = []
+    groups: list[GroupRecord]
 
 
 Event: TypeAlias = (
@@ -355,5 +337,5 @@ Event: TypeAlias = (
     | Numbered
     | SnapshotHead
     | SnapshotPartition
-    | SnapshotRows
+    | SnapshotGroups
 )

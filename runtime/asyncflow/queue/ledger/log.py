@@ -37,7 +37,7 @@ Sync = Literal["process", "interval", "always"]
 
 _INTERVAL_S = 1.0
 _PIECE = 1 << 20
-_MAGIC = b"\xa5AF2"
+_MAGIC = b"\xa5AF3"
 _ANY_FORMAT = _MAGIC[:3]
 _HEADER = struct.Struct("<4sII")
 SUFFIX = ".wal"

@@ -15,24 +15,23 @@ from msgspec import Meta, Struct
 
 from asyncflow.errors import ProtocolError
 from asyncflow.identity import home
-from asyncflow.queue.protocol.batches import MOST_BYTES, chosen_sizes
 from asyncflow.queue.protocol.calls import NOWHERE, Attempt, Bytes, Seconds
 from asyncflow.queue.protocol.messages import SERIAL_BITS, Samples, Tag
 from asyncflow.rpc.columns import BatchHeader
 
 MOST_ROWS = 1 << 20
 """Rows that one put, or one item of a feed, stands for at most."""
-CellBytes = Annotated[int, Meta(ge=0, le=MOST_BYTES)]
+CellBytes = Annotated[int, Meta(ge=0, lt=1 << 32)]
 _GroupSize = Annotated[int, Meta(ge=1)]
 ClientName = Annotated[bytes, Meta(min_length=8, max_length=64)]
 GroupNumber = Annotated[int, Meta(ge=0, lt=1 << SERIAL_BITS)]
 
 
 class Cells(Struct, frozen=True, kw_only=True):
-    """Columns of some rows, as their unit tells of them. sizes: bytes of each row, see ``batches.pack``."""
+    """Columns of some rows, as their unit tells of them. sizes: bytes of each row."""
 
     dtypes: dict[str, str]
-    sizes: dict[str, bytes]
+    sizes: dict[str, list[CellBytes]]
 
 
 class Held(Struct, frozen=True, kw_only=True):
@@ -288,7 +287,7 @@ def chosen(cells: Cells, count: int, indices: list[int]) -> Cells:
     """Return the cells of some of ``count`` rows."""
     if len(indices) == count:
         return cells
-    return Cells(dtypes=cells.dtypes, sizes={name: chosen_sizes(of, indices) for name, of in cells.sizes.items()})
+    return Cells(dtypes=cells.dtypes, sizes={name: [of[at] for at in indices] for name, of in cells.sizes.items()})
 
 
 class AdmitCells(Struct, frozen=True):

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from asyncflow.errors import PeerLost, ProtocolError, Refused, StaleHandle, from_wire
-from asyncflow.queue.protocol.batches import packed
 from asyncflow.queue.protocol.calls import controller_of
 from asyncflow.queue.protocol.messages import Tag
 from asyncflow.queue.protocol.unit_calls import Cells, Entry, EntryResult, Held, MovedRows, NewCells, NewRows
@@ -55,7 +54,7 @@ class Blob:
         self.outputs = outputs or {}
         self.cells = Cells(
             dtypes={name: column.form for name, column in columns.items()},
-            sizes={name: packed(column) for name, column in columns.items()},
+            sizes=self.sizes,
         )
 
 

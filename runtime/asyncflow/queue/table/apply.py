@@ -11,22 +11,19 @@ volatile field; every type of event has one function.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import count, repeat
+from collections.abc import Callable, Iterable, Mapping
+from itertools import repeat
 from typing import Any, Final, TypeAlias
 
 from asyncflow.errors import LedgerCorrupt, Refused
 from asyncflow.flow.schedule import VersionWindow
 from asyncflow.identity import home
 from asyncflow.queue.ledger import events as ev
-from asyncflow.queue.protocol.messages import FILTERED, Purpose, StepTotals
-from asyncflow.queue.table.partition import Decision, Partition, Step
+from asyncflow.queue.protocol.messages import FILTERED, StepTotals
+from asyncflow.queue.table.partition import Decision, Partition, Serials, Step
 from asyncflow.queue.table.ready import TaskQueue
 from asyncflow.queue.table.state import (
     IDLE,
-    NO_SIZES,
-    NO_TAGS,
-    NO_WORK,
     STATES,
     Finished,
     Lease,
@@ -35,7 +32,6 @@ from asyncflow.queue.table.state import (
     RowGroup,
     RowState,
     TaskWork,
-    new_row,
 )
 
 Apply: TypeAlias = Callable[["QueueState", Any], None]
@@ -119,7 +115,7 @@ class QueueState:
             del self.rows[row.row]
             groups[row.group] = None
             partition = self.partition(row.group.partition)
-            row.absent(partition.bare)
+            row.lose()
             self.let_go(row)
             if row.state is RowState.BOUND:
                 row.lost = True
@@ -140,59 +136,21 @@ class QueueState:
                 queues[task].leased -= 1
 
     def advance(self, queue: TaskQueue, rows: Iterable[Row], step: Callable[[TaskWork], TaskWork]) -> None:
-        """Replace how far the task of ``queue`` has come with ``rows``, as ``step`` says; equals share the result."""
-        task, live, busy = queue.spec.name, RowState.LIVE, 0
-        made: dict[int, tuple[Mapping[str, TaskWork], Mapping[str, TaskWork], int]] = {}
-        known: Mapping[str, TaskWork] | None = None
+        """Replace how far the task of ``queue`` has come with ``rows``, as ``step`` says."""
+        task = queue.spec.name
         for row in rows:
-            if row.work is not known:
-                known = row.work
-                found = made.get(id(known))
-                if found is None:
-                    old = known.get(task, IDLE)
-                    new = step(old)
-                    change = bool(new.lease or new.done) - bool(old.lease or old.done)
-                    made[id(known)] = found = (known, {**known, task: new}, change)
-                _, after, change = found
-            row.work = after
-            if change and row.state is live:
-                busy += change
-        queue.busy += busy
+            old = row.work.get(task, IDLE)
+            new = step(old)
+            row.work = {**row.work, task: new}
+            if row.state is RowState.LIVE:
+                queue.busy += new.busy - old.busy
 
-    def add_rows(
-        self,
-        partition: Partition,
-        numbers: range,
-        places: Iterator[tuple[RowGroup, int]],
-        *,
-        stand: RowState = RowState.LIVE,
-        work: Mapping[str, TaskWork] = NO_WORK,
-        moved: int = 0,
-        lost: bool = False,
-    ) -> None:
-        """Make rows with these ids at the next ``places`` of their groups, alike in everything else."""
-        bare, now = partition.bare, self.now
-        rows = [
-            Row(group, sample, number, stand, bare, now, work, NO_SIZES, NO_TAGS, (), 0, moved, lost)
-            for number, (group, sample) in zip(numbers, places, strict=False)
-        ]
-        for row in rows:
-            row.group.rows.append(row)
-        if stand is RowState.WANTED:
-            partition.wanted.update(dict.fromkeys(rows))
-            partition.revision += len(rows)
-        if not stand.final:
-            partition.counts[stand] += len(rows)
-        if stand is RowState.LIVE:
-            if not lost:
-                self.rows.update(zip(numbers, rows, strict=True))
-            for task, did in work.items():
-                partition.queues[task].busy += len(rows) * bool(did.done)
-
-    def enter(self, partition: Partition, group: RowGroup, sample: int, number: int) -> None:
-        """Add a new row to a group, in place of the wanted one if there is one."""
-        self.rows[number] = row = new_row(group, sample, number, RowState.LIVE, partition.bare, self.now)
+    def enter(self, partition: Partition, row: Row) -> None:
+        """Add a new row to its group, in place of the wanted one if there is one."""
+        row.since = self.now
         partition.enter(row)
+        if row.state is RowState.LIVE and not row.lost:
+            self.rows[row.row] = row
 
     def end_rows(self, number: int, numbers: list[int], *, done: bool) -> tuple[TaskQueue, list[Row]]:
         """Take rows out of their lease, completed or not; return the task's queue, and the rows."""
@@ -271,25 +229,26 @@ def _typed(state: QueueState, event: ev.Typed) -> None:
 
 def _rows_put(state: QueueState, event: ev.RowsPut) -> None:
     """Make groups, or the wanted rows of those that are there."""
-    partition, size = state.partition(event.partition), event.size
+    partition, size, serials = state.partition(event.partition), event.size, event.serials
     partition.purpose = event.purpose
-    partition.used.add(event.serial, event.groups, living=partition.groups)
-    serials, window = range(event.serial, event.serial + event.groups), VersionWindow(event.oldest, event.newest)
-    if partition.groups.keys().isdisjoint(serials):
-        places = partition.add_groups(event.purpose, serials, size=size, step=event.step, window=window)
-        state.add_rows(partition, range(event.row, event.row + event.groups * size), places)
-        return
-    for number, serial in zip(count(event.row, size), serials, strict=False):
+    if size < 1 or len(event.rows) != len(serials) * size:
+        raise ValueError(f"{len(event.rows)} rows do not make {len(serials)} groups of {size}")
+    if serials == list(range(serials[0], serials[0] + len(serials))):
+        partition.used.add(serials[0], serials[0] + len(serials))
+    else:
+        for serial in serials:
+            partition.used.add(serial, serial + 1)
+    window = VersionWindow(event.oldest, event.newest)
+    for index, serial in enumerate(serials):
+        numbers = event.rows[index * size : (index + 1) * size]
         group = partition.groups.get(serial)
         if group is None:
-            one = range(serial, serial + 1)
-            places = partition.add_groups(event.purpose, one, size=size, step=event.step, window=window)
-            state.add_rows(partition, range(number, number + size), places)
-        elif group.size != size:
-            raise ValueError(f"the group {serial} has {group.size} rows, not {size}")
+            group = partition.groups[serial] = RowGroup(event.partition, event.purpose, serial, event.step, window)
+            samples = list(range(size))
         else:
-            for sample in [row.sample for row in group.rows if row.state is RowState.WANTED]:
-                state.enter(partition, group, sample, number + sample)
+            samples = [row.sample for row in group.rows if row.state is RowState.WANTED]
+        for sample in samples:
+            state.enter(partition, Row(group, sample, numbers[sample]))
 
 
 def _leased(state: QueueState, event: ev.Leased) -> None:
@@ -373,15 +332,13 @@ def _uncommit(state: QueueState, partition: Partition, theta: int) -> None:
     again = [(s, f) for s, f in partition.finished.items() if f.step > theta and "t" in f.outcome]
     for serial, finished in sorted(again):
         del partition.finished[serial]
-        letters = finished.outcome
         assert partition.purpose is not None
-        group = RowGroup(partition.name, partition.purpose, serial, len(letters), finished.step, finished.window)
+        group = RowGroup(partition.name, partition.purpose, serial, finished.step, finished.window)
         partition.groups[serial] = group
-        for sample, letter in enumerate(letters):
+        for sample, letter in enumerate(finished.outcome):
             stand = STATES[letter]
             partition.counts[stand] -= 1
-            stand = RowState.WANTED if stand is RowState.TRAINED else stand
-            partition.enter(new_row(group, sample, 0, stand, partition.bare, state.now))
+            state.enter(partition, Row(group, sample, 0, RowState.WANTED if stand is RowState.TRAINED else stand))
 
 
 def _slotted(state: QueueState, event: ev.SlotDecided) -> None:
@@ -389,7 +346,10 @@ def _slotted(state: QueueState, event: ev.SlotDecided) -> None:
     step = partition.gang.step(event.step)
     begun = {serial: partition.groups[serial] for serial in event.bound}
     rows = [row for group in begun.values() for row in group.rows if row.state is RowState.LIVE]
-    partition.bind(rows)
+    for row in rows:
+        partition.move(row, RowState.BOUND)
+    for queue in partition.queues.values():
+        queue.taken(rows)
     step.bound.update(begun)
     step.carry.update({row.row: row for row in rows})
     ranks = [list(map(step.carry.pop, rank)) for rank in event.ranks]
@@ -416,7 +376,7 @@ def _commit(state: QueueState, partition: Partition, upto: int) -> None:
 def _numbered(state: QueueState, event: ev.Numbered) -> None:
     partition = state.partition(event.partition)
     partition.purpose = "open"
-    partition.used.name(event.client, event.number)
+    partition.clients[event.client] = event.number
 
 
 def _rows_cleared(state: QueueState, event: ev.RowsCleared) -> None:
@@ -460,47 +420,36 @@ def _restore_partition(state: QueueState, record: ev.SnapshotPartition) -> None:
     if record.name in state.partitions:
         raise ValueError(f"the partition {record.name} is there")
     partition = state.partition(record.name)
-    gang = partition.gang
-    for task in record.tasks:
-        state.apply(task)
     partition.purpose, partition.schema = record.purpose, dict(record.schema)
     partition.creator, partition.expected, partition.closed = record.creator, record.expected, record.closed
     partition.resets, partition.peeked, partition.returned = record.resets, record.peeked, record.returned
     partition.cleared, partition.forgotten = record.cleared, record.forgotten
-    partition.counts[RowState.TRAINED] = record.trained
-    partition.counts[RowState.FILTERED] = record.filtered
-    partition.counts[RowState.DROPPED] = record.dropped
-    partition.attempts = set(record.attempts)
-    gang.attempt, gang.theta, gang.world, gang.committed = record.attempt, record.theta, record.world, record.committed
+    partition.attempts, partition.clients = set(record.attempts), dict(record.clients)
+    partition.counts.update(dict(zip(STATES.values(), record.ended, strict=True)))
+    partition.used = Serials(record.used)
 
 
-def _restore_rows(state: QueueState, record: ev.SnapshotRows) -> None:
+def _restore_groups(state: QueueState, record: ev.SnapshotGroups) -> None:
     partition = state.partition(record.partition)
     if partition.purpose is None:
         raise ValueError(f"the partition {record.partition} has no purpose")
-    for first, groups, step, oldest, newest, outcome in record.finished:
-        finished = Finished(step, VersionWindow(oldest, newest), outcome)
-        if not STATES.keys() >= set(outcome):
-            raise ValueError(f"{outcome} is no outcome")
-        partition.keep(range(first, first + groups), finished)
-    for run in record.groups:
-        _restore_groups(state, partition, partition.purpose, run)
-    for name, number, spans in record.clients:
-        partition.used.restore(name, number, spans)
-
-
-def _restore_groups(state: QueueState, partition: Partition, purpose: Purpose, run: ev.GroupRun) -> None:
-    serials = range(run.serial, run.serial + run.count)
-    if sum(rows.count for rows in run.rows) != run.count * run.size:
-        raise ValueError(f"the groups from {run.serial} on have too many rows or too few")
-    if not partition.groups.keys().isdisjoint(serials):
-        raise ValueError(f"groups from {run.serial} on are there")
-    window = VersionWindow(run.oldest, run.newest)
-    places = partition.add_groups(purpose, serials, size=run.size, step=run.step, window=window)
-    for rows in run.rows:
-        work = {task: TaskWork(attempt, 0, done, holder) for task, attempt, done, holder in rows.works} or NO_WORK
-        numbers, stand = range(rows.row, rows.row + rows.count), RowState(rows.state)
-        state.add_rows(partition, numbers, places, stand=stand, work=work, moved=rows.moved, lost=rows.lost)
+    for told in record.groups:
+        serial, window = told.serial, VersionWindow(told.oldest, told.newest)
+        if serial in partition.groups or serial in partition.finished or bool(told.outcome) == bool(told.rows):
+            raise ValueError(f"the group {serial} is there, or it has no rows and no outcome, or both")
+        if told.outcome:
+            if not STATES.keys() >= set(told.outcome):
+                raise ValueError(f"{told.outcome} is no outcome")
+            partition.finished[serial] = Finished(told.step, window, told.outcome)
+            continue
+        group = partition.groups[serial] = RowGroup(record.partition, partition.purpose, serial, told.step, window)
+        for sample, row in enumerate(told.rows):
+            stand = RowState(row.state)
+            work = {task: TaskWork(attempt, 0, done, holder) for task, attempt, done, holder in row.works}
+            made = Row(group, sample, row.row, stand, work=work, moved=row.moved, lost=row.lost)
+            if stand.final:
+                partition.counts[stand] -= 1
+            state.enter(partition, made)
 
 
 APPLY: Final[dict[type, Apply]] = {
@@ -532,5 +481,5 @@ APPLY: Final[dict[type, Apply]] = {
     ev.Peeked: _peeked,
     ev.SnapshotHead: _restore_head,
     ev.SnapshotPartition: _restore_partition,
-    ev.SnapshotRows: _restore_rows,
+    ev.SnapshotGroups: _restore_groups,
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final, cast
 
 from msgspec import Struct
@@ -17,12 +18,11 @@ from msgspec import Struct
 from asyncflow.errors import Refused
 from asyncflow.flow.schedule import VersionWindow
 from asyncflow.flow.selection import VersionFilter
-from asyncflow.identity import NEWEST
 from asyncflow.queue.ledger import events as ev
-from asyncflow.queue.protocol.batches import ABSENT, RowBatch, pack
+from asyncflow.queue.protocol.batches import ABSENT, RowBatch
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.ready import TaskQueue
-from asyncflow.queue.table.state import Lease, Row, RowGroup, SharedSizes, lease_id, parse_lease
+from asyncflow.queue.table.state import Lease, Row, RowGroup, lease_id, parse_lease
 
 ANY: Final = VersionFilter()
 """The version filter of a claim to which versions do not matter."""
@@ -63,7 +63,7 @@ class Claims:
     def __init__(self, state: QueueState) -> None:
         self.counters = Counters()
         self._state = state
-        self._parked: dict[str, dict[str, dict[Claim, None]]] = {}
+        self._parked: dict[tuple[str, str], dict[Claim, None]] = {}
         self._granted = 0
         self._epoch = 0
 
@@ -79,26 +79,25 @@ class Claims:
 
     def parked(self) -> dict[tuple[str, str], int]:
         """Return the number of parked claims by partition and task."""
-        return {(name, task): len(claims) for name, tasks in self._parked.items() for task, claims in tasks.items()}
+        return {task: len(claims) for task, claims in self._parked.items()}
 
     def park(self, claim: Claim) -> None:
         """Park ``claim`` until there are rows; the next ``serve`` may meet it. Refused for a gang's task."""
         self._queue(claim)
-        self._parked.setdefault(claim.partition, {}).setdefault(claim.task, {})[claim] = None
+        self._parked.setdefault((claim.partition, claim.task), {})[claim] = None
 
     def withdraw(self, claim: Claim) -> None:
         """Take ``claim`` away from those that wait."""
-        tasks = self._parked.get(claim.partition, {})
-        claims = tasks.get(claim.task, {})
+        claims = self._parked.get((claim.partition, claim.task), {})
         claims.pop(claim, None)
-        if not claims and tasks.pop(claim.task, None) is not None and not tasks:
-            del self._parked[claim.partition]
+        if not claims:
+            self._parked.pop((claim.partition, claim.task), None)
 
     def serve(self, now: float) -> list[tuple[Claim, RowBatch]]:
         """Meet the claims that can be met in the partitions that were touched; return each with its rows."""
         grants: list[tuple[Claim, RowBatch]] = []
-        for partition in self._parked.keys() & self._state.touched:
-            for task, claims in list(self._parked[partition].items()):
+        for (partition, task), claims in list(self._parked.items()):
+            if partition in self._state.touched:
                 queue = self._state.partition(partition).queues.get(task)
                 if queue is not None and queue.spec.kind != "gang":
                     self._serve(queue, claims, grants, now)
@@ -194,13 +193,11 @@ class Claims:
     def complete(self, lease: str, rows: Sequence[int]) -> list[bool]:
         """Complete those of ``rows`` that the lease holds, or has completed already; False for the others."""
         number, _ = parse_lease(lease)
-        mine = self._held(lease, rows)
-        if mine:
-            self._state.record(ev.Completed(number, mine))
-            if len(mine) == len(rows):
-                return [True] * len(mine)
-        held = set(mine)
-        admitted = [ok or row in held for ok, row in zip(self.completed(lease, rows), rows, strict=True)]
+        held = self._held(lease, rows)
+        if held:
+            self._state.record(ev.Completed(number, held))
+        done = {*held, *self.completed(lease, rows)} if len(held) < len(rows) else set(held)
+        admitted = [row in done for row in rows]
         self.counters.fenced += admitted.count(False)
         return admitted
 
@@ -219,18 +216,15 @@ class Claims:
 
     def give_back(self, lease: str, rows: Sequence[int], reason: str) -> list[bool]:
         """Return those of ``rows`` that the lease holds to the task; False for the others."""
-        if mine := self._held(lease, rows):
-            self._state.record(ev.Returned(parse_lease(lease)[0], mine, reason))
-        held = set(mine)
-        return [row in held for row in rows]
+        if held := self._held(lease, rows):
+            self._state.record(ev.Returned(parse_lease(lease)[0], held, reason))
+        return [row in set(held) for row in rows]
 
     def drop(self, lease: str, rows: Sequence[int], reason: str) -> list[bool]:
         """Drop for ever those of ``rows`` that the lease holds; False for the others."""
-        mine = self._held(lease, rows)
-        if mine:
-            self._state.record(ev.RowsDropped(self._state.rows[mine[0]].group.partition, mine, reason))
-        held = set(mine)
-        return [row in held for row in rows]
+        if held := self._held(lease, rows):
+            self._state.record(ev.RowsDropped(self._state.rows[held[0]].group.partition, held, reason))
+        return [row in set(held) for row in rows]
 
     def renew(self, leases: Sequence[str], now: float) -> list[str]:
         """Begin the time of ``leases`` anew; return those that are in force."""
@@ -250,8 +244,7 @@ class Claims:
 
     def expire_worker(self, worker: str) -> None:
         """End all leases and claims of a worker that is known to be dead."""
-        gone = [c for tasks in self._parked.values() for claims in tasks.values() for c in claims if c.worker == worker]
-        for claim in gone:
+        for claim in [claim for claims in self._parked.values() for claim in claims if claim.worker == worker]:
             self.withdraw(claim)
         for lease in self._state.leases.of_worker(worker):
             self._end(lease, "worker lost")
@@ -265,8 +258,8 @@ class Claims:
         if not claim.until_done or queue is None:
             return True
         held = self._state.leases.of_worker(claim.worker)
-        home = (claim.partition, claim.task)
-        return queue.leased == sum(len(lease.rows) for lease in held if (lease.partition, lease.task) == home)
+        task = (claim.partition, claim.task)
+        return queue.leased == sum(len(lease.rows) for lease in held if (lease.partition, lease.task) == task)
 
     def _end(self, lease: Lease, reason: str) -> int:
         rows = list(lease.rows)
@@ -282,14 +275,11 @@ class Claims:
         lease = self.holder(name)
         return [row for row in dict.fromkeys(rows) if row in lease.rows] if lease is not None else []
 
-    def completed(self, lease: str, rows: Sequence[int]) -> list[bool]:
-        """Tell which of ``rows`` the lease has completed, and the state still know."""
-        number, holder = parse_lease(lease)
-        return [self._did(row, number, holder) for row in rows]
-
-    def _did(self, number: int, lease: int, holder: str) -> bool:
-        row = self._state.rows.get(number)
-        return row is not None and any(work.done == lease and work.holder == holder for work in row.work.values())
+    def completed(self, lease: str, rows: Sequence[int]) -> set[int]:
+        """Return those of ``rows`` that the lease has completed, and the state still knows."""
+        done, known = parse_lease(lease), self._state.rows
+        there = [row for number in rows if (row := known.get(number)) is not None]
+        return {row.row for row in there if any((work.done, work.holder) == done for work in row.work.values())}
 
 
 def batch_of_lease(lease: Lease, rows: Sequence[Row], now: float) -> RowBatch:
@@ -300,49 +290,26 @@ def batch_of_lease(lease: Lease, rows: Sequence[Row], now: float) -> RowBatch:
 
 def batch_of_slot(rows: Sequence[Row]) -> RowBatch:
     """Describe ``rows``, at least one: those that a rank trains in a slot."""
-    return _batch_of(rows, lease="", until=0.0, attempts=[])
+    return _batch_of(rows, lease="", until=0.0, attempts=[0] * len(rows))
 
 
 def _batch_of(rows: Sequence[Row], *, lease: str, until: float, attempts: list[int]) -> RowBatch:
     groups = [row.group for row in rows]
-    numbers = [row.row for row in rows]
-    tags = [row.tags for row in rows]
-    moved = [row.moved for row in rows]
-    first = groups[0]
-    stepped = [] if first.purpose == "open" else groups
+    sizes = [row.sizes for row in rows]
     return RowBatch(
-        partition=first.partition,
-        purpose=first.purpose,
+        partition=groups[0].partition,
+        purpose=groups[0].purpose,
         lease=lease,
         until=until,
-        rows=numbers,
+        rows=[row.row for row in rows],
         serials=[group.serial for group in groups],
-        samples=_unless([row.sample for row in rows], 0),
-        attempts=_unless(attempts, 0),
-        steps=_unless([group.step for group in stepped], 0),
-        oldest=_unless([group.window.oldest for group in stepped], 0),
-        newest=_unless([group.window.newest for group in stepped], NEWEST),
-        tokens=_unless([row.tokens for row in rows], 0) if stepped else [],
-        tags=tags if any(tags) else [],
-        sizes=_sizes(rows, numbers),
-        units=[row.unit for row in rows] if any(moved) else [],
+        samples=[row.sample for row in rows],
+        attempts=attempts,
+        steps=[group.step for group in groups],
+        oldest=[group.window.oldest for group in groups],
+        newest=[group.window.newest for group in groups],
+        tokens=[row.tokens for row in rows],
+        tags=[row.tags for row in rows],
+        sizes={name: [of.get(name, ABSENT) for of in sizes] for name in dict.fromkeys(chain(*sizes))},
+        units=[row.unit for row in rows],
     )
-
-
-def _unless(values: list[int], default: int) -> list[int]:
-    """Return ``values``, or nothing where all are ``default``."""
-    return [] if values.count(default) == len(values) else values
-
-
-def _sizes(rows: Sequence[Row], numbers: Sequence[int]) -> dict[str, bytes]:
-    shape, told, count = rows[0].shape, rows[0].cells, len(rows)
-    if not [row for row in rows if row.shape is not shape or row.partial]:
-        if isinstance(told, SharedSizes) and not [row for row in rows if row.cells is not told]:
-            return dict(zip(shape.names, told.columns(numbers), strict=True))
-        cells = [row.own_cells for row in rows]
-        return dict(zip(shape.names, map(pack, zip(*cells, strict=True)), strict=True))
-    sizes: dict[str, list[int]] = {}
-    for index, row in enumerate(rows):
-        for name, size in row.sizes.items():
-            sizes.setdefault(name, [ABSENT] * count)[index] = size
-    return {name: pack(of) for name, of in sizes.items()}

@@ -4,44 +4,39 @@ A trainer's step binds groups whole when the first of their rows goes into a slo
 ``Step.carry`` for the next slot. A slot is decided once and then remembered, so that every rank sees the same one.
 
 A serial is the number of its client above the client's own count (``SERIAL_BITS``). A client is known by a name that
-nobody else has; its number is given to it with its first put, and is that of no other client of which anything is
-known. Number 0 is that of the one creator of a partition that gives serials itself. Clients count on, so what one of
-them has used is nearly always one span, whatever became of the rows.
+nobody else has; it gets its number, which no other has, with its first put. Number 0 is that of the one creator of a
+partition that gives serials itself. Clients count on, so what one of them has used is nearly always one span, whatever
+became of the rows.
 
 Invariants: after ``Partition.refresh(group)`` the indexes of all tasks agree with the rows of that group; ``counts``
-and ``wanted`` always agree with the states of the rows; a group is bound to its own step only; no row is in two slots.
-A serial that was used is never taken for new, except by a client that has no living rows and of which nothing was heard
-while at least half of ``_IDLE`` others without rows put; one that was not used is never taken for used; memory grows
-with the clients and the puts that they gave up, not with the rows.
+and ``wanted`` always agree with the states of the rows; a group is bound to its own step only; no row is in two slots;
+a serial that was used is never taken for new, nor one that was not for used.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import NamedTuple
 
 from asyncflow.errors import Fenced, Misdirected, Refused
-from asyncflow.flow.schedule import VersionWindow
 from asyncflow.queue.ledger.events import Declared
 from asyncflow.queue.protocol.messages import KEY_TAG, SERIAL_BITS, Purpose, StepTotals, TaskSpec
 from asyncflow.queue.table.ready import TaskQueue
-from asyncflow.queue.table.state import Finished, Row, RowGroup, RowState, Shape
+from asyncflow.queue.table.state import Finished, Row, RowGroup, RowState
 
 
 class Partition:
     """Everything about one partition.
 
-    schema: dtypes by column; revision: counts changes of ``wanted``; creator: the newest attempt of its creator; used:
-    the serials that exist; finished: outcomes of groups by serial, equal ones shared (about 100 bytes a group); keys:
-    rows by their tag ``KEY_TAG``; cleared: how many open rows were; bare: no columns;
-    expected: how many rows were announced; closed: the last step of a run, 0 where an open partition gets no more rows,
-    None while more may come; resets, peeked: rows that were taken from a task, and looked at; forgotten:
-    how many were cleared when the partition was last cleared as a whole; elsewhere: tasks of other controllers;
-    returned: rows that were taken out of leases undone; attempts: of the gang, that began.
+    schema: dtypes by column; revision: counts changes of ``wanted``; creator: the newest attempt of its creator;
+    clients: their numbers; used: the serials that exist; finished: outcomes of groups by serial; keys: rows by their
+    tag ``KEY_TAG``; cleared: how many open rows were, of which ``forgotten`` with the partition as a whole; expected:
+    how many rows were announced; closed: the last step of a run, 0 where an open partition gets no more rows, None
+    while more may come; resets, peeked, returned: rows that were taken from a task, looked at, and taken out of leases
+    undone; elsewhere: tasks of other controllers; attempts: of the gang, that began.
     """
 
     def __init__(self, name: str) -> None:
@@ -56,6 +51,7 @@ class Partition:
         self.wanted: dict[Row, None] = {}
         self.revision = 0
         self.creator = 0
+        self.clients: dict[bytes, int] = {}
         self.used = Serials()
         self.keys: dict[str, Row] = {}
         self.cleared = 0
@@ -67,9 +63,6 @@ class Partition:
         self.attempts: set[int] = set()
         self.closed: int | None = None
         self.schema: dict[str, str] = {}
-        self.bare = Shape()
-        self._gains: dict[tuple[Shape, Shape], list[TaskQueue]] = {}
-        self._outcomes: dict[Finished, Finished] = {}
 
     @property
     def gang_queue(self) -> TaskQueue | None:
@@ -124,7 +117,7 @@ class Partition:
         fresh.resets, fresh.peeked = self.resets, self.peeked
         fresh.returned, fresh.attempts = self.returned, self.attempts
         if self.purpose == "open":
-            fresh.purpose, fresh.used = "open", self.used
+            fresh.purpose, fresh.clients, fresh.used = "open", self.clients, self.used
             fresh.cleared = fresh.forgotten = self.cleared + self.counts.total()
         for queue in self.queues.values():
             fresh.declare(queue.spec)
@@ -134,101 +127,53 @@ class Partition:
     def declare(self, spec: TaskSpec) -> None:
         """Add a task, or replace the one of that name."""
         self.queues[spec.name] = queue = TaskQueue(spec)
-        self._gains.clear()
         for group in self.groups.values():
             queue.refresh(group)
             works = [(row.state, row.work[spec.name]) for row in group.rows if spec.name in row.work]
             queue.leased += sum(1 for _, work in works if work.lease)
-            queue.busy += sum(1 for state, work in works if state is RowState.LIVE and (work.lease or work.done))
+            queue.busy += sum(work.busy for state, work in works if state is RowState.LIVE)
 
     def refresh(self, group: RowGroup) -> None:
         """Make all indexes agree with ``group``."""
         for queue in self.queues.values():
             queue.refresh(group)
 
-    def created(self, rows: Sequence[Row], shape: Shape) -> None:
-        """Take new rows of open groups, all of ``shape``, into the indexes."""
-        for queue in self.gains(self.bare, shape):
-            queue.created(rows)
-
-    def gained(self, changed: Iterable[tuple[Row, Shape]]) -> None:
-        """Take rows, each with its shape before, into the indexes of those tasks that waited for their new columns."""
-        gained: dict[TaskQueue, list[Row]] = {}
-        for row, before in changed:
-            if row.shape is not before:
-                for queue in self.gains(before, row.shape):
-                    gained.setdefault(queue, []).append(row)
-        for queue, rows in gained.items():
-            queue.freed(rows)
-
-    def gains(self, before: Shape, after: Shape) -> list[TaskQueue]:
-        """Return the tasks that ``after`` suits and ``before`` did not."""
-        gains = self._gains.get((before, after))
-        if gains is None:
-            gains = [q for q in self.queues.values() if q.suits(after) and not q.suits(before)]
-            self._gains[before, after] = gains
-        return gains
-
-    def add_groups(
-        self, purpose: Purpose, serials: range, *, size: int, step: int, window: VersionWindow
-    ) -> Iterator[tuple[RowGroup, int]]:
-        """Add groups of no rows; return where their rows belong: group and sample, in order."""
-        groups = [RowGroup(self.name, purpose, serial, size, step, window) for serial in serials]
-        self.groups.update(zip(serials, groups, strict=True))
-        return product(groups, range(size))
+    def changed(self, rows: Sequence[Row], columns: Iterable[str]) -> None:
+        """Take rows into the indexes of those tasks that need one of the columns that they got."""
+        for queue in self.queues.values():
+            if not queue.needs.isdisjoint(columns):
+                queue.freed(rows)
 
     def enter(self, row: Row) -> None:
-        """Add ``row``, in place of the wanted one of that sample if there is one."""
+        """Add ``row`` to its group, in place of the wanted one of that sample if there is one."""
         rows = row.group.rows
         if row.sample < len(rows):
-            old = rows[row.sample]
-            old.work = {}
-            self.unname(old)
-            self.move(old, row.state)
-            for queue in self.queues.values():
-                queue.taken([old])
+            self.unname(rows[row.sample])
+            self._count(rows[row.sample], -1)
             rows[row.sample] = row
-            return
-        rows.append(row)
-        self.counts[row.state] += 1
-        if row.state is RowState.WANTED:
-            self.wanted[row] = None
-            self.revision += 1
-        elif row.state is RowState.LIVE and row.work:
-            self._count_busy(row, 1)
+        else:
+            rows.append(row)
+        self._count(row, 1)
 
     def move(self, row: Row, state: RowState) -> None:
         """Change the state of ``row`` and the counts with it."""
-        before = row.state
-        self.counts[before] -= 1
-        self.counts[state] += 1
-        if before is state:
-            return
-        if row.work and RowState.LIVE in (before, state):
-            self._count_busy(row, 1 if state is RowState.LIVE else -1)
-        if before is RowState.WANTED:
-            self.revision += 1
-            del self.wanted[row]
-        elif state is RowState.WANTED:
-            self.revision += 1
-            self.wanted[row] = None
-        row.state = state
+        if row.state is not state:
+            self._count(row, -1)
+            row.state = state
+            self._count(row, 1)
 
-    def bind(self, rows: Sequence[Row]) -> None:
-        """Assign live rows to the trainer: no task can claim them any more."""
-        self.counts[RowState.LIVE] -= len(rows)
-        self.counts[RowState.BOUND] += len(rows)
-        for row in rows:
-            if row.work:
-                self._count_busy(row, -1)
-            row.state = RowState.BOUND
-        for queue in self.queues.values():
-            queue.taken(rows)
-
-    def _count_busy(self, row: Row, change: int) -> None:
-        for task, work in row.work.items():
-            if work.lease or work.done:
-                self.queues[task].busy += change
+    def _count(self, row: Row, change: int) -> None:
+        """Count a row that came or went."""
+        self.counts[row.state] += change
+        if row.state is RowState.WANTED:
+            self.revision += 1
+            if change > 0:
+                self.wanted[row] = None
+            else:
+                del self.wanted[row]
+        elif row.state is RowState.LIVE:
+            for task, work in row.work.items():
+                self.queues[task].busy += change * work.busy
 
     def settle(self, group: RowGroup) -> None:
         """Bring the indexes up to date; keep only the outcome of a group that is finished, of open ones not even that.
@@ -242,12 +187,8 @@ class Partition:
             queue.taken(group.rows)
         del self.groups[group.serial]
         if self.purpose != "open":
-            self.keep([group.serial], Finished(group.step, group.window, group.outcome))
+            self.finished[group.serial] = Finished(group.step, group.window, group.outcome)
         group.rows = []
-
-    def keep(self, serials: Iterable[int], outcome: Finished) -> None:
-        """Keep the outcome of groups that are finished."""
-        self.finished.update(dict.fromkeys(serials, self._outcomes.setdefault(outcome, outcome)))
 
     def name_rows(self, rows: Iterable[Row]) -> None:
         """Take note of the keys of open rows."""
@@ -411,110 +352,41 @@ class Gang:
             raise Refused(f"there is no rank {rank} in a gang of {self.world}", where=where)
 
 
-Span = tuple[int, int]
-"""Serials from the first up to, and without, the second."""
-
-_IDLE = 65_536
-_NUMBERS = (1 << 31) - 1
-_CREATOR = 0
-
-
-@dataclass(slots=True)
-class _Client:
-    """name: empty where only the number is known; starts, ends: of the spans that it used, in order."""
-
-    name: bytes = b""
-    starts: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-
-    @property
-    def spans(self) -> list[Span]:
-        return list(zip(self.starts, self.ends, strict=True))
-
-
 class Serials:
-    """The clients of one partition, and the serials that they used."""
+    """The serials that were used, as spans: sorted, and no two of them touch."""
 
-    def __init__(self) -> None:
-        self._numbers: dict[bytes, int] = {}
-        self._clients: dict[int, _Client] = {}
-        self._most = _IDLE
-        self._last = 0
+    def __init__(self, spans: Iterable[tuple[int, int]] = ()) -> None:
+        self._firsts: list[int] = []
+        self._ends: list[int] = []
+        for first, end in spans:
+            self.add(first, end)
 
     def __contains__(self, serial: int) -> bool:
-        return self.overlaps(range(serial, serial + 1))
+        return self.overlaps(serial, serial + 1)
 
-    def number(self, client: bytes) -> int | None:
-        """Return the number of a client, None where it has none yet."""
-        return self._numbers.get(client)
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yield each span: its first serial, and the one after its last."""
+        return zip(self._firsts, self._ends, strict=True)
 
-    def unused_number(self) -> int:
-        """Return a number that no client has."""
-        number = self._last % _NUMBERS + 1
-        while number in self._clients:
-            number = number % _NUMBERS + 1
-        return number
+    def overlaps(self, first: int, end: int) -> bool:
+        """Tell whether one of the serials from ``first`` up to ``end`` was used."""
+        at = bisect_right(self._ends, first)
+        return at < len(self._firsts) and self._firsts[at] < end
 
-    def name(self, client: bytes, number: int) -> None:
-        """Note which client has this number."""
-        self._clients.setdefault(number, _Client()).name = client
-        self._numbers[client] = self._last = number
-
-    def overlaps(self, serials: range) -> bool:
-        """Tell whether one of these serials of one client was used."""
-        client = self._clients.get(serials.start >> SERIAL_BITS)
-        if client is None:
-            return False
-        at = bisect_right(client.ends, serials.start)
-        return at < len(client.starts) and client.starts[at] < serials.stop
+    def add(self, first: int, end: int) -> None:
+        """Note that these serials are used: one span with those that it touches."""
+        low, high = bisect_left(self._ends, first), bisect_right(self._firsts, end)
+        if low < high:
+            first, end = min(first, self._firsts[low]), max(end, self._ends[high - 1])
+        self._firsts[low:high], self._ends[low:high] = [first], [end]
 
     def next(self) -> int:
         """Return the serial above all that the creator who gives serials itself has used."""
-        creator = self._clients.get(_CREATOR)
-        return creator.ends[-1] if creator is not None and creator.ends else 0
+        own = bisect_left(self._firsts, 1 << SERIAL_BITS)
+        return self._ends[own - 1] if own else 0
 
     def missing(self) -> list[int]:
         """Return the serials below ``next`` that were not used; in training they say which prompt is next."""
-        creator = self._clients.get(_CREATOR) or _Client()
-        gaps = zip([0, *creator.ends], creator.starts, strict=False)
-        return [serial for end, start in gaps for serial in range(end, start)]
-
-    def add(self, first: int, count: int, *, living: Iterable[int] = ()) -> None:
-        """Note that ``count`` serials from ``first`` on are used. living: the serials whose rows live."""
-        number = first >> SERIAL_BITS
-        client = self._clients.pop(number, None) or _Client()
-        if len(self._clients) >= self._most:
-            self._forget(living)
-        self._clients[number] = client
-        _join(client, first, first + count)
-
-    def clients(self) -> Iterator[tuple[bytes, int, list[Span]]]:
-        """Return name, number and spans of each client, in the order in which they were last heard of."""
-        return ((client.name, number, client.spans) for number, client in self._clients.items())
-
-    def restore(self, name: bytes, number: int, spans: Iterable[Span]) -> None:
-        """Add a client that ``clients`` returned."""
-        if name:
-            self.name(name, number)
-        client = self._clients.setdefault(number, _Client())
-        for first, end in spans:
-            _join(client, first, end)
-
-    def _forget(self, living: Iterable[int]) -> None:
-        """Forget clients without living rows, but for those that were heard of last."""
-        needed = {serial >> SERIAL_BITS for serial in living}
-        idle = [number for number in self._clients if number not in needed]
-        for number in idle[: -_IDLE // 2]:
-            self._numbers.pop(self._clients.pop(number).name, None)
-        self._most = len(self._clients) + _IDLE // 2
-
-
-def _join(client: _Client, first: int, end: int) -> None:
-    """Add a span, as one with those that it touches."""
-    starts, ends = client.starts, client.ends
-    low = bisect_right(ends, first - 1)
-    high = bisect_right(starts, end)
-    if low < high:
-        first, end = min(first, starts[low]), max(end, ends[high - 1])
-    starts[low:high] = [first]
-    ends[low:high] = [end]
+        own = bisect_left(self._firsts, 1 << SERIAL_BITS)
+        gaps = zip([0, *self._ends[:own]], self._firsts[:own], strict=False)
+        return [serial for end, first in gaps for serial in range(end, first)]

@@ -1,7 +1,7 @@
 """Rows of the first controller in the state of others: the changes that it tells them, and snapshots.
 
-Events of the ledger are told as they are, but for those that concern leases alone; what a unit told of cells, which no
-ledger has, is ``CellsChanged`` and ``RowsHeld``. A place in the feed is a number that counts on. Items are kept,
+Events of the ledger are told as they are, but for those that concern leases alone; what units told of cells, which no
+ledger has, is ``RowsHeld``. A place in the feed is a number that counts on. Items are kept,
 encoded, until all followers have read them, as long as there is room for them; who is too far behind takes a snapshot,
 restores it into a state of its own, a draft, and ``install``s that with the leases and the work of its own tasks.
 
@@ -14,7 +14,7 @@ every snapshot; a lease holds no row that is gone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeAlias
@@ -22,16 +22,16 @@ from typing import TypeAlias
 import msgspec
 from msgspec import Raw, Struct
 
-from asyncflow.errors import LedgerCorrupt, ProtocolError, Refused, StaleHandle
+from asyncflow.errors import LedgerCorrupt, Refused, StaleHandle
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.calls import AskPart, Feed, Follow, Part
-from asyncflow.queue.protocol.messages import Tag
-from asyncflow.queue.protocol.unit_calls import MOST_ROWS, Cells, Entry, Held, MovedRows, NewCells, NewRows, chosen
+from asyncflow.queue.protocol.unit_calls import Held
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.partition import Partition
+from asyncflow.queue.table.rows import add_cells
 from asyncflow.queue.table.snapshot import snapshot_rows
-from asyncflow.queue.table.state import Row, Shape, by_row
-from asyncflow.rpc.columns import Buffer, weighed_batches
+from asyncflow.queue.table.state import Row
+from asyncflow.rpc.columns import Buffer, batches, weighed_batches
 from asyncflow.rpc.framing import MALFORMED
 
 SILENT = (
@@ -47,23 +47,13 @@ SILENT = (
 """Events that say nothing of rows; but a completion that clears does."""
 
 
-class CellsChanged(Struct, frozen=True, array_like=True, tag="gain"):
-    """Rows got columns and tags. tokens: of each row's prompt, or none; partial: they were given back unfinished."""
-
-    rows: list[int]
-    cells: Cells
-    tags: list[dict[str, Tag]]
-    tokens: list[int]
-    partial: bool
-
-
 class RowsHeld(Struct, frozen=True, array_like=True, tag="held"):
-    """Rows as their unit holds them."""
+    """Rows as their units hold them."""
 
     held: list[Held]
 
 
-Change: TypeAlias = ev.Event | CellsChanged | RowsHeld
+Change: TypeAlias = ev.Event | RowsHeld
 
 encode = msgspec.msgpack.Encoder().encode
 _decode: Callable[[Buffer], Change] = msgspec.msgpack.Decoder(Change).decode
@@ -87,18 +77,6 @@ def change_of(state: QueueState, event: ev.Event) -> ev.Event | None:
         clears = partition.queues[lease.task].spec.clears and partition.purpose == "open"
         return ev.RowsCleared(lease.partition, event.rows) if clears else None
     return None if isinstance(event, SILENT) else event
-
-
-def cells_changed(entry: Entry, ok: list[bool]) -> CellsChanged:
-    """Return the change of the cells of an entry of which those rows that are ``ok`` were admitted."""
-    rows = entry.rows
-    mine = [index for index, admitted in enumerate(ok) if admitted]
-    tags = [entry.tags[i] for i in mine] if entry.tags else []
-    told = entry.samples.tokens if isinstance(entry, NewRows) and entry.samples is not None else []
-    tokens = [told[i] for i in mine] if told else []
-    part = chosen(entry.cells, len(rows), mine)
-    partial = isinstance(entry, NewCells) and bool(entry.reason)
-    return CellsChanged([rows[i] for i in mine], part, tags if any(tags) else [], tokens, partial)
 
 
 FEED = "\0feed"
@@ -145,19 +123,11 @@ class ChangeFeed:
         if (told := change_of(self._state, event)) is not None:
             self._add(told)
 
-    def admitted(self, entry: Entry, ok: list[bool]) -> None:
-        """Tell of the cells of an entry on which these are the verdicts."""
-        if isinstance(entry, MovedRows):
-            came = [number for number, here in zip(entry.rows, ok, strict=False) if here]
-            rows = [row for number in came if (row := self._state.rows.get(number)) is not None and row.here]
-            self.held(map(_held, rows))
-        elif any(ok):
-            self._add(cells_changed(entry, ok))
-
-    def held(self, held: Iterable[Held]) -> None:
-        """Tell of rows as a unit that came back holds them."""
-        if here := [told for told in held if told.row in self._state.rows]:
-            self._add(RowsHeld(here))
+    def held(self, numbers: Iterable[int]) -> None:
+        """Tell of those of the rows that are there, as their units hold them."""
+        rows = [row for number in numbers if (row := self._state.rows.get(number)) is not None and row.here]
+        for some in batches(rows, _ROWS):
+            self._add(RowsHeld(list(map(_held, some))))
 
     def _add(self, item: Change) -> None:
         encoded = encode(item)
@@ -225,7 +195,7 @@ def _within(most: int, items: Iterable[bytes]) -> Iterator[Raw]:
 
 
 def _held(row: Row) -> Held:
-    return Held(row=row.row, columns=row.columns, partial=dict(row.partial), tokens=row.tokens, tags=row.tags)
+    return Held(row=row.row, columns=dict(row.columns), partial=dict(row.partial), tokens=row.tokens, tags=row.tags)
 
 
 def draft_of(state: QueueState) -> QueueState:
@@ -236,63 +206,15 @@ def draft_of(state: QueueState) -> QueueState:
 
 
 def take(state: QueueState, item: Change) -> None:
-    """Apply a change. LedgerCorrupt where it does not follow from the changes before, or is too much."""
-    if isinstance(item, CellsChanged):
-        try:
-            gain(state, item)
-        except (ProtocolError, IndexError, ValueError) as wrong:
-            raise LedgerCorrupt(f"what was told of columns does not fit its rows: {wrong!r}", where="feed") from wrong
-    elif isinstance(item, RowsHeld):
-        for held in item.held:
-            if (row := state.rows.get(held.row)) is not None:
-                _add(state, row, held.columns, held.partial)
-                row.tokens, row.tags = held.tokens, {**row.tags, **held.tags}
-    elif not 0 < _stands_for(item) <= MOST_ROWS:
-        raise LedgerCorrupt(f"{type(item).__name__} stands for no rows, or more than {MOST_ROWS}", where="feed")
-    else:
+    """Apply a change. LedgerCorrupt where it does not follow from the changes before."""
+    if not isinstance(item, RowsHeld):
         state.record(item)
-
-
-def _stands_for(event: ev.Event) -> int:
-    """Return how many rows, or outcomes, are made of an event that does not list them; 1 of any other."""
-    if isinstance(event, ev.RowsPut):
-        return event.groups * event.size if event.size > 0 else 0
-    if isinstance(event, ev.SnapshotRows):
-        rows = sum(run.count * run.size for run in event.groups)
-        return rows + sum(count for _, count, *_ in event.finished) or 1
-    return 1
-
-
-def gain(state: QueueState, item: CellsChanged) -> None:
-    """Add columns and tags to those of the rows that are there."""
-    rows = item.rows
-    names, sizes = by_row(item.cells, len(rows))
-    changed: dict[str, list[tuple[Row, Shape]]] = {}
-    for index, number in enumerate(rows):
-        row = state.rows.get(number)
-        if row is None:
-            continue
-        if item.partial:
-            fresh = zip(names, sizes[index], strict=True)
-            row.partial = {**row.partial, **{name: size for name, size in fresh if name not in row.shape.has}}
-            continue
-        if item.tags and item.tags[index]:
-            row.tags = {**row.tags, **item.tags[index]}
-        if item.tokens:
-            row.tokens = item.tokens[index]
-        changed.setdefault(row.group.partition, []).append((row, row.shape))
-        row.present(names, sizes[index])
-    for name, pairs in changed.items():
-        state.partition(name).gained(pairs)
-
-
-def _add(state: QueueState, row: Row, columns: Mapping[str, int], partial: Mapping[str, int]) -> None:
-    """Add columns that the row has not got yet."""
-    before = row.shape
-    fresh = {name: size for name, size in columns.items() if name not in before.has}
-    row.present(tuple(fresh), tuple(fresh.values()))
-    row.partial = {**row.partial, **{name: size for name, size in partial.items() if name not in row.shape.has}}
-    state.partition(row.group.partition).gained([(row, before)])
+        return
+    there = [(row, held) for held in item.held if (row := state.rows.get(held.row)) is not None]
+    for row, held in there:
+        row.tokens = held.tokens
+        row.add(held.partial, partial=True)
+    add_cells(state, [(row, held.columns, held.tags) for row, held in there])
 
 
 def install(state: QueueState, draft: QueueState) -> None:
@@ -307,7 +229,8 @@ def install(state: QueueState, draft: QueueState) -> None:
         row.work, row.since = old.work, old.since
         if old.here:
             row.tags, row.tokens = {**old.tags, **row.tags}, row.tokens or old.tokens
-            _add(draft, row, old.columns, old.partial)
+            row.here, row.columns = True, {**old.columns, **row.columns}
+            row.add(old.partial, partial=True)
     for name, partition in draft.partitions.items():
         if (before := state.partitions.get(name)) is not None:
             partition.resets, partition.peeked = before.resets, before.peeked

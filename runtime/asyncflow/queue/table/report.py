@@ -34,7 +34,7 @@ from asyncflow.queue.protocol.messages import (
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.partition import Partition
 from asyncflow.queue.table.ready import TaskQueue
-from asyncflow.queue.table.state import IDLE, Row, RowState, Shape
+from asyncflow.queue.table.state import IDLE, Row, RowState
 from asyncflow.queue.table.table import Table
 
 
@@ -181,14 +181,14 @@ def oldest_unready(partition: Partition) -> dict[str, Row]:
         for row in group.rows:
             if row.state is not RowState.LIVE:
                 continue
-            for task in [task for task, queue in left.items() if not queue.suits(row.shape)]:
+            for task in [task for task, queue in left.items() if not queue.suits(row)]:
                 found[task] = row
                 del left[task]
     return found
 
 
 def _unready(partition: Partition, task: str, row: Row, now: float) -> Unready:
-    lacks = set(partition.queues[task].spec.needs) - row.shape.has
+    lacks = set(partition.queues[task].spec.needs) - row.columns.keys()
     return Unready(
         row=row.row,
         serial=row.group.serial,
@@ -231,7 +231,7 @@ def peek(state: QueueState, partition: Partition, task: str, rows: Sequence[Row]
         seen.leased.append(bool(work.lease))
         seen.done.append(bool(work.done))
         seen.attempts.append(work.attempt)
-        seen.lacks.append(sorted(set(queue.spec.needs) - row.shape.has) if queue is not None else [])
+        seen.lacks.append(sorted(set(queue.spec.needs) - row.columns.keys()) if queue is not None else [])
         for name, size in row.sizes.items():
             seen.sizes.setdefault(name, [-1] * len(rows))[index] = size
     if rows:
@@ -242,15 +242,7 @@ def peek(state: QueueState, partition: Partition, task: str, rows: Sequence[Row]
 def has_columns(columns: Sequence[str]) -> Callable[[Row], bool]:
     """Return the test whether a row has all of ``columns``."""
     needed = frozenset(columns)
-    has: dict[Shape, bool] = {}
-
-    def test(row: Row) -> bool:
-        found = has.get(row.shape)
-        if found is None:
-            found = has[row.shape] = needed <= row.shape.has
-        return found
-
-    return test
+    return lambda row: needed <= row.columns.keys()
 
 
 def produced(partition: Partition, *, done: int) -> Progress:

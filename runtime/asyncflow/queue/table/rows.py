@@ -11,20 +11,21 @@ has not yet told what it holds. What may fail comes before the first event of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final, TypeAlias
 
 from asyncflow.errors import PeerLost, Refused, StaleHandle
-from asyncflow.flow.schedule import VersionWindow
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.messages import KEY_TAG, SERIAL_BITS, Purpose, Tag
 from asyncflow.queue.protocol.unit_calls import Cells, NewRows
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.partition import Partition
-from asyncflow.queue.table.state import ANY_VERSION, IDLE, Row, RowState, Shape, SharedSizes, by_row, check, sizes_of
+from asyncflow.queue.table.state import ANY_VERSION, IDLE, Row, RowState, by_row
 
 _Tags = Sequence[dict[str, Tag]]
 _Keys = Sequence[Tag | None]
+Change: TypeAlias = tuple[Row, Mapping[str, int], Mapping[str, Tag]]
+"""A row, with the columns and the tags that it got."""
 OPEN: Final = "open"
 _FARTHEST = 1 << 20
 """Serials that a creator of training rows may skip: each of them is listed as missing."""
@@ -52,62 +53,55 @@ class Puts:
         before or has its key already, 0 where that is gone or the row's group is not made. Raises Refused, Fenced where
         a newer attempt of the creator has begun, and ProtocolError where the cells are not those of the rows.
         """
-        partition, size, samples, tags = entry.partition, entry.group_size, entry.samples, entry.tags
-        rows = entry.rows
-        held = self._state.partition(partition)
-        groups = samples.serials if samples is not None else range(entry.group, entry.group + len(rows) // size)
-        tokens = samples.tokens if samples is not None else []
-        _check_shape(partition, groups, size, rows, tags, tokens)
-        check(entry.cells, len(rows))
+        size, samples, rows, state = entry.group_size, entry.samples, entry.rows, self._state
+        partition = state.partition(entry.partition)
+        _check_form(entry)
+        columns = by_row(entry.cells, len(rows))
         purpose: Purpose = samples.purpose if samples is not None else OPEN
-        held.check_purpose(purpose)
-        step, window = 0, ANY_VERSION
+        partition.check_purpose(purpose)
         keys: list[Tag | None] = []
+        step, oldest, newest = 0, *ANY_VERSION
         if samples is None:
-            keys = [of.get(KEY_TAG) for of in tags]
+            keys = [of.get(KEY_TAG) for of in entry.tags]
+            if any(key is not None for key in keys):
+                self._check_keys(keys, entry.partition)
         else:
-            held.check_creator(entry.attempt)
-            step, window = samples.step, VersionWindow(samples.oldest, samples.newest)
-        if any(key is not None for key in keys):
-            self._check_keys(keys, partition)
-        self._state.check_schema(held, entry.cells.dtypes)
-        serials = _in_a_row(groups) if samples is not None else self._numbered(held, entry.client, groups)
-        taken: set[Tag | None] = {key for key in keys if key in held.keys} if held.keys else set()
-        most = held.used.next() + _FARTHEST if purpose == "train" else max(serials)
-        new = not taken and isinstance(serials, range) and serials[-1] <= most and not held.used.overlaps(serials)
-        if new:
-            runs, fresh = [(0, serials[0], len(serials), window)], True
-        else:
-            _check_sizes(held, serials, size)
-            places = [
-                (number, _place(held, serial, keys[number * size : (number + 1) * size], taken, step, window))
-                for number, serial in enumerate(serials)
-                if serial <= most
-            ]
-            made = [(number, *place) for number, place in places if place is not None]
-            runs, fresh = _runs(made), any(serial not in held.groups for _, serial, _ in made)
-        if purpose == OPEN and fresh:
-            _check_open(held)
-        shape, told = held.bare.plus(tuple(entry.cells.sizes)), sizes_of(entry.cells, rows)
-        for number, first, length, (oldest, newest) in runs:
-            own = slice(number * size, (number + length) * size)
-            row = rows[own.start]
-            self._state.record(ev.RowsPut(partition, purpose, first, length, size, row, step, oldest, newest))
-            self._fill(held, rows[own], shape, told, tags[own], tokens[own])
-        return ([True] * len(rows), rows) if new else _answers(held, serials, size, rows, keys)
+            partition.check_creator(entry.attempt)
+            step, oldest, newest = samples.step, samples.oldest, samples.newest
+        state.check_schema(partition, entry.cells.dtypes)
+        serials = samples.serials if samples is not None else self._number(partition, entry)
+        _check_sizes(partition, serials, size)
+        most = partition.used.next() + _FARTHEST if purpose == "train" else max(serials)
+        made = _new_groups(partition, serials, size=size, step=step, keys=keys, most=most)
+        if purpose == OPEN and partition.closed is not None and any(made[at] not in partition.groups for at in made):
+            hint = "Close it after the last put; clear() of the whole partition opens it again"
+            raise Refused("the partition is closed: it gets no more rows", where=partition.name, hint=hint)
+        if made:
+            own = [index for at in made for index in range(at * size, (at + 1) * size)]
+            numbers = [rows[index] for index in own]
+            event = ev.RowsPut(entry.partition, purpose, [*made.values()], size, numbers, step, oldest, newest)
+            state.record(event)
+            fresh: list[Row] = []
+            for index in own:
+                if (row := state.rows.get(rows[index])) is not None:
+                    row.columns, row.here = columns[index], True
+                    row.tags = entry.tags[index] if entry.tags else {}
+                    row.tokens = samples.tokens[index] if samples is not None and samples.tokens else 0
+                    fresh.append(row)
+            partition.name_rows(fresh)
+            partition.changed(fresh, entry.cells.sizes)
+            if len(fresh) == len(rows):
+                return [True] * len(rows), rows
+        return _answers(partition, serials, size, rows, keys)
 
-    def _numbered(self, partition: Partition, client: bytes, groups: Sequence[int]) -> Sequence[int]:
-        """Return the serials of groups that a client has numbered."""
-        first = (self._number(partition, client) << SERIAL_BITS) + groups[0]
-        return range(first, first + len(groups))
-
-    def _number(self, partition: Partition, client: bytes) -> int:
-        """Return the client's number in the partition, which it has from now on."""
-        number = partition.used.number(client)
+    def _number(self, partition: Partition, entry: NewRows) -> Sequence[int]:
+        """Return the serials of the groups that a client put; it has a number in the partition from now on."""
+        number = partition.clients.get(entry.client)
         if number is None:
-            number = partition.used.unused_number()
-            self._state.record(ev.Numbered(partition.name, client, number))
-        return number
+            number = len(partition.clients) + 1
+            self._state.record(ev.Numbered(partition.name, entry.client, number))
+        first = (number << SERIAL_BITS) + entry.group
+        return range(first, first + len(entry.rows) // entry.group_size)
 
     def _check_keys(self, keys: Sequence[Tag | None], partition: str) -> None:
         named = [key for key in keys if key is not None]
@@ -119,103 +113,52 @@ class Puts:
         if self._silent:
             raise PeerLost("storage units have not yet told what they hold", where="controller", hint="Try again")
 
-    def _fill(
-        self,
-        partition: Partition,
-        numbers: Sequence[int],
-        shape: Shape,
-        told: SharedSizes | tuple[int, ...],
-        tags: _Tags,
-        tokens: Sequence[int],
-    ) -> None:
-        """Set the columns, tags and tokens of rows that were just made, and take them into the indexes.
 
-        Those of which no row was made are of groups that had lost other rows only.
-        """
-        known = self._state.rows
-        fresh = [row for number in numbers if (row := known.get(number)) is not None]
-        for row in fresh:
-            row.shape, row.cells, row.here = shape, told, True
-        first = numbers[0]
-        if tags:
-            for row in fresh:
-                row.tags = tags[row.row - first]
-            partition.name_rows(fresh)
-        if tokens:
-            for row in fresh:
-                row.tokens = tokens[row.row - first]
-        partition.created(fresh, shape)
-
-
-def _check_open(partition: Partition) -> None:
-    if partition.closed is not None:
-        hint = "Close it after the last put; clear() of the whole partition opens it again"
-        raise Refused("the partition is closed: it gets no more rows", where=partition.name, hint=hint)
-
-
-def _check_shape(
-    partition: str, groups: Sequence[int], size: int, rows: Sequence[int], tags: _Tags, tokens: Sequence[int]
-) -> None:
-    run = range(rows[0], rows[0] + len(rows)) if rows else range(0)
-    if not rows or len(rows) != len(groups) * size or (rows != run and list(rows) != list(run)):
-        raise Refused(f"{len(rows)} rows do not make {len(groups)} groups of {size}", where=partition)
-    for what, told in (("sets of tags", tags), ("counts of tokens", tokens)):
-        if told and len(told) != len(rows):
-            raise Refused(f"{len(rows)} rows came with {len(told)} {what}", where=partition)
-    if isinstance(groups, range):
-        if groups[-1] >> SERIAL_BITS:
-            hint = f"A client numbers at most {1 << SERIAL_BITS} groups; be another one for more"
-            raise Refused(f"{len(groups)} groups were numbered up to {groups[-1]}", where=partition, hint=hint)
-    elif min(groups) < 0 or len(set(groups)) != len(groups):
+def _check_form(entry: NewRows) -> None:
+    """Refuse what is no put: the numbers of rows, groups, tags and tokens do not agree."""
+    partition, size, samples, count = entry.partition, entry.group_size, entry.samples, len(entry.rows)
+    groups = len(samples.serials) if samples is not None else count // size
+    if not count or count != groups * size:
+        raise Refused(f"{count} rows do not make {groups} groups of {size}", where=partition)
+    tokens = samples.tokens if samples is not None else []
+    for what, told in (("sets of tags", entry.tags), ("counts of tokens", tokens)):
+        if told and len(told) != count:
+            raise Refused(f"{count} rows came with {len(told)} {what}", where=partition)
+    if samples is None and (entry.group + groups - 1) >> SERIAL_BITS:
+        hint = f"A client numbers at most {1 << SERIAL_BITS} groups; be another one for more"
+        raise Refused(f"{groups} groups were numbered from {entry.group} on", where=partition, hint=hint)
+    if samples is not None and (min(samples.serials) < 0 or len(set(samples.serials)) != groups):
         hint = "Number each group once, from 0 on"
-        raise Refused(f"{len(groups)} groups were numbered {list(groups[:8])}", where=partition, hint=hint)
-
-
-def _in_a_row(serials: Sequence[int]) -> Sequence[int]:
-    """Return serials, as a range where they are consecutive."""
-    run = range(serials[0], serials[0] + len(serials))
-    return run if list(serials) == list(run) else serials
+        raise Refused(f"{groups} groups were numbered {samples.serials[:8]}", where=partition, hint=hint)
 
 
 def _check_sizes(partition: Partition, serials: Sequence[int], size: int) -> None:
     for serial in partition.groups.keys() & serials if partition.groups else ():
-        if (group := partition.groups[serial]).size != size:
-            what = f"the group {serial} has {group.size} rows, not {size}"
+        if (known := len(partition.groups[serial].rows)) != size:
+            what = f"the group {serial} has {known} rows, not {size}"
             raise Refused(what, where=partition.name, hint="Put it again as it was, or under another number")
 
 
-def _place(
-    partition: Partition, serial: int, keys: _Keys, taken: set[Tag | None], step: int, window: VersionWindow
-) -> tuple[int, VersionWindow] | None:
-    """Return the serial and window under which a group is made, None where it is not.
+def _new_groups(
+    partition: Partition, serials: Sequence[int], *, size: int, step: int, keys: _Keys, most: int
+) -> dict[int, int]:
+    """Return the groups that are made, by their place in the put, with the serial of each, of at most ``most``.
 
-    These are its own, or those of a wanted row with its key.
+    That is its own, or that of a lost row which has its key.
     """
-    if len(keys) == 1 and isinstance(keys[0], str):
-        lost = partition.keys.get(keys[0])
-        if lost is not None and lost.state is RowState.WANTED and lost.group.size == 1:
-            return lost.group.serial, lost.group.window
-    group = partition.groups.get(serial)
-    if group is not None:
-        again = group.step == step and any(row.state is RowState.WANTED for row in group.rows)
-        return (serial, group.window) if again else None
-    return (serial, window) if serial not in partition.used and taken.isdisjoint(keys) else None
-
-
-def _runs(made: Iterable[tuple[int, int, VersionWindow]]) -> list[tuple[int, int, int, VersionWindow]]:
-    """Return ascending (number, serial, window) as (first number, first serial, length, window).
-
-    In a run the first two are consecutive and the third is the same.
-    """
-    runs: list[tuple[int, int, int, VersionWindow]] = []
-    for number, serial, window in made:
-        if runs:
-            first, start, length, same = runs[-1]
-            if (number, serial, window) == (first + length, start + length, same):
-                runs[-1] = (first, start, length + 1, same)
-                continue
-        runs.append((number, serial, 1, window))
-    return runs
+    made: dict[int, int] = {}
+    for place, serial in enumerate(serials):
+        own = keys[place * size : (place + 1) * size]
+        taken = [row for key in own if key is not None and (row := partition.keys.get(str(key))) is not None]
+        group = partition.groups.get(serial)
+        if size == 1 and taken and taken[0].state is RowState.WANTED and len(taken[0].group.rows) == 1:
+            made[place] = taken[0].group.serial
+        elif group is not None:
+            if group.step == step and any(row.state is RowState.WANTED for row in group.rows):
+                made[place] = serial
+        elif serial <= most and serial not in partition.used and not taken:
+            made[place] = serial
+    return made
 
 
 def _answers(
@@ -242,16 +185,24 @@ def write(state: QueueState, numbers: Sequence[int], cells: Cells, tags: Sequenc
     rows = live_rows(state, numbers)
     if not rows:
         return []
-    partition = _written(state, rows, tags)
+    partition, columns = _written(state, rows, tags), by_row(cells, len(rows))
     state.check_schema(partition, cells.dtypes)
-    names, sizes = by_row(cells, len(rows))
-    before = [row.shape for row in rows]
-    for index, row in enumerate(rows):
-        if tags and tags[index]:
-            row.tags = {**row.tags, **tags[index]}
-        row.present(names, sizes[index])
-    partition.gained(zip(rows, before, strict=True))
+    add_cells(state, zip(rows, columns, tags or [{}] * len(rows), strict=True))
     return [True] * len(rows)
+
+
+def add_cells(state: QueueState, changes: Iterable[Change], *, partial: bool = False) -> None:
+    """Take note of columns and tags that rows got, or that were given back unfinished."""
+    changed: dict[str, list[Row]] = {}
+    names: set[str] = set()
+    for row, columns, tags in changes:
+        if tags:
+            row.tags = {**row.tags, **tags}
+        row.add(columns, partial=partial)
+        names.update(columns)
+        changed.setdefault(row.group.partition, []).append(row)
+    for partition, rows in changed.items():
+        state.partition(partition).changed(rows, names)
 
 
 def _written(state: QueueState, rows: Sequence[Row], tags: Sequence[dict[str, Tag]]) -> Partition:
@@ -302,7 +253,7 @@ def reset(state: QueueState, partition: Partition, task: str | None) -> int:
             hint = "A trainer begins anew, from a checkpoint (begin)"
             raise Refused("the task of a gang is not reset", where=f"{partition.name}/{name}", hint=hint)
         works = (row.work.get(name, IDLE) for row in list_rows(partition))
-        if had := sum(1 for work in works if work.lease or work.done):
+        if had := sum(work.busy for work in works):
             state.record(ev.TaskReset(partition.name, name, had))
             count += had
     return count

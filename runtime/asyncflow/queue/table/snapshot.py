@@ -1,28 +1,24 @@
 """The durable state as records.
 
 ``snapshot`` returns what a ledger begins with, ``snapshot_rows`` what another controller is told. Each record refers
-only to what came before it; the slots and leases that are still in force follow as the events that made them.
+only to what came before it; tasks, the trainer, and the slots and leases that are still in force follow as the events
+that made them.
 
 Invariant: ``snapshot(restore(snapshot(s))) == snapshot(s)``, where restoring is ``QueueState.apply`` of each record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby
-from typing import TypeVar
+from collections.abc import Iterator
 
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.partition import Partition, Step
-from asyncflow.queue.table.state import Finished, Row, RowGroup, RowState
-from asyncflow.rpc.columns import batches, weighed_batches
+from asyncflow.queue.table.state import STATES, RowGroup, RowState
+from asyncflow.rpc.columns import weighed_batches
 
-T = TypeVar("T")
-
-_CLIENTS = 1000
 _ROWS = 1 << 14
-"""Rows or outcomes of one record, at most, but for a larger group: a shard serves others between two records."""
+"""Rows of one record, at most, but for a larger group: a replica serves others between two records."""
 
 
 def snapshot(state: QueueState) -> Iterator[ev.Event]:
@@ -43,12 +39,10 @@ def snapshot_rows(state: QueueState) -> Iterator[ev.Event]:
 
 
 def _partition(partition: Partition, index: int, *, works: bool) -> Iterator[ev.Event]:
-    name, gang, counts = partition.name, partition.gang, partition.counts
-    own = {task: ev.Declared(queue.spec, index) for task, queue in partition.queues.items()}
+    name, gang = partition.name, partition.gang
     yield ev.SnapshotPartition(
         name=name,
         purpose=partition.purpose,
-        tasks=[task for _, task in sorted((own | partition.elsewhere).items())],
         schema=dict(partition.schema),
         creator=partition.creator,
         expected=partition.expected,
@@ -58,52 +52,40 @@ def _partition(partition: Partition, index: int, *, works: bool) -> Iterator[ev.
         returned=partition.returned if works else 0,
         cleared=partition.cleared,
         forgotten=partition.forgotten,
-        trained=counts[RowState.TRAINED],
-        filtered=counts[RowState.FILTERED],
-        dropped=counts[RowState.DROPPED],
         attempts=sorted(partition.attempts),
-        attempt=gang.attempt,
-        theta=gang.theta,
-        world=gang.world,
-        committed=gang.committed,
+        ended=[partition.counts[state] for state in STATES.values()],
+        clients=dict(partition.clients),
+        used=list(partition.used),
     )
-    for finished in batches(sorted(partition.finished.items()), _ROWS):
-        yield ev.SnapshotRows(name, finished=list(_outcome_runs(finished)))
-    for groups in weighed_batches(partition.groups.values(), lambda group: group.size, heaviest=_ROWS):
-        yield ev.SnapshotRows(name, groups=list(_group_runs(groups, works=works)))
-    for clients in batches(partition.used.clients(), _CLIENTS):
-        yield ev.SnapshotRows(name, clients=clients)
+    own = {task: ev.Declared(queue.spec, index) for task, queue in partition.queues.items()}
+    yield from [task for _, task in sorted((own | partition.elsewhere).items())]
+    if gang.attempt >= 0:
+        yield ev.Began(name, gang.attempt, gang.theta, gang.world)
+    if gang.committed:
+        yield ev.Committed(name, gang.committed)
+    finished = [
+        ev.GroupRecord(serial, step, *window, outcome, [])
+        for serial, (step, window, outcome) in sorted(partition.finished.items())
+    ]
+    groups = [_group(group, works=works) for group in partition.groups.values()]
+    for records in weighed_batches(finished + groups, lambda group: len(group.rows or group.outcome), heaviest=_ROWS):
+        yield ev.SnapshotGroups(name, records)
     for number in sorted(gang.steps):
         yield from _step(name, gang.steps[number])
 
 
-def _runs(things: Iterable[T], key: Callable[[int, T], object]) -> Iterator[list[T]]:
-    """Return the longest runs of things of which ``key``, told also the place of each, is equal."""
-    for _, alike in groupby(enumerate(things), lambda at: key(*at)):
-        yield [thing for _, thing in alike]
-
-
-def _outcome_runs(finished: Iterable[tuple[int, Finished]]) -> Iterator[tuple[int, int, int, int, int, str]]:
-    for run in _runs(finished, lambda place, one: (one[0] - place, one[1])):
-        serial, kind = run[0]
-        yield serial, len(run), kind.step, *kind.window, kind.outcome
-
-
-def _group_runs(groups: Iterable[RowGroup], *, works: bool) -> Iterator[ev.GroupRun]:
-    for run in _runs(groups, lambda place, one: (one.serial - place, one.size, one.step, one.window)):
-        first, rows = run[0], list(_row_runs([row for group in run for row in group.rows], works=works))
-        yield ev.GroupRun(first.serial, len(run), first.size, first.step, *first.window, rows)
-
-
-def _row_runs(rows: Iterable[Row], *, works: bool) -> Iterator[ev.RowRun]:
-    def key(place: int, row: Row) -> tuple[object, ...]:
-        return row.row - place, row.state, row.lost, row.moved, row.work if works else None
-
-    for run in _runs(rows, key):
-        first = run[0]
-        state = RowState.LIVE if first.state is RowState.BOUND else first.state
-        did = [(task, work.attempt, work.done, work.holder) for task, work in sorted(first.work.items()) if works]
-        yield ev.RowRun(len(run), first.row, int(state), first.lost, first.moved, did)
+def _group(group: RowGroup, *, works: bool) -> ev.GroupRecord:
+    rows = [
+        ev.RowRecord(
+            row=row.row,
+            state=RowState.LIVE if row.state is RowState.BOUND else int(row.state),
+            lost=row.lost,
+            moved=row.moved,
+            works=[(task, work.attempt, work.done, work.holder) for task, work in sorted(row.work.items()) if works],
+        )
+        for row in group.rows
+    ]
+    return ev.GroupRecord(group.serial, group.step, *group.window, "", rows)
 
 
 def _step(name: str, step: Step) -> Iterator[ev.Event]:

@@ -4,10 +4,6 @@ A row's ``state`` is where it stands for good: ``LIVE`` (lease tasks work on it,
 (it belongs to a slot of the running trainer attempt), ``WANTED`` (its bytes were lost; to be put again), or final. What
 is ready, leased or done is told for each task by ``TaskWork``.
 
-There may be a million rows, so what many have in common they share: a ``Shape`` names the columns of all rows that got
-the same ones in the same order, ``SharedSizes`` has the bytes of all rows of a put, a ``TaskWork`` serves all rows of a
-lease, and none of these changes.
-
 Invariants: a sample has one ``Row`` and that has one state; a row id belongs to one ``Row`` for ever, wherever it lies;
 the rows of a group are put on one unit, and go to another together; a row is in at most one lease of a task; a lease
 without rows does not exist. Fields marked volatile are told by the units and not by the ledger.
@@ -16,9 +12,8 @@ without rows does not exist. Fields marked volatile are told by the units and no
 from __future__ import annotations
 
 import enum
-import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from msgspec import Struct
@@ -26,53 +21,20 @@ from msgspec import Struct
 from asyncflow.errors import ProtocolError
 from asyncflow.flow.schedule import VersionWindow
 from asyncflow.identity import NEWEST, SampleKey, home_of, unit_at
-from asyncflow.queue.protocol.batches import alike, fit, one, part
-from asyncflow.queue.protocol.batches import chosen_sizes as chosen
 from asyncflow.queue.protocol.calls import LEASE_BITS
 from asyncflow.queue.protocol.messages import TOKENS_TAG, Purpose, RowMeta, Tag
 from asyncflow.queue.protocol.unit_calls import Cells
 from asyncflow.rpc.access import HELD_BY, place_of
 
 
-class SharedSizes:
-    """Bytes of the columns of rows that were put together. first: id of the first of them; the others follow."""
-
-    __slots__ = ("_first", "_sizes")
-
-    def __init__(self, cells: Cells, *, first: int) -> None:
-        self._sizes = tuple(cells.sizes.values())
-        self._first = first
-
-    def of(self, row: int) -> tuple[int, ...]:
-        """Return the bytes of each column of a row."""
-        return tuple([part(sizes, row - self._first, 1)[0] for sizes in self._sizes])
-
-    def columns(self, rows: Sequence[int]) -> list[bytes]:
-        """Return the bytes of ``rows``, column by column."""
-        start, count = rows[0] - self._first, len(rows)
-        follow = list(rows) == list(range(rows[0], rows[0] + count))
-        indices = range(start, start + count) if follow else [row - self._first for row in rows]
-        return [chosen(sizes, indices) for sizes in self._sizes]
-
-
-def sizes_of(cells: Cells, rows: Sequence[int]) -> SharedSizes | tuple[int, ...]:
-    """Return the sizes that each of ``rows``, which were put together, keeps."""
-    return SharedSizes(cells, first=rows[0]) if len(rows) > 1 else tuple(map(one, cells.sizes.values()))
-
-
-def check(cells: Cells, count: int) -> None:
-    """Raise ProtocolError where they are not those of ``count`` rows."""
-    if wrong := {name: len(sizes) for name, sizes in cells.sizes.items() if not fit(sizes, count)}:
-        raise ProtocolError(f"sizes in {wrong} bytes came with {count} rows", where="controller")
-
-
-def by_row(cells: Cells, count: int) -> tuple[tuple[str, ...], list[tuple[int, ...]]]:
-    """Return the columns' names, and the bytes of each of ``count`` rows. ProtocolError where there are not so many."""
-    check(cells, count)
-    names, sizes = tuple(cells.sizes), cells.sizes.values()
-    if all(map(alike, sizes)):
-        return names, [tuple(map(one, sizes))] * count
-    return names, list(zip(*[part(of, 0, count) for of in sizes], strict=True))
+def by_row(cells: Cells, count: int) -> list[dict[str, int]]:
+    """Return the bytes of each column of each of ``count`` rows. ProtocolError where the cells are those of others."""
+    if wrong := {name: len(sizes) for name, sizes in cells.sizes.items() if len(sizes) != count}:
+        raise ProtocolError(f"sizes of {wrong} rows came with {count} rows", where="controller")
+    names = tuple(cells.sizes)
+    if not names:
+        return [{} for _ in range(count)]
+    return [dict(zip(names, sizes, strict=True)) for sizes in zip(*cells.sizes.values(), strict=True)]
 
 
 class RowState(enum.IntEnum):
@@ -111,84 +73,51 @@ class TaskWork(Struct, frozen=True, gc=False):
     done: int = 0
     holder: str = ""
 
+    @property
+    def busy(self) -> bool:
+        """It holds the row, or has completed it."""
+        return bool(self.lease or self.done)
+
 
 IDLE = TaskWork()
 ANY_VERSION = VersionWindow(0, NEWEST)
-NO_WORK: dict[str, TaskWork] = {}
-NO_TAGS: dict[str, Tag] = {}
-NO_SIZES: dict[str, int] = {}
-
-
-class Shape:
-    """The columns that a row has, in the order in which it got them."""
-
-    __slots__ = ("_next", "has", "names")
-
-    def __init__(self, names: tuple[str, ...] = ()) -> None:
-        self.names = names
-        self.has = frozenset(names)
-        self._next: dict[tuple[str, ...], Shape] = {}
-
-    def plus(self, names: tuple[str, ...]) -> Shape:
-        """Return the shape of a row of this one that gets further columns."""
-        shape = self._next.get(names)
-        if shape is None:
-            fresh = tuple(name for name in names if name not in self.has)
-            shape = self._next[names] = self._next.setdefault(fresh, Shape(self.names + fresh)) if fresh else self
-        return shape
 
 
 class Row(Struct, eq=False):
     """One sample. lost: its bytes are gone although it is bound; moved: its location, 0 while it lies where it was put.
 
-    work (by task), tags and partial are replaced and never changed, so that rows may share them.
+    work: by task. Mappings are replaced and never changed, so that rows may share them.
 
-    Volatile: shape and cells, the admitted columns and their bytes, as they were told or of this row alone; partial,
-    bytes of what was given back unfinished; tokens, tags; here, whether its unit has told of it; since, when this
-    controller learnt of it, on its clock.
+    Volatile: columns, the bytes of each that was admitted; partial, bytes of what was given back unfinished; tokens,
+    tags; here, whether its unit has told of it; since, when this controller learnt of it, on its clock.
     """
 
     group: RowGroup
     sample: int
     row: int
-    state: RowState
-    shape: Shape
-    since: float
-    work: Mapping[str, TaskWork]
-    partial: Mapping[str, int]
-    tags: dict[str, Tag]
-    cells: SharedSizes | tuple[int, ...] = ()
+    state: RowState = RowState.LIVE
+    since: float = 0.0
+    work: Mapping[str, TaskWork] = {}
+    columns: Mapping[str, int] = {}
+    partial: Mapping[str, int] = {}
+    tags: dict[str, Tag] = {}
     tokens: int = 0
     moved: int = 0
     lost: bool = False
     here: bool = False
 
-    def present(self, names: tuple[str, ...], sizes: tuple[int, ...]) -> None:
-        """Take note of columns that were admitted, in place of those of that name."""
-        shape = self.shape.plus(names)
-        if len(shape.names) == len(self.shape.names) + len(names):
-            self.cells = self.own_cells + sizes
-        elif names:
-            known = self.columns | dict(zip(names, sizes, strict=True))
-            self.cells = tuple([known[name] for name in shape.names])
-        self.shape = shape
-        self.here = True
-        if self.partial:
-            self.partial = {name: size for name, size in self.partial.items() if name not in names}
+    def add(self, columns: Mapping[str, int], *, partial: bool = False) -> None:
+        """Take note of columns that were admitted, in place of those of that name, or given back unfinished."""
+        if partial:
+            fresh = {name: size for name, size in columns.items() if name not in self.columns}
+            self.partial = {**self.partial, **fresh}
+        else:
+            self.here, self.columns = True, {**self.columns, **columns}
+            self.partial = {name: size for name, size in self.partial.items() if name not in columns}
 
-    def absent(self, shape: Shape) -> None:
-        """Take note that its bytes are gone. shape: that of a row without columns."""
-        self.shape, self.cells, self.partial, self.here = shape, (), NO_SIZES, False
-
-    @property
-    def own_cells(self) -> tuple[int, ...]:
-        """Bytes of the columns of its shape."""
-        return self.cells.of(self.row) if isinstance(self.cells, SharedSizes) else self.cells
-
-    @property
-    def columns(self) -> dict[str, int]:
-        """Bytes of each admitted column."""
-        return dict(zip(self.shape.names, self.own_cells, strict=True))
+    def lose(self) -> None:
+        """Take note that its bytes are gone."""
+        self.columns, self.partial, self.here = {}, {}, False
 
     @property
     def key(self) -> SampleKey:
@@ -232,18 +161,17 @@ class Row(Struct, eq=False):
         return max(1, self.tokens + self.response_tokens)
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> Mapping[str, int]:
         """Bytes of every column that can be fetched."""
         return {**self.partial, **self.columns}
 
 
 class RowGroup(Struct, eq=False):
-    """The samples of one prompt. rows: by sample number; all ``size`` of them, in whatever state."""
+    """The samples of one prompt. rows: by sample number; all of them, in whatever state."""
 
     partition: str
     purpose: Purpose
     serial: int
-    size: int
     step: int
     window: VersionWindow
     rows: list[Row] = []
@@ -254,11 +182,6 @@ class RowGroup(Struct, eq=False):
         if not all(row.state.final for row in self.rows):
             return ""
         return "".join([LETTERS[row.state] for row in self.rows])
-
-
-def new_row(group: RowGroup, sample: int, row: int, state: RowState, shape: Shape, since: float) -> Row:
-    """Return a row with which nothing has happened, and of which its unit has not told yet."""
-    return Row(group, sample, row, state, shape, since, NO_WORK, NO_SIZES, NO_TAGS)
 
 
 class Finished(NamedTuple):
@@ -317,14 +240,14 @@ def parse_lease(name: str) -> tuple[int, str]:
 class LeaseTable:
     """The leases in force, and the last ones whose rows were all completed.
 
-    Deadlines lie in a heap, where a renewal costs nothing and an entry that is too early is put back when it comes up.
+    next_deadline: a time before which no lease ends, perhaps long before; infinite without leases since ``due``.
     """
 
     def __init__(self) -> None:
         self._completed: dict[int, None] = {}
         self._open: dict[int, Lease] = {}
         self._tickets: dict[tuple[str, str], Lease] = {}
-        self._heap: list[tuple[float, int]] = []
+        self.next_deadline = math.inf
 
     def __len__(self) -> int:
         return len(self._open)
@@ -351,9 +274,8 @@ class LeaseTable:
 
     def extend(self, lease: Lease, *, until: float) -> None:
         """Keep ``lease`` in force until then."""
-        if lease.until == math.inf:
-            heapq.heappush(self._heap, (until, lease.id))
         lease.until = until
+        self.next_deadline = min(self.next_deadline, until)
 
     def release(self, lease_id: int, rows: Iterable[int], *, done: bool = False) -> None:
         """Take ``rows``, ``done`` or not, out of their lease; the lease ends with its last row."""
@@ -395,21 +317,5 @@ class LeaseTable:
 
     def due(self, now: float) -> list[Lease]:
         """Return the leases whose deadline has passed. They stay in force until their rows are released."""
-        ended: list[Lease] = []
-        while self._heap and self._heap[0][0] <= now:
-            _, number = heapq.heappop(self._heap)
-            lease = self._open.get(number)
-            if lease is None:
-                continue
-            if lease.until <= now:
-                ended.append(lease)
-            else:
-                heapq.heappush(self._heap, (lease.until, number))
-        while self._heap and self._heap[0][1] not in self._open:
-            heapq.heappop(self._heap)
-        return ended
-
-    @property
-    def next_deadline(self) -> float:
-        """A time before which no lease ends, perhaps long before; infinite without leases since ``due``."""
-        return self._heap[0][0] if self._heap else math.inf
+        self.next_deadline = min((lease.until for lease in self if lease.until > now), default=math.inf)
+        return [lease for lease in self if lease.until <= now]

@@ -17,12 +17,12 @@ from asyncflow.errors import Refused
 from asyncflow.identity import epoch_of
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.messages import KEY_TAG, RowMeta, Tag, TaskSpec, Wanted, check_task
-from asyncflow.queue.protocol.unit_calls import Cells, Held, MovedRows
+from asyncflow.queue.protocol.unit_calls import Cells, Held, MovedRows, NewCells
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.leases import Claims
 from asyncflow.queue.table.moves import RowMoves, ends_rows, place
-from asyncflow.queue.table.rows import Puts
-from asyncflow.queue.table.state import Row, Shape, by_row
+from asyncflow.queue.table.rows import Change, Puts, add_cells
+from asyncflow.queue.table.state import Row, by_row
 from asyncflow.queue.table.training import Training
 
 
@@ -102,9 +102,8 @@ class Table:
                 unknown.append(told.row)
                 continue
             partition = self.state.partition(row.group.partition)
-            row.absent(partition.bare)
-            row.present(tuple(told.columns), tuple(told.columns.values()))
-            row.partial, row.tokens, row.tags = dict(told.partial), told.tokens, told.tags
+            row.columns, row.partial, row.here = told.columns, told.partial, True
+            row.tokens, row.tags = told.tokens, told.tags
             partition.name_rows([row])
             partition.refresh(row.group)
         return unknown
@@ -115,10 +114,10 @@ class Table:
         What the unit says of a row that no unit has told of since the controller began anew is taken for true.
         """
         moved = self.moves.take(location, numbers, source=entry.source, ticket=entry.ticket)
-        names, sizes = by_row(entry.cells, len(numbers))
+        columns = by_row(entry.cells, len(numbers))
         for index, number in enumerate(numbers):
             if moved[index] and not self.state.rows[number].here:
-                cells = dict(zip(names, sizes[index], strict=True))
+                cells = columns[index]
                 partial = {name: cells.pop(name) for name in entry.partial}
                 tokens, tags = entry.tokens[index], entry.tags[index]
                 self.hold(location, [Held(row=number, columns=cells, partial=partial, tokens=tokens, tags=tags)])
@@ -187,35 +186,32 @@ class Table:
             if tags and any(KEY_TAG in of for of in tags) and partition.purpose == "open":
                 hint = "Put the row under the other key, and clear this one"
                 raise Refused(f"the tag {KEY_TAG!r} is the row's key and stays", where=f"lease {lease}", hint=hint)
-        whole = held is not None and held.rows.keys() >= set(rows)
-        repeated = None if whole else self.claims.completed(lease, rows)
-        names, sizes = by_row(cells, len(rows))
+        columns = by_row(cells, len(rows))
+        repeated = set() if held is not None and held.rows.keys() >= set(rows) else self.claims.completed(lease, rows)
         admitted = self.claims.complete(lease, rows)
-        changed: list[tuple[Row, Shape]] = []
-        for index, number in enumerate(rows):
-            row = self.state.rows.get(number) if admitted[index] else None
-            if row is None or (repeated and repeated[index] and row.shape.has.issuperset(names)):
-                continue
-            if tags and tags[index]:
-                row.tags = {**row.tags, **tags[index]}
-            changed.append((row, row.shape))
-            row.present(names, sizes[index])
-        if changed:
-            self.state.partitions[changed[0][0].group.partition].gained(changed)
+        changes = []
+        for number, ok, fresh, added in zip(rows, admitted, columns, tags or [{}] * len(rows), strict=True):
+            row = self.state.rows.get(number) if ok else None
+            if row is not None and not (number in repeated and row.columns.keys() >= fresh.keys()):
+                changes.append((row, fresh, added))
+        add_cells(self.state, changes)
         return admitted
 
     def give_back(self, lease: str, rows: Sequence[int], reason: str, cells: Cells | None = None) -> list[bool]:
         """Make rows ready again with attempt + 1, keeping what was written so far for the next holder."""
-        names, sizes = by_row(cells, len(rows)) if cells is not None else ((), [])
+        columns = by_row(cells, len(rows)) if cells is not None else [{} for _ in rows]
         returned = self.claims.give_back(lease, rows, reason)
-        for index, number in enumerate(rows):
-            if returned[index] and cells is not None:
-                row = self.state.rows[number]
-                fresh = {
-                    name: size for name, size in zip(names, sizes[index], strict=True) if name not in row.shape.has
-                }
-                row.partial = {**row.partial, **fresh}
+        told = zip(rows, columns, returned, strict=True)
+        kept: list[Change] = [(self.state.rows[row], written, {}) for row, written, ok in told if ok]
+        add_cells(self.state, kept, partial=True)
         return returned
+
+    def add_written(self, entry: NewCells) -> None:
+        """Take note of cells that were written under a lease of another controller, which has decided about it."""
+        columns, count = by_row(entry.cells, len(entry.rows)), len(entry.rows)
+        told = zip(entry.rows, columns, entry.tags or [{}] * count, strict=True)
+        there = [(self.state.rows[row], columns, tags) for row, columns, tags in told if row in self.state.rows]
+        add_cells(self.state, there, partial=bool(entry.reason))
 
     def wanted(self, partition: str) -> Wanted:
         """Return the samples to be created again. The revision changes with them and with the controller."""
