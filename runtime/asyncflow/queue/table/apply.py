@@ -136,14 +136,17 @@ class QueueState:
                 queues[task].leased -= 1
 
     def advance(self, queue: TaskQueue, rows: Iterable[Row], step: Callable[[TaskWork], TaskWork]) -> None:
-        """Replace how far the task of ``queue`` has come with ``rows``, as ``step`` says."""
-        task = queue.spec.name
+        """Replace how far the task of ``queue`` has come with ``rows``, as ``step`` says; alike rows share it."""
+        task, change = queue.spec.name, 0
+        known = worked = None
         for row in rows:
-            old = row.work.get(task, IDLE)
-            new = step(old)
-            row.work = {**row.work, task: new}
+            if worked is None or row.work is not known:
+                known, old = row.work, row.work.get(task, IDLE)
+                new = step(old)
+                worked, change = {**known, task: new}, new.busy - old.busy
+            row.work = worked
             if row.state is RowState.LIVE:
-                queue.busy += new.busy - old.busy
+                queue.busy += change
 
     def enter(self, partition: Partition, row: Row) -> None:
         """Add a new row to its group, in place of the wanted one if there is one."""
@@ -244,11 +247,12 @@ def _rows_put(state: QueueState, event: ev.RowsPut) -> None:
         group = partition.groups.get(serial)
         if group is None:
             group = partition.groups[serial] = RowGroup(event.partition, event.purpose, serial, event.step, window)
-            samples = list(range(size))
+            group.rows = [Row(group, sample, row, since=state.now) for sample, row in enumerate(numbers)]
+            partition.counts[RowState.LIVE] += size
+            state.rows.update(zip(numbers, group.rows, strict=True))
         else:
-            samples = [row.sample for row in group.rows if row.state is RowState.WANTED]
-        for sample in samples:
-            state.enter(partition, Row(group, sample, numbers[sample]))
+            for sample in [row.sample for row in group.rows if row.state is RowState.WANTED]:
+                state.enter(partition, Row(group, sample, numbers[sample]))
 
 
 def _leased(state: QueueState, event: ev.Leased) -> None:

@@ -18,6 +18,7 @@ from msgspec import Struct
 from asyncflow.errors import Refused
 from asyncflow.flow.schedule import VersionWindow
 from asyncflow.flow.selection import VersionFilter
+from asyncflow.identity import units_of
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.batches import ABSENT, RowBatch
 from asyncflow.queue.table.apply import QueueState
@@ -295,13 +296,13 @@ def batch_of_slot(rows: Sequence[Row]) -> RowBatch:
 
 def _batch_of(rows: Sequence[Row], *, lease: str, until: float, attempts: list[int]) -> RowBatch:
     groups = [row.group for row in rows]
-    sizes = [row.sizes for row in rows]
+    numbers, sizes = [row.row for row in rows], [row.sizes for row in rows]
     return RowBatch(
         partition=groups[0].partition,
         purpose=groups[0].purpose,
         lease=lease,
         until=until,
-        rows=[row.row for row in rows],
+        rows=numbers,
         serials=[group.serial for group in groups],
         samples=[row.sample for row in rows],
         attempts=attempts,
@@ -311,5 +312,5 @@ def _batch_of(rows: Sequence[Row], *, lease: str, until: float, attempts: list[i
         tokens=[row.tokens for row in rows],
         tags=[row.tags for row in rows],
         sizes={name: [of.get(name, ABSENT) for of in sizes] for name in dict.fromkeys(chain(*sizes))},
-        units=[row.unit for row in rows],
+        units=[row.unit for row in rows] if any(row.moved for row in rows) else units_of(numbers),
     )

@@ -12,18 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Final
 
 from asyncflow.flow.ready import ReadyIndex
 from asyncflow.flow.schedule import VersionWindow
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.table.state import IDLE, Row, RowGroup, RowState
-
-_READY: Final = 1
-_PASSED: Final = 0
-"""It is done or final: nothing more happens to it here."""
-_BLOCKS: Final = -1
-"""It is neither: its group has to wait for it."""
 
 
 class TaskQueue:
@@ -46,7 +39,7 @@ class TaskQueue:
 
     def has_ready(self, row: Row) -> bool:
         """Tell whether ``row`` is ready on its own."""
-        return self._stand(row) == _READY
+        return row.state is RowState.LIVE and not row.work.get(self.spec.name, IDLE).busy and self.suits(row)
 
     def open_rows(self, group: RowGroup) -> list[Row]:
         """Return the rows of ``group`` that are ready on their own, by sample."""
@@ -58,8 +51,8 @@ class TaskQueue:
             self.index.discard_all([row for row in group.rows if not self.has_ready(row)])
             self.freed(group.rows)
             return
-        stands = list(map(self._stand, group.rows))
-        if _BLOCKS not in stands and (ready := stands.count(_READY)):
+        ready = len(self.open_rows(group))
+        if ready and ready + sum(map(self._is_over, group.rows)) == len(group.rows):
             window, order = self._place(group)
             self.index.add(group, window=window, order=order, weight=ready)
         else:
@@ -83,10 +76,6 @@ class TaskQueue:
         window = VersionWindow(group.step, group.step) if self.spec.kind == "gang" else group.window
         return window, (group.serial, sample) if self.spec.order == "key" else (group.step,)
 
-    def _stand(self, row: Row) -> int:
-        if row.state is not RowState.LIVE:
-            return _PASSED if row.state.final else _BLOCKS
-        work = row.work.get(self.spec.name, IDLE)
-        if work.done:
-            return _PASSED
-        return _READY if not work.lease and self.suits(row) else _BLOCKS
+    def _is_over(self, row: Row) -> bool:
+        """Tell whether nothing more happens to ``row`` here: it is done or final."""
+        return row.state.final or (row.state is RowState.LIVE and row.work.get(self.spec.name, IDLE).done > 0)

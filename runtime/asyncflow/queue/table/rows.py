@@ -77,13 +77,12 @@ class Puts:
             hint = "Close it after the last put; clear() of the whole partition opens it again"
             raise Refused("the partition is closed: it gets no more rows", where=partition.name, hint=hint)
         if made:
-            own = [index for at in made for index in range(at * size, (at + 1) * size)]
-            numbers = [rows[index] for index in own]
-            event = ev.RowsPut(entry.partition, purpose, [*made.values()], size, numbers, step, oldest, newest)
+            own = [row for at in made for row in rows[at * size : (at + 1) * size]]
+            event = ev.RowsPut(entry.partition, purpose, [*made.values()], size, own, step, oldest, newest)
             state.record(event)
             fresh: list[Row] = []
-            for index in own:
-                if (row := state.rows.get(rows[index])) is not None:
+            for index, number in enumerate(rows):
+                if (row := state.rows.get(number)) is not None:
                     row.columns, row.here = columns[index], True
                     row.tags = entry.tags[index] if entry.tags else {}
                     row.tokens = samples.tokens[index] if samples is not None and samples.tokens else 0
@@ -146,6 +145,10 @@ def _new_groups(
 
     That is its own, or that of a lost row which has its key.
     """
+    first, end = serials[0], serials[0] + len(serials)
+    in_order = end <= most + 1 and list(serials) == list(range(first, end))
+    if in_order and not any(keys) and not partition.used.overlaps(first, end):
+        return dict(enumerate(serials))
     made: dict[int, int] = {}
     for place, serial in enumerate(serials):
         own = keys[place * size : (place + 1) * size]

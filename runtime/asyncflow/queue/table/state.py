@@ -14,7 +14,8 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final, NamedTuple
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from msgspec import Struct
 
@@ -81,6 +82,7 @@ class TaskWork(Struct, frozen=True, gc=False):
 
 IDLE = TaskWork()
 ANY_VERSION = VersionWindow(0, NEWEST)
+NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class Row(Struct, eq=False):
@@ -97,9 +99,9 @@ class Row(Struct, eq=False):
     row: int
     state: RowState = RowState.LIVE
     since: float = 0.0
-    work: Mapping[str, TaskWork] = {}
-    columns: Mapping[str, int] = {}
-    partial: Mapping[str, int] = {}
+    work: Mapping[str, TaskWork] = NOTHING
+    columns: Mapping[str, int] = NOTHING
+    partial: Mapping[str, int] = NOTHING
     tags: dict[str, Tag] = {}
     tokens: int = 0
     moved: int = 0
@@ -113,11 +115,12 @@ class Row(Struct, eq=False):
             self.partial = {**self.partial, **fresh}
         else:
             self.here, self.columns = True, {**self.columns, **columns}
-            self.partial = {name: size for name, size in self.partial.items() if name not in columns}
+            if self.partial:
+                self.partial = {name: size for name, size in self.partial.items() if name not in columns}
 
     def lose(self) -> None:
         """Take note that its bytes are gone."""
-        self.columns, self.partial, self.here = {}, {}, False
+        self.columns, self.partial, self.here = NOTHING, NOTHING, False
 
     @property
     def key(self) -> SampleKey:
@@ -163,7 +166,7 @@ class Row(Struct, eq=False):
     @property
     def sizes(self) -> Mapping[str, int]:
         """Bytes of every column that can be fetched."""
-        return {**self.partial, **self.columns}
+        return {**self.partial, **self.columns} if self.partial else self.columns
 
 
 class RowGroup(Struct, eq=False):
