@@ -57,14 +57,14 @@ class Site:
     lasting: bool = False
 
     @property
-    def place(self) -> str:
+    def unit_prefix(self) -> str:
         """The prefix of the keys of all incarnations of the unit."""
         return f"{self.owner}.u{self.unit}-"
 
     @property
     def prefix(self) -> str:
         """The prefix of the keys of this incarnation."""
-        return f"{self.place}{self.incarnation}-"
+        return f"{self.unit_prefix}{self.incarnation}-"
 
 
 class Backend(ABC):
@@ -113,17 +113,17 @@ Take: TypeAlias = Callable[[int, memoryview], bool]
 
 
 class Outcome(Enum):
-    """The result of a call for one key."""
+    """The result of a call for one key. ``PackedBackend`` repeats what did not succeed, so a store never does."""
 
     DONE = auto()
     LOST = auto()
-    """It is not there, or it is not what was stored."""
+    """It is not there, or it is not what was stored: a read gives it up."""
     FULL = auto()
-    """Nothing was stored, because there is no room now."""
+    """Nothing was stored, because there is no room now: a write waits."""
     FAILED = auto()
-    """The store answers, but could not move or remove these bytes now."""
+    """The store answers, but could not move or remove these bytes now: a read gives it up after a few tries."""
     AWAY = auto()
-    """The store did not answer."""
+    """The store did not answer, so that it may have been done or not."""
 
 
 async def answer_of(ask: Callable[[], Awaitable[T | None]]) -> T:

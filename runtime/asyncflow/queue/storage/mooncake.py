@@ -323,7 +323,7 @@ class MooncakeBackend(PackedBackend):
     def made(cls, site: Site) -> Self:
         """Make one that finds the master by the role of that name."""
         connection = MooncakeConnection(host=site.host, master=lambda: site.find("master", 0))
-        stale = f"^{re.escape(site.place)}(?!{site.incarnation}-)"
+        stale = f"^{re.escape(site.unit_prefix)}(?!{site.incarnation}-)"
         return cls(MooncakeStore(connection, stale=stale), prefix=site.prefix, lasting=site.lasting)
 
 

@@ -46,7 +46,7 @@ class RedisBackend(PackedBackend):
     def made(cls, site: Site) -> Self:
         """Make one that finds the server by the role ``holder``, at the unit's index."""
         find = functools.partial(site.find, "holder", site.unit)
-        store = RedisStore(find, unit=site.place, password=site.password)
+        store = RedisStore(find, unit=site.unit_prefix, password=site.password)
         return cls(store, prefix=site.prefix, lasting=site.lasting)
 
 
