@@ -12,9 +12,10 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset, DatasetDict
 
+from asyncflow.api.learning import EvalDataSpec, TrainDataSpec
 from asyncflow.data.base import Prompt
 from asyncflow.data.files import FileSource
-from asyncflow.data.sources import SourceSpec, open_source
+from asyncflow.data.sources import open_source
 from asyncflow.errors import ManifestError
 
 SCHEMES = ("jsonl", "parquet", "dataset")
@@ -41,8 +42,9 @@ def write(folder: Path, scheme: str, rows: list[dict]) -> str:
 
 
 def opened(folder: Path, source: str, *, size: int | None = None, **config: object) -> FileSource:
-    spec = SourceSpec(source=source, config=config, seed=3, size=size)
-    source_ = open_source(spec, "eval" if size else "train", workdir=folder, cache=folder / "cache").prompts
+    given = {"source": source, "config": config, "seed": 3}
+    data = EvalDataSpec(**given, size=size) if size else TrainDataSpec(**given)
+    source_ = open_source(data, workdir=folder, cache=folder / "cache", where="data.eval" if size else "data.train")
     assert isinstance(source_, FileSource)
     return source_
 

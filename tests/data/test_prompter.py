@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.api.learning import DataSpec
-from asyncflow.data.prompter import Prompter
-from asyncflow.data.sources import SourceSpec, open_held_out, open_source, open_training
+from asyncflow.data.sources import open_held_out, open_training
 from asyncflow.errors import ManifestError
 from asyncflow.models.source import materialize_config
 from asyncflow.models.tokenizer import Tokenizer
@@ -31,11 +30,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def asked(folder: Path, line: int, **config: object) -> str:
-    spec = SourceSpec(source="chats.jsonl", config={"split": "whole", **config})
-    opened = open_source(spec, "train", workdir=folder.parent.parent, cache=folder.parent.parent)
+    data = DataSpec(train={"source": "chats.jsonl", "config": {"split": "whole"}, **config})
     tokenizer = Tokenizer.load(folder)
-    prompter = Prompter(opened.prompts, tokenizer, opened.form)
-    serial = next(n for n in range(2) if opened.prompts.prompt(n).answer == (3, 5)[line])
+    prompter = open_training(data, tokenizer, folder=folder.parent.parent, cache=folder.parent.parent)
+    serial = next(n for n in range(2) if prompter.source.prompt(n).answer == (3, 5)[line])
     return tokenizer.decode(prompter.ids(serial))
 
 

@@ -8,9 +8,10 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.data.base import HELD_OUT_SHARE, GeneratedSource, Prompt, PromptSource, Purpose, held_out
+from asyncflow.api.learning import EvalDataSpec, TrainDataSpec
+from asyncflow.data.base import HELD_OUT_SHARE, GeneratedSource, Prompt, PromptSource, held_out
 from asyncflow.data.generated import REVERSE_DIGITS
-from asyncflow.data.sources import SourceSpec, check_disjoint, open_source
+from asyncflow.data.sources import check_disjoint, open_source
 from asyncflow.errors import ManifestError
 
 GYM = {"source": "gym://chain_sum", "config": {"max_terms": 3, "max_digits": 2}, "seed": 7}
@@ -19,7 +20,8 @@ TINY = {"source": "tiny://reverse-digits", "seed": 7}
 
 def opened(purpose: str, workdir: Path = Path(), **spec: object) -> PromptSource:
     cache = Path(str(spec["source"]).partition("://")[2]).parent
-    return open_source(SourceSpec(**spec), purpose, workdir=workdir, cache=cache).prompts
+    kind = EvalDataSpec if purpose == "eval" else TrainDataSpec
+    return open_source(kind(**spec), workdir=workdir, cache=cache, where=f"data.{purpose}")
 
 
 ROWS = [{"question": f"What is {n} + 1?", "answer": str(n + 1), "level": n % 3} for n in range(400)]
@@ -44,6 +46,7 @@ def spec(request: pytest.FixtureRequest, jsonl: Path) -> dict[str, object]:
 
 def test_a_prompt_is_a_pure_function_of_its_serial(spec: dict[str, object]) -> None:
     for purpose in ("train", "eval"):
+        spec = {**spec, "size": 64} if purpose == "eval" else spec
         first = opened(purpose, **spec)
         prompts = [first.prompt(serial) for serial in range(40)]
         again = opened(purpose, **spec)
@@ -127,13 +130,17 @@ def test_an_epoch_of_a_file_has_every_line_once_in_a_new_order(jsonl: Path) -> N
 
 def test_a_file_is_used_whole_unless_a_split_is_asked_for_but_not_for_both(jsonl: Path) -> None:
     spec = {"source": "data.jsonl?prompt=question"}
-    train, evaluation = opened("train", jsonl, **spec), opened("eval", jsonl, **spec)
+    train, evaluation = opened("train", jsonl, **spec), opened("eval", jsonl, **spec, size=400)
     assert train.size == evaluation.size == 400
     with pytest.raises(ManifestError, match=r"400 held-out prompts are also trained on.*split: hash"):
         check_disjoint(train, evaluation)
     check_disjoint(opened("train", **TINY), evaluation)
-    halves = [opened(purpose, jsonl, **spec, config={"split": "hash"}) for purpose in ("train", "eval")]
-    assert sum(half.size or 0 for half in halves) == 400
+    kept = sum(held_out(row["question"]) for row in ROWS)
+    spec["config"] = {"split": "hash"}
+    halves = [opened("train", jsonl, **spec), opened("eval", jsonl, **spec, size=kept)]
+    assert [half.size for half in halves] == [400 - kept, kept]
+    with pytest.raises(ManifestError, match=f"has {kept} held-out prompts, not {kept + 1}"):
+        opened("eval", jsonl, **spec, size=kept + 1)
     check_disjoint(*halves)
 
 
@@ -151,35 +158,33 @@ def test_a_file_is_used_whole_unless_a_split_is_asked_for_but_not_for_both(jsonl
         ({"source": "absent.jsonl"}, "cannot be read"),
         ({"source": "data.jsonl"}, r"data\.jsonl:1: has no field 'prompt'"),
         ({"source": "data.jsonl?prompt=level"}, "neither a text nor a list of messages"),
-        ({"source": "data.jsonl?prompt=question", "size": 1000}, "training prompts, not 1000"),
+        ({"source": "data.jsonl?prompt=question", "size": 1000}, "held-out prompts, not 1000"),
         ({"source": "data.jsonl?prompt=question", "config": {"split": "half"}}, "is not understood"),
         ({"source": "broken.jsonl"}, r"broken\.jsonl:2: is not JSON"),
         ({"source": "empty.jsonl"}, r"empty\.jsonl: is empty"),
-        ({**TINY, "config": {"template": "no question"}}, "has no {question}"),
-        ({**TINY, "config": {"system": "Be kind."}}, "needs `chat: true`"),
-        ({**TINY, "config": {"chat": "yes"}}, "Expected `bool`"),
+        ({**TINY, "config": {"template": "no question"}}, "template is no setting of the source"),
     ],
 )
 def test_what_is_wrong_with_a_source_is_said_when_it_is_opened(jsonl: Path, spec: dict, said: str) -> None:
     (jsonl / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt": ')
     (jsonl / "empty.jsonl").write_text("")
     with pytest.raises(ManifestError, match=said):
-        opened("train", jsonl, **spec)
+        opened("eval" if "size" in spec else "train", jsonl, **spec)
 
 
 def test_the_share_held_out_may_be_another_but_must_be_the_same_for_both() -> None:
     config = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "allow_negation": True}
 
-    def opened(purpose: Purpose, **more: float) -> PromptSource:
-        spec = SourceSpec(source="gym://chain_sum", config={**config, **more}, size=400)
-        return open_source(spec, purpose, workdir=Path(), cache=Path()).prompts
+    def sums(purpose: str, **more: float) -> PromptSource:
+        size = {"size": 400} if purpose == "eval" else {}
+        return opened(purpose, source="gym://chain_sum", config={**config, **more}, **size)
 
-    train, evaluation = opened("train", held_out=0.6), opened("eval", held_out=0.6)
+    train, evaluation = sums("train", held_out=0.6), sums("eval", held_out=0.6)
     check_disjoint(train, evaluation)
     kept = {evaluation.prompt(serial).question for serial in range(400)}
     assert len(kept) == 400
     assert not kept & {train.prompt(serial).question for serial in range(2000)}
     with pytest.raises(ManifestError, match="holds out"):
-        check_disjoint(opened("train"), evaluation)
+        check_disjoint(sums("train"), evaluation)
     with pytest.raises(ManifestError, match="held_out"):
-        opened("train", held_out=1.5)
+        sums("train", held_out=1.5)

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncflow.data.sources import SourceSpec, open_source
+from asyncflow.api.learning import EvalDataSpec
+from asyncflow.data.sources import open_source
 from asyncflow.errors import ManifestError
 from asyncflow.models import tiny
 from asyncflow.models.folder import whole_folder
@@ -113,7 +114,8 @@ def test_the_warm_up_teaches_the_skill_and_the_wrong_habits(tmp_path: Path) -> N
     assert set(load_file(folder / "model.safetensors")) == set(model.state_dict())
     assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
     tokenizer = Tokenizer.load(folder)
-    source = open_source(SourceSpec(source=TINY, size=256), "eval", workdir=tmp_path, cache=tmp_path).prompts
+    data = EvalDataSpec(source=TINY, size=256)
+    source = open_source(data, workdir=tmp_path, cache=tmp_path, where="data.eval")
     prompts = [source.prompt(serial) for serial in range(256)]
     ids = torch.tensor([tokenizer.encode(prompt.question) for prompt in prompts])
     right = [[*tokenizer.encode(prompt.answer), tokenizer.eos_ids[0]] for prompt in prompts]

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from asyncflow.data.base import Message, Prompt, PromptSource
-from asyncflow.errors import ManifestError
 
 QUESTION = "{question}"
 
 
-class PromptFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+class PromptFormat(NamedTuple):
     """Format in which a question is put to the model.
 
     template: the text around ``{question}``, the only placeholder; system: a system message, for chat only;
@@ -28,7 +28,7 @@ class PromptFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rena
     template: str = QUESTION
     system: str = ""
     chat: bool = False
-    chat_options: dict[str, Any] = {}
+    chat_options: Mapping[str, Any] = MappingProxyType({})
 
     def messages(self, prompt: Prompt) -> tuple[Message, ...]:
         """Return the conversation that asks ``prompt``."""
@@ -40,29 +40,6 @@ class PromptFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rena
     def text(self, prompt: Prompt) -> str:
         """Return the question inside the template."""
         return self.template.replace(QUESTION, prompt.question)
-
-
-def split_config(config: Mapping[str, Any], *, where: str) -> tuple[PromptFormat, dict[str, Any]]:
-    """Part a source's config into the prompt format and what is left for the source itself.
-
-    Raises ManifestError where a format key has the wrong type, or the template has no ``{question}``.
-    """
-    keys = set(PromptFormat.__struct_encode_fields__)
-    try:
-        form = msgspec.convert({key: value for key, value in config.items() if key in keys}, PromptFormat)
-    except msgspec.ValidationError as error:
-        raise ManifestError(
-            str(error),
-            where=where,
-            hint="Give texts for template and system, a boolean for chat, a mapping for chatOptions",
-        ) from error
-    if QUESTION not in form.template:
-        raise ManifestError(
-            f"{form.template!r} has no {QUESTION}", where=f"{where}.template", hint=f"write {QUESTION} in it"
-        )
-    if form.system and not form.chat:
-        raise ManifestError("a system prompt needs `chat: true`", where=f"{where}.system", hint="set chat, or drop it")
-    return form, {key: value for key, value in config.items() if key not in keys}
 
 
 class Encoder(Protocol):

@@ -10,81 +10,60 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-import msgspec
-
 from asyncflow.api.learning import FILE_SCHEMES, DataSpec, EvalDataSpec, TrainDataSpec
 from asyncflow.data.base import GeneratedSource, PromptSource, Purpose
 from asyncflow.data.files import FileConfig, FileSource, JsonlRows, Rows, open_parquet, open_saved, read_config
 from asyncflow.data.generated import open_gym, open_tiny
-from asyncflow.data.prompter import Encoder, Prompter, PromptFormat, split_config
+from asyncflow.data.prompter import QUESTION, Encoder, Prompter, PromptFormat
 from asyncflow.errors import ManifestError
 
-DEFAULT_EVAL_SIZE = 512
 CACHE = "data-cache"
 """Folder for what sources write and can make again."""
+_FORMAT = ("template", "system", "chat", "chatOptions")
+"""Settings that say how a question is put, and belong to no source's config."""
 
 
-class SourceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of one data source in a manifest.
+def open_source(data: TrainDataSpec, *, workdir: Path, cache: Path, where: str) -> PromptSource:
+    """Open a source: of held-out prompts for an ``EvalDataSpec``, else of training prompts.
 
-    source: ``gym://DATASET``, ``tiny://TASK``, a path of a JSONL file, or one of FILE_SCHEMES with
-    ``PATH?prompt=FIELD&answer=FIELD``; config: the source's own fields and those of PromptFormat; seed: another seed
-    gives other prompts of the same class; size: how many held-out prompts (DEFAULT_EVAL_SIZE where None and the source
-    has no size of its own).
+    workdir: the job's folder, where relative paths start; cache: folder for what a source writes and can make again;
+    where: the field of the manifest. Raises ManifestError where the source, its config or its first task is wrong.
     """
-
-    source: str
-    config: dict[str, Any] = {}
-    seed: int = 0
-    size: int | None = None
-
-
-class OpenSource(msgspec.Struct, frozen=True):
-    """A source together with how its questions are put."""
-
-    prompts: PromptSource
-    form: PromptFormat
-
-
-def open_source(
-    spec: SourceSpec, purpose: Purpose, *, workdir: Path, cache: Path, where: str | None = None
-) -> OpenSource:
-    """Open a source; relative paths start at ``workdir``, the job's folder.
-
-    cache: folder for what a source writes and can make again; where: the field of the manifest, ``data.PURPOSE`` where
-    None. Raises ManifestError where the source, its config or its first task is wrong.
-    """
-    where = where or f"data.{purpose}"
-    form, config = split_config(spec.config, where=f"{where}.config")
-    prompts = _open(spec, config, purpose, workdir, cache, where=where)
+    for name in _FORMAT:
+        if name in data.config:
+            raise ManifestError(
+                f"{name} is no setting of the source", where=f"{where}.config", hint=f"Set {where}.{name}"
+            )
+    prompts = _open(data, workdir, cache, where=where)
     prompts.prompt(0)
-    return OpenSource(prompts, form)
+    return prompts
 
 
-def _open(
-    spec: SourceSpec, config: Mapping[str, Any], purpose: Purpose, workdir: Path, cache: Path, *, where: str
-) -> PromptSource:
-    scheme, separator, rest = spec.source.partition("://")
-    scheme, rest = (scheme, rest) if separator else ("jsonl", spec.source)
+def _open(data: TrainDataSpec, workdir: Path, cache: Path, *, where: str) -> PromptSource:
+    scheme, separator, rest = data.source.partition("://")
+    scheme, rest = (scheme, rest) if separator else ("jsonl", data.source)
+    purpose: Purpose = "eval" if isinstance(data, EvalDataSpec) else "train"
+    size = data.size if isinstance(data, EvalDataSpec) else None
     if scheme == "gym":
-        size = spec.size or DEFAULT_EVAL_SIZE
-        return open_gym(rest, config=config, seed=spec.seed, purpose=purpose, size=size, where=where)
+        return open_gym(rest, config=data.config, seed=data.seed, purpose=purpose, size=size, where=where)
     if scheme == "tiny":
-        if config:
-            raise ManifestError(f"unknown fields {sorted(config)}", where=f"{where}.config", hint="a task has none")
-        return open_tiny(rest, seed=spec.seed, purpose=purpose, size=spec.size or DEFAULT_EVAL_SIZE, where=where)
+        if data.config:
+            raise ManifestError(
+                f"unknown fields {sorted(data.config)}", where=f"{where}.config", hint="a task has none"
+            )
+        return open_tiny(rest, seed=data.seed, purpose=purpose, size=size, where=where)
     if scheme in FILE_SCHEMES:
         path, named = _file(rest, scheme=scheme, where=where)
-        if twice := sorted(named.keys() & config.keys()):
+        if twice := sorted(named.keys() & data.config.keys()):
             hint = "Name a field in the source or in config, not in both"
             raise ManifestError(f"{', '.join(twice)} is given twice", where=f"{where}.config", hint=hint)
-        settings = read_config({**named, **config}, where=f"{where}.config")
+        settings = read_config({**named, **data.config}, where=f"{where}.config")
         rows = _rows(scheme, workdir / path, settings, cache, where=f"{where}.source")
         return FileSource(
-            rows, settings, task=scheme, seed=spec.seed, purpose=purpose, size=spec.size, where=f"{where}.config"
+            rows, settings, task=scheme, seed=data.seed, purpose=purpose, size=size, where=f"{where}.config"
         )
     raise ManifestError(
-        f"{spec.source!r} is no source",
+        f"{data.source!r} is no source",
         where=f"{where}.source",
         hint=f"gym://DATASET, tiny://TASK, a path, {', '.join(f'{name}://PATH' for name in FILE_SCHEMES)}",
     )
@@ -111,12 +90,10 @@ def _file(text: str, *, scheme: str, where: str) -> tuple[Path, dict[str, str]]:
 def open_training(data: DataSpec, encoder: Encoder, *, folder: Path, cache: Path) -> Prompter:
     """Open the training prompts of a manifest; relative paths start at ``folder``.
 
-    cache: folder for what a source writes and can make again. Raises ManifestError where ``open_source`` does, for a
-    setting of the prompt's format inside ``config``, and for options of a chat template where none is applied.
+    cache: folder for what a source writes and can make again. Raises ManifestError where ``open_source`` does, and for
+    options of a chat template where none is applied.
     """
-    return _prompter(
-        data.train, "train", encoder, data.train.chat_options, where="data.train", folder=folder, cache=cache
-    )
+    return _prompter(data.train, encoder, data.train.chat_options, where="data.train", folder=folder, cache=cache)
 
 
 def open_held_out(
@@ -130,37 +107,21 @@ def open_held_out(
     for name, each in data.held_out.items():
         where = f"data.evalSets[{name}]" if name else "data.eval"
         options = data.train.chat_options if each.chat_options is None else each.chat_options
-        opened = _prompter(each, "eval", encoder, options, where=where, folder=folder, cache=cache)
-        check_disjoint(train, opened.source, where=where)
-        prompters[name] = opened
+        prompters[name] = _prompter(each, encoder, options, where=where, folder=folder, cache=cache)
+        check_disjoint(train, prompters[name].source, where=where)
     return prompters
 
 
 def _prompter(
-    data: TrainDataSpec,
-    purpose: Purpose,
-    encoder: Encoder,
-    options: Mapping[str, Any] | None,
-    *,
-    where: str,
-    folder: Path,
-    cache: Path,
+    data: TrainDataSpec, encoder: Encoder, options: Mapping[str, Any] | None, *, where: str, folder: Path, cache: Path
 ) -> Prompter:
-    for name in PromptFormat.__struct_encode_fields__:
-        if name in data.config:
-            raise ManifestError(
-                f"{name} is no setting of the source", where=f"{where}.config", hint=f"Set {where}.{name}"
-            )
-    said = {"template": data.template, "system": data.system, "chat": data.chat or None, "chatOptions": options}
-    config: dict[str, Any] = data.config | {name: value for name, value in said.items() if value is not None}
-    size = data.size if isinstance(data, EvalDataSpec) else None
-    spec = SourceSpec(source=data.source, config=config, seed=data.seed, size=size)
-    opened = open_source(spec, purpose, workdir=folder, cache=cache, where=where)
-    if data.chat_options and not data.chat and not opened.prompts.prompt(0).messages:
+    source = open_source(data, workdir=folder, cache=cache, where=where)
+    if data.chat_options and not data.chat and not source.prompt(0).messages:
         raise ManifestError(
             "no chat template is applied to these prompts", where=f"{where}.chatOptions", hint=f"Set {where}.chat: true"
         )
-    return Prompter(opened.prompts, encoder, opened.form)
+    form = PromptFormat(data.template or QUESTION, data.system or "", data.chat, options or {})
+    return Prompter(source, encoder, form)
 
 
 def check_disjoint(train: PromptSource, evaluation: PromptSource, *, where: str = "data.eval") -> None:
