@@ -7,17 +7,16 @@ the flow only what the schedule fixes is said; the policies that do it are ``asy
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from asyncflow.api.durability import RestartSpec
 from asyncflow.api.job import RLJob, RLJobSpec
-from asyncflow.api.names import CONTROL_PORT, HTTP_PORT, RPC_PORT, RoleName
+from asyncflow.api.names import CONTROL_PORT, RoleName
 from asyncflow.api.placement import PROFILES, AcceleratorSpec, ResourcesSpec, TemplateSpec
 from asyncflow.api.schedule import ScheduleSpec
-from asyncflow.plan.queue import holding_roles, unit_after, unit_bytes
-from asyncflow.plan.roles import Edge, JobPlan, Port, Readiness, Resources, RestartPolicy, Role
+from asyncflow.api.workers import RolloutSpec, TrainerSpec
+from asyncflow.plan.queue import holding_roles, serving_role, unit_after, unit_bytes
+from asyncflow.plan.roles import Edge, JobPlan, Port, Resources, Role
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _CPU_ONLY = AcceleratorSpec()
@@ -32,104 +31,76 @@ def plan(job: RLJob) -> JobPlan:
 
 
 def _driver(spec: RLJobSpec) -> Role:
-    return Role(
-        name="driver",
-        replicas=1,
-        core=1,
-        most=1,
-        leader=True,
-        resources=_resources(spec.driver.resources, threads=1),
-        restart=_restart(spec.failure_policy.driver),
-        env=_env(spec.template, threads=1),
-        **_listening(spec, Port(name="control", number=CONTROL_PORT)),
-    )
+    resources = _resources(spec.driver.resources, threads=1)
+    control = (Port(name="control", number=CONTROL_PORT),)
+    return _role(spec, "driver", 1, spec.failure_policy.driver, resources=resources, leader=True, ports=control)
 
 
 def _controller(spec: RLJobSpec) -> Role:
-    queue = spec.transfer_queue
-    return Role(
-        name="controller",
-        replicas=queue.controllers,
-        core=queue.controllers,
-        most=queue.controllers,
-        after=("driver",),
-        durable=("ledger",),
-        resources=_resources(ResourcesSpec(cpu=queue.resources.cpu), threads=1),
-        restart=_restart(spec.failure_policy.controller),
-        env=_env(spec.template, threads=1),
-        **_listening(spec),
+    queue, restart = spec.transfer_queue, spec.failure_policy.controller
+    resources = _resources(ResourcesSpec(cpu=queue.resources.cpu), threads=1)
+    return _role(
+        spec, "controller", queue.controllers, restart, resources=resources, after=("driver",), durable=("ledger",)
     )
 
 
 def _storage(spec: RLJobSpec) -> Role:
     queue = spec.transfer_queue
-    return Role(
-        name="storage",
-        replicas=queue.storage_units,
-        core=queue.storage_units,
-        most=queue.storage_units,
-        after=unit_after(queue, "driver"),
-        resources=_resources(queue.resources, threads=1, least_memory=unit_bytes(queue)),
-        restart=_restart(spec.failure_policy.storage),
-        env=_env(spec.template, threads=1),
-        **_listening(spec),
-    )
+    resources = _resources(queue.resources, threads=1, least_memory=unit_bytes(queue))
+    return _holding(spec, "storage", queue.storage_units, resources, unit_after(queue, "driver"))
 
 
 def _holding(spec: RLJobSpec, name: RoleName, replicas: int, resources: Resources, after: tuple[RoleName, ...]) -> Role:
-    return Role(
-        name=name,
-        replicas=replicas,
-        core=replicas,
-        most=replicas,
-        after=after,
-        resources=resources,
-        restart=_restart(spec.failure_policy.storage),
-        env=_env(spec.template, threads=1),
-        **_listening(spec),
-    )
+    return _role(spec, name, replicas, spec.failure_policy.storage, resources=resources, after=after)
 
 
 def _trainer(spec: RLJobSpec) -> Role:
     trainer = spec.trainer
-    return Role(
-        name="trainer",
-        replicas=trainer.replicas,
-        core=trainer.replicas,
-        most=trainer.replicas,
+    return _role(
+        spec,
+        "trainer",
+        trainer.replicas,
+        spec.failure_policy.trainer,
+        worker=trainer,
+        resources=_resources(
+            trainer.resources, threads=trainer.threads * trainer.local_ranks, accelerator=trainer.accelerator
+        ),
         gang=True,
         ranks=trainer.local_ranks,
         after=("controller", "storage"),
         durable=("checkpoints",),
-        resources=_resources(
-            trainer.resources, threads=trainer.threads * trainer.local_ranks, accelerator=trainer.accelerator
-        ),
-        restart=_restart(spec.failure_policy.trainer),
-        env=_env(spec.template, trainer.template, threads=trainer.threads, accelerator=trainer.accelerator),
-        **_listening(spec),
     )
 
 
 def _rollout(spec: RLJobSpec) -> Role:
     rollout = spec.rollout
-    return Role(
-        name="rollout",
-        replicas=rollout.replicas,
+    return _role(
+        spec,
+        "rollout",
+        rollout.replicas,
+        spec.failure_policy.rollout,
+        worker=rollout,
+        resources=_resources(rollout.resources, threads=rollout.threads, accelerator=rollout.accelerator),
         core=rollout.min_replicas,
         most=rollout.max_replicas,
         after=("controller", "storage"),
-        resources=_resources(rollout.resources, threads=rollout.threads, accelerator=rollout.accelerator),
-        restart=_restart(spec.failure_policy.rollout),
-        env=_env(spec.template, rollout.template, threads=rollout.threads, accelerator=rollout.accelerator),
-        **_listening(spec),
     )
 
 
-def _listening(spec: RLJobSpec, *more: Port) -> dict[str, Any]:
-    return {
-        "ports": (Port(name="rpc", number=RPC_PORT), Port(name="http", number=HTTP_PORT), *more),
-        "readiness": Readiness(path="/readyz", port="http", within_s=spec.limits.start_seconds),
-    }
+def _role(
+    spec: RLJobSpec,
+    name: RoleName,
+    replicas: int,
+    restart: RestartSpec,
+    *,
+    worker: TrainerSpec | RolloutSpec | None = None,
+    **more: Any,
+) -> Role:
+    """Return a role of the job. worker: its specification, where it computes; more: see ``serving_role``."""
+    env = _env(spec.template)
+    if worker is not None:
+        env = _env(spec.template, worker.template, threads=worker.threads, accelerator=worker.accelerator)
+    return serving_role(name, replicas, restart=restart, within_s=spec.limits.start_seconds, env=env, **more)
 
 
 def _resources(
@@ -146,13 +117,9 @@ def _resources(
     )
 
 
-def _restart(spec: RestartSpec) -> RestartPolicy:
-    return RestartPolicy(max_restarts=spec.max_restarts, window_s=spec.window_seconds, backoff_s=spec.backoff_seconds)
-
-
-def _env(*templates: TemplateSpec, threads: int, accelerator: AcceleratorSpec = _CPU_ONLY) -> Mapping[str, str]:
+def _env(*templates: TemplateSpec, threads: int = 1, accelerator: AcceleratorSpec = _CPU_ONLY) -> dict[str, str]:
     """Return the environment; what the user's templates say, later ones first, wins over the facts and ``threads``."""
-    return MappingProxyType(
+    return (
         dict.fromkeys(_THREAD_VARIABLES, str(threads))
         | {"TOKENIZERS_PARALLELISM": "false"}
         | dict(PROFILES[accelerator.profile].env)

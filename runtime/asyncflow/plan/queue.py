@@ -10,13 +10,12 @@ the unit's budget would have it, and an allocator leaves gaps. A store that othe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from asyncflow.api.durability import LimitsSpec, RestartSpec
 from asyncflow.api.names import HTTP_PORT, RPC_PORT, RoleName
-from asyncflow.api.placement import TemplateSpec
 from asyncflow.api.queue import QueueSpec, TransferQueue
 from asyncflow.plan.roles import Port, Readiness, Resources, RestartPolicy, Role
 
@@ -40,6 +39,10 @@ def unit_bytes(queue: QueueSpec) -> int:
     return OVERHEAD + (queue.bytes_per_unit.bytes if queue.backend == "memory" else 0)
 
 
+def _cores(queue: QueueSpec) -> float:
+    return float(queue.resources.cpu.amount) if queue.resources.cpu is not None else 1.0
+
+
 def holders(queue: QueueSpec) -> dict[RoleName, int]:
     """Return how many processes of which roles hold the bytes, in the order in which they start."""
     if queue.backend == "memory" or queue.store is not None:
@@ -55,81 +58,65 @@ def unit_after(queue: QueueSpec, leader: RoleName) -> tuple[RoleName, ...]:
 
 def holding_roles(queue: QueueSpec, leader: RoleName, make: MakeRole) -> tuple[Role, ...]:
     """Return the roles of ``holders``, each started after the one before it, the first after the leader."""
-    cpu = float(queue.resources.cpu.amount) if queue.resources.cpu is not None else 1.0
     memory: dict[RoleName, int] = {"master": _MASTER_BYTES, "holder": held_bytes(queue) + OVERHEAD}
     made: list[Role] = []
     after = leader
     for name, count in holders(queue).items():
-        made.append(make(name, count, Resources(cpu=cpu, memory=memory[name]), (after,)))
+        made.append(make(name, count, Resources(cpu=_cores(queue), memory=memory[name]), (after,)))
         after = name
     return tuple(made)
 
 
 _THREADS: Final = MappingProxyType({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
-_RESTARTS: Final = RestartSpec()
-_PORTS: Final = (Port(name="rpc", number=RPC_PORT), Port(name="http", number=HTTP_PORT))
-_READY: Final = Readiness(path="/readyz", port="http", within_s=LimitsSpec().start_seconds)
 
 
 def queue_roles(queue: TransferQueue) -> tuple[Role, ...]:
     """Return the roles in the order in which they start."""
     spec = queue.spec
-    cpu = float(spec.resources.cpu.amount) if spec.resources.cpu is not None else 1.0
     memory = spec.resources.memory.bytes if spec.resources.memory is not None else unit_bytes(spec)
+    env = {**_THREADS, **{variable.name: variable.value for variable in spec.template.env}}
 
-    def holding(name: RoleName, replicas: int, resources: Resources, after: tuple[RoleName, ...]) -> Role:
-        return _role(name, replicas=replicas, resources=resources, template=spec.template, after=after)
+    def role(name: RoleName, replicas: int, resources: Resources, after: tuple[RoleName, ...], **more: Any) -> Role:
+        ready, more = LimitsSpec().start_seconds, {"resources": resources, "after": after, **more}
+        return serving_role(name, replicas, restart=RestartSpec(), within_s=ready, env=env, **more)
 
+    unit = Resources(cpu=_cores(spec), memory=memory)
     return (
-        _role(
-            "controller",
-            replicas=spec.controllers,
-            resources=Resources(cpu=cpu),
-            template=spec.template,
-            durable=True,
-        ),
-        *holding_roles(spec, "controller", holding),
-        _role(
-            "storage",
-            replicas=spec.storage_units,
-            resources=Resources(cpu=cpu, memory=memory),
-            template=spec.template,
-            after=unit_after(spec, "controller"),
-        ),
+        role("controller", spec.controllers, Resources(cpu=_cores(spec)), (), durable=("ledger",)),
+        *holding_roles(spec, "controller", role),
+        role("storage", spec.storage_units, unit, unit_after(spec, "controller")),
     )
 
 
 def queue_role(queue: TransferQueue, name: RoleName) -> Role:
     """Return one role. Raises KeyError where a queue has none of that name."""
-    for role in queue_roles(queue):
-        if role.name == name:
-            return role
-    raise KeyError(name)
+    return {role.name: role for role in queue_roles(queue)}[name]
 
 
-def _role(
+def serving_role(
     name: RoleName,
-    *,
     replicas: int,
-    resources: Resources,
-    template: TemplateSpec,
-    after: tuple[RoleName, ...] = (),
-    durable: bool = False,
+    *,
+    restart: RestartSpec,
+    within_s: float,
+    env: Mapping[str, str],
+    ports: tuple[Port, ...] = (),
+    **more: Any,
 ) -> Role:
+    """Return a role whose processes serve calls and HTTP, and are ready ``within_s`` seconds after their start.
+
+    ports: further ones; more: further fields of ``Role``, where ``core`` and ``most`` are ``replicas`` unless given.
+    """
     return Role(
         name=name,
         replicas=replicas,
-        core=replicas,
-        most=replicas,
-        resources=resources,
-        readiness=_READY,
+        readiness=Readiness(path="/readyz", port="http", within_s=within_s),
         restart=RestartPolicy(
-            max_restarts=_RESTARTS.max_restarts,
-            window_s=_RESTARTS.window_seconds,
-            backoff_s=_RESTARTS.backoff_seconds,
+            max_restarts=restart.max_restarts,
+            window_s=restart.window_seconds,
+            backoff_s=restart.backoff_seconds,
         ),
-        after=after,
-        durable=("ledger",) if durable else (),
-        ports=_PORTS,
-        env=MappingProxyType({**_THREADS, **{variable.name: variable.value for variable in template.env}}),
+        ports=(Port(name="rpc", number=RPC_PORT), Port(name="http", number=HTTP_PORT), *ports),
+        env=MappingProxyType(dict(env)),
+        **{"core": replicas, "most": replicas, **more},
     )

@@ -170,7 +170,4 @@ class JobPlan:
 
     def role(self, name: RoleName) -> Role:
         """Return a role by name. Raises KeyError where the job has none of it."""
-        for role in self.roles:
-            if role.name == name:
-                return role
-        raise KeyError(name)
+        return {role.name: role for role in self.roles}[name]
