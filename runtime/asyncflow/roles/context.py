@@ -28,8 +28,7 @@ import resource
 import signal
 import socket
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,11 +93,15 @@ class RoleOptions:
 
 
 @dataclass(kw_only=True)
-class ProcessContext(ABC):
+class ProcessContext:
     """One process and its place among the others.
 
     host: the address that it serves on and that others dial; stopping: set when the process is to end; draining: set
     when it shall first give back what it has; signal: which signal ends it, 0 for none.
+
+    By the manifest: access decides who may call what of the servers of this process; owner: name of the job or queue,
+    which nothing else in the cluster has (on one machine, its own name); queue, ledger: specifications of the queue and
+    of its ledger; start_s: seconds that this process may take to become ready.
     """
 
     options: RoleOptions
@@ -109,14 +112,14 @@ class ProcessContext(ABC):
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     signal: int = 0
+    access: Access = field(init=False)
+    owner: str = field(init=False)
+    queue: QueueSpec = field(init=False)
+    ledger: LedgerSpec = field(init=False)
+    start_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.worker = self.worker or worker_name(self.options.role, self.options.index, uuid.uuid4().hex)
-
-    @property
-    @abstractmethod
-    def access(self) -> Access:
-        """Decisions about who may call what of the servers of this process."""
 
     @property
     def bind(self) -> str:
@@ -129,21 +132,6 @@ class ProcessContext(ABC):
         return self.credentials is None and not is_loopback(self.host)
 
     @property
-    @abstractmethod
-    def owner(self) -> str:
-        """Name of the job or queue, which nothing else in the cluster has; on one machine, its own name."""
-
-    @property
-    @abstractmethod
-    def queue(self) -> QueueSpec:
-        """Specification of the queue."""
-
-    @property
-    @abstractmethod
-    def ledger(self) -> LedgerSpec:
-        """Specification of the queue's ledger."""
-
-    @property
     def store_password(self) -> str:
         """The password of the queue's store, "" for none: that of one that others run, else of the job's own.
 
@@ -152,11 +140,6 @@ class ProcessContext(ABC):
         if self.queue.store is None:
             return self.credentials.secret(STORE_SECRET) if self.credentials is not None else ""
         return _password_of_file() if self.queue.store.password is not None else ""
-
-    @property
-    @abstractmethod
-    def start_s(self) -> float:
-        """Seconds that this process may take to become ready."""
 
     def http(self, metrics: RoleMetrics, *, ready: Ready = ready, routes: Iterable[web.RouteDef] = ()) -> HttpServer:
         """Return the HTTP server of this role, not yet started. routes: those that not every role has."""
@@ -177,7 +160,6 @@ class ProcessContext(ABC):
         metrics: RoleMetrics,
         address: str = "",
         status: Callable[[], Status] = dict,
-        info: dict[str, str | int | float | bool] | None = None,
         ready: Ready = ready,
         routes: Iterable[web.RouteDef] = (),
         directory: str = "",
@@ -203,7 +185,6 @@ class ProcessContext(ABC):
             attempt=self.options.attempt,
             address=address,
             http=url,
-            info=info or {},
         )
 
         def aged_status() -> Status:
@@ -217,6 +198,23 @@ class ProcessContext(ABC):
         registered = True
         return membership
 
+    async def unless_stopped(self, work: Coroutine[Any, Any, object]) -> bool:
+        """Do ``work``; return False where it was cancelled because this process is to end. Raises what it raises."""
+        working, told = asyncio.create_task(work), asyncio.create_task(self.stopping.wait())
+        await asyncio.wait((working, told), return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        if working.done():
+            working.result()
+            return True
+        working.cancel()
+        await asyncio.wait((working,))
+        return False
+
+    async def told_to_leave(self) -> None:
+        """Wait until this process is to end, or first to give back what it has."""
+        waits = [asyncio.create_task(event.wait()) for event in (self.stopping, self.draining)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+
     def _obey(self, directives: Directives) -> None:
         if directives.drain:
             self.draining.set()
@@ -226,14 +224,16 @@ class ProcessContext(ABC):
 
 @dataclass(kw_only=True)
 class JobContext(ProcessContext):
-    """Context of a process of a job, whose driver all dial."""
+    """Context of a process of a job, whose driver all dial; the ranks of a trainer's replica share a certificate."""
 
     job: RLJob
 
-    @property
-    def access(self) -> Access:
-        """Decisions for a job, where the ranks of a trainer's replica share a certificate."""
-        return Access(ranks=self.job.spec.trainer.local_ranks)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        spec = self.job.spec
+        self.access = Access(ranks=spec.trainer.local_ranks)
+        self.owner, self.start_s = self.job.partition, spec.limits.start_seconds
+        self.queue, self.ledger = spec.transfer_queue, spec.storage.ledger
 
     def control(self, routes: Iterable[web.RouteDef], *, refused: Callable[[str, str], None]) -> HttpServer | None:
         """Return the service by which a supervisor or a person directs this process, not yet started.
@@ -246,57 +246,22 @@ class JobContext(ProcessContext):
         roles, file = (OPERATOR, "driver"), Path(token) if token else None
         return HttpServer(routes, guard=Guard(self.credentials, roles=roles, token_file=file, refused=refused))
 
-    @property
-    def owner(self) -> str:
-        """The job."""
-        return self.job.partition
-
-    @property
-    def queue(self) -> QueueSpec:
-        """The job's own."""
-        return self.job.spec.transfer_queue
-
-    @property
-    def ledger(self) -> LedgerSpec:
-        """The job's own."""
-        return self.job.spec.storage.ledger
-
-    @property
-    def start_s(self) -> float:
-        """As the job says."""
-        return self.job.spec.limits.start_seconds
-
 
 @dataclass(kw_only=True)
 class QueueContext(ProcessContext):
-    """Context of a process of a queue that stands alone, whose controller all dial."""
+    """Context of a process of a queue that stands alone, whose controller all dial.
+
+    This user's other processes on this host are its clients.
+    """
 
     resource: TransferQueue
 
-    @property
-    def access(self) -> Access:
-        """Decisions for a queue that stands alone: this user's other processes on this host are its clients."""
-        return Access(unnamed=CLIENT)
-
-    @property
-    def owner(self) -> str:
-        """The queue."""
-        return self.resource.metadata.uid or self.resource.metadata.name
-
-    @property
-    def queue(self) -> QueueSpec:
-        """The queue itself."""
-        return self.resource.spec
-
-    @property
-    def ledger(self) -> LedgerSpec:
-        """Its ledger."""
-        return self.resource.spec.ledger
-
-    @property
-    def start_s(self) -> float:
-        """Seconds that this process may take to become ready: the default of a job."""
-        return LimitsSpec().start_seconds
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.access = Access(unnamed=CLIENT)
+        self.owner = self.resource.metadata.uid or self.resource.metadata.name
+        self.queue, self.ledger = self.resource.spec, self.resource.spec.ledger
+        self.start_s = LimitsSpec().start_seconds
 
 
 def job_folder(job: RLJob, options: RoleOptions) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from pathlib import Path
@@ -81,7 +80,7 @@ async def serve(context: JobContext) -> None:
     else:
         await control.start(context.host, options.control_port)
     try:
-        if await _until_told(context, driver):
+        if await context.unless_stopped(driver.run()):
             await driver.conclude()
             _say_last(driver.phase)
     finally:
@@ -91,19 +90,6 @@ async def serve(context: JobContext) -> None:
         if control is not None:
             await control.close()
         await server.close()
-
-
-async def _until_told(context: JobContext, driver: Driver) -> bool:
-    """Return whether the job came to its own end."""
-    running, told = asyncio.create_task(driver.run()), asyncio.create_task(context.stopping.wait())
-    await asyncio.wait((running, told), return_when=asyncio.FIRST_COMPLETED)
-    told.cancel()
-    if running.done():
-        running.result()
-        return True
-    running.cancel()
-    await asyncio.wait((running,))
-    return False
 
 
 def _say_last(phase: Phase) -> None:

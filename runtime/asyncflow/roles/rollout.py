@@ -18,7 +18,7 @@ from asyncflow.queue.client import QueueClient
 from asyncflow.rewards.service import open_rewards
 from asyncflow.roles.context import JobContext, RoleOptions, job_folder, run_role
 from asyncflow.rollout.engines import open_engine
-from asyncflow.rollout.engines.base import Devices, RolloutEngine
+from asyncflow.rollout.engines.base import Devices
 from asyncflow.rollout.job import RolloutSettings
 from asyncflow.rollout.worker import RolloutWorker, wanted_by
 from asyncflow.rpc.membership import Status
@@ -84,7 +84,7 @@ async def serve(context: JobContext) -> None:
     async with contextlib.AsyncExitStack() as stack:
         merge = await asyncio.to_thread(_merge_of, spec, folder)
         stack.push_async_callback(engine.close)
-        if not await _started(context, engine):
+        if not await context.unless_stopped(engine.start()):
             return
         membership = await context.join(metrics=metrics, status=status, ready=ready)
         stack.push_async_callback(membership.close)
@@ -149,20 +149,6 @@ def _merge_of(spec: RLJobSpec, folder: Path) -> MergedWeights | None:
     return MergedWeights(folder, scale=spec.trainer.lora.scale, dtype=spec.published_dtype)
 
 
-async def _started(context: JobContext, engine: RolloutEngine) -> bool:
-    """Start the engine; return False where this process was told to end meanwhile. Raises what ``start`` raises."""
-    starting, told = asyncio.create_task(engine.start()), asyncio.create_task(context.stopping.wait())
-    await asyncio.wait((starting, told), return_when=asyncio.FIRST_COMPLETED)
-    told.cancel()
-    if starting.done():
-        starting.result()
-        return True
-    starting.cancel()
-    await asyncio.wait((starting,))
-    return False
-
-
 async def _drain_when_told(context: JobContext, worker: RolloutWorker) -> None:
-    waits = [asyncio.create_task(event.wait()) for event in (context.stopping, context.draining)]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    await context.told_to_leave()
     worker.drain()

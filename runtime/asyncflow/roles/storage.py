@@ -93,13 +93,13 @@ async def serve(context: ProcessContext) -> None:
             drain = DrainTask(unit, membership, patient=not context.stopping.is_set())
         if context.stopping.is_set():
             ends = min(ends, now() + (leave_s if drain is not None else 0.0))
-        if drain is not None and drain.over:
+        if drain is not None and drain.task.done():
             break
         await asyncio.wait(
             [
                 *(task for task in waits if not task.done()),
                 unit.failed,
-                *(drain.tasks if drain is not None else ()),
+                *((drain.task,) if drain is not None else ()),
             ],
             timeout=min(PULSE_S, max(0.0, ends - now())),
             return_when=asyncio.FIRST_COMPLETED,
@@ -118,31 +118,24 @@ async def serve(context: ProcessContext) -> None:
 
 
 class DrainTask:
-    """A unit that takes nothing new, says so in the directory, and takes all its rows to others."""
+    """A unit that takes nothing new, says so in the directory, and takes all its rows to others.
+
+    task: done when it has left or cannot leave.
+    """
 
     def __init__(self, unit: StorageUnit, membership: Membership, *, patient: bool) -> None:
         member = membership.member
         leaves = msgspec.structs.replace(member, info={**member.info, LEAVING: True})
-        self._drain = asyncio.create_task(unit.leave(patient=patient))
+        self.task = asyncio.create_task(unit.leave(patient=patient))
         self._announcing = asyncio.create_task(_announce(membership, leaves))
-
-    @property
-    def over(self) -> bool:
-        """It has left, or cannot."""
-        return self._drain.done()
-
-    @property
-    def tasks(self) -> list[asyncio.Task[bool]]:
-        """Tasks that end when the unit has left or cannot leave."""
-        return [self._drain]
 
     async def end(self) -> bool:
         """Go no further; tell whether nothing is left in the unit."""
-        await asyncio.wait([self._drain], timeout=_LAST_S)
-        for task in (self._drain, self._announcing):
+        await asyncio.wait([self.task], timeout=_LAST_S)
+        for task in (self.task, self._announcing):
             task.cancel()
-        await asyncio.wait([self._drain, self._announcing])
-        return not self._drain.cancelled() and self._drain.result()
+        await asyncio.wait([self.task, self._announcing])
+        return not self.task.cancelled() and self.task.result()
 
 
 async def _announce(membership: Membership, member: Member) -> None:

@@ -79,14 +79,11 @@ _HOLD: dict[str, Callable[[ProcessContext], Awaitable[None]]] = {"mooncake": hol
 
 async def watch(context: ProcessContext, server: Server) -> None:
     """Make ``server`` known and watch it until told to stop. Raises RoleFailed when it ends before."""
-    stopping, ended = asyncio.create_task(context.stopping.wait()), asyncio.create_task(server.ended())
     try:
         membership = await context.join(metrics=RoleMetrics(), address=f"tcp://{server.host}:{server.port}")
-        await asyncio.wait((stopping, ended), return_when=asyncio.FIRST_COMPLETED)
-        await membership.close()
-        if ended.done():
-            ended.result()
+        try:
+            await context.unless_stopped(server.ended())
+        finally:
+            await membership.close()
     finally:
-        stopping.cancel()
-        ended.cancel()
         await server.stop()

@@ -174,8 +174,7 @@ async def _judged(context: JobContext, membership: Membership, step: int) -> boo
 
 
 async def _leave_when_told(context: JobContext, trainer: Trainer) -> None:
-    waits = [asyncio.create_task(event.wait()) for event in (context.stopping, context.draining)]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    await context.told_to_leave()
     trainer.leave()
 
 
