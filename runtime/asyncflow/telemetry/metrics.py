@@ -138,7 +138,9 @@ class RoleMetrics:
 
     def watch_busy(self, busy: BusyClock, *, what: str = "busy") -> None:
         """Show ``busy`` as ``asyncflow_<role>_<what>_seconds_total{cause}``; the cause "any" is their union."""
-        self.registry.register(_BusyCollector(f"asyncflow_{self.role}_{what}_seconds", busy))
+        self._count(
+            f"{what}_seconds", "time spent on a cause", "cause", lambda: {**busy.seconds(), "any": busy.total()}
+        )
 
     def relay(self, source: Callable[[], Awaitable[str]]) -> None:
         """Show the metrics that ``source`` returns in Prometheus' text format, asked anew whenever these are."""
@@ -148,7 +150,18 @@ class RoleMetrics:
 
     def watch_rpc(self, counters: RpcCounters) -> None:
         """Show the counters of this role's RPC server as ``asyncflow_<role>_rpc_*_total``."""
-        self.registry.register(_RpcCollector(f"asyncflow_{self.role}_rpc", counters))
+        for what, words, label, counts in (
+            ("calls", "calls begun", "method", counters.calls),
+            ("errors", "calls answered by an error", "code", counters.errors),
+            ("refused", "connections and calls refused", "reason", counters.refused),
+            ("dropped", "messages dropped, such as follow no protocol", "reason", counters.dropped),
+        ):
+            self._count(f"rpc_{what}", words, label, partial(dict, counts))
+        words = "calls whose caller waited no longer"
+        self._count("rpc_cancelled", words, "reason", lambda: {"deadline or cancel": counters.cancelled})
+
+    def _count(self, what: str, words: str, label: str, counts: Callable[[], Mapping[str, float]]) -> None:
+        self.registry.register(_CountCollector(f"asyncflow_{self.role}_{what}", words, label, counts))
 
     def gauge(self, what: str, words: str, *labels: str) -> Gauge:
         """Declare a gauge ``asyncflow_<role>_<what>``."""
@@ -199,7 +212,7 @@ class DriverMetrics(RoleMetrics):
 
     def watch_rewards(self, outcomes: Callable[[], Mapping[str, int]]) -> None:
         """Show what became of the samples that were judged as ``asyncflow_driver_rewards_total{outcome}``."""
-        self.registry.register(_CountCollector("asyncflow_driver_rewards", "samples judged", "outcome", outcomes))
+        self._count("rewards", "samples judged", "outcome", outcomes)
 
 
 class ControllerMetrics(RoleMetrics):
@@ -333,23 +346,10 @@ class _Families(Collector):
         return self._families
 
 
-class _BusyCollector(Collector):
-    def __init__(self, name: str, busy: BusyClock) -> None:
-        self._name = name
-        self._busy = busy
-
-    def collect(self) -> Iterable[Metric]:
-        family = CounterMetricFamily(self._name, "time spent on a cause", labels=["cause"])
-        for cause, seconds in self._busy.seconds().items():
-            family.add_metric([cause], seconds)
-        family.add_metric(["any"], self._busy.total())
-        yield family
-
-
 class _CountCollector(Collector):
     """A counter with one label whose values are kept elsewhere."""
 
-    def __init__(self, name: str, words: str, label: str, counts: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(self, name: str, words: str, label: str, counts: Callable[[], Mapping[str, float]]) -> None:
         self._describe = (name, words, label)
         self._counts = counts
 
@@ -359,21 +359,3 @@ class _CountCollector(Collector):
         for value, count in self._counts().items():
             family.add_metric([value], count)
         yield family
-
-
-class _RpcCollector(Collector):
-    def __init__(self, name: str, counters: RpcCounters) -> None:
-        self._name = name
-        self._counters = counters
-
-    def collect(self) -> Iterable[Metric]:
-        counters = self._counters
-        families = (
-            ("calls", "calls begun", "method", counters.calls),
-            ("errors", "calls answered by an error", "code", counters.errors),
-            ("refused", "connections and calls refused", "reason", counters.refused),
-            ("dropped", "messages dropped, such as follow no protocol", "reason", counters.dropped),
-            ("cancelled", "calls whose caller waited no longer", "reason", {"deadline or cancel": counters.cancelled}),
-        )
-        for what, words, label, counts in families:
-            yield from _CountCollector(f"{self._name}_{what}", words, label, partial(dict, counts)).collect()
