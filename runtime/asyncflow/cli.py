@@ -7,6 +7,7 @@ with 130; a traceback is a bug.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -72,7 +73,7 @@ def run(file: Path, output: Path | None, overrides: tuple[str, ...], resume: boo
     if resume and fresh:
         raise ManifestError("--resume and --fresh exclude each other", hint="Give one of them")
     if kind_of(file) == "TransferQueue":
-        return command.serve_file(file, output=output, overrides=overrides, fresh=fresh, port=port)
+        return command.serve(file, overrides, output=output, fresh=fresh, port=port)
     return command.run(file, output=output, overrides=overrides, resume=resume, fresh=fresh)
 
 
@@ -251,7 +252,7 @@ def serve(
 
     given = {"metadata.name": name, "storageUnits": units, "bytesPerUnit": bytes_per_unit, "backend": backend}
     settings = [*(f"{path}={value}" for path, value in given.items()), *overrides]
-    return command.serve(command.described(settings), output=output, fresh=fresh, port=port)
+    return command.serve(io.StringIO(command.SMALLEST_QUEUE), settings, output=output, fresh=fresh, port=port)
 
 
 def _looking(command: Command) -> Command:
@@ -269,31 +270,31 @@ def _looking(command: Command) -> Command:
 
 @queue.command()
 @_looking
-def ls(address: str, tls: Path | None, timeout: float, as_json: bool) -> None:
+def ls(**options: Any) -> None:
     """List the partitions of the queue at ADDRESS, e.g. tcp://127.0.0.1:5571."""
     from asyncflow.commands import queue as command
 
-    command.ls(address, tls=tls, timeout=timeout, as_json=as_json)
+    command.ls(**options)
 
 
 @queue.command()
 @_looking
 @click.argument("unit", type=click.IntRange(min=0))
-def drain(address: str, unit: int, tls: Path | None, timeout: float, as_json: bool) -> None:
+def drain(**options: Any) -> None:
     """Take the rows of a storage unit to the others and wait, for --timeout seconds, until it has left."""
     from asyncflow.commands import queue as command
 
-    command.drain(address, unit, tls=tls, timeout=timeout, as_json=as_json)
+    command.drain(**options)
 
 
 @queue.command()
 @_looking
 @click.argument("partition")
-def show(address: str, partition: str, tls: Path | None, timeout: float, as_json: bool) -> None:
+def show(**options: Any) -> None:
     """Show how far the tasks of a partition are, and what each waits for."""
     from asyncflow.commands import queue as command
 
-    command.show(address, partition, tls=tls, timeout=timeout, as_json=as_json)
+    command.show(**options)
 
 
 @queue.command()
@@ -302,20 +303,11 @@ def show(address: str, partition: str, tls: Path | None, timeout: float, as_json
 @click.option("--task", default="", help="See the rows as this task sees them.")
 @click.option("--rows", "most", type=click.IntRange(1, 10_000), default=20, show_default=True, help="Most rows.")
 @click.option("--column", "columns", multiple=True, help="Show the values of this column; may be given again.")
-def peek(
-    address: str,
-    partition: str,
-    task: str,
-    most: int,
-    columns: tuple[str, ...],
-    tls: Path | None,
-    timeout: float,
-    as_json: bool,
-) -> None:
+def peek(**options: Any) -> None:
     """Look at the oldest rows of a partition; nothing is leased."""
     from asyncflow.commands import queue as command
 
-    command.peek(address, partition, task=task, most=most, columns=columns, tls=tls, timeout=timeout, as_json=as_json)
+    command.peek(**options)
 
 
 def invoke(arguments: Sequence[str]) -> int:

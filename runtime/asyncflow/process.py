@@ -13,8 +13,6 @@ import os
 import signal
 import sys
 
-from asyncflow.errors import AsyncFlowError
-
 PARENT = "ASYNCFLOW_PARENT"
 """Environment variable that holds the pid of the process that this one ends with."""
 
@@ -22,11 +20,13 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def _prctl(option: int, argument: int) -> None:
+def prctl(option: int, argument: int) -> int:
+    """Ask the kernel for something about this process (``prctl(2)``), and return its answer. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0) != 0:
-        code = ctypes.get_errno()
-        raise AsyncFlowError(f"prctl({option}) failed: {os.strerror(code)}", where="process")
+    result: int = libc.prctl(option, *(ctypes.c_ulong(value) for value in (argument, 0, 0, 0)))
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {argument}): {os.strerror(ctypes.get_errno())}")
+    return result
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -38,14 +38,14 @@ def die_with_parent(parent: int | None = None) -> None:
     parent = int(named) if parent is None and named is not None else parent
     if parent is None:
         return
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("the parent ended before this process began")
 
 
 def adopt_orphans(*, enabled: bool) -> None:
     """Have orphaned descendants become children of this process, so that it can see and end them."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, int(enabled))
+    prctl(_PR_SET_CHILD_SUBREAPER, int(enabled))
 
 
 if __name__ == "__main__":

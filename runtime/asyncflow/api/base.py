@@ -212,5 +212,3 @@ class ObjectMeta(Spec):
     """Annotations, for tools."""
     uid: Annotated[str, StringConstraints(max_length=64)] | None = None
     """Identity that the API server gives; absent on one machine. It names the job's partition."""
-
-    rules: ClassVar[tuple[Rule, ...]] = ()

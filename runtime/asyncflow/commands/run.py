@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import logging
 import os
 import shlex
@@ -22,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import click
 import msgspec
@@ -317,29 +316,18 @@ def leave(outcome: RunOutcome) -> None:
     os._exit(outcome.exit_code)
 
 
-_SMALLEST = "{apiVersion: asyncflow.dev/v1alpha1, kind: TransferQueue, metadata: {name: queue}}"
+SMALLEST_QUEUE = "{apiVersion: asyncflow.dev/v1alpha1, kind: TransferQueue, metadata: {name: queue}}"
+"""The manifest of a queue of which nothing is said."""
 
 
-def described(settings: Sequence[str]) -> TransferQueue:
-    """Return the queue of these ``path=value`` settings. Raises ManifestError."""
-    queue = load(io.StringIO(_SMALLEST), settings)
-    assert isinstance(queue, TransferQueue)
-    return queue
+def serve(source: Path | TextIO, overrides: Sequence[str], *, output: Path | None, fresh: bool, port: int) -> int:
+    """Serve the queue of a manifest from ``output`` until told to end, and return the exit status.
 
-
-def serve_file(file: Path, *, output: Path | None, overrides: Sequence[str], fresh: bool, port: int) -> int:
-    """Serve the queue of a manifest; see ``serve``."""
-    queue = load(file, overrides)
-    assert isinstance(queue, TransferQueue)
-    return serve(queue, output=output, fresh=fresh, port=port)
-
-
-def serve(queue: TransferQueue, *, output: Path | None, fresh: bool, port: int) -> int:
-    """Serve ``queue`` from ``output`` until told to end, and return the exit status.
-
-    fresh: move aside what is there instead of going on with it; port: that clients dial, 0: any. Raises ManifestError
-    before anything was started, another AsyncFlowError where it failed.
+    overrides: ``path=value`` each; fresh: move aside what is there instead of going on with it; port: that clients
+    dial, 0: any. Raises ManifestError before anything was started, another AsyncFlowError where it failed.
     """
+    queue = load(source, overrides)
+    assert isinstance(queue, TransferQueue)
     path = output or RUNS / queue.metadata.name
     load_plugin(BACKENDS, queue.spec.backend, kind=Backend, where="spec.backend").check(
         servers=queue.spec.store is None

@@ -194,7 +194,7 @@ class Members:
     def _joined(self, member: Member) -> None:
         if member.role == "trainer":
             self.trainer_attempt = max(self.trainer_attempt, member.attempt)
-            self._weights.fence(member.attempt)
+            self._weights.catalogue.fence(member.attempt)
         self._changed()
 
     def _left(self, member: Member, _reason: str) -> None:

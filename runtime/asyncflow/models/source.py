@@ -23,6 +23,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
+from asyncflow.api.names import CLAIMS_DIR
 from asyncflow.data.generated import tiny_task
 from asyncflow.durable import sync
 from asyncflow.errors import ManifestError, NotYetError
@@ -30,8 +31,6 @@ from asyncflow.models.folder import whole_folder
 from asyncflow.models.tiny import write_config
 
 WHERE = "model.source"
-CLAIMS = Path("/mnt")
-"""Folder in which pods mount the claims that a manifest names, each under its name."""
 WEIGHTS = "model.safetensors"
 _WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 _DAMAGED = "Copy it again: it may be cut off, or the pointer of a large-file store"
@@ -58,7 +57,7 @@ class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
         if not separator:
             return cls(kind="folder", folder=Path(source))
         if scheme == "pvc" and rest.strip("/"):
-            return cls(kind="folder", folder=CLAIMS / rest)
+            return cls(kind="folder", folder=Path(CLAIMS_DIR) / rest)
         if scheme == "hf" and rest:
             return cls(kind="hf", name=rest, folder=workdir)
         if scheme == "tiny":

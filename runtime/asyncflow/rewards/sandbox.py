@@ -23,6 +23,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from asyncflow.process import adopt_orphans, prctl
+
 _SYSTEM: Final = (
     *("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/etc/passwd", "/etc/group"),
     *("/etc/ssl", "/etc/pki", "/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf", "/etc/gai.conf"),
@@ -64,9 +66,9 @@ def enter(sandbox: Sandbox) -> list[str]:
     Return what could not be restricted, and why; empty on a kernel of 6.12 or newer. Raises OSError where the kernel
     refuses a limit that every kernel has.
     """
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    prctl(_PR_SET_NO_NEW_PRIVS, 1)
     if sandbox.processes:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        adopt_orphans(enabled=True)
     _limit(sandbox)
     _drop_capabilities()
     return [*_restrict_files(sandbox), *_filter_calls(sandbox)]
@@ -112,7 +114,6 @@ def _tasks_of_user() -> int:
 
 _PR_CAPBSET_READ: Final = 23
 _PR_CAPBSET_DROP: Final = 24
-_PR_SET_CHILD_SUBREAPER: Final = 36
 _PR_SET_NO_NEW_PRIVS: Final = 38
 _CAPABILITIES: Final = 64
 _CAPABILITY_VERSION: Final = 0x20080522
@@ -120,19 +121,12 @@ _CAPABILITY_VERSION: Final = 0x20080522
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
-def _prctl(option: int, argument: int) -> int:
-    result: int = _libc.prctl(option, *(ctypes.c_ulong(value) for value in (argument, 0, 0, 0)))
-    if result < 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}, {argument}): {os.strerror(ctypes.get_errno())}")
-    return result
-
-
 def _drop_capabilities() -> None:
     """Drop all capabilities, also for programs that root starts later."""
     for capability in range(_CAPABILITIES):
         try:
-            if _prctl(_PR_CAPBSET_READ, capability):
-                _prctl(_PR_CAPBSET_DROP, capability)
+            if prctl(_PR_CAPBSET_READ, capability):
+                prctl(_PR_CAPBSET_DROP, capability)
         except OSError as error:
             if error.errno == errno.EINVAL:
                 break

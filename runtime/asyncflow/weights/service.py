@@ -57,10 +57,6 @@ class CatalogueService:
         self.catalogue.require(steps)
         self._wake()
 
-    def fence(self, attempt: int) -> None:
-        """Refuse publications by trainer attempts older than ``attempt`` from now on."""
-        self.catalogue.fence(attempt)
-
     def leave(self, worker: str) -> None:
         """Forget what ``worker`` held: it is gone. If it was only silent, it announces again by itself."""
         self.catalogue.leave(worker)

@@ -5,7 +5,6 @@ from itertools import combinations
 
 import pytest
 
-from asyncflow.api.names import CLAIMS_DIR
 from asyncflow.api.placement import PORT_SLOTS, PROFILES, host_paths, ports
 from asyncflow_operator.desired import Desired
 from asyncflow_operator.observed import JobState, Manifest
@@ -182,9 +181,6 @@ def test_without_the_vendors_runtime_everything_is_mounted_from_the_host(
 
 
 def test_claims_are_where_the_runtime_looks_for_them(desired: Desired, job_state: JobStates):
-    from asyncflow.models.source import CLAIMS
-
-    assert str(CLAIMS) == CLAIMS_DIR
     state = job_state(
         model={"source": "pvc://models/qwen/7b"},
         trainer={"replicas": 2},
