@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 VLLM := $(VENV)/.vllm
 
 # Folders whose names and sentences hack/words.py checks; it always checks the subjects of commits.
-PLAIN := operator $(addprefix runtime/asyncflow/,algorithms api commands data driver flow local models plan queue/storage queue/torch rewards roles rollout rpc telemetry training view weights)
+PLAIN := benchmarks operator $(addprefix runtime/asyncflow/,algorithms api commands data driver flow local models plan queue/storage queue/torch rewards roles rollout rpc telemetry training view weights)
 
 # A run and the tests start hundreds of processes, none of which should compile the same source again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -69,7 +69,7 @@ delayed-update: $(STAMP)
 same-bits: $(STAMP)
 	$(BIN)/python -m pytest tests/system/test_same_bits.py
 
-# The queue beside raw sockets, in turn; about an hour. The tables go into docs/internals/queue-bench.md.
+# The queue beside raw sockets, in turn; about half an hour. The tables go into docs/internals/queue-bench.md.
 bench-queue: $(STAMP)
 	$(BIN)/python benchmarks/queue
 

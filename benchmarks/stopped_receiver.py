@@ -41,7 +41,7 @@ class Incident:
 
 
 class LeaseBook:
-    """Who has which training rows on a ``rollout`` lease, and who had them first after another, as the ledger says."""
+    """Holders of training rows on a ``rollout`` lease, and the first one after another, as the ledger says."""
 
     def __init__(self, ledger: Path) -> None:
         self.holder: dict[int, str] = {}

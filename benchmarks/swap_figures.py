@@ -41,7 +41,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What a run wrote. turns: by rollout; steps: lines of metrics.jsonl; rows: lines of the row observer."""
+    """Records that a run wrote. turns: by rollout; steps: lines of metrics.jsonl; rows: lines of the row observer."""
 
     published: dict[int, float]
     turns: list[list[Turn]]

@@ -1,4 +1,4 @@
-"""What the logs of a run say about publications, transfers and swaps. Pure: text in, records out.
+"""Records of publications, transfers and swaps in the logs of a run. Pure: text in, records out.
 
 Invariant: a stall belongs to the transfer of the version that it ended with; swaps back to an older version, for rows
 of a rollout that was lost, are counted to the next version that is new to the instance.

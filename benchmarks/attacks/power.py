@@ -1,4 +1,4 @@
-"""What is on a disk whose power was cut: of each file what was synced, under the names that were synced.
+"""Content of a disk whose power was cut: of each file what was synced, under the names that were synced.
 
 Nothing is taken for safe because a file system usually makes it so: a file that was never synced is empty, and one
 whose folder was not synced since it got its name is gone.

@@ -1,4 +1,4 @@
-"""What can be done to the disk and the clock of all processes of a run, by a library that is preloaded into them."""
+"""Faults of the disk and the clock of all processes of a run, by a library that is preloaded into them."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Shim:
             "ATTACK_SYNCED": str(self.synced),
         }
 
-    def set_clock(self, ahead_s: int) -> None:
+    def set_clock(self, offset_s: int) -> None:
         """Set the system clock so many seconds ahead of the true one, or behind it."""
-        self._clock = ahead_s
+        self._clock = offset_s
         self._write(0, "")
 
     def fail(self, number: int, path: str) -> None:

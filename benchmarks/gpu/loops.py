@@ -1,4 +1,4 @@
-"""What is compared: the trainer's back end, and a plain loop that does the same work and nothing else.
+"""The two loops that are compared: the trainer's back end, and a plain loop that does the same work and nothing else.
 
 Both compute log-probs of every token of equally long documents, the clipped policy gradient of them, and its backward
 pass. The plain loop is what somebody would write who trains one model on one device once: no queue, no packs, no

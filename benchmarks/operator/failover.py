@@ -1,4 +1,4 @@
-"""How long a cluster is without an operator: a leader is killed, or hangs, and the other one takes over.
+"""Time for which a cluster is without an operator: a leader is killed, or hangs, and the other one takes over.
 
     python benchmarks/operator/failover.py --times 3
 

@@ -1,4 +1,4 @@
-"""What drivers that attack the operator cost it, and the jobs of others.
+"""Cost of drivers that attack the operator, for it and for the jobs of others.
 
     PYTHONPATH=hack python benchmarks/operator/hostile.py --honest 20 --hostile 60
 

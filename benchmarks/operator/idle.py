@@ -1,4 +1,4 @@
-"""What jobs cost of which nothing new is seen, and jobs that only make progress: API writes and CPU.
+"""Cost of jobs of which nothing new is seen, and of jobs that only make progress: API writes and CPU.
 
     python benchmarks/operator/idle.py --jobs 100 --s 60
 

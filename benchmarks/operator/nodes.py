@@ -1,4 +1,4 @@
-"""What it costs to say why pods wait, in a cluster of many nodes: memory, CPU, and how soon it is said.
+"""Cost of saying why pods wait, in a cluster of many nodes: memory, CPU, and how soon it is said.
 
     python benchmarks/operator/nodes.py --nodes 5000 --pods 10000 --s 130
 

@@ -1,4 +1,4 @@
-"""How long many jobs take, and what the operator costs, against a bare loop that writes the same objects.
+"""Time that many jobs take, and cost of the operator, against a bare loop that writes the same objects.
 
     python benchmarks/operator/scale.py --jobs 20
     python benchmarks/operator/scale.py --jobs 200
@@ -26,7 +26,7 @@ from typing import Any
 from asyncflow.api.document import parse
 from asyncflow_operator.cluster.owners import custom_resource
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
-from asyncflow_operator.observed import JobState, Manifest, QueueState
+from asyncflow_operator.observed import JobState, Manifest, TransferQueueState
 from driver_double import DriverDouble
 from kube.plane import ControlPlane
 from kube.process import wait_until
@@ -193,7 +193,7 @@ def prepared(plane: ControlPlane, raw: Manifest) -> list[list[Manifest]]:
     for child in children:
         if child["kind"] == "TransferQueue":
             queue = custom_resource("TransferQueue", plane.api.create(QUEUES, child), None)
-    queue_state = QueueState(owner=queue.owner, queue=queue.model, job=state)
+    queue_state = TransferQueueState(owner=queue.owner, queue=queue.model, job=state)
     pods = [desired.pod(state, role, index, 0) for role, many in JOB_PODS for index in range(many)]
     pods += [desired.queue_pod(queue_state, role, index, 0) for role, many in QUEUE_PODS for index in range(many)]
     return [[*desired.supporting(state)], [*children], pods]

@@ -1,7 +1,7 @@
 """Measures AsyncFlow's queue and raw zmq sockets on the same work, in turn, and prints ratios beside their bars.
 
-    python benchmarks/queue                                      # everything
-    python benchmarks/queue --cases data claims --rounds 3       # some cases
+    python benchmarks/queue                                      # all that has a bar
+    python benchmarks/queue --cases million claims --rounds 3    # some cases
 
 Each round runs each case for each implementation in turn, so that what drifts on the machine hits all of them. The
 exit status is 1 for wrong bytes, lost or doubled rows, and runs that failed; missed bars are named, and are no failure.
@@ -47,6 +47,8 @@ OWN_CASES = {
     "controllers": ["stopped_controller.py"],
 }
 """What only AsyncFlow runs, once a run."""
+WITHOUT_BARS = ("million", "controllers")
+"""Those of them that run only where they are asked for."""
 
 
 def commands(chosen: argparse.Namespace, number: int) -> Iterator[list[str]]:
@@ -96,10 +98,12 @@ def _run_one(argv: Sequence[str], env: dict[str, str]) -> str:
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--rounds", type=int, default=3)
     default = [PLAIN, SECURED, MEMORY, SECURED_MEMORY, RAW]
     options.add_argument("--implementations", nargs="+", default=default, choices=KINDS)
-    options.add_argument("--cases", nargs="+", default=[*SHARED_CASES, *OWN_CASES], choices=[*SHARED_CASES, *OWN_CASES])
+    cases = [*SHARED_CASES, *OWN_CASES]
+    barred = [case for case in cases if case not in WITHOUT_BARS]
+    options.add_argument("--cases", nargs="+", default=barred, choices=cases, help=f"by default {' '.join(barred)}")
     options.add_argument("--out", type=Path, default=ROOT / ".bench" / f"queue-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
     options.add_argument("--report", type=Path, help="print the tables of an earlier run's results, and run nothing")
     chosen = options.parse_args()

@@ -1,4 +1,4 @@
-"""What became of each fault, found in the diaries of the clients when all is over.
+"""Outcome of each fault, found in the diaries of the clients when all is over.
 
 Times are of one monotonic clock, which all processes of a machine share.
 
@@ -41,7 +41,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a fault, in words, and how long that took; None where nothing had to happen."""
+    """Return the outcome of a fault, in words, and how long that took; None where nothing had to happen."""
 
     fault: Fault
     words: str

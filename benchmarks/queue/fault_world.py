@@ -32,8 +32,8 @@ BACK_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How many faults; pause: seconds between them, from and to; alone: each only when the last one was got over;
-    kinds: of the processes to hit, all of them for none.
+    """Faults to be done. count: how many; pause: seconds between them, from and to; alone: each only when the last one
+    was got over; kinds: of the processes to hit, all of them for none.
     """
 
     count: int
@@ -69,7 +69,7 @@ class World:
     stopped: set[str] = field(default_factory=set)
     away: set[str] = field(default_factory=set)
     faults: list[Fault] = field(default_factory=list)
-    later: set[asyncio.Task[None]] = field(default_factory=set)
+    pending: set[asyncio.Task[None]] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
     hit_at: dict[str, float] = field(default_factory=dict)
     committed: int = 0
@@ -115,8 +115,8 @@ class World:
             act()
 
         places.add(name)
-        self.later.add(task := asyncio.create_task(do()))
-        task.add_done_callback(self.later.discard)
+        self.pending.add(task := asyncio.create_task(do()))
+        task.add_done_callback(self.pending.discard)
 
 
 async def hit(world: World, kind: str, action: str) -> bool:
@@ -182,7 +182,7 @@ async def cause_faults(world: World, plan: Plan) -> None:
     bag: list[tuple[str, str]] = []
     while len(world.faults) < plan.count:
         await asyncio.sleep(world.dice.uniform(*plan.pause))
-        if plan.alone and (world.later or world.hit_at):
+        if plan.alone and (world.pending or world.hit_at):
             continue
         if not bag:
             bag = world.dice.sample(pairs := [(k, a) for k in kinds for a in ACTIONS], len(pairs))

@@ -89,13 +89,13 @@ async def run(made: Servers, chosen: argparse.Namespace) -> tuple[list[str], lis
                     over.set()
                     await asyncio.wait([driving, watching], return_when=asyncio.FIRST_COMPLETED)
                     steps = await driving
-                while (world.later or world.hit_at) and not watching.done():
+                while (world.pending or world.hit_at) and not watching.done():
                     await asyncio.sleep(0.1)
             except TimeoutError:
                 steps = world.committed
                 world.problems.append(f"{len(world.faults)} faults and {steps} steps were all in {chosen.most:.0f} s")
             finally:
-                for task in (driving, watching, troubling, *world.later):
+                for task in (driving, watching, troubling, *world.pending):
                     task.cancel()
         await queue.close_partition(partition=P, step=steps, timeout=CALL_S)
     rows, seconds = steps * GROUPS * SAMPLES, round(time.monotonic() - began)

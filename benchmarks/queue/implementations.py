@@ -1,4 +1,4 @@
-"""What is compared: one interface, and AsyncFlow's queue behind it as its users call it.
+"""The implementations that are compared: one interface, and AsyncFlow's queue behind it as its users call it.
 
 Contract of every implementation: rows become visible when ``put`` has returned at the latest, never half a row; a claim
 returns exactly the rows asked for, or None and takes none; no row is given to a task twice.

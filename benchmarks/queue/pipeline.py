@@ -115,7 +115,7 @@ def run(kind: str, *, rows: int, rate: float) -> dict[str, object]:
             if stage.is_alive():
                 stage.terminate()
         queue.close()
-    times = {name: moments for name, (moments, _) in done.items()}
+    times = {name: came for name, (came, _) in done.items()}
     began, came = times["rollout"], times["trainer"]
     used_s = sum(served.values()) + sum(used for _, used in done.values())
     return {

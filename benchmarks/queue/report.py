@@ -128,7 +128,7 @@ RATIOS: tuple[Line, ...] = (
         Line(
             words=f"{what} of one sample of 24.6 KB, {units} unit{'s' * (units > 1)}, p50",
             figure=measured("one sample", f"{what}_ms.p50", units=units),
-            bars=_both(2.0) if what == "put" else {},
+            bars=_both(2.0),
             most=True,
             unit="ms",
         )
@@ -162,44 +162,35 @@ def _own() -> Iterator[Line]:
     for kind, words in kinds.items():
         for rows in SIZES:
             figure = quotient(measured("claim", "claim_ms.p50", kind=kind, rows=rows), _raw_claim(rows))
-            yield Line(
-                words=f"claim of {words} of {rows:,} rows, p50, to a raw claim of 16",
-                figure=figure,
-                bars=_both(3.0),
-                most=True,
-            )
+            yield Line(words=f"claim of {words} of {rows:,} rows, p50, to a raw claim of 16", figure=figure)
     for kind, words in {"plain": "16 rows", **kinds}.items():
         many, few = (measured("claim", "claim_ms.p50", kind=kind, rows=rows) for rows in (SIZES[-1], SIZES[0]))
         words = f"claim of {words}: p50 at 100,000 rows to that at 1,000"
-        yield Line(words=words, figure=quotient(many, few), bars=_both(2.0), most=True)
+        yield Line(words=words, figure=quotient(many, few), bars=_both(2.0) if kind == "plain" else {}, most=True)
     for what in ("put", "get"):
         four, one = (measured("links", f"{what}_GBps", units=units) for units in (4, 1))
         words = f"links of 100 MB/s: {what}, 4 units to 1"
         yield Line(words=words, figure=quotient(four, one), bars=_both(3.5))
-    for figure, words, bar in (
-        ("to_tcv", "MindSpeed RL's volume: bytes moved to TCV", 1.03),
-        ("metadata_to_term", "its metadata, to the paper's term", 2.0),
-        ("to_named_columns", "bytes moved to those of the named columns", 1.03),
+    for figure, words, bars in (
+        ("to_tcv", "MindSpeed RL's volume: bytes moved to TCV", _both(1.03)),
+        ("metadata_to_term", "its metadata, to the paper's term", {}),
     ):
-        yield Line(words=words, figure=measured("volume", figure), bars=_both(bar), most=True)
+        yield Line(words=words, figure=measured("volume", figure), bars=bars, most=True)
     for role in ("controller", "unit0"):
         words = f"resident memory of an idle {role.rstrip('0')}, MB"
         yield Line(words=words, figure=measured("idle memory", f"resident_MB.{role}"), bars=_both(85.0), most=True)
     yield Line(
         words="three controllers, one stopped: p99 of a claim of the others, to when it runs",
         figure=measured("stopped controller", "ratio"),
-        bars=_both(1.2),
-        most=True,
     )
     yield Line(words="a million rows: rows/s", figure=measured("million", "rows_per_s"))
     yield Line(
         words="a million rows: rate of the last tenth to the second",
         figure=measured("million", "last_to_second"),
-        bars=_both(0.9),
     )
     for name in ("controller", "unit0"):
         words = f"a million rows: memory of the {name.rstrip('0')} at the end to half-way"
-        yield Line(words=words, figure=_growth(name), bars=_both(1.1), most=True)
+        yield Line(words=words, figure=_growth(name))
 
 
 OWN: tuple[Line, ...] = tuple(_own())
@@ -229,7 +220,7 @@ class Table:
         return "\n".join("| " + " | ".join(row) + " |" for row in self.rows)
 
     def mark(self, line: Line, implementation: str, value: float | None) -> str:
-        """Return a figure, bold where its bar is missed."""
+        """Return ``value``, bold where the line's bar is missed."""
         bar = line.bars.get(implementation)
         if value is None or bar is None:
             return "–" if value is None else f"{value:.2f}"
@@ -241,16 +232,21 @@ class Table:
 
 
 def ratios(results: Results) -> Table:
-    """Return the table of ratios to the raw sockets, one column for each implementation that was measured."""
+    """Return the table of ratios to the raw sockets, each with its figure, a column for each implementation."""
     known = _known(results)
     table = Table()
-    table.rows.append(["same work, one host", "bar", *known, RAW])
+    table.rows.append(["ratio to raw sockets (figure)", "bar", *known, RAW])
     table.rows.append(["---"] * len(table.rows[0]))
     for line in RATIOS:
-        cells = [table.mark(line, name, to_raw(line.figure)(results, name)) for name in known]
+        figures = [line.figure(results, name) for name in known]
+        marks = [table.mark(line, name, to_raw(line.figure)(results, name)) for name in known]
+        cells = [
+            mark if figure is None else f"{mark} ({_number(figure)})"
+            for mark, figure in zip(marks, figures, strict=True)
+        ]
         raw = line.figure(results, RAW)
         if raw is not None or set(cells) != {"–"}:
-            table.rows.append([line.words, _bars(line), *cells, "–" if raw is None else f"{raw:.3g} {line.unit}"])
+            table.rows.append([line.words, _bars(line), *cells, "–" if raw is None else f"{_number(raw)} {line.unit}"])
     return table
 
 
@@ -265,6 +261,11 @@ def own(results: Results) -> Table:
         if set(cells) - {"–"}:
             table.rows.append([line.words, _bars(line), *cells])
     return table
+
+
+def _number(figure: float) -> str:
+    """Return a figure in three digits."""
+    return f"{figure:,.0f}" if figure >= 1000 else f"{figure:.3g}"
 
 
 def _known(results: Results) -> list[str]:

@@ -54,7 +54,7 @@ Within = Callable[[str, Sequence[str]], list[str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Handle:
-    """What a client needs to know of a queue, in a form that goes to other processes."""
+    """Knowledge of a queue that a client needs, in a form that goes to other processes."""
 
     address: str
     certificate: str = ""
@@ -105,9 +105,9 @@ class Servers:
 
     def audit(self) -> AuditReport:
         """Read the ledgers of all controllers."""
-        home, *shards = [self.folder / name / "ledger" for name in sorted(self.processes) if "controller" in name]
-        reports = {index: audit_ledger(shard_ledger(ledger, index)) for index, ledger in enumerate(shards, 1)}
-        return merge_audits(audit_ledger(home), reports)
+        primary, *others = [self.folder / name / "ledger" for name in sorted(self.processes) if "controller" in name]
+        reports = {index: audit_ledger(shard_ledger(ledger, index)) for index, ledger in enumerate(others, 1)}
+        return merge_audits(audit_ledger(primary), reports)
 
     def logs(self) -> str:
         return "\n".join(f"== {file.name}\n{file.read_text()[-2000:]}" for file in sorted(self.folder.glob("*.log")))

@@ -1,4 +1,4 @@
-"""Whether a controller that is stopped holds up the tasks of the others: p99 of their claims, stopped against running.
+"""Effect of a controller that is stopped on the tasks of the others: p99 of their claims, stopped against running.
 
 Three controllers have a task each, and each task a consumer in a process of its own that claims a row, acknowledges it
 with the next claim, and so on. Each controller in turn is stopped (SIGSTOP) for a window, after one in which it runs;
@@ -24,7 +24,7 @@ from asyncflow.queue.blocking import BlockingQueue
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.rpc.columns import Jagged
 
-P = "shards"
+P = "controllers"
 TASKS = ["first", "second", "third"]
 CONTROLLERS = 3
 BATCH = 5000

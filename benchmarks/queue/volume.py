@@ -1,4 +1,4 @@
-"""What MindSpeed RL's dispatch of one batch costs on the wire, in bytes counted by the kernel.
+"""Bytes that MindSpeed RL's dispatch of one batch costs on the wire, counted by the kernel.
 
 Its paper gives the volume of G prompts with N responses each, n columns of response length SL, prompts of length PL and
 M scalars, in cells of B bytes: G N B (2 PL + 3 n SL + 8 M). Prompts are written and read once; each column is written
@@ -89,7 +89,6 @@ def measure(handle: Handle) -> dict[str, float]:
         "to_tcv": round(moved / (payload + term), 5),
         "metadata_bytes": moved - payload,
         "metadata_to_term": round((moved - payload) / term, 3),
-        "to_named_columns": round(moved / payload, 5),
     }
 
 
