@@ -3,9 +3,8 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
-from asyncflow.flow.ready import ReadyIndex
+from asyncflow.flow.ready import ReadyIndex, VersionFilter
 from asyncflow.flow.schedule import VersionWindow
-from asyncflow.flow.selection import VersionFilter
 
 windows = st.sampled_from([VersionWindow(0, 0), VersionWindow(0, 2), VersionWindow(1, 3)])
 actions = st.sampled_from(["add", "extend", "discard", "discard_all", "take", "each"])

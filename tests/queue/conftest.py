@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import debian
-from asyncflow.flow.selection import VersionFilter
+from asyncflow.flow.ready import VersionFilter
 from asyncflow.identity import NEWEST, RowPlace, home
 from asyncflow.queue.protocol.messages import Samples, TaskSpec
 from asyncflow.queue.protocol.unit_calls import Cells, Held, NewRows

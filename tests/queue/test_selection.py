@@ -1,9 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.flow.ready import ReadyIndex
+from asyncflow.flow.ready import ReadyIndex, VersionFilter
 from asyncflow.flow.schedule import VersionWindow
-from asyncflow.flow.selection import VersionFilter
 
 windows = st.tuples(st.integers(0, 3), st.integers(0, 3)).map(lambda ends: VersionWindow(min(ends), max(ends)))
 

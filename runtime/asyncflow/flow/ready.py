@@ -1,8 +1,9 @@
 """Index of items ready for a task, in the task's order: a claim takes the first and never looks at the others.
 
-``ReadyIndex`` keeps one shelf for each window of versions that may begin an item. A shelf is a sorted list of runs,
-each of items that became ready at once and come one after another. What becomes ready goes to the end nearly always,
-what is taken leaves at the front, and what is discarded is only passed over later.
+``VersionFilter`` says which items a claimer can serve. ``ReadyIndex`` keeps one shelf for each window of versions that
+may begin an item. A shelf is a sorted list of runs, each of items that became ready at once and come one after another.
+What becomes ready goes to the end nearly always, what is taken leaves at the front, and what is discarded is only
+passed over later.
 
 Invariants: an item is on at most one shelf, in the run that its place names; taking an item costs O(shelves), adding
 one O(1) where it comes last; the same items give the same choice whatever happened before.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -26,6 +28,25 @@ _Run: TypeAlias = tuple[Rank, int, list[Any], "_Shelf"]
 
 _SLACK = 64
 _BEFORE = itemgetter(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionFilter:
+    """Versions of the weights under which a claimer can serve items.
+
+    version: step of the weights that it has (None: versions do not matter); accept: further ones that it could load.
+    """
+
+    version: int | None = None
+    accept: tuple[int, ...] = ()
+
+    def suits(self, window: VersionWindow) -> bool:
+        """Return whether the claimer can begin an item of this window as it is."""
+        return self.version is None or window.oldest <= self.version <= window.newest
+
+    def accepts(self, window: VersionWindow) -> bool:
+        """Return whether the claimer could begin an item of this window, after loading another version if need be."""
+        return self.suits(window) or any(window.oldest <= step <= window.newest for step in self.accept)
 
 
 class _Shelf:

@@ -1,6 +1,4 @@
-"""Selection of the rows that a claimer can serve, and assignment of a slot's rows to ranks.
-
-``VersionFilter`` is what a claimer can serve; ``balance`` deals samples or groups to ranks.
+"""Assignment of a slot's rows to ranks: ``balance`` deals samples or groups to them.
 
 Invariant: the same items give the same choice whatever happened before.
 """
@@ -10,34 +8,12 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-
-from asyncflow.flow.schedule import VersionWindow
 
 _SWAPS = 4
 """Most swaps for each rank after LPT; hardly ever as many."""
 
 _CLOSE = 200
 """Ranks are even when they differ by less than this part of the heaviest."""
-
-
-@dataclass(frozen=True, slots=True)
-class VersionFilter:
-    """Versions of the weights under which a claimer can serve items.
-
-    version: step of the weights that it has (None: versions do not matter); accept: further ones that it could load.
-    """
-
-    version: int | None = None
-    accept: tuple[int, ...] = ()
-
-    def suits(self, window: VersionWindow) -> bool:
-        """Return whether the claimer can begin an item of this window as it is."""
-        return self.version is None or window.oldest <= self.version <= window.newest
-
-    def accepts(self, window: VersionWindow) -> bool:
-        """Return whether the claimer could begin an item of this window, after loading another version if need be."""
-        return self.suits(window) or any(window.oldest <= step <= window.newest for step in self.accept)
 
 
 def balance(weights: Sequence[int], *, ranks: int, budget: int, before: Sequence[int] = ()) -> list[list[list[int]]]:

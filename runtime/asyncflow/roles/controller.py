@@ -58,7 +58,9 @@ async def _serve_member(context: ProcessContext, tasks: Sequence[TaskSpec] = ())
     controller.table.declare(tasks)
     controller.settle()
     metrics.watch_rpc(controller.server.counters)
-    membership = others.membership = await context.join(metrics=metrics, address=address, ready=controller.part.ready)
+    membership = others.membership = await context.join(
+        metrics=metrics, address=address, ready=controller.handlers.ready
+    )
     await _until_told(context, controller, metrics)
     await _close(membership, controller)
 
@@ -80,7 +82,7 @@ async def serve_alone(context: QueueContext) -> None:
     directory.attach(front)
 
     def gone(member: Member, _reason: str) -> None:
-        controller.part.expire(member.incarnation)
+        controller.handlers.expire(member.incarnation)
 
     directory.on_leave.append(gone)
     with paused_gc():
@@ -180,7 +182,7 @@ def _show(controller: Controller, metrics: ControllerMetrics) -> None:
     metrics.unready.clear()
     for partition, task, row in waits(controller.table, controller.now()):
         metrics.unready.labels(f"{partition}/{task}", row.lacks[0]).set(row.seconds)
-    for index, seconds in controller.part.silences().items():
+    for index, seconds in controller.handlers.silences().items():
         metrics.silence.labels(str(index)).set(seconds)
     if controller.table.state.index:
         return

@@ -100,7 +100,7 @@ class Alone(Cluster):
 
     def gone(self, member, _reason):
         if self.controller:
-            self.controller.part.expire(member.incarnation)
+            self.controller.handlers.expire(member.incarnation)
 
     def start_unit(self, index):
         super().start_unit(index)

@@ -51,8 +51,8 @@ async def test_ls_tells_of_partitions_and_room(run, filled):
 
 async def test_a_unit_that_is_not_heard_for_long_is_called_silent(two_units):
     sessions, now = two_units.controller.sessions, two_units.controller.now()
-    assert [unit.state for unit in sessions.views(now).units] == ["serving", "serving"]
-    assert [unit.state for unit in sessions.views(now + 3.5).units] == ["silent", "silent"]
+    assert [unit.state for unit in sessions.views(now)] == ["serving", "serving"]
+    assert [unit.state for unit in sessions.views(now + 3.5)] == ["silent", "silent"]
 
 
 async def test_drain_has_a_unit_leave_and_waits_for_it(run, filled, scores, two_units):

@@ -34,7 +34,7 @@ async def test_a_parked_claim_that_is_cancelled_is_granted_nothing(cluster):
         assert [len(leases.of_worker(worker)) for worker in ("holder", "gone", "waits")] == [0, 0, 1]
         assert (await waits).batch is not None
         await asyncio.sleep(0)
-        assert (len(controller._parking), controller._parking._claims, claims.parked()) == (0, {}, {})
+        assert (len(controller.parking.waiters), controller.parking._claims, claims.parked()) == (0, {}, {})
 
 
 async def test_a_parked_call_that_is_cancelled_is_not_tried_again(cluster):
@@ -49,7 +49,7 @@ async def test_a_parked_call_that_is_cancelled_is_not_tried_again(cluster):
         controller.settle()
         assert tried == [1, 1]
         await asyncio.sleep(0)
-        assert len(controller._parking) == 0
+        assert len(controller.parking.waiters) == 0
 
 
 async def test_a_parked_call_ends_once_whatever_comes_together(cluster):
@@ -58,14 +58,14 @@ async def test_a_parked_call_ends_once_whatever_comes_together(cluster):
         controller = queue.controller
         for _ in range(3):
             parked = park(controller, "waits")
-            controller.withdraw("waits", "ticket of waits")
-            controller.withdraw("waits", "ticket of waits")
+            controller.parking.withdraw("waits", "ticket of waits")
+            controller.parking.withdraw("waits", "ticket of waits")
             controller.table.state.touched.add(P)
             controller.settle()
             assert (await parked).withdrawn
         short = controller.claim(Claim(P, "rollout", "waits", "short"), 0.01, [])
         assert (await asyncio.wait_for(short, 10)).batch is None
-        assert (len(controller._parking), controller.table.claims.parked()) == (0, {})
+        assert (len(controller.parking.waiters), controller.table.claims.parked()) == (0, {})
 
 
 def greeted(sessions, unit):

@@ -227,7 +227,7 @@ async def test_slots_are_parked_and_fenced_where_they_are_parked(cluster):
         assert len((await parked).rows) == 2
         parked = asyncio.create_task(queue.slot(1, 1))
         async with asyncio.timeout(10):
-            while not len(queue.controller._parking):
+            while not queue.controller.parking.waiters:
                 await asyncio.sleep(0.01)
         await queue.client.begin(partition=P, attempt=1, step=0, world=1, timeout=10)
         with pytest.raises(Fenced, match="attempt 0 is over"):

@@ -298,7 +298,7 @@ async def test_the_audit_reads_all_ledgers_and_counts_rows_once(queue):
 
 
 async def test_a_shard_that_is_too_far_behind_takes_a_snapshot(queue):
-    queue.controllers[0].part._feed._limit = 1000
+    queue.controllers[0].handlers.feed._limit = 1000
     await queue.put(4)
     await queue.through(4)
     await queue.stop_controller(2)
@@ -350,15 +350,15 @@ async def test_the_home_tells_for_how_long_a_controller_has_asked_nothing(queue,
     await queue.stop_controller(1)
     home = queue.controllers[0]
     async with asyncio.timeout(10):
-        while home.part.silences()[1] < 0.5:
+        while home.handlers.silences()[1] < 0.5:
             await asyncio.sleep(0.05)
-        while home.part.silences()[2] >= home.part.silences()[1]:
+        while home.handlers.silences()[2] >= home.handlers.silences()[1]:
             await asyncio.sleep(0.05)
     metrics = ControllerMetrics()
     _show(home, metrics)
     shown = metrics.registry.get_sample_value("asyncflow_controller_silence_seconds", {"controller": "1"})
     assert shown >= 0.5
-    assert queue.controllers[2].part.silences() == {}
+    assert queue.controllers[2].handlers.silences() == {}
 
 
 async def test_a_write_under_a_lease_of_a_controller_that_there_is_not_is_refused_and_leaves_nothing(queue):

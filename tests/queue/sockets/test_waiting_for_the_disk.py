@@ -55,7 +55,7 @@ VALUES = {"x": Jagged.from_rows([[1] * 1000], "int64")}
 
 def waiting(controller):
     """Whether anybody waits for rows."""
-    return P in controller._parking._waiters
+    return P in controller.parking.waiters
 
 
 async def clear_all(cluster):

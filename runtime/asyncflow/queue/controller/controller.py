@@ -13,19 +13,22 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from asyncflow.errors import Refused
-from asyncflow.queue.controller.handlers import Address, Standalone
-from asyncflow.queue.controller.parking import Found, Parking, Soon, give, refuse
+from msgspec import Struct
+
+from asyncflow.errors import AsyncFlowError, Refused
+from asyncflow.queue.controller.handlers import Address, Handlers
+from asyncflow.queue.controller.parking import Answers, Parking, Soon, give
 from asyncflow.queue.controller.primary import Primary
 from asyncflow.queue.controller.replica import Replica
 from asyncflow.queue.controller.sessions import Sessions
 from asyncflow.queue.ledger.events import Event
 from asyncflow.queue.ledger.log import Ledger, Sync
-from asyncflow.queue.protocol.calls import Claimed
+from asyncflow.queue.protocol.calls import Claimed, Done
 from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.queue.table.leases import Claim
 from asyncflow.queue.table.report import Storage, stats
@@ -39,6 +42,7 @@ from asyncflow.rpc.tls import Credentials
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_DONE = Done()
 _STOPPED_S = 1.0
 
 
@@ -78,15 +82,16 @@ class Controller:
         self._ledger = Ledger(ledger_dir, sync=sync, compact=self._dump, limit=compact_bytes)
         self.sessions = Sessions(self.table, lost_s=unit_lost_s, units=units)
         self.ledger_dir = ledger_dir
-        self._parking = Parking(self.table, now=self.now, give=self._give_safe)
+        self.parking = Parking(self.table, now=self.now, give=self.settle)
         self._alarm: asyncio.TimerHandle | None = None
         self._due = math.inf
-        self.part = Standalone(self)
+        self.handlers: Handlers
         if index:
-            self.part = Replica(self, address=address, credentials=credentials)
-        elif controllers > 1:
-            self.part = Primary(self, controllers=controllers, address=address, credentials=credentials)
-        self.part.route(self.server)
+            self.handlers = Replica(self, address=address, credentials=credentials)
+        else:
+            self.handlers = Primary(self, replicas=range(1, controllers), address=address, credentials=credentials)
+        for method, (request, act) in self.handlers.routes().items():
+            self.server.route(method, request, partial(self._answer, act))
 
     async def start(self) -> str:
         """Read the ledger, begin to serve, and give the address. Raises LedgerCorrupt, Refused."""
@@ -101,7 +106,7 @@ class Controller:
         except BaseException:
             self._ledger.let_go()
             raise
-        self.part.start()
+        self.handlers.start()
         address = await self.server.start()
         self.settle()
         log.info("epoch %d serves at %s", self.table.controller, address)
@@ -109,7 +114,7 @@ class Controller:
 
     async def close(self) -> None:
         """Stop serving, and leave the ledger whole."""
-        await self.part.close()
+        await self.handlers.close()
         await self.server.close()
         if self._alarm is not None:
             self._alarm.cancel()
@@ -131,10 +136,14 @@ class Controller:
         except OSError as error:
             raise self._broken(error) from error
 
-    async def rewrite(self) -> None:
-        """Write the ledger anew, because the state were replaced. Raises Refused where it cannot be written."""
+    async def written(self) -> None:
+        """Wait until the ledger has everything up to now. Raises Refused where it cannot be written."""
         if (pending := self.settle()) is not None:
             await asyncio.shield(pending)
+
+    async def rewrite(self) -> None:
+        """Write the ledger anew, because the state were replaced. Raises Refused where it cannot be written."""
+        await self.written()
         self._begin()
 
     def _begin(self) -> None:
@@ -158,36 +167,33 @@ class Controller:
         """The clock of leases and sessions, which is also that of the loop."""
         return time.monotonic()
 
-    def settle(self) -> asyncio.Future[None] | None:
+    def settle(self, found: Answers | None = None) -> asyncio.Future[None] | None:
         """Take what the last commands left: serve those who wait, write, free, and set the alarm.
 
-        Gives what is done when all of it is in the ledger; None where it is there already. Raises Refused where it
-        cannot be written.
+        found: calls whose answers are known already. Returns what is done when all of it is in the ledger; None where
+        it is there already. Raises Refused where it cannot be written.
         """
         state = self.table.state
-        found = self._parking.take_found() if state.touched else []
-        frees, state.frees = state.frees, []
+        answers = found or []
+        if self.parking.waiters:
+            answers += self.parking.take_found()
+        state.touched.clear()
+        to_free, state.frees = state.frees, []
         self._set_alarm()
         try:
-            pending = self._write()
-        except Refused as refused:
-            refuse(found, refused)
-            raise
-        if frees:
-            self.sessions.order(frees, after=pending)
-        give(found, pending, broken=self._broken)
-        return pending
-
-    def _write(self) -> asyncio.Future[None] | None:
-        """Have the ledger take what was recorded; give and raise what ``settle`` does."""
-        state = self.table.state
-        if state.outbox:
-            self._ledger.append(state.outbox)
-            state.outbox.clear()
-        try:
-            return self._ledger.commit()
+            if state.outbox:
+                self._ledger.append(state.outbox)
+                state.outbox.clear()
+            pending = self._ledger.commit()
         except OSError as error:
-            raise self._broken(error) from error
+            refused = self._broken(error)
+            give([(future, refused) for future, _ in answers], None, broken=self._broken)
+            raise refused from error
+        if to_free:
+            self.sessions.order(to_free, after=pending)
+        if answers:
+            give(answers, pending, broken=self._broken)
+        return pending
 
     def safe(self, reply: T) -> Soon[T]:
         """Settle, and return ``reply``, or what has it once the ledger holds everything up to now."""
@@ -205,18 +211,11 @@ class Controller:
         safe = self.safe(reply)
         return self.sessions.when_freed(reply, self.now()) if safe is reply else safe
 
-    def until(
-        self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: Callable[[], T]
-    ) -> Soon[T]:
+    def until(self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: T) -> Soon[T]:
         """Return what ``attempt`` gives, tried again whenever the partition changes; ``otherwise`` after ``wait_s``."""
-        found = attempt()
-        if found is None and wait_s <= 0:
-            found = otherwise()
-        if found is not None:
-            return self.safe(found)
-        future = self._parking.park(partition, attempt, wait_s, otherwise)
-        self.settle()
-        return future
+        if (found := attempt()) is not None or wait_s <= 0:
+            return otherwise if found is None else found
+        return self.parking.park(partition, attempt, wait_s, otherwise)
 
     def claim(self, claim: Claim, wait_s: float, late: list[str]) -> Soon[Claimed]:
         """Return what ``claim`` is granted; nothing after ``wait_s``, or once nothing can come. late: ended leases."""
@@ -225,25 +224,23 @@ class Controller:
             return Claimed(None, True, late) if self.table.claims.ended(claim) else None
 
         if (batch := self.table.claims.grant(claim, self.now())) is not None:
-            return self.safe(Claimed(batch, False, late))
+            return Claimed(batch, False, late)
         if (found := ended()) is not None or wait_s <= 0:
-            return self.safe(found or Claimed(None, False, late))
-        future = self._parking.park_claim(claim, ended, wait_s, late)
-        self.settle()
-        return future
+            return found or Claimed(None, False, late)
+        return self.parking.park(claim.partition, ended, wait_s, Claimed(None, False, late), claim)
 
-    def withdraw(self, worker: str, ticket: str) -> None:
-        """Answer a parked claim without rows; one that was met has its answer."""
-        self._parking.withdraw(worker, ticket)
-
-    def _give_safe(self, found: Found) -> None:
-        """Answer calls when the ledger has everything up to now."""
+    def _answer(self, act: Callable[[Any], Any], call: Struct, _frames: Sequence[memoryview]) -> Any:
+        """Return the reply of ``act`` to a call, or an awaitable of it."""
+        self.table.state.now = self.now()
         try:
-            pending = self._write()
-        except Refused as refused:
-            refuse(found, refused)
-        else:
-            give(found, pending, broken=self._broken)
+            reply = act(call)
+        except AsyncFlowError:
+            self.settle()
+            raise
+        if isinstance(reply, Awaitable):
+            self.settle()
+            return reply
+        return self.safe(_DONE if reply is None else reply)
 
     def _dump(self) -> Iterator[Event]:
         return snapshot(self.table.state)

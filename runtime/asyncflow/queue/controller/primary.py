@@ -1,28 +1,29 @@
-"""The primary of a queue that has several controllers: it lets replicas follow its rows, and speaks for all of them.
+"""The primary: the controller that has the rows, alone, or with replicas that follow them and decide about their tasks.
 
 Questions about the whole queue are asked of every replica, those about a task of another controller are passed on to it
 when it knows of rows what is known here.
 
-Invariants: a replica that is stopped holds up only who asks about its tasks, until a deadline that names it; who looks
-(``stats``, ``show``) is told what the others say, and which are silent; no answer about a task is older than its
-question.
+Invariants: a replica that is stopped holds up only who asks about its tasks, until a deadline that names it; ``stats``
+and ``show`` say what the others tell, and which are silent; no answer about a task is older than its question; where
+there is one controller, nothing is kept for others, and nothing is waited for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
 
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, Refused
-from asyncflow.queue.controller.handlers import Address, Awaiting, Handlers, Route, Standalone
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost
+from asyncflow.queue.controller.handlers import Address, Handlers, Route, spread
 from asyncflow.queue.controller.parking import Soon
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.audit import merge_audits
-from asyncflow.queue.protocol import calls
+from asyncflow.queue.protocol import calls, unit_calls
+from asyncflow.queue.protocol.calls import WRITE, controller_of
 from asyncflow.queue.protocol.messages import (
     AuditReport,
     PartitionSnapshot,
@@ -30,9 +31,11 @@ from asyncflow.queue.protocol.messages import (
     PeekedRows,
     Progress,
     QueueStats,
+    Wanted,
 )
 from asyncflow.queue.table.replication import FEED, ChangeFeed
-from asyncflow.queue.table.report import merge_snapshots, merge_stats, merge_views
+from asyncflow.queue.table.report import find, listing, merge_snapshots, merge_stats, merge_views
+from asyncflow.queue.table.rows import expect, list_rows, write
 from asyncflow.queue.table.state import RowState
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.retry import retry
@@ -43,62 +46,39 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 R = TypeVar("R")
 
 _ASK_S = 5.0
 _LOOK_S = 2.0
 _EXPIRE_S = 60.0
-_DONE = calls.Done()
-Wrap: TypeAlias = Callable[[Awaiting], Awaiting]
-"""Returns another handler, made of the usual one."""
 
 
-class Primary(Standalone):
-    """Controller 0. controllers: how many there are; address: of each."""
+class Primary(Handlers):
+    """Controller 0. replicas: the numbers of the others; address: of each."""
 
     def __init__(
-        self, controller: Controller, *, controllers: int, address: Address, credentials: Credentials | None
+        self, controller: Controller, *, replicas: range, address: Address, credentials: Credentials | None
     ) -> None:
         super().__init__(controller)
-        self._feed = ChangeFeed(controller.table.state, replicas=range(1, controllers))
+        self.feed = ChangeFeed(self.state, replicas=replicas)
+        self._sessions = controller.sessions
         self._replicas = {
             index: RpcClient(
                 name=f"controller 0 for {index}",
-                resolve=_resolver(address, index),
+                resolve=partial(address, index),
                 credentials=credentials,
                 expects=("controller",),
             )
-            for index in range(1, controllers)
+            for index in replicas
         }
         self._calls: set[asyncio.Task[Any]] = set()
         self._asked: dict[int, float] = {}
 
-    def routes(self) -> dict[str, Route]:
-        """Return what this controller answers clients, units and replicas, by method."""
-        routes = Handlers(self._controller, feed=self._feed).routes()
-        wraps: dict[str, Wrap] = {
-            "queue.stats": self._with_most("queue.stats", QueueStats, lambda _, *told: merge_stats(*told)),
-            "queue.show": self._with_most("queue.show", PartitionView, self._merge_views),
-            "queue.snapshot": self._with_all("queue.snapshot", PartitionSnapshot, merge_snapshots),
-            "queue.audit": self._with_all("queue.audit", AuditReport, _merge_audits),
-            "queue.expire": self._expire,
-            "open.reset": self._reset,
-            "open.peek": self._passed_on("open.peek", PeekedRows),
-            "open.progress": self._passed_on("open.progress", Progress),
-        }
-        return {
-            **{method: route.wrapped(wraps[method]) if method in wraps else route for method, route in routes.items()},
-            "replicas.follow": Route(calls.Follow, self._follow),
-            "replicas.part": Route(calls.AskPart, lambda call, _: self._feed.part(call)),
-            "replicas.type": Route(calls.EnterTypes, lambda call, _: self._enter(call)),
-            "replicas.drop": Route(calls.DropRows, lambda call, _: self._drop(call)),
-        }
-
     def start(self) -> None:
-        """Begin to tell what happens."""
-        self._feed.start()
-        self._asked = dict.fromkeys(self._replicas, self._controller.now())
+        """Begin to tell replicas what happens."""
+        if self._replicas:
+            self.feed.start()
+        self._asked = dict.fromkeys(self._replicas, self.controller.now())
 
     async def close(self) -> None:
         """Talk to replicas no longer."""
@@ -109,160 +89,261 @@ class Primary(Standalone):
 
     def silences(self) -> dict[int, float]:
         """Return the seconds since each replica asked what happened; one that lives asks every ten or so."""
-        now = self._controller.now()
+        now = self.controller.now()
         return {index: now - asked for index, asked in self._asked.items()}
 
     def expire(self, worker: str) -> None:
         """Do so here, and have the replicas do it as soon as each can be reached."""
         super().expire(worker)
-        self._call_all(calls.Expire(worker))
+        self._expire_at_replicas(calls.Expire(worker))
 
-    def _call_all(self, call: calls.Expire) -> list[asyncio.Task[Any]]:
-        made = []
-        for index, replica in self._replicas.items():
-            what = f"telling controller {index} of a dead worker"
-            attempt = lambda replica=replica: replica.call("queue.expire", call, calls.Done, timeout=_ASK_S)  # noqa: E731
-            made.append(task := asyncio.create_task(_heard(retry(attempt, what=what, timeout=_EXPIRE_S)), name=what))
+    def routes(self) -> dict[str, Route]:
+        """Return how each method is answered, to clients, to units and, where there are some, to replicas."""
+        table, training, sessions = self.table, self.table.training, self._sessions
+        routes: dict[str, Route] = {
+            **super().routes(),
+            "queue.declare": (calls.Declare, spread(table.declare)),
+            "queue.open_step": (calls.OpenStep, spread(training.open_step)),
+            "queue.begin": (calls.Begin, spread(training.begin)),
+            "queue.slot": (calls.AskSlot, self._slot),
+            "queue.step_done": (calls.StepDone, spread(training.step_done)),
+            "queue.commit": (calls.Commit, spread(training.commit)),
+            "queue.wanted": (calls.AskWanted, self._wanted),
+            "queue.take_over": (calls.CreatorAttempt, spread(table.take_over)),
+            "queue.clear": (calls.CreatorAttempt, self._clear),
+            "queue.close": (calls.Close, spread(table.close)),
+            "queue.sync": (calls.Nothing, self._sync),
+            "queue.drain": (calls.Drain, sessions.drain),
+            "queue.where": (calls.AskWhere, spread(table.moves.where)),
+            "queue.units": (calls.Nothing, lambda _: sessions.views(self.controller.now())),
+            "queue.shares": (calls.Nothing, lambda _: sessions.shares()),
+            "open.list": (calls.InPartition, lambda call: listing(list_rows(self.asked(call.partition)))),
+            "open.find": (calls.FindRows, lambda call: find(self.asked(call.partition), call.keys)),
+            "open.expect": (calls.Expect, self._expect),
+            "open.clear": (calls.ClearRows, self._clear_rows),
+            "open.partitions": (calls.Nothing, self._partitions),
+            "units.hello": (unit_calls.Hello, lambda hello: sessions.greet(hello, self.controller.now())),
+            "units.announce": (unit_calls.Announce, self._announce),
+            "units.admit": (unit_calls.Admit, self._admit),
+            "units.lost": (unit_calls.LostRows, self._lost),
+            "units.move": (unit_calls.AskMove, self._next_order),
+            "units.watch": (unit_calls.Watch, self._watch),
+        }
+        if self._replicas:
+            routes |= {
+                "queue.stats": (calls.Nothing, self._stats_of_all),
+                "queue.show": (calls.InPartition, self._show_all),
+                "queue.snapshot": (calls.AskSnapshot, self._snapshot_of_all),
+                "queue.audit": (calls.Nothing, self._audit_all),
+                "queue.expire": (calls.Expire, self._expire_everywhere),
+                "open.reset": (calls.Reset, self._reset_where_it_is),
+                "open.peek": (calls.Peek, self._peek_where_it_is),
+                "open.progress": (calls.AskProgress, self._progress_where_it_is),
+                "replicas.follow": (calls.Follow, self._follow),
+                "replicas.part": (calls.AskPart, self.feed.part),
+                "replicas.type": (calls.EnterTypes, self._enter_types),
+                "replicas.drop": (calls.DropRows, self._drop),
+            }
+        return routes
+
+    def _slot(self, call: calls.AskSlot) -> Soon[calls.Slotted]:
+        training = self.table.training
+
+        def attempt() -> calls.Slotted | None:
+            slot = training.slot(
+                call.partition,
+                attempt=call.attempt,
+                step=call.step,
+                slot=call.slot,
+                rank=call.rank,
+                tokens=call.tokens,
+            )
+            if slot is not None:
+                return calls.Slotted(slot)
+            return calls.Slotted(None, ended=True) if training.over(call.partition, call.step) else None
+
+        return self.controller.until(call.partition, attempt, call.wait_s, calls.Slotted(None))
+
+    def _wanted(self, call: calls.AskWanted) -> Soon[Wanted]:
+        def changed() -> Wanted | None:
+            wanted = self.table.wanted(call.partition)
+            return wanted if wanted.revision != call.known else None
+
+        return self.controller.until(call.partition, changed, call.wait_s, self.table.wanted(call.partition))
+
+    async def _sync(self, _call: calls.Nothing) -> calls.Done:
+        await self.controller.synced()
+        return calls.Done()
+
+    def _clear(self, call: calls.CreatorAttempt) -> Soon[calls.Done]:
+        self.table.clear(call.partition, call.attempt)
+        return self.controller.freed(calls.Done())
+
+    def _clear_rows(self, call: calls.ClearRows) -> Soon[int]:
+        return self.controller.freed(sum(self.table.clear_rows(call.partition, call.rows)))
+
+    def _expect(self, call: calls.Expect) -> None:
+        expect(self.state, self.state.partition(call.partition), call.total)
+
+    def _partitions(self, _call: calls.Nothing) -> dict[str, int]:
+        return {name: partition.counts.total() for name, partition in sorted(self.state.partitions.items())}
+
+    def _announce(self, call: unit_calls.Announce) -> list[int]:
+        self._sessions.check(call.session, self.controller.now())
+        unknown = self.table.hold(call.session.location, call.held)
+        if self._replicas:
+            self.feed.held([held.row for held in call.held])
+        if call.last:
+            self._sessions.synced(call.session)
+        return unknown
+
+    def _admit(self, call: unit_calls.Admit) -> list[unit_calls.EntryResult]:
+        self._sessions.check(call.session, self.controller.now())
+        results = [self.result(partial(self._admitted, call.session), entry) for entry in call.entries]
+        if self._replicas:
+            for entry, result in zip(call.entries, results, strict=True):
+                self.feed.held([row for row, ok in zip(entry.rows, result.ok, strict=False) if ok])
+        return results
+
+    def _admitted(self, session: unit_calls.Session, entry: unit_calls.Entry) -> unit_calls.EntryResult:
+        numbers = entry.rows
+        if isinstance(entry, unit_calls.NewRows):
+            ok, rows = self.table.puts.put(entry)
+            self._sessions.placed(session, sum(ok))
+            return unit_calls.EntryResult(ok, rows=[] if all(ok) else list(rows))
+        if isinstance(entry, unit_calls.MovedRows):
+            ok = self.table.move_in(session.location, numbers, entry)
+        elif controller_of(entry.lease):
+            self.table.add_written(entry)
+            ok = [True] * len(numbers)
+        elif entry.lease.startswith(WRITE):
+            ok = write(self.state, numbers, entry.cells, entry.tags)
+        else:
+            ok = self.admit_cells(entry)
+        return unit_calls.EntryResult(ok)
+
+    def _lost(self, call: unit_calls.LostRows) -> None:
+        self._sessions.check(call.session, self.controller.now())
+        rows, here = self.state.rows, call.session.location
+        self.table.lose_rows([number for number in call.rows if number in rows and rows[number].location == here])
+
+    def _next_order(self, call: unit_calls.AskMove) -> unit_calls.MoveOrder:
+        self._sessions.check(call.session, self.controller.now())
+        return self._sessions.next_order(call)
+
+    def _watch(self, call: unit_calls.Watch) -> Soon[unit_calls.Orders]:
+        self._sessions.check(call.session, self.controller.now())
+        return self._sessions.orders(call)
+
+    def _follow(self, call: calls.Follow) -> Soon[calls.Feed]:
+        if call.replica in self._asked:
+            self._asked[call.replica] = self.controller.now()
+        nothing = calls.Feed(self.feed.epoch, self.feed.position, [])
+        return self.controller.until(FEED, partial(self.feed.answer, call), call.wait_s, nothing)
+
+    def _enter_types(self, call: calls.EnterTypes) -> None:
+        self.state.check_schema(self.state.partition(call.partition), call.dtypes)
+
+    def _drop(self, call: calls.DropRows) -> list[bool]:
+        """Drop rows for ever whose holder says so; a row that a step has taken stays."""
+        rows = [self.state.rows.get(number) for number in call.rows]
+        ok = [row is not None and row.state is RowState.LIVE and row.group.partition == call.partition for row in rows]
+        if dropped := [number for number, here in zip(call.rows, ok, strict=True) if here]:
+            self.state.record(ev.RowsDropped(call.partition, dropped, call.reason))
+        return ok
+
+    async def _stats_of_all(self, call: calls.Nothing) -> QueueStats:
+        return merge_stats(self.controller.stats(), *await self._ask_willing("queue.stats", call, QueueStats))
+
+    async def _show_all(self, call: calls.InPartition) -> PartitionView:
+        own = self.show(call)
+        views, silent = await self._ask_willing("queue.show", call, PartitionView)
+        elsewhere = self.asked(call.partition).elsewhere.items()
+        lacking = {index: sorted(name for name, there in elsewhere if there.controller == index) for index in silent}
+        return merge_views(own, views, lacking)
+
+    async def _snapshot_of_all(self, call: calls.AskSnapshot) -> PartitionSnapshot:
+        own = self.snapshot(call)
+        return merge_snapshots(own, await self._ask_all("queue.snapshot", call, PartitionSnapshot))
+
+    async def _audit_all(self, call: calls.Nothing) -> AuditReport:
+        own = await self.audit(call)
+        return merge_audits(own, dict(enumerate(await self._ask_all("queue.audit", call, AuditReport), 1)))
+
+    async def _peek_where_it_is(self, call: calls.Peek) -> PeekedRows:
+        if index := self._controller_of(call.partition, call.task):
+            return await self._ask(index, "open.peek", call, PeekedRows)
+        return await self._written(self.peek(call))
+
+    async def _progress_where_it_is(self, call: calls.AskProgress) -> Progress:
+        if index := self._controller_of(call.partition, call.task):
+            return await self._ask(index, "open.progress", call, Progress)
+        return await self._written(self.progress(call))
+
+    async def _reset_where_it_is(self, call: calls.Reset) -> int:
+        """Reset one task where it is, or all tasks everywhere."""
+        if index := self._controller_of(call.partition, call.task):
+            return await self._ask(index, "open.reset", call, int)
+        own = await self._written(self.reset(call))
+        return own if call.task is not None else own + sum(await self._ask_all("open.reset", call, int))
+
+    async def _expire_everywhere(self, call: calls.Expire) -> calls.Done:
+        """End the leases of a worker here and everywhere; a replica that cannot be reached now is told later."""
+        tasks = self._expire_at_replicas(call)
+        self.table.claims.expire_worker(call.worker)
+        await self.controller.written()
+        await asyncio.wait(tasks, timeout=_ASK_S / 2)
+        return calls.Done()
+
+    def _expire_at_replicas(self, call: calls.Expire) -> list[asyncio.Task[None]]:
+        async def expire(index: int, replica: RpcClient) -> None:
+            ask = partial(replica.call, "queue.expire", call, calls.Done, timeout=_ASK_S)
+            try:
+                await retry(ask, what=f"telling controller {index} of a dead worker", timeout=_EXPIRE_S)
+            except AsyncFlowError as error:
+                log.info("%s", error)
+
+        tasks = [asyncio.create_task(expire(*replica), name="expire") for replica in self._replicas.items()]
+        for task in tasks:
             self._calls.add(task)
             task.add_done_callback(self._calls.discard)
-        return made
+        return tasks
 
-    def _follow(self, call: Any, _frames: Sequence[memoryview]) -> Soon[calls.Feed]:
-        feed = self._feed
-        if call.replica in self._asked:
-            self._asked[call.replica] = self._controller.now()
-        nothing = calls.Feed(feed.epoch, feed.position, [])
-        return self._controller.until(FEED, lambda: feed.answer(call), call.wait_s, lambda: nothing)
-
-    def _enter(self, call: calls.EnterTypes) -> Soon[calls.Done]:
-        state = self._table.state
-        try:
-            state.check_schema(state.partition(call.partition), call.dtypes)
-        finally:
-            done = self._controller.safe(_DONE)
-        return done
-
-    def _drop(self, call: calls.DropRows) -> Soon[list[bool]]:
-        """Drop rows for ever whose holder says so; a row that a step has taken stays."""
-        state = self._table.state
-        rows = [state.rows.get(number) for number in call.rows]
-        ok = [
-            row is not None and row.state is RowState.LIVE and row.group.partition == call.partition
-            for row in rows
-        ]  # fmt: skip
-        if mine := [number for number, here in zip(call.rows, ok, strict=True) if here]:
-            state.record(ev.RowsDropped(call.partition, mine, call.reason))
-        return self._controller.safe(ok)
-
-    def _with_all(self, method: str, reply: type[R], merge: Callable[[R, Sequence[R]], R]) -> Wrap:
-        """Answer with what all controllers say."""
-
-        def wrap(own: Awaiting) -> Awaiting:
-            async def handle(call: Any, frames: Sequence[memoryview]) -> Any:
-                mine: Any = await own(call, frames)
-                asked = [self._ask(index, method, call, reply) for index in self._replicas]
-                return merge(mine, await asyncio.gather(*asked))
-
-            return handle
-
-        return wrap
-
-    def _with_most(self, method: str, reply: type[R], merge: Callable[[Any, R, Sequence[R], Sequence[int]], R]) -> Wrap:
-        """Answer with what the controllers say that answer soon; ``merge`` is told which do not."""
-
-        def wrap(own: Awaiting) -> Awaiting:
-            async def heard(index: int, call: Any) -> R | None:
-                try:
-                    return await self._ask(index, method, call, reply, within_s=_LOOK_S)
-                except (DeadlineExceeded, PeerLost) as silent:
-                    log.info("controller %d is silent: %s", index, silent)
-                    return None
-
-            async def handle(call: Any, frames: Sequence[memoryview]) -> Any:
-                mine: Any = await own(call, frames)
-                told = await asyncio.gather(*[heard(index, call) for index in self._replicas])
-                silent = [index for index, answer in zip(self._replicas, told, strict=True) if answer is None]
-                return merge(call, mine, [answer for answer in told if answer is not None], silent)
-
-            return handle
-
-        return wrap
-
-    def _merge_views(
-        self, call: calls.InPartition, mine: PartitionView, told: Sequence[PartitionView], silent: Sequence[int]
-    ) -> PartitionView:
-        held = self._table.state.partitions.get(call.partition)
-        tasks = held.elsewhere.items() if held is not None else ()
-        lacking = {index: sorted(name for name, there in tasks if there.controller == index) for index in silent}
-        return merge_views(mine, told, lacking)
-
-    def _passed_on(self, method: str, reply: type[R]) -> Wrap:
-        """Have the controller of the task answer, where that is another."""
-
-        def wrap(own: Awaiting) -> Awaiting:
-            async def handle(call: Any, frames: Sequence[memoryview]) -> Any:
-                index = self._place(call.partition, call.task)
-                return await (self._ask(index, method, call, reply) if index else own(call, frames))
-
-            return handle
-
-        return wrap
-
-    def _place(self, partition: str, task: str | None) -> int:
-        held = self._table.state.partitions.get(partition)
-        there = held.elsewhere.get(task) if held is not None and task else None
+    def _controller_of(self, partition: str, task: str | None) -> int:
+        there = self.asked(partition).elsewhere.get(task) if task else None
         return there.controller if there is not None else 0
 
-    def _reset(self, own: Awaiting) -> Awaiting:
-        """Reset one task where it is, or all tasks everywhere."""
+    async def _written(self, reply: R) -> R:
+        await self.controller.written()
+        return reply
 
-        async def handle(call: Any, frames: Sequence[memoryview]) -> Any:
-            if index := self._place(call.partition, call.task):
-                return await self._ask(index, "open.reset", call, int)
-            mine: Any = await own(call, frames)
-            if call.task is not None:
-                return mine
-            asked = [self._ask(index, "open.reset", call, int) for index in self._replicas]
-            return mine + sum(await asyncio.gather(*asked))
+    async def _ask_willing(self, method: str, call: Struct, reply: type[R]) -> tuple[list[R], list[int]]:
+        """Return what the replicas say that answer soon, and which do not."""
+        said: list[R] = []
+        silent: list[int] = []
 
-        return handle
+        async def ask(index: int) -> None:
+            try:
+                said.append(await self._ask(index, method, call, reply, within_s=_LOOK_S))
+            except (DeadlineExceeded, PeerLost) as why:
+                log.info("controller %d is silent: %s", index, why)
+                silent.append(index)
 
-    def _expire(self, own: Awaiting) -> Awaiting:
-        """Say it here and everywhere; a replica that cannot be reached now is told later."""
+        await asyncio.gather(*map(ask, self._replicas))
+        return said, sorted(silent)
 
-        async def handle(call: Any, frames: Sequence[memoryview]) -> Any:
-            tasks = self._call_all(call)
-            done = await own(call, frames)
-            await asyncio.wait(tasks, timeout=_ASK_S / 2)
-            return done
-
-        return handle
+    async def _ask_all(self, method: str, call: Struct, reply: type[R]) -> list[R]:
+        """Return what every replica says, in their order."""
+        return await asyncio.gather(*[self._ask(index, method, call, reply) for index in self._replicas])
 
     async def _ask(self, index: int, method: str, call: Struct, reply: type[R], *, within_s: float | None = None) -> R:
         """Ask a replica, when it knows what is known here. Raises DeadlineExceeded that names it."""
         within_s = _ASK_S if within_s is None else within_s
-        if (pending := self._controller.settle()) is not None:
-            await asyncio.shield(pending)
-        replica, reach = self._replicas[index], calls.Reach(self._feed.epoch, self._feed.position, within_s / 2)
+        await self.controller.written()
+        replica, reach = self._replicas[index], calls.Reach(self.feed.epoch, self.feed.position, within_s / 2)
         try:
-            reached = await replica.call("replicas.reach", reach, bool, timeout=within_s)
-            if reached:
+            if await replica.call("replicas.reach", reach, bool, timeout=within_s):
                 return await replica.call(method, call, reply, timeout=within_s)
         except DeadlineExceeded as late:
             raise DeadlineExceeded(f"{method}: no answer within {within_s:g} s", where=f"controller {index}") from late
         raise DeadlineExceeded(f"{method}: it has not caught up with the rows yet", where=f"controller {index}")
-
-
-def _resolver(address: Address, index: int) -> Callable[[], str | None]:
-    return lambda: address(index)
-
-
-def _merge_audits(home: AuditReport, shards: Sequence[AuditReport]) -> AuditReport:
-    return merge_audits(home, dict(enumerate(shards, 1)))
-
-
-async def _heard(telling: Any) -> None:
-    try:
-        await telling
-    except (AsyncFlowError, Refused) as error:
-        log.info("%s", error)

@@ -14,13 +14,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncflow.errors import AsyncFlowError, LedgerCorrupt, PeerLost
-from asyncflow.queue.controller.handlers import Address, Awaiting, Frames, Handlers, Route, Standalone
+from asyncflow.queue.controller.handlers import Address, Handlers, Route
 from asyncflow.queue.controller.parking import Soon
 from asyncflow.queue.protocol import calls, unit_calls
-from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.replication import FEED, decode, draft_of, install, take
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.tls import Credentials
@@ -30,27 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ANSWERED = frozenset(
-    {
-        "queue.claim",
-        "queue.acknowledge",
-        "queue.renew",
-        "queue.end",
-        "queue.abandon",
-        "queue.withdraw",
-        "queue.expire",
-        "queue.stats",
-        "queue.snapshot",
-        "queue.show",
-        "queue.audit",
-        "open.peek",
-        "open.reset",
-        "open.progress",
-    }
-)
-"""Calls that a replica answers as a controller that stands alone does, for its own tasks."""
-
-_DROP_S = 10.0
 _PARK_S = 10.0
 _CALL_S = 10.0
 _AGAIN_S = 0.1
@@ -60,19 +38,19 @@ _TURN = 64
 
 
 class Follower:
-    """Keeps the state in step with the primary. home: its epoch; position: in its feed; 0 before a first snapshot."""
+    """Keeps the state in step with the primary. epoch: its own; position: in its feed; 0 before a first snapshot."""
 
-    def __init__(self, state: QueueState, *, controller: Controller, home: RpcClient) -> None:
-        self.home = 0
+    def __init__(self, controller: Controller, primary: RpcClient) -> None:
+        self.epoch = 0
         self.position = 0
-        self._state = state
+        self._state = controller.table.state
         self._controller = controller
-        self._client = home
-        self._typing: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._client = primary
+        self._entering: dict[tuple[str, ...], asyncio.Task[None]] = {}
 
-    def knows(self, home: int, position: int) -> bool:
-        """Tell whether everything up to a place in the feed of that primary is known here."""
-        return home == self.home and position <= self.position
+    def knows(self, epoch: int, position: int) -> bool:
+        """Return whether everything up to a place in the feed of that primary is known here."""
+        return epoch == self.epoch and position <= self.position
 
     async def run(self) -> None:
         """Follow for ever."""
@@ -83,19 +61,19 @@ class Follower:
                 pause = _AGAIN_S
             except LedgerCorrupt as wrong:
                 log.warning("what the primary told does not agree with what is here, which is read anew: %s", wrong)
-                self.home = 0
+                self.epoch = 0
             except AsyncFlowError as lost:
                 log.info("the primary is not heard: %s", lost)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_S)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Forget what is under way."""
-        for task in self._typing.values():
+        for task in self._entering.values():
             task.cancel()
 
     async def _step(self) -> None:
-        ask = calls.Follow(self._state.index, self.home, self.position, _PARK_S)
+        ask = calls.Follow(self._state.index, self.epoch, self.position, _PARK_S)
         feed = await self._client.call("replicas.follow", ask, calls.Feed, timeout=_PARK_S + _CALL_S)
         if feed.parts:
             await self._take_snapshot(feed)
@@ -124,24 +102,17 @@ class Follower:
         self._arrived(feed)
 
     def _arrived(self, feed: calls.Feed) -> None:
-        self.home, self.position = feed.epoch, feed.position
+        self.epoch, self.position = feed.epoch, feed.position
         self._state.touched.add(FEED)
         self._controller.settle()
 
     def enter_types(self, partition: str, dtypes: Mapping[str, str]) -> None:
         """Have the primary enter columns that it does not know yet; it says by the feed what they hold from now on."""
-        asked = {name: dtype for name, dtype in dtypes.items() if (partition, name) not in self._typing}
-        if not asked:
-            return
-        task = asyncio.create_task(self._enter(calls.EnterTypes(self._state.index, partition, asked)), name="columns")
-        for name in asked:
-            self._typing[partition, name] = task
-
-        def over(_: object) -> None:
-            for name in asked:
-                del self._typing[partition, name]
-
-        task.add_done_callback(over)
+        columns = (partition, *sorted(dtypes))
+        if columns not in self._entering:
+            entering = self._enter(calls.EnterTypes(self._state.index, partition, dict(dtypes)))
+            self._entering[columns] = task = asyncio.create_task(entering, name="columns")
+            task.add_done_callback(lambda _: self._entering.pop(columns))
 
     async def _enter(self, call: calls.EnterTypes) -> None:
         try:
@@ -150,36 +121,34 @@ class Follower:
             log.info("columns of %s are not entered: %s", call.partition, error)
 
 
-class Replica(Standalone):
+class Replica(Handlers):
     """A controller that is not the primary. address: of each controller."""
 
     def __init__(self, controller: Controller, *, address: Address, credentials: Credentials | None) -> None:
         super().__init__(controller)
-        self._fail = controller.fail
-        index = controller.table.state.index
-        self._home = RpcClient(
+        index = self.state.index
+        self._primary = RpcClient(
             name=f"controller {index}", resolve=lambda: address(0), credentials=credentials, expects=("controller",)
         )
-        self.follower = Follower(controller.table.state, controller=controller, home=self._home)
+        self._follower = Follower(controller, self._primary)
         self._following: asyncio.Task[None] | None = None
 
     def routes(self) -> dict[str, Route]:
-        """Return what this controller answers clients and units, as far as its tasks go, and the primary."""
-        usual = Handlers(self._controller).routes()
+        """Return how each method is answered, to clients and units as far as its own tasks go, and to the primary."""
         return {
-            **{method: usual[method] for method in ANSWERED},
-            "queue.end": usual["queue.end"].wrapped(self._end),
-            "replicas.admit": Route(unit_calls.AdmitCells, self._admit),
-            "replicas.reach": Route(calls.Reach, self._reach),
+            **super().routes(),
+            "queue.end": (calls.EndRows, self._return_or_drop),
+            "replicas.admit": (unit_calls.AdmitCells, self._admit),
+            "replicas.reach": (calls.Reach, self._reach),
         }
 
     def start(self) -> None:
         """Begin to follow the primary."""
-        self._following = asyncio.create_task(self.follower.run(), name="follower")
+        self._following = asyncio.create_task(self._follower.run(), name="follower")
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
-                self._fail(error)
+                self.controller.fail(error)
 
         self._following.add_done_callback(ended)
 
@@ -188,56 +157,43 @@ class Replica(Standalone):
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])
-        await self.follower.close()
-        await self._home.close()
+        self._follower.close()
+        await self._primary.close()
 
     def ready(self) -> tuple[bool, str]:
-        """Tell whether the primary has told it of its rows."""
-        told = self.follower.home > 0
+        """Return whether the primary has told it of its rows."""
+        told = self._follower.epoch > 0
         return told, "ready" if told else "the primary has not told it of its rows yet"
 
-    def _reach(self, call: Any, _frames: Frames) -> Soon[bool]:
+    def _reach(self, call: calls.Reach) -> Soon[bool]:
         def reached() -> bool | None:
-            return True if self.follower.knows(call.epoch, call.position) else None
+            return self._follower.knows(call.epoch, call.position) or None
 
-        return self._controller.until(FEED, reached, call.wait_s, lambda: False)
+        return self.controller.until(FEED, reached, call.wait_s, False)
 
-    def _admit(self, call: Any, _frames: Frames) -> Soon[list[unit_calls.EntryResult]]:
-        self._table.state.now = self._controller.now()
-        return self._controller.safe([self._verdict(entry) for entry in call.entries])
+    def _admit(self, call: unit_calls.AdmitCells) -> list[unit_calls.EntryResult]:
+        return [self.result(self._admitted, entry) for entry in call.entries]
 
-    def _verdict(self, entry: unit_calls.NewCells) -> unit_calls.EntryResult:
-        try:
-            numbers = entry.rows
-            if entry.reason:
-                return unit_calls.EntryResult(self._table.give_back(entry.lease, numbers, entry.reason, entry.cells))
-            self._check_known(entry)
-            return unit_calls.EntryResult(self._table.complete(entry.lease, numbers, entry.cells, entry.tags))
-        except AsyncFlowError as error:
-            return unit_calls.EntryResult([], error.to_wire())
+    def _admitted(self, entry: unit_calls.NewCells) -> unit_calls.EntryResult:
+        """Admit cells; put off a completion with columns that nobody has written before until the primary has them."""
+        lease = self.table.claims.holder(entry.lease)
+        if lease is not None and not entry.reason:
+            known = self.state.partitions[lease.partition].schema
+            if new := {name: dtype for name, dtype in entry.cells.dtypes.items() if name not in known}:
+                self._follower.enter_types(lease.partition, new)
+                what = f"the primary has not entered the columns {', '.join(sorted(new))} yet"
+                raise PeerLost(what, where=lease.partition, hint="Try again")
+        return unit_calls.EntryResult(self.admit_cells(entry))
 
-    def _check_known(self, entry: unit_calls.NewCells) -> None:
-        """Put off a completion with columns that nobody has written before, until the primary has entered them."""
-        lease = self._table.claims.holder(entry.lease)
-        if lease is None:
-            return
-        known = self._table.state.partitions[lease.partition].schema
-        if fresh := {name: dtype for name, dtype in entry.cells.dtypes.items() if name not in known}:
-            self.follower.enter_types(lease.partition, fresh)
-            what = f"the primary has not entered the columns {', '.join(sorted(fresh))} yet"
-            raise PeerLost(what, where=lease.partition, hint="Try again")
+    def _return_or_drop(self, call: calls.EndRows) -> Soon[list[bool]]:
+        return self._drop(call) if call.drop else self.table.give_back(call.lease, call.rows, call.reason)
 
-    def _end(self, own: Awaiting) -> Awaiting:
-        async def handle(call: Any, frames: Frames) -> Any:
-            if not call.drop:
-                return await own(call, frames)
-            lease, rows = self._table.claims.holder(call.lease), call.rows
-            mine = [row for row in dict.fromkeys(rows) if lease is not None and row in lease.rows]
-            if lease is None or not mine:
-                return [False] * len(rows)
-            drop = calls.DropRows(self._table.state.index, lease.partition, mine, call.reason)
-            said = await self._home.call("replicas.drop", drop, list[bool], timeout=_DROP_S)
-            gone = {row for row, ok in zip(mine, said, strict=True) if ok}
-            return [row in gone for row in rows]
-
-        return handle
+    async def _drop(self, call: calls.EndRows) -> list[bool]:
+        lease = self.table.claims.holder(call.lease)
+        held = [row for row in dict.fromkeys(call.rows) if lease is not None and row in lease.rows]
+        if lease is None or not held:
+            return [False] * len(call.rows)
+        drop = calls.DropRows(self.state.index, lease.partition, held, call.reason)
+        ok = await self._primary.call("replicas.drop", drop, list[bool], timeout=_CALL_S)
+        dropped = {row for row, gone in zip(held, ok, strict=True) if gone}
+        return [row in dropped for row in call.rows]

@@ -16,8 +16,8 @@ from typing import Final, cast
 from msgspec import Struct
 
 from asyncflow.errors import Refused
+from asyncflow.flow.ready import VersionFilter
 from asyncflow.flow.schedule import VersionWindow
-from asyncflow.flow.selection import VersionFilter
 from asyncflow.identity import units_of
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.batches import ABSENT, RowBatch
