@@ -34,7 +34,7 @@ class Blob:
     """The columns that one put brought to the back end.
 
     number: there; sizes: bytes of each row by column; partial: the columns that are unfinished; lease: that wrote it;
-    outputs: most bytes of each column that its rows, where they are new, get later.
+    controller: number of the one that decides; outputs: most bytes of each column that its rows, if new, get later.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Blob:
         self.size = sum([column.values.nbytes for column in columns.values()])
         self.partial = frozenset(partial)
         self.lease = lease
+        self.controller = controller_of(lease)
         self.outputs = outputs or {}
         self.cells = Cells(
             dtypes={name: column.form for name, column in columns.items()},
@@ -96,10 +97,6 @@ class HeldRow:
         """Return whether the row has a cell that is not unfinished."""
         part = self.cells.get(column)
         return part is not None and column not in part.blob.partial
-
-    def awaits(self, column: str, size: int) -> bool:
-        """Return whether a cell of up to so many bytes was promised and is not there yet."""
-        return size <= self.outputs.get(column, 0) and not self.has(column)
 
     @property
     def promise(self) -> int:
@@ -153,11 +150,6 @@ class PendingPut:
     def rows(self) -> Sequence[int]:
         """The ids of the rows."""
         return self.entry.rows
-
-    @property
-    def controller(self) -> int:
-        """The number of the controller that decides, 0 for the primary."""
-        return controller_of(self.blob.lease)
 
     async def decided(self) -> EntryResult:
         """Return the decision, which says of each row whether it was admitted. Raises the error that it names.
@@ -241,10 +233,13 @@ class Holdings:
         return blob
 
     def _is_promised(self, rows: Sequence[int], blob: Blob) -> bool:
-        held = [self.rows.get(number) for number in rows]
+        """Return whether each of these cells was promised to its row and is not there yet."""
         return all(
-            row is not None and all(row.awaits(name, sizes[index]) for name, sizes in blob.sizes.items())
-            for index, row in enumerate(held)
+            (row := self.rows.get(number)) is not None
+            and all(
+                sizes[index] <= row.outputs.get(name, 0) and not row.has(name) for name, sizes in blob.sizes.items()
+            )
+            for index, number in enumerate(rows)
         )
 
     def discard(self, blob: Blob, rows: int) -> None:

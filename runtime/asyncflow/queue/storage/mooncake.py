@@ -179,12 +179,13 @@ class MooncakeConnection:
             address, client = self._find(), self._client
             master = address.removeprefix("tcp://") if address is not None else None
             self._check_open()
-            if client is not None and not self._outlived(client, master):
-                return client
+            if client is not None:
+                stuck = client.troubled >= _REPLACE_AFTER and time.monotonic() - client.made > _REPLACE_EVERY_S
+                if not stuck and master in (None, client.master):
+                    return client
+                log.info("the client of Mooncake is replaced: %d calls in trouble, master %s", client.troubled, master)
             if master is None:
                 raise PeerLost("there is no master yet", where="Mooncake")
-            if client is not None:
-                log.info("the client of Mooncake is replaced: %d calls in trouble, master %s", client.troubled, master)
             self._client = client = None  # the last call closes it
             client = self._set_up(master)
             self._check_open()
@@ -199,10 +200,6 @@ class MooncakeConnection:
     def _check_open(self) -> None:
         if self._closed:
             raise PeerLost("the store was closed", where="Mooncake")
-
-    def _outlived(self, client: MooncakeClient, master: str | None) -> bool:
-        troubled = client.troubled >= _REPLACE_AFTER and time.monotonic() - client.made > _REPLACE_EVERY_S
-        return troubled or (master is not None and master != client.master)
 
     def _set_up(self, master: str) -> MooncakeClient:
         """Set up a client with a master that lives now; where it dies meanwhile, the process stands still for 5 s."""

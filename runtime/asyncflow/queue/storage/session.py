@@ -65,7 +65,6 @@ _MOVE_ROWS = 512
 _MOVE_BYTES = 4 << 20
 _ROOM_S = 2.0
 _AWAY_S = 10.0
-_REPORTED_S = 0.01
 _LOOK_S = 0.05
 _NOWHERE_S = 1.0
 
@@ -145,7 +144,7 @@ class UnitSession:
     def submit(self, entry: Entry, blob: Blob) -> PendingPut:
         """Have a controller decide about what was stored, and return the put that is decided then."""
         put = self._holdings.propose(entry, blob)
-        index = put.controller
+        index = put.blob.controller
         if index and index not in self._replicas:
             self._replicas[index] = asyncio.create_task(self._ask_replica(index), name=f"replica controller {index}")
         self._more[index].set()
@@ -176,7 +175,7 @@ class UnitSession:
 
     async def _report_puts(self, session: Session) -> bool:
         """Report what replicas have admitted, then puts; return False where there is nothing."""
-        puts = list(islice((put for put in self._holdings.puts if not put.controller), _PUTS))
+        puts = list(islice((put for put in self._holdings.puts if not put.blob.controller), _PUTS))
         changes = self._changes[:_PUTS]
         if not changes and not puts:
             return False
@@ -269,7 +268,7 @@ class UnitSession:
         client, waits = self._client("controller", index), delays()
         while True:
             self._more[index].clear()
-            puts = list(islice((put for put in self._holdings.puts if put.controller == index), _PUTS))
+            puts = list(islice((put for put in self._holdings.puts if put.blob.controller == index), _PUTS))
             if not puts:
                 await self._more[index].wait()
                 continue
@@ -346,7 +345,7 @@ class UnitSession:
     async def _all_reported(self) -> None:
         """Wait until the controller has heard what its replicas have admitted: nobody else could tell it."""
         while self._changes:
-            await asyncio.sleep(_REPORTED_S)
+            await asyncio.sleep(_LOOK_S)
 
     async def _send(self, move: MoveOrder, rows: list[int]) -> None:
         """Have a unit take over rows that are alike; free those that lie there then."""
