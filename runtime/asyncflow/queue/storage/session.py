@@ -337,10 +337,10 @@ class UnitSession:
         self.moving.frozen = frozenset(rows)
         await self._holdings.decided(rows)
         await self._all_reported()
+        self._failed = move.unit
         for batch in self.moving.batches(rows, most_bytes=_MOVE_BYTES):
-            self._failed = move.unit
             await self._send(move, batch)
-            self._failed = NOWHERE
+        self._failed = NOWHERE
 
     async def _all_reported(self) -> None:
         """Wait until the controller has heard what its replicas have admitted: nobody else could tell it."""
