@@ -31,11 +31,10 @@ from asyncflow.errors import AsyncFlowError
 from asyncflow.identity import RowPlace
 from asyncflow.queue.blocking import BlockingPartition, BlockingQueue
 from asyncflow.queue.client import QueueClient
-from asyncflow.queue.peers import Peer, Peers
+from asyncflow.queue.peers import Peer
 from asyncflow.queue.protocol.calls import Shares
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.protocol.unit_calls import Cells, NewRows, PutRows, RowIds
-from asyncflow.queue.putting import Putter
 from asyncflow.queue.table.table import Table
 from asyncflow.rpc.columns import Jagged
 
@@ -247,11 +246,10 @@ def _restart_controller(made: Servers, after_s: float) -> None:
     made.start("controller", attempt=1)
 
 
-class _TablePeers(Peers):
+class _TableAnswers:
     """A controller and a unit of which only the table is there; some puts come twice."""
 
     def __init__(self, table: Table, dice: random.Random) -> None:
-        super().__init__(address=lambda _: None, units=lambda: [0])
         self._table = table
         self._dice = dice
         self._epoch = table.join_unit(0, "unit")
@@ -275,14 +273,15 @@ def many_clients(_folder: Path, dice: random.Random, _shim: Shim) -> str:
     table = Table()
     table.start(0.0)
     table.declare([TaskSpec(partition="p", name="t", needs=["x"])])
-    peers = _TablePeers(table, dice)
+    answers = _TableAnswers(table, dice)
     column = {"x": Jagged(np.zeros(1, np.int64), np.arange(2))}
     living: set[int] = set()
 
     async def put_all() -> None:
         for _ in range(CLIENTS):
-            putter = Putter(peers, worker="w", attempt=0)
-            put = await putter.put("p", column, tags=None, group_size=1, outputs={}, timeout=60.0)
+            client = QueueClient(controller="", unit=lambda _: None, units=lambda: [0], worker="w")
+            client.peers.call = answers.call  # type: ignore[method-assign]
+            put = await client.put("p", column, timeout=60.0)
             living.add(put.rows[0])
             if dice.random() < 0.5:
                 table.clear_rows("p", [living.pop()])

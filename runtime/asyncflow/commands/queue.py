@@ -21,6 +21,7 @@ from rich.table import Table
 from asyncflow.errors import DeadlineExceeded, ManifestError
 from asyncflow.plan.describe import size
 from asyncflow.queue.client import QueueClient, aconnect
+from asyncflow.queue.partition import Partition
 from asyncflow.queue.protocol.messages import PartitionView, PeekedRows, QueueStats, Tag, TaskView, UnitView
 from asyncflow.queue.values import decode
 from asyncflow.rpc.tls import Credentials
@@ -157,7 +158,7 @@ def peek(
     """Print the oldest rows of a partition, as ``task`` sees them, with the values of some columns."""
 
     async def look(queue: QueueClient) -> list[SeenRow]:
-        peek = await queue.peek(partition, task=task, most=most, timeout=_CALL_S)
+        peek = await Partition(queue, partition).peek(task, most=most, timeout=_CALL_S)
         values = {name: await _values(queue, peek, name) for name in columns}
         return [_seen(peek, index, values, task=task) for index in range(len(peek.rows))]
 

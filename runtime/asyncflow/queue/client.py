@@ -25,11 +25,21 @@ from asyncflow.queue.peers import CONTROLLER, GRACE_S, Peer, Peers, left, now, t
 from asyncflow.queue.protocol import calls, messages, unit_calls
 from asyncflow.queue.protocol.batches import RowBatch, Slot
 from asyncflow.queue.protocol.calls import WRITE, Claimed, Drain, controller_of
-from asyncflow.queue.protocol.messages import Found, Listing, PartitionView, PeekedRows, Progress, UnitView
+from asyncflow.queue.protocol.messages import Listing, PartitionView, UnitView
 from asyncflow.queue.putting import LEAVING, Putter
-from asyncflow.queue.routing import Rows, Tags, fetch_cells, part_of, parts_by, scatter, write_cells
+from asyncflow.queue.routing import (
+    Rows,
+    Tags,
+    call_where_they_lie,
+    check_rows,
+    encoded,
+    in_order,
+    located,
+    parts_by,
+    scatter,
+)
 from asyncflow.rpc.access import worker_name
-from asyncflow.rpc.columns import Jagged
+from asyncflow.rpc.columns import BatchHeader, Jagged, decode_batch
 from asyncflow.rpc.membership import Member, Membership
 from asyncflow.rpc.tls import Credentials
 
@@ -37,6 +47,7 @@ JOIN_S = 30.0
 _CONTROLLERS = 4
 """Most controllers that are asked about a task before one is found that decides about it."""
 _ABANDON_S = 2.0
+_MOST_BYTES = 1 << 40
 _INDICES = 1 << 62
 
 
@@ -69,8 +80,8 @@ class QueueClient:
         self.worker = worker
         self.attempt = attempt
         self.peers = Peers(address=address, units=units, credentials=credentials)
-        self._ask = self.peers.ask
-        self._putter = Putter(self.peers, worker=worker, attempt=attempt)
+        self.ask = self.peers.ask
+        self._putter = Putter(self.peers)
         self._deciding: dict[tuple[str, str], Peer] = {}  # tasks never move
         self._name = uuid.uuid4().hex
         self._numbers = itertools.count()
@@ -103,7 +114,7 @@ class QueueClient:
 
     async def declare(self, tasks: Sequence[messages.TaskSpec], *, timeout: float) -> None:
         """Make tasks known; again with the same changes nothing."""
-        await self._ask("queue.declare", calls.Declare(list(tasks)), calls.Done, timeout=timeout)
+        await self.ask("queue.declare", calls.Declare(list(tasks)), calls.Done, timeout=timeout)
 
     async def put(
         self,
@@ -130,53 +141,24 @@ class QueueClient:
         Raises Refused for columns that do not fit the partition's, for what no unit holds, and without ``samples`` for
         more than 960 MiB or 1,048,576 rows; Fenced where a newer attempt of the samples' creator has taken over.
         """
+        rows = len(next(iter(columns.values()))) if columns else len(tags or ())
+        check_rows(columns, tags, rows=rows)
         if keys is not None:
-            tags = [{**tag, messages.KEY_TAG: key} for tag, key in zip(tags or [{}] * len(keys), keys, strict=True)]
-        return await self._putter.put(
-            partition,
-            columns,
-            tags=tags,
+            tags = [{**tag, messages.KEY_TAG: key} for tag, key in zip(tags or [{}] * rows, keys, strict=True)]
+        request = unit_calls.PutRows(
+            partition=partition,
+            client=b"",
+            group=0,
             group_size=group_size,
-            outputs=outputs,
+            header=BatchHeader(rows=rows, columns=[]),
+            tags=[dict(tag) for tag in tags or ()],
+            outputs=dict(outputs or {}),
+            wait_s=0.0,
+            producer=self.worker,
             samples=samples,
-            timeout=timeout,
+            attempt=self.attempt,
         )
-
-    async def put_keyed(
-        self,
-        partition: str,
-        keys: Sequence[str],
-        columns: Mapping[str, Jagged],
-        *,
-        tags: Tags | None = None,
-        timeout: float,
-    ) -> list[int]:
-        """Put rows by their keys: a new row for a new key, else write the columns and tags to the row that has it."""
-        if wrong := [key for key in keys if not isinstance(key, str) or not key]:
-            hint = "A key is a text of at least one character"
-            raise Refused(f"{wrong[0]!r} cannot be the key of a row", where=partition, hint=hint)
-        _check_once(keys, "key")
-        _check_tags(tags, len(keys))
-        deadline, rows, waiting = now() + timeout, [0] * len(keys), list(range(len(keys)))
-
-        def of(indices: Sequence[int]) -> tuple[dict[str, Jagged], Tags | None]:
-            return part_of(columns, indices, len(keys)), [tags[i] for i in indices] if tags is not None else None
-
-        while waiting:
-            part, part_tags = of(waiting)
-            names = [keys[i] for i in waiting]
-            put = await self.put(partition, part, keys=names, tags=part_tags, timeout=left(deadline))
-            for index, row in zip(waiting, put.rows, strict=True):
-                rows[index] = row
-            taken = [index for index, new in zip(waiting, put.new, strict=True) if not new]
-            there = [index for index in taken if rows[index]]
-            waiting = [index for index in taken if not rows[index]]
-            part, part_tags = of(there)
-            try:
-                await self.write([rows[i] for i in there], part, tags=part_tags, timeout=left(deadline))
-            except StaleHandle:
-                waiting = taken
-        return rows
+        return await self._putter.put(request, columns, timeout=timeout)
 
     async def claim(
         self,
@@ -242,9 +224,8 @@ class QueueClient:
         Unlike a claim that is cancelled, it gives no rows back that somebody just got.
         """
         peer = self._deciding.get((partition, task), CONTROLLER)
-        await self._ask(
-            "queue.withdraw", calls.ClaimTicket(self.worker, ticket), calls.Done, timeout=timeout, peer=peer
-        )
+        claim = calls.ClaimTicket(self.worker, ticket)
+        await self.ask("queue.withdraw", claim, calls.Done, timeout=timeout, peer=peer)
 
     async def acknowledge(self, leases: Sequence[str], *, timeout: float) -> list[bool]:
         """Complete all rows of leases of tasks that write nothing; False where a lease was not in force any more."""
@@ -252,7 +233,7 @@ class QueueClient:
         async def send(indices: Sequence[int]) -> list[bool]:
             part = [leases[i] for i in indices]
             request, peer = calls.Leases(part), _controller_of(part[0])
-            return await self._ask("queue.acknowledge", request, list[bool], timeout=timeout, peer=peer)
+            return await self.ask("queue.acknowledge", request, list[bool], timeout=timeout, peer=peer)
 
         return await scatter(map(controller_of, leases), send)
 
@@ -262,7 +243,29 @@ class QueueClient:
         The arrays are writable and the caller's own. Raises StaleHandle for a row that was cleared or lost, Refused for
         more than 1 GiB of one unit.
         """
-        return await fetch_cells(self.peers, rows, columns, timeout=timeout)
+        asked, units = located(rows)
+        if not asked:
+            return {name: Jagged.from_rows([], "int64") for name in columns}
+        unit_of_row = dict(zip(asked, units, strict=True))
+        once = list(unit_of_row)
+
+        async def call(unit: Peer, indices: Sequence[int], seconds: float) -> dict[str, Jagged]:
+            request = unit_calls.FetchRows([once[i] for i in indices], list(columns))
+            header, frames = await self.peers.call(unit, "unit.fetch", request, BatchHeader, timeout=seconds)
+            return decode_batch(header, frames, max_bytes=_MOST_BYTES)
+
+        where = list(unit_of_row.values())
+        parts = await call_where_they_lie(self.peers, once, where, call, what="fetching rows", timeout=timeout)
+        if lost := [once[i] for indices, got in parts if got is None for i in indices]:
+            hint = "It was cleared, or was lost with its unit; a job makes a lost sample again, others put it again"
+            raise StaleHandle(f"row {lost[0]} is not there, with {len(lost) - 1} others", where="fetch", hint=hint)
+        fetched = [got for _, got in parts if got is not None]
+        joined = {name: Jagged.gather([(got[name], 0, len(got[name])) for got in fetched]) for name in columns}
+        came = [once[i] for indices, _ in parts for i in indices]
+        if came == asked:
+            return joined
+        places = {row: place for place, row in enumerate(came)}
+        return {name: column.take([places[row] for row in asked]) for name, column in joined.items()}
 
     async def complete(
         self,
@@ -276,7 +279,7 @@ class QueueClient:
 
         False where the lease has ended or the row is gone: nothing was changed. Waits for room.
         """
-        return await write_cells(self.peers, rows, columns, tags=tags, producer=self.worker, timeout=timeout)
+        return await self._write(rows, columns, tags=tags, timeout=timeout)
 
     async def give_back(
         self,
@@ -288,9 +291,9 @@ class QueueClient:
     ) -> list[bool]:
         """Return leased rows, ready with attempt + 1. columns: what there is so far, kept for the next holder."""
         reason = reason or "given back"
-        if not columns:
-            return await self._end(rows, reason=reason, drop=False, timeout=timeout)
-        return await write_cells(self.peers, rows, columns, reason=reason, producer=self.worker, timeout=timeout)
+        if columns:
+            return await self._write(rows, columns, reason=reason, timeout=timeout)
+        return await self._end(rows, reason=reason, drop=False, timeout=timeout)
 
     async def drop(self, rows: Sequence[messages.LeasedRow], *, reason: str, timeout: float) -> list[bool]:
         """Drop leased rows for ever; they count as filtered if ``reason`` begins so, else as dropped."""
@@ -300,7 +303,7 @@ class QueueClient:
         """Begin the time of leases anew, and return those that are in force."""
         unique = list(dict.fromkeys(leases))
         kept = await together(
-            self._ask(
+            self.ask(
                 "queue.renew",
                 calls.Leases([unique[i] for i in indices]),
                 list[str],
@@ -319,94 +322,38 @@ class QueueClient:
         Raises StaleHandle for a row that is not there, Refused for columns that do not fit the partition's; of the rows
         of one storage unit then none was written.
         """
-        _check_once(rows, "row")
-        _check_tags(tags, len(rows))
-        if not rows:
-            return
-        writer = f"{WRITE}{self._name}-{next(self._numbers)}"
-        written = await write_cells(self.peers, rows, columns, lease=writer, tags=tags, timeout=timeout)
+        check_once(rows, "row")
+        lease = f"{WRITE}{self._name}-{next(self._numbers)}"
+        written = await self._write(rows, columns, lease=lease, tags=tags, timeout=timeout)
         if gone := [row for row, ok in zip(rows, written, strict=True) if not ok]:
             raise StaleHandle(f"rows {gone} were lost with their unit", where="write", hint="Put them again")
 
-    async def tag(self, rows: Sequence[int], tags: Tags, *, timeout: float) -> None:
-        """Merge ``tags`` into those of the rows; raises as ``write`` does."""
-        await self.write(rows, {}, tags=tags, timeout=timeout)
-
-    async def clear_rows(self, partition: str, rows: Sequence[int], *, timeout: float) -> int:
-        """Forget rows for ever and free their bytes, and return how many were there; others are passed over."""
-        request = calls.ClearRows(partition, list(rows))
-        return await self._ask("open.clear", request, int, timeout=timeout)
-
-    async def list_rows(self, partition: str, *, timeout: float) -> Listing:
-        """Return the rows of a partition with their keys and tags, in the order in which they were put."""
-        return await self._ask("open.list", calls.InPartition(partition), Listing, timeout=timeout)
-
     async def list_all(self, *, timeout: float) -> dict[str, Listing]:
         """Return the rows of every partition, by its name, each as it is when its turn comes."""
-        deadline = now() + timeout
-        names = await self.partitions(timeout=timeout)
-        listings = await together(self.list_rows(name, timeout=left(deadline)) for name in names)
+        names, deadline = await self.partitions(timeout=timeout), now() + timeout
+        listings = await together(
+            self.ask("open.list", calls.InPartition(name), Listing, timeout=left(deadline)) for name in names
+        )
         return dict(zip(names, listings, strict=True))
-
-    async def find(self, partition: str, keys: Sequence[str], *, timeout: float) -> list[int]:
-        """Return the rows with these keys, 0 where there is none."""
-        return (await self._ask("open.find", calls.FindRows(partition, list(keys)), Found, timeout=timeout)).rows
-
-    async def rows_of(self, partition: str, keys: Sequence[str], *, timeout: float) -> list[int]:
-        """Return the rows with these keys. Raises StaleHandle where one has none, or has lost it with a unit."""
-        found = await self._ask("open.find", calls.FindRows(partition, list(keys)), Found, timeout=timeout)
-        if lost := found.lost:
-            words = f"the row of {_listed('key', lost)} was lost with its storage unit"
-            raise StaleHandle(words, where=partition, hint="Put it again under that key")
-        if missing := [key for key, row in zip(keys, found.rows, strict=True) if not row]:
-            gone = f", or lost with a storage unit, as {found.unnamed} rows were" if found.unnamed else ""
-            hint = f"It was never put, or was cleared{gone}; list_rows tells which there are"
-            raise StaleHandle(f"no row has the {_listed('key', missing)}", where=partition, hint=hint)
-        return found.rows
-
-    async def peek(
-        self, partition: str, *, task: str = "", rows: Sequence[int] = (), most: int = 100, timeout: float
-    ) -> PeekedRows:
-        """Look at rows (at the first ``most`` if none are named) as ``task`` sees them, whoever has them."""
-        request = calls.Peek(partition, task, list(rows), most)
-        return await self._ask("open.peek", request, PeekedRows, timeout=timeout)
-
-    async def reset(self, partition: str, *, task: str | None = None, timeout: float) -> int:
-        """Let a task, or all tasks, have every row again, also those that are held now; return how many it had."""
-        return await self._ask("open.reset", calls.Reset(partition, task), int, timeout=timeout)
-
-    async def expect(self, partition: str, total: int, *, timeout: float) -> None:
-        """Say how many rows will be put in all: before that many are there, not all are produced or consumed."""
-        await self._ask("open.expect", calls.Expect(partition, total), calls.Done, timeout=timeout)
-
-    async def produced(self, partition: str, columns: Sequence[str], *, timeout: float) -> Progress:
-        """Return how many rows have all of ``columns``."""
-        request = calls.AskProgress(partition, list(columns), "")
-        return await self._ask("open.progress", request, Progress, timeout=timeout)
-
-    async def consumed(self, partition: str, task: str, *, timeout: float) -> Progress:
-        """Return how many rows a task has completed."""
-        request = calls.AskProgress(partition, [], task)
-        return await self._ask("open.progress", request, Progress, timeout=timeout)
 
     async def partitions(self, *, timeout: float) -> dict[str, int]:
         """Return the partitions and how many rows each has."""
-        return await self._ask("open.partitions", calls.Nothing(), dict[str, int], timeout=timeout)
+        return await self.ask("open.partitions", calls.Nothing(), dict[str, int], timeout=timeout)
 
     async def show(self, partition: str, *, timeout: float) -> PartitionView:
         """Return how far the tasks of a partition are, and what they wait for."""
-        return await self._ask("queue.show", calls.InPartition(partition), PartitionView, timeout=timeout)
+        return await self.ask("queue.show", calls.InPartition(partition), PartitionView, timeout=timeout)
 
     async def close_partition(self, *, partition: str, step: int, timeout: float) -> None:
         """Mark the run complete: every sample of steps up to ``step`` should be finished; the audit checks it."""
-        await self._ask("queue.close", calls.Close(partition, step), calls.Done, timeout=timeout)
+        await self.ask("queue.close", calls.Close(partition, step), calls.Done, timeout=timeout)
 
     async def clear_partition(self, *, partition: str, timeout: float) -> None:
         """Forget all rows of a partition; tasks stay declared, and its samples can be put anew.
 
         Raises Fenced where a newer attempt of this creator has taken over.
         """
-        await self._ask("queue.clear", calls.CreatorAttempt(partition, self.attempt), calls.Done, timeout=timeout)
+        await self.ask("queue.clear", calls.CreatorAttempt(partition, self.attempt), calls.Done, timeout=timeout)
 
     async def take_over(self, *, partition: str, timeout: float) -> None:
         """Say that this attempt of the partition's creator begins.
@@ -415,12 +362,12 @@ class QueueClient:
         have been under way all the time. Raises Fenced if a newer attempt has taken over.
         """
         request = calls.CreatorAttempt(partition, self.attempt)
-        await self._ask("queue.take_over", request, calls.Done, timeout=timeout)
+        await self.ask("queue.take_over", request, calls.Done, timeout=timeout)
 
     async def open_step(self, *, partition: str, step: int, groups: int, group_size: int, timeout: float) -> None:
         """Say how many groups reach the trainer in D_step; may be changed until all of them were leased."""
         request = calls.OpenStep(partition, step, groups, group_size)
-        await self._ask("queue.open_step", request, calls.Done, timeout=timeout)
+        await self.ask("queue.open_step", request, calls.Done, timeout=timeout)
 
     async def begin(self, *, partition: str, attempt: int, step: int, world: int, timeout: float) -> None:
         """Say that a trainer begins whose weights are θ_step; every rank may say it.
@@ -428,7 +375,7 @@ class QueueClient:
         Rows of steps up to ``step`` are committed, those of later steps can be had again; older attempts are fenced.
         Raises Fenced if a newer attempt has begun, Refused if θ_step holds samples that were never leased.
         """
-        await self._ask("queue.begin", calls.Begin(partition, attempt, step, world), calls.Done, timeout=timeout)
+        await self.ask("queue.begin", calls.Begin(partition, attempt, step, world), calls.Done, timeout=timeout)
 
     async def slot(
         self, *, partition: str, attempt: int, step: int, slot: int, rank: int, tokens: int, timeout: float
@@ -450,15 +397,15 @@ class QueueClient:
 
     async def step_done(self, *, partition: str, attempt: int, step: int, rank: int, timeout: float) -> None:
         """Say that ``rank`` has finished the optimizer step; the step is staged when all have."""
-        await self._ask("queue.step_done", calls.StepDone(partition, attempt, step, rank), calls.Done, timeout=timeout)
+        await self.ask("queue.step_done", calls.StepDone(partition, attempt, step, rank), calls.Done, timeout=timeout)
 
     async def commit(self, *, partition: str, attempt: int, step: int, timeout: float) -> None:
         """Say that a checkpoint holds all steps up to ``step``: their rows are trained and their bytes freed."""
-        await self._ask("queue.commit", calls.Commit(partition, attempt, step), calls.Done, timeout=timeout)
+        await self.ask("queue.commit", calls.Commit(partition, attempt, step), calls.Done, timeout=timeout)
 
     async def sync(self, *, timeout: float) -> None:
         """Sync the ledger to disk, with everything that was answered up to now, whatever its class."""
-        await self._ask("queue.sync", calls.Nothing(), calls.Done, timeout=timeout)
+        await self.ask("queue.sync", calls.Nothing(), calls.Done, timeout=timeout)
 
     async def wanted(self, *, partition: str, known: int, timeout: float) -> messages.Wanted:
         """Return the samples to be created again, as soon as their revision is not ``known``, or after ``timeout``."""
@@ -473,31 +420,31 @@ class QueueClient:
 
     async def expire(self, *, worker: str, timeout: float) -> None:
         """Say that a worker is dead: its leases end now."""
-        await self._ask("queue.expire", calls.Expire(worker), calls.Done, timeout=timeout)
+        await self.ask("queue.expire", calls.Expire(worker), calls.Done, timeout=timeout)
 
     async def stats(self, *, timeout: float) -> messages.QueueStats:
         """Return the counts of now."""
-        return await self._ask("queue.stats", calls.Nothing(), messages.QueueStats, timeout=timeout)
+        return await self.ask("queue.stats", calls.Nothing(), messages.QueueStats, timeout=timeout)
 
     async def units_there(self, *, timeout: float) -> list[UnitView]:
         """Return the storage units as the controller knows them, by index."""
-        return await self._ask("queue.units", calls.Nothing(), list[UnitView], timeout=timeout)
+        return await self.ask("queue.units", calls.Nothing(), list[UnitView], timeout=timeout)
 
     async def drain_unit(self, unit: int, *, timeout: float) -> None:
         """Have a storage unit leave: it takes nothing new, and its rows move to others, which takes its time.
 
         Raises Refused where there is no such unit.
         """
-        await self._ask("queue.drain", Drain(unit), calls.Done, timeout=timeout)
+        await self.ask("queue.drain", Drain(unit), calls.Done, timeout=timeout)
 
     async def snapshot(self, *, partition: str, step: int | None = None, timeout: float) -> messages.PartitionSnapshot:
         """Return how far a partition has come; with ``step``, of its steps that one alone, and nothing is missing."""
         request = calls.AskSnapshot(partition, step)
-        return await self._ask("queue.snapshot", request, messages.PartitionSnapshot, timeout=timeout)
+        return await self.ask("queue.snapshot", request, messages.PartitionSnapshot, timeout=timeout)
 
     async def audit(self, *, timeout: float) -> messages.AuditReport:
         """Have the controller audit its ledger."""
-        return await self._ask("queue.audit", calls.Nothing(), messages.AuditReport, timeout=timeout)
+        return await self.ask("queue.audit", calls.Nothing(), messages.AuditReport, timeout=timeout)
 
     async def _claim_at(self, peer: Peer, request: calls.ClaimRows, deadline: float) -> Claimed:
         late: list[str] = []
@@ -516,12 +463,52 @@ class QueueClient:
         )
         return replace(claimed, late=late + claimed.late) if late else claimed
 
+    async def _write(
+        self,
+        rows: Rows,
+        columns: Mapping[str, Jagged],
+        *,
+        lease: str = "",
+        tags: Tags | None = None,
+        reason: str = "",
+        timeout: float,
+    ) -> list[bool]:
+        """Write to ``rows``, and return whether each was written.
+
+        lease: for all rows, if not their own; reason: why they are returned unfinished, if they are.
+        """
+        ids, units = located(rows)
+        check_rows(columns, tags, rows=len(ids))
+        leases: list[str] = []
+        if isinstance(rows, RowBatch):
+            lease = rows.lease
+        elif not lease:
+            leases = [row.lease for row in rows if isinstance(row, messages.LeasedRow)]
+
+        async def call(unit: Peer, indices: Sequence[int], seconds: float) -> list[bool]:
+            header, frames = encoded(columns, indices, rows=len(ids))
+            request = unit_calls.WriteRows(
+                lease=lease or leases[indices[0]],
+                rows=[ids[i] for i in indices],
+                header=header,
+                tags=[dict(tags[i]) for i in indices] if tags is not None else [],
+                reason=reason,
+                wait_s=0.9 * seconds,
+                producer=self.worker,
+            )
+            return (await self.peers.call(unit, "unit.write", request, list[bool], timeout=seconds, frames=frames))[0]
+
+        parts = await call_where_they_lie(
+            self.peers, ids, units, call, apart=leases, what="writing rows", timeout=timeout
+        )
+        return in_order((indices, [False] * len(indices) if ok is None else ok) for indices, ok in parts)
+
     async def _end(self, rows: Sequence[messages.LeasedRow], *, reason: str, drop: bool, timeout: float) -> list[bool]:
         async def send(indices: Sequence[int]) -> list[bool]:
             lease = rows[indices[0]].lease
             request = calls.EndRows(lease, [rows[i].row for i in indices], reason, drop)
             peer = _controller_of(lease)
-            return await self._ask("queue.end", request, list[bool], timeout=timeout, peer=peer)
+            return await self.ask("queue.end", request, list[bool], timeout=timeout, peer=peer)
 
         return await scatter((row.lease for row in rows), send)
 
@@ -556,18 +543,8 @@ def _controller_of(lease: str) -> Peer:
     return Peer(CONTROLLER.role, controller_of(lease))
 
 
-def _listed(what: str, names: Sequence[str]) -> str:
-    """Name a few in words: ``key 'a', 'b' and 3 others``."""
-    more = f" and {len(names) - 8} others" if len(names) > 8 else ""
-    return f"{what} {', '.join(map(repr, names[:8]))}{more}"
-
-
-def _check_tags(tags: Tags | None, count: int) -> None:
-    if tags is not None and len(tags) != count:
-        raise Refused(f"{count} rows came with {len(tags)} sets of tags", where="queue client", hint="Give one a row")
-
-
-def _check_once(names: Sequence[int] | Sequence[str], what: str) -> None:
+def check_once(names: Sequence[int] | Sequence[str], what: str) -> None:
+    """Refuse rows, or keys, of which one is named twice."""
     if len(set(names)) != len(names):
         twice = sorted({str(name) for name in names if list(names).count(name) > 1})[:8]
         raise Refused(f"{what} {', '.join(twice)} is named twice", where="queue client", hint=f"Name each {what} once")

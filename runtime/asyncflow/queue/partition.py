@@ -9,12 +9,14 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from asyncflow.errors import Refused
-from asyncflow.queue.client import QueueClient
+from asyncflow.errors import Refused, StaleHandle
+from asyncflow.queue.client import QueueClient, check_once
 from asyncflow.queue.peers import left, now
-from asyncflow.queue.protocol.messages import LeasedRow, Listing, PeekedRows, Progress, Tag, TaskSpec
-from asyncflow.queue.routing import Tags
+from asyncflow.queue.protocol import calls
+from asyncflow.queue.protocol.messages import Found, LeasedRow, Listing, PeekedRows, Progress, Tag, TaskSpec
+from asyncflow.queue.routing import Tags, check_rows
 from asyncflow.queue.values import Values, decode, decode_torch, encode_columns
+from asyncflow.rpc.columns import Jagged
 
 TIMEOUT_S = 60.0
 
@@ -75,7 +77,36 @@ class Partition:
         if group_size != 1:
             hint = "Leave group_size at 1"
             raise Refused("rows with keys come one by one, not in groups", where=self.name, hint=hint)
-        return await self.queue.put_keyed(self.name, keys, made, tags=tags, timeout=timeout)
+        if wrong := [key for key in keys if not isinstance(key, str) or not key]:
+            hint = "A key is a text of at least one character"
+            raise Refused(f"{wrong[0]!r} cannot be the key of a row", where=self.name, hint=hint)
+        check_once(keys, "key")
+        check_rows(made, tags, rows=len(keys))
+        return await self._put_by_key(keys, made, tags, deadline=now() + timeout)
+
+    async def _put_by_key(
+        self, keys: Sequence[str], columns: Mapping[str, Jagged], tags: Tags | None, *, deadline: float
+    ) -> list[int]:
+        """Put the keys that are new and write to the rows of the others, until each has a row."""
+        rows, waiting = [0] * len(keys), list(range(len(keys)))
+
+        def of(indices: Sequence[int]) -> dict[str, Any]:
+            part = {name: column.take(indices) for name, column in columns.items()}
+            return {"columns": part, "tags": [tags[i] for i in indices] if tags is not None else None}
+
+        while waiting:
+            names = [keys[i] for i in waiting]
+            put = await self.queue.put(self.name, keys=names, **of(waiting), timeout=left(deadline))
+            for index, row in zip(waiting, put.rows, strict=True):
+                rows[index] = row
+            known = [index for index, new in zip(waiting, put.new, strict=True) if not new]
+            there = [index for index in known if rows[index]]
+            waiting = [index for index in known if not rows[index]]
+            try:
+                await self.queue.write([rows[i] for i in there], **of(there), timeout=left(deadline))
+            except StaleHandle:
+                waiting = known
+        return rows
 
     async def write(
         self,
@@ -132,22 +163,24 @@ class Partition:
         return {key: tags for key, tags in zip(listing.keys, listing.tags, strict=True) if key}
 
     async def rows(self, *, timeout: float = TIMEOUT_S) -> Listing:
-        """Return all rows with their keys and tags."""
-        return await self.queue.list_rows(self.name, timeout=timeout)
+        """Return all rows with their keys and tags, in the order in which they were put."""
+        return await self.queue.ask("open.list", calls.InPartition(self.name), Listing, timeout=timeout)
 
     async def peek(
         self, task: str = "", *, rows: Sequence[int] = (), most: int = 100, timeout: float = TIMEOUT_S
     ) -> PeekedRows:
-        """Look at rows as a task sees them; see ``QueueClient.peek``."""
-        return await self.queue.peek(self.name, task=task, rows=rows, most=most, timeout=timeout)
+        """Look at rows (at the first ``most`` if none are named) as ``task`` sees them, whoever has them."""
+        request = calls.Peek(self.name, task, list(rows), most)
+        return await self.queue.ask("open.peek", request, PeekedRows, timeout=timeout)
 
     async def reset(self, task: str | None = None, *, timeout: float = TIMEOUT_S) -> int:
-        """Let a task, or all, have every row again, and return how many it had."""
-        return await self.queue.reset(self.name, task=task, timeout=timeout)
+        """Let a task, or all, have every row again, also those that are held now; return how many it had."""
+        request = calls.Reset(self.name, task)
+        return await self.queue.ask("open.reset", request, int, timeout=timeout)
 
     async def expect(self, total: int, *, timeout: float = TIMEOUT_S) -> None:
         """Say how many rows will be put in all: when so many are there, consumers end as after ``close``."""
-        await self.queue.expect(self.name, total, timeout=timeout)
+        await self.queue.ask("open.expect", calls.Expect(self.name, total), calls.Done, timeout=timeout)
 
     async def close(self, *, timeout: float = TIMEOUT_S) -> None:
         """Say that no more rows will be put: consumers end when they have had all. ``clear`` opens the partition again.
@@ -158,31 +191,47 @@ class Partition:
 
     async def produced(self, columns: Sequence[str], *, timeout: float = TIMEOUT_S) -> Progress:
         """Return how many rows have all of ``columns``."""
-        return await self.queue.produced(self.name, columns, timeout=timeout)
+        request = calls.AskProgress(self.name, list(columns), "")
+        return await self.queue.ask("open.progress", request, Progress, timeout=timeout)
 
     async def consumed(self, task: str, *, timeout: float = TIMEOUT_S) -> Progress:
         """Return how many rows a task has completed."""
-        return await self.queue.consumed(self.name, task, timeout=timeout)
+        return await self.queue.ask("open.progress", calls.AskProgress(self.name, [], task), Progress, timeout=timeout)
 
-    async def clear(self, rows: Sequence[int] | Sequence[str] | None = None, *, timeout: float = TIMEOUT_S) -> None:
-        """Forget rows (all by default) and free their bytes; those that are not there are passed over."""
+    async def clear(self, rows: Sequence[int] | Sequence[str] | None = None, *, timeout: float = TIMEOUT_S) -> int:
+        """Forget rows (all by default) and free their bytes; return how many of the named ones were there."""
         if rows is None:
             await self.queue.clear_partition(partition=self.name, timeout=timeout)
-            return
+            return 0
         deadline = now() + timeout
         keys, ids = self._named(rows)
         if keys:
-            ids += [row for row in await self.queue.find(self.name, keys, timeout=timeout) if row]
-        await self.queue.clear_rows(self.name, ids, timeout=left(deadline))
+            ids += [row for row in (await self._find(keys, timeout)).rows if row]
+        request = calls.ClearRows(self.name, ids)
+        return await self.queue.ask("open.clear", request, int, timeout=left(deadline))
 
     async def _ids(self, rows: Sequence[int | str], timeout: float) -> list[int]:
-        """Return the ids of rows that may be named by their keys. Raises StaleHandle where a key is unknown."""
+        """Return the ids of rows that may be named by their keys.
+
+        Raises StaleHandle where a key has no row, or has lost it with a unit.
+        """
         keys, ids = self._named(rows)
         if not keys:
             return ids
         if ids:
             raise Refused("rows are named by ids or by keys, not both at once", where=self.name)
-        return await self.queue.rows_of(self.name, keys, timeout=timeout)
+        found = await self._find(keys, timeout)
+        if found.lost:
+            words = f"the row of {_listed(found.lost)} was lost with its storage unit"
+            raise StaleHandle(words, where=self.name, hint="Put it again under that key")
+        if missing := [key for key, row in zip(keys, found.rows, strict=True) if not row]:
+            gone = f", or lost with a storage unit, as {found.unnamed} rows were" if found.unnamed else ""
+            hint = f"It was never put, or was cleared{gone}; keys() tells which there are"
+            raise StaleHandle(f"no row has the {_listed(missing)}", where=self.name, hint=hint)
+        return found.rows
+
+    async def _find(self, keys: list[str], timeout: float) -> Found:
+        return await self.queue.ask("open.find", calls.FindRows(self.name, keys), Found, timeout=timeout)
 
     def _named(self, rows: Iterable[int | str]) -> tuple[list[str], list[int]]:
         """Return the keys among ``rows``, and the ids. Raises Refused for what is neither."""
@@ -198,3 +247,9 @@ class Partition:
                 hint = "Give ids, as put returned them, or keys"
                 raise Refused(f"{row!r} names no row", where=self.name, hint=hint) from None
         return keys, ids
+
+
+def _listed(keys: Sequence[str]) -> str:
+    """Name a few keys: ``key 'a', 'b' and 3 others``."""
+    more = f" and {len(keys) - 8} others" if len(keys) > 8 else ""
+    return f"key {', '.join(map(repr, keys[:8]))}{more}"

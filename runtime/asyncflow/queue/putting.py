@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 
 from msgspec.structs import replace
@@ -26,7 +27,7 @@ from asyncflow.queue.peers import CONTROLLER, Peer, Peers, together
 from asyncflow.queue.protocol.calls import Nothing, Shares
 from asyncflow.queue.protocol.messages import Samples
 from asyncflow.queue.protocol.unit_calls import MOST_ROWS, PutRows, RowIds
-from asyncflow.queue.routing import Tags, encoded, part_of
+from asyncflow.queue.routing import encoded
 from asyncflow.rpc.columns import Jagged, weighed_batches
 from asyncflow.rpc.framing import MAX_MESSAGE
 from asyncflow.rpc.retry import retry_within
@@ -36,7 +37,7 @@ LEAVING = "leaving"
 
 _MOST_BYTES = MAX_MESSAGE - (64 << 20)
 """Bytes of the columns of one put; the rest of its message is for their offsets and for tags."""
-_LONGEST_S = 15.0
+_ALONE_S = 15.0
 _ROOM_S = 2.0
 _ANSWER_S = 2.0
 _SLOW = 8 << 20
@@ -51,11 +52,8 @@ def time_at_unit(left_s: float, *, nbytes: int, others: bool) -> tuple[float, fl
     seconds, not the whole deadline: it has a moment to find room, another to answer, and the time that ``nbytes`` need
     on a slow link. The caller waits longer than the unit, so a unit that is there says itself that it found no room.
     """
-    longest = min(_LONGEST_S + nbytes / _SLOW, left_s)
-    if not others:
-        return 0.9 * longest, longest
-    answer_s = min(longest, _ROOM_S + _ANSWER_S + nbytes / _SLOW)
-    return min(_ROOM_S, 0.9 * answer_s), answer_s
+    answer_s = min((_ROOM_S + _ANSWER_S if others else _ALONE_S) + nbytes / _SLOW, left_s)
+    return min(_ROOM_S if others else _ALONE_S, 0.9 * answer_s), answer_s
 
 
 class Placement:
@@ -72,20 +70,18 @@ class Placement:
         if self._begun:
             return
         self._begun = True
-        try:
+        with suppress(AsyncFlowError):
             shares, _ = await peers.call(CONTROLLER, "queue.shares", Nothing(), Shares, timeout=_SHARES_S)
-        except AsyncFlowError:
-            return
-        self._turn = shares.turn
-        least = min(shares.given.values(), default=0)
-        self._given = {unit: given - least for unit, given in shares.given.items()}
+            self._turn = shares.turn
+            least = min(shares.given.values(), default=0)
+            self._given = {unit: given - least for unit, given in shares.given.items()}
 
     def choose(self, rows: int, *, but: Collection[int] = ()) -> int:
         """Return the unit for ``rows`` rows, which count as given; one of ``but`` only if there is no other.
 
         Raises PeerLost where no unit takes rows.
         """
-        units = self.there()
+        units = sorted(self._units())
         if not units:
             raise PeerLost("no storage unit is there that takes rows", where="queue client")
         if self._given.keys() != set(units):
@@ -93,105 +89,82 @@ class Placement:
             self._given = {unit: self._given.get(unit, least) for unit in units}
         first = self._turn % len(units)
         in_turn = [*units[first:], *units[:first]]
-        untried = [unit for unit in in_turn if unit not in but]
-        unit = min(untried or in_turn, key=self._given.__getitem__)
+        unit = min([unit for unit in in_turn if unit not in but] or in_turn, key=self._given.__getitem__)
         self._given[unit] += rows
         return unit
 
-    def there(self) -> list[int]:
-        """Return the units that take new rows, in order."""
-        return sorted(self._units())
-
 
 class Putter:
-    """Puts rows for one client. worker: who waits for room, in turn with others."""
+    """Puts rows for one client."""
 
-    def __init__(self, peers: Peers, *, worker: str, attempt: int) -> None:
+    def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._placement = Placement(units=peers.units)
-        self._worker = worker
-        self._attempt = attempt
         self._name = secrets.token_bytes(16)
         self._groups = 0
 
-    async def put(
-        self,
-        partition: str,
-        columns: Mapping[str, Jagged],
-        *,
-        tags: Tags | None,
-        group_size: int,
-        outputs: Mapping[str, int] | None,
-        samples: Samples | None,
-        timeout: float,
-    ) -> RowIds:
-        """Put rows; see ``QueueClient.put``.
+    async def put(self, request: PutRows, columns: Mapping[str, Jagged], *, timeout: float) -> RowIds:
+        """Put ``columns``. request: what the messages of this put have in common, with number and tags of all rows.
 
         Samples are cut into parts, of which none weighs more, with what its rows get later, than any unit can hold,
         unless it is one group. A part that finds no room at its unit goes to the next, so a put fails for want of room
         only where all units together have none, which ``RLJobSpec.bytes_of_interval`` rules out.
         """
-        rows = _rows_of(columns) if columns else len(tags or ())
-        if not rows or rows % group_size or (tags is not None and len(tags) != rows):
-            what = f"{rows} rows with {rows if tags is None else len(tags)} sets of tags make no groups of {group_size}"
-            raise Refused(what, where="queue client", hint="Give whole groups, and tags for all rows or none")
-        number = 0
+        rows, size, samples = request.header.rows, request.group_size, request.samples
+        if not rows or rows % size:
+            raise Refused(f"{rows} rows make no groups of {size}", where="queue client", hint="Give whole groups")
         if samples is None:
             nbytes = sum(column.nbytes for column in columns.values())
             if nbytes > _MOST_BYTES or rows > MOST_ROWS:
                 most = f"{MOST_ROWS} rows and {_MOST_BYTES} bytes"
                 what = f"{rows} rows of {nbytes} bytes are more than one put takes: {most}"
-                raise Refused(what, where=partition, hint="Put fewer rows at a time")
-            number, self._groups = self._groups, self._groups + rows // group_size
+                raise Refused(what, where=request.partition, hint="Put fewer rows at a time")
+            number, self._groups = self._groups, self._groups + rows // size
             parts, weights = [range(rows)], [0]
         else:
-            _check_samples(samples, rows // group_size, rows)
-            parts = [range(first, first + group_size) for first in range(0, rows, group_size)]
-            weights = _weights(columns, parts, outputs or {})
+            _check_samples(samples, rows // size, rows)
+            parts = [range(first, first + size) for first in range(0, rows, size)]
+            number, weights = 0, _weights(columns, parts, request.outputs)
         made = RowIds([0] * rows, [True] * rows)
         waiting = dict.fromkeys(range(len(parts)))
         tried: set[int] = set()
         await self._placement.begin(self._peers)
 
-        async def send(unit: Peer, some: Sequence[int], others: bool, seconds: float) -> None:
+        async def send(unit: int, some: Sequence[int], seconds: float) -> None:
             indices = parts[some[0]] if len(some) == 1 else list(chain.from_iterable(parts[part] for part in some))
-            header, frames = encoded(part_of(columns, indices, rows), rows=len(indices))
+            header, frames = encoded(columns, indices, rows=rows)
             nbytes = sum(memoryview(frame).nbytes for frame in frames)
-            room_s, answer_s = time_at_unit(seconds, nbytes=nbytes, others=others)
-            request = PutRows(
-                partition=partition,
+            room_s, answer_s = time_at_unit(seconds, nbytes=nbytes, others=len(self._peers.units()) > 1)
+            part = replace(
+                request,
                 client=self._name,
                 group=number,
-                group_size=group_size,
                 header=header,
-                tags=[dict(tags[index]) for index in indices] if tags is not None else [],
-                outputs=dict(outputs or {}),
+                tags=[request.tags[index] for index in indices] if request.tags else [],
                 wait_s=room_s,
-                producer=self._worker,
                 samples=_chosen(samples, some, indices) if samples is not None else None,
-                attempt=self._attempt,
             )
+            peer = Peer("storage", unit)
             try:
-                put, _ = await self._peers.call(unit, "unit.put", request, RowIds, timeout=answer_s, frames=frames)
+                put, _ = await self._peers.call(peer, "unit.put", part, RowIds, timeout=answer_s, frames=frames)
             except Elsewhere:
-                tried.add(unit.number)
+                tried.add(unit)
                 return
             except (PeerLost, DeadlineExceeded):
-                tried.add(unit.number)
+                tried.add(unit)
                 raise
             for place, (index, row) in enumerate(zip(indices, put.rows, strict=True)):
                 made.rows[index] = row
                 made.new[index] = put.new[place] if put.new else True
-            for part in some:
-                del waiting[part]
+            for of_put in some:
+                del waiting[of_put]
 
         async def attempt(seconds: float) -> None:
-            others = self._others(tried)
             by_unit: dict[int, list[int]] = {}
             for part in waiting:
                 by_unit.setdefault(self._placement.choose(len(parts[part]), but=tried), []).append(part)
             await together(
-                send(Peer("storage", unit), some, others, seconds)
+                send(unit, some, seconds)
                 for unit, placed in by_unit.items()
                 for some in weighed_batches(placed, weights.__getitem__, heaviest=LEAST_BYTES)
             )
@@ -200,21 +173,6 @@ class Putter:
 
         await retry_within(attempt, what=f"putting {rows} rows", timeout=timeout)
         return made
-
-    def _others(self, tried: set[int]) -> bool:
-        """Say whether there are several units; when all were tried, all may be tried again."""
-        there = self._placement.there()
-        if tried.issuperset(there):
-            tried.clear()
-        return len(there) > 1
-
-
-def _rows_of(columns: Mapping[str, Jagged]) -> int:
-    counts = {len(column) for column in columns.values()}
-    if len(counts) != 1:
-        lengths = {name: len(column) for name, column in columns.items()}
-        raise Refused(f"the columns of one batch differ in rows: {lengths}", where="queue client")
-    return counts.pop()
 
 
 def _check_samples(samples: Samples, groups: int, rows: int) -> None:

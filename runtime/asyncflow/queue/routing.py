@@ -10,20 +10,20 @@ come in the order of what was asked, whatever the order of the parts.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias, TypeVar
 
-from asyncflow.errors import Elsewhere, PeerLost, Refused, StaleHandle
+from asyncflow.errors import Elsewhere, PeerLost, Refused
 from asyncflow.identity import unit_of
 from asyncflow.queue.peers import Peer, Peers, left, now, together
 from asyncflow.queue.protocol.batches import RowBatch
 from asyncflow.queue.protocol.calls import NOWHERE, AskWhere
 from asyncflow.queue.protocol.messages import LeasedRow, StagedRow, Tag
-from asyncflow.queue.protocol.unit_calls import FetchRows, WriteRows
-from asyncflow.rpc.columns import BatchHeader, Buffer, Jagged, decode_batch, encode_batch
+from asyncflow.rpc.columns import BatchHeader, Buffer, Jagged, encode_batch
 from asyncflow.rpc.retry import retry_within
 
-_MOST_BYTES = 1 << 40
 _AWAY_S = 5.0
 """How long a unit that is away, or takes nothing new, is called before the controller is asked again."""
 
@@ -37,82 +37,11 @@ Part: TypeAlias = tuple[Sequence[int], T | None]
 """The indices of rows and the result of their call; None for rows that lie nowhere."""
 
 
-async def fetch_cells(peers: Peers, rows: Rows, columns: Sequence[str], *, timeout: float) -> dict[str, Jagged]:
-    """Return ``columns`` of ``rows``; see ``QueueClient.fetch``."""
-    asked, units = located(rows)
-    if not asked:
-        return {name: Jagged.from_rows([], "int64") for name in columns}
-    unit_of_row = dict(zip(asked, units, strict=True))
-    once = list(unit_of_row)
-
-    async def call(unit: int, indices: Sequence[int], seconds: float) -> dict[str, Jagged]:
-        request = FetchRows([once[i] for i in indices], list(columns))
-        header, frames = await peers.call(Peer("storage", unit), "unit.fetch", request, BatchHeader, timeout=seconds)
-        return decode_batch(header, frames, max_bytes=_MOST_BYTES)
-
-    parts = await call_where_they_lie(
-        peers, once, list(unit_of_row.values()), call, what="fetching rows", timeout=timeout
-    )
-    if lost := [once[i] for indices, got in parts if got is None for i in indices]:
-        hint = "It was cleared, or was lost with its unit; a job makes a lost sample again, others put it again"
-        raise StaleHandle(f"row {lost[0]} is not there, with {len(lost) - 1} others", where="fetch", hint=hint)
-    fetched = [got for _, got in parts if got is not None]
-    joined = {name: Jagged.gather([(got[name], 0, len(got[name])) for got in fetched]) for name in columns}
-    came = [once[i] for indices, _ in parts for i in indices]
-    if came == asked:
-        return joined
-    places = {row: place for place, row in enumerate(came)}
-    return {name: column.take([places[row] for row in asked]) for name, column in joined.items()}
-
-
-async def write_cells(
-    peers: Peers,
-    rows: Rows,
-    columns: Mapping[str, Jagged],
-    *,
-    lease: str = "",
-    tags: Tags | None = None,
-    reason: str = "",
-    producer: str = "",
-    timeout: float,
-) -> list[bool]:
-    """Write ``columns`` and ``tags`` to ``rows``, and return whether each was written.
-
-    lease: for all rows, if not their own; reason: why they are returned unfinished, if they are; producer: whoever
-    waits for room, in turn with others.
-    """
-    ids, units = located(rows)
-    leases: list[str] = []
-    if isinstance(rows, RowBatch):
-        lease = rows.lease
-    elif not lease:
-        leases = [row.lease for row in rows if isinstance(row, LeasedRow)]
-
-    async def call(unit: int, indices: Sequence[int], seconds: float) -> list[bool]:
-        header, frames = encoded(part_of(columns, indices, len(ids)))
-        request = WriteRows(
-            lease=lease or leases[indices[0]],
-            rows=[ids[i] for i in indices],
-            header=header,
-            tags=[dict(tags[i]) for i in indices] if tags is not None else [],
-            reason=reason,
-            wait_s=0.9 * seconds,
-            producer=producer,
-        )
-        written, _ = await peers.call(
-            Peer("storage", unit), "unit.write", request, list[bool], timeout=seconds, frames=frames
-        )
-        return written
-
-    parts = await call_where_they_lie(peers, ids, units, call, apart=leases, what="writing rows", timeout=timeout)
-    return in_order((indices, [False] * len(indices) if ok is None else ok) for indices, ok in parts)
-
-
 async def call_where_they_lie(
     peers: Peers,
     rows: Sequence[int],
     units: Sequence[int],
-    call: Callable[[int, Sequence[int], float], Coroutine[Any, Any, T]],
+    call: Callable[[Peer, Sequence[int], float], Coroutine[Any, Any, T]],
     *,
     apart: Sequence[Hashable] = (),
     what: str,
@@ -125,35 +54,28 @@ async def call_where_they_lie(
     """
     deadline = now() + timeout
 
-    async def at_all(parts: Iterable[tuple[int, Sequence[int]]]) -> list[Part[T]]:
+    async def at_all(places: Iterable[tuple[int, Sequence[int]]]) -> list[Part[T]]:
+        unit = partial(Peer, "storage")
         found = await together(
-            retry_within(
-                partial(attempt, unit, indices), what=f"{what} at {Peer('storage', unit)}", timeout=left(deadline)
-            )
-            for unit, indices in parts
+            retry_within(partial(attempt, unit(at), indices), what=f"{what} at {unit(at)}", timeout=left(deadline))
+            for at, indices in places
         )
-        return [part for parts_of_unit in found for part in parts_of_unit]
+        return list(chain.from_iterable(found))
 
-    async def attempt(unit: int, indices: Sequence[int], seconds: float) -> list[Part[T]]:
-        there = unit in peers.units()
-        if not there and (found := await ask_where(indices, seconds)).keys() != {unit}:
-            return await spread(found)
-        try:
-            return [(indices, await call(unit, indices, seconds if there else min(_AWAY_S, seconds)))]
-        except Elsewhere as moved:
-            found = await ask_where(indices, left(deadline))
-            if found.keys() == {unit}:
-                raise PeerLost(f"rows are on their way: {moved}", where=f"storage unit {unit}") from moved
-        return await spread(found)
-
-    async def ask_where(indices: Sequence[int], seconds: float) -> dict[int, list[int]]:
+    async def attempt(unit: Peer, indices: Sequence[int], seconds: float) -> list[Part[T]]:
+        if unit.number in peers.units():
+            with suppress(Elsewhere):
+                return [(indices, await call(unit, indices, seconds))]
         request = AskWhere([rows[index] for index in indices])
-        places = parts_by(await peers.ask("queue.where", request, list[int], timeout=seconds))
-        return {unit: [indices[place] for place in of_unit] for unit, of_unit in places.items()}
-
-    async def spread(found: dict[int, list[int]]) -> list[Part[T]]:
-        nowhere = found.pop(NOWHERE, None)
-        parts = await at_all(found.items())
+        units_now = await peers.ask("queue.where", request, list[int], timeout=left(deadline))
+        places = {at: [indices[place] for place in there] for at, there in parts_by(units_now).items()}
+        if places.keys() == {unit.number}:
+            try:
+                return [(indices, await call(unit, indices, min(_AWAY_S, left(deadline))))]
+            except Elsewhere as moved:
+                raise PeerLost(f"rows are on their way: {moved}", where=str(unit)) from moved
+        nowhere = places.pop(NOWHERE, None)
+        parts = await at_all(places.items())
         return [*parts, (nowhere, None)] if nowhere else parts
 
     keys = zip(units, apart, strict=True) if apart else units
@@ -182,17 +104,22 @@ async def scatter(keys: Iterable[K], call: Callable[[Sequence[int]], Coroutine[A
     return in_order(zip(parts, await together(call(indices) for indices in parts), strict=True))
 
 
-def part_of(columns: Mapping[str, Jagged], indices: Sequence[int], rows: int) -> dict[str, Jagged]:
-    """Return the rows ``indices`` of ``columns``, which must have ``rows`` rows each (Refused otherwise)."""
+def check_rows(columns: Mapping[str, Jagged], tags: Tags | None, *, rows: int) -> None:
+    """Refuse columns, or tags, of another number of rows."""
     for name, column in columns.items():
         if len(column) != rows:
-            raise Refused(f"column {name} has {len(column)} rows, not {rows}", where="queue client")
-    return dict(columns) if len(indices) == rows else {name: column.take(indices) for name, column in columns.items()}
+            hint = "Give each column a value for every row"
+            raise Refused(f"column {name} has {len(column)} rows, not {rows}", where="queue client", hint=hint)
+    if tags is not None and len(tags) != rows:
+        raise Refused(f"{rows} rows came with {len(tags)} sets of tags", where="queue client", hint="Give one a row")
 
 
-def encoded(columns: Mapping[str, Jagged], *, rows: int = 0) -> tuple[BatchHeader, list[Buffer]]:
-    """Return the header and frames of ``columns``; rows: for the header of a batch without columns."""
-    return encode_batch(columns) if columns else (BatchHeader(rows=rows, columns=[]), [])
+def encoded(columns: Mapping[str, Jagged], indices: Sequence[int], *, rows: int) -> tuple[BatchHeader, list[Buffer]]:
+    """Return header and frames of the rows ``indices`` of ``columns``, which have ``rows`` rows each."""
+    if not columns:
+        return BatchHeader(rows=len(indices), columns=[]), []
+    whole = len(indices) == rows
+    return encode_batch(columns if whole else {name: column.take(indices) for name, column in columns.items()})
 
 
 def in_order(parts: Iterable[tuple[Sequence[int], Sequence[T]]]) -> list[T]:

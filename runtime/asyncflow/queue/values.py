@@ -31,12 +31,8 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 def encode_columns(columns: Mapping[str, Any]) -> dict[str, Jagged]:
-    """Return every column as a ``Jagged``; Refused where one cannot be, or they differ in rows."""
-    made = {name: encode(values, where=f"column {name}") for name, values in columns.items()}
-    if len({len(column) for column in made.values()}) > 1:
-        rows = ", ".join(f"{name} {len(column)}" for name, column in made.items())
-        raise Refused(f"columns of one put differ in rows: {rows}", where="put", hint="Give each a value for every row")
-    return made
+    """Return every column as a ``Jagged``; Refused where one cannot be."""
+    return {name: encode(values, where=f"column {name}") for name, values in columns.items()}
 
 
 def encode(values: Any, *, where: str = "column") -> Jagged:

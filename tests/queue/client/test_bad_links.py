@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.queue.blocking import BlockingQueue
+from asyncflow.queue.blocking import BlockingPartition, BlockingQueue
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.rpc.columns import Jagged
@@ -56,7 +56,7 @@ def take_all(queue, done):
         columns = queue.fetch(claimed.batch, ["x"], timeout=60)["x"]
         values = [int(columns.row(i)[0]) for i in range(len(columns))]
         had += [value for value, ok in zip(values, queue.complete(claimed.batch, {}, timeout=60), strict=True) if ok]
-        if queue.consumed(P, "t", timeout=60).done == ROWS:
+        if BlockingPartition(queue, P).consumed("t", timeout=60).done == ROWS:
             done.set()
     return had
 

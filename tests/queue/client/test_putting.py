@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
 from asyncflow.queue import putting
+from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.calls import Shares
 from asyncflow.queue.protocol.unit_calls import RowIds
-from asyncflow.queue.putting import Putter, time_at_unit
+from asyncflow.queue.putting import time_at_unit
 from asyncflow.rpc.columns import Jagged, decode_batch
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -30,7 +31,8 @@ class Units:
 
     def __init__(self, units, answer=lambda call: RowIds([100 + i for i in range(call.request.header.rows)])):
         self.answer, self.asked = answer, []
-        self.putter = Putter(ByHand(self.call, lambda: units), worker="w", attempt=0)
+        self.client = QueueClient(controller="", unit=lambda _: None, units=lambda: units, worker="w")
+        self.client.peers.call = ByHand(self.call).call
 
     def call(self, call):
         if call.method == "queue.shares":
@@ -39,8 +41,7 @@ class Units:
         return self.answer(call), []
 
     def put(self, rows, **options):
-        settings = {"tags": None, "group_size": 1, "outputs": None, "samples": None, "timeout": 5.0, **options}
-        return carry_out(self.putter.put("p", {"x": column(rows)}, **settings))
+        return carry_out(self.client.put("p", {"x": column(rows)}, timeout=5.0, **options))
 
 
 def values_of(call):
@@ -104,9 +105,16 @@ def test_two_clients_never_share_a_name():
     assert all(len(name) == 16 for name in names)
 
 
-@pytest.mark.parametrize(("rows", "options"), [(0, {}), (3, {"group_size": 2}), (3, {"tags": [{}]})])
-def test_what_makes_no_groups_is_refused(rows, options):
-    with pytest.raises(Refused, match="make no groups"):
+@pytest.mark.parametrize(
+    ("rows", "options", "why"),
+    [
+        (0, {}, "0 rows make no groups"),
+        (3, {"group_size": 2}, "3 rows make no groups"),
+        (3, {"tags": [{}]}, "3 rows came with 1 sets of tags"),
+    ],
+)
+def test_what_makes_no_groups_is_refused(rows, options, why):
+    with pytest.raises(Refused, match=why):
         Units([0]).put(rows, **options)
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from asyncflow.errors import DeadlineExceeded, Elsewhere, PeerLost, StaleHandle
 from asyncflow.identity import RowPlace
+from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.calls import NOWHERE
-from asyncflow.queue.routing import fetch_cells
 from asyncflow.rpc.columns import Jagged, encode_batch
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -22,7 +22,8 @@ class Units:
 
     def __init__(self, *, there=(0, 1, 2)):
         self.lies, self.failures, self.asked = {}, [], []
-        self.peers = ByHand(self.answer, lambda: list(there))
+        self.client = QueueClient(controller="", unit=lambda _: None, units=lambda: list(there), worker="w")
+        self.client.peers.call = ByHand(self.answer).call
 
     def put(self, unit, count):
         rows = [RowPlace(1, unit, len(self.lies) + i).row for i in range(count)]
@@ -30,7 +31,7 @@ class Units:
         return rows
 
     def fetch(self, rows):
-        return carry_out(fetch_cells(self.peers, rows, ["x", "y"], timeout=60.0))
+        return carry_out(self.client.fetch(rows, ["x", "y"], timeout=60.0))
 
     def answer(self, call):
         rows = list(call.request.rows)

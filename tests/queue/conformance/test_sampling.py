@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import Refused, StaleHandle
+from asyncflow.queue.partition import Partition
 from asyncflow.queue.protocol.messages import LeasedRow, Samples, TaskSpec
 from asyncflow.rpc.columns import Jagged
 
@@ -62,15 +63,15 @@ async def grade(client):
 
 async def test_20_what_a_step_has_bound_is_not_reset_unless_the_trainer_begins_anew_nor_what_is_committed(gang):
     rows = await grade(gang)
-    assert await gang.reset(P, task="grade", timeout=10) == len(rows) == GROUPS * SIZE
+    assert await Partition(gang, P).reset(task="grade", timeout=10) == len(rows) == GROUPS * SIZE
     assert await grade(gang) == rows
     await all_slots(gang)
     for task in ("grade", None):
-        assert await gang.reset(P, task=task, timeout=10) == 0
+        assert await Partition(gang, P).reset(task=task, timeout=10) == 0
     await gang.begin(partition=P, attempt=1, step=0, world=WORLD, timeout=10)
-    assert await gang.reset(P, task="grade", timeout=10) == len(rows)
+    assert await Partition(gang, P).reset(task="grade", timeout=10) == len(rows)
     await commit(gang, attempt=1)
-    assert await gang.reset(P, timeout=10) == 0
+    assert await Partition(gang, P).reset(timeout=10) == 0
     assert (await gang.claim(partition=P, task="grade", max_rows=1000, timeout=0)).rows == []
     report = await gang.audit(timeout=10)
     assert (report.ok, report.trained, report.resets) == (True, len(rows), 2 * len(rows))
@@ -80,7 +81,7 @@ async def test_21_a_look_shows_what_a_step_has_bound_where_it_is_named_and_nothi
     rows = await grade(gang)
 
     async def seen(*named):
-        sight = await gang.peek(P, task="grade", rows=named, most=1000, timeout=10)
+        sight = await Partition(gang, P).peek(task="grade", rows=named, most=1000, timeout=10)
         assert set(sight.done) <= {True}
         return sorted(sight.rows)
 

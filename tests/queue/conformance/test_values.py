@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from asyncflow.errors import ProtocolError, Refused
+from asyncflow.queue.routing import check_rows
 from asyncflow.queue.values import decode, encode, encode_columns, pack_object, unpack_object
 from asyncflow.rpc.columns import BYTES, DTYPES, OBJECT, TEXT, Jagged
 
@@ -123,5 +124,5 @@ def test_what_is_no_plain_value_is_refused_with_its_name():
 
 
 def test_columns_that_differ_in_rows_are_refused_with_their_lengths():
-    with pytest.raises(Refused, match="a 2, b 3"):
-        encode_columns({"a": np.zeros(2), "b": ["x", "y", "z"]})
+    with pytest.raises(Refused, match="column b has 3 rows, not 2"):
+        check_rows(encode_columns({"a": np.zeros(2), "b": ["x", "y", "z"]}), None, rows=2)

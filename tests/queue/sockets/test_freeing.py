@@ -1,6 +1,7 @@
 """Who clears rows and has the answer finds the room that they had."""
 
 from asyncflow.queue.controller import sessions
+from asyncflow.queue.partition import Partition
 from asyncflow.rpc.columns import Jagged
 
 P = "open"
@@ -18,7 +19,7 @@ async def test_what_was_cleared_is_free_when_the_answer_comes(cluster):
                 await made.client.put(P, VALUES, timeout=20)
             ).rows
             assert held(made) == [32_000, 32_000]
-            assert await made.client.clear_rows(P, rows, timeout=20) == 8
+            assert await Partition(made.client, P).clear(rows, timeout=20) == 8
             assert (held(made), made.controller.sessions.used) == ([0, 0], 0)
             await made.client.put(P, VALUES, timeout=20)
             await made.client.clear_partition(partition=P, timeout=20)
@@ -30,4 +31,4 @@ async def test_a_unit_that_frees_nothing_holds_up_nobody_for_long(cluster, monke
     async with cluster(units=1) as made:
         rows = (await made.client.put(P, VALUES, timeout=20)).rows
         await made.units[0].close()
-        assert await made.client.clear_rows(P, rows, timeout=20) == 4
+        assert await Partition(made.client, P).clear(rows, timeout=20) == 4

@@ -8,6 +8,7 @@ import resource
 import pytest
 
 from asyncflow.errors import Refused
+from asyncflow.queue.partition import Partition
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.rpc.columns import Jagged
 
@@ -130,4 +131,4 @@ async def test_a_compaction_whose_folder_cannot_be_synced_loses_and_doubles_noth
         putting.cancel()
         await asyncio.wait([putting])
         assert await numbers(made, rows[20:]) == list(range(20, len(rows)))
-        assert (await made.client.consumed(P, TASK.name, timeout=10)).done == 20
+        assert (await Partition(made.client, P).consumed(TASK.name, timeout=10)).done == 20

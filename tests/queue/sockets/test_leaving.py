@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from asyncflow.errors import ProtocolError, StaleHandle
+from asyncflow.queue.partition import Partition
 from asyncflow.queue.protocol.unit_calls import PutRows, RowIds, TakeRows
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.columns import Jagged, encode_batch
@@ -157,7 +158,7 @@ async def test_new_rows_go_past_a_unit_that_leaves_and_come_to_one_that_came(clu
 
 async def test_old_handles_of_open_rows_find_their_rows(cluster):
     async with cluster(units=3) as queue:
-        client = queue.client
+        client, rows = queue.client, Partition(queue.client, "open")
         numbers = []
         for n in range(9):
             put = await client.put("open", {"x": Jagged.from_rows([[n, n]], "int64")}, keys=[f"k{n}"], timeout=10)
@@ -165,7 +166,7 @@ async def test_old_handles_of_open_rows_find_their_rows(cluster):
         moving = [n for n, number in enumerate(numbers) if number >> 32 & 0xFFF == 1]
         assert len(moving) == 3
         cleared = numbers[moving[0]]
-        await client.clear_rows("open", [cleared], timeout=10)
+        await rows.clear([cleared], timeout=10)
         await queue.drain(1)
         left = [number for number in numbers if number != cleared]
         got = await client.fetch(left, ["x"], timeout=10)
@@ -175,13 +176,13 @@ async def test_old_handles_of_open_rows_find_their_rows(cluster):
         with pytest.raises(StaleHandle):
             await client.write([cleared], {"y": Jagged.from_rows([[1]], "int64")}, timeout=10)
         await client.write(left, {"y": Jagged.from_rows([[n] for n in range(8)], "int64")}, timeout=10)
-        assert await client.rows_of("open", ["k4", "k8"], timeout=10) == [numbers[4], numbers[8]]
-        again = await client.put_keyed("open", ["k4"], {"x": Jagged.from_rows([[70, 70]], "int64")}, timeout=10)
+        assert (await rows.get(["k4", "k8"], ["x"], timeout=10))["x"].tolist() == [[4, 4], [8, 8]]
+        again = await rows.put({"x": Jagged.from_rows([[70, 70]], "int64")}, keys=["k4"], timeout=10)
         assert again == [numbers[4]]
         await queue.start_unit(1)
         assert rows_of((await client.fetch(left, ["y"], timeout=10))["y"]) == [[n] for n in range(8)]
         assert rows_of((await client.fetch([numbers[4]], ["x"], timeout=10))["x"]) == [[70, 70]]
-        assert await client.clear_rows("open", left, timeout=10) == 8
+        assert await rows.clear(left, timeout=10) == 8
         async with asyncio.timeout(10):
             while any(used for used, _ in budgets(queue).values()):
                 await asyncio.sleep(0.01)

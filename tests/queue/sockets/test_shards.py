@@ -11,6 +11,7 @@ from asyncflow.errors import DeadlineExceeded, Refused, StaleHandle
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.ledger.audit import audit_ledgers
+from asyncflow.queue.partition import Partition
 from asyncflow.queue.peers import Peer
 from asyncflow.queue.protocol.calls import LEASE_BITS, AskProgress
 from asyncflow.queue.protocol.messages import Progress, TaskSpec
@@ -137,7 +138,7 @@ async def test_tasks_are_spread_and_rows_go_through_all(queue):
     fetched = await queue.client.fetch(rows, ["text", "score", "mark"], timeout=10)
     assert [int(cell[0]) for cell in fetched["mark"].rows()] == rows
     for task in PLACES:
-        progress = await queue.client.consumed(P, task, timeout=10)
+        progress = await Partition(queue.client, P).consumed(task, timeout=10)
         assert (progress.rows, progress.done) == (20, 20)
 
 
@@ -196,9 +197,9 @@ async def test_rows_that_end_end_for_every_task(queue):
     rows = await queue.put(4)
     leased = await queue.claim_all("grade", 4)
     assert await queue.client.drop(leased[:1], reason="bad", timeout=10) == [True]
-    assert await queue.client.clear_rows(P, [leased[1].row], timeout=10) == 1
+    assert await Partition(queue.client, P).clear([leased[1].row], timeout=10) == 1
     assert await queue.client.drop(leased[:1], reason="bad", timeout=10) == [False]
-    sight = await queue.client.peek(P, task="check", timeout=10)
+    sight = await Partition(queue.client, P).peek(task="check", timeout=10)
     assert sight.rows == [row for row in rows if row not in (leased[0].row, leased[1].row)]
     assert await queue.complete(leased[1:], "score") == [False, True, True]
     stats = await queue.client.stats(timeout=10)
@@ -261,7 +262,7 @@ async def test_leases_are_renewed_acknowledged_and_expired_where_they_are(queue)
     more = await queue.client.claim(partition=P, task="count", max_rows=9, done=[batch.lease], timeout=10)
     assert (len(more.batch.rows), more.late) == (4, [])
     assert await queue.client.acknowledge([more.batch.lease, "ff"], timeout=10) == [True, False]
-    assert (await queue.client.consumed(P, "count", timeout=10)).all
+    assert (await Partition(queue.client, P).consumed("count", timeout=10)).all
     await queue.client.expire(worker="test", timeout=10)
     assert {row.row for row in await queue.claim_all("grade", 6)} >= {row.row for row in held}
 
@@ -269,14 +270,14 @@ async def test_leases_are_renewed_acknowledged_and_expired_where_they_are(queue)
 async def test_questions_about_a_task_are_no_older_than_they_are(queue):
     for count in range(1, 6):
         await queue.put(1)
-        assert (await queue.client.consumed(P, "check", timeout=10)).rows == count
+        assert (await Partition(queue.client, P).consumed("check", timeout=10)).rows == count
 
 
 async def test_reset_reaches_every_task(queue):
     await queue.put(3)
     await queue.through(3)
-    assert await queue.client.reset(P, task="grade", timeout=10) == 3
-    assert await queue.client.reset(P, timeout=10) == 6
+    assert await Partition(queue.client, P).reset(task="grade", timeout=10) == 3
+    assert await Partition(queue.client, P).reset(timeout=10) == 6
     view = await queue.client.show(P, timeout=10)
     assert [(task.name, task.ready, task.done) for task in view.tasks] == [
         ("check", 3, 0),
@@ -290,7 +291,7 @@ async def test_the_audit_reads_all_ledgers_and_counts_rows_once(queue):
     await queue.through(5)
     leased = await queue.put(1) and await queue.claim("grade")
     await queue.client.give_back(leased, reason="", timeout=10)
-    await queue.client.peek(P, task="grade", timeout=10)
+    await Partition(queue.client, P).peek(task="grade", timeout=10)
     report = await queue.client.audit(timeout=10)
     assert report.ok, report.problems
     assert (report.put, report.remaining, report.redeliveries, report.peeked) == (6, 6, 1, 6)
@@ -304,7 +305,7 @@ async def test_a_shard_that_is_too_far_behind_takes_a_snapshot(queue):
     await queue.stop_controller(2)
     rows = [row for _ in range(30) for row in await queue.put(2)]
     cleared = rows[:10]
-    assert await queue.client.clear_rows(P, cleared, timeout=10) == 10
+    assert await Partition(queue.client, P).clear(cleared, timeout=10) == 10
     await queue.start_controller(2)
     for task, column in (("grade", "score"), ("check", "mark")):
         assert all(await queue.complete(await queue.claim_all(task, 50), column))
@@ -317,7 +318,7 @@ async def test_a_question_about_a_task_whose_shard_is_gone_names_it(queue, monke
     with pytest.raises(DeadlineExceeded, match="controller 1"):
         await asking.call("open.progress", AskProgress(P, [], "grade"), Progress, timeout=10)
     await asking.close()
-    assert (await queue.client.consumed(P, "read", timeout=10)).done == 0
+    assert (await Partition(queue.client, P).consumed("read", timeout=10)).done == 0
 
 
 @pytest.mark.parametrize("how", ["gone", "stopped"])
@@ -376,7 +377,7 @@ async def test_a_write_under_a_lease_of_a_controller_that_there_is_not_is_refuse
 async def test_a_row_cleared_before_the_shard_knows_is_stale(queue):
     rows = await queue.put(1)
     leased = await queue.claim("grade")
-    await queue.client.clear_rows(P, rows, timeout=10)
+    await Partition(queue.client, P).clear(rows, timeout=10)
     with pytest.raises(StaleHandle):
         await queue.client.fetch(leased, ["text"], timeout=10)
     assert await queue.complete(leased, "score") == [False]

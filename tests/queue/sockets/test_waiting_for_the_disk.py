@@ -7,6 +7,7 @@ import pytest
 
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.queue.ledger import log
+from asyncflow.queue.partition import Partition
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.roles.controller import _show
 from asyncflow.rpc.columns import Jagged
@@ -62,7 +63,7 @@ async def clear_all(cluster):
     """Clear what there is while the disk hangs; give the call when the unit has asked for orders once more."""
     controller = cluster.controller
     asked, rows = controller.server.counters.calls["units.watch"], list(controller.table.state.rows)
-    clearing = asyncio.create_task(cluster.connect("other").clear_rows(P, rows, timeout=20))
+    clearing = asyncio.create_task(Partition(cluster.connect("other"), P).clear(rows, timeout=20))
     await until(lambda: not controller.table.state.rows)
     await until(lambda: controller.server.counters.calls["units.watch"] > asked)
     return clearing
