@@ -14,7 +14,7 @@ from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.audit import Auditor
-from asyncflow.queue.protocol.calls import AskPart, Follow
+from asyncflow.queue.protocol.calls import Follow
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.protocol.unit_calls import Cells
 from asyncflow.queue.table.apply import QueueState
@@ -52,16 +52,18 @@ class Shard:
             self.table.state.outbox.clear()
 
     def follow(self, feed):
-        while (told := feed.answer(Follow(1, self.home, self.position, 0.0))) is not None:
+        while (told := feed.answer(Follow(1, self.home, self.position, 0, 0.0))) is not None:
             if told.parts:
                 draft = draft_of(self.table.state)
                 for part in range(told.parts):
-                    for raw in feed.part(AskPart(1, told.position, part)).items:
+                    for raw in (
+                        feed.answer(Follow(1, told.epoch, told.position, part, 0.0)).items if part else told.items
+                    ):
                         take(draft, decode(raw))
                 install(self.table.state, draft)
                 self.table.state.outbox.clear()
                 self.log = list(snapshot(self.table.state))
-            for raw in told.items:
+            for raw in told.items if not told.parts else []:
                 take(self.table.state, decode(raw))
             self.home, self.position = told.epoch, told.position
 

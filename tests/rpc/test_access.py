@@ -12,9 +12,7 @@ from asyncflow.identity import ProcessIdentity
 from asyncflow.rpc.access import ACCESS, Access, holder_of, place_of, worker_name
 
 SOURCES = Path(asyncflow.__file__).parent
-ROUTED = re.compile(
-    r"\b(?:route|command|answer|freeing)\(\s*\"([a-z_]+\.[a-z_]+)\"|\"([a-z_]+\.[a-z_]+)\"(?:: |\] = )Route\("
-)
+ROUTED = re.compile(r"\broute\(\s*\"([a-z_]+\.[a-z_]+)\"|\"([a-z_]+\.[a-z_]+)\": \(\s*(?:unit_)?calls\.")
 DIRECTORY = {"directory.register", "directory.heartbeat", "directory.leave"}
 WHOLE = Request(
     role="rollout",

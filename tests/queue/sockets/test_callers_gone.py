@@ -80,7 +80,7 @@ async def test_orders_leave_after_the_verdicts_that_wait_for_the_same_ledger():
     sessions, sent, loop = Sessions(Table(), lost_s=30), [], asyncio.get_running_loop()
     session, row = greeted(sessions, 0)
     ledger, verdict = loop.create_future(), loop.create_future()
-    orders = sessions.orders(Watch(session, 0, 0, 60))
+    orders = sessions.orders(Watch(session, 0, 0, 60), 0.0)
     orders.add_done_callback(lambda _: sent.append("orders"))
     verdict.add_done_callback(lambda _: sent.append("verdict"))
     sessions.order([row], after=ledger)
@@ -100,10 +100,10 @@ async def test_all_units_that_were_told_are_waited_for(monkeypatch):
     both, given_up = (asyncio.create_task(sessions.when_freed(answer, 0.0)) for answer in ("both", "given up"))
     await asyncio.sleep(0)
     given_up.cancel()
-    sessions.orders(Watch(first, 1, 0, 60))
+    sessions.orders(Watch(first, 1, 0, 60), 0.0)
     await asyncio.sleep(0.01)
     assert (both.done(), given_up.cancelled()) == (False, True)
-    sessions.orders(Watch(second, 1, 0, 60))
+    sessions.orders(Watch(second, 1, 0, 60), 0.0)
     async with asyncio.timeout(10):
         assert await both == "both"
     assert sessions.when_freed("all is free", 0.0) == "all is free"

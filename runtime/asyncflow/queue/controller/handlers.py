@@ -42,7 +42,7 @@ Route: TypeAlias = tuple[type[Struct], Callable[[Any], Any]]
 
 
 class Handlers:
-    """What a controller answers, and does by itself."""
+    """The part of a controller in its queue."""
 
     def __init__(self, controller: Controller) -> None:
         self.controller = controller
@@ -78,7 +78,7 @@ class Handlers:
             "queue.end": (calls.EndRows, self._end),
             "queue.abandon": (calls.ClaimTicket, spread(claims.abandon)),
             "queue.withdraw": (calls.ClaimTicket, spread(self.controller.parking.withdraw)),
-            "queue.expire": (calls.Expire, spread(claims.expire_worker)),
+            "queue.expire": (calls.Expire, spread(self.expire)),
             "queue.stats": (calls.Nothing, lambda _: self.controller.stats()),
             "queue.snapshot": (calls.AskSnapshot, self.snapshot),
             "queue.show": (calls.InPartition, self.show),

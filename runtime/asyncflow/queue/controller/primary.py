@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
 
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost
+from asyncflow.errors import DeadlineExceeded, PeerLost
 from asyncflow.queue.controller.handlers import Address, Handlers, Route, spread
 from asyncflow.queue.controller.parking import Soon
 from asyncflow.queue.ledger import events as ev
@@ -33,12 +33,11 @@ from asyncflow.queue.protocol.messages import (
     QueueStats,
     Wanted,
 )
-from asyncflow.queue.table.replication import FEED, ChangeFeed
+from asyncflow.queue.table.replication import FEED, ChangeFeed, WorkerLost
 from asyncflow.queue.table.report import find, listing, merge_snapshots, merge_stats, merge_views
 from asyncflow.queue.table.rows import expect, list_rows, write
 from asyncflow.queue.table.state import RowState
 from asyncflow.rpc.client import RpcClient
-from asyncflow.rpc.retry import retry
 from asyncflow.rpc.tls import Credentials
 
 if TYPE_CHECKING:
@@ -50,7 +49,6 @@ R = TypeVar("R")
 
 _ASK_S = 5.0
 _LOOK_S = 2.0
-_EXPIRE_S = 60.0
 
 
 class Primary(Handlers):
@@ -71,7 +69,6 @@ class Primary(Handlers):
             )
             for index in replicas
         }
-        self._calls: set[asyncio.Task[Any]] = set()
         self._asked: dict[int, float] = {}
 
     def start(self) -> None:
@@ -82,8 +79,6 @@ class Primary(Handlers):
 
     async def close(self) -> None:
         """Talk to replicas no longer."""
-        for task in self._calls:
-            task.cancel()
         for replica in self._replicas.values():
             await replica.close()
 
@@ -93,9 +88,10 @@ class Primary(Handlers):
         return {index: now - asked for index, asked in self._asked.items()}
 
     def expire(self, worker: str) -> None:
-        """Do so here, and have the replicas do it as soon as each can be reached."""
+        """End all leases and claims of a worker that is known to be dead, here and at the replicas."""
+        if self._replicas:
+            self.feed.add(WorkerLost(worker))
         super().expire(worker)
-        self._expire_at_replicas(calls.Expire(worker))
 
     def routes(self) -> dict[str, Route]:
         """Return how each method is answered, to clients, to units and, where there are some, to replicas."""
@@ -126,8 +122,8 @@ class Primary(Handlers):
             "units.announce": (unit_calls.Announce, self._announce),
             "units.admit": (unit_calls.Admit, self._admit),
             "units.lost": (unit_calls.LostRows, self._lost),
-            "units.move": (unit_calls.AskMove, self._next_order),
-            "units.watch": (unit_calls.Watch, self._watch),
+            "units.move": (unit_calls.AskMove, lambda ask: sessions.next_order(ask, self.controller.now())),
+            "units.watch": (unit_calls.Watch, lambda watch: sessions.orders(watch, self.controller.now())),
         }
         if self._replicas:
             routes |= {
@@ -135,12 +131,10 @@ class Primary(Handlers):
                 "queue.show": (calls.InPartition, self._show_all),
                 "queue.snapshot": (calls.AskSnapshot, self._snapshot_of_all),
                 "queue.audit": (calls.Nothing, self._audit_all),
-                "queue.expire": (calls.Expire, self._expire_everywhere),
                 "open.reset": (calls.Reset, self._reset_where_it_is),
                 "open.peek": (calls.Peek, self._peek_where_it_is),
                 "open.progress": (calls.AskProgress, self._progress_where_it_is),
                 "replicas.follow": (calls.Follow, self._follow),
-                "replicas.part": (calls.AskPart, self.feed.part),
                 "replicas.type": (calls.EnterTypes, self._enter_types),
                 "replicas.drop": (calls.DropRows, self._drop),
             }
@@ -227,14 +221,6 @@ class Primary(Handlers):
         rows, here = self.state.rows, call.session.location
         self.table.lose_rows([number for number in call.rows if number in rows and rows[number].location == here])
 
-    def _next_order(self, call: unit_calls.AskMove) -> unit_calls.MoveOrder:
-        self._sessions.check(call.session, self.controller.now())
-        return self._sessions.next_order(call)
-
-    def _watch(self, call: unit_calls.Watch) -> Soon[unit_calls.Orders]:
-        self._sessions.check(call.session, self.controller.now())
-        return self._sessions.orders(call)
-
     def _follow(self, call: calls.Follow) -> Soon[calls.Feed]:
         if call.replica in self._asked:
             self._asked[call.replica] = self.controller.now()
@@ -286,28 +272,6 @@ class Primary(Handlers):
             return await self._ask(index, "open.reset", call, int)
         own = await self._written(self.reset(call))
         return own if call.task is not None else own + sum(await self._ask_all("open.reset", call, int))
-
-    async def _expire_everywhere(self, call: calls.Expire) -> calls.Done:
-        """End the leases of a worker here and everywhere; a replica that cannot be reached now is told later."""
-        tasks = self._expire_at_replicas(call)
-        self.table.claims.expire_worker(call.worker)
-        await self.controller.written()
-        await asyncio.wait(tasks, timeout=_ASK_S / 2)
-        return calls.Done()
-
-    def _expire_at_replicas(self, call: calls.Expire) -> list[asyncio.Task[None]]:
-        async def expire(index: int, replica: RpcClient) -> None:
-            ask = partial(replica.call, "queue.expire", call, calls.Done, timeout=_ASK_S)
-            try:
-                await retry(ask, what=f"telling controller {index} of a dead worker", timeout=_EXPIRE_S)
-            except AsyncFlowError as error:
-                log.info("%s", error)
-
-        tasks = [asyncio.create_task(expire(*replica), name="expire") for replica in self._replicas.items()]
-        for task in tasks:
-            self._calls.add(task)
-            task.add_done_callback(self._calls.discard)
-        return tasks
 
     def _controller_of(self, partition: str, task: str | None) -> int:
         there = self.asked(partition).elsewhere.get(task) if task else None

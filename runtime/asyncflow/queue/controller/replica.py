@@ -72,9 +72,12 @@ class Follower:
         for task in self._entering.values():
             task.cancel()
 
+    async def _ask(self, position: int, *, part: int = 0) -> calls.Feed:
+        ask = calls.Follow(self._state.index, self.epoch, position, part, _PARK_S)
+        return await self._client.call("replicas.follow", ask, calls.Feed, timeout=_PARK_S + _CALL_S)
+
     async def _step(self) -> None:
-        ask = calls.Follow(self._state.index, self.epoch, self.position, _PARK_S)
-        feed = await self._client.call("replicas.follow", ask, calls.Feed, timeout=_PARK_S + _CALL_S)
+        feed = await self._ask(self.position)
         if feed.parts:
             await self._take_snapshot(feed)
             return
@@ -87,15 +90,16 @@ class Follower:
         self._arrived(feed)
 
     async def _take_snapshot(self, feed: calls.Feed) -> None:
+        """Take a snapshot, of which ``feed`` is the first part."""
         log.info("taking a snapshot of the primary's rows, in %d parts", feed.parts)
         draft = draft_of(self._state)
         draft.now = self._controller.now()
-        for number in range(feed.parts):
-            ask = calls.AskPart(self._state.index, feed.position, number)
-            part = await self._client.call("replicas.part", ask, calls.Part, timeout=_CALL_S)
-            for raw in part.items:
+        for number in range(1, feed.parts + 1):
+            for raw in feed.items:
                 take(draft, decode(raw))
                 await asyncio.sleep(0)
+            if number < feed.parts:
+                feed = await self._ask(feed.position, part=number)
         self._controller.settle()
         install(self._state, draft)
         await self._controller.rewrite()

@@ -40,8 +40,8 @@ _FREE_S = 0.2
 class _Unit:
     """held: rows that it said it holds; given: rows put there, counted on from the least of the others.
 
-    frees: rows that it must free, of which ``first`` is the number of the first; freed: futures of those who wait until
-    it has freed the rows up to a number.
+    to_free: rows that it must free, of which ``first`` is the number of the first; freed: done when it has freed all of
+    them, where somebody waits for that.
     """
 
     epoch: int
@@ -53,29 +53,29 @@ class _Unit:
     synced: bool = False
     address: str = ""
     first: int = 1
-    frees: list[int] = field(default_factory=list)
-    freed: dict[int, asyncio.Future[None]] = field(default_factory=dict)
+    to_free: list[int] = field(default_factory=list)
+    freed: asyncio.Future[None] | None = None
     watching: tuple[asyncio.Future[Orders], asyncio.TimerHandle] | None = None
 
     def orders(self, *, leave: bool) -> Orders:
         """Return the first of the rows that it must free."""
-        rows = self.frees[:_ORDERS]
+        rows = self.to_free[:_ORDERS]
         return Orders(self.first + len(rows) - 1, rows, leave)
 
     def all_freed(self) -> asyncio.Future[None]:
-        """Return a future that is done when it has freed all that it must free now."""
-        last = self.first + len(self.frees) - 1
-        if last not in self.freed:
-            self.freed[last] = asyncio.get_running_loop().create_future()
-        return self.freed[last]
+        """Return a future that is done when it has nothing to free."""
+        if self.freed is None:
+            self.freed = asyncio.get_running_loop().create_future()
+        return self.freed
 
     def carried_out(self, number: int) -> None:
         """Take its word that it has freed the rows up to this number."""
-        if 0 < (rows := number + 1 - self.first) <= len(self.frees):
-            del self.frees[:rows]
+        if 0 < (rows := number + 1 - self.first) <= len(self.to_free):
+            del self.to_free[:rows]
             self.first += rows
-            for last in [last for last in self.freed if last <= number]:
-                self.freed.pop(last).set_result(None)
+        if not self.to_free and self.freed is not None:
+            self.freed.set_result(None)
+            self.freed = None
 
 
 async def _after(freed: Sequence[asyncio.Future[None]], answer: T) -> T:
@@ -149,12 +149,13 @@ class Sessions:
         self.next_deadline = min(self.next_deadline, now + self._lost_s)
         return Welcome(self._table.controller, epoch, self._watch_s, self._table.controllers)
 
-    def check(self, session: Session, now: float) -> None:
-        """Refuse a unit whose session another controller began, or that was given up meanwhile."""
+    def check(self, session: Session, now: float) -> _Unit:
+        """Return the unit of a session. Raises Fenced for one that another controller began, or that is over."""
         unit = self._units.get(session.unit)
         if session.controller != self._table.controller or unit is None or unit.epoch != session.epoch:
             raise Fenced("this session is over", where=f"storage unit {session.unit}", hint="The unit says hello again")
         unit.seen = now
+        return unit
 
     def synced(self, session: Session) -> None:
         """Note that a unit has told all it holds: what it did not name is lost."""
@@ -166,8 +167,8 @@ class Sessions:
     def order(self, rows: Iterable[Row], *, after: asyncio.Future[None] | None = None) -> None:
         """Have the units free ``rows``; those of units that are gone are gone with them.
 
-        after: do so when this is done, if it went well, but only a turn of the loop later: all verdicts that wait for
-        it are sent first, because a unit passes over rows whose verdict it has not heard.
+        after: do so when this is done, if it went well, but only a turn of the loop later: all results that wait for
+        it are sent first, because a unit passes over rows whose result it has not heard.
         """
         if after is not None:
             loop = asyncio.get_running_loop()
@@ -179,15 +180,15 @@ class Sessions:
         for home, mine in told.items():
             unit = self._units.get(unit_at(home))
             if unit is not None and unit.epoch == epoch_of(home):
-                unit.frees += mine
+                unit.to_free += mine
                 self._tell(unit)
 
-    def orders(self, watch: Watch) -> Orders | asyncio.Future[Orders]:
+    def orders(self, watch: Watch, now: float) -> Orders | asyncio.Future[Orders]:
         """Return what a unit must free, as soon as there is something or after ``wait_s``."""
-        unit = self._units[watch.session.unit]
+        unit = self.check(watch.session, now)
         unit.used, unit.held = watch.used, watch.held
         unit.carried_out(watch.done)
-        if unit.frees:
+        if unit.to_free:
             return unit.orders(leave=self._leaving(unit))
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Orders] = loop.create_future()
@@ -201,7 +202,7 @@ class Sessions:
 
         Whoever cleared rows and has the answer may put as much at once: there is room.
         """
-        units = [unit for unit in self._units.values() if unit.frees and not self._silent(unit, now)]
+        units = [unit for unit in self._units.values() if unit.to_free and not self._silent(unit, now)]
         return _after([unit.all_freed() for unit in units], answer) if units else answer
 
     def _tell(self, unit: _Unit) -> None:
@@ -254,8 +255,9 @@ class Sessions:
             log.info("storage unit %d leaves: its rows move to others", drain.unit)
             self._tell(self._units[drain.unit])
 
-    def next_order(self, ask: AskMove) -> MoveOrder:
-        """Say what a unit that leaves moves next; its session ends when nothing is left."""
+    def next_order(self, ask: AskMove, now: float) -> MoveOrder:
+        """Return what a unit that leaves moves next; its session ends when nothing is left."""
+        self.check(ask.session, now)
         rooms = {
             index: Room(unit.held, unit.limit - unit.used)
             for index, unit in self._taking()

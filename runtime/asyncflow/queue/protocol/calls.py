@@ -127,7 +127,7 @@ class Begin(Struct, frozen=True):
 
 
 class AskSlot(Struct, frozen=True):
-    """What does a rank train in a slot? Parks for ``wait_s`` seconds."""
+    """Ask for the rows that a rank trains in a slot; parks for ``wait_s`` seconds."""
 
     partition: str
     attempt: int
@@ -163,7 +163,7 @@ class Commit(Struct, frozen=True):
 
 
 class AskWanted(Struct, frozen=True):
-    """Which samples must be created again? Parks until the revision is not ``known``."""
+    """Ask which samples must be created again; parks until the revision is not ``known``."""
 
     partition: str
     known: int
@@ -183,7 +183,7 @@ class InPartition(Struct, frozen=True):
 
 
 class AskSnapshot(Struct, frozen=True):
-    """How far a partition has come; of its steps only ``step`` is told, unless it is None."""
+    """Ask how far a partition has come; of its steps only ``step`` is told, unless it is None."""
 
     partition: str
     step: int | None = None
@@ -241,7 +241,7 @@ class ClearRows(Struct, frozen=True):
 
 
 class AskProgress(Struct, frozen=True):
-    """How many rows have these columns, or were completed by this task? One of the two is given."""
+    """Ask how many rows have these columns, or were completed by this task: one of the two is given."""
 
     partition: str
     columns: list[str]
@@ -280,41 +280,28 @@ def controller_of(lease: str) -> int:
 
 
 class Follow(Struct, frozen=True):
-    """What happened to rows after ``position`` in the time of the primary with this epoch? Parks for ``wait_s``.
+    """Ask for the changes after ``position`` in the time of the primary with this epoch; parks for ``wait_s``.
 
-    epoch: 0 asks for a snapshot.
+    epoch: 0 asks for a snapshot; part: if not 0, for that part of the snapshot that was begun at ``position``.
     """
 
     replica: _Count
     epoch: _Count
     position: _Count
+    part: _Count
     wait_s: Seconds
 
 
 class Feed(Struct, frozen=True):
-    """What happened, up to ``position``; the items are encoded one by one.
+    """The changes up to ``position``, encoded one by one.
 
-    parts: if not 0, the replica must take a snapshot of so many parts (``AskPart``) and follow from ``position`` on.
+    parts: if not 0, the items are the first part of a snapshot of so many parts, from which ``position`` goes on.
     """
 
     epoch: int
     position: int
     items: list[Raw]
     parts: int = 0
-
-
-class AskPart(Struct, frozen=True):
-    """Request for part ``part`` of the snapshot that was made for this replica at ``position``."""
-
-    replica: _Count
-    position: _Count
-    part: _Count
-
-
-class Part(Struct, frozen=True):
-    """The items of a part, encoded one by one."""
-
-    items: list[Raw]
 
 
 class Reach(Struct, frozen=True):

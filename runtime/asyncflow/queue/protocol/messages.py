@@ -121,7 +121,7 @@ class StagedRow(Struct, frozen=True, kw_only=True):
 
 
 class StepTotals(Struct, frozen=True, kw_only=True):
-    """What all of D_step holds, over all ranks and slots: the normalisers of its gradient."""
+    """The contents of D_step, over all ranks and slots: the normalisers of its gradient."""
 
     groups: int = 0
     samples: int = 0
@@ -158,7 +158,7 @@ class StepState(Struct, frozen=True, kw_only=True):
 
 
 class PartitionSnapshot(Struct, frozen=True, kw_only=True):
-    """What a restarted driver needs to go on.
+    """The state of a partition that a restarted driver needs to go on.
 
     next_serial: one above the highest created; missing: serials below it that were never created; steps: those above
     ``last_committed_step`` and those with unfinished samples; attempt: of the newest trainer that began, -1 if none;
@@ -203,7 +203,7 @@ class QueueStats(Struct, frozen=True, kw_only=True):
 
 
 class AuditReport(Struct, frozen=True, kw_only=True):
-    """What the ledger says about every training sample; ``dispatched = trained + filtered + dropped + unfinished`` if
+    """The ledger's account of every training sample; ``dispatched = trained + filtered + dropped + unfinished`` if
     nothing is lost.
 
     lost: samples that should exist or be finished and are not; duplicated: samples created or trained more than once in
@@ -307,7 +307,7 @@ class Listing(Struct, frozen=True, array_like=True):
 
 
 class PeekedRows(Struct, frozen=True, array_like=True):
-    """What a look at rows shows, a place for each.
+    """Rows as they are, a place for each.
 
     ready: for the task that was named, now; leased, done: by it; attempts: how often it had the row before; lacks: the
     columns that the task needs and the row has not got; sizes: bytes by column, -1 where a row has not got it.
@@ -325,7 +325,7 @@ class PeekedRows(Struct, frozen=True, array_like=True):
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """How far the rows of a partition are with some columns, or with a task.
+    """The rows of a partition that have some columns, or that a task has completed.
 
     rows: that there are; done: that have all of the columns, or that the task has completed; leased: that it holds;
     cleared: that were there and were cleared one by one; expected: that there will be, None if nobody said so.

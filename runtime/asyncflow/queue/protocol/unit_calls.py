@@ -119,7 +119,7 @@ class Welcome(Struct, frozen=True):
 
 
 class Session(Struct, frozen=True):
-    """Who speaks to whom; the controller refuses one that it did not begin."""
+    """A unit and the controller that it speaks to, which refuses a session that it did not begin."""
 
     unit: int
     controller: int
@@ -189,14 +189,14 @@ Entry: TypeAlias = NewRows | NewCells | MovedRows
 
 
 class Admit(Struct, frozen=True):
-    """What a unit was given since its last call, in order."""
+    """The entries that a unit was given since its last call, in order."""
 
     session: Session
     entries: list[Entry]
 
 
 class EntryResult(Struct, frozen=True):
-    """What became of each row of an entry; error: that of ``to_wire`` when the whole entry is refused.
+    """The result of an entry, for each row; error: that of ``to_wire`` when the whole entry is refused.
 
     rows: of ``NewRows`` that are not all ok, the ids to be told to whoever put them (see ``RowIds``).
     """
@@ -291,7 +291,7 @@ def chosen(cells: Cells, count: int, indices: list[int]) -> Cells:
 
 
 class AdmitCells(Struct, frozen=True):
-    """What ``unit`` was given under leases of this replica."""
+    """The entries that ``unit`` was given under leases of this replica."""
 
     unit: Annotated[int, Meta(ge=0)]
     entries: list[NewCells]

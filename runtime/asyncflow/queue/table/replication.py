@@ -21,10 +21,11 @@ from typing import TypeAlias
 
 import msgspec
 from msgspec import Raw, Struct
+from msgspec.structs import replace
 
 from asyncflow.errors import LedgerCorrupt, Refused, StaleHandle
 from asyncflow.queue.ledger import events as ev
-from asyncflow.queue.protocol.calls import AskPart, Feed, Follow, Part
+from asyncflow.queue.protocol.calls import Feed, Follow
 from asyncflow.queue.protocol.unit_calls import Held
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.partition import Partition
@@ -53,7 +54,13 @@ class RowsHeld(Struct, frozen=True, array_like=True, tag="held"):
     held: list[Held]
 
 
-Change: TypeAlias = ev.Event | RowsHeld
+class WorkerLost(Struct, frozen=True, array_like=True, tag="worker"):
+    """A worker is dead: its leases end."""
+
+    worker: str
+
+
+Change: TypeAlias = ev.Event | RowsHeld | WorkerLost
 
 encode = msgspec.msgpack.Encoder().encode
 _decode: Callable[[Buffer], Change] = msgspec.msgpack.Decoder(Change).decode
@@ -121,15 +128,16 @@ class ChangeFeed:
     def happens(self, event: ev.Event) -> None:
         """Tell of an event that is about to happen."""
         if (told := change_of(self._state, event)) is not None:
-            self._add(told)
+            self.add(told)
 
     def held(self, numbers: Iterable[int]) -> None:
         """Tell of those of the rows that are there, as their units hold them."""
         rows = [row for number in numbers if (row := self._state.rows.get(number)) is not None and row.here]
         for some in batches(rows, _ROWS):
-            self._add(RowsHeld(list(map(_held, some))))
+            self.add(RowsHeld(list(map(_held, some))))
 
-    def _add(self, item: Change) -> None:
+    def add(self, item: Change) -> None:
+        """Tell of something that has happened."""
         encoded = encode(item)
         self._items.append(encoded)
         self._bytes += len(encoded)
@@ -146,16 +154,21 @@ class ChangeFeed:
             self._bytes -= len(self._items.popleft())
 
     def answer(self, follow: Follow) -> Feed | None:
-        """Return what comes after a place, or how to take a snapshot; None where nothing came yet.
+        """Return the changes after a place, or a part of a snapshot; None where nothing came yet.
 
-        Raises Refused for a replica that there is not.
+        Raises Refused for a replica that there is not, StaleHandle for a snapshot that is not there any more.
         """
         if follow.replica not in self._read:
             what = f"there is no controller {follow.replica}"
             raise Refused(what, where="controller", hint="Start as many as spec.transferQueue.controllers says")
+        if follow.part:
+            return self._part(follow)
         first = self.position - len(self._items)
         if not follow.epoch or follow.epoch != self.epoch or not first <= follow.position <= self.position:
-            return self._begin(follow.replica)
+            records = list(weighed_batches(map(encode, snapshot_rows(self._state)), len, heaviest=_MOST))
+            self._snapshots[follow.replica] = _Snapshot(self.position, records, list(self._state.rows))
+            self._note(follow.replica, self.position)
+            return self._part(replace(follow, position=self.position))
         self._snapshots.pop(follow.replica, None)
         self._note(follow.replica, follow.position)
         first = self.position - len(self._items)
@@ -164,24 +177,17 @@ class ChangeFeed:
         items = list(_within(_MOST, islice(self._items, follow.position - first, None)))
         return Feed(self.epoch, follow.position + len(items), items)
 
-    def _begin(self, replica: int) -> Feed:
-        records = list(weighed_batches(map(encode, snapshot_rows(self._state)), len, heaviest=_MOST))
-        made = _Snapshot(self.position, records, list(self._state.rows))
-        self._snapshots[replica] = made
-        self._note(replica, made.position)
-        return Feed(self.epoch, made.position, [], parts=made.parts)
-
-    def part(self, ask: AskPart) -> Part:
-        """Return a part of a snapshot. StaleHandle where it is not there any more."""
-        made = self._snapshots.get(ask.replica)
-        if made is None or made.position != ask.position:
+    def _part(self, follow: Follow) -> Feed:
+        made = self._snapshots.get(follow.replica)
+        if made is None or made.position != follow.position:
             raise StaleHandle("there is no such snapshot", where="controller", hint="Follow again")
-        if ask.part < len(made.records):
-            return Part([Raw(record) for record in made.records[ask.part]])
-        start = (ask.part - len(made.records)) * _ROWS
-        rows = (self._state.rows.get(number) for number in made.rows[start : start + _ROWS])
-        held = [_held(row) for row in rows if row is not None and row.here]
-        return Part([Raw(encode(RowsHeld(held)))])
+        if follow.part < len(made.records):
+            items = [Raw(record) for record in made.records[follow.part]]
+        else:
+            start = (follow.part - len(made.records)) * _ROWS
+            rows = (self._state.rows.get(number) for number in made.rows[start : start + _ROWS])
+            items = [Raw(encode(RowsHeld([_held(row) for row in rows if row is not None and row.here])))]
+        return Feed(self.epoch, made.position, items, parts=made.parts)
 
 
 def _within(most: int, items: Iterable[bytes]) -> Iterator[Raw]:
@@ -207,6 +213,10 @@ def draft_of(state: QueueState) -> QueueState:
 
 def take(state: QueueState, item: Change) -> None:
     """Apply a change. LedgerCorrupt where it does not follow from the changes before."""
+    if isinstance(item, WorkerLost):
+        for lease in list(state.leases.of_worker(item.worker)):
+            state.record(ev.Returned(lease.id, list(lease.rows), "worker lost"))
+        return
     if not isinstance(item, RowsHeld):
         state.record(item)
         return
