@@ -25,6 +25,7 @@ LONGEST = ("system", "processes")
 
 settings.register_profile("asyncflow", deadline=None, derandomize=True)
 settings.load_profile("asyncflow")
+gc.disable()  # until everything is imported
 
 
 class Scheduling(LoadScopeScheduling):
@@ -50,6 +51,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     if session.config.option.collectonly:
         return
     wanted = {fixture for item in session.items for fixture in getattr(item, "fixturenames", ())}

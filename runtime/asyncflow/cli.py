@@ -153,16 +153,18 @@ def role(name: str, *, insecure: bool, **options: Any) -> int:
 
     die_with_parent()  # before anything else is imported
     from asyncflow.api.names import INSECURE_ENV, RoleName
+    from asyncflow.plugins import importing
 
     if insecure:
         os.environ[INSECURE_ENV] = "1"
     module = f"asyncflow.roles.{'stores' if name in ('holder', 'master') else name}"
     if name not in get_args(RoleName) or find_spec(module) is None:
         raise NotYetError(f"there is no role {name!r}", where="asyncflow role", hint="See asyncflow plan FILE")
-    from asyncflow.roles.context import RoleOptions
+    with importing():
+        from asyncflow.roles.context import RoleOptions
 
-    status: int = import_module(module).main(RoleOptions(role=name, **options))
-    return status
+        main: Callable[..., int] = import_module(module).main
+    return main(RoleOptions(role=name, **options))
 
 
 @app.command(hidden=True)

@@ -16,8 +16,15 @@ pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm"),
 ]
 
-STEPS = 12
-SETTINGS = [f"algorithm.steps={STEPS}", "evaluation.every=0", "data.eval.size=64", "rollout.replicas=1"]
+STEPS, PROMPTS, GROUP = 6, 8, 8
+SETTINGS = [
+    f"algorithm.steps={STEPS}",
+    f"algorithm.promptsPerStep={PROMPTS}",
+    f"algorithm.groupSize={GROUP}",
+    "evaluation.every=0",
+    "data.eval.size=64",
+    "rollout.replicas=1",
+]
 
 
 def servers() -> list[psutil.Process]:
@@ -38,7 +45,8 @@ def test_a_job_through_vllm_loses_nothing_when_the_server_is_killed(tmp_path: Pa
     assert not servers()
     report = audit_ledgers(folder / "ledger")
     assert report.ok, report.problems
-    assert (report.dispatched, report.trained, report.lost, report.duplicated) == (STEPS * 128, STEPS * 128, 0, 0)
+    samples = STEPS * PROMPTS * GROUP
+    assert (report.dispatched, report.trained, report.lost, report.duplicated) == (samples, samples, 0, 0)
     gaps = [json.loads(line)["logprob_gap_p99"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert len(gaps) == STEPS
     assert max(gaps) < 1e-4

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.process
 
 DETERMINISTIC = ["schedule.deterministic=true"]
 SYNC = ["schedule.mode=sync", "schedule.update=sync", "schedule.maxStaleness=0"]
-SHORT = ["algorithm.steps=5", "algorithm.promptsPerStep=8"]
+SHORT = ["algorithm.steps=5", "algorithm.promptsPerStep=8", "data.eval.size=16"]
 
 
 def exported(folder: Path, settings: Sequence[str], *, rollouts: int, killed: Sequence[str] = ()) -> str:
