@@ -16,7 +16,10 @@ unexport PYTHONDONTWRITEBYTECODE
 run: $(STAMP)
 	$(BIN)/asyncflow run examples/quickstart.yaml --fresh
 
-test: lint types contracts pytest
+# The control plane is built while packages are installed and the quick checks run; then the tests have both cores.
+test:
+	@$(MAKE) --no-print-directory -j 2 kube lint types contracts
+	@$(MAKE) --no-print-directory pytest
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -37,8 +40,8 @@ pytest: $(STAMP) $(VLLM) kube
 
 # A real API server and what tests need beside it, from pinned Go modules, built once and kept by version
 # (hack/kube/build.py).
-kube: $(STAMP)
-	$(BIN)/python hack/kube/build.py kube kwok helm promtool controller-gen
+kube:
+	$(PYTHON) hack/kube/build.py kube kwok helm promtool controller-gen
 
 # The documentation as a site, in build/site; a link that leads nowhere is an error. `make test` builds it too.
 docs: export NO_MKDOCS_2_WARNING = 1

@@ -89,7 +89,8 @@ def test_a_device_that_torch_does_not_see_ends_the_run(
 ) -> None:
     monkeypatch.setenv(visible, "0,1")
     device = f"trainer.accelerator={accelerator}"
-    ended = run(tmp_path / "run", device, "rollout.replicas=1", manifest="quickstart.yaml")
+    rollout = "rollout={replicas: 1, minReplicas: 1, maxReplicas: 1, engine: {name: simulated}}"
+    ended = run(tmp_path / "run", device, rollout, manifest="quickstart.yaml")
     assert ended.returncode == 1
     assert "trainer-0 ended with exit status 2" in ended.stderr
     assert f"spec.trainer.accelerator: {lacks}" in ended.stderr

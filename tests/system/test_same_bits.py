@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 from one_run import finish, kill, start, wait_for_step
 
+from asyncflow.models.source import materialize_config, materialize_weights
+
 pytestmark = pytest.mark.process
 
+TINY = "tiny://reverse-digits"
 DETERMINISTIC = ["schedule.deterministic=true"]
 SYNC = ["schedule.mode=sync", "schedule.update=sync", "schedule.maxStaleness=0"]
 SHORT = ["algorithm.steps=5", "algorithm.promptsPerStep=8", "data.eval.size=16"]
@@ -26,7 +29,9 @@ def exported(folder: Path, settings: Sequence[str], *, rollouts: int, killed: Se
 
 @pytest.mark.timeout(900)
 def test_more_rollouts_and_kills_change_no_bit_of_the_weights(tmp_path: Path) -> None:
-    settings = [*DETERMINISTIC, *SHORT]
+    model = materialize_config(TINY, tmp_path)
+    materialize_weights(TINY, model)
+    settings = [*DETERMINISTIC, *SHORT, f"model.source={model}"]
     alone = exported(tmp_path / "one", settings, rollouts=1)
     assert exported(tmp_path / "three", settings, rollouts=3, killed=["rollout", "trainer"]) == alone
 
