@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 Sync = Literal["process", "interval", "always"]
 
 _INTERVAL_S = 1.0
-_PIECE = 1 << 20
+_CHUNK = 1 << 20
 _MAGIC = b"\xa5AF3"
 _ANY_FORMAT = _MAGIC[:3]
 _HEADER = struct.Struct("<4sII")
@@ -142,7 +142,6 @@ class Ledger:
         self._group: asyncio.Future[None] | None = None
         self._under_way: asyncio.Future[None] | None = None
         self._syncing: asyncio.Task[None] | None = None
-        self._late: asyncio.TimerHandle | None = None
         self._unsafe_since: float | None = None
         self._broken: OSError | None = None
 
@@ -184,7 +183,7 @@ class Ledger:
         draft = path.with_suffix(".draft")
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
         try:
-            size = sum(_write(fd, piece) for piece in _pieces(events))
+            size = sum(_write(fd, chunk) for chunk in _chunks(events))
             os.fsync(fd)
         except BaseException:
             os.close(fd)
@@ -209,22 +208,17 @@ class Ledger:
         self._buffer += [pack(event) for event in events]
 
     def commit(self) -> asyncio.Future[None] | None:
-        """Make everything appended before as safe as ``sync`` says; give what is done then, None if it is so already.
+        """Write what was appended; return what is done when it is as safe as ``sync`` says, None if it is so already.
 
         Raises OSError, or the future does, when it cannot be written; nothing is written after that.
         """
         if self._broken is not None:
             raise self._broken
-        if self._sync != "always":
-            if self._buffer:
-                self._write_out()
-            return None
-        if self._buffer and self._group is None:
-            self._group = asyncio.get_running_loop().create_future()
-            self._mark_unsafe()
-            if self._syncing is None:
-                self._syncing = asyncio.create_task(self._sync_groups(), name="ledger")
-        return self._group or self._under_way
+        if self._buffer:
+            self._write_out()
+            if self._sync != "process":
+                self._sync_soon()
+        return (self._group or self._under_way) if self._sync == "always" else None
 
     async def flushed(self) -> None:
         """Wait until everything appended before is as safe as ``sync`` says. Raises OSError when it cannot be."""
@@ -260,9 +254,9 @@ class Ledger:
         self.let_go()
 
     async def _rest(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
         if self._syncing is not None:
+            if self._sync == "interval":
+                self._syncing.cancel()
             await asyncio.wait([self._syncing])
 
     def let_go(self) -> None:
@@ -282,9 +276,6 @@ class Ledger:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self.bytes)
             raise
-        if self._sync == "interval" and self._late is None:
-            self._mark_unsafe()
-            self._late = asyncio.get_running_loop().call_later(_INTERVAL_S, self._sync_soon)
         if self.bytes > max(self._limit, 2 * self._compacted):
             self._compact_now()
 
@@ -297,50 +288,43 @@ class Ledger:
             self._compacted = self.bytes
             log.warning("the ledger was not compacted, it goes on in the old file: %s", error)
 
-    def _mark_unsafe(self) -> None:
-        if self._unsafe_since is None:
-            self._unsafe_since = asyncio.get_running_loop().time()
-
     def _sync_soon(self) -> None:
-        self._syncing = asyncio.create_task(self._sync_once(), name="ledger")
-
-    async def _sync_once(self) -> None:
-        """Make safe what was written since the last time; what comes meanwhile waits for the next."""
-        self._late, began = None, asyncio.get_running_loop().time()
-        try:
-            await asyncio.to_thread(_sync, os.dup(self._fd))
-        except OSError as error:
-            self._broken = error
-        self._unsafe_since = began if self._late is not None else None
-        self._syncing = None
+        loop = asyncio.get_running_loop()
+        if self._group is None:
+            self._group = loop.create_future()
+        if self._unsafe_since is None:
+            self._unsafe_since = loop.time()
+        if self._syncing is None:
+            self._syncing = asyncio.create_task(self._sync_groups(), name="ledger")
 
     async def _sync_groups(self) -> None:
-        """Write and sync group after group: what comes while one is synced makes the next."""
-        try:
-            while self._group is not None:
-                self._under_way, self._group, began = self._group, None, asyncio.get_running_loop().time()
-                self._write_out()
+        """Sync group after group, at once or now and then: what is written while one is synced makes the next."""
+        while self._group is not None:
+            if self._sync == "interval":
+                await asyncio.sleep(_INTERVAL_S)
+            self._under_way, self._group, began = self._group, None, asyncio.get_running_loop().time()
+            try:
                 await asyncio.to_thread(_sync, os.dup(self._fd))
-                self._under_way.set_result(None)
-                self._unsafe_since = began if self._group is not None else None
-        except OSError as error:
-            self._broken = error
-            for waiting in (self._under_way, self._group):
-                if waiting is not None:
+            except OSError as error:
+                self._broken = error
+                for waiting in filter(None, (self._under_way, self._group)):
                     waiting.set_exception(error)
-            self._group = None
-        finally:
-            self._syncing = self._under_way = None
+                    waiting.exception()
+                self._group = None
+                break
+            self._under_way.set_result(None)
+            self._unsafe_since = began if self._group is not None else None
+        self._syncing = self._under_way = None
 
 
-def _pieces(events: Iterable[Event]) -> Iterator[bytes]:
-    """Yield the records of ``events`` in pieces that are worth a write."""
+def _chunks(events: Iterable[Event]) -> Iterator[bytes]:
+    """Yield the records of ``events`` in chunks that are worth a write."""
     records: list[bytes] = []
     size = 0
     for event in events:
         records.append(pack(event))
         size += len(records[-1])
-        if size >= _PIECE:
+        if size >= _CHUNK:
             yield b"".join(records)
             records, size = [], 0
     yield b"".join(records)
