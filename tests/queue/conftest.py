@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 import debian
-from asyncflow.flow.ready import VersionFilter
 from asyncflow.identity import NEWEST, RowPlace, home
+from asyncflow.queue.protocol.calls import ClaimRows
 from asyncflow.queue.protocol.messages import Samples, TaskSpec
 from asyncflow.queue.protocol.unit_calls import Cells, Held, NewRows
-from asyncflow.queue.table.leases import Claim
 from asyncflow.queue.table.state import RowState, TaskWork
 from asyncflow.queue.table.table import Table
 
@@ -64,7 +63,7 @@ class Queue:
         return Cells(dtypes=dict.fromkeys(columns, dtype), sizes=dict.fromkeys(columns, [8] * count))
 
     def park(self, task, *, now=0.0, worker="w", ticket=None, version=None, accept=(), rows=100, groups=None):
-        claim = Claim(P, task, worker, ticket or f"t{self.tickets}", VersionFilter(version, accept), rows, groups)
+        claim = ClaimRows(P, task, worker, ticket or f"t{self.tickets}", rows, groups, version, list(accept))
         self.tickets += 1
         self.table.claims.park(claim)
         return claim

@@ -7,10 +7,10 @@ from asyncflow.errors import PeerLost, ProtocolError, Refused
 from asyncflow.identity import RowPlace, home
 from asyncflow.queue.ledger.audit import Auditor
 from asyncflow.queue.ledger.events import RowsPut
+from asyncflow.queue.protocol.calls import ClaimRows
 from asyncflow.queue.protocol.messages import KEY_TAG, Samples, TaskSpec
 from asyncflow.queue.protocol.unit_calls import Cells, NewRows
 from asyncflow.queue.table.apply import QueueState
-from asyncflow.queue.table.leases import Claim
 from asyncflow.queue.table.snapshot import snapshot
 from asyncflow.queue.table.state import RowState
 from asyncflow.queue.table.table import Table
@@ -42,7 +42,7 @@ class Rows:
 
     def claim(self, task="t", worker="w", **options):
         ticket = f"{worker}{len(self.table.state.outbox)}"
-        return self.table.claims.grant(Claim(P, task, worker, ticket, **options), 0.0)
+        return self.table.claims.grant(ClaimRows(P, task, worker, ticket, **options), 0.0)
 
     @property
     def partition(self):
@@ -151,8 +151,8 @@ def test_nobody_is_told_of_the_end_while_others_hold_rows_if_it_asks_so():
     rows = Rows(("t", {}))
     rows.put(3)
     mine, other = rows.claim(worker="me", max_rows=1), rows.claim(worker="other", max_rows=2)
-    patient = Claim(P, "t", "me", "next", until_done=True)
-    hasty = Claim(P, "t", "me", "next")
+    patient = ClaimRows(P, "t", "me", "next", until_done=True)
+    hasty = ClaimRows(P, "t", "me", "next")
     ended = rows.table.claims.ended
     assert not ended(hasty)
     rows.table.close(P, 0)

@@ -1,14 +1,12 @@
 """The ledger on disk: what is confirmed is read back, what was torn is cut away, what is damaged is said."""
 
 import asyncio
-import gc
 import os
 import random
 import resource
 import signal
 import subprocess
 import sys
-import weakref
 from typing import get_args
 
 import msgspec
@@ -52,18 +50,6 @@ def history(queue):
     queue.claim("rollout")
     queue.table.close(P, 1)
     return queue.events()
-
-
-def test_a_ledger_is_read_without_making_the_garbage_of_others_last(queue):
-    events = history(queue)
-    circle = QueueState()
-    circle.itself = circle
-    gone = weakref.ref(circle)
-    del circle
-    QueueState().replay(events)
-    assert gc.isenabled()
-    gc.collect()
-    assert gone() is None
 
 
 def fold(events):

@@ -12,10 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from asyncflow.errors import Refused, StaleHandle
 from asyncflow.identity import RowPlace, home
 from asyncflow.queue.ledger.audit import Auditor
+from asyncflow.queue.protocol.calls import ClaimRows
 from asyncflow.queue.protocol.messages import KEY_TAG, TaskSpec
 from asyncflow.queue.protocol.unit_calls import Cells, Held, NewRows
 from asyncflow.queue.table.apply import QueueState
-from asyncflow.queue.table.leases import Claim
 from asyncflow.queue.table.replication import decode, encode
 from asyncflow.queue.table.report import consumed, find, listing, peek
 from asyncflow.queue.table.rows import expect, list_rows, reset, write
@@ -93,7 +93,7 @@ class OpenMachine(RuleBasedStateMachine):
     @rule(task=TASK, most=st.integers(1, 5), worker=st.sampled_from("vw"))
     def claim(self, task, most, worker):
         self.tickets += 1
-        claim = Claim(P, task, worker, f"t{self.tickets}", max_rows=most)
+        claim = ClaimRows(P, task, worker, f"t{self.tickets}", max_rows=most)
         self.table.claims.park(claim)
         batches = [batch for met, batch in self.table.claims.serve(self.now) if met is claim]
         self.table.claims.withdraw(claim)

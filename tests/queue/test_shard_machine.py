@@ -14,11 +14,10 @@ from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.audit import Auditor
-from asyncflow.queue.protocol.calls import Follow
+from asyncflow.queue.protocol.calls import ClaimRows, Follow
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.protocol.unit_calls import Cells
 from asyncflow.queue.table.apply import QueueState
-from asyncflow.queue.table.leases import Claim
 from asyncflow.queue.table.replication import ChangeFeed, decode, draft_of, install, take
 from asyncflow.queue.table.snapshot import snapshot, snapshot_rows
 from asyncflow.queue.table.table import Table
@@ -116,7 +115,7 @@ class Followed:
     def claim_at_shard(self, most, then):
         self.catch_up()
         self.tickets_of_shard += 1
-        claim = Claim(self.partition_name, TASK, "w", f"s{self.tickets_of_shard}", max_rows=most)
+        claim = ClaimRows(self.partition_name, TASK, "w", f"s{self.tickets_of_shard}", max_rows=most)
         batch = self.shard.table.claims.grant(claim, 0.0)
         if batch is None:
             return
@@ -152,7 +151,7 @@ class Followed:
         batch = True
         while batch:
             self.tickets_of_shard += 1
-            claim = Claim(self.partition_name, TASK, "w", f"s{self.tickets_of_shard}", max_rows=100)
+            claim = ClaimRows(self.partition_name, TASK, "w", f"s{self.tickets_of_shard}", max_rows=100)
             if batch := self.shard.table.claims.grant(claim, 0.0):
                 assert self.finished.isdisjoint(batch.rows)
                 self.batches.append(batch)

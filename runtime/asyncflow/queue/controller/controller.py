@@ -28,9 +28,8 @@ from asyncflow.queue.controller.replica import Replica
 from asyncflow.queue.controller.sessions import Sessions
 from asyncflow.queue.ledger.events import Event
 from asyncflow.queue.ledger.log import Ledger, Sync
-from asyncflow.queue.protocol.calls import Claimed, Done
+from asyncflow.queue.protocol.calls import Claimed, ClaimRows, Done
 from asyncflow.queue.protocol.messages import QueueStats
-from asyncflow.queue.table.leases import Claim
 from asyncflow.queue.table.report import Storage, stats
 from asyncflow.queue.table.snapshot import snapshot
 from asyncflow.queue.table.table import Table
@@ -217,7 +216,7 @@ class Controller:
             return otherwise if found is None else found
         return self.parking.park(partition, attempt, wait_s, otherwise)
 
-    def claim(self, claim: Claim, wait_s: float, late: list[str]) -> Soon[Claimed]:
+    def claim(self, claim: ClaimRows, late: list[str]) -> Soon[Claimed]:
         """Return what ``claim`` is granted; nothing after ``wait_s``, or once nothing can come. late: ended leases."""
 
         def ended() -> Claimed | None:
@@ -225,9 +224,9 @@ class Controller:
 
         if (batch := self.table.claims.grant(claim, self.now())) is not None:
             return Claimed(batch, False, late)
-        if (found := ended()) is not None or wait_s <= 0:
+        if (found := ended()) is not None or claim.wait_s <= 0:
             return found or Claimed(None, False, late)
-        return self.parking.park(claim.partition, ended, wait_s, Claimed(None, False, late), claim)
+        return self.parking.park(claim.partition, ended, claim.wait_s, Claimed(None, False, late), claim)
 
     def _answer(self, act: Callable[[Any], Any], call: Struct, _frames: Sequence[memoryview]) -> Any:
         """Return the reply of ``act`` to a call, or an awaitable of it."""

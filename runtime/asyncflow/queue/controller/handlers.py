@@ -15,7 +15,6 @@ from msgspec import Struct
 from msgspec.structs import astuple
 
 from asyncflow.errors import AsyncFlowError
-from asyncflow.flow.ready import VersionFilter
 from asyncflow.queue.controller.parking import Soon
 from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.protocol import calls
@@ -27,7 +26,6 @@ from asyncflow.queue.protocol.messages import (
     Progress,
 )
 from asyncflow.queue.protocol.unit_calls import Entry, EntryResult, NewCells
-from asyncflow.queue.table.leases import ANY, Claim
 from asyncflow.queue.table.partition import Partition
 from asyncflow.queue.table.report import consumed, has_columns, peek, produced, snapshot, view
 from asyncflow.queue.table.rows import list_rows, live_rows, reset
@@ -110,19 +108,7 @@ class Handlers:
         if call.done:
             ok = self.table.claims.acknowledge(call.done)
             late = [lease for lease, done in zip(call.done, ok, strict=True) if not done]
-        claim = Claim(
-            partition=call.partition,
-            task=call.task,
-            worker=call.worker,
-            ticket=call.ticket,
-            version_filter=VersionFilter(call.version, tuple(call.accept)) if call.version is not None else ANY,
-            max_rows=call.max_rows,
-            max_groups=call.max_groups,
-            min_rows=call.min_rows,
-            max_tokens=call.max_tokens,
-            until_done=call.until_done,
-        )
-        return self.controller.claim(claim, call.wait_s, late)
+        return self.controller.claim(call, late)
 
     def _end(self, call: calls.EndRows) -> list[bool]:
         end = self.table.claims.drop if call.drop else self.table.give_back

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 from msgspec.structs import replace
 
 from asyncflow.errors import AsyncFlowError
-from asyncflow.queue.table.leases import Claim
+from asyncflow.queue.protocol.calls import ClaimRows
 from asyncflow.queue.table.replication import FEED
 from asyncflow.queue.table.table import Table
 
@@ -38,7 +38,7 @@ class _Waiter:
     otherwise: Any
     future: asyncio.Future[Any]
     timer: asyncio.TimerHandle
-    claim: Claim | None
+    claim: ClaimRows | None
 
 
 class Parking:
@@ -49,7 +49,7 @@ class Parking:
         self._table = table
         self._now = now
         self._give = give
-        self._claims: dict[Claim, _Waiter] = {}
+        self._claims: dict[ClaimRows, _Waiter] = {}
 
     def park(
         self,
@@ -57,7 +57,7 @@ class Parking:
         attempt: Callable[[], T | None],
         wait_s: float,
         otherwise: T,
-        claim: Claim | None = None,
+        claim: ClaimRows | None = None,
     ) -> asyncio.Future[T]:
         """Return a future of what ``attempt`` returns once the partition has changed; ``otherwise`` after ``wait_s``.
 

@@ -180,7 +180,7 @@ class Auditor:
             ev.SlotDecided: self._slotted,
             ev.Committed: self._committed,
             ev.Cleared: self._cleared,
-            ev.Closed: self._closed,
+            ev.PartitionSet: self._partition_set,
             ev.TaskReset: self._reset,
             ev.Peeked: lambda event: self._counts.update(peeked=event.rows),
         }
@@ -365,8 +365,9 @@ class Auditor:
             self._histories[event.partition].purpose = "open"
             self._counts["cleared"] += len(gone.place)
 
-    def _closed(self, event: ev.Closed) -> None:
-        self._histories[event.partition].closed = event.step
+    def _partition_set(self, event: ev.PartitionSet) -> None:
+        if event.field == "closed":
+            self._histories[event.partition].closed = event.value
 
     def _reset(self, event: ev.TaskReset) -> None:
         self._counts["resets"] += event.rows

@@ -10,7 +10,7 @@ with a default; whatever else changes here needs another format (``records``).
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
@@ -185,18 +185,16 @@ class Cleared(Struct, frozen=True, array_like=True, tag="clear"):
     partition: str
 
 
-class Closed(Struct, frozen=True, array_like=True, tag="close"):
-    """The run is complete: every sample of steps up to this one should be in a final state."""
+class PartitionSet(Struct, frozen=True, array_like=True, tag="set"):
+    """A value of a partition was set.
+
+    closed: the run is complete, every sample of steps up to this one should be in a final state; creator: the attempt
+    of whoever creates its rows, older ones create nothing any more; expected: so many rows will be put in all.
+    """
 
     partition: str
-    step: int
-
-
-class TakenOver(Struct, frozen=True, array_like=True, tag="over"):
-    """An attempt of whoever creates the partition's rows began; older ones create nothing from now on."""
-
-    partition: str
-    attempt: int
+    field: Literal["closed", "creator", "expected"]
+    value: int
 
 
 class Numbered(Struct, frozen=True, array_like=True, tag="client"):
@@ -220,13 +218,6 @@ class TaskReset(Struct, frozen=True, array_like=True, tag="reset"):
     partition: str
     task: str
     rows: int
-
-
-class Expected(Struct, frozen=True, array_like=True, tag="total"):
-    """So many rows will be put in all."""
-
-    partition: str
-    total: int
 
 
 class Peeked(Struct, frozen=True, array_like=True, tag="peek"):
@@ -326,11 +317,9 @@ Event: TypeAlias = (
     | RankDone
     | Committed
     | Cleared
-    | Closed
-    | TakenOver
+    | PartitionSet
     | RowsCleared
     | TaskReset
-    | Expected
     | Peeked
     | UnitLeaving
     | Moved

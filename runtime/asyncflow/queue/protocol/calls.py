@@ -46,23 +46,25 @@ class Declare(Struct, frozen=True):
     specs: list[TaskSpec]
 
 
-class ClaimRows(Struct, frozen=True, omit_defaults=True):
-    """Lease rows; parks for ``wait_s`` seconds.
+class ClaimRows(Struct, frozen=True, eq=False, omit_defaults=True):
+    """Lease rows; parks for ``wait_s`` seconds. ticket: the worker's own name for the claim, by which it has one lease.
 
-    min_rows: met only with at least so many; max_tokens: most tokens of prompts and responses, 0 for any number, but at
-    least one row or group; done: leases of tasks that write nothing, whose rows are completed before this claim is met;
-    until_done: the task has not ended while others hold rows of it, which may come back.
+    max_rows: most rows, but at least one whole group where the task takes groups; max_groups: most groups; version,
+    accept: see ``VersionFilter``; min_rows: met only with at least so many; max_tokens: most tokens of prompts and
+    responses, 0 for any number, but at least one row or group; done: leases of tasks that write nothing, whose rows are
+    completed before this claim is met; until_done: the task has not ended while others hold rows of it, which may come
+    back.
     """
 
     partition: str
     task: str
     worker: str
     ticket: str
-    max_rows: Annotated[int, Meta(ge=1)]
-    max_groups: int | None
-    version: int | None
-    accept: list[int]
-    wait_s: Seconds
+    max_rows: Annotated[int, Meta(ge=1)] = 1
+    max_groups: int | None = None
+    version: int | None = None
+    accept: list[int] = []
+    wait_s: Seconds = 0.0
     done: list[str] = []
     min_rows: Annotated[int, Meta(ge=1)] = 1
     max_tokens: Annotated[int, Meta(ge=0)] = 0

@@ -10,7 +10,6 @@ volatile field; every type of event has one function.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Mapping
 from itertools import repeat
 from typing import Any, Final, TypeAlias
@@ -76,18 +75,9 @@ class QueueState:
             raise LedgerCorrupt(f"{event} does not follow from what went before: {error!r}") from error
 
     def replay(self, events: Iterable[ev.Event]) -> None:
-        """Apply the ``events`` of a ledger, with the garbage collector paused, as none of it is garbage.
-
-        Afterwards the collector is as before: it is the whole process's.
-        """
-        rests = not gc.isenabled()
-        gc.disable()
-        try:
-            for event in events:
-                self.apply(event)
-        finally:
-            if not rests:
-                gc.enable()
+        """Apply the ``events`` of a ledger."""
+        for event in events:
+            self.apply(event)
 
     def partition(self, name: str) -> Partition:
         """Return the partition, which exists from now on."""
@@ -298,12 +288,8 @@ def _cleared(state: QueueState, event: ev.Cleared) -> None:
     state.partitions[event.partition] = old.emptied()
 
 
-def _closed(state: QueueState, event: ev.Closed) -> None:
-    state.partition(event.partition).closed = event.step
-
-
-def _taken_over(state: QueueState, event: ev.TakenOver) -> None:
-    state.partition(event.partition).creator = event.attempt
+def _partition_set(state: QueueState, event: ev.PartitionSet) -> None:
+    setattr(state.partition(event.partition), event.field, event.value)
 
 
 def _opened(state: QueueState, event: ev.Opened) -> None:
@@ -405,10 +391,6 @@ def _reset(state: QueueState, event: ev.TaskReset) -> None:
     partition.resets += event.rows
 
 
-def _expected(state: QueueState, event: ev.Expected) -> None:
-    state.partition(event.partition).expected = event.total
-
-
 def _peeked(state: QueueState, event: ev.Peeked) -> None:
     state.partition(event.partition).peeked += event.rows
 
@@ -471,8 +453,7 @@ APPLY: Final[dict[type, Apply]] = {
     ev.Returned: _returned,
     ev.RowsDropped: _dropped,
     ev.Cleared: _cleared,
-    ev.Closed: _closed,
-    ev.TakenOver: _taken_over,
+    ev.PartitionSet: _partition_set,
     ev.Opened: _opened,
     ev.Began: _began,
     ev.SlotDecided: _slotted,
@@ -481,7 +462,6 @@ APPLY: Final[dict[type, Apply]] = {
     ev.Numbered: _numbered,
     ev.RowsCleared: _rows_cleared,
     ev.TaskReset: _reset,
-    ev.Expected: _expected,
     ev.Peeked: _peeked,
     ev.SnapshotHead: _restore_head,
     ev.SnapshotPartition: _restore_partition,

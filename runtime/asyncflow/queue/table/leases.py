@@ -11,9 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Final, cast
-
-from msgspec import Struct
+from typing import cast
 
 from asyncflow.errors import Refused
 from asyncflow.flow.ready import VersionFilter
@@ -21,32 +19,10 @@ from asyncflow.flow.schedule import VersionWindow
 from asyncflow.identity import units_of
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.batches import ABSENT, RowBatch
+from asyncflow.queue.protocol.calls import ClaimRows
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.ready import TaskQueue
 from asyncflow.queue.table.state import Lease, Row, RowGroup, lease_id, parse_lease
-
-ANY: Final = VersionFilter()
-"""The version filter of a claim to which versions do not matter."""
-
-
-class Claim(Struct, eq=False):
-    """A worker's request for rows. ticket: its own name for the claim; asked again, it gets the same lease again.
-
-    max_rows: most rows, but at least one whole group where the task takes groups; max_groups: most groups; min_rows:
-    fewest, or nothing; max_tokens: most weight, 0 for any, but at least one row or group; until_done: the task has not
-    ended for it while others hold rows, which may come back.
-    """
-
-    partition: str
-    task: str
-    worker: str
-    ticket: str
-    version_filter: VersionFilter = ANY
-    max_rows: int = 1
-    max_groups: int | None = None
-    min_rows: int = 1
-    max_tokens: int = 0
-    until_done: bool = False
 
 
 @dataclass(slots=True)
@@ -64,7 +40,7 @@ class Claims:
     def __init__(self, state: QueueState) -> None:
         self.counters = Counters()
         self._state = state
-        self._parked: dict[tuple[str, str], dict[Claim, None]] = {}
+        self._parked: dict[tuple[str, str], dict[ClaimRows, None]] = {}
         self._granted = 0
         self._epoch = 0
 
@@ -82,21 +58,21 @@ class Claims:
         """Return the number of parked claims by partition and task."""
         return {task: len(claims) for task, claims in self._parked.items()}
 
-    def park(self, claim: Claim) -> None:
+    def park(self, claim: ClaimRows) -> None:
         """Park ``claim`` until there are rows; the next ``serve`` may meet it. Refused for a gang's task."""
         self._queue(claim)
         self._parked.setdefault((claim.partition, claim.task), {})[claim] = None
 
-    def withdraw(self, claim: Claim) -> None:
+    def withdraw(self, claim: ClaimRows) -> None:
         """Take ``claim`` away from those that wait."""
         claims = self._parked.get((claim.partition, claim.task), {})
         claims.pop(claim, None)
         if not claims:
             self._parked.pop((claim.partition, claim.task), None)
 
-    def serve(self, now: float) -> list[tuple[Claim, RowBatch]]:
+    def serve(self, now: float) -> list[tuple[ClaimRows, RowBatch]]:
         """Meet the claims that can be met in the partitions that were touched; return each with its rows."""
-        grants: list[tuple[Claim, RowBatch]] = []
+        grants: list[tuple[ClaimRows, RowBatch]] = []
         for (partition, task), claims in list(self._parked.items()):
             if partition in self._state.touched:
                 queue = self._state.partition(partition).queues.get(task)
@@ -105,7 +81,11 @@ class Claims:
         return grants
 
     def _serve(
-        self, queue: TaskQueue, claims: dict[Claim, None], grants: list[tuple[Claim, RowBatch]], now: float
+        self,
+        queue: TaskQueue,
+        claims: dict[ClaimRows, None],
+        grants: list[tuple[ClaimRows, RowBatch]],
+        now: float,
     ) -> None:
         waiting = list(claims)
         for exact in (True, False):
@@ -113,24 +93,24 @@ class Claims:
                 if (batch := self._meet(queue, claim, now, exact=exact)) is not None:
                     self.withdraw(claim)
                     grants.append((claim, batch))
-            waiting = [claim for claim in claims if claim.version_filter.accept]
+            waiting = [claim for claim in claims if claim.accept]
 
-    def grant(self, claim: Claim, now: float) -> RowBatch | None:
+    def grant(self, claim: ClaimRows, now: float) -> RowBatch | None:
         """Meet ``claim`` if that can be done now; it comes after all parked ones, which so cannot be met."""
         queue = self._queue(claim)
         if queue is None:
             return None
         batch = self._meet(queue, claim, now, exact=True)
-        return batch or (self._meet(queue, claim, now, exact=False) if claim.version_filter.accept else None)
+        return batch or (self._meet(queue, claim, now, exact=False) if claim.accept else None)
 
-    def _queue(self, claim: Claim) -> TaskQueue | None:
+    def _queue(self, claim: ClaimRows) -> TaskQueue | None:
         queue = self._state.partition(claim.partition).task(claim.task)
         if queue is not None and queue.spec.kind == "gang":
             hint = "A trainer asks for slots"
             raise Refused(f"{claim.partition}/{claim.task} is the task of a gang", where="claim", hint=hint)
         return queue
 
-    def _meet(self, queue: TaskQueue, claim: Claim, now: float, *, exact: bool) -> RowBatch | None:
+    def _meet(self, queue: TaskQueue, claim: ClaimRows, now: float, *, exact: bool) -> RowBatch | None:
         lease = self._state.leases.of_ticket(claim.worker, claim.ticket)
         if lease is not None:
             rows = list(map(self._state.rows.__getitem__, lease.rows))
@@ -148,16 +128,17 @@ class Claims:
         self.counters.redeliveries += len(batch.attempts) - batch.attempts.count(0)
         return batch
 
-    def _take(self, queue: TaskQueue, claim: Claim, *, exact: bool) -> list[Row]:
+    def _take(self, queue: TaskQueue, claim: ClaimRows, *, exact: bool) -> list[Row]:
         """Return the rows that the claim gets, taken out of the index."""
-        fits = claim.version_filter.suits if exact else claim.version_filter.accepts
+        versions = VersionFilter(claim.version, tuple(claim.accept))
+        fits = versions.suits if exact else versions.accepts
         if queue.by_group or claim.max_groups is not None or claim.max_tokens:
             return self._choose(queue, claim, fits)
         if claim.min_rows > 1 and queue.index.fitting(fits) < claim.min_rows:
             return []
         return cast("list[Row]", queue.index.take(fits, claim.max_rows))
 
-    def _choose(self, queue: TaskQueue, claim: Claim, fits: Callable[[VersionWindow], bool]) -> list[Row]:
+    def _choose(self, queue: TaskQueue, claim: ClaimRows, fits: Callable[[VersionWindow], bool]) -> list[Row]:
         """Return rows or groups in order, up to the first that would be too much."""
         rows: list[Row] = []
         items: list[Row | RowGroup] = []
@@ -250,8 +231,8 @@ class Claims:
         for lease in self._state.leases.of_worker(worker):
             self._end(lease, "worker lost")
 
-    def ended(self, claim: Claim) -> bool:
-        """Tell whether nothing will ever come for ``claim``; see ``Claim.until_done``. Raises Misdirected."""
+    def ended(self, claim: ClaimRows) -> bool:
+        """Tell whether nothing will ever come for ``claim``; see ``ClaimRows.until_done``. Raises Misdirected."""
         partition = self._state.partition(claim.partition)
         queue = partition.task(claim.task)
         if not partition.ended(claim.task):

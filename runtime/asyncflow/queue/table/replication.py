@@ -6,17 +6,16 @@ encoded, until all followers have read them, as long as there is room for them; 
 restores it into a state of its own, a draft, and ``install``s that with the leases and the work of its own tasks.
 
 Invariants: what is between two places is all that happened to rows between them, in order; a snapshot, and what came
-after its position, give the rows of now; memory is bounded by ``limit`` and by one list of rows for each follower that
-takes a snapshot. Rows come and end by what was told alone; what a task has done with a row that is still there survives
-every snapshot; a lease holds no row that is gone.
+after its position, give the rows of now; memory is bounded by ``limit`` and by one snapshot for each
+follower that takes one. Rows come and end by what was told alone; what a task has done with a row that is still there
+survives every snapshot; a lease holds no row that is gone.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import TypeAlias
 
 import msgspec
@@ -94,19 +93,6 @@ _MOST = 4 << 20
 _ROWS = 5_000
 
 
-@dataclass
-class _Snapshot:
-    """A snapshot on its way to a replica: records, taken at once, and rows, whose cells are read part by part."""
-
-    position: int
-    records: list[list[bytes]]
-    rows: list[int]
-
-    @property
-    def parts(self) -> int:
-        return len(self.records) + -(-len(self.rows) // _ROWS)
-
-
 class ChangeFeed:
     """The changes of a primary's rows, for its replicas. limit: bytes of items that are kept."""
 
@@ -115,7 +101,7 @@ class ChangeFeed:
         self._limit = limit
         self._items: deque[bytes] = deque()
         self._bytes = 0
-        self._snapshots: dict[int, _Snapshot] = {}
+        self._snapshots: dict[int, tuple[int, list[list[bytes]]]] = {}
         self._read = dict.fromkeys(replicas, 0)
         self.epoch = 0
         self.position = 0
@@ -165,8 +151,11 @@ class ChangeFeed:
             return self._part(follow)
         first = self.position - len(self._items)
         if not follow.epoch or follow.epoch != self.epoch or not first <= follow.position <= self.position:
-            records = list(weighed_batches(map(encode, snapshot_rows(self._state)), len, heaviest=_MOST))
-            self._snapshots[follow.replica] = _Snapshot(self.position, records, list(self._state.rows))
+            here = [row for row in self._state.rows.values() if row.here]
+            held = (RowsHeld(list(map(_held, some))) for some in batches(here, _ROWS))
+            records = map(encode, chain(snapshot_rows(self._state), held))
+            parts = list(weighed_batches(records, len, heaviest=_MOST)) or [[]]
+            self._snapshots[follow.replica] = (self.position, parts)
             self._note(follow.replica, self.position)
             return self._part(replace(follow, position=self.position))
         self._snapshots.pop(follow.replica, None)
@@ -178,16 +167,10 @@ class ChangeFeed:
         return Feed(self.epoch, follow.position + len(items), items)
 
     def _part(self, follow: Follow) -> Feed:
-        made = self._snapshots.get(follow.replica)
-        if made is None or made.position != follow.position:
+        position, parts = self._snapshots.get(follow.replica, (-1, []))
+        if position != follow.position or follow.part >= len(parts):
             raise StaleHandle("there is no such snapshot", where="controller", hint="Follow again")
-        if follow.part < len(made.records):
-            items = [Raw(record) for record in made.records[follow.part]]
-        else:
-            start = (follow.part - len(made.records)) * _ROWS
-            rows = (self._state.rows.get(number) for number in made.rows[start : start + _ROWS])
-            items = [Raw(encode(RowsHeld([_held(row) for row in rows if row is not None and row.here])))]
-        return Feed(self.epoch, made.position, items, parts=made.parts)
+        return Feed(self.epoch, position, list(map(Raw, parts[follow.part])), parts=len(parts))
 
 
 def _within(most: int, items: Iterable[bytes]) -> Iterator[Raw]:

@@ -265,4 +265,4 @@ def reset(state: QueueState, partition: Partition, task: str | None) -> int:
 def expect(state: QueueState, partition: Partition, total: int) -> None:
     """Say how many rows there will be in all; may change."""
     if partition.expected != total:
-        state.record(ev.Expected(partition.name, total))
+        state.record(ev.PartitionSet(partition.name, "expected", total))

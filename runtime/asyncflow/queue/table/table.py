@@ -152,7 +152,7 @@ class Table:
         held = self.state.partition(partition)
         held.check_creator(attempt)
         if attempt > held.creator:
-            self.state.record(ev.TakenOver(partition, attempt))
+            self.state.record(ev.PartitionSet(partition, "creator", attempt))
 
     def clear_rows(self, partition: str, rows: Sequence[int]) -> list[bool]:
         """Forget rows of an open partition, wanted ones too, and free their bytes; False for what is not there."""
@@ -230,7 +230,7 @@ class Table:
     def close(self, partition: str, step: int) -> None:
         """Mark a run complete: nothing of steps up to ``step`` should be unfinished; an open partition gets no rows."""
         if self.state.partition(partition).closed != step:
-            self.state.record(ev.Closed(partition, step))
+            self.state.record(ev.PartitionSet(partition, "closed", step))
 
 
 def _bare(row: Row) -> RowMeta:
