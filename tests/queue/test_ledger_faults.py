@@ -96,6 +96,7 @@ def live(folder, sync, confirmed, history, disk=None):
     """Be one process that writes the ledger; history: the state, of which a compacted ledger is made."""
 
     async def run():
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # a process that is no more tells nobody
         ledger = Ledger(folder, sync=sync, compact=lambda: [Committed(P, step) for step in history], limit=150)
         try:
             history[:] = [event.step for event in ledger.recover()]
