@@ -35,6 +35,7 @@ from asyncflow.queue.peers import Peer
 from asyncflow.queue.protocol.calls import Shares
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.protocol.unit_calls import Cells, NewRows, PutRows, RowIds
+from asyncflow.queue.table.rows import put
 from asyncflow.queue.table.table import Table
 from asyncflow.rpc.columns import Jagged
 
@@ -262,7 +263,7 @@ class _TableAnswers:
         row = RowPlace(self._epoch, 0, next(self._rows)).row
         cells = Cells(dtypes={"x": "int64"}, sizes={"x": [8]})
         for _ in range(1 + (self._dice.random() < 0.01)):
-            ok, rows = self._table.puts.put(NewRows("p", request.client, request.group, 1, [row], cells, []))
+            ok, rows = put(self._table.state, NewRows("p", request.client, request.group, 1, [row], cells, []))
             if list(rows) != [row]:
                 raise Harmed(f"row {row} was taken for that of another client: {ok}, {list(rows)}")
         return RowIds([row]), []
@@ -286,7 +287,7 @@ def many_clients(_folder: Path, dice: random.Random, _shim: Shim) -> str:
             if dice.random() < 0.5:
                 table.clear_rows("p", [living.pop()])
             table.state.outbox.clear()
-            table.state.frees.clear()
+            table.state.to_free.clear()
 
     asyncio.run(put_all())
     if table.state.rows.keys() != living:

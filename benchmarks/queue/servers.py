@@ -27,7 +27,7 @@ from asyncflow.api.queue import TransferQueue
 from asyncflow.local.placement import PortReservation
 from asyncflow.plan.queue import queue_roles
 from asyncflow.queue.blocking import BlockingQueue, connect
-from asyncflow.queue.ledger.audit import audit_ledger, merge_audits, shard_ledger
+from asyncflow.queue.ledger.audit import audit_ledger, merge_audits, replica_ledger
 from asyncflow.queue.protocol.messages import AuditReport
 from asyncflow.rpc.addresses import address_of, new_server
 from asyncflow.rpc.issuer import Issuer
@@ -106,7 +106,7 @@ class Servers:
     def audit(self) -> AuditReport:
         """Read the ledgers of all controllers."""
         primary, *others = [self.folder / name / "ledger" for name in sorted(self.processes) if "controller" in name]
-        reports = {index: audit_ledger(shard_ledger(ledger, index)) for index, ledger in enumerate(others, 1)}
+        reports = {index: audit_ledger(replica_ledger(ledger, index)) for index, ledger in enumerate(others, 1)}
         return merge_audits(audit_ledger(primary), reports)
 
     def logs(self) -> str:

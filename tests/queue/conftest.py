@@ -11,6 +11,7 @@ from asyncflow.identity import NEWEST, RowPlace, home
 from asyncflow.queue.protocol.calls import ClaimRows
 from asyncflow.queue.protocol.messages import Samples, TaskSpec
 from asyncflow.queue.protocol.unit_calls import Cells, Held, NewRows
+from asyncflow.queue.table.rows import put
 from asyncflow.queue.table.state import RowState, TaskWork
 from asyncflow.queue.table.table import Table
 
@@ -50,7 +51,7 @@ class Queue:
         self.counter += len(rows)
         cells = self.cells(len(rows), "prompt")
         entry = NewRows(partition, b"a client", 0, size, rows, cells, [], samples, self.creator)
-        admitted, _ = self.table.puts.put(entry)
+        admitted, _ = put(self.table.state, entry)
         self.keep([row for row, ok in zip(rows, admitted, strict=True) if ok], ["prompt"])
         return admitted
 
@@ -122,9 +123,9 @@ class Queue:
         state = self.table.state
         self.log += state.outbox
         state.outbox.clear()
-        for row in state.frees:
+        for row in state.to_free:
             self.held.pop(row.row, None)
-        state.frees.clear()
+        state.to_free.clear()
         return self.log
 
     def restart(self, now=0.0):

@@ -11,6 +11,7 @@ from asyncflow.queue.protocol.calls import ClaimRows
 from asyncflow.queue.protocol.messages import KEY_TAG, Samples, TaskSpec
 from asyncflow.queue.protocol.unit_calls import Cells, NewRows
 from asyncflow.queue.table.apply import QueueState
+from asyncflow.queue.table.rows import put
 from asyncflow.queue.table.snapshot import snapshot
 from asyncflow.queue.table.state import RowState
 from asyncflow.queue.table.table import Table
@@ -37,7 +38,7 @@ class Rows:
         self.put_so_far += count
         numbers = list(range(first, first + count))
         cells = Cells(dtypes={"x": "int64"}, sizes={"x": [8] * count})
-        _, rows = self.table.puts.put(NewRows(P, client, group, size, numbers, cells, list(tags)))
+        _, rows = put(self.table.state, NewRows(P, client, group, size, numbers, cells, list(tags)))
         return list(rows)
 
     def claim(self, task="t", worker="w", **options):
@@ -135,7 +136,7 @@ def test_a_task_that_clears_leaves_nothing_of_its_rows():
     batch = rows.claim(max_rows=3)
     held = rows.claim("u", max_rows=6)
     rows.table.claims.acknowledge([batch.lease])
-    assert [row.row for row in rows.table.state.frees] == put[:3]
+    assert [row.row for row in rows.table.state.to_free] == put[:3]
     assert rows.table.state.rows.keys() == set(put[3:])
     assert [len(group.rows) for group in rows.partition.groups.values()] == [2, 2]
     assert rows.partition.cleared == 3
@@ -220,9 +221,9 @@ def test_a_put_that_is_refused_leaves_nothing_behind(wrong, error):
     before = list(rows.table.state.outbox)
     first = RowPlace(rows.epoch, 0, 0).row
     cells = Cells(dtypes={"x": "int64"}, sizes={"x": [8, 8]})
-    put = NewRows(P, CLIENT, 0, 1, [first, first + 1], cells, [])
+    entry = NewRows(P, CLIENT, 0, 1, [first, first + 1], cells, [])
     with pytest.raises(error):
-        rows.table.puts.put(msgspec.structs.replace(put, **wrong))
+        put(rows.table.state, msgspec.structs.replace(entry, **wrong))
     assert rows.table.state.outbox == before
     assert not rows.table.state.rows
 

@@ -84,7 +84,7 @@ def test_a_step_is_trained_after_the_one_before(queue):
     training.commit(P, 0, 2)
     training.commit(P, 0, 2)
     assert queue.counts == {RowState.TRAINED: 4}
-    assert len(queue.table.state.frees) == 4
+    assert len(queue.table.state.to_free) == 4
 
 
 def test_lowering_a_step_after_its_groups_were_handed_out_ends_it_with_an_empty_slot(queue):
@@ -95,13 +95,13 @@ def test_lowering_a_step_after_its_groups_were_handed_out_ends_it_with_an_empty_
     queue.through()
     assert not ask(queue, 1, 0).last
     assert ask(queue, 1, 1) is None
-    with pytest.raises(Refused, match="handed out already"):
+    with pytest.raises(Refused, match="in slots already"):
         training.open_step(P, 1, 0, 2)
     training.open_step(P, 1, 1, 2)
     empty = [ask(queue, 1, 1, rank=rank) for rank in (0, 1)]
     assert [(slot.rows, slot.last) for slot in empty] == [([], True)] * 2
     assert empty[0].totals.samples == 2
-    with pytest.raises(Refused, match="handed out already"):
+    with pytest.raises(Refused, match="in slots already"):
         training.open_step(P, 1, 2, 2)
 
 

@@ -18,6 +18,7 @@ from asyncflow.queue.storage.holdings import Holdings
 from asyncflow.queue.storage.memory import MemoryBackend
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.moves import Room, choose
+from asyncflow.queue.table.rows import put as admit_put
 from asyncflow.queue.table.rows import write as admit_write
 from asyncflow.queue.table.snapshot import snapshot
 from asyncflow.queue.table.table import Table
@@ -94,11 +95,11 @@ class Movement(RuleBasedStateMachine):
         state = self.table.state
         self.log += state.outbox
         state.outbox.clear()
-        for row in state.frees:
+        for row in state.to_free:
             for unit in self.units.values():
                 if unit.home == row.location:
                     unit.orders.append(row.row)
-        state.frees.clear()
+        state.to_free.clear()
 
     def leaving(self, unit):
         return unit.epoch in self.table.state.leaving
@@ -170,7 +171,7 @@ class Movement(RuleBasedStateMachine):
         if isinstance(entry, MovedRows):
             ok = self.table.move_in(unit.home, rows, entry)
         elif isinstance(entry, NewRows):
-            ok, _ = self.table.puts.put(entry)
+            ok, _ = admit_put(self.table.state, entry)
             self.truth |= {
                 row: values[row] for row, good in zip(rows, ok, strict=True) if good and row not in self.truth
             }

@@ -18,7 +18,7 @@ from asyncflow.queue.protocol.unit_calls import Cells, Held, NewRows
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.replication import decode, encode
 from asyncflow.queue.table.report import consumed, find, listing, peek
-from asyncflow.queue.table.rows import expect, list_rows, reset, write
+from asyncflow.queue.table.rows import expect, list_rows, put, reset, write
 from asyncflow.queue.table.snapshot import snapshot
 from asyncflow.queue.table.state import RowState
 from asyncflow.queue.table.table import Table
@@ -54,7 +54,7 @@ class OpenMachine(RuleBasedStateMachine):
         for _ in range(1 + again):
             cells = Cells(dtypes={"text": "text"}, sizes={"text": [3] * len(numbers)})
             entry = NewRows(P, CLIENT, self.serial - FIRST, size, numbers, cells, tags)
-            ok, answer = self.table.puts.put(entry)
+            ok, answer = put(self.table.state, entry)
             if had is not None:
                 assert (ok, answer) == ([False], [had])
             elif ok[0]:
@@ -288,7 +288,7 @@ class OpenMachine(RuleBasedStateMachine):
     def events(self):
         self.log += self.table.state.outbox
         self.table.state.outbox.clear()
-        self.table.state.frees.clear()
+        self.table.state.to_free.clear()
 
     def teardown(self):
         if hasattr(self, "table"):

@@ -8,6 +8,7 @@ from asyncflow.queue.protocol.calls import Begin
 from asyncflow.queue.protocol.messages import Samples, TaskSpec
 from asyncflow.queue.protocol.unit_calls import NewRows
 from asyncflow.queue.table.report import snapshot
+from asyncflow.queue.table.rows import put
 from asyncflow.queue.table.snapshot import snapshot as records_of
 from asyncflow.queue.table.state import RowState
 
@@ -34,7 +35,7 @@ def test_creation_is_idempotent_and_whole(queue):
     assert queue.create(0) == [False, False]
     half = NewRows(P, b"a client", 0, 2, [1 << 44], queue.cells(1, "prompt"), [], Samples(serials=[5], step=1))
     with pytest.raises(Refused, match="1 rows do not make 1 groups of 2"):
-        queue.table.puts.put(half)
+        put(queue.table.state, half)
     assert queue.table.state.partitions[P].used.next() == 1
 
 
@@ -85,9 +86,9 @@ def test_huge_numbers_of_a_caller_take_neither_memory_nor_time(queue):
     assert snapshot(queue.table.state.partitions["eval"]).missing == []
     cells = queue.cells(1, "prompt")
     with pytest.raises(Refused, match="do not make 1 groups"):
-        queue.table.puts.put(NewRows(P, b"a client", 0, far, [1 << 44], cells, [], Samples(serials=[0], step=1)))
+        put(queue.table.state, NewRows(P, b"a client", 0, far, [1 << 44], cells, [], Samples(serials=[0], step=1)))
     assert queue.create(far) == [False, False]
-    with pytest.raises(Refused, match="never all handed out"):
+    with pytest.raises(Refused, match="never all in slots"):
         queue.table.training.begin(P, 0, far, 1)
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(msgspec.json.encode(Begin(P, 0, 0, far)), type=Begin)
@@ -208,7 +209,7 @@ def test_dropped_rows_are_final_and_leave_the_group(queue):
     assert queue.table.claims.drop(rows[1].lease, [rows[1].row], "broken") == [True]
     assert queue.table.claims.drop(rows[1].lease, [rows[1].row], "broken") == [False]
     assert queue.counts == {RowState.LIVE: 1, RowState.FILTERED: 1, RowState.DROPPED: 1}
-    assert [row.row for row in queue.table.state.frees] == [rows[0].row, rows[1].row]
+    assert [row.row for row in queue.table.state.to_free] == [rows[0].row, rows[1].row]
     assert queue.create(0, size=3) == [False] * 3
 
 
@@ -251,7 +252,7 @@ def test_clearing_a_partition_keeps_its_tasks_and_frees_its_rows(queue):
     queue.create(0)
     rows = queue.claim("rollout")
     queue.table.clear(P)
-    assert sorted(row.row for row in queue.table.state.frees) == sorted(row.row for row in rows)
+    assert sorted(row.row for row in queue.table.state.to_free) == sorted(row.row for row in rows)
     assert queue.complete(rows, "response") == [False, False]
     assert queue.create(0) == [True, True]
     assert len(queue.claim("rollout")) == 2

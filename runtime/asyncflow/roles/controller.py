@@ -19,7 +19,7 @@ from asyncflow.api.queue import QueueStatus
 from asyncflow.driver.tasks import tasks_of
 from asyncflow.errors import RoleFailed
 from asyncflow.queue.controller.controller import Controller
-from asyncflow.queue.ledger.audit import shard_ledger
+from asyncflow.queue.ledger.audit import replica_ledger
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.table.report import waits
 from asyncflow.roles.context import (
@@ -114,7 +114,7 @@ class _Others:
 def _controller(context: ProcessContext, others: _Others) -> Controller:
     index = context.options.index
     return Controller(
-        ledger_dir=shard_ledger(context.options.workdir / "ledger", index),
+        ledger_dir=replica_ledger(context.options.workdir / "ledger", index),
         sync=context.ledger.sync,
         host=context.host,
         advertise=context.host,

@@ -9,7 +9,7 @@ import numpy as np
 
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
-from asyncflow.queue.ledger.audit import shard_ledger
+from asyncflow.queue.ledger.audit import replica_ledger
 from asyncflow.queue.protocol.messages import Samples
 from asyncflow.queue.storage.backend import Site
 from asyncflow.queue.storage.unit import StorageUnit, open_backend
@@ -48,7 +48,7 @@ async def controller(folder: Path, index: str = "0", controllers: str = "1") -> 
         return folder / (f"controller-{other}" if other else "controller")
 
     serving = Controller(
-        ledger_dir=shard_ledger(folder / "ledger", int(index)),
+        ledger_dir=replica_ledger(folder / "ledger", int(index)),
         index=int(index),
         controllers=int(controllers),
         address=lambda other: address_in(file(other))(),

@@ -42,11 +42,11 @@ async def test_a_parked_call_that_is_cancelled_is_not_tried_again(cluster):
     async with cluster() as queue:
         controller, tried = queue.controller, []
         parked = controller.until(P, lambda: tried.append(1), 60, list)
-        controller.table.state.touched.add(P)
+        controller.table.state.changed.add(P)
         controller.settle()
         assert tried == [1, 1]
         parked.cancel()
-        controller.table.state.touched.add(P)
+        controller.table.state.changed.add(P)
         controller.settle()
         assert tried == [1, 1]
         await asyncio.sleep(0)
@@ -61,7 +61,7 @@ async def test_a_parked_call_ends_once_whatever_comes_together(cluster):
             parked = park(controller, "waits")
             controller.parking.withdraw("waits", "ticket of waits")
             controller.parking.withdraw("waits", "ticket of waits")
-            controller.table.state.touched.add(P)
+            controller.table.state.changed.add(P)
             controller.settle()
             assert (await parked).withdrawn
         short = controller.claim(ClaimRows(P, "rollout", "waits", "short", wait_s=0.01), [])

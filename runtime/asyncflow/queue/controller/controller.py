@@ -30,7 +30,7 @@ from asyncflow.queue.ledger.events import Event
 from asyncflow.queue.ledger.log import Ledger, Sync
 from asyncflow.queue.protocol.calls import Claimed, ClaimRows, Done
 from asyncflow.queue.protocol.messages import QueueStats
-from asyncflow.queue.table.report import Storage, stats
+from asyncflow.queue.table.report import stats
 from asyncflow.queue.table.snapshot import snapshot
 from asyncflow.queue.table.table import Table
 from asyncflow.rpc.access import Access
@@ -124,8 +124,8 @@ class Controller:
 
     def stats(self) -> QueueStats:
         """Return the counts of now."""
-        sessions = self.sessions
-        return stats(self.table, Storage(sessions.used, sessions.limit, len(sessions), self._ledger.bytes))
+        used, limit, units = self.sessions.used, self.sessions.limit, len(self.sessions)
+        return stats(self.table, used=used, limit=limit, units=units, ledger_bytes=self._ledger.bytes)
 
     async def synced(self) -> None:
         """Wait until the ledger has everything up to now on disk. Raises Refused where it cannot be written."""
@@ -176,8 +176,8 @@ class Controller:
         answers = found or []
         if self.parking.waiters:
             answers += self.parking.take_found()
-        state.touched.clear()
-        to_free, state.frees = state.frees, []
+        state.changed.clear()
+        to_free, state.to_free = state.to_free, []
         self._set_alarm()
         try:
             if state.outbox:

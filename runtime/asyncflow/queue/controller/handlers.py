@@ -26,7 +26,7 @@ from asyncflow.queue.protocol.messages import (
     Progress,
 )
 from asyncflow.queue.protocol.unit_calls import Entry, EntryResult, NewCells
-from asyncflow.queue.table.partition import Partition
+from asyncflow.queue.table.partition import PartitionState
 from asyncflow.queue.table.report import consumed, has_columns, peek, produced, snapshot, view
 from asyncflow.queue.table.rows import list_rows, live_rows, reset
 
@@ -99,9 +99,9 @@ class Handlers:
             return self.table.give_back(entry.lease, entry.rows, entry.reason, entry.cells)
         return self.table.complete(entry.lease, entry.rows, entry.cells, entry.tags)
 
-    def asked(self, name: str) -> Partition:
+    def asked(self, name: str) -> PartitionState:
         """Return the partition for a question: one that nobody made stays unmade."""
-        return self.state.partitions.get(name) or Partition(name)
+        return self.state.partitions.get(name) or PartitionState(name)
 
     def _claim(self, call: calls.ClaimRows) -> Soon[calls.Claimed]:
         late: list[str] = []

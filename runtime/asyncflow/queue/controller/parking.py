@@ -1,6 +1,6 @@
 """Calls that are parked: those that cannot be answered before their partition has changed, or their time is over.
 
-Invariants: nothing polls; a call is tried again only when its partition was touched; a call whose answer was found,
+Invariants: nothing polls; a call is tried again only when its partition has changed; a call whose answer was found,
 whose time is over or whose caller has gone waits no longer and is granted nothing; no call is answered twice.
 """
 
@@ -89,12 +89,12 @@ class Parking:
     def take_found(self) -> Answers:
         """Take the calls that can be answered now."""
         found: Answers = []
-        if touched := self.waiters.keys() & self._table.state.touched:
-            self._leave_cancelled(touched)
+        if changed := self.waiters.keys() & self._table.state.changed:
+            self._leave_cancelled(changed)
             for claim, batch in self._table.claims.serve(self._now()):
                 waiter = self._claims[claim]
                 found.append((self._leave(waiter), replace(waiter.otherwise, batch=batch)))
-            for partition in (*touched, FEED):
+            for partition in (*changed, FEED):
                 for waiter in list(self.waiters.get(partition, ())):
                     try:
                         answer = waiter.attempt()

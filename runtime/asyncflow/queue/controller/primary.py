@@ -35,7 +35,7 @@ from asyncflow.queue.protocol.messages import (
 )
 from asyncflow.queue.table.replication import FEED, ChangeFeed, WorkerLost
 from asyncflow.queue.table.report import find, listing, merge_snapshots, merge_stats, merge_views
-from asyncflow.queue.table.rows import expect, list_rows, write
+from asyncflow.queue.table.rows import expect, list_rows, put, write
 from asyncflow.queue.table.state import RowState
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.tls import Credentials
@@ -202,7 +202,7 @@ class Primary(Handlers):
     def _admitted(self, session: unit_calls.Session, entry: unit_calls.Entry) -> unit_calls.EntryResult:
         numbers = entry.rows
         if isinstance(entry, unit_calls.NewRows):
-            ok, rows = self.table.puts.put(entry)
+            ok, rows = put(self.state, entry)
             self._sessions.placed(session, sum(ok))
             return unit_calls.EntryResult(ok, rows=[] if all(ok) else list(rows))
         if isinstance(entry, unit_calls.MovedRows):

@@ -107,7 +107,7 @@ class Follower:
 
     def _arrived(self, feed: calls.Feed) -> None:
         self.epoch, self.position = feed.epoch, feed.position
-        self._state.touched.add(FEED)
+        self._state.changed.add(FEED)
         self._controller.settle()
 
     def enter_types(self, partition: str, dtypes: Mapping[str, str]) -> None:

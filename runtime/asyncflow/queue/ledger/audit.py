@@ -53,23 +53,24 @@ def _read(directory: Path) -> Auditor:
     return auditor
 
 
-def shard_ledger(home: Path, index: int) -> Path:
-    """Return the folder of a controller's ledger, where ``home`` is that of the first one."""
-    return home / str(index) if index else home
+def replica_ledger(primary: Path, index: int) -> Path:
+    """Return the folder of a controller's ledger, where ``primary`` is that of the first one."""
+    return primary / str(index) if index else primary
 
 
-def audit_ledgers(home: Path) -> AuditReport:
+def audit_ledgers(primary: Path) -> AuditReport:
     """Audit the first controller's ledger and those that lie beside it. Raises as ``audit_ledger`` does."""
-    shards = sorted(int(path.name) for path in home.glob("[0-9]*") if path.is_dir() and newest(path) is not None)
-    return merge_audits(audit_ledger(home), {index: audit_ledger(shard_ledger(home, index)) for index in shards})
+    found = sorted(int(path.name) for path in primary.glob("[0-9]*") if path.is_dir() and newest(path) is not None)
+    reports = {index: audit_ledger(replica_ledger(primary, index)) for index in found}
+    return merge_audits(audit_ledger(primary), reports)
 
 
-def merge_audits(primary: AuditReport, shards: dict[int, AuditReport]) -> AuditReport:
+def merge_audits(primary: AuditReport, replicas: dict[int, AuditReport]) -> AuditReport:
     """Return one report: rows as the first controller has them, and each fault of a task with them."""
-    all_of = (primary, *shards.values())
+    all_of = (primary, *replicas.values())
     found = [
         f"controller {index}: {problem}"
-        for index, report in shards.items()
+        for index, report in replicas.items()
         for problem in report.problems
         if problem not in primary.problems
     ]
@@ -163,7 +164,7 @@ class Auditor:
         self._lost_places: set[int] = set()
         self._seen: dict[type, Callable[[Any], None]] = {
             ev.RowsPut: self._put,
-            ev.Numbered: self._numbered,
+            ev.Numbered: lambda event: setattr(self._histories[event.partition], "purpose", "open"),
             ev.Declared: self._declared,
             ev.SnapshotPartition: self._snapshot_partition,
             ev.SnapshotGroups: self._snapshot_groups,
@@ -175,7 +176,9 @@ class Auditor:
             ev.RowsGone: lambda event: self._lost_rows.update(event.rows),
             ev.UnitLost: lambda event: self._lost_places.add(home(event.epoch, event.unit)),
             ev.Moved: lambda event: self._moved.update(dict.fromkeys(event.rows, event.location)),
-            ev.Opened: self._opened,
+            ev.Opened: lambda event: self._histories[event.partition].opened.update(
+                {event.step: (event.groups, event.size)}
+            ),
             ev.Began: self._began,
             ev.SlotDecided: self._slotted,
             ev.Committed: self._committed,
@@ -255,9 +258,6 @@ class Auditor:
 
     def _gone(self, row: int) -> bool:
         return row in self._lost_rows or self._moved.get(row, home_of(row)) in self._lost_places
-
-    def _numbered(self, event: ev.Numbered) -> None:
-        self._histories[event.partition].purpose = "open"
 
     def _declared(self, event: ev.Declared) -> None:
         task = (event.spec.partition, event.spec.name)
@@ -339,9 +339,6 @@ class Auditor:
             if history.final(key):
                 history.repeated.add(key)
             history.ended[key] = outcome
-
-    def _opened(self, event: ev.Opened) -> None:
-        self._histories[event.partition].opened[event.step] = (event.groups, event.size)
 
     def _began(self, event: ev.Began) -> None:
         history = self._histories[event.partition]

@@ -54,7 +54,7 @@ class UnitLeaving(Struct, frozen=True, array_like=True, tag="leave"):
 
 
 class Moved(Struct, frozen=True, array_like=True, tag="moved"):
-    """Rows moved to ``location`` (see ``identity.home``), under the ids that they always had."""
+    """Rows moved to ``location`` (epoch and unit in one number), under the ids that they always had."""
 
     location: int
     rows: list[int]
@@ -244,7 +244,7 @@ class SnapshotHead(Struct, frozen=True, array_like=True, tag="snapshot"):
 
 
 class SnapshotPartition(Struct, frozen=True, array_like=True, tag="snapshot_partition"):
-    """The state of a partition apart from its tasks, groups and trainer; the fields are those of ``Partition``.
+    """The state of a partition apart from its tasks, groups and trainer; see ``PartitionState`` for most fields.
 
     ended: how many rows are trained, filtered and dropped, those in ``SnapshotGroups`` included; clients: their
     numbers; used: serials as (first, end).

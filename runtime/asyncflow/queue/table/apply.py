@@ -5,7 +5,7 @@ go through ``apply``, so a restarted controller knows what the old one knew, but
 tell.
 
 Invariants: nothing durable changes except in ``apply``; ``apply`` of an event that was recorded never fails; it uses no
-volatile field; every type of event has one function.
+volatile field; every type of event has one entry in ``APPLY``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncflow.flow.schedule import VersionWindow
 from asyncflow.identity import home
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.messages import FILTERED, StepTotals
-from asyncflow.queue.table.partition import Decision, Partition, Serials, Step
+from asyncflow.queue.table.partition import Decision, PartitionState, Serials, Step
 from asyncflow.queue.table.ready import TaskQueue
 from asyncflow.queue.table.state import (
     IDLE,
@@ -40,22 +40,24 @@ Apply: TypeAlias = Callable[["QueueState", Any], None]
 class QueueState:
     """Partitions, leases, units and rows.
 
-    rows: those that have bytes, by id; units: those there, by index; leaving: epochs of those that shall leave; outbox:
-    events to be written; frees: rows whose bytes are not needed any more; touched: partitions whose indexes or gang may
-    have changed since it was last emptied; now: clock of ``Row.since``; index: of the controller whose state this is;
+    rows: those that have bytes, by id; units: those there, by index; leaving: epochs of those that shall leave; silent:
+    of those that have not told what they hold since the controller began, so keys cannot be trusted yet; outbox: events
+    to be written; to_free: rows whose bytes are not needed any more; changed: partitions whose indexes or gang may have
+    changed since it was last emptied; now: clock of ``Row.since``; index: of the controller whose state this is;
     observer: told of each event before it is applied, for controllers that follow.
     """
 
     def __init__(self) -> None:
         self.epoch = 0
-        self.partitions: dict[str, Partition] = {}
+        self.partitions: dict[str, PartitionState] = {}
         self.leases = LeaseTable()
         self.units: dict[int, ev.UnitJoined] = {}
         self.leaving: set[int] = set()
+        self.silent: set[int] = set()
         self.rows: dict[int, Row] = {}
         self.outbox: list[ev.Event] = []
-        self.frees: list[Row] = []
-        self.touched: set[str] = set()
+        self.to_free: list[Row] = []
+        self.changed: set[str] = set()
         self.now = 0.0
         self.index = 0
         self.observer: Callable[[ev.Event], None] | None = None
@@ -79,14 +81,14 @@ class QueueState:
         for event in events:
             self.apply(event)
 
-    def partition(self, name: str) -> Partition:
+    def partition(self, name: str) -> PartitionState:
         """Return the partition, which exists from now on."""
         if name not in self.partitions:
-            self.partitions[name] = Partition(name)
-        self.touched.add(name)
+            self.partitions[name] = PartitionState(name)
+        self.changed.add(name)
         return self.partitions[name]
 
-    def check_schema(self, partition: Partition, dtypes: Mapping[str, str]) -> None:
+    def check_schema(self, partition: PartitionState, dtypes: Mapping[str, str]) -> None:
         """Have new columns hold these dtypes from now on. Refused where a known one holds another."""
         known = partition.schema
         if dtypes.items() <= known.items():
@@ -138,7 +140,7 @@ class QueueState:
             if row.state is RowState.LIVE:
                 queue.busy += change
 
-    def enter(self, partition: Partition, row: Row) -> None:
+    def enter(self, partition: PartitionState, row: Row) -> None:
         """Add a new row to its group, in place of the wanted one if there is one."""
         row.since = self.now
         partition.enter(row)
@@ -158,7 +160,7 @@ class QueueState:
         self.leases.release(number, numbers, done=done)
         return queue, rows
 
-    def clear(self, partition: Partition, rows: Iterable[Row]) -> None:
+    def clear(self, partition: PartitionState, rows: Iterable[Row]) -> None:
         """Forget open rows."""
         self.finish(rows, RowState.CLEARED)
         partition.cleared += partition.counts.pop(RowState.CLEARED, 0)
@@ -169,7 +171,7 @@ class QueueState:
         for row in rows:
             self.let_go(row)
             if self.rows.pop(row.row, None) is not None:
-                self.frees.append(row)
+                self.to_free.append(row)
             partition = self.partition(row.group.partition)
             partition.move(row, stand)
             partition.unname(row)
@@ -195,17 +197,9 @@ def _unit_lost(state: QueueState, event: ev.UnitLost) -> None:
     state.lose([row for row in state.rows.values() if row.location == gone])
 
 
-def _unit_leaving(state: QueueState, event: ev.UnitLeaving) -> None:
-    state.leaving.add(event.epoch)
-
-
 def _moved(state: QueueState, event: ev.Moved) -> None:
     for number in event.rows:
         state.rows[number].moved = event.location
-
-
-def _rows_gone(state: QueueState, event: ev.RowsGone) -> None:
-    state.lose([state.rows[row] for row in event.rows])
 
 
 def _declared(state: QueueState, event: ev.Declared) -> None:
@@ -214,10 +208,6 @@ def _declared(state: QueueState, event: ev.Declared) -> None:
         partition.declare(event.spec)
     else:
         partition.elsewhere[event.spec.name] = event
-
-
-def _typed(state: QueueState, event: ev.Typed) -> None:
-    state.partition(event.partition).schema[event.column] = event.dtype
 
 
 def _rows_put(state: QueueState, event: ev.RowsPut) -> None:
@@ -282,14 +272,10 @@ def _cleared(state: QueueState, event: ev.Cleared) -> None:
     works = {id(row.work): row.work for row in rows}
     for lease in {work.lease for of in works.values() for work in of.values()}:
         state.leases.cancel(lease)
-    state.frees += filter(None, map(state.rows.pop, [row.row for row in rows], repeat(None)))
+    state.to_free += filter(None, map(state.rows.pop, [row.row for row in rows], repeat(None)))
     for group in old.groups.values():
         group.rows = []
     state.partitions[event.partition] = old.emptied()
-
-
-def _partition_set(state: QueueState, event: ev.PartitionSet) -> None:
-    setattr(state.partition(event.partition), event.field, event.value)
 
 
 def _opened(state: QueueState, event: ev.Opened) -> None:
@@ -310,7 +296,7 @@ def _began(state: QueueState, event: ev.Began) -> None:
     gang.committed = event.step
 
 
-def _unstage(partition: Partition, step: Step) -> None:
+def _unstage(partition: PartitionState, step: Step) -> None:
     for group in step.reset():
         for row in group.rows:
             if row.state is RowState.BOUND:
@@ -318,7 +304,7 @@ def _unstage(partition: Partition, step: Step) -> None:
         partition.refresh(group)
 
 
-def _uncommit(state: QueueState, partition: Partition, theta: int) -> None:
+def _uncommit(state: QueueState, partition: PartitionState, theta: int) -> None:
     again = [(s, f) for s, f in partition.finished.items() if f.step > theta and "t" in f.outcome]
     for serial, finished in sorted(again):
         del partition.finished[serial]
@@ -347,15 +333,7 @@ def _slotted(state: QueueState, event: ev.SlotDecided) -> None:
     step.slots.append(Decision(ranks, event.last, totals))
 
 
-def _rank_done(state: QueueState, event: ev.RankDone) -> None:
-    state.partition(event.partition).gang.step(event.step).ranks_done.add(event.rank)
-
-
-def _committed(state: QueueState, event: ev.Committed) -> None:
-    _commit(state, state.partition(event.partition), event.step)
-
-
-def _commit(state: QueueState, partition: Partition, upto: int) -> None:
+def _commit(state: QueueState, partition: PartitionState, upto: int) -> None:
     gang = partition.gang
     for number in sorted(number for number in gang.steps if gang.committed < number <= upto):
         rows = [row for group in gang.steps[number].reset() for row in group.rows if row.state is RowState.BOUND]
@@ -442,23 +420,23 @@ APPLY: Final[dict[type, Apply]] = {
     ev.ControllerStarted: _started,
     ev.UnitJoined: _unit_joined,
     ev.UnitLost: _unit_lost,
-    ev.RowsGone: _rows_gone,
-    ev.UnitLeaving: _unit_leaving,
+    ev.RowsGone: lambda state, event: state.lose([state.rows[row] for row in event.rows]),
+    ev.UnitLeaving: lambda state, event: state.leaving.add(event.epoch),
     ev.Moved: _moved,
     ev.Declared: _declared,
-    ev.Typed: _typed,
+    ev.Typed: lambda state, event: state.partition(event.partition).schema.update({event.column: event.dtype}),
     ev.RowsPut: _rows_put,
     ev.Leased: _leased,
     ev.Completed: _completed,
     ev.Returned: _returned,
     ev.RowsDropped: _dropped,
     ev.Cleared: _cleared,
-    ev.PartitionSet: _partition_set,
+    ev.PartitionSet: lambda state, event: setattr(state.partition(event.partition), event.field, event.value),
     ev.Opened: _opened,
     ev.Began: _began,
     ev.SlotDecided: _slotted,
-    ev.RankDone: _rank_done,
-    ev.Committed: _committed,
+    ev.RankDone: lambda state, event: state.partition(event.partition).gang.step(event.step).ranks_done.add(event.rank),
+    ev.Committed: lambda state, event: _commit(state, state.partition(event.partition), event.step),
     ev.Numbered: _numbered,
     ev.RowsCleared: _rows_cleared,
     ev.TaskReset: _reset,

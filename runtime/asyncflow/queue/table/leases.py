@@ -71,10 +71,10 @@ class Claims:
             self._parked.pop((claim.partition, claim.task), None)
 
     def serve(self, now: float) -> list[tuple[ClaimRows, RowBatch]]:
-        """Meet the claims that can be met in the partitions that were touched; return each with its rows."""
+        """Meet the claims that can be met in the partitions that have changed; return each with its rows."""
         grants: list[tuple[ClaimRows, RowBatch]] = []
         for (partition, task), claims in list(self._parked.items()):
-            if partition in self._state.touched:
+            if partition in self._state.changed:
                 queue = self._state.partition(partition).queues.get(task)
                 if queue is not None and queue.spec.kind != "gang":
                     self._serve(queue, claims, grants, now)
@@ -192,7 +192,7 @@ class Claims:
                 raise Refused(f"task {lease.task} writes {sorted(writes)}", where=f"lease {name}", hint=hint)
         for lease in held.values():
             self._state.record(ev.Completed(lease.id, list(lease.rows)))
-        admitted = [self._state.leases.was_completed(parse_lease(name)[0]) for name in leases]
+        admitted = [parse_lease(name)[0] in self._state.leases.completed for name in leases]
         self.counters.fenced += admitted.count(False)
         return admitted
 

@@ -8,9 +8,9 @@ nobody else has; it gets its number, which no other has, with its first put. Num
 partition that gives serials itself. Clients count on, so what one of them has used is nearly always one span, whatever
 became of the rows.
 
-Invariants: after ``Partition.refresh(group)`` the indexes of all tasks agree with the rows of that group; ``counts``
-and ``wanted`` always agree with the states of the rows; a group is bound to its own step only; no row is in two slots;
-a serial that was used is never taken for new, nor one that was not for used.
+Invariants: after ``refresh(group)`` the indexes of all tasks agree with the rows of that group; ``counts`` and
+``wanted`` always agree with the states of the rows; a group is bound to its own step only; no row is in two slots; a
+serial that was used is never taken for new, nor one that was not for used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from asyncflow.queue.table.ready import TaskQueue
 from asyncflow.queue.table.state import Finished, Row, RowGroup, RowState
 
 
-class Partition:
+class PartitionState:
     """Everything about one partition.
 
     schema: dtypes by column; revision: counts changes of ``wanted``; creator: the newest attempt of its creator;
@@ -110,9 +110,9 @@ class Partition:
         queue = self.queues.get(task)
         return self.counts[RowState.LIVE] == (queue.busy if queue is not None else 0)
 
-    def emptied(self) -> Partition:
+    def emptied(self) -> PartitionState:
         """Return the partition without any row: its tasks, its creator, the serials used and what was counted stay."""
-        fresh = Partition(self.name)
+        fresh = PartitionState(self.name)
         fresh.revision, fresh.creator = self.revision + 1, self.creator
         fresh.resets, fresh.peeked = self.resets, self.peeked
         fresh.returned, fresh.attempts = self.returned, self.attempts
@@ -236,8 +236,6 @@ class Step:
     """D_step on its way through the trainer.
 
     groups, size: as it was opened; bound: by serial, in order of binding; carry: by id, what no slot has had.
-
-    Volatile: plan, slots that were dealt but not decided, for what was asked as in ``planned``.
     """
 
     number: int
@@ -247,10 +245,6 @@ class Step:
     bound: dict[int, RowGroup] = field(default_factory=dict)
     carry: dict[int, Row] = field(default_factory=dict)
     ranks_done: set[int] = field(default_factory=set)
-    plan: list[list[list[Row]]] = field(default_factory=list)
-    planned: SlotRequest | None = None
-    _loads: list[int] = field(default_factory=list)
-    _counted: int = 0
 
     @property
     def exhausted(self) -> bool:
@@ -264,19 +258,12 @@ class Step:
 
     def loads(self, world: int, spec: TaskSpec) -> list[int]:
         """Return the weight of what each rank has had so far."""
-        if self._counted == 0 or len(self._loads) != world:
-            self._loads, self._counted = [0] * world, 0
-        for slot in self.slots[self._counted :]:
-            for rank in range(world):
-                self._loads[rank] += weight_of(slot.ranks[rank], spec)
-        self._counted = len(self.slots)
-        return list(self._loads)
+        return [sum([weight_of(slot.ranks[rank], spec) for slot in self.slots]) for rank in range(world)]
 
     def reset(self) -> list[RowGroup]:
         """Forget slots, bindings and reports; return the groups that were bound."""
         groups = list(self.bound.values())
         self.slots, self.bound, self.carry, self.ranks_done = [], {}, {}, set()
-        self._counted, self.plan = 0, []
         return groups
 
 
@@ -318,12 +305,12 @@ class Gang:
             raise Refused(f"trainer attempt {attempt} has not begun", where=where, hint="Call begin first")
 
     def check_contained(self, step: int, *, where: str) -> None:
-        """Refuse weights that hold steps of which the ledger does not know that all their rows were handed out."""
+        """Refuse weights that hold steps of which the ledger does not know that all their rows were in slots."""
         for number in range(self.committed + 1, step + 1):
             known = self.steps.get(number)
             if known is None or not known.exhausted:
                 raise Refused(
-                    f"weights θ{step} contain step {number}, whose samples were never all handed out",
+                    f"weights θ{step} contain step {number}, whose samples were never all in slots",
                     where=where,
                     hint="The ledger is older than the checkpoint: resume from an older checkpoint",
                 )

@@ -27,7 +27,7 @@ from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.calls import Feed, Follow
 from asyncflow.queue.protocol.unit_calls import Held
 from asyncflow.queue.table.apply import QueueState
-from asyncflow.queue.table.partition import Partition
+from asyncflow.queue.table.partition import PartitionState
 from asyncflow.queue.table.rows import add_cells
 from asyncflow.queue.table.snapshot import snapshot_rows
 from asyncflow.queue.table.state import Row
@@ -86,7 +86,7 @@ def change_of(state: QueueState, event: ev.Event) -> ev.Event | None:
 
 
 FEED = "\0feed"
-"""Stands in ``QueueState.touched`` where a partition does: the feed has something new, or may have after the others."""
+"""Stands in ``QueueState.changed`` where a partition does: the feed has something new, or may have after the others."""
 
 _LIMIT = 64 << 20
 _MOST = 4 << 20
@@ -130,7 +130,7 @@ class ChangeFeed:
         self.position += 1
         while self._bytes > self._limit:
             self._bytes -= len(self._items.popleft())
-        self._state.touched.add(FEED)
+        self._state.changed.add(FEED)
 
     def _note(self, replica: int, position: int) -> None:
         """Note that a replica knows the items before ``position``; forget those that all know."""
@@ -229,11 +229,11 @@ def install(state: QueueState, draft: QueueState) -> None:
             partition.resets, partition.peeked = before.resets, before.peeked
             partition.returned = before.returned
         _take_stock(partition)
-    state.touched |= state.partitions.keys() | draft.partitions.keys()
+    state.changed |= state.partitions.keys() | draft.partitions.keys()
     state.partitions, state.rows = draft.partitions, draft.rows
 
 
-def _take_stock(partition: Partition) -> None:
+def _take_stock(partition: PartitionState) -> None:
     """Make the indexes and counts of all tasks anew, from the rows."""
     for queue in list(partition.queues.values()):
         partition.declare(queue.spec)

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
-from msgspec import structs
 from msgspec.structs import replace
 
 from asyncflow.queue.ledger import events as ev
@@ -32,23 +31,14 @@ from asyncflow.queue.protocol.messages import (
     Unready,
 )
 from asyncflow.queue.table.apply import QueueState
-from asyncflow.queue.table.partition import Partition
+from asyncflow.queue.table.partition import PartitionState
 from asyncflow.queue.table.ready import TaskQueue
 from asyncflow.queue.table.state import IDLE, Row, RowState
 from asyncflow.queue.table.table import Table
 
 
-class Storage(NamedTuple):
-    """Bytes held and allowed in all units, their number, and the size of the ledger."""
-
-    used: int
-    limit: int
-    units: int
-    ledger: int
-
-
-def stats(table: Table, storage: Storage) -> QueueStats:
-    """Count what there is, in O(partitions, tasks and open steps)."""
+def stats(table: Table, *, used: int, limit: int, units: int, ledger_bytes: int) -> QueueStats:
+    """Count what there is, in O(partitions, tasks and open steps). used, limit: bytes in all units."""
     partitions = table.state.partitions.values()
     queues = {f"{p.name}/{name}": queue for p in partitions for name, queue in p.queues.items()}
     counters = table.claims.counters
@@ -66,17 +56,17 @@ def stats(table: Table, storage: Storage) -> QueueStats:
         filtered=count(RowState.FILTERED),
         dropped=count(RowState.DROPPED),
         wanted=count(RowState.WANTED),
-        bytes=storage.used,
-        limit=storage.limit,
-        units=storage.units,
+        bytes=used,
+        limit=limit,
+        units=units,
         lease_expiries=counters.expiries,
         redeliveries=counters.redeliveries,
         fenced=counters.fenced,
-        ledger_bytes=storage.ledger,
+        ledger_bytes=ledger_bytes,
     )
 
 
-def snapshot(partition: Partition, *, step: int | None = None) -> PartitionSnapshot:
+def snapshot(partition: PartitionState, *, step: int | None = None) -> PartitionSnapshot:
     """Say how far everything has come, in O(samples); with ``step`` only how far that step has, in O(groups)."""
     gang = partition.gang
     return PartitionSnapshot(
@@ -91,7 +81,7 @@ def snapshot(partition: Partition, *, step: int | None = None) -> PartitionSnaps
     )
 
 
-def _unfinished(partition: Partition) -> list[int]:
+def _unfinished(partition: PartitionState) -> list[int]:
     """Return the steps that are not committed, and those with samples that are not finished."""
     gang = partition.gang
     unfinished = {group.step for group in partition.groups.values()}
@@ -100,7 +90,7 @@ def _unfinished(partition: Partition) -> list[int]:
     return sorted(unfinished | later)
 
 
-def _step(partition: Partition, number: int) -> StepState:
+def _step(partition: PartitionState, number: int) -> StepState:
     step = partition.gang.steps.get(number)
     groups = [group for group in partition.groups.values() if group.step == number]
     rows = [row for group in groups for row in group.rows]
@@ -133,7 +123,7 @@ MOST = 10_000
 
 def view(table: Table, name: str, now: float) -> PartitionView:
     """Describe a partition; one that nobody made is empty."""
-    partition = table.state.partitions.get(name) or Partition(name)
+    partition = table.state.partitions.get(name) or PartitionState(name)
     oldest, parked = oldest_unready(partition), table.claims.parked()
     living = sum(partition.counts[state] for state in RowState if not state.final)
     return PartitionView(
@@ -170,7 +160,7 @@ def waits(table: Table, now: float) -> Iterator[tuple[str, str, Unready]]:
             yield name, task, _unready(partition, task, row, now)
 
 
-def oldest_unready(partition: Partition) -> dict[str, Row]:
+def oldest_unready(partition: PartitionState) -> dict[str, Row]:
     """Return, by task, the oldest living row that has not got all columns that the task needs."""
     found: dict[str, Row] = {}
     living = partition.counts[RowState.LIVE]
@@ -187,7 +177,7 @@ def oldest_unready(partition: Partition) -> dict[str, Row]:
     return found
 
 
-def _unready(partition: Partition, task: str, row: Row, now: float) -> Unready:
+def _unready(partition: PartitionState, task: str, row: Row, now: float) -> Unready:
     lacks = set(partition.queues[task].spec.needs) - row.columns.keys()
     return Unready(
         row=row.row,
@@ -208,7 +198,7 @@ def listing(rows: Iterable[Row]) -> Listing:
     return made
 
 
-def find(partition: Partition, keys: Sequence[str]) -> Found:
+def find(partition: PartitionState, keys: Sequence[str]) -> Found:
     """Return the living rows with these keys, and those of the keys whose rows were lost with their unit."""
     rows = [partition.keys.get(key) for key in keys]
     return Found(
@@ -218,7 +208,7 @@ def find(partition: Partition, keys: Sequence[str]) -> Found:
     )
 
 
-def peek(state: QueueState, partition: Partition, task: str, rows: Sequence[Row]) -> PeekedRows:
+def peek(state: QueueState, partition: PartitionState, task: str, rows: Sequence[Row]) -> PeekedRows:
     """Show rows as ``task`` sees them, and record that they were seen."""
     queue = partition.known_task(task) if task else None
     seen = PeekedRows([], [], [], [], [], [], [], [], {})
@@ -245,7 +235,7 @@ def has_columns(columns: Sequence[str]) -> Callable[[Row], bool]:
     return lambda row: needed <= row.columns.keys()
 
 
-def produced(partition: Partition, *, done: int) -> Progress:
+def produced(partition: PartitionState, *, done: int) -> Progress:
     """Return how far a partition is when ``done`` of its rows have what was asked for."""
     return Progress(
         rows=partition.counts.total(),
@@ -255,11 +245,11 @@ def produced(partition: Partition, *, done: int) -> Progress:
     )
 
 
-def consumed(partition: Partition, task: str) -> Progress:
+def consumed(partition: PartitionState, task: str) -> Progress:
     """Return how far ``task`` is."""
     queue = partition.known_task(task)
     told = produced(partition, done=queue.busy - queue.leased)
-    return structs.replace(told, leased=queue.leased)
+    return replace(told, leased=queue.leased)
 
 
 def key_of(row: Row) -> str:
@@ -292,14 +282,11 @@ def merge_stats(primary: QueueStats, replicas: Sequence[QueueStats], silent: Seq
 
 def merge_snapshots(primary: PartitionSnapshot, replicas: Sequence[PartitionSnapshot]) -> PartitionSnapshot:
     """Return how far a partition has come, with what the tasks of all controllers have done."""
-    return replace(
-        primary, steps={number: _merge_step(number, state, replicas) for number, state in primary.steps.items()}
-    )
-
-
-def _merge_step(number: int, state: StepState, replicas: Sequence[PartitionSnapshot]) -> StepState:
-    there = [replica.steps[number] for replica in replicas if number in replica.steps]
-    return replace(state, done={task: count for each in (state, *there) for task, count in each.done.items()})
+    steps = dict(primary.steps)
+    for number, state in ((number, replica.steps[number]) for replica in replicas for number in replica.steps):
+        if number in steps:
+            steps[number] = replace(steps[number], done=steps[number].done | state.done)
+    return replace(primary, steps=steps)
 
 
 def merge_views(

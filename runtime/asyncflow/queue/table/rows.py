@@ -19,7 +19,7 @@ from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.messages import KEY_TAG, SERIAL_BITS, Purpose, Tag
 from asyncflow.queue.protocol.unit_calls import Cells, NewRows
 from asyncflow.queue.table.apply import QueueState
-from asyncflow.queue.table.partition import Partition
+from asyncflow.queue.table.partition import PartitionState
 from asyncflow.queue.table.state import ANY_VERSION, IDLE, Row, RowState, by_row
 
 _Tags = Sequence[dict[str, Tag]]
@@ -31,86 +31,73 @@ _FARTHEST = 1 << 20
 """Serials that a creator of training rows may skip: each of them is listed as missing."""
 
 
-class Puts:
-    """The command that makes rows."""
+def put(state: QueueState, entry: NewRows) -> tuple[list[bool], Sequence[int]]:
+    """Make the rows that a unit was given.
 
-    def __init__(self, state: QueueState) -> None:
-        self._state = state
-        self._silent: set[int] = set()
+    Return whether each row is new, and the ids to tell: where it is not new, that of the row which was put so
+    before or has its key already, 0 where that is gone or the row's group is not made. Raises Refused, Fenced where
+    a newer attempt of the creator has begun, and ProtocolError where the cells are not those of the rows.
+    """
+    size, samples, rows = entry.group_size, entry.samples, entry.rows
+    partition = state.partition(entry.partition)
+    _check_form(entry)
+    columns = by_row(entry.cells, len(rows))
+    purpose: Purpose = samples.purpose if samples is not None else OPEN
+    partition.check_purpose(purpose)
+    keys: list[Tag | None] = []
+    step, oldest, newest = 0, *ANY_VERSION
+    if samples is None:
+        keys = [of.get(KEY_TAG) for of in entry.tags]
+        if any(key is not None for key in keys):
+            _check_keys(state, keys, entry.partition)
+    else:
+        partition.check_creator(entry.attempt)
+        step, oldest, newest = samples.step, samples.oldest, samples.newest
+    state.check_schema(partition, entry.cells.dtypes)
+    serials = samples.serials if samples is not None else _number(state, partition, entry)
+    _check_sizes(partition, serials, size)
+    most = partition.used.next() + _FARTHEST if purpose == "train" else max(serials)
+    made = _new_groups(partition, serials, size=size, step=step, keys=keys, most=most)
+    if purpose == OPEN and partition.closed is not None and any(made[at] not in partition.groups for at in made):
+        hint = "Close it after the last put; clear() of the whole partition opens it again"
+        raise Refused("the partition is closed: it gets no more rows", where=partition.name, hint=hint)
+    if made:
+        own = [row for at in made for row in rows[at * size : (at + 1) * size]]
+        event = ev.RowsPut(entry.partition, purpose, [*made.values()], size, own, step, oldest, newest)
+        state.record(event)
+        fresh: list[Row] = []
+        for index, number in enumerate(rows):
+            if (row := state.rows.get(number)) is not None and not row.here:
+                row.columns, row.here = columns[index], True
+                row.tags = entry.tags[index] if entry.tags else {}
+                row.tokens = samples.tokens[index] if samples is not None and samples.tokens else 0
+                fresh.append(row)
+        partition.name_rows(fresh)
+        partition.changed(fresh, entry.cells.sizes)
+        if len(fresh) == len(rows):
+            return [True] * len(rows), rows
+    return _answers(partition, serials, size, rows, keys)
 
-    def start(self) -> None:
-        """Wait for all units before keys can be trusted."""
-        self._silent = {unit.epoch for unit in self._state.units.values()}
 
-    def heard(self, epoch: int) -> None:
-        """Note that the unit with this epoch has told all it holds, or will tell nothing any more."""
-        self._silent.discard(epoch)
+def _number(state: QueueState, partition: PartitionState, entry: NewRows) -> Sequence[int]:
+    """Return the serials of the groups that a client put; it has a number in the partition from now on."""
+    number = partition.clients.get(entry.client)
+    if number is None:
+        number = len(partition.clients) + 1
+        state.record(ev.Numbered(partition.name, entry.client, number))
+    first = (number << SERIAL_BITS) + entry.group
+    return range(first, first + len(entry.rows) // entry.group_size)
 
-    def put(self, entry: NewRows) -> tuple[list[bool], Sequence[int]]:
-        """Make the rows that a unit was given.
 
-        Return whether each row is new, and the ids to tell: where it is not new, that of the row which was put so
-        before or has its key already, 0 where that is gone or the row's group is not made. Raises Refused, Fenced where
-        a newer attempt of the creator has begun, and ProtocolError where the cells are not those of the rows.
-        """
-        size, samples, rows, state = entry.group_size, entry.samples, entry.rows, self._state
-        partition = state.partition(entry.partition)
-        _check_form(entry)
-        columns = by_row(entry.cells, len(rows))
-        purpose: Purpose = samples.purpose if samples is not None else OPEN
-        partition.check_purpose(purpose)
-        keys: list[Tag | None] = []
-        step, oldest, newest = 0, *ANY_VERSION
-        if samples is None:
-            keys = [of.get(KEY_TAG) for of in entry.tags]
-            if any(key is not None for key in keys):
-                self._check_keys(keys, entry.partition)
-        else:
-            partition.check_creator(entry.attempt)
-            step, oldest, newest = samples.step, samples.oldest, samples.newest
-        state.check_schema(partition, entry.cells.dtypes)
-        serials = samples.serials if samples is not None else self._number(partition, entry)
-        _check_sizes(partition, serials, size)
-        most = partition.used.next() + _FARTHEST if purpose == "train" else max(serials)
-        made = _new_groups(partition, serials, size=size, step=step, keys=keys, most=most)
-        if purpose == OPEN and partition.closed is not None and any(made[at] not in partition.groups for at in made):
-            hint = "Close it after the last put; clear() of the whole partition opens it again"
-            raise Refused("the partition is closed: it gets no more rows", where=partition.name, hint=hint)
-        if made:
-            own = [row for at in made for row in rows[at * size : (at + 1) * size]]
-            event = ev.RowsPut(entry.partition, purpose, [*made.values()], size, own, step, oldest, newest)
-            state.record(event)
-            fresh: list[Row] = []
-            for index, number in enumerate(rows):
-                if (row := state.rows.get(number)) is not None:
-                    row.columns, row.here = columns[index], True
-                    row.tags = entry.tags[index] if entry.tags else {}
-                    row.tokens = samples.tokens[index] if samples is not None and samples.tokens else 0
-                    fresh.append(row)
-            partition.name_rows(fresh)
-            partition.changed(fresh, entry.cells.sizes)
-            if len(fresh) == len(rows):
-                return [True] * len(rows), rows
-        return _answers(partition, serials, size, rows, keys)
-
-    def _number(self, partition: Partition, entry: NewRows) -> Sequence[int]:
-        """Return the serials of the groups that a client put; it has a number in the partition from now on."""
-        number = partition.clients.get(entry.client)
-        if number is None:
-            number = len(partition.clients) + 1
-            self._state.record(ev.Numbered(partition.name, entry.client, number))
-        first = (number << SERIAL_BITS) + entry.group
-        return range(first, first + len(entry.rows) // entry.group_size)
-
-    def _check_keys(self, keys: Sequence[Tag | None], partition: str) -> None:
-        named = [key for key in keys if key is not None]
-        if not all(isinstance(key, str) and key for key in named):
-            hint = "Give each row a key of at least one character, or none of them a key"
-            raise Refused(f"the key of a row, its tag {KEY_TAG!r}, is no text or is empty", where=partition, hint=hint)
-        if len(set(named)) < len(named):
-            raise Refused("two rows of one put have the same key", where=partition)
-        if self._silent:
-            raise PeerLost("storage units have not yet told what they hold", where="controller", hint="Try again")
+def _check_keys(state: QueueState, keys: _Keys, partition: str) -> None:
+    named = [key for key in keys if key is not None]
+    if not all(isinstance(key, str) and key for key in named):
+        hint = "Give each row a key of at least one character, or none of them a key"
+        raise Refused(f"the key of a row, its tag {KEY_TAG!r}, is no text or is empty", where=partition, hint=hint)
+    if len(set(named)) < len(named):
+        raise Refused("two rows of one put have the same key", where=partition)
+    if state.silent:
+        raise PeerLost("storage units have not yet told what they hold", where="controller", hint="Try again")
 
 
 def _check_form(entry: NewRows) -> None:
@@ -131,7 +118,7 @@ def _check_form(entry: NewRows) -> None:
         raise Refused(f"{groups} groups were numbered {samples.serials[:8]}", where=partition, hint=hint)
 
 
-def _check_sizes(partition: Partition, serials: Sequence[int], size: int) -> None:
+def _check_sizes(partition: PartitionState, serials: Sequence[int], size: int) -> None:
     for serial in partition.groups.keys() & serials if partition.groups else ():
         if (known := len(partition.groups[serial].rows)) != size:
             what = f"the group {serial} has {known} rows, not {size}"
@@ -139,7 +126,7 @@ def _check_sizes(partition: Partition, serials: Sequence[int], size: int) -> Non
 
 
 def _new_groups(
-    partition: Partition, serials: Sequence[int], *, size: int, step: int, keys: _Keys, most: int
+    partition: PartitionState, serials: Sequence[int], *, size: int, step: int, keys: _Keys, most: int
 ) -> dict[int, int]:
     """Return the groups that are made, by their place in the put, with the serial of each, of at most ``most``.
 
@@ -165,7 +152,7 @@ def _new_groups(
 
 
 def _answers(
-    partition: Partition, serials: Sequence[int], size: int, rows: Sequence[int], keys: _Keys
+    partition: PartitionState, serials: Sequence[int], size: int, rows: Sequence[int], keys: _Keys
 ) -> tuple[list[bool], list[int]]:
     ok: list[bool] = []
     told: list[int] = []
@@ -208,7 +195,7 @@ def add_cells(state: QueueState, changes: Iterable[Change], *, partial: bool = F
         state.partition(partition).changed(rows, names)
 
 
-def _written(state: QueueState, rows: Sequence[Row], tags: Sequence[dict[str, Tag]]) -> Partition:
+def _written(state: QueueState, rows: Sequence[Row], tags: Sequence[dict[str, Tag]]) -> PartitionState:
     """Return the partition of rows that may be written without a lease."""
     names = {row.group.partition for row in rows}
     if len(names) > 1:
@@ -235,7 +222,7 @@ def live_rows(state: QueueState, numbers: Iterable[int], *, of: str = "") -> lis
     return rows
 
 
-def list_rows(partition: Partition) -> Iterator[Row]:
+def list_rows(partition: PartitionState) -> Iterator[Row]:
     """Yield the rows that have bytes, in the order in which they were put, whatever changes meanwhile."""
     live = RowState.LIVE
     for group in list(partition.groups.values()):
@@ -244,7 +231,7 @@ def list_rows(partition: Partition) -> Iterator[Row]:
                 yield row
 
 
-def reset(state: QueueState, partition: Partition, task: str | None) -> int:
+def reset(state: QueueState, partition: PartitionState, task: str | None) -> int:
     """Make all living rows ready again for ``task``, or every task, also those that it holds; return their number."""
     names = sorted(partition.queues) if task is None else [partition.known_task(task).spec.name]
     count = 0
@@ -262,7 +249,7 @@ def reset(state: QueueState, partition: Partition, task: str | None) -> int:
     return count
 
 
-def expect(state: QueueState, partition: Partition, total: int) -> None:
+def expect(state: QueueState, partition: PartitionState, total: int) -> None:
     """Say how many rows there will be in all; may change."""
     if partition.expected != total:
         state.record(ev.PartitionSet(partition.name, "expected", total))

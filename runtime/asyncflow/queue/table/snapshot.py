@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.table.apply import QueueState
-from asyncflow.queue.table.partition import Partition, Step
+from asyncflow.queue.table.partition import PartitionState, Step
 from asyncflow.queue.table.state import STATES, RowGroup, RowState
 from asyncflow.rpc.columns import weighed_batches
 
@@ -24,7 +24,7 @@ _ROWS = 1 << 14
 def snapshot(state: QueueState) -> Iterator[ev.Event]:
     """Return the records of the durable state of ``state``, in an order in which they can be restored."""
     units = [state.units[unit] for unit in sorted(state.units)]
-    yield ev.SnapshotHead(state.epoch, units, sorted(state.leaving), state.leases.completed())
+    yield ev.SnapshotHead(state.epoch, units, sorted(state.leaving), list(state.leases.completed))
     for name in sorted(state.partitions):
         yield from _partition(state.partitions[name], state.index, works=True)
     for lease in sorted(state.leases, key=lambda lease: lease.id):
@@ -38,7 +38,7 @@ def snapshot_rows(state: QueueState) -> Iterator[ev.Event]:
         yield from _partition(state.partitions[name], state.index, works=False)
 
 
-def _partition(partition: Partition, index: int, *, works: bool) -> Iterator[ev.Event]:
+def _partition(partition: PartitionState, index: int, *, works: bool) -> Iterator[ev.Event]:
     name, gang = partition.name, partition.gang
     yield ev.SnapshotPartition(
         name=name,

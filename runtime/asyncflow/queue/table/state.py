@@ -134,7 +134,7 @@ class Row(Struct, eq=False):
 
     @property
     def location(self) -> int:
-        """The place where it lies: an incarnation of a unit, see ``identity.home``."""
+        """The incarnation of a unit where it lies: epoch and unit in one number."""
         return self.moved or home_of(self.row)
 
     @property
@@ -247,7 +247,7 @@ class LeaseTable:
     """
 
     def __init__(self) -> None:
-        self._completed: dict[int, None] = {}
+        self.completed: dict[int, None] = {}
         self._open: dict[int, Lease] = {}
         self._tickets: dict[tuple[str, str], Lease] = {}
         self.next_deadline = math.inf
@@ -306,17 +306,9 @@ class LeaseTable:
 
     def remember(self, lease_id: int) -> None:
         """Note that a lease has ended because all its rows were completed."""
-        self._completed[lease_id] = None
-        if len(self._completed) > _REMEMBERED:
-            del self._completed[next(iter(self._completed))]
-
-    def completed(self) -> list[int]:
-        """Return the leases that ended so last."""
-        return list(self._completed)
-
-    def was_completed(self, lease_id: int) -> bool:
-        """Tell whether a lease is one of them."""
-        return lease_id in self._completed
+        self.completed[lease_id] = None
+        if len(self.completed) > _REMEMBERED:
+            del self.completed[next(iter(self.completed))]
 
     def due(self, now: float) -> list[Lease]:
         """Return the leases whose deadline has passed. They stay in force until their rows are released."""

@@ -21,7 +21,7 @@ from asyncflow.queue.protocol.unit_calls import Cells, Held, MovedRows, NewCells
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.leases import Claims
 from asyncflow.queue.table.moves import RowMoves, ends_rows, place
-from asyncflow.queue.table.rows import Change, Puts, add_cells
+from asyncflow.queue.table.rows import Change, add_cells
 from asyncflow.queue.table.state import Row, by_row
 from asyncflow.queue.table.training import Training
 
@@ -38,7 +38,6 @@ class Table:
         self.controllers = controllers
         self.claims = Claims(self.state)
         self.training = Training(self.state)
-        self.puts = Puts(self.state)
         self.moves = RowMoves(self.state)
         self.controller = 0
 
@@ -47,8 +46,8 @@ class Table:
 
         A worker whose lease was in force when the controller stopped is so never fenced sooner than it would have been.
         """
-        self.state.frees.clear()
-        self.puts.start()
+        self.state.to_free.clear()
+        self.state.silent = {unit.epoch for unit in self.state.units.values()}
         self.state.record(ev.ControllerStarted(self.state.epoch + 1))
         self.controller = self.state.epoch
         self.claims.start(now)
@@ -88,7 +87,7 @@ class Table:
         """Record the loss of what a unit held: its rows are wanted again where they were not committed."""
         if (known := self.state.units.get(unit)) is not None:
             self.state.record(ev.UnitLost(known.epoch, unit))
-            self.puts.heard(known.epoch)
+            self.state.silent.discard(known.epoch)
 
     def hold(self, location: int, held: Iterable[Held]) -> list[int]:
         """Note the rows that the unit at ``location`` says it has; return those that it must free, as they are not its.
@@ -126,7 +125,7 @@ class Table:
     def miss(self, location: int) -> int:
         """Record the loss of rows that their unit, which has now told all it has, did not name; return their number."""
         unnamed = [number for number, row in self.state.rows.items() if not row.here and row.location == location]
-        self.puts.heard(epoch_of(location))
+        self.state.silent.discard(epoch_of(location))
         return self.lose_rows(unnamed)
 
     def lose_rows(self, numbers: Iterable[int]) -> int:
@@ -144,7 +143,7 @@ class Table:
                 missing.setdefault(group.partition, {}).update(here)
         for partition, rows in missing.items():
             self.state.record(ev.RowsGone(partition, list(rows)))
-            self.state.frees += [row for number, row in rows.items() if number not in asked]
+            self.state.to_free += [row for number, row in rows.items() if number not in asked]
         return sum(map(len, missing.values()))
 
     def take_over(self, partition: str, attempt: int) -> None:

@@ -25,8 +25,8 @@ from asyncflow.queue.protocol.batches import Slot
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.leases import batch_of_slot
-from asyncflow.queue.table.partition import Partition, SlotRequest, Step, weight_of
-from asyncflow.queue.table.state import FINAL, Row, RowGroup, RowState
+from asyncflow.queue.table.partition import PartitionState, SlotRequest, Step, weight_of
+from asyncflow.queue.table.state import FINAL, Row, RowGroup
 
 _AHEAD = 8
 """Slots that are dealt together, so that the ranks come out even."""
@@ -55,8 +55,8 @@ class Training:
         if known is not None and (known.groups, known.size) == (groups, size):
             return
         if known is not None and (known.exhausted or groups < len(known.bound)):
-            hint = "A step's size can change only until all of its samples have been handed out"
-            raise Refused(f"{len(known.bound)} groups have been handed out already", where=where, hint=hint)
+            hint = "A step's size can change only until all of its samples are in slots"
+            raise Refused(f"{len(known.bound)} groups are in slots already", where=where, hint=hint)
         if step <= gang.committed:
             raise Refused("the step is committed", where=where)
         self._state.record(ev.Opened(partition, step, groups, size))
@@ -134,16 +134,16 @@ class Training:
             held.gang.check_contained(step, where=where)
             self._state.record(ev.Committed(partition, step))
 
-    def _gang(self, partition: str) -> Partition:
+    def _gang(self, partition: str) -> PartitionState:
         held = self._state.partition(partition)
         if held.gang_queue is None:
             raise Refused("no gang task is declared", where=partition, hint="Declare a TaskSpec of kind gang first")
         return held
 
-    def _exhausted(self, partition: Partition, step: int, where: str) -> Step:
+    def _exhausted(self, partition: PartitionState, step: int, where: str) -> Step:
         known = partition.gang.steps.get(step)
         if known is None or not known.exhausted:
-            raise Refused("not all of its samples have been handed out", where=where)
+            raise Refused("not all of its samples are in slots", where=where)
         return known
 
 
@@ -163,9 +163,7 @@ def decide(
     if room > 0 and count == 0 and not step.carry:
         return None
     asked = SlotRequest(world, tokens, step.groups, spec)
-    if step.planned != asked or not step.plan or not _takeable([row for rank in step.plan[0] for row in rank]):
-        step.plan, step.planned = _plan(step, ready, asked, room, complete=count >= room), asked
-    ranks = step.plan.pop(0) if step.plan else [[] for _ in range(world)]
+    ranks = _next_slot(step, ready, asked, room, complete=count >= room) or [[] for _ in range(world)]
     given = [row for rank in ranks for row in rank]
     begun = [group for group in dict.fromkeys([row.group for row in given]) if group.serial not in step.bound]
     bound = sorted([group.serial for group in begun])
@@ -184,55 +182,52 @@ def decide(
     )
 
 
-def _plan(
+def _next_slot(
     step: Step, ready: Iterable[RowGroup], asked: SlotRequest, room: int, *, complete: bool
-) -> list[list[list[Row]]]:
-    """Deal what is left over and what is ready to the next slots; return the rows of each rank for those that stand.
+) -> list[list[Row]]:
+    """Deal what is left over and what is ready to the next slots; return the rows of each rank in the first of them.
 
-    complete: all groups of the step are ready or bound. As long as more may come, later slots are dealt anew with it.
+    complete: all groups of the step are ready or bound.
     """
     left: dict[RowGroup, list[Row]] = {}
     for row in step.carry.values():
         left.setdefault(row.group, []).append(row)
-    pieces = [piece for rows in left.values() for piece in _pieces(rows, asked)]
+    parts = [part for rows in left.values() for part in _parts(rows, asked)]
     load = weight_of(list(step.carry.values()), asked.spec)
     for group in islice(ready, max(0, room)):
         if load >= _AHEAD * asked.world * asked.tokens:
             complete = False
             break
         fresh = [row for row in group.rows if row.state < FINAL]
-        pieces += _pieces(fresh, asked)
+        parts += _parts(fresh, asked)
         load += weight_of(fresh, asked.spec)
-    if not pieces:
+    if not parts:
         return []
-    slots = _deal(pieces, asked, before=step.loads(asked.world, asked.spec), cut=complete)
-    return [
-        [sorted([row for piece in given for row in piece], key=_BY_KEY) for given in slot]
-        for slot in (slots if complete else slots[: max(1, len(slots) // 2)])
-    ]
+    slot = _deal(parts, asked, before=step.loads(asked.world, asked.spec), cut=complete)[0]
+    return [sorted([row for part in given for row in part], key=_BY_KEY) for given in slot]
 
 
-def _pieces(rows: list[Row], asked: SlotRequest) -> list[list[Row]]:
+def _parts(rows: list[Row], asked: SlotRequest) -> list[list[Row]]:
     """Return rows of one group as they are to be dealt: all together, each alone, or as many as fit into a slot."""
     if asked.spec.groups:
         return [rows]
     if not asked.spec.shared_tokens:
         return [[row] for row in rows]
-    pieces: list[list[Row]] = []
+    parts: list[list[Row]] = []
     load = 0
     for row in rows:
-        if not pieces or load + row.response_tokens > asked.tokens:
-            pieces.append([])
+        if not parts or load + row.response_tokens > asked.tokens:
+            parts.append([])
             load = row.tokens
-        pieces[-1].append(row)
+        parts[-1].append(row)
         load += row.response_tokens
-    return pieces
+    return parts
 
 
 def _deal(
-    pieces: list[list[Row]], asked: SlotRequest, *, before: Sequence[int], cut: bool
+    parts: list[list[Row]], asked: SlotRequest, *, before: Sequence[int], cut: bool
 ) -> list[list[list[list[Row]]]]:
-    """Deal pieces to slots and ranks.
+    """Deal parts to slots and ranks.
 
     cut: groups that may be cut are, as long as ranks are uneven and it makes the heaviest lighter.
     """
@@ -240,36 +235,27 @@ def _deal(
     best: list[list[list[list[Row]]]] = []
     lightest = 0
     for left in range(cuts, -1, -1):
-        weights = [weight_of(piece, asked.spec) for piece in pieces]
+        weights = [weight_of(part, asked.spec) for part in parts]
         dealt = balance(weights, ranks=asked.world, budget=asked.tokens, before=before)
         loads = [had + sum(weights[i] for slot in dealt for i in slot[rank]) for rank, had in enumerate(before)]
         most, mean = max(loads), sum(loads) / asked.world
         if best and most >= lightest:
             break
-        best = [[[pieces[i] for i in indices] for indices in slot] for slot in dealt]
+        best = [[[parts[i] for i in indices] for indices in slot] for slot in dealt]
         lightest = most
         heaviest = loads.index(most)
-        mine = [i for slot in dealt for i in slot[heaviest] if len(pieces[i]) > 1]
-        if not left or most <= _EVEN * mean or not mine:
+        own = [i for slot in dealt for i in slot[heaviest] if len(parts[i]) > 1]
+        if not left or most <= _EVEN * mean or not own:
             break
-        pieces = _cut(pieces, max(mine, key=weights.__getitem__), surplus=most - mean)
+        parts = _cut(parts, max(own, key=weights.__getitem__), surplus=most - mean)
     return best
 
 
-def _cut(pieces: Sequence[list[Row]], index: int, *, surplus: float) -> list[list[Row]]:
-    """Return the pieces with one of them cut in two, the second of about ``surplus`` tokens beside the shared ones."""
-    rows, load = list(pieces[index]), 0
+def _cut(parts: Sequence[list[Row]], index: int, *, surplus: float) -> list[list[Row]]:
+    """Return the parts with one of them cut in two, the second of about ``surplus`` tokens beside the shared ones."""
+    rows, load = list(parts[index]), 0
     split = len(rows)
     while split > 1 and (split == len(rows) or load + rows[split - 1].response_tokens / 2 <= surplus):
         split -= 1
         load += rows[split].response_tokens
-    return [*pieces[:index], rows[:split], rows[split:], *pieces[index + 1 :]]
-
-
-def _takeable(rows: Sequence[Row]) -> bool:
-    """Tell whether rows that were dealt can still be given: none was made again since, and their groups are whole."""
-    if [row for row in rows if row.group.rows[row.sample] is not row or row.state >= FINAL]:
-        return False
-    live, bound = RowState.LIVE, RowState.BOUND
-    groups = {row.group for row in rows if row.state is not bound}
-    return not [row for group in groups for row in group.rows if row.state is not live and row.state < FINAL]
+    return [*parts[:index], rows[:split], rows[split:], *parts[index + 1 :]]
