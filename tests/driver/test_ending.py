@@ -27,7 +27,8 @@ class Job:
         self.directory = Directory()
         self.changes = ChangeSignal(every_s=10.0)
         self.progress = RunProgress(folder, steps=2, now=0.0)
-        weights = SimpleNamespace(fence=lambda attempt: None, leave=lambda worker: None)
+        catalogue = SimpleNamespace(fence=lambda attempt: None)
+        weights = SimpleNamespace(catalogue=catalogue, leave=lambda worker: None)
         self.members = Members(
             self.directory,
             queue=self,
