@@ -30,9 +30,8 @@ from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.values import decode, encode_columns, pack_object, unpack_object
 from asyncflow.rpc import framing, shm
 from asyncflow.rpc.columns import OBJECT, TEXT, BatchHeader, Jagged, decode_batch, encode_batch
-from asyncflow.rpc.connection import staging
 from asyncflow.rpc.framing import Inbox
-from asyncflow.rpc.shm import ArenaInbox, Incoming
+from asyncflow.rpc.shm import Incoming
 
 MOST = 1 << 20
 LONGEST = 4096
@@ -44,8 +43,7 @@ REQUESTS = [
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__ == module.__name__
 ]
 _header = msgspec.msgpack.Decoder(BatchHeader)
-_staging = staging()
-_shared = shm.made()
+_shared = shm.new_arena()
 _pieces = msgspec.msgpack.Decoder(list[bytes])
 
 
@@ -71,14 +69,14 @@ def request(data: bytes) -> None:
 
 def stream(data: bytes) -> None:
     """What comes on a plain stream, in pieces whose lengths the first byte says."""
-    for message in _messages(Inbox(most=MOST, staging=_staging), data):
+    for message in _messages(Inbox(most=MOST), data):
         assert sum(map(len, message)) <= len(data)
 
 
 def places(data: bytes) -> None:
     """What comes from a peer that shares memory: as in ``stream``, with parts that lie there."""
     incoming = Incoming(os.dup(_shared))
-    kept = list(_messages(ArenaInbox(incoming, most=MOST, staging=_staging), data))
+    kept = list(_messages(Inbox(most=MOST, take=incoming.take), data))
     incoming.close()
     assert all(sum(len(bytes(part)) for part in message) <= MOST for message in kept)
 
@@ -139,9 +137,10 @@ def ledger(data: bytes) -> None:
 
 def handshake(data: bytes) -> None:
     """What a stranger says where a hello or a welcome is due."""
-    for take in (framing.rest_of_hello, framing.caller, partial(framing.check_welcome, dialled=b"a server")):
-        with contextlib.suppress(ProtocolError):
-            take(data)
+    for take in (framing.caller, partial(framing.check_welcome, dialled=b"a server")):
+        for parts in _messages(Inbox(most=MOST), data):
+            with contextlib.suppress(ProtocolError):
+                take(parts)
 
 
 def feed(data: bytes) -> None:
@@ -207,7 +206,7 @@ def seeds() -> dict[str, list[bytes]]:
         "batch": [pieces],
         "plain": [pack_object(value) for value in columns["c"]],
         "ledger": [records],
-        "handshake": [framing.hello(None), b"asyncflow://job/rollout/3", framing.welcome(b"a server")],
+        "handshake": [b"\xff" + framing.hello(None), b"\xff" + framing.welcome(b"a server")],
         "feed": [fed],
         "lease": [b"880000100000000"],
     }

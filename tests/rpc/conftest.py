@@ -25,7 +25,6 @@ from asyncflow.plan.certificates import Authority, period_of
 from asyncflow.rpc import framing
 from asyncflow.rpc.addresses import ANYBODY, address_of, host_and_port
 from asyncflow.rpc.client import RpcClient
-from asyncflow.rpc.connection import staging
 from asyncflow.rpc.framing import Inbox, Outbox
 from asyncflow.rpc.server import RpcServer
 from asyncflow.rpc.shm import SHARED_MEMORY_ENV
@@ -97,32 +96,34 @@ class Stranger:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
-        self.outbox, self.inbox = Outbox(), Inbox(most=1 << 30, staging=staging())
+        self.outbox, self.inbox = Outbox(), Inbox(most=1 << 30)
         self.came: list[list[memoryview]] = []
 
     async def greet(self) -> None:
         self.writer.write(framing.hello(None))
-        framing.check_welcome(await self.reader.readexactly(framing.WELCOME_SIZE), dialled=ANYBODY)
+        framing.check_welcome(await self.next_message(), dialled=ANYBODY)
 
     async def welcome(self) -> None:
-        assert not framing.rest_of_hello(await self.reader.readexactly(framing.HEAD_SIZE))
+        assert framing.caller(await self.next_message()) is None
         self.writer.write(framing.welcome(ANYBODY))
 
     async def send(self, parts: Sequence[bytes]) -> None:
         self.outbox.push("message", parts)
-        while views := self.outbox.views():
-            self.writer.writelines(views)
-            self.outbox.sent(sum(map(len, views)))
+        while (piece := self.outbox.next()) is not None:
+            self.writer.write(piece)
         await self.writer.drain()
 
-    async def receive(self) -> list[bytes]:
+    async def next_message(self) -> list[memoryview]:
         while not self.came:
             room = self.inbox.room()
             data = await self.reader.read(len(room))
             assert data, "the peer closed the stream"
             room[: len(data)] = data
             self.came += self.inbox.took(len(data))
-        return [bytes(part) for part in self.came.pop(0)]
+        return self.came.pop(0)
+
+    async def receive(self) -> list[bytes]:
+        return [bytes(part) for part in await self.next_message()]
 
     def close(self) -> None:
         self.writer.close()

@@ -17,7 +17,7 @@ from asyncflow.rpc.shm import FREE, PAGE, SIZE, Incoming, Outgoing
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Outgoing, Incoming]]:
-    file = shm.made()
+    file = shm.new_arena()
     outgoing, incoming = Outgoing(file), Incoming(os.dup(file))
     yield outgoing, incoming
     outgoing.close()
@@ -255,7 +255,7 @@ def test_a_forked_process_that_lets_go_gives_nothing_back(pair: tuple[Outgoing, 
 def test_an_arena_has_no_pages_before_it_is_used_and_leaves_none_behind() -> None:
     files, before = os.listdir("/proc/self/fd"), mapped()
     for _ in range(20):
-        file = shm.made()
+        file = shm.new_arena()
         outgoing, incoming = Outgoing(file), Incoming(os.dup(file))
         assert kept(outgoing) == 0
         part = incoming.take(outgoing.put(noise(5)), 5)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from asyncflow.errors import ProtocolError
 from asyncflow.rpc import shm
 from asyncflow.rpc.columns import LARGE
-from asyncflow.rpc.connection import staging
-from asyncflow.rpc.shm import PAGE, ArenaInbox, ArenaOutbox, Incoming, Outgoing
+from asyncflow.rpc.framing import Inbox, Outbox
+from asyncflow.rpc.shm import PAGE, Incoming, Outgoing
 
 MOST = 1 << 22
 THERE = 1 << 63
@@ -23,23 +23,21 @@ sizes = st.sampled_from([PAGE, 30 * PAGE, 100 * PAGE, 1000 * PAGE])
 
 
 class Way:
-    """One direction, with what ``Flow`` does. wire: bytes that were sent; came: messages, which may be let go."""
+    """One direction, with what ``Connection`` does. wire: bytes that were sent; came: messages, which may be let go."""
 
     def __init__(self, size: int) -> None:
         file = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(file, size)
         self.outgoing, self.incoming = Outgoing(file), Incoming(os.dup(file))
-        self.outbox = ArenaOutbox(self.outgoing)
-        self.inbox = ArenaInbox(self.incoming, most=MOST, staging=staging())
+        self.outbox = Outbox(put=self.outgoing.put)
+        self.inbox = Inbox(most=MOST, take=self.incoming.take)
         self.wire = bytearray()
         self.came: list[list[memoryview]] = []
 
     def send(self, key: int, parts: list[bytes]) -> None:
         self.outbox.push(key, parts)
-        while not self.outbox.idle and (views := self.outbox.views()):
-            for view in views:
-                self.wire += view
-            self.outbox.sent(sum(map(len, views)))
+        while (piece := self.outbox.next()) is not None:
+            self.wire += piece
 
     def receive(self, most: int = 1 << 16) -> None:
         room = self.inbox.room()

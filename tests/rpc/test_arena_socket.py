@@ -18,8 +18,7 @@ import pytest
 from msgspec import Struct
 
 from asyncflow.errors import PeerLost
-from asyncflow.rpc import framing, shm
-from asyncflow.rpc import server as serving
+from asyncflow.rpc import framing, listener, shm
 from asyncflow.rpc.access import Access
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.server import RpcServer
@@ -111,7 +110,7 @@ async def test_peers_that_run_as_different_users_do_without(
 ) -> None:
     server = await serve()
     known = iter([False, True] if side == "caller" else [True, False])
-    monkeypatch.setattr(shm, "_is_same_user", lambda _: next(known, False))
+    monkeypatch.setattr(shm, "is_same_user", lambda _: next(known, False))
     await moves(server)
     assert made == []
     await server.close()
@@ -124,13 +123,14 @@ async def test_the_kernel_says_who_a_peer_is(made: list[int]) -> None:
     try:
         assert shm.dialled(server.address) is None
         with pytest.MonkeyPatch.context() as trusting:
-            trusting.setattr(shm, "_is_same_user", lambda _: True)
+            trusting.setattr(shm, "is_same_user", lambda _: True)
             stranger = shm.dialled(server.address)
     finally:
         os.seteuid(0)
     assert stranger is not None
     await until(lambda: server.counters.refused.total() == 2)
-    stranger.close()
+    stranger[0].close()
+    stranger[1].close()
     await moves(server)
     assert len(made) == 2
     await server.close()
@@ -147,7 +147,7 @@ async def test_a_name_that_somebody_else_has_taken_costs_nothing_but_speed(
         server = RpcServer(name="server", bind=address)
         server.route("add", Number, add)
         await server.start()
-        monkeypatch.setattr(shm, "_is_same_user", lambda _: False)
+        monkeypatch.setattr(shm, "is_same_user", lambda _: False)
         await moves(server)
     assert made == []
     await server.close()
@@ -163,7 +163,7 @@ async def test_another_network_namespace_has_no_such_name(made: list[int]) -> No
         if done.returncode:
             pytest.skip(f"no network namespace: {done.stderr[-200:]}")
         seen[where] = done.stdout
-    assert "ArenaSocket" in seen["here"]
+    assert "Arenas" in seen["here"]
     assert seen["elsewhere"] == "None\n"
     await server.close()
 
@@ -189,7 +189,7 @@ def memory(size: int) -> int:
 
 async def test_callers_that_bring_no_arena_are_cut_off(made: list[int]) -> None:
     server = await serve()
-    unsealed, ours = memory(8 << 20), shm.made()
+    unsealed, ours = memory(8 << 20), shm.new_arena()
     before = len(files())
     callers = [knock(server) for _ in range(8)]
     hello = framing.hello(None)
@@ -212,7 +212,7 @@ async def test_callers_that_bring_no_arena_are_cut_off(made: list[int]) -> None:
 
 
 async def test_a_caller_that_hands_over_nothing_is_cut_off_in_time(monkeypatch: Any, made: list[int]) -> None:
-    monkeypatch.setattr(serving, "_SHAKE_S", 0.05)
+    monkeypatch.setattr(listener, "GREETING_S", 0.05)
     server = await serve()
     with knock(server) as silent:
         await until(lambda: server.counters.refused.total() == 1)
@@ -225,10 +225,11 @@ def lie_to(server: RpcServer, lie: bytes) -> bytes:
     """Shake hands, send ``lie``, give the answer."""
     liar = shm.dialled(server.address)
     assert liar is not None
-    with liar:
+    (liar, arenas), size = liar, framing.WELCOME_SIZE
+    with liar, contextlib.closing(arenas):
         liar.settimeout(10)
         liar.send(framing.hello(None))
-        assert len(liar.recv(framing.WELCOME_SIZE)) == framing.WELCOME_SIZE
+        assert len(liar.recv(size)) == size
         liar.send(lie)
         return liar.recv(100)
 
@@ -247,7 +248,8 @@ async def test_files_that_come_with_later_bytes_are_not_taken(made: list[int]) -
     server = await serve()
     caller = shm.dialled(server.address)
     assert caller is not None
-    with caller:
+    caller, arenas = caller
+    with caller, contextlib.closing(arenas):
         caller.settimeout(10)
         caller.send(framing.hello(None))
         await asyncio.to_thread(caller.recv, framing.WELCOME_SIZE)

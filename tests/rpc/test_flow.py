@@ -6,6 +6,7 @@ import gc
 import itertools
 import resource
 import socket
+import ssl
 import struct
 import time
 import weakref
@@ -17,17 +18,16 @@ import pytest
 from msgspec import Struct
 
 from asyncflow.errors import DeadlineExceeded, PeerLost
-from asyncflow.rpc import framing
+from asyncflow.rpc import framing, listener
 from asyncflow.rpc import server as serving
 from asyncflow.rpc.access import Access
 from asyncflow.rpc.addresses import ANYBODY, host_and_port
 from asyncflow.rpc.client import RpcClient
-from asyncflow.rpc.connection import staging
 from asyncflow.rpc.framing import Inbox, Outbox
 from asyncflow.rpc.server import RpcServer
-from asyncflow.rpc.shm import ArenaOutbox
 from asyncflow.rpc.tls import Credentials
 
+AGAIN = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 OPEN = Access(table={method: {"rollout": lambda _: ()} for method in ("add", "blob")})
 
 
@@ -63,19 +63,21 @@ async def welcomed(made: Any) -> None:
     room, came = bytearray(framing.WELCOME_SIZE), b""
     async with asyncio.timeout(10):
         while len(came) < len(room):
-            with contextlib.suppress(BlockingIOError):
+            with contextlib.suppress(*AGAIN):
                 came += room[: made.recv_into(room)]
             await asyncio.sleep(0.001)
-    framing.check_welcome(came, dialled=ANYBODY)
+    assert came[:16] == framing.welcome(ANYBODY)[:16]
 
 
 async def greet(made: socket.socket, credentials: Credentials | None = None) -> Any:
     """Say who calls, over TLS where there are credentials, and return the socket that is used from then on."""
     stream: Any = made
     if credentials is not None:
-        stream = credentials.dialled(made)
+        stream = credentials.client().wrap_socket(made, do_handshake_on_connect=False)
         async with asyncio.timeout(10):
-            while not stream.shake():
+            while stream.version() is None:
+                with contextlib.suppress(*AGAIN):
+                    stream.do_handshake()
                 await asyncio.sleep(0.001)
     stream.send(framing.hello(credentials.process if credentials is not None else None))
     await welcomed(stream)
@@ -111,7 +113,7 @@ async def test_garbage_half_greetings_and_thousands_of_connections(
 ) -> None:
     monkeypatch.setattr(serving, "MAX_PEERS", 300)
     server = await serve(credentials)
-    pieces = [b"GET / HTTP/1.1\r\n\r\n", b"", b"AFh4", b"AFs3" + bytes(64), b"\x16\x03\x01\x02\x00\x01"]
+    pieces = [b"GET / HTTP/1.1\r\n\r\n", b"", framing.hello(None)[:6], b"AFs3" + bytes(64), b"\x16\x03\x01\x02\x00\x01"]
     strangers = []
     for number in range(1000):
         try:
@@ -161,7 +163,7 @@ async def test_without_descriptors_new_peers_wait_and_are_let_in_later(no_descri
 
 
 async def test_a_peer_that_does_not_shake_hands_is_cut_off(monkeypatch: Any) -> None:
-    monkeypatch.setattr(serving, "_SHAKE_S", 0.05)
+    monkeypatch.setattr(listener, "GREETING_S", 0.05)
     server = await serve()
     with stranger(server) as silent:
         await until(lambda: refusals(server) == 1)
@@ -172,9 +174,8 @@ async def test_a_peer_that_does_not_shake_hands_is_cut_off(monkeypatch: Any) -> 
 
 def half_way(server: RpcServer) -> list[weakref.ref[Any]]:
     """Return the boxes of the only peer of a server, once there is something in them."""
-    assert server._streams is not None
-    for peer in (each.flow for each in server._streams._peers.values()):
-        if peer._inbox is not None and peer.outbox is not None and (peer._inbox._filled or not peer.outbox.idle):
+    for peer in server._peers:
+        if peer._inbox._filled or not peer.idle:
             return [weakref.ref(peer._inbox), weakref.ref(peer.outbox)]
     return []
 
@@ -187,12 +188,11 @@ async def test_what_a_connection_held_goes_with_it_without_the_garbage_collector
     outbox = Outbox()
     call = framing.encode(framing.Call(1, "add", 60.0, 1))
     outbox.push(1, [call, framing.encode(Number(value=1)), bytes(20_000_000)])
-    first, frame = outbox.views()
+    data = b"".join(iter(outbox.next, None))  # type: ignore[arg-type]
     gc.disable()
     try:
         gone.setblocking(True)
-        await asyncio.to_thread(gone.sendall, first)
-        await asyncio.to_thread(gone.sendall, frame if asks else memoryview(frame)[:10_000_000])
+        await asyncio.to_thread(gone.sendall, data if asks else data[:10_000_000])
         await until(lambda: server.counters.calls["add"] == asks)
         await until(lambda: bool(half_way(server)))
         boxes = half_way(server)
@@ -235,15 +235,8 @@ async def test_who_does_not_read_what_it_asks_for_is_cut_off(monkeypatch: Any) -
     for call in range(60):
         outbox.push(call, [framing.encode(framing.Call(call, "add", 60.0, 1)), framing.encode(Number(value=1)), frame])
     async with asyncio.timeout(10):
-        while not refusals(server):
-            try:
-                while views := outbox.views():
-                    outbox.sent(greedy.sendmsg(views))
-                break
-            except BlockingIOError:
-                await asyncio.sleep(0)
-            except OSError:
-                break
+        with contextlib.suppress(OSError):
+            await push(greedy, outbox)
     await until(lambda: refusals(server) == 1)
     greedy.close()
     assert await serves(server)
@@ -277,15 +270,14 @@ class Asks:
 
     async def greet(self) -> None:
         self.socket = await greet(self.socket, self._credentials)
-        self._outbox, self._inbox = Outbox(), Inbox(most=1 << 30, staging=staging())
+        self._outbox, self._inbox = Outbox(), Inbox(most=1 << 30)
 
     def ask(self, count: int, *, size: int = BLOB) -> None:
         for call in itertools.islice(self._calls, count):
             self._outbox.push(
                 call, [framing.encode(framing.Call(call, "blob", 60.0, 0)), framing.encode(Number(value=size))]
             )
-        while views := self._outbox.views():
-            self._outbox.sent(self.socket.sendmsg(views))
+        self.socket.sendall(b"".join(iter(self._outbox.next, None)))  # type: ignore[arg-type]
 
     async def read(self, count: int) -> list[tuple[int, int]]:
         """Return call and bytes of each of the next answers."""
@@ -294,16 +286,14 @@ class Asks:
             while len(came) < count:
                 try:
                     came += self._inbox.took(self.socket.recv_into(self._inbox.room()))
-                except BlockingIOError:
+                except AGAIN:
                     await asyncio.sleep(0.001)
         return [(framing.read_answer(parts, where="test")[0], len(parts[2])) for parts in came]
 
 
 def lies_unsent(server: RpcServer) -> int:
     """Return the bytes that lie for the first peer of a server."""
-    assert server._streams is not None
-    outbox = next(iter(server._streams._peers.values())).flow.outbox
-    return 0 if outbox is None else outbox.unsent
+    return next(iter(server._peers)).outbox.unsent
 
 
 async def test_who_reads_slowly_is_heard_no_more_until_it_has_read_and_then_gets_every_answer(
@@ -352,19 +342,18 @@ async def test_a_peer_that_goes_away_while_it_is_not_heard_leaves_nothing(monkey
     await gone.greet()
     gone.ask(50)
     await until(lambda: lies_unsent(server) > BOUND)
-    assert server._streams is not None
-    (flow,) = (peer.flow for peer in server._streams._peers.values())
-    kept = [weakref.ref(flow), weakref.ref(flow.outbox), weakref.ref(flow._inbox)]
-    assert flow._unheard
+    (peer,) = server._peers
+    kept = [weakref.ref(peer), weakref.ref(peer.outbox), weakref.ref(peer._inbox)]
+    assert peer._waiting
     begun = server.counters.calls["blob"]
     gc.disable()
     try:
-        del flow
+        del peer
         gone.socket.close()
         await until(lambda: not any(what() for what in kept))
     finally:
         gc.enable()
-    assert not server._streams._peers
+    assert not server._peers
     assert server.counters.calls["blob"] == begun
     assert await serves(server)
     await server.close()
@@ -395,9 +384,9 @@ async def test_a_large_part_that_comes_in_small_pieces_is_there_with_its_last_by
         for call, size in enumerate((1_300_000, 70_000, 3, 600_000)):
             header, body = framing.encode(framing.Call(call, "add", 60.0, 1)), framing.encode(Number(value=1))
             outbox.push(call, [header, body, bytes(size)])
-            while views := outbox.views():
-                outbox.sent(slow.send(views[0][:50_000]))
-                await asyncio.sleep(0.001)
+            while (piece := outbox.next()) is not None:
+                for begin in range(0, len(piece), 50_000):
+                    await send(slow, piece[begin : begin + 50_000])
             await until(lambda call=call: server.counters.calls["add"] == call + 1)  # type: ignore[misc]
     await server.close()
 
@@ -410,8 +399,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
         if next(calls) == at:
             raise MemoryError
 
-    monkeypatch.setattr(Outbox, "_elsewhere", failing)
-    monkeypatch.setattr(ArenaOutbox, "_elsewhere", failing)
+    monkeypatch.setattr(Outbox, "_placed", failing)
 
 
 @pytest.mark.usefixtures("way")
@@ -468,10 +456,10 @@ async def test_calls_of_a_peer_that_does_not_read_begin_two_at_a_time(credential
     assert begun[0] == 3
     assert await serves(server, credentials)
     answer.set()
-    inbox, answered = Inbox(most=1 << 30, staging=staging()), 0
+    inbox, answered = Inbox(most=1 << 30), 0
     async with asyncio.timeout(30):
         while answered < 9:
-            with contextlib.suppress(BlockingIOError):
+            with contextlib.suppress(*AGAIN):
                 answered += len(inbox.took(greedy.recv_into(inbox.room())))
             await asyncio.sleep(0)
     assert begun[0] == 9
@@ -482,7 +470,12 @@ async def test_calls_of_a_peer_that_does_not_read_begin_two_at_a_time(credential
 async def push(made: Any, outbox: Outbox) -> None:
     """Send all that lies in ``outbox``."""
     async with asyncio.timeout(10):
-        while views := outbox.views():
-            with contextlib.suppress(BlockingIOError):
-                outbox.sent(made.sendmsg(views))
-            await asyncio.sleep(0)
+        while (piece := outbox.next()) is not None:
+            await send(made, piece)
+
+
+async def send(made: Any, piece: bytes | bytearray | memoryview) -> None:
+    while len(piece):
+        with contextlib.suppress(*AGAIN):
+            piece = piece[made.send(piece) :]
+        await asyncio.sleep(0)

@@ -8,15 +8,21 @@ from asyncflow.errors import ProtocolError
 from asyncflow.identity import ProcessIdentity
 from asyncflow.rpc import framing
 from asyncflow.rpc.addresses import ANYBODY
+from asyncflow.rpc.framing import Inbox
 
 CALLER = ProcessIdentity("job-7", "rollout", 3)
 
 
 def heard(hello: bytes) -> ProcessIdentity | None:
     """Return whom a server takes for the caller."""
-    size = framing.rest_of_hello(hello[: framing.HEAD_SIZE])
-    assert len(hello) == framing.HEAD_SIZE + size
-    return framing.caller(hello[framing.HEAD_SIZE :])
+    return framing.caller(parts_of(hello))
+
+
+def parts_of(greeting: bytes) -> list[memoryview]:
+    inbox = Inbox(most=framing.LONGEST_GREETING)
+    inbox.room()[: len(greeting)] = greeting
+    (parts,) = inbox.took(len(greeting))
+    return parts
 
 
 @pytest.mark.parametrize("caller", [CALLER, ProcessIdentity("a" * 128, "controller", 10**9 - 1), None])
@@ -26,31 +32,31 @@ def test_a_server_hears_who_calls(caller: ProcessIdentity | None) -> None:
 
 def test_who_dialled_another_server_goes_no_further() -> None:
     one, other = b"1" * 8, b"2" * 8
-    framing.check_welcome(framing.welcome(one), dialled=one)
-    framing.check_welcome(framing.welcome(one), dialled=ANYBODY)
+    framing.check_welcome(parts_of(framing.welcome(one)), dialled=one)
+    framing.check_welcome(parts_of(framing.welcome(one)), dialled=ANYBODY)
     for answers in (other, ANYBODY):
         with pytest.raises(ProtocolError, match="another server is at this address now"):
-            framing.check_welcome(framing.welcome(answers), dialled=one)
+            framing.check_welcome(parts_of(framing.welcome(answers)), dialled=one)
 
 
 def test_what_is_no_part_of_the_protocol_is_said_to_be_none() -> None:
-    with pytest.raises(ProtocolError, match="no part of this protocol"):
-        framing.rest_of_hello(b"GET /")
-    with pytest.raises(ProtocolError, match="no part of this protocol"):
-        framing.check_welcome(b"HTTP/1.1 400", dialled=ANYBODY)
+    for parts in ([], [memoryview(b"AFh5")], [memoryview(b"AFh4"), memoryview(b"")]):
+        with pytest.raises(ProtocolError, match="no part of this protocol"):
+            framing.caller(parts)
+        with pytest.raises(ProtocolError, match="no part of this protocol"):
+            framing.check_welcome(parts, dialled=ANYBODY)
 
 
 def test_a_caller_that_speaks_tls_to_a_server_without_is_named() -> None:
     with pytest.raises(ProtocolError, match="speaks TLS, and this process has no certificate"):
-        framing.rest_of_hello(b"\x16\x03\x01\x02\x00")
+        parts_of(b"\x16\x03\x01\x02\x00\x01\x00\x01")
 
 
-@given(st.binary(min_size=framing.HEAD_SIZE, max_size=300))
-def test_whatever_bytes_come_they_are_a_name_or_a_protocol_error(came: bytes) -> None:
-    for said in (came, b"AFh4" + came):
+@given(st.lists(st.binary(max_size=300), max_size=2))
+def test_whatever_bytes_come_they_are_a_name_or_a_protocol_error(came: list[bytes]) -> None:
+    for parts in (came, [b"AFh5", *came]):
         try:
-            rest = framing.rest_of_hello(said[: framing.HEAD_SIZE])
-            found = framing.caller(said[framing.HEAD_SIZE :][:rest])
+            found = framing.caller([memoryview(part) for part in parts])
         except ProtocolError:
             continue
         assert found is None or framing.hello(found)

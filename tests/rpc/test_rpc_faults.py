@@ -87,8 +87,8 @@ async def test_a_stopped_server_does_not_make_its_callers_memory_grow(spawn: Any
         with pytest.raises((DeadlineExceeded, PeerLost)):
             await client.call("add", Number(value=1), Number, timeout=0.05, frames=frames)
     assert not parked.done()
-    outbox = client._link._stream._flow.outbox  # type: ignore[union-attr]
-    assert sum(sum(sizes) for _, sizes in outbox._messages.values()) < 1 << 20  # type: ignore[union-attr]
+    outbox = client._link._connection.outbox  # type: ignore[union-attr]
+    assert sum(size for _, size in outbox._messages.values()) < 1 << 20
     parked.cancel()
     peer.signal(signal.SIGCONT)
     assert (await retry(add(client), what="adding", timeout=30)).value == 2

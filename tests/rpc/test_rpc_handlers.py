@@ -98,8 +98,8 @@ async def test_a_call_that_is_given_up_as_its_answer_is_there_ends_once(server: 
     while not parked:
         await asyncio.sleep(0.001)
     parked[0].set_result(Number(value=2))
-    (key,) = server._running
-    server._running[key].cancel()  # as a message that is read before the callbacks of the future run
+    (peer,) = server._peers
+    peer.running[0].cancel()  # as a message that is read before the callbacks of the future run
     assert (await call).value == 2
     assert (await client.call("add", Number(value=1), Number, timeout=10)).value == 2
-    assert (server.counters.cancelled, server._running) == (0, {})
+    assert (server.counters.cancelled, server._running, peer.running) == (0, 0, {})

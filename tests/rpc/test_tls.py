@@ -2,14 +2,11 @@
 
 import contextlib
 import logging
-import os
 import socket
 import ssl
 import subprocess
-import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,97 +16,53 @@ from asyncflow.errors import ManifestError
 from asyncflow.identity import ProcessIdentity
 from asyncflow.plan.certificates import Authority, Leaf, period_of
 from asyncflow.rpc import tls
-from asyncflow.rpc.tls import Credentials, Stranger, TlsSocket
+from asyncflow.rpc.tls import Credentials, PeerRefused
 
 JOB = "job-7"
 AUTHORITY = Authority(seed=bytes(32), job=JOB)
 Given = Callable[..., Path]
 
 
-def _connected() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        dialled = socket.create_connection(listening.getsockname())
-        return dialled, listening.accept()[0]
-
-
-def _shaken(one: TlsSocket, other: TlsSocket) -> None:
-    """Shake hands as an event loop does. Raises what either side says first."""
-    open_ends, until = {one, other}, time.monotonic() + 10
-    while open_ends:
-        assert time.monotonic() < until
-        open_ends -= {end for end in open_ends if end.shake()}
+def _shaken(caller: ssl.SSLContext, answerer: ssl.SSLContext) -> tuple[ssl.SSLObject, ssl.SSLObject]:
+    """Shake hands within this process. Raises what either side says first."""
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = caller.wrap_bio(back, there), answerer.wrap_bio(there, back, server_side=True)
+    waiting = list(ends)
+    while waiting:
+        for end in list(waiting):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+                waiting.remove(end)
+    return ends
 
 
 def _met(caller: Path, answerer: Path) -> tuple[ProcessIdentity, ProcessIdentity]:
     """Return whom the answerer met, and whom the caller."""
-    dialled, accepted = _connected()
     ours, theirs = Credentials(caller), Credentials(answerer)
-    with closing(ours.dialled(dialled)) as one, closing(theirs.accepted(accepted)) as other:
-        _shaken(one, other)
-        return theirs.peer(other), ours.peer(one)
+    one, other = _shaken(ours.client(), theirs.server())
+    return theirs.peer(other), ours.peer(one)
 
 
-def _let_in(credentials: Credentials, end: TlsSocket) -> None:
-    while not end.shake():
-        pass
-    credentials.peer(end)
-
-
-def _refused(connect: Callable[[socket.socket], object], answerer: Path) -> str:
-    """Return why the answerer refuses whoever ``connect`` is."""
-    dialled, accepted = _connected()
+def _refused(caller: ssl.SSLContext, answerer: Path) -> str:
+    """Return why the answerer refuses a caller."""
     theirs = Credentials(answerer)
-
-    def call() -> None:
-        with dialled, contextlib.suppress(OSError):
-            connect(dialled)
-
-    calling = threading.Thread(target=call)
-    calling.start()
-    try:
-        with closing(theirs.accepted(accepted)) as other, pytest.raises(Stranger) as refused:
-            _let_in(theirs, other)
-    finally:
-        calling.join()
-    return refused.value.reason
+    with pytest.raises((ssl.SSLError, PeerRefused)) as refused:
+        theirs.peer(_shaken(caller, theirs.server())[1])
+    return tls.refusal(refused.value).reason
 
 
-def _with(folder: Path) -> Callable[[socket.socket], None]:
-    def connect(dialled: socket.socket) -> None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+def _with(folder: Path | None) -> ssl.SSLContext:
+    """Return a context that believes every certificate, and shows what lies in ``folder``."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if folder is not None:
         context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
-        with context.wrap_socket(dialled) as shaken:
-            shaken.recv(1)
-
-    return connect
+    return context
 
 
 def test_each_side_learns_who_the_other_is(given: Given):
     met = _met(given("rollout", 3), given("controller", 0))
     assert met == (ProcessIdentity(JOB, "rollout", 3), ProcessIdentity(JOB, "controller", 0))
-
-
-def test_bytes_go_both_ways_as_over_any_socket(given: Given):
-    dialled, accepted = _connected()
-    with (
-        closing(Credentials(given("rollout")).dialled(dialled)) as one,
-        closing(Credentials(given("trainer")).accepted(accepted)) as two,
-    ):
-        _shaken(one, two)
-        room = memoryview(bytearray(1 << 16))
-        with pytest.raises(BlockingIOError):
-            two.recv_into(room)
-        content, got = os.urandom(1 << 20), bytearray()
-        unsent = memoryview(content)
-        while len(got) < len(content):
-            with contextlib.suppress(BlockingIOError):
-                unsent = unsent[one.sendmsg([unsent[: 1 << 18], unsent[1 << 18 :]]) :] if unsent else unsent
-            with contextlib.suppress(BlockingIOError):
-                got += room[: two.recv_into(room)]
-        assert bytes(got) == content
-        one.close()
-        assert two.recv_into(room) == 0
 
 
 def test_a_certificate_of_another_authority_is_refused(given: Given):
@@ -134,34 +87,38 @@ def test_a_certificate_that_names_no_process_is_refused(given: Given):
 
 
 def test_who_shows_no_certificate_is_refused(given: Given):
-    def connect(dialled: socket.socket) -> None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        with context.wrap_socket(dialled) as shaken:
-            shaken.recv(1)
-
-    assert _refused(connect, given("driver")) == tls.NO_CERTIFICATE
+    assert _refused(_with(None), given("driver")) == tls.NO_CERTIFICATE
 
 
 def test_an_older_tls_is_refused(given: Given):
-    def connect(dialled: socket.socket) -> None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        context.maximum_version = ssl.TLSVersion.TLSv1_2
-        context.wrap_socket(dialled)
-
-    assert _refused(connect, given("driver")) == tls.NO_TLS
+    old = _with(None)
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    assert _refused(old, given("driver")) == tls.NO_TLS
 
 
 def test_plain_text_is_refused(given: Given):
-    assert _refused(lambda dialled: dialled.sendall(b"GET / HTTP/1.1\r\n\r\n"), given("driver")) == tls.NO_TLS
+    came = ssl.MemoryBIO()
+    came.write(b"GET / HTTP/1.1\r\n\r\n")
+    end = Credentials(given("driver")).server().wrap_bio(came, ssl.MemoryBIO(), server_side=True)
+    with pytest.raises(ssl.SSLError) as refused:
+        end.do_handshake()
+    assert tls.refusal(refused.value).reason == tls.NO_TLS
+
+
+def test_a_caller_that_ends_the_handshake_is_counted():
+    assert tls.refusal(ConnectionResetError()).reason == tls.HUNG_UP
 
 
 def test_a_caller_refuses_a_server_of_another_authority(given: Given):
     imposter = given("controller", seed=b"s" * 32)
-    with pytest.raises(Stranger) as refused:
+    with pytest.raises(ssl.SSLError) as refused:
         _met(given("rollout"), imposter)
-    assert refused.value.reason == tls.OTHER_AUTHORITY
+    assert tls.refusal(refused.value).reason == tls.OTHER_AUTHORITY
+
+
+def test_the_end_of_a_certificate_is_known(given: Given):
+    one, _ = _shaken(Credentials(given("rollout")).client(), Credentials(given("driver")).server())
+    assert 5 * 86_400 < tls.expires_in(one) <= 7 * 86_400
 
 
 def test_a_renewed_certificate_is_shown_to_the_next_peer(given: Given, monkeypatch: pytest.MonkeyPatch):
@@ -169,12 +126,9 @@ def test_a_renewed_certificate_is_shown_to_the_next_peer(given: Given, monkeypat
     ours, theirs = Credentials(given("rollout", 3)), Credentials(given("controller"))
 
     def serial() -> int:
-        dialled, accepted = _connected()
-        with closing(ours.dialled(dialled)) as one, closing(theirs.accepted(accepted)) as other:
-            _shaken(one, other)
-            found = other.getpeercert()
-            assert found is not None
-            return int(str(found["serialNumber"]), 16)
+        found = _shaken(ours.client(), theirs.server())[1].getpeercert()
+        assert found is not None
+        return int(str(found["serialNumber"]), 16)
 
     before = serial()
     assert serial() == before
@@ -192,19 +146,12 @@ def test_files_that_do_not_belong_together_are_not_used_yet(
     other = AUTHORITY.leaf("rollout", 3, period=period_of(time.time()) - 1)
     (folder / "tls.crt").write_bytes(other.certificate)
     for _ in range(2):
-        dialled, accepted = _connected()
-        with (
-            caplog.at_level(logging.WARNING),
-            closing(ours.dialled(dialled)) as one,
-            closing(theirs.accepted(accepted)) as end,
-        ):
-            _shaken(one, end)
+        with caplog.at_level(logging.WARNING):
+            _shaken(ours.client(), theirs.server())
     assert ours.reload_errors == 2
     assert "cannot be used yet" in caplog.text
     (folder / "tls.key").write_bytes(other.key)
-    dialled, accepted = _connected()
-    with closing(ours.dialled(dialled)) as one, closing(theirs.accepted(accepted)) as end:
-        _shaken(one, end)
+    _shaken(ours.client(), theirs.server())
     assert ours.reload_errors == 2
 
 
@@ -260,10 +207,9 @@ def test_openssl_sees_tls_1_3_and_that_a_certificate_is_asked_for(given: Given):
         command = ["openssl", "s_client", "-connect", f"127.0.0.1:{port}", "-CAfile", str(folder / "ca.crt")]
         command += ["-cert", str(folder / "tls.crt"), "-key", str(folder / "tls.key"), "-verify_return_error", "-brief"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as seen:
-            with closing(theirs.accepted(listening.accept()[0])) as end:
-                _let_in(theirs, end)
-                assert theirs.peer(end) == ProcessIdentity(JOB, "rollout", 3)
+            with theirs.server().wrap_socket(listening.accept()[0], server_side=True) as end:
                 assert end.version() == "TLSv1.3"
+                assert str(ProcessIdentity(JOB, "rollout", 3).uri) in str(end.getpeercert())
             said = seen.communicate(timeout=10)[0].decode()
     assert "Protocol version: TLSv1.3" in said
     assert "Verification: OK" in said

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import socket as sockets
+import ssl
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import TypeAlias, TypeVar, cast
@@ -25,22 +25,46 @@ from asyncflow.identity import ProcessIdentity
 from asyncflow.rpc import framing, shm
 from asyncflow.rpc.addresses import host_and_port, look_up, server_of
 from asyncflow.rpc.columns import Buffer
-from asyncflow.rpc.connection import SILENT, UNSHAKEN, Deliver, Flow, in_words, staging, tune
-from asyncflow.rpc.framing import Inbox, Outbox
+from asyncflow.rpc.connection import GREETING_S, Connection, detect_loss
 from asyncflow.rpc.retry import delays
-from asyncflow.rpc.tls import NO_IDENTITY, Credentials, Stranger, TlsSocket
+from asyncflow.rpc.shm import Arenas
+from asyncflow.rpc.tls import NO_IDENTITY, Credentials, PeerRefused, refusal
 
 _CONNECT_S = 3.0
 """A Service may still lead to a pod that is gone: nobody answers there, and the kernel would ask for two minutes."""
-_SHAKE_S = 10.0
+FRESH_S = 86_400.0
+"""Seconds after which calls go over a new connection, so that certificates are shown again before they expire."""
+_SILENT = "it is connected and silent: stopped, overloaded, or it waits for something itself"
+_NO_HANDSHAKE = "the handshake failed: do both sides have certificates of this job?"
+
+Answered: TypeAlias = tuple[memoryview, list[memoryview]]
+"""Body and frames of an answer."""
 
 
-class Calling:
-    """A stream to ``address``, tried again until it is there. What is sent before waits.
+class _Dialled(Connection):
+    """A connection of ``link``, which may still fail before the peer has greeted."""
 
-    credentials: of this process, None for plain text; expects: the roles that may answer, none for any; most: bytes of
-    one message; lost: told why, once, when it was there and is
-    gone. state: how the connection is, in words.
+    def __init__(self, link: Link, arenas: Arenas | None) -> None:
+        super().__init__(most=link.max_message, arenas=arenas)
+        self._link = link
+
+    def greet(self, parts: list[memoryview]) -> None:
+        framing.check_welcome(parts, dialled=server_of(self._link.address))
+
+    def received(self, messages: list[list[memoryview]]) -> None:
+        for parts in messages:
+            self._link.answer(parts)
+
+    def lost(self, why: AsyncFlowError) -> None:
+        self._link.lost(self._link, str(why))
+
+
+class Link:
+    """The calls over one connection to ``address``, which is tried again until it is there. What is sent before waits.
+
+    credentials: of this process, None for plain text; expects: the roles that may answer, none for any; max_message:
+    most bytes of one message; lost: learns once, with the reason, that it is of no more use. waiting: the future of
+    each call; state: how the connection is, in words.
     """
 
     def __init__(
@@ -49,63 +73,96 @@ class Calling:
         *,
         credentials: Credentials | None,
         expects: Collection[str],
-        most: int,
-        deliver: Deliver,
-        lost: Callable[[AsyncFlowError], None],
+        max_message: int,
+        lost: Callable[[Link, str], None],
     ) -> None:
+        self.address = address
+        self.max_message = max_message
+        self.lost = lost
         self.closed = False
         self.state = "the connection was not made"
-        self._address = address
-        self._near = True
-        self._to = host_and_port(address)
+        self.waiting: dict[int, asyncio.Future[Answered]] = {}
         self._credentials = credentials
         self._expects = expects
-        self._most = most
-        self._deliver = deliver
-        self._lost = lost
-        self._flow: Flow | None = None
-        self._waiting: dict[Hashable, Sequence[Buffer]] = {}
+        self._retired = False
+        self._unsent: dict[Hashable, Sequence[Buffer]] = {}
+        self._connection: _Dialled | None = None
+        self._tries_shared_memory = True
         self._loop = asyncio.get_running_loop()
+        self._made = self._loop.time()
         self._connecting = self._loop.create_task(self._connect(), name=f"connect to {address}")
 
-    def send(self, key: Hashable, parts: Sequence[Buffer]) -> None:
-        """Send ``parts`` now, or as soon as the stream takes them; ``key`` names the message for ``withdraw``."""
-        if self._flow is None or self._flow.outbox is None:
-            self._waiting[key] = parts
+    @property
+    def stale(self) -> bool:
+        """True when calls that begin now should go over another connection."""
+        return self._loop.time() - self._made > FRESH_S
+
+    def retire(self) -> None:
+        """Close the connection as soon as nothing waits on it."""
+        self._retired = True
+        self._close_if_done()
+
+    def _close_if_done(self) -> None:
+        if self._retired and not self.waiting:
+            self.close("a newer connection is used")
+
+    def send(self, call: int, parts: Sequence[Buffer]) -> None:
+        """Send a message of ``call`` as soon as it can go."""
+        if self._connection is None:
+            self._unsent[call] = parts
         else:
-            self._flow.send(key, parts)
+            self._connection.send(call, parts)
 
-    def withdraw(self, key: Hashable) -> bool:
-        """Take back the message ``key`` if nothing of it has left yet, and say whether that was so."""
-        outbox = self._flow.outbox if self._flow is not None else None
-        return self._waiting.pop(key, None) is not None or (outbox is not None and outbox.withdraw(key))
+    def forget(self, call: int) -> None:
+        """Wait no longer for ``call``: take it back if nothing of it has left yet, or tell the server."""
+        if self.waiting.pop(call, None) is not None and self._unsent.pop(call, None) is None:
+            connection = self._connection
+            if connection is not None and not connection.outbox.withdraw(call):
+                connection.send(call, [framing.encode(framing.Cancel(call))])
+        self._close_if_done()
 
-    def close(self) -> None:
-        """Close the stream at once; what was not sent is dropped."""
+    def close(self, why: str) -> None:
+        """Close the connection; the calls on it raise PeerLost."""
+        if self.closed:
+            return
         self.closed = True
         self._connecting.cancel()
-        self._waiting.clear()
-        if self._flow is not None:
-            self._flow.close()
+        self._unsent.clear()
+        if self._connection is not None:
+            self._connection.close()
+        waiting, self.waiting = self.waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                lost = PeerLost(why, where=self.address, hint="Nobody knows whether the call was done")
+                future.set_exception(lost)
+
+    def answer(self, parts: list[memoryview]) -> None:
+        """Take in the answer of a call."""
+        call, error = framing.read_answer(parts, where=self.address)
+        future = self.waiting.pop(call, None)
+        if future is None or future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result((parts[1], parts[2:]))
 
     async def _connect(self) -> None:
-        """Try until the stream is there."""
+        """Try until the connection is there."""
         for delay in delays():
             try:
-                self.state = await self._opened(await self._dialled())
-                if self.state == SILENT:
-                    return
-            except OSError as error:
-                self.state = in_words(error)
+                shared = shm.dialled(self.address) if self._tries_shared_memory else None
+                self._tries_shared_memory = shared is None
+                socket, arenas = shared or (await self._dialled(), None)
+                await self._greet(socket, arenas)
+                return
+            except (OSError, AsyncFlowError) as error:
+                self.state = _in_words(error)
             await asyncio.sleep(delay)
 
     async def _dialled(self) -> sockets.socket:
-        """Connect to the peer on this host, or to the first place of its name that answers."""
-        nearby = shm.dialled(self._address) if self._near else None
-        self._near = nearby is None
-        if nearby is not None:
-            return nearby
-        host, port = self._to
+        """Connect to the first place of the peer's name that answers."""
+        host, port = host_and_port(self.address)
         try:
             async with asyncio.timeout(_CONNECT_S):
                 places = await asyncio.wrap_future(look_up(host, port))
@@ -128,144 +185,48 @@ class Calling:
                 return socket
         raise refused or OSError(f"the name {host!r} has no address")
 
-    async def _opened(self, socket: sockets.socket) -> str:
-        """Say who calls and hear which server answers; return how the connection is then: ``SILENT`` where it is."""
-        greeted: asyncio.Future[str] = self._loop.create_future()
-        tune(socket)
-        stream: sockets.socket | TlsSocket = socket
-        if self._credentials is not None and socket.family != sockets.AF_UNIX:
-            stream = self._credentials.dialled(socket)
-
-        def begin() -> bytes:
-            if self._credentials is None:
-                return framing.hello(None)
-            if isinstance(stream, TlsSocket):
-                self._check(self._credentials.peer(stream))
-            return framing.hello(self._credentials.process)
-
-        def shake(welcome: bytes) -> tuple[Inbox, Outbox]:
-            framing.check_welcome(welcome, dialled=server_of(self._address))
-            inbox, outbox = shm.boxes(stream, most=self._most, staging=staging())
-            for key, parts in self._waiting.items():
-                outbox.push(key, parts)
-            self._waiting.clear()
-            greeted.set_result(SILENT)
-            return inbox, outbox
-
-        def lost(why: AsyncFlowError) -> None:
-            if greeted.done():
-                self._lost(why)
-            else:
-                greeted.set_result(str(why) if isinstance(why, ProtocolError) else UNSHAKEN)
-
-        flow = self._flow = Flow(
-            stream, size=framing.WELCOME_SIZE, begin=begin, shake=shake, deliver=self._deliver, lost=lost
-        )
+    async def _greet(self, socket: sockets.socket, arenas: Arenas | None) -> None:
+        """Shake hands, and say who calls; what waited goes when the peer has greeted."""
+        detect_loss(socket)
+        connection = _Dialled(self, arenas)
+        over_tls = self._credentials is not None and arenas is None
+        context = self._credentials.client() if self._credentials is not None and over_tls else None
         try:
-            async with asyncio.timeout(_SHAKE_S):
-                state = await greeted
-        finally:
-            if flow.outbox is None:
-                flow.close()
-        flow.flush()
-        return state
+            async with asyncio.timeout(GREETING_S):
+                await self._loop.create_connection(
+                    lambda: connection, sock=socket, ssl=context, server_hostname="" if over_tls else None
+                )
+                if self._credentials is not None and connection.tls is not None:
+                    self._check(self._credentials.peer(connection.tls))
+                connection.say(framing.hello(self._credentials.process if self._credentials is not None else None))
+                await connection.greeted
+        except BaseException as error:
+            connection.close()
+            socket.close()
+            if isinstance(error, ssl.SSLCertVerificationError):
+                raise refusal(error) from error
+            if isinstance(error, OSError | PeerLost) and not isinstance(error, TimeoutError):
+                raise ProtocolError(_NO_HANDSHAKE) from error
+            raise
+        self.state = _SILENT
+        self._connection = connection
+        for key, parts in self._unsent.items():
+            connection.send(key, parts)
+        self._unsent.clear()
 
     def _check(self, answering: ProcessIdentity) -> None:
-        """Raise Stranger where who answers is of another role than is expected at this address."""
+        """Raise PeerRefused where who answers is of another role than is expected at this address."""
         if self._expects and answering.role not in self._expects:
             roles = " or ".join(self._expects)
-            raise Stranger(f"{answering} answers where a {roles} is expected", reason=NO_IDENTITY)
+            raise PeerRefused(f"{answering} answers where a {roles} is expected", reason=NO_IDENTITY)
 
 
-FRESH_S = 86_400.0
-"""Seconds after which calls go over a new connection, so that certificates are shown again before they expire."""
+def _in_words(error: OSError | AsyncFlowError) -> str:
+    """Return why a connection was not made."""
+    if isinstance(error, ConnectionRefusedError):
+        return "nobody listens there"
+    return "nobody answers there" if isinstance(error, TimeoutError) else str(error)
 
-Answered: TypeAlias = tuple[memoryview, list[memoryview]]
-"""Body and frames of an answer."""
-
-
-class Link:
-    """A connection. waiting: the future of each call; lost: told once, with the reason, when it is of no more use."""
-
-    def __init__(
-        self,
-        address: str,
-        *,
-        credentials: Credentials | None,
-        expects: Collection[str],
-        max_message: int,
-        lost: Callable[[Link, str], None],
-    ) -> None:
-        self.address = address
-        self._retired = False
-        self._made = asyncio.get_running_loop().time()
-        self.waiting: dict[int, asyncio.Future[Answered]] = {}
-        self._stream = Calling(
-            address,
-            credentials=credentials,
-            expects=expects,
-            most=max_message,
-            deliver=self._answer,
-            lost=lambda why: lost(self, str(why)),
-        )
-
-    @property
-    def state(self) -> str:
-        """The state of the connection, in words."""
-        return self._stream.state
-
-    @property
-    def stale(self) -> bool:
-        """True when calls that begin now should go over another connection."""
-        return asyncio.get_running_loop().time() - self._made > FRESH_S
-
-    @property
-    def closed(self) -> bool:
-        """True when the connection is closed."""
-        return self._stream.closed
-
-    def retire(self) -> None:
-        """Close the connection as soon as nothing waits on it."""
-        self._retired = True
-        self._close_if_done()
-
-    def _close_if_done(self) -> None:
-        if self._retired and not self.waiting:
-            self.close("a newer connection is used")
-
-    def send(self, call: int, parts: Sequence[Buffer]) -> None:
-        """Send a message of ``call`` as soon as it can go."""
-        self._stream.send(call, parts)
-
-    def forget(self, call: int) -> None:
-        """Wait no longer for ``call``: take it back, or tell the server."""
-        if self.waiting.pop(call, None) is not None and not self._stream.withdraw(call):
-            self._stream.send(call, [framing.encode(framing.Cancel(call))])
-        self._close_if_done()
-
-    def close(self, why: str) -> None:
-        """Close the connection; the calls on it raise PeerLost."""
-        if self._stream.closed:
-            return
-        self._stream.close()
-        waiting, self.waiting = self.waiting, {}
-        for future in waiting.values():
-            if not future.done():
-                lost = PeerLost(why, where=self.address, hint="Nobody knows whether the call was done")
-                future.set_exception(lost)
-
-    def _answer(self, parts: list[memoryview]) -> None:
-        call, error = framing.read_answer(parts, where=self.address)
-        future = self.waiting.pop(call, None)
-        if future is None or future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result((parts[1], parts[2:]))
-
-
-log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
@@ -299,7 +260,6 @@ class RpcClient:
         self._ids = itertools.count()
         self._link: Link | None = None
         self._retired: list[Link] = []
-        self._homeless: set[asyncio.Future[None]] = set()
         self._watch: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -349,12 +309,12 @@ class RpcClient:
         self._closed = True
         if self._watch is not None:
             self._watch.cancel()
-        self._wake_homeless()
         if self._link is not None:
             self._link.close("this client was closed")
             self._link = None
         for link in self._retired:
             link.close("this client was closed")
+        await asyncio.sleep(0)  # in which the event loop closes the sockets
 
     def _current(self) -> Link | None:
         """Return the connection to the address that holds now; None while the peer has no address."""
@@ -381,23 +341,15 @@ class RpcClient:
         return self._link
 
     async def _found(self, method: str, timeout: float, deadline: float) -> Link:
-        """Wait until the peer has an address, and give the connection to it."""
-        loop = asyncio.get_running_loop()
+        """Wait until the peer has an address, and return the connection to it."""
         while (link := self._current()) is None:
-            moved: asyncio.Future[None] = loop.create_future()
-            self._homeless.add(moved)
-            self._keep_watch()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await moved
-            except TimeoutError:
+            if (left := deadline - time.monotonic()) <= 0:
                 raise DeadlineExceeded(
                     f"{method} was not begun within {timeout:g} s: the peer has no address yet",
                     where=self.name,
                     hint="See whether that role runs and has registered",
-                ) from None
-            finally:
-                self._homeless.discard(moved)
+                )
+            await asyncio.sleep(min(left, _RESOLVE_S))
         return link
 
     def _expire(self, link: Link, future: asyncio.Future[Answered], method: str, timeout: float) -> None:
@@ -411,18 +363,12 @@ class RpcClient:
         link.close(why)
 
     def _keep_watch(self) -> None:
-        """See to it that the resolver is asked again while anybody waits."""
+        """See to it that the resolver is asked again while calls wait: the peer may have moved."""
         if self._watch is None and not self._closed:
             self._watch = asyncio.get_running_loop().call_later(_RESOLVE_S, self._ask_again)
 
     def _ask_again(self) -> None:
         self._watch = None
-        if self._homeless or (self._link is not None and self._link.waiting):
-            if self._current() is not None:
-                self._wake_homeless()
+        if self._link is not None and self._link.waiting:
+            self._current()
             self._keep_watch()
-
-    def _wake_homeless(self) -> None:
-        for waiting in self._homeless:
-            if not waiting.done():
-                waiting.set_result(None)

@@ -2,22 +2,19 @@
 
 A message of parts is one *block* (how many parts, the size of each, the bytes of the small ones), behind its length,
 then each large part. Large parts are neither joined nor copied: they are sent from where they lie and received where
-they stay. A call is a message ``[header, body, *frames]``: header and body msgpack, frames raw bytes.
+they stay. Where both sides share memory (``shm``), a block may say of a large part where it lies instead of its size:
+the highest bit is set, then come the page and, in the lowest 40 bits, the bytes. A call is a message
+``[header, body, *frames]``: header and body msgpack, frames raw bytes.
 
-The first message of each side says who calls, then which server answers:
-
-    caller                                                     server
-    magic, length, the caller's URI              ->
-                                                 <-            magic, server
-
-The URI (``identity.ProcessIdentity.uri``) is empty where the caller has no certificate. Over TLS it must be the one
-that its certificate names; from a Unix socket it is believed, since the kernel says that the same user calls, who
-could read the certificates anyway. A caller that dialled another server, whose port has been used again, goes no
-further. Nothing here is a proof: that is TLS's, or the kernel's.
+The first message of each side says who calls, then which server answers: ``[magic, the caller's URI]`` and
+``[magic, server]``. The URI (``identity.ProcessIdentity.uri``) is empty where the caller has no certificate. Over TLS
+it must be the one that its certificate names; from a Unix socket it is believed, since the kernel says that the same
+user calls, who could read the certificates anyway. A caller that dialled another server, whose port has been used
+again, goes no further. Nothing here is a proof: that is TLS's, or the kernel's.
 
 Invariants: parts come out as they went in, whole messages only and in order, or the stream ends with a ProtocolError;
-no size is believed beyond ``most``, and memory is touched only by bytes that came; what lies unsent is known to the
-byte; whatever bytes come, they are a message of this protocol or an error that says what they are not.
+no size is believed beyond ``most``, and memory is touched only by bytes that came; what lies unsent is known; whatever
+bytes come, they are a message of this protocol or an error that says what they are not.
 """
 
 from __future__ import annotations
@@ -26,8 +23,7 @@ import functools
 import os
 import struct
 import threading
-from collections import deque
-from collections.abc import Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -62,19 +58,36 @@ def table_of(count: int) -> struct.Struct:
 _DIRECT = 1 << 14
 """Missing bytes from which on they are received where they stay."""
 _TO_COME = memoryview(b"")
+_IN_SHARED_MEMORY = 1 << 63
+_SIZE_BITS = 40
+PIECE = 1 << 18
+"""Most bytes that are sent at once of a large part."""
+
+
+class _Staging(threading.local):
+    """Memory of each thread for bytes that do not stay there."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(bytearray(1 << 16))
+
+
+_staging = _Staging()
 
 _CutUp: TypeAlias = tuple[list[memoryview], list[tuple[int, int]]]
+Take: TypeAlias = Callable[[int, int], memoryview]
+Put: TypeAlias = Callable[[memoryview], int | None]
 
 
 class Inbox:
     """Messages that come: ``room`` says where the next bytes go, ``took`` how many came. Parts own their memory.
 
-    most: bytes of one message; staging: memory for bytes that do not stay there, which inboxes of one thread may share.
+    most: bytes of one message, which may be changed between two; take: finds a part of so many bytes at a page of
+    shared memory.
     """
 
-    def __init__(self, *, most: int, staging: memoryview) -> None:
-        self._most = most
-        self._staging = staging
+    def __init__(self, *, most: int, take: Take | None = None) -> None:
+        self.most = most
+        self._take = take
         self._whole: list[list[memoryview]] = []
         self._between = True
         self._direct = False
@@ -83,22 +96,22 @@ class Inbox:
         self._target = next(self._reader)
 
     def room(self) -> memoryview:
-        """Return the memory for the next bytes."""
+        """Return the memory for the next bytes, which must come before this thread asks for room elsewhere."""
         self._direct = len(self._target) - self._filled >= _DIRECT
-        return self._target[self._filled :] if self._direct else self._staging
+        return self._target[self._filled :] if self._direct else _staging.memory
 
     def took(self, count: int) -> list[list[memoryview]]:
-        """Take in ``count`` bytes that were put into ``room``; give the messages that are whole now."""
+        """Take in ``count`` bytes that were put into ``room``, and return the messages that are whole now."""
         if self._direct:
             self._fill(count)
         else:
-            begin = 0
+            staging, begin = _staging.memory, 0
             while begin < count:
-                if self._between and not self._filled and (end := self._take_blocks(begin, count)) > begin:
+                if self._between and not self._filled and (end := self._take_blocks(staging, begin, count)) > begin:
                     begin = end
                     continue
                 step = min(count - begin, len(self._target) - self._filled)
-                self._target[self._filled : self._filled + step] = self._staging[begin : begin + step]
+                self._target[self._filled : self._filled + step] = staging[begin : begin + step]
                 begin += step
                 self._fill(step)
         whole, self._whole = self._whole, []
@@ -109,9 +122,8 @@ class Inbox:
         self._reader.close()
         self._target = _TO_COME
 
-    def _take_blocks(self, begin: int, count: int) -> int:
-        """Take the blocks that lie whole in the staging memory from ``begin`` on; give where the rest begins."""
-        staging = self._staging
+    def _take_blocks(self, staging: memoryview, begin: int, count: int) -> int:
+        """Take the blocks that lie whole in the staging memory from ``begin`` on; return where the rest begins."""
         while count - begin >= LENGTH.size:
             start = begin + LENGTH.size
             end: int = start + LENGTH.unpack_from(staging, begin)[0]
@@ -140,8 +152,10 @@ class Inbox:
             self._between = False
             if opened is None:
                 size = LENGTH.unpack(length)[0]
-                if not COUNT.size <= size <= self._most + COUNT.size + 8 * MAX_PARTS:
-                    raise ProtocolError(f"a message begins with {size} bytes where {self._most} are allowed")
+                if not COUNT.size <= size <= self.most + COUNT.size + 8 * MAX_PARTS:
+                    if bytes(length).startswith(_TLS):
+                        raise ProtocolError("the peer speaks TLS, and this process has no certificate")
+                    raise ProtocolError(f"a message begins with {size} bytes where {self.most} are allowed")
                 block = _memory(size)
                 yield block
                 opened = self._cut_up(block)
@@ -151,11 +165,6 @@ class Inbox:
                 yield parts[index]
             self._whole.append(parts)
             del opened, parts
-
-    def _found(self, word: int) -> memoryview | None:
-        """Return the large part that ``word`` of a block places elsewhere; None where ``word`` is its size."""
-        del word
-        return None
 
     def _cut_up(self, block: memoryview) -> _CutUp:
         """Return the parts of which ``block`` tells: the small ones, and for each large one its place and size."""
@@ -169,18 +178,20 @@ class Inbox:
         large: list[tuple[int, int]] = []
         for size in sizes:
             if size >= LARGE:
-                found = self._found(size)
-                if found is None:
+                if self._take is not None and size & _IN_SHARED_MEMORY:
+                    page, size = (size ^ _IN_SHARED_MEMORY) >> _SIZE_BITS, size & ((1 << _SIZE_BITS) - 1)
+                    parts.append(self._take(page, size))
+                else:
                     large.append((len(parts), size))
-                parts.append(_TO_COME if found is None else found)
-                total += size if found is None else len(found)
+                    parts.append(_TO_COME)
+                total += size
                 continue
             parts.append(block[at : at + size])
             at += size
         if at != len(block):
             raise ProtocolError(f"the small parts of a message do not fill its block of {len(block)} bytes")
-        if total > self._most:
-            raise ProtocolError(f"a message of {total} bytes came where {self._most} are allowed")
+        if total > self.most:
+            raise ProtocolError(f"a message of {total} bytes came where {self.most} are allowed")
         return parts, large
 
 
@@ -188,186 +199,140 @@ def _memory(size: int) -> memoryview:
     return np.empty(size, np.uint8).data
 
 
-_AHEAD = 4
-
-
 class Outbox:
-    """Messages that go, by key, in order: ``views`` gives what to send next, ``sent`` takes what went."""
+    """Messages that go, by key, in order. put: copies a large part into shared memory and returns its page, if any."""
 
-    def __init__(self) -> None:
-        self._messages: dict[Hashable, tuple[Sequence[Buffer], list[int]]] = {}
+    def __init__(self, *, put: Put | None = None) -> None:
+        self._put = put
+        self._messages: dict[Hashable, tuple[Sequence[Buffer], int]] = {}
         self._waiting = 0
         self._under_way = 0
-        self._following: Iterator[Buffer] | None = None
-        self._views: deque[Buffer] = deque()
+        self._pieces: Iterator[Buffer] | None = None
 
     def __len__(self) -> int:
         return len(self._messages)
 
-    def in_one(self, parts: Sequence[Buffer]) -> Buffer | None:
-        """Return the bytes of a message of small parts that nothing waits before; None where it must be ``push``ed.
-
-        They go now, and what does not go of them is to be ``keep``t.
-        """
-        if self._views or self._messages or self._following is not None:
-            return None
-        sizes = _sizes(parts)
-        length = sum(sizes)
-        if length >= LARGE and max(sizes) >= LARGE:
-            return None
-        return self._block(sizes, parts, length=length)
-
-    def keep(self, rest: Buffer) -> None:
-        """Have ``rest``, the end of what ``in_one`` gave, go next."""
-        self._views.append(rest)
-
     def push(self, key: Hashable, parts: Sequence[Buffer]) -> None:
         """Put a message behind the others. Its large parts must not change until they went."""
         self.withdraw(key)
-        sizes = _sizes(parts)
-        self._messages[key] = parts, sizes
-        self._waiting += sum(sizes)
+        size = sum([len(part) if type(part) is bytes else memoryview(part).nbytes for part in parts])
+        self._messages[key] = parts, size
+        self._waiting += size
 
     def withdraw(self, key: Hashable) -> bool:
         """Take back a message of which nothing went yet, and say whether that was so."""
         if (message := self._messages.pop(key, None)) is None:
             return False
-        self._waiting -= sum(message[1])
+        self._waiting -= message[1]
         return True
 
-    def views(self) -> list[Buffer]:
-        """Return some of the next bytes; nothing when all went."""
-        while len(self._views) < _AHEAD and (first := self._next()):
-            self._views.append(first)
-        return list(self._views)
-
-    def sent(self, count: int) -> None:
-        """Take note that the first ``count`` bytes of ``views`` went."""
-        while count:
-            first = self._views[0]
-            if count < len(first):
-                self._views[0] = memoryview(first)[count:]
-                return
-            count -= len(first)
-            self._views.popleft()
+    def next(self) -> Buffer | None:
+        """Return the bytes that go next, at most ``PIECE`` of a large part; None when all went."""
+        piece = next(self._pieces, None) if self._pieces is not None else None
+        if piece is None:
+            self._pieces = None
+            if self._messages:
+                parts, size = self._messages.pop(next(iter(self._messages)))
+                self._waiting -= size
+                piece, self._pieces = self._cut(parts)
+        return piece
 
     def close(self) -> None:
         """Let go of what did not go; nothing more goes."""
         self._messages.clear()
-        self._views.clear()
-        self._following = None
+        self._pieces = None
         self._waiting = self._under_way = 0
 
     @property
     def idle(self) -> bool:
         """True when all went."""
-        return not self._messages and not self._views and self._following is None
+        return self._pieces is None and not self._messages
 
     @property
     def unsent(self) -> int:
         """The bytes that lie here, large parts included."""
-        return self._waiting + self._under_way + sum(map(len, self._views))
+        return self._waiting + self._under_way
 
-    def _next(self) -> Buffer | None:
-        """Return what goes next; nothing where that is nothing now."""
-        first = None
-        if self._following is not None and (first := next(self._following, None)) is None:
-            self._following = None
-        if first is None and self._messages:
-            parts, sizes = self._messages.pop(next(iter(self._messages)))
-            self._waiting -= sum(sizes)
-            first, self._following = self._cut(parts, sizes)
-        return first
-
-    def _cut(self, parts: Sequence[Buffer], sizes: Sequence[int]) -> tuple[Buffer, Iterator[Buffer] | None]:
-        """Return the first extent of a message, and those that come after it, if any do."""
+    def _cut(self, parts: Sequence[Buffer]) -> tuple[Buffer, Iterator[Buffer] | None]:
+        """Return the block of a message, and the pieces of its large parts that come after it, if there are any."""
         words: list[int] = []
         small: list[Buffer] = []
         large: list[memoryview] = []
-        length = 0
-        for part, size in zip(parts, sizes, strict=True):
+        for part in parts:
+            size = len(part) if type(part) is bytes else memoryview(part).nbytes
             if size < LARGE:
                 small.append(part)
-                length += size
                 words.append(size)
                 continue
             view = memoryview(part).cast("B")
-            place = self._elsewhere(view)
-            words.append(size if place is None else place)
-            if place is None:
+            page = self._placed(view)
+            words.append(size if page is None else _IN_SHARED_MEMORY | page << _SIZE_BITS | size)
+            if page is None:
                 large.append(view)
         self._under_way = sum(map(len, large))
-        return self._block(words, small, length=length), self._rest(large) if large else None
+        return _block(words, small), self._rest(large) if large else None
 
-    def _block(self, sizes: Sequence[int], small: Sequence[Buffer], *, length: int) -> Buffer:
-        """Return a block, behind its length. length: bytes of the small parts."""
-        table = table_of(len(sizes)).pack(len(sizes), *sizes)
-        return b"".join([LENGTH.pack(len(table) + length), table, *small])
-
-    def _elsewhere(self, part: memoryview) -> int | None:
-        """Put a large part where the peer finds it, and return what the block says instead of its size.
-
-        None where the part is to be sent.
-        """
-        del part
-        return None
+    def _placed(self, part: memoryview) -> int | None:
+        """Put a large part where the peer finds it, and return its page; None where the part is to be sent."""
+        return None if self._put is None else self._put(part)
 
     def _rest(self, large: Sequence[memoryview]) -> Iterator[Buffer]:
-        """Yield the large parts, one after another."""
         for view in large:
-            self._under_way -= len(view)
-            yield view
+            for begin in range(0, len(view), PIECE):
+                piece = view[begin : begin + PIECE]
+                self._under_way -= len(piece)
+                yield piece
 
 
-def _sizes(parts: Sequence[Buffer]) -> list[int]:
-    return [len(part) if type(part) is bytes else memoryview(part).nbytes for part in parts]
+def _block(words: Sequence[int], small: Sequence[Buffer]) -> bytes:
+    """Return a block, behind its length. words: what it says of each part."""
+    table = table_of(len(words)).pack(len(words), *words)
+    rest = b"".join(small)
+    return b"".join([LENGTH.pack(len(table) + len(rest)), table, rest])
 
 
-_MAGIC = b"AFh4"
+_MAGIC = b"AFh5"
 _TLS = b"\x16\x03"
-HEAD_SIZE = len(_MAGIC) + 1
-"""Bytes of what is read first of a caller."""
-WELCOME_SIZE = len(_MAGIC) + SERVER_SIZE
-_LONGEST = 255
+LONGEST_GREETING = 512
+"""Most bytes of the first message of a peer."""
 
 
 def hello(process: ProcessIdentity | None) -> bytes:
     """Return what a caller says. Raises ProtocolError where its name is too long to be said."""
     uri = process.uri.encode() if process is not None else b""
-    if len(uri) > _LONGEST:
+    if len(uri) > LONGEST_GREETING // 2:
         raise ProtocolError(f"{process} of job {process and process.job} has too long a name")
-    return _MAGIC + bytes([len(uri)]) + uri
+    return _block([len(_MAGIC), len(uri)], [_MAGIC, uri])
 
 
-def rest_of_hello(head: bytes) -> int:
-    """Return how many bytes follow the first ``HEAD_SIZE`` of a caller. Raises ProtocolError where it is none."""
-    if head.startswith(_MAGIC):
-        return head[-1]
-    what = "speaks TLS, and this process has no certificate" if head.startswith(_TLS) else "is no part of this protocol"
-    raise ProtocolError(f"the peer {what}", hint="Does one side have a certificate, and the other none?")
-
-
-def caller(rest: bytes) -> ProcessIdentity | None:
-    """Return who says to call; None where it does not say. Raises ProtocolError where that is no name."""
-    if not rest:
-        return None
-    found = ProcessIdentity.of(rest.decode(errors="replace"))
-    if found is None:
+def caller(parts: Sequence[memoryview]) -> ProcessIdentity | None:
+    """Return who says to call; None where it does not say. Raises ProtocolError where it is no part of this."""
+    uri = _greeting(parts)
+    found = ProcessIdentity.of(uri.decode(errors="replace")) if uri else None
+    if uri and found is None:
         raise ProtocolError("the peer calls itself by what is no name")
     return found
 
 
 def welcome(server: bytes) -> bytes:
     """Return what a server says that lets a caller in."""
-    return _MAGIC + server
+    return _block([len(_MAGIC), len(server)], [_MAGIC, server])
 
 
-def check_welcome(came: bytes, *, dialled: bytes) -> None:
+WELCOME_SIZE = len(welcome(ANYBODY))
+
+
+def check_welcome(parts: Sequence[memoryview], *, dialled: bytes) -> None:
     """Take in what a server says. Raises ProtocolError where it is not the one that was dialled."""
-    if not came.startswith(_MAGIC):
-        raise ProtocolError("the peer is no part of this protocol")
-    if dialled not in (ANYBODY, came[len(_MAGIC) :]):
+    if _greeting(parts) != dialled != ANYBODY:
         raise ProtocolError("another server is at this address now", hint="The one that was dialled is gone")
+
+
+def _greeting(parts: Sequence[memoryview]) -> bytes:
+    if len(parts) != 2 or parts[0] != _MAGIC:
+        hint = "Does one side have a certificate, and the other none?"
+        raise ProtocolError("the peer is no part of this protocol", hint=hint)
+    return bytes(parts[1])
 
 
 MAX_MESSAGE = 1 << 30

@@ -9,15 +9,13 @@ of the oldest idle connection where there are too many or no descriptor is left,
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 import hmac
 import json
 import logging
-import resource
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -30,7 +28,8 @@ from prometheus_client.exposition import choose_encoder
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, Refused
 from asyncflow.rpc import addresses
-from asyncflow.rpc.tls import Credentials, Stranger, refusal
+from asyncflow.rpc.listener import Listener
+from asyncflow.rpc.tls import Credentials, PeerRefused
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +48,7 @@ _MAX_FIELDS = 32
 _IDLE_S = 75.0
 _CLOSE_S = 0.25
 """Seconds that aiohttp gives a handler to end, and then again to be cancelled."""
-_SHAKE_S = 10.0
 _BACKLOG = 1024
-_PAUSE_S = 0.1
-_SHORTAGE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _STATUS: list[tuple[type[AsyncFlowError], HTTPStatus]] = [
     (ManifestError, HTTPStatus.BAD_REQUEST),
     (Refused, HTTPStatus.CONFLICT),
@@ -115,11 +111,9 @@ class Guard:
         """Return the context for the next connection."""
         return self._credentials.web()
 
-    def unshaken(self, error: BaseException) -> None:
-        """Count a connection of which the handshake failed."""
-        if isinstance(error, ssl.SSLError):
-            stranger = refusal(error)
-            self._refused(stranger.what, stranger.reason)
+    def count(self, refused: PeerRefused) -> None:
+        """Count a connection that was refused."""
+        self._refused(refused.what, refused.reason)
 
     def check(self, request: web.Request) -> None:
         """Raise HTTPForbidden for the certificate of another role, HTTPUnauthorized for none and no right token."""
@@ -128,9 +122,9 @@ class Guard:
         if shaken is not None and shaken.getpeercert():
             try:
                 process = self._credentials.peer(shaken)
-            except Stranger as stranger:
-                self._refused(stranger.what, stranger.reason)
-                raise web.HTTPForbidden(text=stranger.what) from stranger
+            except PeerRefused as refused:
+                self.count(refused)
+                raise web.HTTPForbidden(text=refused.what) from refused
             if process.role in self._roles:
                 return
             caller = str(process)
@@ -172,7 +166,7 @@ class HttpServer:
             max_field_size=MAX_LINE,
             max_headers=_MAX_FIELDS,
         )
-        self._listener: _Listener | None = None
+        self._listener: Listener | None = None
 
     async def start(
         self, host: str = "127.0.0.1", port: int = 0, *, advertise: str = "", bound: socket.socket | None = None
@@ -191,15 +185,37 @@ class HttpServer:
             hint = "Another process may hold that port"
             raise Refused(f"cannot listen at {self._scheme}://{host}:{port}: {error}", hint=hint) from error
         await self._runner.setup()
-        assert self._runner.server is not None
-        self._listener = _Listener(bound, self._runner.server, self._busy, guard=self._guard)
+        server = self._runner.server
+        assert server is not None
+        self._listener = Listener(
+            [bound],
+            most=MAX_CONNECTIONS,
+            share=1 / 8,
+            meet=partial(self._meet, server),
+            connected=lambda: len(server.connections),
+            make_room=partial(self._make_room, server),
+            refused=self._guard.count if self._guard is not None else lambda refused: log.debug("%s", refused),
+        )
         return f"{self._scheme}://{await addresses.dialled(host, advertise)}:{bound.getsockname()[1]}"
 
     async def close(self) -> None:
         """Stop serving and end all connections, within a second."""
         if self._listener is not None:
-            await self._listener.close()
+            self._listener.close()
         await self._runner.cleanup()
+
+    async def _meet(self, server: web.Server, caller: socket.socket) -> None:
+        context = self._guard.context() if self._guard is not None else None
+        await asyncio.get_running_loop().connect_accepted_socket(server, caller, ssl=context)
+
+    def _make_room(self, server: web.Server) -> bool:
+        """End the oldest connection that no handler works for, else the oldest handshake."""
+        for handler in server.connections:
+            transport = handler.transport
+            if handler not in self._busy and transport is not None and not transport.is_closing():
+                transport.abort()  # close() would wait for a caller that does not read
+                return True
+        return self._listener is not None and self._listener.end_handshake()
 
     @property
     def _scheme(self) -> str:
@@ -226,111 +242,6 @@ class HttpServer:
             return web.json_response({"what": "an error of the server; its log says which"}, status=500)
         finally:
             self._busy.discard(request.protocol)
-
-
-class _Listener:
-    """Accepts connections for a server of aiohttp, which bounds neither their number nor who has to go first.
-
-    Invariant: while this process has no descriptor left, one caller is served by the descriptor held in reserve, which
-    is held again as soon as that connection is closed.
-    """
-
-    def __init__(
-        self,
-        bound: socket.socket,
-        server: web.Server,
-        busy: Collection[web.RequestHandler],
-        *,
-        guard: Guard | None,
-    ) -> None:
-        bound.setblocking(False)
-        self._socket = bound
-        self._reserve = socket.socket()
-        self._server = server
-        self._busy = busy
-        self._guard = guard
-        self._most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
-        self._beginning: dict[asyncio.Task[Any], None] = {}
-        self._loop = asyncio.get_running_loop()
-        self._listen()
-
-    async def close(self) -> None:
-        """Accept nobody any more; whoever was accepted is known to the server from then on."""
-        self._loop.remove_reader(self._socket)
-        self._socket.close()
-        self._reserve.close()
-        if self._beginning:
-            await asyncio.wait(self._beginning)
-
-    def _listen(self) -> None:
-        if self._socket.fileno() >= 0:
-            self._hold_reserve()
-            self._loop.add_reader(self._socket, self._accept)
-
-    def _hold_reserve(self) -> None:
-        if self._reserve.fileno() < 0 <= self._socket.fileno():
-            with contextlib.suppress(OSError):
-                self._reserve = socket.socket()
-
-    def _accept(self) -> None:
-        """Accept one caller; the event loop comes back for the others, and for one who waits for a descriptor."""
-        try:
-            connection = self._socket.accept()[0]
-        except OSError as error:
-            if error.errno in _SHORTAGE and not self._make_room():
-                self._loop.remove_reader(self._socket)
-                self._loop.call_later(_PAUSE_S, self._listen)
-                self._reserve.close()
-                with contextlib.suppress(OSError):
-                    self._begin(_ByReserve(self._socket.accept()[0], closed=self._hold_reserve))
-            return
-        if len(self._server.connections) + len(self._beginning) < self._most or self._make_room():
-            self._begin(connection)
-        else:
-            connection.close()
-
-    def _begin(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        tls: dict[str, Any] = {}
-        if self._guard is not None:
-            tls = {"ssl": self._guard.context(), "ssl_handshake_timeout": _SHAKE_S}
-        connecting = self._loop.connect_accepted_socket(self._server, connection, **tls)
-        beginning = self._loop.create_task(connecting)
-        self._beginning[beginning] = None
-        beginning.add_done_callback(self._begun)
-
-    def _begun(self, beginning: asyncio.Task[Any]) -> None:
-        self._beginning.pop(beginning, None)
-        if not beginning.cancelled() and (error := beginning.exception()) is not None:
-            if self._guard is None:
-                log.debug("a connection was not made: %s", error)
-            else:
-                self._guard.unshaken(error)
-
-    def _make_room(self) -> bool:
-        """End the oldest connection that no handler works for, or whose handshake goes on; return whether one was."""
-        for handler in self._server.connections:
-            transport = handler.transport
-            if handler not in self._busy and transport is not None and not transport.is_closing():
-                transport.abort()  # close() would wait for a caller that does not read
-                return True
-        if self._guard is not None and (unshaken := next(iter(self._beginning), None)) is not None:
-            del self._beginning[unshaken]
-            unshaken.cancel()
-            return True
-        return False
-
-
-class _ByReserve(socket.socket):
-    """A connection accepted by the descriptor in reserve. closed: called as soon as that is free again."""
-
-    def __init__(self, accepted: socket.socket, *, closed: Callable[[], None]) -> None:
-        super().__init__(fileno=accepted.detach())
-        self._when_closed = closed
-
-    def close(self) -> None:
-        super().close()
-        self._when_closed()
 
 
 class _AiohttpLog(logging.LoggerAdapter[logging.Logger]):

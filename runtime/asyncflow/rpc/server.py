@@ -11,15 +11,11 @@ first that have not said who they are, the oldest of them first, then the one th
 from __future__ import annotations
 
 import asyncio
-import errno
-import functools
-import itertools
 import logging
-import resource
 import socket as sockets
-from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Sequence
-from dataclasses import dataclass
+import ssl
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -31,243 +27,113 @@ from asyncflow.rpc import framing, shm, tls
 from asyncflow.rpc.access import Access
 from asyncflow.rpc.addresses import listen
 from asyncflow.rpc.columns import Buffer
-from asyncflow.rpc.connection import Flow, staging, tune
-from asyncflow.rpc.framing import Inbox, Outbox
-from asyncflow.rpc.tls import Credentials, Stranger, TlsSocket, check_exposure
+from asyncflow.rpc.connection import Connection, detect_loss
+from asyncflow.rpc.listener import Listener
+from asyncflow.rpc.shm import Arenas
+from asyncflow.rpc.tls import Credentials, PeerRefused, check_exposure
 
 MAX_PEERS = 8192
 """Connections of one server; fewer where they would be more than three quarters of the process's descriptors."""
 _MAX_UNREAD = 4096
+"""Answers that may wait for a peer that does not read."""
 _MOST_UNSENT = 64 << 20
-"""Bytes of answers from which on a peer is heard no more until it has read them; one answer may have more."""
+"""Bytes of answers from which on no call of a peer begins until it has read them; one answer may have more."""
 _MOST_AT_ONCE = 2
 """Calls of a peer that begin in one turn of the loop, as what they answer counts as unsent only when it is there."""
-_MOST_OWED = 2
-"""Calls of a peer that are under way at once of those that began while it had not read what it was sent."""
-_SHAKE_S = 10.0
+_MOST_RUNNING = 2
+"""Calls of a peer that are under way from which on no more begin until it has read what it was sent."""
 _IDLE_S = 60.0
 """Seconds without a message after which a peer may have to make room; it connects again when it next calls."""
-_FULL_S = 0.1
-_SHORTAGE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
 LONGEST_S = 2 * 86_400.0
-"""Seconds that a connection over TLS may last; who calls makes another before that (``link.FRESH_S``)."""
-EXPIRED_MEANWHILE = "the certificate with which a connection began has expired"
-
-FULL = "full"
-OTHER_USER = "other_user"
+"""Seconds that a connection over TLS may last; who calls makes another before that (``client.FRESH_S``)."""
 
 
-@dataclass(slots=True)
-class _Peer:
-    """One connection.
+class Peer(Connection):
+    """A caller of ``server``.
 
-    heard: when; caller: who it is, None while that is not known or there are no certificates; end: when it must end.
+    caller: who it is, None while that is not known or there are no certificates; heard: when it last sent something;
+    running: its calls that are under way.
     """
 
-    flow: Flow
-    heard: float
-    known: bool = False
-    caller: ProcessIdentity | None = None
-    end: asyncio.TimerHandle | None = None
-
-    def close(self) -> None:
-        """Close the connection."""
-        if self.end is not None:
-            self.end.cancel()
-        self.flow.close()
-
-
-class Answering:
-    """Listens for streams. deliver: gets each message, and the number of the peer that sent it.
-
-    nearby: listens to callers of this host, if there is such a socket; server: which one this is; refused: told
-    why a peer was cut off for good, and by which reason that is counted; busy: whether a call of a peer is under way;
-    credentials: of this process, None for plain text; unnamed: see ``Access``; most: bytes of one message.
-    """
-
-    def __init__(
-        self,
-        listening: sockets.socket,
-        *,
-        nearby: sockets.socket | None,
-        server: bytes,
-        credentials: Credentials | None,
-        unnamed: str,
-        most: int,
-        deliver: Callable[[int, list[memoryview]], None],
-        refused: Callable[[str, str], None],
-        busy: Callable[[int], bool],
-    ) -> None:
-        self.closed = False
-        self._listening = [listening] if nearby is None else [listening, nearby]
+    def __init__(self, server: RpcServer, *, most: int, arenas: Arenas | None) -> None:
+        super().__init__(most=most, arenas=arenas)
+        self.caller: ProcessIdentity | None = None
+        self.running: dict[int, asyncio.Future[Reply]] = {}
         self._server = server
-        self._credentials = credentials
-        self._unnamed = unnamed
-        self._most = most
-        self._most_peers = min(MAX_PEERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4)
-        self._deliver = deliver
-        self._refused = refused
-        self._busy = busy
-        self._peers: dict[int, _Peer] = {}
-        self._numbers = itertools.count()
-        self._staging = staging()
+        self._waiting: deque[list[memoryview]] = deque()
+        self._has_turn = False
+        self._expiry: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
-        self._listen()
+        self.heard = self._loop.time()
 
-    def caller(self, peer: int) -> ProcessIdentity | None:
-        """Return who ``peer`` is; None where nobody has to say who it is."""
-        return self._peers[peer].caller
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take note of whom the caller's certificate names."""
+        super().connection_made(transport)
+        if self.tls is not None:
+            try:
+                self.caller = self._server.named(self.tls)
+            except PeerRefused as refused:
+                self.fail(refused)
 
-    def send(self, peer: int, key: Hashable, parts: Sequence[Buffer]) -> None:
-        """Send ``parts`` to ``peer``, unless it is gone; ``key`` names the message."""
-        if (found := self._peers.get(peer)) is not None:
-            found.flow.send(key, parts)
+    def greet(self, parts: list[memoryview]) -> None:
+        """Let the caller in as whom it says it is."""
+        self.say(self._server.let_in(self, framing.caller(parts)))
 
-    def begun(self, peer: int, key: Hashable) -> None:
-        """Note that a call of ``peer`` is under way."""
-        if (found := self._peers.get(peer)) is not None:
-            found.flow.begun(key)
+    def expire_in(self, seconds: float, why: PeerRefused) -> None:
+        """Have the connection end then."""
+        self._expiry = self._loop.call_later(seconds, self.fail, why)
 
-    def ended(self, peer: int, key: Hashable) -> None:
-        """Note that a call of ``peer`` is under way no more."""
-        if (found := self._peers.get(peer)) is not None:
-            found.flow.ended(key)
+    def received(self, messages: list[list[memoryview]]) -> None:
+        """Begin calls, a few at once, as long as the caller reads what it is sent; those behind them wait."""
+        self.heard = self._loop.time()
+        self._waiting.extend(messages)
+        if not self._has_turn:
+            self._begin_some()
+
+    def send_answer(self, call: int, parts: Sequence[Buffer]) -> None:
+        """Send an answer; a caller that reads none of many is cut off."""
+        if len(self.outbox) >= _MAX_UNREAD:
+            self.fail(ProtocolError("a peer does not read what it asked for"))
+        self.send(call, parts)
+
+    def resume(self) -> None:
+        """Go on with calls that wait for the caller to read, or for one of its calls to end."""
+        if self._waiting and not self._has_turn and self._may_begin and not self.closed:
+            self._has_turn = True  # but not from here: a handler that sends is to end before the next one begins
+            self._loop.call_soon(self._begin_some)
+
+    def resume_writing(self) -> None:
+        """Send more."""
+        super().resume_writing()
+        self.resume()
+
+    def lost(self, why: AsyncFlowError) -> None:
+        """Have the server forget this caller."""
+        self._server.forget(self, why)
 
     def close(self) -> None:
-        """Close all streams at once."""
-        if not self.closed:
-            self.closed = True
-            for listening in self._listening:
-                self._loop.remove_reader(listening)
-                listening.close()
-            for peer in self._peers.values():
-                peer.close()
-            self._peers.clear()
+        """Close the connection at once."""
+        super().close()
+        self._waiting.clear()
+        if self._expiry is not None:
+            self._expiry.cancel()
 
-    def _listen(self) -> None:
-        for listening in self._listening:
-            if not self.closed:
-                self._loop.add_reader(listening, self._accept, listening)
+    @property
+    def _may_begin(self) -> bool:
+        return self.idle or (len(self.running) < _MOST_RUNNING and self.outbox.unsent <= _MOST_UNSENT)
 
-    def _accept(self, listening: sockets.socket) -> None:
-        try:
-            socket, _ = listening.accept()
-        except OSError as error:
-            if error.errno in _SHORTAGE and not self._make_room("no descriptor is left"):
-                self._loop.remove_reader(listening)  # those who wait to be let in must not keep the loop busy
-                self._loop.call_later(_FULL_S, self._listen)
+    def _begin_some(self) -> None:
+        self._has_turn = False
+        for _ in range(_MOST_AT_ONCE):
+            if self._waiting and self._may_begin:
+                self._server.deliver(self, self._waiting.popleft())
+        if self.closed:
             return
-        if len(self._peers) >= self._most_peers and not self._make_room("too many peers"):
-            socket.close()
-            self._refused("too many peers", FULL)
-            return
-        socket.setblocking(False)
-        tune(socket)
-        if listening.family == sockets.AF_UNIX:
-            known = shm.accepted(socket)
-            if known is None:
-                self._refused("a caller of this host runs as another user", OTHER_USER)
-                return
-            socket = known
-        peer = next(self._numbers)
-        stream: sockets.socket | TlsSocket = socket
-        if self._credentials is not None and socket.family != sockets.AF_UNIX:
-            stream = self._credentials.accepted(socket)
-        flow = Flow(
-            stream,
-            size=framing.HEAD_SIZE,
-            begin=functools.partial(self._meet, peer, stream),
-            shake=self._greeting(peer, stream),
-            deliver=functools.partial(self._heard, peer),
-            lost=lambda why: self._forget(peer, why),
-            most_unread=_MAX_UNREAD,
-            most_unsent=_MOST_UNSENT,
-            most_at_once=_MOST_AT_ONCE,
-            most_owed=_MOST_OWED,
-        )
-        self._peers[peer] = _Peer(flow, self._loop.time())
-        self._loop.call_later(_SHAKE_S, self._cut_off_unknown, peer)
-
-    def _meet(self, peer: int, stream: sockets.socket | TlsSocket) -> bytes:
-        """Take note of whom the peer's certificate names, and say nothing first."""
-        if self._credentials is not None and isinstance(stream, TlsSocket):
-            self._peers[peer].caller = self._credentials.peer(stream)
-        return b""
-
-    def _greeting(self, peer: int, stream: sockets.socket | TlsSocket) -> Callable[[bytes], tuple[Inbox, Outbox] | int]:
-        head = True
-
-        def shake(came: bytes) -> tuple[Inbox, Outbox] | int:
-            nonlocal head
-            if head and (rest := framing.rest_of_hello(came)):
-                head = False
-                return rest
-            said = framing.caller(b"" if head else came)
-            self._know(self._peers[peer], said, over_tls=isinstance(stream, TlsSocket))
-            if isinstance(stream, TlsSocket):
-                self._limit(peer, tls.expires_in(stream))
-            welcome = framing.welcome(self._server)
-            if stream.send(welcome) < len(welcome):
-                raise ProtocolError("a peer takes no welcome")
-            return shm.boxes(stream, most=self._most, staging=self._staging)
-
-        return shake
-
-    def _know(self, peer: _Peer, said: ProcessIdentity | None, *, over_tls: bool) -> None:
-        """Let a peer in as whom it says it is. Raises Stranger where its certificate, or the job, says otherwise.
-
-        Who says nothing from this host, as the same user, is let in by the role of ``unnamed``.
-        """
-        peer.known = True
-        if self._credentials is None:
-            return
-        job = self._credentials.process.job
-        if over_tls and said != peer.caller:
-            what = f"the peer calls itself {said}, but its certificate is of {peer.caller}"
-            raise Stranger(what, reason=tls.NO_IDENTITY)
-        peer.caller = said or ProcessIdentity(job, self._unnamed, 0)
-        if peer.caller.job != job:
-            raise Stranger(f"the peer is {said}, of another job", reason=tls.OTHER_JOB)
-
-    def _limit(self, peer: int, expires_s: float) -> None:
-        """Have a connection end when the certificate that it began with expires, or is two days old."""
-        why, reason = (EXPIRED_MEANWHILE, tls.EXPIRED) if expires_s < LONGEST_S else ("a connection is too old", "old")
-        after = min(expires_s, LONGEST_S)
-        self._peers[peer].end = self._loop.call_later(after, self._cut_off, peer, why, reason)
-
-    def _heard(self, peer: int, parts: list[memoryview]) -> None:
-        self._peers[peer].heard = self._loop.time()
-        self._deliver(peer, parts)
-
-    def _make_room(self, why: str) -> bool:
-        """Cut off the peer that is missed least, and return whether there was one."""
-        now = self._loop.time()
-        unknown = next((number for number, peer in self._peers.items() if not peer.known), None)
-        if unknown is not None:
-            self._cut_off(unknown, why, FULL)
-            return True
-        idle = [(peer.heard, number) for number, peer in self._peers.items() if now - peer.heard >= _IDLE_S]
-        for _, number in sorted(idle):
-            if not self._busy(number):
-                self._cut_off(number, why, FULL)
-                return True
-        return False
-
-    def _cut_off_unknown(self, peer: int) -> None:
-        if peer in self._peers and not self._peers[peer].known:
-            self._cut_off(peer, "a peer did not say who it is in time", "late")
-
-    def _cut_off(self, peer: int, why: str, reason: str) -> None:
-        self._peers.pop(peer).close()
-        self._refused(why, reason)
-
-    def _forget(self, peer: int, why: AsyncFlowError) -> None:
-        if (found := self._peers.pop(peer, None)) is None:
-            return
-        found.close()
-        if isinstance(why, ProtocolError):
-            self._refused(str(why), why.reason if isinstance(why, Stranger) else "protocol")
+        if self._waiting:
+            self._transport.pause_reading()
+            self.resume()
+        elif not self._transport.is_reading():
+            self._transport.resume_reading()
 
 
 log = logging.getLogger(__name__)
@@ -283,6 +149,7 @@ cancelled when the caller waits no more, so it must leave everything whole where
 """
 
 MAX_CALLS = 65_536
+"""Calls of all callers that may be under way."""
 _CLOSE_S = 0.8
 
 
@@ -335,8 +202,10 @@ class RpcServer:
         self._advertise = advertise
         self._address = ""
         self._routes: dict[str, _Route] = {}
-        self._running: dict[tuple[int, int], asyncio.Future[Reply]] = {}
-        self._streams: Answering | None = None
+        self._server = b""
+        self._running = 0
+        self._peers: set[Peer] = set()
+        self._listener: Listener | None = None
 
     def route(self, method: str, request: type[Struct], handler: Handler) -> None:
         """Answer calls of ``method`` by ``handler``; their bodies must be a ``request``."""
@@ -363,26 +232,29 @@ class RpcServer:
         except Refused:
             listening.socket.close()
             raise
-        self._address = listening.address
-        self._streams = Answering(
-            listening.socket,
-            nearby=shm.listening(self._address),
-            server=listening.server,
-            credentials=self._credentials,
-            unnamed=self._access.unnamed,
-            most=self._max_message,
-            deliver=self._deliver,
-            refused=self.note_refusal,
-            busy=lambda peer: any(number == peer for number, _ in self._running),
+        self._address, self._server = listening.address, listening.server
+        shared = shm.listening(self._address)
+        self._listener = Listener(
+            [listening.socket] if shared is None else [listening.socket, shared],
+            most=MAX_PEERS,
+            share=3 / 4,
+            meet=self._meet,
+            connected=self._peers.__len__,
+            make_room=self._make_room,
+            refused=lambda refused: self.note_refusal(refused.what, refused.reason),
         )
         return self._address
 
     async def close(self) -> None:
         """Cancel all handlers and close the socket, within a second; callers see ``PeerLost``."""
-        if self._streams is None:
+        if self._listener is None:
             return
-        self._streams.close()
-        running = list(self._running.values())
+        self._listener.close()
+        running = [work for peer in self._peers for work in peer.running.values()]
+        for peer in self._peers:
+            peer.close()
+        self._peers.clear()
+        await asyncio.sleep(0)  # in which the event loop closes the sockets
         for work in running:
             work.cancel()
         if running:
@@ -390,7 +262,70 @@ class RpcServer:
             for work in stuck:
                 log.warning("%s: %r did not end when it was cancelled", self.name, work)
 
-    def _deliver(self, peer: int, parts: list[memoryview]) -> None:
+    async def _meet(self, caller: sockets.socket) -> None:
+        """Shake hands with a caller, and hear who it is. Raises PeerRefused where it may not be here."""
+        arenas, context = None, None
+        if caller.family == sockets.AF_UNIX:
+            if not shm.is_same_user(caller):
+                raise PeerRefused("a caller of this host runs as another user", reason=tls.OTHER_USER)
+            arenas = await shm.received(caller)
+        elif self._credentials is not None:
+            context = self._credentials.server()
+        detect_loss(caller)
+        peer = Peer(self, most=self._max_message, arenas=arenas)
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: peer, caller, ssl=context)
+            await peer.greeted
+        except BaseException:
+            peer.close()
+            self._peers.discard(peer)
+            raise
+
+    def named(self, shaken: ssl.SSLObject) -> ProcessIdentity:
+        """Return whom the certificate of a peer names. Raises PeerRefused where that is nobody of this job."""
+        assert self._credentials is not None
+        return self._credentials.peer(shaken)
+
+    def let_in(self, peer: Peer, said: ProcessIdentity | None) -> bytes:
+        """Let a peer in as whom it says it is, and return what it is told.
+
+        Who says nothing from this host, as the same user, is let in by the role of ``unnamed``. Raises PeerRefused
+        where the peer's certificate, or the job, says otherwise.
+        """
+        if self._credentials is not None:
+            job = self._credentials.process.job
+            if peer.tls is not None:
+                if said != peer.caller:
+                    what = f"the peer calls itself {said}, but its certificate is of {peer.caller}"
+                    raise PeerRefused(what, reason=tls.NO_IDENTITY)
+                old = PeerRefused("a connection is too old", reason=tls.OLD)
+                expired = PeerRefused("the certificate of a connection has expired", reason=tls.EXPIRED)
+                left = tls.expires_in(peer.tls)
+                peer.expire_in(min(left, LONGEST_S), expired if left < LONGEST_S else old)
+            peer.caller = said or ProcessIdentity(job, self._access.unnamed, 0)
+            if peer.caller.job != job:
+                raise PeerRefused(f"the peer is {said}, of another job", reason=tls.OTHER_JOB)
+        self._peers.add(peer)
+        return framing.welcome(self._server)
+
+    def forget(self, peer: Peer, why: AsyncFlowError) -> None:
+        """Let go of a peer that is gone."""
+        self._peers.discard(peer)
+        if isinstance(why, ProtocolError):
+            self.note_refusal(str(why), tls.refusal(why).reason)
+
+    def _make_room(self) -> bool:
+        """Cut off who has not said who it is, else who has been idle for longest; return whether there was one."""
+        if self._listener is not None and self._listener.end_handshake():
+            return True
+        now = asyncio.get_running_loop().time()
+        idle = [peer for peer in self._peers if now - peer.heard >= _IDLE_S and not peer.running]
+        if idle:
+            min(idle, key=lambda peer: peer.heard).fail(PeerRefused("too many peers", reason=tls.FULL))
+        return bool(idle)
+
+    def deliver(self, peer: Peer, parts: list[memoryview]) -> None:
+        """Begin the call that a message of a peer makes."""
         if not parts:
             self._drop("short")
             return
@@ -399,8 +334,8 @@ class RpcServer:
         except framing.MALFORMED:
             self._drop("header")
             return
+        running = peer.running.get(header.call)
         if isinstance(header, framing.Cancel):
-            running = self._running.get((peer, header.call))
             if running is not None:
                 running.cancel()
             return
@@ -409,14 +344,14 @@ class RpcServer:
         except ProtocolError:
             self._drop("shape")
             return
-        if self._running and (peer, header.call) in self._running:
+        if running is not None:
             self._drop("repeated")
             return
         route = self._routes.get(header.method)
         if route is None:
             self._refuse(peer, header, ProtocolError(f"there is no method {header.method!r}", where=self.name))
             return
-        if len(self._running) >= MAX_CALLS:
+        if self._running >= MAX_CALLS:
             self._refuse(peer, header, Refused(f"{MAX_CALLS} calls are running already", where=self.name))
             return
         try:
@@ -429,7 +364,7 @@ class RpcServer:
         self.counters.calls[header.method] += 1
         self._answer(peer, header, route.handler, request, parts[2:])
 
-    def _answer(self, peer: int, header: framing.Call, handler: Callable[..., Reply], *asked: Any) -> None:
+    def _answer(self, peer: Peer, header: framing.Call, handler: Callable[..., Reply], *asked: Any) -> None:
         """Answer a call with what ``handler`` returns or raises, at once or when that is done."""
         try:
             reply = handler(*asked)
@@ -444,48 +379,39 @@ class RpcServer:
             hint = f"The log of {self.name} has the traceback"
             self._refuse(peer, header, RemoteError(f"{header.method}: {error!r}", where=self.name, hint=hint))
 
-    def _await_reply(self, peer: int, header: framing.Call, running: asyncio.Future[Reply]) -> None:
+    def _await_reply(self, peer: Peer, header: framing.Call, running: asyncio.Future[Reply]) -> None:
         """Answer a call when ``running`` is done, which is cancelled when the caller waits no more."""
-        call = peer, header.call
-        self._running[call] = running
-        if self._streams is not None:
-            self._streams.begun(*call)
+        peer.running[header.call] = running
+        self._running += 1
         deadline = running.get_loop().call_later(header.timeout, running.cancel)
 
         def ended(done: asyncio.Future[Reply]) -> None:
             deadline.cancel()
-            del self._running[call]
+            del peer.running[header.call]
+            self._running -= 1
             if done.cancelled():
                 self.counters.cancelled += 1
             else:
                 self._answer(peer, header, done.result)
-            if self._streams is not None:
-                self._streams.ended(*call)
+            peer.resume()
 
         running.add_done_callback(ended)
 
-    def _send_reply(self, peer: int, header: framing.Call, reply: Reply) -> None:
+    def _send_reply(self, peer: Peer, header: framing.Call, reply: Reply) -> None:
         answer, out = reply if isinstance(reply, tuple) else (reply, ())
         body = framing.encode(answer)
         framing.check_size("the answer to", header.method, body, out, limit=self._max_message)
-        self._send(peer, header, [framing.encode(framing.Answer(header.call, len(out))), body, *out])
+        peer.send_answer(header.call, [framing.encode(framing.Answer(header.call, len(out))), body, *out])
 
-    def _refuse(self, peer: int, header: framing.Call, error: AsyncFlowError) -> None:
+    def _refuse(self, peer: Peer, header: framing.Call, error: AsyncFlowError) -> None:
         self.counters.errors[error.code] += 1
-        self._send(peer, header, [framing.encode(framing.Failure(header.call)), framing.encode(error.to_wire())])
+        peer.send_answer(header.call, [framing.encode(framing.Failure(header.call)), framing.encode(error.to_wire())])
 
-    def _send(self, peer: int, header: framing.Call, parts: Sequence[Buffer]) -> None:
-        if self._streams is not None:
-            self._streams.send(peer, header.call, parts)
-
-    def _may(self, peer: int, header: framing.Call, request: Struct) -> bool:
+    def _may(self, peer: Peer, header: framing.Call, request: Struct) -> bool:
         """Return whether a caller may make this call; where it may not, it is told so, and that is counted."""
-        assert self._streams is not None
-        caller = self._streams.caller(peer)
+        assert peer.caller is not None
         try:
-            if caller is None:
-                raise Refused(f"{header.method}: the caller is not known")
-            self._access.check(caller, header.method, request)
+            self._access.check(peer.caller, header.method, request)
         except Refused as refused:
             self.note_refusal(refused.what, "access")
             self._refuse(peer, header, Refused(refused.what, where=self.name, hint=refused.hint))

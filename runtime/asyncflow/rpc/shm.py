@@ -1,4 +1,4 @@
-"""Shared memory between two processes of one host, for the large parts of what goes over one connection.
+"""Shared memory between two processes of one host, for the large parts of messages (``framing``) of one connection.
 
 *Socket.* A server listens at a name in the abstract namespace that says its address; a caller of that address tries the
 name first, and hands over an arena for each direction with its first bytes, first the one that it fills. Such names end
@@ -11,9 +11,6 @@ page, of which the sender learns when it needs pages next. At most half of an ar
 out. Memory is mapped as long as a loan lasts, also after the connection and the sender have ended. A part that finds no
 room is sent as any other; nobody waits for room.
 
-*Message.* As in ``framing``, but a block may say of a large part where it lies instead of its size: the highest bit is
-set, then come the page and, in the lowest 40 bits, the bytes.
-
 Invariants: both sides have checked that the other runs as the same user, else they do without, over TCP, and nothing is
 lost; neither side can make the file shorter under the other, so no access to it ever fails; the sender believes of
 those bytes only that places it has given out are free again, the receiver of a place only that it lies in the file and
@@ -23,6 +20,7 @@ begun to fill. A peer may change the bytes of a part that it has sent, as it cou
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import functools
@@ -35,13 +33,12 @@ import weakref
 from bisect import bisect
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncflow.errors import ProtocolError
-from asyncflow.rpc.framing import Inbox, Outbox
 
 
 class Heap:
@@ -116,7 +113,7 @@ class _Allowance:
 _ALLOWANCE = _Allowance()
 
 
-def made() -> int:
+def new_arena() -> int:
     """Make the file of an arena. Raises OSError where this host does not let it."""
     file = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -129,7 +126,7 @@ def made() -> int:
 
 
 def check(file: int) -> None:
-    """Raise ProtocolError where a file that a peer brought is none of ``made``."""
+    """Raise ProtocolError where a file that a peer brought is none of ``new_arena``."""
     try:
         size = os.fstat(file).st_size
         sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS == _SEALS
@@ -303,35 +300,6 @@ class Incoming:
         return made
 
 
-_LIES_THERE = 1 << 63
-_SIZE_BITS = 40
-
-
-class ArenaInbox(Inbox):
-    """Messages that come. arena: where large parts may lie; others: see ``Inbox``."""
-
-    def __init__(self, arena: Incoming, *, most: int, staging: memoryview) -> None:
-        self._arena = arena
-        super().__init__(most=most, staging=staging)
-
-    def _found(self, word: int) -> memoryview | None:
-        if not word & _LIES_THERE:
-            return None
-        return self._arena.take((word ^ _LIES_THERE) >> _SIZE_BITS, word & ((1 << _SIZE_BITS) - 1))
-
-
-class ArenaOutbox(Outbox):
-    """Messages that go. arena: where large parts are put."""
-
-    def __init__(self, arena: Outgoing) -> None:
-        self._arena = arena
-        super().__init__()
-
-    def _elsewhere(self, part: memoryview) -> int | None:
-        page = self._arena.put(part)
-        return None if page is None else _LIES_THERE | page << _SIZE_BITS | len(part)
-
-
 SHARED_MEMORY_ENV = "ASYNCFLOW_SHARED_MEMORY"
 """Variable that switches shared memory off where it is ``off``."""
 _MAGIC = b"AFm3"
@@ -340,76 +308,58 @@ _BACKLOG = 1024
 _CREDENTIALS = struct.Struct("3i")
 
 
-class ArenaSocket(socket.socket):
-    """A stream socket to a peer of this host. arenas: none before they came."""
+class Arenas(NamedTuple):
+    """The memory of one connection: for what this side sends, and for what comes."""
 
-    arenas: tuple[Outgoing, Incoming] | None = None
-
-    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """As of any socket, but the arenas are taken in before the first bytes."""
-        if self.arenas is None:
-            came, files, _, _ = socket.recv_fds(self, len(_MAGIC), 2, flags | socket.MSG_CMSG_CLOEXEC)
-            if not came:
-                return 0
-            try:
-                if came != _MAGIC or len(files) != 2:
-                    raise ProtocolError("a peer of this host brought no arenas")
-                for file in files:
-                    check(file)
-            except ProtocolError:
-                for file in files:
-                    os.close(file)
-                raise
-            self._have(outgoing=files[1], incoming=files[0])
-        return super().recv_into(buffer, nbytes, flags)
+    outgoing: Outgoing
+    incoming: Incoming
 
     def close(self) -> None:
-        """Close it, and the arenas."""
-        super().close()
-        for side in self.arenas or ():
-            side.close()
-
-    def hand_over(self) -> None:
-        """Begin, as the caller, with new arenas. Raises OSError."""
-        filled = made()
-        try:
-            emptied = made()
-        except BaseException:
-            os.close(filled)
-            raise
-        self._have(outgoing=filled, incoming=emptied)
-        socket.send_fds(self, [_MAGIC], [filled, emptied])
-
-    def _have(self, *, outgoing: int, incoming: int) -> None:
-        self.arenas = Outgoing(outgoing), Incoming(incoming)
-        for side in self.arenas:
-            weakref.finalize(self, side.close).atexit = False  # what ends with the process needs no closing
+        """Let go of both; what is in use stays."""
+        self.outgoing.close()
+        self.incoming.close()
 
 
-def boxes(peer: object, *, most: int, staging: memoryview) -> tuple[Inbox, Outbox]:
-    """Return what messages come through and go through. most, staging: see ``Inbox``."""
-    if isinstance(peer, ArenaSocket) and peer.arenas is not None:
-        outgoing, incoming = peer.arenas
-        return ArenaInbox(incoming, most=most, staging=staging), ArenaOutbox(outgoing)
-    return Inbox(most=most, staging=staging), Outbox()
-
-
-def dialled(address: str) -> ArenaSocket | None:
-    """Connect to whoever listens at ``address`` on this host, without waiting; None where that is nobody."""
+def dialled(address: str) -> tuple[socket.socket, Arenas] | None:
+    """Connect to whoever listens at ``address`` on this host, and hand over new arenas; None where that is nobody."""
     name = _name(address)
     if name is None:
         return None
-    made = ArenaSocket(socket.AF_UNIX)
+    files: list[int] = []
+    made = socket.socket(socket.AF_UNIX)
     try:
         made.setblocking(False)
         made.connect(name)
-        if _is_same_user(made):
-            made.hand_over()
-            return made
+        if is_same_user(made):
+            files += [new_arena(), new_arena()]
+            socket.send_fds(made, [_MAGIC], files)
+            return made, Arenas(Outgoing(files[0]), Incoming(files[1]))
     except OSError:
-        pass
+        for file in files:
+            os.close(file)
     made.close()
     return None
+
+
+async def received(caller: socket.socket) -> Arenas:
+    """Take in the arenas that a caller of this host hands over first. Raises ProtocolError where it has none."""
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(caller, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(caller)
+    came, files, _, _ = socket.recv_fds(caller, len(_MAGIC), 2, socket.MSG_CMSG_CLOEXEC)
+    try:
+        if came != _MAGIC or len(files) != 2:
+            raise ProtocolError("a peer of this host brought no arenas")
+        for file in files:
+            check(file)
+    except ProtocolError:
+        for file in files:
+            os.close(file)
+        raise
+    return Arenas(Outgoing(files[1]), Incoming(files[0]))
 
 
 def listening(address: str) -> socket.socket | None:
@@ -428,15 +378,7 @@ def listening(address: str) -> socket.socket | None:
     return made
 
 
-def accepted(caller: socket.socket) -> ArenaSocket | None:
-    """Take in a caller of this host; close it and return None where it runs as another user."""
-    if not _is_same_user(caller):
-        caller.close()
-        return None
-    return ArenaSocket(fileno=caller.detach())
-
-
-def _is_same_user(peer: socket.socket) -> bool:
+def is_same_user(peer: socket.socket) -> bool:
     """Return whether the peer runs as this user, and that can be known: users without a number here share one."""
     found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(found)

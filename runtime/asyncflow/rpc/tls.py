@@ -11,15 +11,11 @@ never used, and the last good set stays in use meanwhile.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
 import os
-import socket
 import ssl
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,7 +24,6 @@ from asyncflow.durable import write_whole
 from asyncflow.errors import AsyncFlowError, ManifestError, ProtocolError, Refused
 from asyncflow.identity import ProcessIdentity
 from asyncflow.rpc.addresses import is_loopback
-from asyncflow.rpc.columns import Buffer
 
 if TYPE_CHECKING:
     from asyncflow.plan.certificates import Leaf
@@ -41,154 +36,29 @@ EXPIRED: Final = "expired"
 OTHER_AUTHORITY: Final = "other_authority"
 OTHER_JOB: Final = "other_job"
 NO_IDENTITY: Final = "no_identity"
-REASONS: Final = (NO_TLS, NO_CERTIFICATE, EXPIRED, OTHER_AUTHORITY, OTHER_JOB, NO_IDENTITY)
+HUNG_UP: Final = "hung_up"
+OTHER_USER: Final = "other_user"
+LATE: Final = "late"
+FULL: Final = "full"
+OLD: Final = "old"
+PROTOCOL: Final = "protocol"
+_BY_TLS = (NO_TLS, NO_CERTIFICATE, EXPIRED, OTHER_AUTHORITY, OTHER_JOB, NO_IDENTITY)
+REASONS: Final = (*_BY_TLS, HUNG_UP, OTHER_USER, LATE, FULL, OLD, PROTOCOL)
 """Why a peer is refused, as counters name it."""
 
 _LOOK_S = 1.0
-_PIECE = 1 << 18
-"""Bytes that are encrypted before some are sent, and that are received before some are decrypted."""
 _NOT_VALID_NOW = (9, 10)
 """X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL."""
 _UNUSABLE = (ssl.SSLError, OSError, ValueError, AsyncFlowError)
 
 
-class Stranger(ProtocolError):
+class PeerRefused(ProtocolError):
     """A peer that is refused because of who it is. reason: one of ``REASONS``."""
 
     def __init__(self, what: str, *, reason: str) -> None:
-        super().__init__(what, hint="Both sides need valid certificates of the same job")
+        hint = "Both sides need valid certificates of the same job" if reason in _BY_TLS else ""
+        super().__init__(what, hint=hint)
         self.reason = reason
-
-
-class TlsSocket:
-    """TLS over a connected socket that does not block, used as such a socket is.
-
-    The records of TLS are small (16 KiB), so they are taken from the socket and given to it many at a time. Bytes that
-    were sent may still lie here, where no event loop sees them, until ``flush`` has sent all; so may bytes that came,
-    until ``recv_into`` fills less than it was given.
-    """
-
-    def __init__(self, connected: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> None:
-        connected.setblocking(False)
-        self.family = connected.family
-        self._socket = connected
-        self._came, self._goes = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._came, self._goes, server_side=server_side)
-        self._unsent = memoryview(b"")
-
-    def fileno(self) -> int:
-        """Return the descriptor of the socket."""
-        return self._socket.fileno()
-
-    def close(self) -> None:
-        """Close the socket at once."""
-        self._socket.close()
-
-    def getpeercert(self) -> dict[str, Any]:
-        """Return what the peer's certificate says; nothing before the handshake is done."""
-        return self._tls.getpeercert() or {}
-
-    def version(self) -> str | None:
-        """Return the version of TLS that both sides speak."""
-        return self._tls.version()
-
-    def shake(self) -> bool:
-        """Go on with the handshake, and return whether it is done.
-
-        Raises Stranger where one side refuses the other, OSError where the connection breaks.
-        """
-        while True:
-            try:
-                self._tls.do_handshake()
-            except ssl.SSLWantReadError:
-                self.flush()
-                try:
-                    if not self._take():
-                        raise ConnectionResetError(errno.ECONNRESET, "the peer hung up")
-                except BlockingIOError:
-                    return False
-            except ssl.SSLError as error:
-                raise self._refusal(error) from error
-            else:
-                self.flush()
-                return True
-
-    def recv_into(self, buffer: Any) -> int:
-        """Fill ``buffer`` with what came, and return how much that was: 0 where the peer has hung up.
-
-        Raises BlockingIOError where nothing has come, Stranger where the peer refuses this process or garbles.
-        """
-        room, filled = memoryview(buffer), 0
-        while filled < len(room):
-            try:
-                got: Any = self._tls.read(len(room) - filled, room[filled:])
-            except ssl.SSLWantReadError:
-                if filled:
-                    break
-                if not self._take():
-                    return 0
-            except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
-                break
-            except ssl.SSLError as error:
-                raise self._refusal(error) from error
-            else:
-                filled += got
-        return filled
-
-    def send(self, data: Buffer) -> int:
-        """Send some of ``data``, and return how much; raises BlockingIOError where nothing goes now."""
-        self.flush()
-        piece, went = memoryview(data)[:_PIECE], 0
-        while went < len(piece):
-            went += self._tls.write(piece[went:])
-        with contextlib.suppress(BlockingIOError):
-            self.flush()
-        return went
-
-    def sendmsg(self, buffers: Sequence[Buffer]) -> int:
-        """Send some of the first of ``buffers``, and return how much; see ``send``."""
-        return self.send(buffers[0])
-
-    @property
-    def flushed(self) -> bool:
-        """True when all that was sent has left."""
-        return not self._unsent and not self._goes.pending
-
-    def flush(self) -> None:
-        """Send what lies here; raises BlockingIOError where not all of it goes now."""
-        while not self.flushed:
-            if not self._unsent:
-                self._unsent = memoryview(self._goes.read())
-            self._unsent = self._unsent[self._socket.send(self._unsent) :]
-
-    def _take(self) -> int:
-        """Take in what came, and return how much that was."""
-        room = _room()
-        count = self._socket.recv_into(room)
-        if count:
-            self._came.write(room[:count])
-        return count
-
-    def _refusal(self, error: ssl.SSLError) -> Stranger:
-        """Tell the peer, as TLS does, that it goes no further, and return why."""
-        with contextlib.suppress(OSError):
-            self.flush()
-        return refusal(error)
-
-
-class _Rooms(threading.local):
-    """Memory that each thread receives into, one connection after the other."""
-
-    room: memoryview | None = None
-
-
-_rooms = _Rooms()
-
-
-def _room() -> memoryview:
-    if _rooms.room is None:
-        _rooms.room = memoryview(bytearray(_PIECE))
-    return _rooms.room
 
 
 class Credentials:
@@ -232,26 +102,26 @@ class Credentials:
         except FileNotFoundError:
             return ""
 
-    def dialled(self, connected: socket.socket) -> TlsSocket:
-        """Begin TLS, as the side that dialled. The socket is used no more but by what this returns."""
+    def client(self) -> ssl.SSLContext:
+        """Return the context of the side that dials."""
         self.look()
-        return TlsSocket(connected, self._client, server_side=False)
+        return self._client
 
-    def accepted(self, connected: socket.socket) -> TlsSocket:
-        """Begin TLS, as the side that was dialled. The socket is used no more but by what this returns."""
+    def server(self) -> ssl.SSLContext:
+        """Return the context of the side that is dialled."""
         self.look()
-        return TlsSocket(connected, self._server, server_side=True)
+        return self._server
 
     def web(self) -> ssl.SSLContext:
         """Return the context of an HTTPS server, whose callers may show no certificate, but no wrong one."""
         self.look()
         return self._web
 
-    def peer(self, shaken: TlsSocket | ssl.SSLObject) -> ProcessIdentity:
-        """Return who is at the other end, of this job. Raises Stranger where it is another's or has no name."""
+    def peer(self, shaken: ssl.SSLObject) -> ProcessIdentity:
+        """Return who is at the other end, of this job. Raises PeerRefused where it is another's or has no name."""
         found = _named(shaken)
         if found.job != self._process.job:
-            raise Stranger(f"the peer is {found}, of another job", reason=OTHER_JOB)
+            raise PeerRefused(f"the peer is {found}, of another job", reason=OTHER_JOB)
         return found
 
     def look(self) -> None:
@@ -298,9 +168,10 @@ class Credentials:
         return context
 
 
-def expires_in(shaken: TlsSocket) -> float:
+def expires_in(shaken: ssl.SSLObject) -> float:
     """Return the seconds until the peer's certificate expires."""
-    return ssl.cert_time_to_seconds(shaken.getpeercert()["notAfter"]) - time.time()
+    certificate: Any = shaken.getpeercert()
+    return ssl.cert_time_to_seconds(certificate["notAfter"]) - time.time()
 
 
 def check_exposure(host: str, credentials: Credentials | None, *, name: str) -> None:
@@ -333,35 +204,43 @@ def keep(folder: Path, *, authority: bytes, leaf: Leaf, secrets: Mapping[str, st
         write_whole(folder / name, content, mode=0o600)
 
 
-def refusal(error: ssl.SSLError) -> Stranger:
-    """Return in words, and by reason, why a handshake failed."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        reason = EXPIRED if error.verify_code in _NOT_VALID_NOW else OTHER_AUTHORITY
-        return Stranger(f"the peer's certificate is refused: {error.verify_message}", reason=reason)
-    said = error.reason or ""
-    if "RETURN_A_CERTIFICATE" in said or "CERTIFICATE_REQUIRED" in said:
-        return Stranger("a certificate is required, and none was shown", reason=NO_CERTIFICATE)
-    if "EXPIRED" in said:
-        return Stranger("the peer refuses this process's certificate as expired", reason=EXPIRED)
-    if "UNKNOWN_CA" in said or "BAD_CERTIFICATE" in said:
-        return Stranger("the peer refuses this process's certificate as another job's", reason=OTHER_AUTHORITY)
-    return Stranger(f"the peer does not speak TLS 1.3: {said or error}", reason=NO_TLS)
+def refusal(error: BaseException) -> PeerRefused:
+    """Return in words, and by reason, why a peer was not let in."""
+    match error:
+        case PeerRefused():
+            return error
+        case ssl.SSLCertVerificationError():
+            reason = EXPIRED if error.verify_code in _NOT_VALID_NOW else OTHER_AUTHORITY
+            return PeerRefused(f"the peer's certificate is refused: {error.verify_message}", reason=reason)
+        case ssl.SSLError(reason=str(said)) if "RETURN_A_CERTIFICATE" in said:
+            return PeerRefused("a certificate is required, and none was shown", reason=NO_CERTIFICATE)
+        case ssl.SSLError(reason=str(said)) if "ALERT" in said:
+            return PeerRefused(f"the peer ended the handshake: {said}", reason=HUNG_UP)
+        case ssl.SSLError():
+            return PeerRefused(f"the peer does not speak TLS 1.3: {error.reason or error}", reason=NO_TLS)
+        case TimeoutError():
+            return PeerRefused("a peer did not say who it is in time", reason=LATE)
+        case OSError():
+            what = "the peer ended the handshake: it may hold a certificate of another job"
+            return PeerRefused(what, reason=HUNG_UP)
+        case _:
+            return PeerRefused(str(error), reason=PROTOCOL)
 
 
-def _named(shaken: TlsSocket | ssl.SSLObject) -> ProcessIdentity:
-    """Return whom the certificate of the peer names. Raises Stranger where that is nobody."""
+def _named(shaken: ssl.SSLObject) -> ProcessIdentity:
+    """Return whom the certificate of the peer names. Raises PeerRefused where that is nobody."""
     certificate = shaken.getpeercert() or {}
     names: Any = certificate.get("subjectAltName", ())
     found = [ProcessIdentity.of(value) for kind, value in names if kind == "URI"]
     if len(found) != 1 or found[0] is None:
-        raise Stranger("the peer's certificate names no process", reason=NO_IDENTITY)
+        raise PeerRefused("the peer's certificate names no process", reason=NO_IDENTITY)
     return found[0]
 
 
 def _with_itself(client: ssl.SSLContext, server: ssl.SSLContext) -> ProcessIdentity:
     """Shake hands within this process, and return whom the certificate names that both sides showed.
 
-    Raises SSLError where they would be refused, Stranger where the certificate names no process.
+    Raises SSLError where they would be refused, PeerRefused where the certificate names no process.
     """
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True)
