@@ -159,7 +159,7 @@ def test_pages_that_were_begun_are_bounded_and_what_is_closed_counts_no_more(mon
     assert made[2].put(noise(9 * PAGE)) is not None
     for outgoing in made:
         outgoing.close()
-    assert shm._ALLOWANCE._taken == 0
+    assert shm._ALLOWANCE.taken == 0
 
 
 def test_pages_for_which_there_is_no_memory_are_done_without(monkeypatch) -> None:
@@ -172,7 +172,7 @@ def test_pages_for_which_there_is_no_memory_are_done_without(monkeypatch) -> Non
         scarce.setattr(os, "posix_fallocate", full)
         assert outgoing.put(noise(PAGE)) is None
         assert outgoing.put(noise(PAGE)) is None
-    assert shm._ALLOWANCE._taken == 0
+    assert shm._ALLOWANCE.taken == 0
     page = outgoing.put(noise(PAGE))
     assert bytes(incoming.take(page, PAGE)) == bytes(noise(PAGE))
     outgoing.close()

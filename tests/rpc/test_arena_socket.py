@@ -262,7 +262,7 @@ async def test_files_that_come_with_later_bytes_are_not_taken(made: list[int]) -
 
 async def test_many_connections_leave_no_descriptor_no_mapping_and_no_memory(made: list[int], arenas: Any) -> None:
     server = await serve()
-    seen, filled = [], shm._ALLOWANCE._taken
+    seen, filled = [], shm._ALLOWANCE.taken
     for number in range(60):
         client = RpcClient(name="client", resolve=server.address)
         call = asyncio.create_task(client.call_frames("add", Number(value=1), Number, timeout=20, frames=FRAMES))
@@ -279,7 +279,7 @@ async def test_many_connections_leave_no_descriptor_no_mapping_and_no_memory(mad
         seen.append((len(files()), shared_kb()))
     assert len(made) == 120
     assert max(seen[10:]) <= max(seen[:10])
-    assert shm._ALLOWANCE._taken == filled
+    assert shm._ALLOWANCE.taken == filled
     await server.close()
 
 

@@ -175,7 +175,7 @@ async def test_a_peer_that_does_not_shake_hands_is_cut_off(monkeypatch: Any) -> 
 def half_way(server: RpcServer) -> list[weakref.ref[Any]]:
     """Return the boxes of the only peer of a server, once there is something in them."""
     for peer in server._peers:
-        if peer._inbox._filled or not peer.idle:
+        if not (peer._inbox.idle and peer.idle):
             return [weakref.ref(peer._inbox), weakref.ref(peer.outbox)]
     return []
 

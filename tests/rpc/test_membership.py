@@ -104,13 +104,12 @@ async def test_one_that_was_replaced_is_told_to_stop_and_stays_away(
         await old.join(5)
 
 
-async def test_a_member_may_announce_a_new_address(server: RpcServer, directory: Directory, join: Join) -> None:
+async def test_a_member_may_announce_what_else_others_must_know_of_it(
+    server: RpcServer, directory: Directory, join: Join
+) -> None:
     first, second = await join(server.address), await join(server.address, index=1)
-    moved = Member(role="rollout", index=1, incarnation=second.member.incarnation, address="tcp://elsewhere:1")
-    await second.announce(moved, 10)
-    await first.wait_for(lambda: first.address("rollout", 1) == "tcp://elsewhere:1", "the move", 20)
-    with pytest.raises(ValueError, match="not the member that joined"):
-        await second.announce(Member(role="rollout", index=2, incarnation="x"), 10)
+    await second.announce(info={"leaving": True}, timeout=10)
+    await first.wait_for(lambda: (it := first.peer("rollout", 1)) and it.info == {"leaving": True}, "the change", 20)
 
 
 async def test_a_status_that_fails_does_not_end_the_heartbeat(

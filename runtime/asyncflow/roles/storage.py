@@ -11,15 +11,13 @@ import contextlib
 import math
 import os
 
-import msgspec
-
 from asyncflow.api.names import LEAVE_ENV
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.queue.putting import LEAVING
 from asyncflow.queue.storage.backend import Site
 from asyncflow.queue.storage.unit import StorageUnit, open_backend
 from asyncflow.roles.context import ProcessContext, RoleOptions, freeze_gc, run_role
-from asyncflow.rpc.membership import Member, Membership
+from asyncflow.rpc.membership import Membership
 from asyncflow.telemetry.metrics import StorageMetrics
 
 PULSE_S = 1.0
@@ -124,10 +122,8 @@ class DrainTask:
     """
 
     def __init__(self, unit: StorageUnit, membership: Membership, *, patient: bool) -> None:
-        member = membership.member
-        leaves = msgspec.structs.replace(member, info={**member.info, LEAVING: True})
         self.task = asyncio.create_task(unit.leave(patient=patient))
-        self._announcing = asyncio.create_task(_announce(membership, leaves))
+        self._announcing = asyncio.create_task(_announce(membership))
 
     async def end(self) -> bool:
         """Go no further; tell whether nothing is left in the unit."""
@@ -138,9 +134,9 @@ class DrainTask:
         return not self.task.cancelled() and self.task.result()
 
 
-async def _announce(membership: Membership, member: Member) -> None:
+async def _announce(membership: Membership) -> None:
     with contextlib.suppress(DeadlineExceeded):
-        await membership.announce(member, timeout=_ANNOUNCE_S)
+        await membership.announce(info={**membership.member.info, LEAVING: True}, timeout=_ANNOUNCE_S)
 
 
 def _show(unit: StorageUnit, metrics: StorageMetrics, *, leaving: bool) -> None:

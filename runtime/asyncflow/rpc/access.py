@@ -53,56 +53,35 @@ def holder_of(lease: str) -> Place | None:
     return None if found is None else (found[1], int(found[2]))
 
 
-def _nobody(_request: Any) -> Iterable[Place | None]:
-    return ()
+_PLACES: Final[Mapping[str, Callable[[Any], Iterable[Place | None]]]] = {
+    "worker": lambda name: [place_of(name)],
+    "incarnation": lambda name: [place_of(name)],
+    "lease": lambda name: [holder_of(name)],
+    "leases": lambda names: map(holder_of, names),
+    "done": lambda names: map(holder_of, names),
+    "rank": lambda rank: [("trainer", rank)],
+    "part": lambda part: [("trainer", part)],
+    "unit": lambda unit: [("storage", unit)],
+    "session": lambda session: [("storage", session.unit)],
+    "replica": lambda index: [("controller", index)],
+}
+"""Fields of requests that name a process, and which one."""
+
+
+def _own(*fields: str) -> Named:
+    """Return what finds the places that these fields of a request name."""
+    return lambda request: [place for field in fields for place in _PLACES[field](getattr(request, field))]
 
 
 def _member(request: Any) -> Iterable[Place | None]:
     return (request.role, request.index), place_of(request.incarnation)
 
 
-def _incarnation(request: Any) -> Iterable[Place | None]:
-    return (place_of(request.incarnation),)
-
-
-def _worker(request: Any) -> Iterable[Place | None]:
-    return (place_of(request.worker),)
-
-
-def _claim(request: Any) -> Iterable[Place | None]:
-    return place_of(request.worker), *map(holder_of, request.done)
-
-
-def _leases(request: Any) -> Iterable[Place | None]:
-    return map(holder_of, request.leases)
-
-
-def _lease(request: Any) -> Iterable[Place | None]:
-    return (holder_of(request.lease),)
-
-
-def _rank(request: Any) -> Iterable[Place | None]:
-    return (("trainer", request.rank),)
-
-
-def _part(request: Any) -> Iterable[Place | None]:
-    return ("trainer", request.part), place_of(request.worker)
-
-
-def _unit(request: Any) -> Iterable[Place | None]:
-    return (("storage", request.unit),)
-
-
-def _session(request: Any) -> Iterable[Place | None]:
-    return (("storage", request.session.unit),)
-
-
-def _controller(request: Any) -> Iterable[Place | None]:
-    return (("controller", request.replica),)
-
-
 def _first_controller(_request: Any) -> Iterable[Place | None]:
     return (("controller", 0),)
+
+
+_nobody = _own()
 
 
 def _may(named: Named, *roles: str) -> dict[str, Named]:
@@ -110,26 +89,26 @@ def _may(named: Named, *roles: str) -> dict[str, Named]:
 
 
 def _table() -> dict[str, dict[str, Named]]:
-    claims = _may(_worker, "driver", "rollout") | _may(_nobody, CLIENT)
-    leases = _may(_leases, "driver", "rollout") | _may(_nobody, CLIENT)
-    lease = _may(_lease, "driver", "rollout") | _may(_nobody, CLIENT)
+    claims = _may(_own("worker"), "driver", "rollout") | _may(_nobody, CLIENT)
+    leases = _may(_own("leases"), "driver", "rollout") | _may(_nobody, CLIENT)
+    lease = _may(_own("lease"), "driver", "rollout") | _may(_nobody, CLIENT)
     looks = _may(_nobody, *_QUEUE)
     directs = _may(_nobody, "driver", CLIENT)
     trains = _may(_nobody, "trainer", CLIENT)
-    ranks = _may(_rank, "trainer") | _may(_nobody, CLIENT)
+    ranks = _may(_own("rank"), "trainer") | _may(_nobody, CLIENT)
     publishes = _may(_nobody, "trainer")
-    receives = _may(_worker, "rollout", "trainer")
-    units = _may(_session, "storage")
+    receives = _may(_own("worker"), "rollout", "trainer")
+    units = _may(_own("session"), "storage")
     between = _may(_nobody, "controller")
     return {
         "directory.register": _may(_member, *_ALL),
-        "directory.heartbeat": _may(_incarnation, *_ALL),
-        "directory.leave": _may(_incarnation, *_ALL),
+        "directory.heartbeat": _may(_own("incarnation"), *_ALL),
+        "directory.leave": _may(_own("incarnation"), *_ALL),
         "driver.report": publishes,
-        "trainer.gather": _may(_rank, "trainer"),
-        "trainer.leave": _may(_rank, "trainer"),
+        "trainer.gather": _may(_own("rank"), "trainer"),
+        "trainer.leave": _may(_own("rank"), "trainer"),
         "trainer.left": publishes,
-        "weights.publish": _may(_part, "trainer"),
+        "weights.publish": _may(_own("part", "worker"), "trainer"),
         "weights.watch": receives,
         "weights.manifest": _may(_nobody, "rollout", "trainer"),
         "weights.held": receives,
@@ -145,7 +124,7 @@ def _table() -> dict[str, dict[str, Named]]:
         "queue.clear": directs,
         "queue.close": directs,
         "queue.declare": directs | between,
-        "queue.claim": _may(_claim, "driver", "rollout") | _may(_nobody, CLIENT),
+        "queue.claim": _may(_own("worker", "done"), "driver", "rollout") | _may(_nobody, CLIENT),
         "queue.withdraw": claims,
         "queue.abandon": claims,
         "queue.acknowledge": leases,
@@ -160,7 +139,7 @@ def _table() -> dict[str, dict[str, Named]]:
         "queue.units": looks,
         "queue.where": looks,
         "queue.shares": looks,
-        "queue.drain": _may(_unit, "storage") | _may(_nobody, CLIENT, OPERATOR),
+        "queue.drain": _may(_own("unit"), "storage") | _may(_nobody, CLIENT, OPERATOR),
         "open.list": looks,
         "open.find": looks,
         "open.peek": looks,
@@ -169,17 +148,17 @@ def _table() -> dict[str, dict[str, Named]]:
         "open.reset": directs | between,
         "open.expect": directs,
         "open.clear": directs,
-        "units.hello": _may(_unit, "storage"),
+        "units.hello": _may(_own("unit"), "storage"),
         "units.announce": units,
         "units.admit": units,
         "units.lost": units,
         "units.move": units,
         "units.watch": units,
-        "replicas.follow": _may(_controller, "controller"),
-        "replicas.type": _may(_controller, "controller"),
-        "replicas.drop": _may(_controller, "controller"),
+        "replicas.follow": _may(_own("replica"), "controller"),
+        "replicas.type": _may(_own("replica"), "controller"),
+        "replicas.drop": _may(_own("replica"), "controller"),
         "replicas.reach": _may(_first_controller, "controller"),
-        "replicas.admit": _may(_unit, "storage"),
+        "replicas.admit": _may(_own("unit"), "storage"),
         "unit.put": directs,
         "unit.write": lease,
         "unit.fetch": _may(_nobody, "driver", "rollout", "trainer", "storage", *_PEOPLE),

@@ -175,14 +175,12 @@ class Link:
             try:
                 async with asyncio.timeout(_CONNECT_S):
                     await self._loop.sock_connect(socket, place)
-            except OSError as error:
-                socket.close()
-                refused = refused or error
-            except BaseException:
-                socket.close()
-                raise
-            else:
                 return socket
+            except BaseException as error:
+                socket.close()
+                if not isinstance(error, OSError):
+                    raise
+                refused = refused or error
         raise refused or OSError(f"the name {host!r} has no address")
 
     async def _greet(self, socket: sockets.socket, arenas: Arenas | None) -> None:

@@ -1,10 +1,9 @@
 """Columns of a batch: their dtypes, their rows in memory, and how they cross a socket.
 
 A ``Jagged`` has rows of different lengths, one after another in one flat array, never padded. On the wire a batch is
-one frame with everything small, then one for each large column. The first frame holds the lengths of
-all rows, column after column (uint32 where each column's fit together, else int64), then the values of the columns of
-less than ``LARGE`` bytes. Everything is little-endian. The header says names, forms and numbers of values. Neither side
-copies a large column: the frame is the array.
+one frame with everything small, then one for each large column. The first frame holds the lengths of all rows, column
+after column (uint32), then the values of the columns of less than ``LARGE`` bytes. Everything is little-endian. The
+header says names, forms and numbers of values. Neither side copies a large column: the frame is the array.
 
 Invariants: what is not in ``DTYPES`` crosses no socket, and no byte that came is ever run; a ``Jagged`` that exists is
 whole: its offsets rise from nothing to all its values, and cut them into rows of the shape that it names;
@@ -15,7 +14,6 @@ believed before the bytes that came agree with it.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar
@@ -90,18 +88,17 @@ class Jagged:
     dtype: name in ``DTYPES``, by default that of ``values`` (others are said explicitly); inner: see ``Inner``.
     Raises ValueError where they do not fit together.
 
-    Inside, the values lie one after another; offsets and lengths are made of one another when asked for, and a single
-    row needs neither.
+    Inside, the values lie one after another; lengths: number of values of each row, int64 [rows].
     """
 
-    __slots__ = ("_lengths", "_offsets", "dtype", "inner", "values")
+    __slots__ = ("_offsets", "dtype", "inner", "lengths", "values")
 
     def __init__(self, values: Array, offsets: Offsets, dtype: str = "", inner: Inner = ()) -> None:
         self.dtype = dtype or name_of(values.dtype)
         self.inner = inner
         self.values = np.ascontiguousarray(values)
         self._offsets: Offsets | None = offsets
-        self._lengths: Offsets | None = None
+        self.lengths: Offsets = offsets[1:] - offsets[:-1]
         if self.dtype not in DTYPES or values.dtype != DTYPES[self.dtype]:
             raise ValueError(f"values of dtype {values.dtype} cannot be a column of dtype {self.dtype!r}")
         if values.ndim != 1 or offsets.ndim != 1 or offsets.dtype != np.int64 or offsets.size == 0:
@@ -127,15 +124,15 @@ class Jagged:
             raise ValueError(f"rows of inner shape {self.inner} need multiples of {width} values")
 
     @classmethod
-    def trusted(cls, values: Array, lengths: Offsets | None, dtype: str, inner: Inner = ()) -> Jagged:
-        """Make a column of what is known to fit together, without looking. lengths: None for one row of all values."""
+    def trusted(cls, values: Array, lengths: Offsets, dtype: str, inner: Inner = ()) -> Jagged:
+        """Make a column of what is known to fit together, without looking."""
         made = object.__new__(cls)
         made.values, made.dtype, made.inner = values, dtype, inner
-        made._offsets, made._lengths = None, lengths
+        made.lengths, made._offsets = lengths, None
         return made
 
     @classmethod
-    def checked(cls, values: Array, lengths: Offsets | None, dtype: str, inner: Inner) -> Jagged:
+    def checked(cls, values: Array, lengths: Offsets, dtype: str, inner: Inner) -> Jagged:
         """Make a column of ``lengths`` that are known to fit. Raises ValueError where ``inner`` does not."""
         made = cls.trusted(values, lengths, dtype, inner)
         made.check_shape()
@@ -155,18 +152,8 @@ class Jagged:
             values = np.frombuffer(bytearray().join(data), np.uint8)
             lengths = np.fromiter(map(len, data), np.int64, len(data))
             return cls.checked(values, lengths, name, inner)
-        stored = DTYPES[name]
-        ndim = 0 if inner is None else 1 + len(inner)
-        arrays = [
-            row
-            if type(row) is np.ndarray and row.ndim == ndim and row.dtype == stored and row.shape[1:] == (inner or ())
-            else _as_row(row, name, inner)
-            for row in rows
-        ]
-        flat = arrays if ndim == 1 else [row.reshape(-1) for row in arrays]
-        if len(flat) == 1:
-            return cls.checked(flat[0].copy(), None, name, inner)
-        values = np.concatenate(flat) if flat else np.empty(0, stored)
+        flat = [_as_row(row, name, inner).reshape(-1) for row in rows]
+        values = np.concatenate(flat) if flat else np.empty(0, DTYPES[name])
         lengths = np.fromiter([row.size for row in flat], np.int64, len(flat))
         return cls.checked(values, lengths, name, inner)
 
@@ -194,11 +181,8 @@ class Jagged:
         if {(column.dtype, column.inner) for column, _, _ in runs} != {(first.dtype, first.inner)}:
             forms = ", ".join(sorted({column.form for column, _, _ in runs}))
             raise ValueError(f"rows of {forms} cannot be one column")
-        values, lengths = [], []
-        for column, start, stop in runs:
-            whole = stop - start == len(column)
-            values.append(column.values if whole else _values(column, start, stop))
-            lengths.append(column.lengths if whole else column.lengths[start:stop])
+        values = [_values(column, start, stop) for column, start, stop in runs]
+        lengths = [column.lengths[start:stop] for column, start, stop in runs]
         return cls.trusted(np.concatenate(values), np.concatenate(lengths), first.dtype, first.inner)
 
     def cut(self, start: int, stop: int) -> Jagged:
@@ -208,24 +192,15 @@ class Jagged:
         return self.trusted(_values(self, start, stop), self.lengths[start:stop], self.dtype, self.inner)
 
     def __len__(self) -> int:
-        if self._lengths is not None:
-            return self._lengths.size
-        return self._offsets.size - 1 if self._offsets is not None else 1
+        return self.lengths.size
 
     @property
     def offsets(self) -> Offsets:
         """Where rows begin, and the last one ends: int64 [rows + 1]."""
         if self._offsets is None:
-            self._offsets = _offsets(self.lengths)
+            self._offsets = np.zeros(len(self) + 1, np.int64)
+            self.lengths.cumsum(out=self._offsets[1:])
         return self._offsets
-
-    @property
-    def lengths(self) -> Offsets:
-        """Number of values of each row, int64 [rows]."""
-        if self._lengths is None:
-            offsets = self._offsets
-            self._lengths = np.array([self.values.size]) if offsets is None else offsets[1:] - offsets[:-1]
-        return self._lengths
 
     def row(self, index: int) -> Array:
         """Return row ``index`` (from 0) as a view of its values, in its shape."""
@@ -238,7 +213,7 @@ class Jagged:
 
         Raises ProtocolError for bytes that are no such value.
         """
-        bounds = [0, self.values.size] if len(self) == 1 else self.offsets.tolist()
+        bounds = self.offsets.tolist()
         if self.dtype in (TEXT, BYTES, OBJECT):
             data = self.values.tobytes()
             return [from_bytes(data[a:b], self.dtype) for a, b in pairwise(bounds)]
@@ -265,8 +240,6 @@ class Jagged:
     @property
     def sizes(self) -> list[int]:
         """Bytes of the values of each row."""
-        if len(self) == 1:
-            return [self.values.nbytes]
         sizes: list[int] = (self.lengths * self.values.itemsize).tolist()
         return sizes
 
@@ -311,12 +284,6 @@ def _as_row(row: Any, dtype: str, inner: Inner) -> Array:
     return array
 
 
-def _offsets(lengths: Offsets) -> Offsets:
-    offsets = np.zeros(lengths.size + 1, np.int64)
-    lengths.cumsum(out=offsets[1:])
-    return offsets
-
-
 T = TypeVar("T")
 
 
@@ -349,8 +316,8 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 LARGE = 64 * 1024
 """Bytes from which on a column has a frame of its own."""
 MAX_COLUMNS = 4096
-_SHORT, _LONG = np.dtype("<u4"), np.dtype("<i8")
-_LONGEST_SHORT = (1 << 32) - 1
+_LENGTH = np.dtype("<u4")
+_LONGEST = (1 << 32) - 1
 _Count = Annotated[int, Meta(ge=0, le=1 << 48)]
 _Extent = Annotated[int, Meta(ge=1, le=1 << 48)]
 
@@ -390,12 +357,9 @@ def encode_batch(columns: Mapping[str, Jagged]) -> tuple[BatchHeader, list[Buffe
             small.append(values)
         else:
             large.append(values.data.cast("B"))
-    sizes = [header.values for header in headers]
-    short = max(sizes, default=0) <= _LONGEST_SHORT
-    if rows == 1:
-        small[0] = struct.pack(f"<{len(sizes)}{'I' if short else 'q'}", *sizes)
-    else:
-        small[0] = np.array([column.lengths for column in columns.values()], _SHORT if short else _LONG)
+        if values.size > _LONGEST:
+            raise ValueError(f"column {name!r} has {values.size} values: at most {_LONGEST} go in one batch")
+    small[0] = np.array([column.lengths for column in columns.values()], _LENGTH)
     return BatchHeader(rows=rows, columns=headers), [b"".join(small), *large]
 
 
@@ -437,33 +401,23 @@ def _check_frames(header: BatchHeader, sizes: Sequence[int], came: Sequence[int]
     if not sizes and header.rows:
         raise ProtocolError(f"a batch of {header.rows} rows has no column", where="batch")
     large = [size for size in sizes if size >= LARGE]
-    cells, spare = len(sizes) * header.rows, sum(came[:1]) - sum(sizes) + sum(large)
-    if list(came[1:]) != large or not came or spare not in (cells * _SHORT.itemsize, cells * _LONG.itemsize):
+    lengths = len(sizes) * header.rows * _LENGTH.itemsize
+    if not came or came[0] != lengths + sum(sizes) - sum(large) or list(came[1:]) != large:
         what = f"frames of {list(came)} bytes cannot hold {header.rows} rows of columns of {list(sizes)} bytes"
         raise ProtocolError(what, where="batch")
-    return spare
+    return lengths
 
 
-def _decode_lengths(header: BatchHeader, frame: memoryview) -> Sequence[Offsets | None]:
-    """Return for each column the lengths of its rows, which are known to be right; None for one row."""
-    sizes = [column.values for column in header.columns]
-    short = len(frame) == len(sizes) * header.rows * _SHORT.itemsize
-    if header.rows == 1:
-        found: Sequence[Offsets | None] = [None] * len(sizes)
-        sums = list(struct.unpack(f"<{len(sizes)}{'I' if short else 'q'}", frame))
-    else:
-        cells = np.frombuffer(frame, _SHORT if short else _LONG).astype(np.int64)
-        if not short and cells.size and not 0 <= cells.min() <= cells.max() <= max(sizes):
-            raise ProtocolError("a row has less than no values, or more than its column", where="batch")
-        table = cells.reshape(len(sizes), header.rows)
-        found, sums = list(table), np.add.reduce(table, 1).tolist()
-    if sums != sizes:
-        column, values = next((column, n) for column, n in zip(header.columns, sums, strict=True) if n != column.values)
-        raise ProtocolError(f"its rows hold {values} values, not {column.values}", where=_where(column))
-    return found
+def _decode_lengths(header: BatchHeader, frame: memoryview) -> Offsets:
+    """Return for each column the lengths of its rows, which are known to be right."""
+    table = np.frombuffer(frame, _LENGTH).astype(np.int64).reshape(len(header.columns), header.rows)
+    for column, values in zip(header.columns, table.sum(1).tolist(), strict=True):
+        if column.values != values:
+            raise ProtocolError(f"its rows hold {values} values, not {column.values}", where=_where(column))
+    return table
 
 
-def _column(header: ColumnHeader, values: Array, lengths: Offsets | None) -> Jagged:
+def _column(header: ColumnHeader, values: Array, lengths: Offsets) -> Jagged:
     if header.dtype == "bool" and bool((values.view(np.uint8) > 1).any()):
         raise ProtocolError("a truth value is neither 0 nor 1", where=_where(header))
     if header.inner == ():

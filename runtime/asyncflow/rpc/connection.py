@@ -53,6 +53,16 @@ def detect_loss(made: sockets.socket) -> None:
     made.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_USER_TIMEOUT, _LOST_MS)
 
 
+async def first_bytes(caller: sockets.socket) -> None:
+    """Wait until a caller has sent something: until then it costs no more than its socket."""
+    loop, came = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(caller, came.set)
+    try:
+        await came.wait()
+    finally:
+        loop.remove_reader(caller)
+
+
 class Connection(asyncio.BufferedProtocol):
     """One connection, whose first message is a greeting. Messages wait until the greetings are exchanged.
 

@@ -6,8 +6,8 @@ the first heartbeat of everybody with ``known=False``, and so learns all members
 incarnation (uuid hex) names one run of one process for ever, and is its worker id everywhere.
 
 Invariants: at most one incarnation of a (role, index) is a member; one that was replaced, or is of an older attempt,
-never comes back (Fenced); ``on_leave`` is told exactly once for each ``on_join``, and before the join of a replacement;
-time during which the directory itself did not run (stopped, starved) is nobody's silence.
+never comes back (Fenced); ``on_leave`` is called once for each ``on_join``, and before the join of a replacement; time
+during which the directory itself did not run (stopped, starved) is nobody's silence.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asyncflow.errors import Fenced
@@ -28,7 +27,6 @@ from asyncflow.rpc.membership import (
     Beaten,
     Directives,
     Leave,
-    Left,
     Member,
     Registered,
     Status,
@@ -47,15 +45,11 @@ class _Entry:
     status: Status = field(default_factory=dict)
 
 
-def _no_directives(_member: Member) -> Directives:
-    return Directives()
-
-
 class Directory:
     """Knows the members of a job.
 
     heartbeat_s: how often members report; lost_after_s: how long one may be silent; clock: monotonic seconds.
-    on_join, on_leave: lists of functions to be told, in order, at once; directives: what is wanted of a member.
+    on_join, on_leave: lists of functions that are called in order, at once; directives: what is wanted of a member.
     """
 
     def __init__(
@@ -68,11 +62,11 @@ class Directory:
         self.revision = 0
         self.on_join: list[Callable[[Member], None]] = []
         self.on_leave: list[Callable[[Member, str], None]] = []
-        self.directives: Callable[[Member], Directives] = _no_directives
+        self.directives: Callable[[Member], Directives] = lambda _: Directives()
         self._clock = clock
         self._entries: dict[tuple[str, int], _Entry] = {}
         self._places: dict[str, tuple[str, int]] = {}
-        self._replaced: OrderedDict[str, None] = OrderedDict()
+        self._replaced: dict[str, None] = {}
         self._swept = clock()
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -114,14 +108,16 @@ class Directory:
                 self.revision += 1
         else:
             if old is not None:
-                self._remember_replaced(old.member.incarnation)
+                self._replaced[old.member.incarnation] = None
+                if len(self._replaced) > _REMEMBERED:
+                    del self._replaced[next(iter(self._replaced))]
                 self._remove(place, "replaced by a newer incarnation")
             self._entries[place] = _Entry(member, self._clock())
             self._places[member.incarnation] = place
             self.revision += 1
             log.info("%s joined (%s)", member, member.incarnation)
-            for told in self.on_join:
-                told(member)
+            for notify in self.on_join:
+                notify(member)
         return Registered(
             revision=self.revision,
             peers=self.members(),
@@ -163,9 +159,9 @@ class Directory:
 
     def attach(self, server: RpcServer) -> None:
         """Serve members through ``server`` and sweep from the running loop, until ``close``."""
-        server.route(REGISTER, Member, self._on_register)
-        server.route(HEARTBEAT, Beat, self._on_heartbeat)
-        server.route(LEAVE, Leave, self._on_leave)
+        server.route(REGISTER, Member, lambda member, _: self.register(member))
+        server.route(HEARTBEAT, Beat, lambda beat, _: self.heartbeat(beat))
+        server.route(LEAVE, Leave, lambda request, _: self.leave(request.incarnation, request.reason))
         self._swept = self._clock()
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep_for_ever(), name="directory sweep")
 
@@ -180,13 +176,8 @@ class Directory:
         del self._places[member.incarnation]
         self.revision += 1
         log.info("%s left (%s): %s", member, member.incarnation, reason)
-        for told in self.on_leave:
-            told(member, reason)
-
-    def _remember_replaced(self, incarnation: str) -> None:
-        self._replaced[incarnation] = None
-        if len(self._replaced) > _REMEMBERED:
-            self._replaced.popitem(last=False)
+        for notify in self.on_leave:
+            notify(member, reason)
 
     async def _sweep_for_ever(self) -> None:
         while True:
@@ -195,13 +186,3 @@ class Directory:
                 self.sweep()
             except Exception:
                 log.exception("a hook of the directory failed")
-
-    async def _on_register(self, member: Member, _frames: Sequence[memoryview]) -> Registered:
-        return self.register(member)
-
-    async def _on_heartbeat(self, beat: Beat, _frames: Sequence[memoryview]) -> Beaten:
-        return self.heartbeat(beat)
-
-    async def _on_leave(self, request: Leave, _frames: Sequence[memoryview]) -> Left:
-        self.leave(request.incarnation, request.reason)
-        return Left()

@@ -23,7 +23,8 @@ import functools
 import os
 import struct
 import threading
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -57,7 +58,6 @@ def table_of(count: int) -> struct.Struct:
 
 _DIRECT = 1 << 14
 """Missing bytes from which on they are received where they stay."""
-_TO_COME = memoryview(b"")
 _IN_SHARED_MEMORY = 1 << 63
 _SIZE_BITS = 40
 PIECE = 1 << 18
@@ -73,7 +73,6 @@ class _Staging(threading.local):
 
 _staging = _Staging()
 
-_CutUp: TypeAlias = tuple[list[memoryview], list[tuple[int, int]]]
 Take: TypeAlias = Callable[[int, int], memoryview]
 Put: TypeAlias = Callable[[memoryview], int | None]
 
@@ -88,102 +87,97 @@ class Inbox:
     def __init__(self, *, most: int, take: Take | None = None) -> None:
         self.most = most
         self._take = take
-        self._whole: list[list[memoryview]] = []
-        self._between = True
-        self._direct = False
+        self._stream = bytearray()
+        self._parts: list[memoryview] = []
+        self._missing: deque[memoryview] = deque()
         self._filled = 0
-        self._reader = self._read()
-        self._target = next(self._reader)
+        self._direct = False
 
     def room(self) -> memoryview:
         """Return the memory for the next bytes, which must come before this thread asks for room elsewhere."""
-        self._direct = len(self._target) - self._filled >= _DIRECT
-        return self._target[self._filled :] if self._direct else _staging.memory
+        self._direct = bool(self._missing) and len(self._missing[0]) - self._filled >= _DIRECT
+        return self._missing[0][self._filled :] if self._direct else _staging.memory
 
     def took(self, count: int) -> list[list[memoryview]]:
         """Take in ``count`` bytes that were put into ``room``, and return the messages that are whole now."""
+        stream, begin = self._stream, 0
         if self._direct:
-            self._fill(count)
+            self._filled += count
         else:
-            staging, begin = _staging.memory, 0
-            while begin < count:
-                if self._between and not self._filled and (end := self._take_blocks(staging, begin, count)) > begin:
-                    begin = end
-                    continue
-                step = min(count - begin, len(self._target) - self._filled)
-                self._target[self._filled : self._filled + step] = staging[begin : begin + step]
-                begin += step
-                self._fill(step)
-        whole, self._whole = self._whole, []
+            stream += _staging.memory[:count]
+        whole = []
+        while True:
+            if self._missing:
+                begin += self._fill(begin)
+                if self._missing:
+                    break
+            else:
+                block = self._block(begin)
+                if block is None:
+                    break
+                begin += LENGTH.size + len(block)
+                self._cut_up(block)
+            if not self._missing:
+                whole.append(self._parts)
+                self._parts = []
+        del stream[:begin]
         return whole
 
     def close(self) -> None:
         """Let go of what has not come whole; nothing more comes."""
-        self._reader.close()
-        self._target = _TO_COME
+        self._stream.clear()
+        self._missing.clear()
+        self._parts = []
 
-    def _take_blocks(self, staging: memoryview, begin: int, count: int) -> int:
-        """Take the blocks that lie whole in the staging memory from ``begin`` on; return where the rest begins."""
-        while count - begin >= LENGTH.size:
-            start = begin + LENGTH.size
-            end: int = start + LENGTH.unpack_from(staging, begin)[0]
-            if end > count or end - start < COUNT.size:
+    @property
+    def idle(self) -> bool:
+        """True when no part of a message has come."""
+        return not self._stream and not self._missing
+
+    def _fill(self, begin: int) -> int:
+        """Fill large parts with what lies in the stream from ``begin`` on; return how many bytes that were."""
+        at = begin
+        while self._missing:
+            part = self._missing[0]
+            step = min(len(part) - self._filled, len(self._stream) - at)
+            part[self._filled : self._filled + step] = self._stream[at : at + step]
+            at += step
+            self._filled += step
+            if self._filled < len(part):
                 break
-            block = memoryview(bytearray(staging[start:end]))
-            parts, large = self._cut_up(block)
-            if large:
-                self._target = self._reader.send((parts, large))
-                return end
-            self._whole.append(parts)
-            begin = end
-        return begin
+            self._missing.popleft()
+            self._filled = 0
+        return at - begin
 
-    def _fill(self, count: int) -> None:
-        self._filled += count
-        while self._filled == len(self._target):
-            self._target, self._filled = next(self._reader), 0
+    def _block(self, begin: int) -> memoryview | None:
+        """Return the block that begins there; None where it has not come whole."""
+        if len(self._stream) - begin < LENGTH.size:
+            return None
+        (size,) = LENGTH.unpack_from(self._stream, begin)
+        if not COUNT.size <= size <= self.most + COUNT.size + 8 * MAX_PARTS:
+            if is_tls(self._stream[begin:]):
+                raise ProtocolError("the peer speaks TLS, and this process has no certificate")
+            raise ProtocolError(f"a message begins with {size} bytes where {self.most} are allowed")
+        begin += LENGTH.size
+        return memoryview(self._stream[begin : begin + size]) if len(self._stream) - begin >= size else None
 
-    def _read(self) -> Generator[memoryview, _CutUp | None, None]:
-        """Yield the memory that must be filled next, message after message; takes a block that came otherwise."""
-        length = memoryview(bytearray(LENGTH.size))
-        while True:
-            self._between = True
-            opened = yield length
-            self._between = False
-            if opened is None:
-                size = LENGTH.unpack(length)[0]
-                if not COUNT.size <= size <= self.most + COUNT.size + 8 * MAX_PARTS:
-                    if bytes(length).startswith(_TLS):
-                        raise ProtocolError("the peer speaks TLS, and this process has no certificate")
-                    raise ProtocolError(f"a message begins with {size} bytes where {self.most} are allowed")
-                block = _memory(size)
-                yield block
-                opened = self._cut_up(block)
-            parts, large = opened
-            for index, size in large:
-                parts[index] = _memory(size)
-                yield parts[index]
-            self._whole.append(parts)
-            del opened, parts
-
-    def _cut_up(self, block: memoryview) -> _CutUp:
-        """Return the parts of which ``block`` tells: the small ones, and for each large one its place and size."""
+    def _cut_up(self, block: memoryview) -> None:
+        """Begin the message that ``block`` tells of: with its small parts, and memory for the large ones."""
         (count,) = COUNT.unpack_from(block)
         at = COUNT.size + 8 * count
         if count > MAX_PARTS or at > len(block):
             raise ProtocolError(f"a block of {len(block)} bytes cannot name {count} parts")
         _, *sizes = table_of(count).unpack_from(block)
         total = len(block) - at
-        parts: list[memoryview] = []
-        large: list[tuple[int, int]] = []
+        parts, large = self._parts, []
         for size in sizes:
             if size >= LARGE:
                 if self._take is not None and size & _IN_SHARED_MEMORY:
                     page, size = (size ^ _IN_SHARED_MEMORY) >> _SIZE_BITS, size & ((1 << _SIZE_BITS) - 1)
                     parts.append(self._take(page, size))
                 else:
-                    large.append((len(parts), size))
-                    parts.append(_TO_COME)
+                    large.append(len(parts))
+                    parts.append(memoryview(b""))
                 total += size
                 continue
             parts.append(block[at : at + size])
@@ -192,11 +186,9 @@ class Inbox:
             raise ProtocolError(f"the small parts of a message do not fill its block of {len(block)} bytes")
         if total > self.most:
             raise ProtocolError(f"a message of {total} bytes came where {self.most} are allowed")
-        return parts, large
-
-
-def _memory(size: int) -> memoryview:
-    return np.empty(size, np.uint8).data
+        for index in large:
+            parts[index] = np.empty(sizes[index], np.uint8).data
+            self._missing.append(parts[index])
 
 
 class Outbox:
@@ -207,7 +199,7 @@ class Outbox:
         self._messages: dict[Hashable, tuple[Sequence[Buffer], int]] = {}
         self._waiting = 0
         self._under_way = 0
-        self._pieces: Iterator[Buffer] | None = None
+        self._extents: Iterator[Buffer] | None = None
 
     def __len__(self) -> int:
         return len(self._messages)
@@ -228,25 +220,25 @@ class Outbox:
 
     def next(self) -> Buffer | None:
         """Return the bytes that go next, at most ``PIECE`` of a large part; None when all went."""
-        piece = next(self._pieces, None) if self._pieces is not None else None
+        piece = next(self._extents, None) if self._extents is not None else None
         if piece is None:
-            self._pieces = None
+            self._extents = None
             if self._messages:
                 parts, size = self._messages.pop(next(iter(self._messages)))
                 self._waiting -= size
-                piece, self._pieces = self._cut(parts)
+                piece, self._extents = self._cut(parts)
         return piece
 
     def close(self) -> None:
         """Let go of what did not go; nothing more goes."""
         self._messages.clear()
-        self._pieces = None
+        self._extents = None
         self._waiting = self._under_way = 0
 
     @property
     def idle(self) -> bool:
         """True when all went."""
-        return self._pieces is None and not self._messages
+        return self._extents is None and not self._messages
 
     @property
     def unsent(self) -> int:
@@ -295,6 +287,11 @@ _MAGIC = b"AFh5"
 _TLS = b"\x16\x03"
 LONGEST_GREETING = 512
 """Most bytes of the first message of a peer."""
+
+
+def is_tls(came: bytes | bytearray) -> bool:
+    """Return whether a peer begins with a handshake of TLS."""
+    return came.startswith(_TLS)
 
 
 def hello(process: ProcessIdentity | None) -> bytes:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost
 from asyncflow.rpc.client import RpcClient
@@ -114,10 +115,6 @@ class Leave(Struct, frozen=True, kw_only=True):
     reason: _Text
 
 
-class Left(Struct, frozen=True, kw_only=True):
-    """Answer to a leave."""
-
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -129,8 +126,8 @@ class Membership:
     """This process as a member of a job.
 
     driver: address of the directory; member: who this process is; credentials: of this process; status: asked before
-    each heartbeat for what to report (JSON scalars, lists, dicts). on_directives: functions to be told whenever the
-    directives change; on_peers: whenever the members change.
+    each heartbeat for what to report (JSON scalars, lists, dicts). on_directives: functions that are called whenever
+    the directives change.
     """
 
     def __init__(
@@ -149,11 +146,10 @@ class Membership:
         self.connected = False
         self.fenced: Fenced | None = None
         self.on_directives: list[Callable[[Directives], None]] = []
-        self.on_peers: list[Callable[[], None]] = []
         self._status = status
         self._members: dict[tuple[str, int], Member] = {}
         self._known_before: dict[tuple[str, int], Member] = {}
-        self._told: dict[tuple[str, int], Member] = {}
+        self._listed: dict[tuple[str, int], Member] = {}
         self._by_role: dict[str, tuple[Member, ...]] = {}
         self._trusted_from = 0.0
         self._revision = -1
@@ -178,7 +174,7 @@ class Membership:
             await asyncio.wait([self._beating])
             leave = Leave(incarnation=self.member.incarnation, reason=reason)
             try:
-                await self.driver.call(LEAVE, leave, Left, timeout=_LEAVE_S)
+                await self.driver.call(LEAVE, leave, type(None), timeout=_LEAVE_S)
             except AsyncFlowError as error:
                 log.info("%s left without telling the directory: %s", self.member, error)
         await self.driver.close()
@@ -203,15 +199,9 @@ class Membership:
         """Report now instead of at the next heartbeat: the status has changed."""
         self._soon.set()
 
-    async def announce(self, member: Member, timeout: float) -> None:
-        """Register again with another address, URL or info (same role, index and incarnation)."""
-        if (member.role, member.index, member.incarnation) != (
-            self.member.role,
-            self.member.index,
-            self.member.incarnation,
-        ):
-            raise ValueError(f"{member} is not the member that joined, {self.member}")
-        self.member = member
+    async def announce(self, *, info: dict[str, Scalar], timeout: float) -> None:
+        """Register again with another ``info``."""
+        member = self.member = replace(self.member, info=info)
         await retry(self._register, what=f"{member}: announcing itself", timeout=timeout)
 
     async def wait_for(self, predicate: Callable[[], T], what: str, timeout: float) -> T:
@@ -275,7 +265,7 @@ class Membership:
         self.connected = True
         if self._known_before and asyncio.get_running_loop().time() >= self._trusted_from:
             self._known_before = {}
-            self._learn(self._revision, list(self._told.values()))
+            self._learn(self._revision, list(self._listed.values()))
         if answer.peers is not None:
             self._learn(answer.revision, answer.peers)
         if answer.directives != self.directives:
@@ -289,21 +279,19 @@ class Membership:
 
     def _learn(self, revision: int, members: list[Member]) -> None:
         self._revision = revision
-        self._told = {(member.role, member.index): member for member in members}
-        self._members = self._known_before | self._told
+        self._listed = {(member.role, member.index): member for member in members}
+        self._members = self._known_before | self._listed
         by_role: dict[str, list[Member]] = {}
         for place in sorted(self._members):
             by_role.setdefault(place[0], []).append(self._members[place])
         self._by_role = {role: tuple(members) for role, members in by_role.items()}
         self._wake()
-        for told in self.on_peers:
-            told()
 
     def _obey(self, directives: Directives) -> None:
         self.directives = directives
         self._wake()
-        for told in self.on_directives:
-            told(directives)
+        for notify in self.on_directives:
+            notify(directives)
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

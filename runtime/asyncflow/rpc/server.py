@@ -14,6 +14,7 @@ import asyncio
 import logging
 import socket as sockets
 import ssl
+from asyncio.sslproto import SSLProtocol
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -27,7 +28,7 @@ from asyncflow.rpc import framing, shm, tls
 from asyncflow.rpc.access import Access
 from asyncflow.rpc.addresses import listen
 from asyncflow.rpc.columns import Buffer
-from asyncflow.rpc.connection import Connection, detect_loss
+from asyncflow.rpc.connection import Connection, detect_loss, first_bytes
 from asyncflow.rpc.listener import Listener
 from asyncflow.rpc.shm import Arenas
 from asyncflow.rpc.tls import Credentials, PeerRefused, check_exposure
@@ -44,11 +45,13 @@ _MOST_RUNNING = 2
 """Calls of a peer that are under way from which on no more begin until it has read what it was sent."""
 _IDLE_S = 60.0
 """Seconds without a message after which a peer may have to make room; it connects again when it next calls."""
+_TLS_BUFFER = 128 << 10
+"""Bytes that asyncio keeps for each connection over TLS: many callers would cost this process much of its 256 KiB."""
 LONGEST_S = 2 * 86_400.0
 """Seconds that a connection over TLS may last; who calls makes another before that (``client.FRESH_S``)."""
 
 
-class Peer(Connection):
+class Caller(Connection):
     """A caller of ``server``.
 
     caller: who it is, None while that is not known or there are no certificates; heard: when it last sent something;
@@ -204,7 +207,7 @@ class RpcServer:
         self._routes: dict[str, _Route] = {}
         self._server = b""
         self._running = 0
-        self._peers: set[Peer] = set()
+        self._peers: set[Caller] = set()
         self._listener: Listener | None = None
 
     def route(self, method: str, request: type[Struct], handler: Handler) -> None:
@@ -233,6 +236,7 @@ class RpcServer:
             listening.socket.close()
             raise
         self._address, self._server = listening.address, listening.server
+        SSLProtocol.max_size = _TLS_BUFFER
         shared = shm.listening(self._address)
         self._listener = Listener(
             [listening.socket] if shared is None else [listening.socket, shared],
@@ -265,14 +269,17 @@ class RpcServer:
     async def _meet(self, caller: sockets.socket) -> None:
         """Shake hands with a caller, and hear who it is. Raises PeerRefused where it may not be here."""
         arenas, context = None, None
+        await first_bytes(caller)
         if caller.family == sockets.AF_UNIX:
             if not shm.is_same_user(caller):
                 raise PeerRefused("a caller of this host runs as another user", reason=tls.OTHER_USER)
-            arenas = await shm.received(caller)
+            arenas = shm.received(caller)
         elif self._credentials is not None:
+            if not framing.is_tls(caller.recv(2, sockets.MSG_PEEK)):
+                raise PeerRefused("the peer does not speak TLS", reason=tls.NO_TLS)
             context = self._credentials.server()
         detect_loss(caller)
-        peer = Peer(self, most=self._max_message, arenas=arenas)
+        peer = Caller(self, most=self._max_message, arenas=arenas)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: peer, caller, ssl=context)
             await peer.greeted
@@ -286,7 +293,7 @@ class RpcServer:
         assert self._credentials is not None
         return self._credentials.peer(shaken)
 
-    def let_in(self, peer: Peer, said: ProcessIdentity | None) -> bytes:
+    def let_in(self, peer: Caller, said: ProcessIdentity | None) -> bytes:
         """Let a peer in as whom it says it is, and return what it is told.
 
         Who says nothing from this host, as the same user, is let in by the role of ``unnamed``. Raises PeerRefused
@@ -308,7 +315,7 @@ class RpcServer:
         self._peers.add(peer)
         return framing.welcome(self._server)
 
-    def forget(self, peer: Peer, why: AsyncFlowError) -> None:
+    def forget(self, peer: Caller, why: AsyncFlowError) -> None:
         """Let go of a peer that is gone."""
         self._peers.discard(peer)
         if isinstance(why, ProtocolError):
@@ -324,7 +331,7 @@ class RpcServer:
             min(idle, key=lambda peer: peer.heard).fail(PeerRefused("too many peers", reason=tls.FULL))
         return bool(idle)
 
-    def deliver(self, peer: Peer, parts: list[memoryview]) -> None:
+    def deliver(self, peer: Caller, parts: list[memoryview]) -> None:
         """Begin the call that a message of a peer makes."""
         if not parts:
             self._drop("short")
@@ -364,7 +371,7 @@ class RpcServer:
         self.counters.calls[header.method] += 1
         self._answer(peer, header, route.handler, request, parts[2:])
 
-    def _answer(self, peer: Peer, header: framing.Call, handler: Callable[..., Reply], *asked: Any) -> None:
+    def _answer(self, peer: Caller, header: framing.Call, handler: Callable[..., Reply], *asked: Any) -> None:
         """Answer a call with what ``handler`` returns or raises, at once or when that is done."""
         try:
             reply = handler(*asked)
@@ -379,7 +386,7 @@ class RpcServer:
             hint = f"The log of {self.name} has the traceback"
             self._refuse(peer, header, RemoteError(f"{header.method}: {error!r}", where=self.name, hint=hint))
 
-    def _await_reply(self, peer: Peer, header: framing.Call, running: asyncio.Future[Reply]) -> None:
+    def _await_reply(self, peer: Caller, header: framing.Call, running: asyncio.Future[Reply]) -> None:
         """Answer a call when ``running`` is done, which is cancelled when the caller waits no more."""
         peer.running[header.call] = running
         self._running += 1
@@ -397,17 +404,17 @@ class RpcServer:
 
         running.add_done_callback(ended)
 
-    def _send_reply(self, peer: Peer, header: framing.Call, reply: Reply) -> None:
+    def _send_reply(self, peer: Caller, header: framing.Call, reply: Reply) -> None:
         answer, out = reply if isinstance(reply, tuple) else (reply, ())
         body = framing.encode(answer)
         framing.check_size("the answer to", header.method, body, out, limit=self._max_message)
         peer.send_answer(header.call, [framing.encode(framing.Answer(header.call, len(out))), body, *out])
 
-    def _refuse(self, peer: Peer, header: framing.Call, error: AsyncFlowError) -> None:
+    def _refuse(self, peer: Caller, header: framing.Call, error: AsyncFlowError) -> None:
         self.counters.errors[error.code] += 1
         peer.send_answer(header.call, [framing.encode(framing.Failure(header.call)), framing.encode(error.to_wire())])
 
-    def _may(self, peer: Peer, header: framing.Call, request: Struct) -> bool:
+    def _may(self, peer: Caller, header: framing.Call, request: Struct) -> bool:
         """Return whether a caller may make this call; where it may not, it is told so, and that is counted."""
         assert peer.caller is not None
         try:

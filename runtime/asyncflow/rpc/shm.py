@@ -20,7 +20,6 @@ begun to fill. A peer may change the bytes of a part that it has sent, as it cou
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import functools
@@ -30,7 +29,6 @@ import socket
 import struct
 import threading
 import weakref
-from bisect import bisect
 from collections import deque
 from pathlib import Path
 from typing import NamedTuple
@@ -45,40 +43,27 @@ class Heap:
     """The pages from ``first`` up to ``end``. A place is named by its first page."""
 
     def __init__(self, *, first: int, end: int) -> None:
-        self._begins = [first] if first < end else []
-        self._ends = [end] if first < end else []
+        self._first, self._end = first, end
         self._places: dict[int, int] = {}
 
     def __contains__(self, place: int) -> bool:
         return place in self._places
 
     def take(self, pages: int) -> int | None:
-        """Return a place of so many pages, at least one; None where no run is long enough."""
-        for index, begin in enumerate(self._begins):
-            left = self._ends[index] - begin - pages
-            if left >= 0:
-                if left:
-                    self._begins[index] += pages
-                else:
-                    del self._begins[index], self._ends[index]
-                self._places[begin] = pages
-                return begin
-        return None
+        """Return the lowest place of so many pages, at least one; None where no run is long enough."""
+        begin = self._first
+        for place in sorted(self._places):
+            if place - begin >= pages:
+                break
+            begin = place + self._places[place]
+        if begin + pages > self._end:
+            return None
+        self._places[begin] = pages
+        return begin
 
     def give_back(self, place: int) -> None:
         """Free a place that was taken."""
-        end = place + self._places.pop(place)
-        index = bisect(self._begins, place)
-        joins_next = index < len(self._begins) and self._begins[index] == end
-        if index and self._ends[index - 1] == place:
-            self._ends[index - 1] = self._ends[index] if joins_next else end
-            if joins_next:
-                del self._begins[index], self._ends[index]
-        elif joins_next:
-            self._begins[index] = place
-        else:
-            self._begins.insert(index, place)
-            self._ends.insert(index, end)
+        del self._places[place]
 
 
 SIZE = 256 << 20
@@ -93,21 +78,21 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class _Allowance:
-    """Bytes that this process may still begin to fill."""
+    """Pages that this process may still begin to fill."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._taken = 0
+        self.taken = 0
 
-    def take(self, count: int) -> bool:
+    def take(self, pages: int) -> bool:
         with self._lock:
-            fits = self._taken + count <= MOST_FILLED
-            self._taken += count if fits else 0
+            fits = (self.taken + pages) * PAGE <= MOST_FILLED
+            self.taken += pages if fits else 0
         return fits
 
-    def give(self, count: int) -> None:
+    def give(self, pages: int) -> None:
         with self._lock:
-            self._taken -= count
+            self.taken -= pages
 
 
 _ALLOWANCE = _Allowance()
@@ -174,7 +159,7 @@ class Outgoing:
             os.close(self._file)
             self._file, self._map = -1, None
             self._heap = Heap(first=0, end=0)
-            _ALLOWANCE.give(self._filled * PAGE)
+            _ALLOWANCE.give(self._filled)
 
     def _take_back(self, memory: mmap.mmap) -> None:
         """Free the places that the other side needs no more."""
@@ -188,11 +173,11 @@ class Outgoing:
     def _filled_to(self, end: int) -> mmap.mmap | None:
         """Return the memory, of which the pages up to ``end`` are there; None where they cannot be."""
         if end > self._filled:
-            more = (end - self._filled) * PAGE
+            more = end - self._filled
             if not _ALLOWANCE.take(more):
                 return None
             try:
-                os.posix_fallocate(self._file, self._filled * PAGE, more)
+                os.posix_fallocate(self._file, self._filled * PAGE, more * PAGE)
                 self._map = self._map or mmap.mmap(self._file, self._pages * PAGE)
             except (OSError, ValueError):
                 _ALLOWANCE.give(more)
@@ -341,14 +326,8 @@ def dialled(address: str) -> tuple[socket.socket, Arenas] | None:
     return None
 
 
-async def received(caller: socket.socket) -> Arenas:
+def received(caller: socket.socket) -> Arenas:
     """Take in the arenas that a caller of this host hands over first. Raises ProtocolError where it has none."""
-    loop, readable = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(caller, readable.set)
-    try:
-        await readable.wait()
-    finally:
-        loop.remove_reader(caller)
     came, files, _, _ = socket.recv_fds(caller, len(_MAGIC), 2, socket.MSG_CMSG_CLOEXEC)
     try:
         if came != _MAGIC or len(files) != 2:
