@@ -144,7 +144,7 @@ def handshake(data: bytes) -> None:
 
 
 def feed(data: bytes) -> None:
-    """What a home tells a shard: a list of items, taken into its state, and as a snapshot whose place they take."""
+    """What a primary tells a replica: a list of items, taken into its state, and as a snapshot that takes its place."""
     try:
         items = _pieces.decode(data)
     except framing.MALFORMED:

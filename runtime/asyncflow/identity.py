@@ -108,21 +108,21 @@ def units_of(rows: Iterable[int]) -> list[int]:
     return [row >> COUNTER_BITS & (1 << _UNIT_BITS) - 1 for row in rows]
 
 
-def home_of(row: int) -> int:
-    """Return the home where row id ``row`` was put: epoch and unit, one incarnation of a unit, in one number."""
+def location_of(row: int) -> int:
+    """Return the location where row id ``row`` was put: epoch and unit, one incarnation of a unit, in one number."""
     return row >> COUNTER_BITS
 
 
-def home(epoch: int, unit: int) -> int:
-    """Return the home that a unit is in this epoch."""
+def location_at(epoch: int, unit: int) -> int:
+    """Return the location that a unit is in this epoch."""
     return epoch << _UNIT_BITS | unit
 
 
-def epoch_of(home: int) -> int:
-    """Return the epoch of a home."""
-    return home >> _UNIT_BITS
+def epoch_of(location: int) -> int:
+    """Return the epoch of a location."""
+    return location >> _UNIT_BITS
 
 
-def unit_at(home: int) -> int:
-    """Return the unit of a home."""
-    return home & (1 << _UNIT_BITS) - 1
+def unit_at(location: int) -> int:
+    """Return the unit of a location."""
+    return location & (1 << _UNIT_BITS) - 1

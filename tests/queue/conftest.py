@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import debian
-from asyncflow.identity import NEWEST, RowPlace, home
+from asyncflow.identity import NEWEST, RowPlace, location_at
 from asyncflow.queue.protocol.calls import ClaimRows
 from asyncflow.queue.protocol.messages import Samples, TaskSpec
 from asyncflow.queue.protocol.unit_calls import Cells, Held, NewRows
@@ -135,9 +135,9 @@ class Queue:
         for event in log:
             self.table.state.apply(event)
         self.table.start(now)
-        for row in self.table.hold(home(self.epoch, 0), self.held.values()):
+        for row in self.table.hold(location_at(self.epoch, 0), self.held.values()):
             del self.held[row]
-        self.table.miss(home(self.epoch, 0))
+        self.table.miss(location_at(self.epoch, 0))
 
     def replace_unit(self, incarnation):
         """Replace the unit by an empty one."""

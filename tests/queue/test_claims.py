@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from asyncflow.errors import PeerLost, ProtocolError, Refused
-from asyncflow.identity import RowPlace, home
+from asyncflow.identity import RowPlace, location_at
 from asyncflow.queue.ledger.audit import Auditor
 from asyncflow.queue.ledger.events import RowsPut
 from asyncflow.queue.protocol.calls import ClaimRows
@@ -187,7 +187,7 @@ def test_keys_wait_until_the_units_have_spoken():
     with pytest.raises(PeerLost, match="not yet told"):
         again.put(1, tags=[{KEY_TAG: "a"}])
     assert len(again.put(1)) == 1
-    table.miss(home(rows.epoch, 0))
+    table.miss(location_at(rows.epoch, 0))
     assert len(again.put(1, tags=[{KEY_TAG: "a"}])) == 1
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from asyncflow.errors import StaleHandle
-from asyncflow.identity import RowPlace, home
+from asyncflow.identity import RowPlace, location_at
 from asyncflow.queue.ledger.audit import Auditor
 from asyncflow.queue.protocol.calls import NOWHERE
 from asyncflow.queue.protocol.unit_calls import EntryResult, MovedRows, NewCells, NewRows
@@ -33,7 +33,7 @@ class Unit:
     """One incarnation of a unit. values: of each put; orders: rows to free; sent: what it has sent, and to whom."""
 
     def __init__(self, index, epoch):
-        self.index, self.epoch, self.home = index, epoch, home(epoch, index)
+        self.index, self.epoch, self.home = index, epoch, location_at(epoch, index)
         self.budget = ByteBudget(1 << 20, where="test")
         self.holdings = Holdings(backend=MemoryBackend(), budget=self.budget, where="test", lost=lambda _: None)
         self.moving = MovingRows(self.holdings, location=lambda: self.home, where="test")

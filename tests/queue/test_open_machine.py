@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from asyncflow.errors import Refused, StaleHandle
-from asyncflow.identity import RowPlace, home
+from asyncflow.identity import RowPlace, location_at
 from asyncflow.queue.ledger.audit import Auditor
 from asyncflow.queue.protocol.calls import ClaimRows
 from asyncflow.queue.protocol.messages import KEY_TAG, TaskSpec
@@ -192,8 +192,8 @@ class OpenMachine(RuleBasedStateMachine):
         for event in self.log:
             self.table.state.apply(event)
         self.table.start(self.now)
-        assert set(self.table.hold(home(self.epoch, 0), held)) == self.gone
-        assert self.table.miss(home(self.epoch, 0)) == 0
+        assert set(self.table.hold(location_at(self.epoch, 0), held)) == self.gone
+        assert self.table.miss(location_at(self.epoch, 0)) == 0
         self.lost = {number: row | {"key": ""} for number, row in self.lost.items()}
         self.gone.clear()
 

@@ -1,4 +1,4 @@
-"""Whatever a shard is told, by a home that lies or by bytes of nobody, it takes in or calls corrupt, in bounded memory.
+"""Whatever a replica is told, by a primary that lies or by no one, it takes in or calls corrupt, in bounded memory.
 
 The items are well formed and mostly about the same few rows, so that they get far; what they say makes no sense.
 """
@@ -80,7 +80,7 @@ ITEMS = st.one_of(
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(ITEMS, max_size=8), st.lists(ITEMS, max_size=8))
-def test_what_a_shard_is_told_it_takes_in_or_calls_corrupt(told, snapshot):
+def test_what_a_replica_is_told_it_takes_in_or_calls_corrupt(told, snapshot):
     state = QueueState()
     state.index = 1
     draft = replication.draft_of(state)

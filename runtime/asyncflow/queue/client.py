@@ -401,7 +401,7 @@ class QueueClient:
 
     async def commit(self, *, partition: str, attempt: int, step: int, timeout: float) -> None:
         """Say that a checkpoint holds all steps up to ``step``: their rows are trained and their bytes freed."""
-        await self.ask("queue.commit", calls.Commit(partition, attempt, step), calls.Done, timeout=timeout)
+        await self.ask("queue.commit", calls.TrainerStep(partition, attempt, step), calls.Done, timeout=timeout)
 
     async def sync(self, *, timeout: float) -> None:
         """Sync the ledger to disk, with everything that was answered up to now, whatever its class."""

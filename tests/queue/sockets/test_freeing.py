@@ -20,7 +20,7 @@ async def test_what_was_cleared_is_free_when_the_answer_comes(cluster):
             ).rows
             assert held(made) == [32_000, 32_000]
             assert await Partition(made.client, P).clear(rows, timeout=20) == 8
-            assert (held(made), made.controller.sessions.used) == ([0, 0], 0)
+            assert (held(made), made.controller.stats().bytes) == ([0, 0], 0)
             await made.client.put(P, VALUES, timeout=20)
             await made.client.clear_partition(partition=P, timeout=20)
             assert held(made) == [0, 0]

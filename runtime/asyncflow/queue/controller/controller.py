@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError, Refused
-from asyncflow.queue.controller.handlers import Address, Handlers
+from asyncflow.queue.controller.handlers import Address
 from asyncflow.queue.controller.parking import Answers, Parking, Soon, give
 from asyncflow.queue.controller.primary import Primary
 from asyncflow.queue.controller.replica import Replica
@@ -84,7 +84,7 @@ class Controller:
         self.parking = Parking(self.table, now=self.now, give=self.settle)
         self._alarm: asyncio.TimerHandle | None = None
         self._due = math.inf
-        self.handlers: Handlers
+        self.handlers: Primary | Replica
         if index:
             self.handlers = Replica(self, address=address, credentials=credentials)
         else:

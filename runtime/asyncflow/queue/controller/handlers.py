@@ -47,12 +47,6 @@ class Handlers:
         self.table = controller.table
         self.state = controller.table.state
 
-    def start(self) -> None:
-        """Begin, when the ledger was read and calls are answered."""
-
-    async def close(self) -> None:
-        """Talk to other controllers no longer."""
-
     def ready(self) -> tuple[bool, str]:
         """Return whether leases can be granted, and what is waited for."""
         return True, "ready"

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
 
@@ -103,7 +104,7 @@ class Primary(Handlers):
             "queue.begin": (calls.Begin, spread(training.begin)),
             "queue.slot": (calls.AskSlot, self._slot),
             "queue.step_done": (calls.StepDone, spread(training.step_done)),
-            "queue.commit": (calls.Commit, spread(training.commit)),
+            "queue.commit": (calls.TrainerStep, spread(training.commit)),
             "queue.wanted": (calls.AskWanted, self._wanted),
             "queue.take_over": (calls.CreatorAttempt, spread(table.take_over)),
             "queue.clear": (calls.CreatorAttempt, self._clear),
@@ -131,9 +132,9 @@ class Primary(Handlers):
                 "queue.show": (calls.InPartition, self._show_all),
                 "queue.snapshot": (calls.AskSnapshot, self._snapshot_of_all),
                 "queue.audit": (calls.Nothing, self._audit_all),
-                "open.reset": (calls.Reset, self._reset_where_it_is),
-                "open.peek": (calls.Peek, self._peek_where_it_is),
-                "open.progress": (calls.AskProgress, self._progress_where_it_is),
+                "open.reset": (calls.Reset, self._reset_all),
+                "open.peek": (calls.Peek, self._where_it_is("open.peek", PeekedRows, self.peek)),
+                "open.progress": (calls.AskProgress, self._where_it_is("open.progress", Progress, self.progress)),
                 "replicas.follow": (calls.Follow, self._follow),
                 "replicas.type": (calls.EnterTypes, self._enter_types),
                 "replicas.drop": (calls.DropRows, self._drop),
@@ -256,30 +257,26 @@ class Primary(Handlers):
         own = await self.audit(call)
         return merge_audits(own, dict(enumerate(await self._ask_all("queue.audit", call, AuditReport), 1)))
 
-    async def _peek_where_it_is(self, call: calls.Peek) -> PeekedRows:
-        if index := self._controller_of(call.partition, call.task):
-            return await self._ask(index, "open.peek", call, PeekedRows)
-        return await self._written(self.peek(call))
+    def _where_it_is(self, method: str, reply: type[R], own: Callable[[Any], R]) -> Callable[[Any], Awaitable[R]]:
+        """Return a handler for calls about a task, which its own controller answers."""
 
-    async def _progress_where_it_is(self, call: calls.AskProgress) -> Progress:
-        if index := self._controller_of(call.partition, call.task):
-            return await self._ask(index, "open.progress", call, Progress)
-        return await self._written(self.progress(call))
+        async def ask(call: Any) -> R:
+            if index := self._controller_of(call.partition, call.task):
+                return await self._ask(index, method, call, reply)
+            answer = own(call)
+            await self.controller.written()
+            return answer
 
-    async def _reset_where_it_is(self, call: calls.Reset) -> int:
+        return ask
+
+    async def _reset_all(self, call: calls.Reset) -> int:
         """Reset one task where it is, or all tasks everywhere."""
-        if index := self._controller_of(call.partition, call.task):
-            return await self._ask(index, "open.reset", call, int)
-        own = await self._written(self.reset(call))
+        own = await self._where_it_is("open.reset", int, self.reset)(call)
         return own if call.task is not None else own + sum(await self._ask_all("open.reset", call, int))
 
     def _controller_of(self, partition: str, task: str | None) -> int:
         there = self.asked(partition).elsewhere.get(task) if task else None
         return there.controller if there is not None else 0
-
-    async def _written(self, reply: R) -> R:
-        await self.controller.written()
-        return reply
 
     async def _ask_willing(self, method: str, call: Struct, reply: type[R]) -> tuple[list[R], list[int]]:
         """Return what the replicas say that answer soon, and which do not."""

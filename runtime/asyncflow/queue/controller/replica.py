@@ -20,7 +20,7 @@ from asyncflow.errors import AsyncFlowError, LedgerCorrupt, PeerLost
 from asyncflow.queue.controller.handlers import Address, Handlers, Route
 from asyncflow.queue.controller.parking import Soon
 from asyncflow.queue.protocol import calls, unit_calls
-from asyncflow.queue.table.replication import FEED, decode, draft_of, install, take
+from asyncflow.queue.table.replication import FEED, WorkerLost, decode, draft_of, install, take
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.tls import Credentials
 
@@ -83,7 +83,10 @@ class Follower:
             return
         for count, raw in enumerate(feed.items, 1):
             self._state.now = self._controller.now()
-            take(self._state, decode(raw))
+            if isinstance(item := decode(raw), WorkerLost):
+                self._controller.table.claims.expire_worker(item.worker)
+            else:
+                take(self._state, item)
             if count % _TURN == 0:
                 self._controller.settle()
                 await asyncio.sleep(0)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from asyncflow.errors import Fenced
-from asyncflow.identity import epoch_of, home_of, unit_at
+from asyncflow.identity import epoch_of, location_of, unit_at
 from asyncflow.queue.protocol.calls import Drain, Shares
 from asyncflow.queue.protocol.messages import UnitState, UnitView
 from asyncflow.queue.protocol.unit_calls import AskMove, Hello, MoveOrder, Orders, Session, Watch, Welcome
@@ -176,11 +176,11 @@ class Sessions:
             return
         told: dict[int, list[int]] = {}
         for row in rows:
-            told.setdefault(row.moved or home_of(row.row), []).append(row.row)
-        for home, mine in told.items():
-            unit = self._units.get(unit_at(home))
-            if unit is not None and unit.epoch == epoch_of(home):
-                unit.to_free += mine
+            told.setdefault(row.moved or location_of(row.row), []).append(row.row)
+        for location, numbers in told.items():
+            unit = self._units.get(unit_at(location))
+            if unit is not None and unit.epoch == epoch_of(location):
+                unit.to_free += numbers
                 self._tell(unit)
 
     def orders(self, watch: Watch, now: float) -> Orders | asyncio.Future[Orders]:

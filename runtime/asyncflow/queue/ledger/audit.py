@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from msgspec.structs import replace
 
-from asyncflow.identity import SampleKey, home, home_of
+from asyncflow.identity import SampleKey, location_at, location_of
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.log import newest, read_ledger
 from asyncflow.queue.protocol.messages import FILTERED, AuditReport, Purpose
@@ -174,7 +174,7 @@ class Auditor:
             ev.RowsDropped: self._dropped,
             ev.RowsCleared: lambda event: self._clear(self._histories[event.partition], event.rows),
             ev.RowsGone: lambda event: self._lost_rows.update(event.rows),
-            ev.UnitLost: lambda event: self._lost_places.add(home(event.epoch, event.unit)),
+            ev.UnitLost: lambda event: self._lost_places.add(location_at(event.epoch, event.unit)),
             ev.Moved: lambda event: self._moved.update(dict.fromkeys(event.rows, event.location)),
             ev.Opened: lambda event: self._histories[event.partition].opened.update(
                 {event.step: (event.groups, event.size)}
@@ -257,7 +257,7 @@ class Auditor:
         history.keys[row] = key
 
     def _gone(self, row: int) -> bool:
-        return row in self._lost_rows or self._moved.get(row, home_of(row)) in self._lost_places
+        return row in self._lost_rows or self._moved.get(row, location_of(row)) in self._lost_places
 
     def _declared(self, event: ev.Declared) -> None:
         task = (event.spec.partition, event.spec.name)

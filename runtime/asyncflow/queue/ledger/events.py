@@ -54,7 +54,7 @@ class UnitLeaving(Struct, frozen=True, array_like=True, tag="leave"):
 
 
 class Moved(Struct, frozen=True, array_like=True, tag="moved"):
-    """Rows moved to ``location`` (epoch and unit in one number), under the ids that they always had."""
+    """Rows moved to ``location`` (see ``identity.location_at``), under the ids that they always had."""
 
     location: int
     rows: list[int]

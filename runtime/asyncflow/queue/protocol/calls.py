@@ -40,13 +40,26 @@ class Nothing(Struct, frozen=True):
     """A request that says all by its name."""
 
 
+class InPartition(Struct, frozen=True):
+    """A request about a partition; with no more, a question what it holds."""
+
+    partition: str
+
+
+class TrainerStep(InPartition, frozen=True):
+    """A step of a trainer attempt; with no more, a checkpoint contains it."""
+
+    attempt: int
+    step: int
+
+
 class Declare(Struct, frozen=True):
     """Make tasks known."""
 
     specs: list[TaskSpec]
 
 
-class ClaimRows(Struct, frozen=True, eq=False, omit_defaults=True):
+class ClaimRows(InPartition, frozen=True, eq=False, omit_defaults=True):
     """Lease rows; parks for ``wait_s`` seconds. ticket: the worker's own name for the claim, by which it has one lease.
 
     max_rows: most rows, but at least one whole group where the task takes groups; max_groups: most groups; version,
@@ -56,7 +69,6 @@ class ClaimRows(Struct, frozen=True, eq=False, omit_defaults=True):
     back.
     """
 
-    partition: str
     task: str
     worker: str
     ticket: str
@@ -110,30 +122,23 @@ class EndRows(Struct, frozen=True):
     drop: bool
 
 
-class OpenStep(Struct, frozen=True):
+class OpenStep(InPartition, frozen=True):
     """D_step has so many groups."""
 
-    partition: str
     step: int
     groups: int
     group_size: int
 
 
-class Begin(Struct, frozen=True):
+class Begin(TrainerStep, frozen=True):
     """A trainer attempt begins with weights θ_step."""
 
-    partition: str
-    attempt: int
-    step: int
     world: Annotated[int, Meta(le=1 << 16)]
 
 
-class AskSlot(Struct, frozen=True):
+class AskSlot(TrainerStep, frozen=True):
     """Ask for the rows that a rank trains in a slot; parks for ``wait_s`` seconds."""
 
-    partition: str
-    attempt: int
-    step: int
     slot: int
     rank: int
     tokens: int
@@ -147,27 +152,15 @@ class Slotted(Struct, frozen=True):
     ended: bool = False
 
 
-class StepDone(Struct, frozen=True):
+class StepDone(TrainerStep, frozen=True):
     """A rank has finished a step."""
 
-    partition: str
-    attempt: int
-    step: int
     rank: int
 
 
-class Commit(Struct, frozen=True):
-    """A checkpoint contains a step."""
-
-    partition: str
-    attempt: int
-    step: int
-
-
-class AskWanted(Struct, frozen=True):
+class AskWanted(InPartition, frozen=True):
     """Ask which samples must be created again; parks until the revision is not ``known``."""
 
-    partition: str
     known: int
     wait_s: Seconds
 
@@ -178,74 +171,59 @@ class Expire(Struct, frozen=True):
     worker: str
 
 
-class InPartition(Struct, frozen=True):
-    """A question about a partition."""
-
-    partition: str
-
-
-class AskSnapshot(Struct, frozen=True):
+class AskSnapshot(InPartition, frozen=True):
     """Ask how far a partition has come; of its steps only ``step`` is told, unless it is None."""
 
-    partition: str
     step: int | None = None
 
 
-class CreatorAttempt(Struct, frozen=True):
+class CreatorAttempt(InPartition, frozen=True):
     """An attempt of the partition's creator, which takes over, or clears the partition."""
 
-    partition: str
     attempt: Attempt
 
 
-class Close(Struct, frozen=True):
+class Close(InPartition, frozen=True):
     """The run is complete up to a step."""
 
-    partition: str
     step: int
 
 
-class FindRows(Struct, frozen=True):
+class FindRows(InPartition, frozen=True):
     """A question: the rows with these keys."""
 
-    partition: str
     keys: list[str]
 
 
-class Peek(Struct, frozen=True):
+class Peek(InPartition, frozen=True):
     """Look at rows as ``task`` (or nobody) sees them: at these, or at the first ``most`` of the partition."""
 
-    partition: str
     task: str
     rows: list[int]
     most: _Count
 
 
-class Reset(Struct, frozen=True):
+class Reset(InPartition, frozen=True):
     """Let a task, or all, have every row again."""
 
-    partition: str
     task: str | None
 
 
-class Expect(Struct, frozen=True):
+class Expect(InPartition, frozen=True):
     """So many rows will be put in all."""
 
-    partition: str
     total: _Count
 
 
-class ClearRows(Struct, frozen=True):
+class ClearRows(InPartition, frozen=True):
     """Forget rows for ever; those that are not there are passed over."""
 
-    partition: str
     rows: list[int]
 
 
-class AskProgress(Struct, frozen=True):
+class AskProgress(InPartition, frozen=True):
     """Ask how many rows have these columns, or were completed by this task: one of the two is given."""
 
-    partition: str
     columns: list[str]
     task: str
 

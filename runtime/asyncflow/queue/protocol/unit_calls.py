@@ -14,7 +14,7 @@ from typing import Annotated, TypeAlias
 from msgspec import Meta, Struct
 
 from asyncflow.errors import ProtocolError
-from asyncflow.identity import home
+from asyncflow.identity import location_at
 from asyncflow.queue.protocol.calls import NOWHERE, Attempt, Bytes, Seconds
 from asyncflow.queue.protocol.messages import SERIAL_BITS, Samples, Tag
 from asyncflow.rpc.columns import BatchHeader
@@ -128,7 +128,7 @@ class Session(Struct, frozen=True):
     @property
     def location(self) -> int:
         """Where the rows of this unit lie."""
-        return home(self.epoch, self.unit)
+        return location_at(self.epoch, self.unit)
 
 
 class Announce(Struct, frozen=True):

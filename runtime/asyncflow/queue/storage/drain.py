@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from asyncflow.errors import Elsewhere
-from asyncflow.identity import home_of
+from asyncflow.identity import location_of
 from asyncflow.queue.storage.holdings import Holdings
 from asyncflow.rpc.columns import weighed_batches
 
@@ -43,7 +43,7 @@ class MovingRows:
         return [
             row
             for row in rows
-            if (row not in here and (self.draining or home_of(row) != own)) or (write and row in self.frozen)
+            if (row not in here and (self.draining or location_of(row) != own)) or (write and row in self.frozen)
         ]
 
     def first(self, *, most: int, most_bytes: int) -> tuple[list[int], int]:

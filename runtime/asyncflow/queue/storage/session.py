@@ -28,7 +28,7 @@ from functools import partial
 from itertools import islice
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost
-from asyncflow.identity import RowPlace, home
+from asyncflow.identity import RowPlace, location_at
 from asyncflow.queue.protocol.calls import NOWHERE, Done, Drain, controller_of
 from asyncflow.queue.protocol.unit_calls import (
     Admit,
@@ -94,7 +94,7 @@ class UnitSession:
         self.joined = asyncio.Event()
         self.leaving = asyncio.Event()
         self.moved_rows = 0
-        self.moving = MovingRows(holdings, location=lambda: home(self.epoch, unit), where=f"storage unit {unit}")
+        self.moving = MovingRows(holdings, location=lambda: location_at(self.epoch, unit), where=f"storage unit {unit}")
         self._unit = unit
         self._incarnation = incarnation
         self._controller = controller

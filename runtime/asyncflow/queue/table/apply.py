@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 
 from asyncflow.errors import LedgerCorrupt, Refused
 from asyncflow.flow.schedule import VersionWindow
-from asyncflow.identity import home
+from asyncflow.identity import location_at
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.messages import FILTERED, StepTotals
 from asyncflow.queue.table.partition import Decision, PartitionState, Serials, Step
@@ -193,7 +193,7 @@ def _unit_lost(state: QueueState, event: ev.UnitLost) -> None:
     if (unit := state.units.get(event.unit)) and unit.epoch == event.epoch:
         del state.units[event.unit]
     state.leaving.discard(event.epoch)
-    gone = home(event.epoch, event.unit)
+    gone = location_at(event.epoch, event.unit)
     state.lose([row for row in state.rows.values() if row.location == gone])
 
 

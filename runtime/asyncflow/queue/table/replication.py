@@ -1,14 +1,14 @@
 """Rows of the first controller in the state of others: the changes that it tells them, and snapshots.
 
 Events of the ledger are told as they are, but for those that concern leases alone; what units told of cells, which no
-ledger has, is ``RowsHeld``. A place in the feed is a number that counts on. Items are kept,
-encoded, until all followers have read them, as long as there is room for them; who is too far behind takes a snapshot,
-restores it into a state of its own, a draft, and ``install``s that with the leases and the work of its own tasks.
+ledger has, is ``RowsHeld``. A place in the feed is a number that counts on. Items are kept, encoded, until all
+followers have read them, as long as there is room for them; who is too far behind takes a snapshot, restores it into a
+state of its own, a draft, and ``install``s that with the leases and the work of its own tasks.
 
 Invariants: what is between two places is all that happened to rows between them, in order; a snapshot, and what came
-after its position, give the rows of now; memory is bounded by ``limit`` and by one snapshot for each
-follower that takes one. Rows come and end by what was told alone; what a task has done with a row that is still there
-survives every snapshot; a lease holds no row that is gone.
+after its position, give the rows of now; memory is bounded by ``limit`` and by one snapshot for each follower that
+takes one. Rows come and end by what was told alone; what a task has done with a row that is still there survives every
+snapshot; a lease holds no row that is gone.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RowsHeld(Struct, frozen=True, array_like=True, tag="held"):
 
 
 class WorkerLost(Struct, frozen=True, array_like=True, tag="worker"):
-    """A worker is dead: its leases end."""
+    """A worker is dead: its leases and claims end, which the follower sees to."""
 
     worker: str
 
@@ -197,9 +197,7 @@ def draft_of(state: QueueState) -> QueueState:
 def take(state: QueueState, item: Change) -> None:
     """Apply a change. LedgerCorrupt where it does not follow from the changes before."""
     if isinstance(item, WorkerLost):
-        for lease in list(state.leases.of_worker(item.worker)):
-            state.record(ev.Returned(lease.id, list(lease.rows), "worker lost"))
-        return
+        raise LedgerCorrupt("a snapshot says nothing of workers", where="feed")
     if not isinstance(item, RowsHeld):
         state.record(item)
         return

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from asyncflow.errors import ProtocolError
 from asyncflow.flow.schedule import VersionWindow
-from asyncflow.identity import NEWEST, SampleKey, home_of, unit_at
+from asyncflow.identity import NEWEST, SampleKey, location_of, unit_at
 from asyncflow.queue.protocol.calls import LEASE_BITS
 from asyncflow.queue.protocol.messages import TOKENS_TAG, Purpose, RowMeta, Tag
 from asyncflow.queue.protocol.unit_calls import Cells
@@ -134,8 +134,8 @@ class Row(Struct, eq=False):
 
     @property
     def location(self) -> int:
-        """The incarnation of a unit where it lies: epoch and unit in one number."""
-        return self.moved or home_of(self.row)
+        """The place where it lies: an incarnation of a unit, see ``identity.location_at``."""
+        return self.moved or location_of(self.row)
 
     @property
     def meta(self) -> RowMeta:

@@ -66,7 +66,7 @@ class Table:
             there = partition.elsewhere.get(spec.name)
             if there is not None and ends_rows(spec):
                 hint = "Declare it under another name"
-                what = f"controller {there.controller} has the task, and only the home ends rows"
+                what = f"controller {there.controller} has the task, and only the primary ends rows"
                 raise Refused(what, where=spec.name, hint=hint)
             before = there.spec if there is not None else known.spec if known is not None else None
             if before is None:

@@ -30,7 +30,7 @@ TASKS = [
 PLACES = {"grade": 1, "check": 2, "read": 0}
 
 
-class Sharded:
+class Replicated:
     """Three controllers and units."""
 
     def __init__(self, folder, *, count=3, units=2, **options):
@@ -119,7 +119,7 @@ class Sharded:
 
 @pytest.fixture
 async def queue(tmp_path):
-    queue = Sharded(tmp_path)
+    queue = Replicated(tmp_path)
     try:
         yield await queue.start()
     finally:
@@ -159,13 +159,13 @@ async def test_a_claim_that_waits_for_a_task_is_sent_on_when_it_is_declared(queu
     assert places(queue)["later"] == 1
 
 
-async def test_a_task_of_a_shard_cannot_begin_to_end_rows(queue):
+async def test_a_task_of_a_replica_cannot_begin_to_end_rows(queue):
     clearing = TaskSpec(partition=P, name="grade", needs=["text"], clears=True)
-    with pytest.raises(Refused, match="only the home ends rows"):
+    with pytest.raises(Refused, match="only the primary ends rows"):
         await queue.client.declare([clearing], timeout=10)
 
 
-async def test_a_shard_that_comes_back_knows_what_was_done_and_held(queue):
+async def test_a_replica_that_comes_back_knows_what_was_done_and_held(queue):
     await queue.put(6)
     held = await queue.claim("grade", rows=3)
     done = await queue.claim("grade", rows=2)
@@ -182,7 +182,7 @@ async def test_a_shard_that_comes_back_knows_what_was_done_and_held(queue):
     await queue.claim_all("check", 8)
 
 
-async def test_tasks_go_on_while_the_home_is_away(queue):
+async def test_tasks_go_on_while_the_primary_is_away(queue):
     await queue.put(4)
     leased = await queue.claim_all("grade", 4)
     await queue.complete(leased[:1], "score")
@@ -209,7 +209,7 @@ async def test_rows_that_end_end_for_every_task(queue):
 
 
 async def test_rows_of_a_lost_unit_are_made_again_and_go_through_once(tmp_path):
-    queue = Sharded(tmp_path, units=1, unit_lost_s=0.3)
+    queue = Replicated(tmp_path, units=1, unit_lost_s=0.3)
     try:
         await queue.start()
         await queue.put(3, keys=["a", "b", "c"])
@@ -298,7 +298,7 @@ async def test_the_audit_reads_all_ledgers_and_counts_rows_once(queue):
     assert audit_ledgers(queue.folder / "ledger") == report
 
 
-async def test_a_shard_that_is_too_far_behind_takes_a_snapshot(queue):
+async def test_a_replica_that_is_too_far_behind_takes_a_snapshot(queue):
     queue.controllers[0].handlers.feed._limit = 1000
     await queue.put(4)
     await queue.through(4)
@@ -311,7 +311,7 @@ async def test_a_shard_that_is_too_far_behind_takes_a_snapshot(queue):
         assert all(await queue.complete(await queue.claim_all(task, 50), column))
 
 
-async def test_a_question_about_a_task_whose_shard_is_gone_names_it(queue, monkeypatch):
+async def test_a_question_about_a_task_whose_replica_is_gone_names_it(queue, monkeypatch):
     monkeypatch.setattr("asyncflow.queue.controller.primary._ASK_S", 0.2)
     await queue.stop_controller(1)
     asking = RpcClient(name="test", resolve=queue.of(0))
@@ -345,18 +345,18 @@ async def test_who_looks_is_told_what_the_others_say_and_which_controller_is_sil
         queue.controllers[1] = None
 
 
-async def test_the_home_tells_for_how_long_a_controller_has_asked_nothing(queue, monkeypatch):
+async def test_the_primary_tells_for_how_long_a_controller_has_asked_nothing(queue, monkeypatch):
     monkeypatch.setattr("asyncflow.queue.controller.replica._PARK_S", 0.05)
     await queue.put(1)
     await queue.stop_controller(1)
-    home = queue.controllers[0]
+    primary = queue.controllers[0]
     async with asyncio.timeout(10):
-        while home.handlers.silences()[1] < 0.5:
+        while primary.handlers.silences()[1] < 0.5:
             await asyncio.sleep(0.05)
-        while home.handlers.silences()[2] >= home.handlers.silences()[1]:
+        while primary.handlers.silences()[2] >= primary.handlers.silences()[1]:
             await asyncio.sleep(0.05)
     metrics = ControllerMetrics()
-    _show(home, metrics)
+    _show(primary, metrics)
     shown = metrics.registry.get_sample_value("asyncflow_controller_silence_seconds", {"controller": "1"})
     assert shown >= 0.5
     assert queue.controllers[2].handlers.silences() == {}
@@ -374,7 +374,7 @@ async def test_a_write_under_a_lease_of_a_controller_that_there_is_not_is_refuse
     assert leased.row == row
 
 
-async def test_a_row_cleared_before_the_shard_knows_is_stale(queue):
+async def test_a_row_cleared_before_the_replica_knows_is_stale(queue):
     rows = await queue.put(1)
     leased = await queue.claim("grade")
     await Partition(queue.client, P).clear(rows, timeout=10)
@@ -384,7 +384,7 @@ async def test_a_row_cleared_before_the_shard_knows_is_stale(queue):
 
 
 @pytest.mark.parametrize("restart", [None, 0, 1])
-async def test_rows_that_shards_have_leased_move_and_shards_say_where_they_lie(queue, restart):
+async def test_rows_that_replicas_have_leased_move_and_replicas_say_where_they_lie(queue, restart):
     await queue.start_unit(2)
     rows = [row for _ in range(12) for row in await queue.put(2)]
     leased = await queue.claim_all("grade", 24)

@@ -1,7 +1,8 @@
-"""A shard follows a home to which anything may happen, in any order, and itself restarts and falls behind.
+"""A replica follows a primary to which anything may happen, in any order, and itself restarts and falls behind.
 
-The homes are those of the other two machines. What is asked of the shard: when it has caught up it has the home's rows;
-its own task has every row once, whatever the home did; its ledger makes the same state again, and its audit agrees.
+The primaries are those of the other two machines. What is asked of the replica: when it has caught up it has the
+primary's rows; its own task has every row once, whatever the primary did; its ledger makes the same state again, and
+its audit agrees.
 """
 
 import sys
@@ -30,11 +31,11 @@ from test_open_machine import OpenMachine
 TASK = "away"
 
 
-class Shard:
-    """A shard's state, its ledger, and how far it has followed."""
+class Replica:
+    """A replica's state, its ledger, and how far it has followed."""
 
     def __init__(self):
-        self.log, self.home, self.position = [], 0, 0
+        self.log, self.primary, self.position = [], 0, 0
         self.start()
 
     def start(self):
@@ -43,7 +44,7 @@ class Shard:
         for event in self.log:
             self.table.state.apply(event)
         self.table.start(0.0)
-        self.home = self.position = 0
+        self.primary = self.position = 0
 
     def write(self):
         if hasattr(self, "table"):
@@ -51,7 +52,7 @@ class Shard:
             self.table.state.outbox.clear()
 
     def follow(self, feed):
-        while (told := feed.answer(Follow(1, self.home, self.position, 0, 0.0))) is not None:
+        while (told := feed.answer(Follow(1, self.primary, self.position, 0, 0.0))) is not None:
             if told.parts:
                 draft = draft_of(self.table.state)
                 for part in range(told.parts):
@@ -64,109 +65,109 @@ class Shard:
                 self.log = list(snapshot(self.table.state))
             for raw in told.items if not told.parts else []:
                 take(self.table.state, decode(raw))
-            self.home, self.position = told.epoch, told.position
+            self.primary, self.position = told.epoch, told.position
 
 
 class Followed:
-    """What a machine does beside its own rules. home: its table; away: the shard does not follow just now."""
+    """What a machine does beside its own rules. primary: its table; away: the replica does not follow just now."""
 
-    shard = None
+    replica = None
     feed = None
 
     def attend(self):
-        if self.feed is None or self.feed._state is not self.home.state:
-            self.feed, self.told_of = ChangeFeed(self.home.state, replicas=[1], limit=1500), set()
+        if self.feed is None or self.feed._state is not self.primary.state:
+            self.feed, self.told_of = ChangeFeed(self.primary.state, replicas=[1], limit=1500), set()
             self.feed.start()
             spec = TaskSpec(partition=self.partition_name, name=TASK, needs=[self.column])
-            if TASK not in self.home.state.partition(self.partition_name).elsewhere:
-                self.home.state.record(ev.Declared(spec, 1))
-        if self.shard is None:
-            self.shard, self.tickets_of_shard, self.batches, self.finished = Shard(), 0, [], set()
+            if TASK not in self.primary.state.partition(self.partition_name).elsewhere:
+                self.primary.state.record(ev.Declared(spec, 1))
+        if self.replica is None:
+            self.replica, self.tickets_of_replica, self.batches, self.finished = Replica(), 0, [], set()
             self.away = False
 
     def catch_up(self):
         self.attend()
-        fresh = [number for number in self.home.state.rows if number not in self.told_of]
+        fresh = [number for number in self.primary.state.rows if number not in self.told_of]
         self.told_of.update(fresh)
         for number in fresh:
-            self.home.state.rows[number].here = True
+            self.primary.state.rows[number].here = True
         self.feed.held(fresh)
-        self.shard.follow(self.feed)
+        self.replica.follow(self.feed)
 
     @invariant()
-    def a_shard_that_follows_has_the_rows_of_the_home(self):
+    def a_replica_that_follows_has_the_rows_of_the_primary(self):
         self.attend()
         if self.away:
             return
         self.catch_up()
 
-        assert list(snapshot_rows(self.shard.table.state)) == list(snapshot_rows(self.home.state))
+        assert list(snapshot_rows(self.replica.table.state)) == list(snapshot_rows(self.primary.state))
 
     @rule(away=st.booleans())
     def stop_or_go_on(self, away):
         self.away = away
 
     @rule()
-    def restart_shard(self):
+    def restart_replica(self):
         self.attend()
-        self.shard.start()
+        self.replica.start()
 
     @rule(most=st.integers(1, 4), then=st.sampled_from(["hold", "complete", "return", "restart"]))
-    def claim_at_shard(self, most, then):
+    def claim_at_replica(self, most, then):
         self.catch_up()
-        self.tickets_of_shard += 1
-        claim = ClaimRows(self.partition_name, TASK, "w", f"s{self.tickets_of_shard}", max_rows=most)
-        batch = self.shard.table.claims.grant(claim, 0.0)
+        self.tickets_of_replica += 1
+        claim = ClaimRows(self.partition_name, TASK, "w", f"s{self.tickets_of_replica}", max_rows=most)
+        batch = self.replica.table.claims.grant(claim, 0.0)
         if batch is None:
             return
         assert self.finished.isdisjoint(batch.rows)
         self.batches.append(batch)
         if then != "hold":
-            self.end_lot(batch, good=then != "return")
+            self.end_batch(batch, good=then != "return")
         if then == "restart":
-            self.shard.start()
+            self.replica.start()
 
     @rule(data=st.data(), good=st.booleans())
-    def end_at_shard(self, data, good):
+    def end_at_replica(self, data, good):
         if getattr(self, "batches", None):
-            self.end_lot(data.draw(st.sampled_from(self.batches)), good=good)
+            self.end_batch(data.draw(st.sampled_from(self.batches)), good=good)
 
-    def end_lot(self, batch, *, good):
-        claims, numbers = self.shard.table.claims, list(batch.rows)
+    def end_batch(self, batch, *, good):
+        claims, numbers = self.replica.table.claims, list(batch.rows)
         lease = claims.holder(batch.lease)
         held = [lease is not None and number in lease.rows for number in numbers]
         if not good:
             assert claims.give_back(batch.lease, numbers, "test") == held
             return
         done = claims.completed(batch.lease, numbers)
-        ok = self.shard.table.complete(batch.lease, numbers, Cells(dtypes={}, sizes={}), [])
+        ok = self.replica.table.complete(batch.lease, numbers, Cells(dtypes={}, sizes={}), [])
         assert ok == [a or number in done for a, number in zip(held, numbers, strict=True)]
         self.finished.update(number for number, admitted in zip(numbers, ok, strict=True) if admitted)
 
     def teardown(self):
         super().teardown()
-        if self.shard is None:
+        if self.replica is None:
             return
         self.catch_up()
         batch = True
         while batch:
-            self.tickets_of_shard += 1
-            claim = ClaimRows(self.partition_name, TASK, "w", f"s{self.tickets_of_shard}", max_rows=100)
-            if batch := self.shard.table.claims.grant(claim, 0.0):
+            self.tickets_of_replica += 1
+            claim = ClaimRows(self.partition_name, TASK, "w", f"s{self.tickets_of_replica}", max_rows=100)
+            if batch := self.replica.table.claims.grant(claim, 0.0):
                 assert self.finished.isdisjoint(batch.rows)
                 self.batches.append(batch)
         for batch in self.batches:
-            self.shard.table.claims.complete(batch.lease, batch.rows)
-        partition = self.shard.table.state.partition(self.partition_name)
+            self.replica.table.claims.complete(batch.lease, batch.rows)
+        partition = self.replica.table.state.partition(self.partition_name)
         living = [row for group in partition.groups.values() for row in group.rows if row.state == 0]
         assert all(row.work[TASK].done for row in living)
-        self.shard.write()
+        self.replica.write()
         again, auditor = QueueState(), Auditor()
         again.index = 1
-        for event in self.shard.log:
+        for event in self.replica.log:
             again.apply(event)
             auditor.see(event)
-        assert list(snapshot(again)) == list(snapshot(self.shard.table.state))
+        assert list(snapshot(again)) == list(snapshot(self.replica.table.state))
         assert not auditor.report().problems
 
 
@@ -174,7 +175,7 @@ class FollowedOpen(Followed, OpenMachine):
     partition_name, column = "scores", "text"
 
     @property
-    def home(self):
+    def primary(self):
         return self.table
 
     @rule(data=st.data())
@@ -188,12 +189,12 @@ class FollowedTraining(Followed, QueueMachine):
     partition_name, column = "train", "prompt"
 
     @property
-    def home(self):
+    def primary(self):
         return self.queue.table
 
 
 @pytest.mark.parametrize("machine", [FollowedOpen, FollowedTraining])
-def test_a_shard_has_the_rows_of_its_home_whatever_happens(machine, make_queue):
+def test_a_replica_has_the_rows_of_its_primary_whatever_happens(machine, make_queue):
     machine.make_queue = make_queue
     run_state_machine_as_test(
         machine,
