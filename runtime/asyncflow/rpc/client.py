@@ -25,7 +25,7 @@ from asyncflow.identity import ProcessIdentity
 from asyncflow.rpc import framing, shm
 from asyncflow.rpc.addresses import host_and_port, look_up, server_of
 from asyncflow.rpc.columns import Buffer
-from asyncflow.rpc.connection import GREETING_S, Connection, detect_loss
+from asyncflow.rpc.connection import GREETING_S, Connection, tune
 from asyncflow.rpc.retry import delays
 from asyncflow.rpc.shm import Arenas
 from asyncflow.rpc.tls import NO_IDENTITY, Credentials, PeerRefused, refusal
@@ -185,7 +185,7 @@ class Link:
 
     async def _greet(self, socket: sockets.socket, arenas: Arenas | None) -> None:
         """Shake hands, and say who calls; what waited goes when the peer has greeted."""
-        detect_loss(socket)
+        tune(socket)
         connection = _Dialled(self, arenas)
         over_tls = self._credentials is not None and arenas is None
         context = self._credentials.client() if self._credentials is not None and over_tls else None

@@ -42,10 +42,11 @@ def _keep_freed() -> None:
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
 
 
-def detect_loss(made: sockets.socket) -> None:
-    """Have both ends of a connection notice within 25 s that a host vanished."""
+def tune(made: sockets.socket) -> None:
+    """Have a connection send at once what it is given, and notice within 25 s that a host vanished."""
     if made.family == sockets.AF_UNIX:
         return
+    made.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)  # asyncio leaves out sockets made without a protocol
     made.setsockopt(sockets.SOL_SOCKET, sockets.SO_KEEPALIVE, 1)
     made.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPIDLE, 10)
     made.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_KEEPINTVL, 5)

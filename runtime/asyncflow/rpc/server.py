@@ -28,7 +28,7 @@ from asyncflow.rpc import framing, shm, tls
 from asyncflow.rpc.access import Access
 from asyncflow.rpc.addresses import listen
 from asyncflow.rpc.columns import Buffer
-from asyncflow.rpc.connection import Connection, detect_loss, first_bytes
+from asyncflow.rpc.connection import Connection, first_bytes, tune
 from asyncflow.rpc.listener import Listener
 from asyncflow.rpc.shm import Arenas
 from asyncflow.rpc.tls import Credentials, PeerRefused, check_exposure
@@ -278,7 +278,7 @@ class RpcServer:
             if not framing.is_tls(caller.recv(2, sockets.MSG_PEEK)):
                 raise PeerRefused("the peer does not speak TLS", reason=tls.NO_TLS)
             context = self._credentials.server()
-        detect_loss(caller)
+        tune(caller)
         peer = Caller(self, most=self._max_message, arenas=arenas)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: peer, caller, ssl=context)
