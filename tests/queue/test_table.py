@@ -127,8 +127,8 @@ def test_expired_and_returned_rows_are_fenced(queue):
     new = queue.claim("rollout", worker="other")
     assert queue.complete(late, "response") == [False, False]
     assert queue.complete(new, "response") == [True, True]
-    assert queue.table.claims.counters.fenced == 2
-    assert queue.table.claims.counters.redeliveries == 2
+    assert queue.table.claims.fenced == 2
+    assert queue.table.claims.redeliveries == 2
 
 
 def test_a_completion_that_comes_twice_is_admitted_twice_and_changes_nothing(queue):

@@ -30,6 +30,7 @@ import msgspec
 from asyncflow import durable
 from asyncflow.errors import LedgerCorrupt, Refused
 from asyncflow.queue.ledger.events import Event
+from asyncflow.rpc.columns import weighed_batches
 
 log = logging.getLogger(__name__)
 
@@ -68,10 +69,6 @@ def newest(directory: Path) -> Path | None:
     return max(directory.glob(f"*{SUFFIX}"), default=None)
 
 
-def _checksum(payload: bytes | memoryview) -> int:
-    return zlib.crc32(payload, len(payload))
-
-
 def records(data: bytes, path: Path) -> Iterator[tuple[Event, int]]:
     """Yield each event and where its record ends; stop at a torn end."""
     view, start = memoryview(data), 0
@@ -94,7 +91,7 @@ def _sound(view: memoryview, start: int) -> int | None:
         return None
     magic, length, checksum = _HEADER.unpack_from(view, start)
     end = body + int(length)
-    if magic != _MAGIC or end > len(view) or _checksum(view[body:end]) != checksum:
+    if magic != _MAGIC or end > len(view) or zlib.crc32(view[body:end], length) != checksum:
         return None
     return end
 
@@ -183,7 +180,8 @@ class Ledger:
         draft = path.with_suffix(".draft")
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
         try:
-            size = sum(_write(fd, chunk) for chunk in _chunks(events))
+            chunks = weighed_batches(map(pack, events), len, heaviest=_CHUNK)
+            size = sum(_write(fd, b"".join(records)) for records in chunks)
             os.fsync(fd)
         except BaseException:
             os.close(fd)
@@ -315,19 +313,6 @@ class Ledger:
             self._under_way.set_result(None)
             self._unsafe_since = began if self._group is not None else None
         self._syncing = self._under_way = None
-
-
-def _chunks(events: Iterable[Event]) -> Iterator[bytes]:
-    """Yield the records of ``events`` in chunks that are worth a write."""
-    records: list[bytes] = []
-    size = 0
-    for event in events:
-        records.append(pack(event))
-        size += len(records[-1])
-        if size >= _CHUNK:
-            yield b"".join(records)
-            records, size = [], 0
-    yield b"".join(records)
 
 
 def _sync(fd: int) -> None:

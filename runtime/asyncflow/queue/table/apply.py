@@ -268,10 +268,9 @@ def _dropped(state: QueueState, event: ev.RowsDropped) -> None:
 
 def _cleared(state: QueueState, event: ev.Cleared) -> None:
     old = state.partition(event.partition)
+    for lease in [lease for lease in state.leases if lease.partition == event.partition]:
+        state.leases.release(lease.id, list(lease.rows))
     rows = [row for group in old.groups.values() for row in group.rows]
-    works = {id(row.work): row.work for row in rows}
-    for lease in {work.lease for of in works.values() for work in of.values()}:
-        state.leases.cancel(lease)
     state.to_free += filter(None, map(state.rows.pop, [row.row for row in rows], repeat(None)))
     for group in old.groups.values():
         group.rows = []

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import cast
 
@@ -25,20 +24,17 @@ from asyncflow.queue.table.ready import TaskQueue
 from asyncflow.queue.table.state import Lease, Row, RowGroup, lease_id, parse_lease
 
 
-@dataclass(slots=True)
-class Counters:
-    """Since the controller started. fenced: writes refused because their lease had ended."""
-
-    expiries: int = 0
-    redeliveries: int = 0
-    fenced: int = 0
-
-
 class Claims:
-    """The claims and leases of all tasks."""
+    """The claims and leases of all tasks.
+
+    Since the controller started: expiries: of leases; redeliveries: of rows; fenced: writes refused because their lease
+    had ended.
+    """
 
     def __init__(self, state: QueueState) -> None:
-        self.counters = Counters()
+        self.expiries = 0
+        self.redeliveries = 0
+        self.fenced = 0
         self._state = state
         self._parked: dict[tuple[str, str], dict[ClaimRows, None]] = {}
         self._granted = 0
@@ -74,26 +70,15 @@ class Claims:
         """Meet the claims that can be met in the partitions that have changed; return each with its rows."""
         grants: list[tuple[ClaimRows, RowBatch]] = []
         for (partition, task), claims in list(self._parked.items()):
-            if partition in self._state.changed:
-                queue = self._state.partition(partition).queues.get(task)
-                if queue is not None and queue.spec.kind != "gang":
-                    self._serve(queue, claims, grants, now)
+            queue = self._state.partition(partition).queues.get(task) if partition in self._state.changed else None
+            if queue is None or queue.spec.kind == "gang":
+                continue
+            for exact in (True, False):
+                for claim in [claim for claim in claims if exact or claim.accept]:
+                    if (batch := self._meet(queue, claim, now, exact=exact)) is not None:
+                        self.withdraw(claim)
+                        grants.append((claim, batch))
         return grants
-
-    def _serve(
-        self,
-        queue: TaskQueue,
-        claims: dict[ClaimRows, None],
-        grants: list[tuple[ClaimRows, RowBatch]],
-        now: float,
-    ) -> None:
-        waiting = list(claims)
-        for exact in (True, False):
-            for claim in waiting:
-                if (batch := self._meet(queue, claim, now, exact=exact)) is not None:
-                    self.withdraw(claim)
-                    grants.append((claim, batch))
-            waiting = [claim for claim in claims if claim.accept]
 
     def grant(self, claim: ClaimRows, now: float) -> RowBatch | None:
         """Meet ``claim`` if that can be done now; it comes after all parked ones, which so cannot be met."""
@@ -114,7 +99,7 @@ class Claims:
         lease = self._state.leases.of_ticket(claim.worker, claim.ticket)
         if lease is not None:
             rows = list(map(self._state.rows.__getitem__, lease.rows))
-            return batch_of_lease(lease, rows, now) if all(row.here for row in rows) else None
+            return batch_of(rows, lease, now=now) if all(row.here for row in rows) else None
         if queue.index.weight < claim.min_rows or not (rows := self._take(queue, claim, exact=exact)):
             return None
         self._granted += 1
@@ -124,8 +109,8 @@ class Claims:
         lease = self._state.leases.get(number)
         assert lease is not None
         self._state.leases.extend(lease, until=now + queue.spec.lease_s)
-        batch = batch_of_lease(lease, rows, now)
-        self.counters.redeliveries += len(batch.attempts) - batch.attempts.count(0)
+        batch = batch_of(rows, lease, now=now)
+        self.redeliveries += len(batch.attempts) - batch.attempts.count(0)
         return batch
 
     def _take(self, queue: TaskQueue, claim: ClaimRows, *, exact: bool) -> list[Row]:
@@ -180,7 +165,7 @@ class Claims:
             self._state.record(ev.Completed(number, held))
         done = {*held, *self.completed(lease, rows)} if len(held) < len(rows) else set(held)
         admitted = [row in done for row in rows]
-        self.counters.fenced += admitted.count(False)
+        self.fenced += admitted.count(False)
         return admitted
 
     def acknowledge(self, leases: Sequence[str]) -> list[bool]:
@@ -193,7 +178,7 @@ class Claims:
         for lease in held.values():
             self._state.record(ev.Completed(lease.id, list(lease.rows)))
         admitted = [parse_lease(name)[0] in self._state.leases.completed for name in leases]
-        self.counters.fenced += admitted.count(False)
+        self.fenced += admitted.count(False)
         return admitted
 
     def give_back(self, lease: str, rows: Sequence[int], reason: str) -> list[bool]:
@@ -246,7 +231,7 @@ class Claims:
     def _end(self, lease: Lease, reason: str) -> int:
         rows = list(lease.rows)
         self._state.record(ev.Returned(lease.id, rows, reason))
-        self.counters.expiries += 1
+        self.expiries += 1
         return len(rows)
 
     def _extend(self, lease: Lease, now: float) -> None:
@@ -264,29 +249,19 @@ class Claims:
         return {row.row for row in there if any((work.done, work.holder) == done for work in row.work.values())}
 
 
-def batch_of_lease(lease: Lease, rows: Sequence[Row], now: float) -> RowBatch:
-    """Describe ``rows``, at least one: those that ``lease`` holds."""
-    attempts = [row.work[lease.task].attempt for row in rows]
-    return _batch_of(rows, lease=lease.name, until=lease.until - now, attempts=attempts)
-
-
-def batch_of_slot(rows: Sequence[Row]) -> RowBatch:
-    """Describe ``rows``, at least one: those that a rank trains in a slot."""
-    return _batch_of(rows, lease="", until=0.0, attempts=[0] * len(rows))
-
-
-def _batch_of(rows: Sequence[Row], *, lease: str, until: float, attempts: list[int]) -> RowBatch:
+def batch_of(rows: Sequence[Row], lease: Lease | None = None, *, now: float = 0.0) -> RowBatch:
+    """Describe ``rows``, at least one: those that ``lease`` holds, or that a rank trains in a slot."""
     groups = [row.group for row in rows]
     numbers, sizes = [row.row for row in rows], [row.sizes for row in rows]
     return RowBatch(
         partition=groups[0].partition,
         purpose=groups[0].purpose,
-        lease=lease,
-        until=until,
+        lease=lease.name if lease is not None else "",
+        until=lease.until - now if lease is not None else 0.0,
         rows=numbers,
         serials=[group.serial for group in groups],
         samples=[row.sample for row in rows],
-        attempts=attempts,
+        attempts=[row.work[lease.task].attempt if lease is not None else 0 for row in rows],
         steps=[group.step for group in groups],
         oldest=[group.window.oldest for group in groups],
         newest=[group.window.newest for group in groups],

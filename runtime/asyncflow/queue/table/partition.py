@@ -204,11 +204,10 @@ class PartitionState:
 
 
 class SlotRequest(NamedTuple):
-    """The request for which slots were dealt. tokens: most weight of one rank's part of a slot; groups: of the step."""
+    """The request for which slots are dealt. tokens: most weight of one rank's part of a slot."""
 
     world: int
     tokens: int
-    groups: int
     spec: TaskSpec
 
 

@@ -27,7 +27,6 @@ from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.calls import Feed, Follow
 from asyncflow.queue.protocol.unit_calls import Held
 from asyncflow.queue.table.apply import QueueState
-from asyncflow.queue.table.partition import PartitionState
 from asyncflow.queue.table.rows import add_cells
 from asyncflow.queue.table.snapshot import snapshot_rows
 from asyncflow.queue.table.state import Row
@@ -226,12 +225,7 @@ def install(state: QueueState, draft: QueueState) -> None:
         if (before := state.partitions.get(name)) is not None:
             partition.resets, partition.peeked = before.resets, before.peeked
             partition.returned = before.returned
-        _take_stock(partition)
+        for queue in list(partition.queues.values()):
+            partition.declare(queue.spec)
     state.changed |= state.partitions.keys() | draft.partitions.keys()
     state.partitions, state.rows = draft.partitions, draft.rows
-
-
-def _take_stock(partition: PartitionState) -> None:
-    """Make the indexes and counts of all tasks anew, from the rows."""
-    for queue in list(partition.queues.values()):
-        partition.declare(queue.spec)

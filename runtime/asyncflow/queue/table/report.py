@@ -41,7 +41,6 @@ def stats(table: Table, *, used: int, limit: int, units: int, ledger_bytes: int)
     """Count what there is, in O(partitions, tasks and open steps). used, limit: bytes in all units."""
     partitions = table.state.partitions.values()
     queues = {f"{p.name}/{name}": queue for p in partitions for name, queue in p.queues.items()}
-    counters = table.claims.counters
 
     def count(state: RowState) -> int:
         return sum(partition.counts[state] for partition in partitions)
@@ -59,9 +58,9 @@ def stats(table: Table, *, used: int, limit: int, units: int, ledger_bytes: int)
         bytes=used,
         limit=limit,
         units=units,
-        lease_expiries=counters.expiries,
-        redeliveries=counters.redeliveries,
-        fenced=counters.fenced,
+        lease_expiries=table.claims.expiries,
+        redeliveries=table.claims.redeliveries,
+        fenced=table.claims.fenced,
         ledger_bytes=ledger_bytes,
     )
 

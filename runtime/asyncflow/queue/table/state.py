@@ -291,12 +291,6 @@ class LeaseTable:
         if not lease.rows:
             self._end(lease)
 
-    def cancel(self, lease_id: int) -> None:
-        """End a lease, if it is in force: none of its rows was completed."""
-        if (lease := self._open.get(lease_id)) is not None:
-            lease.whole = False
-            self._end(lease)
-
     def _end(self, lease: Lease) -> None:
         del self._open[lease.id]
         if self._tickets.get((lease.worker, lease.ticket)) is lease:

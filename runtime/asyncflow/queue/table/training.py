@@ -24,7 +24,7 @@ from asyncflow.queue.ledger.events import SlotDecided
 from asyncflow.queue.protocol.batches import Slot
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.table.apply import QueueState
-from asyncflow.queue.table.leases import batch_of_slot
+from asyncflow.queue.table.leases import batch_of
 from asyncflow.queue.table.partition import PartitionState, SlotRequest, Step, weight_of
 from asyncflow.queue.table.state import FINAL, Row, RowGroup
 
@@ -104,7 +104,7 @@ class Training:
         rows = decision.ranks[rank]
         if [row for row in rows if not (row.here or row.lost)]:
             return None
-        batch = batch_of_slot(rows) if rows else None
+        batch = batch_of(rows) if rows else None
         totals = decision.totals if decision.last else None
         return Slot(step=step, slot=slot, batch=batch, last=decision.last, totals=totals)
 
@@ -122,7 +122,9 @@ class Training:
         gang.check_rank(rank, where=where)
         if step <= gang.committed:
             return
-        known = self._exhausted(held, step, where)
+        known = gang.steps.get(step)
+        if known is None or not known.exhausted:
+            raise Refused("not all of its samples are in slots", where=where)
         if rank not in known.ranks_done:
             self._state.record(ev.RankDone(partition, step, rank))
 
@@ -140,12 +142,6 @@ class Training:
             raise Refused("no gang task is declared", where=partition, hint="Declare a TaskSpec of kind gang first")
         return held
 
-    def _exhausted(self, partition: PartitionState, step: int, where: str) -> Step:
-        known = partition.gang.steps.get(step)
-        if known is None or not known.exhausted:
-            raise Refused("not all of its samples are in slots", where=where)
-        return known
-
 
 def decide(
     step: Step, ready: Iterable[RowGroup], *, count: int, world: int, tokens: int, spec: TaskSpec, partition: str
@@ -162,7 +158,7 @@ def decide(
         return None
     if room > 0 and count == 0 and not step.carry:
         return None
-    asked = SlotRequest(world, tokens, step.groups, spec)
+    asked = SlotRequest(world, tokens, spec)
     ranks = _next_slot(step, ready, asked, room, complete=count >= room) or [[] for _ in range(world)]
     given = [row for rank in ranks for row in rank]
     begun = [group for group in dict.fromkeys([row.group for row in given]) if group.serial not in step.bound]
