@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from asyncflow.queue.storage.backend import Place
 from asyncflow.queue.storage.memory import MemoryBackend
+from asyncflow.queue.values import encode
 from asyncflow.rpc.columns import Jagged
 
 
@@ -15,7 +16,7 @@ def columns(lengths):
     return {
         "a": Jagged.from_rows([np.arange(n) + 100 * i for i, n in enumerate(lengths)], "int64"),
         "b": Jagged.from_rows([np.full((n, 2), i) for i, n in enumerate(lengths)], "int16", inner=(2,)),
-        "c": Jagged.from_rows(["x" * n for n in lengths], "text"),
+        "c": encode(["x" * n for n in lengths]),
     }
 
 

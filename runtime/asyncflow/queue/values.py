@@ -48,11 +48,9 @@ def encode(values: Any, *, where: str = "column") -> Jagged:
 
 def decode(column: Jagged) -> Values:
     """Return the rows of ``column``. bfloat16, which numpy lacks, comes as the equal float32 (see ``decode_torch``)."""
-    if column.dtype == OBJECT:
+    if (read := _READERS.get(column.dtype)) is not None:
         data, bounds = column.values.tobytes(), column.offsets.tolist()
-        return [unpack_object(data[a:b]) for a, b in itertools.pairwise(bounds)]
-    if column.dtype in (TEXT, BYTES):
-        return column.rows()
+        return [read(data[a:b]) for a, b in itertools.pairwise(bounds)]
     return _shaped(column, _widened(column.values) if column.dtype == BFLOAT16 else column.values)
 
 
@@ -88,9 +86,11 @@ def _of_rows(rows: list[Any], where: str) -> Jagged:
         raise Refused("no rows in a list say no dtype", where=where, hint=hint)
     if all(is_array(row) for row in rows):
         return _jagged([_plain_array(row, where) for row in rows], where)
-    if kinds <= {str} or kinds <= {bytes}:
+    if kinds == {bytes}:
+        return _of_bytes(rows, BYTES)
+    if kinds == {str}:
         try:
-            return Jagged.from_rows(rows, TEXT if kinds == {str} else BYTES)
+            return _of_bytes([row.encode() for row in rows], TEXT)
         except UnicodeEncodeError as wrong:
             raise Refused(f"a text is not Unicode: {wrong}", where=where, hint="Give bytes") from wrong
     if len(kinds) == 1 and (dtype := _NUMBERS.get(kinds.pop())) is not None:
@@ -101,9 +101,12 @@ def _of_rows(rows: list[Any], where: str) -> Jagged:
     if any(is_array(row) for row in rows):
         names = ", ".join(sorted({type(row).__name__ for row in rows}))
         raise Refused(f"rows of one column are {names}", where=where, hint="Give arrays for all of them, or for none")
-    data = [pack_object(row, where=where) for row in rows]
-    lengths = np.fromiter(map(len, data), np.int64, len(data))
-    return Jagged.trusted(np.frombuffer(b"".join(data), np.uint8), lengths, OBJECT)
+    return _of_bytes([pack_object(row, where=where) for row in rows], OBJECT)
+
+
+def _of_bytes(rows: list[bytes], dtype: str) -> Jagged:
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    return Jagged.trusted(np.frombuffer(b"".join(rows), np.uint8), lengths, dtype)
 
 
 def _regular(array: Array, dtype: str, *, where: str) -> Jagged:
@@ -184,6 +187,17 @@ def unpack_object(data: bytes) -> Any:
         return _unpack(data)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError) as wrong:
         raise ProtocolError(f"no plain object: {wrong}", where="column") from wrong
+
+
+def _text(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as wrong:
+        raise ProtocolError(f"{len(data)} bytes are no text: {wrong}", where="column") from wrong
+
+
+_READERS: dict[str, Callable[[bytes], Any]] = {TEXT: _text, BYTES: bytes, OBJECT: unpack_object}
+"""The functions that read a row of Python values, by dtype."""
 
 
 def _plain(value: Any, where: str) -> Any:

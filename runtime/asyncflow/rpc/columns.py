@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
@@ -38,38 +37,10 @@ DTYPES[BFLOAT16] = np.dtype("<u2")
 DTYPES |= dict.fromkeys((TEXT, BYTES, OBJECT), np.dtype(np.uint8))
 """The dtypes that may cross a socket, by name, and how their values lie in memory."""
 
-_pack = msgspec.msgpack.Encoder().encode
-_unpack = msgspec.msgpack.Decoder().decode
-
 
 def name_of(dtype: np.dtype[Any]) -> str:
     """Return ``dtype.name``, which numpy makes of pieces each time."""
     return _NAMES.get(dtype) or dtype.name
-
-
-def to_bytes(row: Any, dtype: str) -> bytes:
-    """Return the bytes of a Python value. Raises ValueError where it is none of ``dtype``."""
-    if dtype == OBJECT:
-        try:
-            return _pack(row)
-        except (TypeError, OverflowError, RecursionError) as wrong:
-            hint = "numbers up to 64 bits, str, bytes, lists and dicts of them"
-            raise ValueError(f"an object row must be plain data ({hint}): {wrong}") from wrong
-    if dtype == TEXT and isinstance(row, str):
-        return row.encode()
-    if dtype == BYTES and isinstance(row, bytes | bytearray | memoryview):
-        return bytes(row)
-    raise ValueError(f"a row of dtype {dtype} cannot be a {type(row).__name__}")
-
-
-def from_bytes(data: bytes, dtype: str) -> Any:
-    """Return the Python value. Raises ProtocolError where the bytes are none of ``dtype``."""
-    if dtype == BYTES:
-        return data
-    try:
-        return data.decode() if dtype == TEXT else _unpack(data)
-    except (UnicodeDecodeError, msgspec.MsgspecError, RecursionError) as wrong:
-        raise ProtocolError(f"{len(data)} bytes are no {dtype}: {wrong}", where="column") from wrong
 
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -140,34 +111,17 @@ class Jagged:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Any], dtype: str | npt.DTypeLike, *, inner: Inner = ()) -> Jagged:
-        """Make a column of ``rows``: arrays of the shape that ``inner`` says, or the Python values of ``dtype``.
+        """Make a column of ``rows``, arrays of the shape that ``inner`` says; ``queue.values`` makes the others.
 
         Arrays are cast to ``dtype``, which is a name or numpy's type.
         """
         name = dtype if isinstance(dtype, str) else name_of(np.dtype(dtype))
-        if name not in DTYPES:
-            raise ValueError(f"a column cannot have dtype {name!r}; it may be one of {', '.join(DTYPES)}")
-        if name in (TEXT, BYTES, OBJECT):
-            data = [to_bytes(row, name) for row in rows]
-            values = np.frombuffer(bytearray().join(data), np.uint8)
-            lengths = np.fromiter(map(len, data), np.int64, len(data))
-            return cls.checked(values, lengths, name, inner)
+        if name not in DTYPES or name in (TEXT, BYTES, OBJECT):
+            raise ValueError(f"rows cannot be cast to dtype {name!r}, but to one of {', '.join((*_PLAIN, BFLOAT16))}")
         flat = [_as_row(row, name, inner).reshape(-1) for row in rows]
         values = np.concatenate(flat) if flat else np.empty(0, DTYPES[name])
         lengths = np.fromiter([row.size for row in flat], np.int64, len(flat))
         return cls.checked(values, lengths, name, inner)
-
-    @classmethod
-    def of(cls, rows: Sequence[Any]) -> Jagged:
-        """Make a column of ``rows`` (at least one) of whatever dtype and inner shape the first one has."""
-        first = rows[0]
-        for kind, name in ((str, TEXT), (bytes, BYTES)):
-            if isinstance(first, kind):
-                return cls.from_rows(rows, name)
-        if not isinstance(first, np.ndarray | np.generic | bool | int | float):
-            return cls.from_rows(rows, OBJECT)
-        array = np.asarray(first)
-        return cls.from_rows(rows, name_of(array.dtype), inner=array.shape[1:] if array.ndim else None)
 
     @classmethod
     def gather(cls, runs: Sequence[tuple[Jagged, int, int]]) -> Jagged:
@@ -208,16 +162,9 @@ class Jagged:
             raise IndexError(f"row {index} of a column of {len(self)} rows")
         return self._shaped(_values(self, index, index + 1))
 
-    def rows(self) -> list[Any]:
-        """Return all rows as ``from_rows`` takes them: views of arrays, or Python values.
-
-        Raises ProtocolError for bytes that are no such value.
-        """
-        bounds = self.offsets.tolist()
-        if self.dtype in (TEXT, BYTES, OBJECT):
-            data = self.values.tobytes()
-            return [from_bytes(data[a:b], self.dtype) for a, b in pairwise(bounds)]
-        views = [self.values[a:b] for a, b in pairwise(bounds)]
+    def rows(self) -> list[Array]:
+        """Return all rows as views of their values, in their shape."""
+        views = [self.values[a:b] for a, b in pairwise(self.offsets.tolist())]
         return views if self.inner == () else [self._shaped(view) for view in views]
 
     def take(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Jagged:

@@ -16,6 +16,7 @@ from asyncflow.queue.peers import Peer
 from asyncflow.queue.protocol.calls import LEASE_BITS, AskProgress
 from asyncflow.queue.protocol.messages import Progress, TaskSpec
 from asyncflow.queue.storage.unit import StorageUnit
+from asyncflow.queue.values import encode
 from asyncflow.roles.controller import _show
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.columns import Jagged
@@ -367,10 +368,10 @@ async def test_a_write_under_a_lease_of_a_controller_that_there_is_not_is_refuse
     (leased,) = await queue.claim("grade")
     held = [unit.holdings.budget.used for unit in queue.units.values()]
     nobodys = msgspec.structs.replace(leased, lease=f"{(3 << LEASE_BITS) + 1:x}")
-    assert await queue.client.complete([nobodys], {"score": Jagged.of([1.0])}, timeout=10) == [False]
+    assert await queue.client.complete([nobodys], {"score": encode([1.0])}, timeout=10) == [False]
     assert [unit.holdings.budget.used for unit in queue.units.values()] == held
     assert not any(unit.holdings.puts for unit in queue.units.values())
-    assert await queue.client.complete([leased], {"score": Jagged.of([1.0])}, timeout=10) == [True]
+    assert await queue.client.complete([leased], {"score": encode([1.0])}, timeout=10) == [True]
     assert leased.row == row
 
 

@@ -11,6 +11,7 @@ from asyncflow.errors import PeerLost
 from asyncflow.queue.storage import packed
 from asyncflow.queue.storage.backend import BytesLost, Outcome, Place, Store
 from asyncflow.queue.storage.packed import PackedBackend
+from asyncflow.queue.values import encode
 from asyncflow.rpc.columns import Jagged
 from asyncflow.rpc.retry import delays
 
@@ -93,7 +94,7 @@ def columns(rng, rows):
     lengths = [rng.choice((0, 1, 7, 90)) for _ in range(rows)]
     return {
         "a": Jagged.from_rows([np.arange(n) for n in lengths], "int64"),
-        "b": Jagged.from_rows([bytes(n) for n in reversed(lengths)], "bytes"),
+        "b": encode([bytes(n) for n in reversed(lengths)]),
         "c": Jagged.from_rows(list(range(rows)), "int16", inner=None),
     }
 

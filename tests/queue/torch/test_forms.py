@@ -13,7 +13,7 @@ from hypothesis import strategies as st  # noqa: E402
 from asyncflow.errors import ManifestError  # noqa: E402
 from asyncflow.queue.protocol.messages import RowMeta  # noqa: E402
 from asyncflow.queue.torch import Batch, Column  # noqa: E402
-from asyncflow.queue.values import encode  # noqa: E402
+from asyncflow.queue.values import decode, encode  # noqa: E402
 from asyncflow.rpc.columns import Jagged  # noqa: E402
 
 lengths = st.lists(st.integers(0, 5), max_size=6)
@@ -63,8 +63,8 @@ def test_scalars_and_python_values():
     scalars = column_of([torch.tensor(1.5), torch.tensor(2.5)])
     assert scalars.padded().tolist() == scalars.nested().tolist() == [1.5, 2.5]
     assert Column.of(scalars.jagged())[1].shape == ()
-    words = Column.of(Jagged.from_rows(["ä", ""], "text"))
-    assert (words[0], words[1], words.jagged().rows()) == ("ä", "", ["ä", ""])
+    words = Column.of(encode(["ä", ""]))
+    assert (words[0], words[1], decode(words.jagged())) == ("ä", "", ["ä", ""])
     things = column_of([{"seen": np.arange(2)}, (1, None)])
     assert things[0]["seen"].tolist() == [0, 1]
     assert things[1] == (1, None)
@@ -91,7 +91,7 @@ def batch():
         columns={
             "ids": column_of([torch.tensor([1]), torch.tensor([2, 3])]),
             "reward": column_of([torch.tensor(0.5), torch.tensor(1.0)]),
-            "text": Column.of(Jagged.from_rows(["a", "b"], "text")),
+            "text": Column.of(encode(["a", "b"])),
         },
     )
 

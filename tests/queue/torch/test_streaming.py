@@ -15,6 +15,7 @@ from asyncflow.api.names import TLS_ENV  # noqa: E402
 from asyncflow.errors import DeadlineExceeded, Refused, StaleHandle  # noqa: E402
 from asyncflow.queue.blocking import BlockingPartition, connect  # noqa: E402
 from asyncflow.queue.torch import QueueAddress, StreamingDataset  # noqa: E402
+from asyncflow.queue.values import encode  # noqa: E402
 from asyncflow.rpc.columns import Jagged  # noqa: E402
 from asyncflow.rpc.issuer import Issuer  # noqa: E402
 from asyncflow.rpc.shm import SHARED_MEMORY_ENV  # noqa: E402
@@ -280,8 +281,8 @@ def test_columns_keep_their_dtypes(served, dataset):
         "brain": lambda metas: Jagged.from_rows([[0x3F80, 0x4000] for _ in metas], "bfloat16"),
         "image": lambda metas: Jagged.from_rows([_image(m) for m in metas], "float32", inner=(2, 3)),
         "reward": lambda metas: Jagged.from_rows([float(m.serial) for m in metas], "float64", inner=None),
-        "text": lambda metas: Jagged.from_rows([f"né {m.serial}" for m in metas], "text"),
-        "thing": lambda metas: Jagged.from_rows([{"a": [m.serial]} for m in metas], "object"),
+        "text": lambda metas: encode([f"né {m.serial}" for m in metas]),
+        "thing": lambda metas: encode([{"a": [m.serial]} for m in metas]),
     }
     served.fill(range(ROWS), columns=columns, close=1)
     for batch in loader(dataset(columns=["prompt", *columns]), 1):
