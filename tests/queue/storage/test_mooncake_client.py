@@ -6,6 +6,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from asyncflow.errors import PeerLost
@@ -34,6 +35,7 @@ class Library:
         return SimpleNamespace(
             setup=lambda *_: 0,
             register_buffer=lambda *_: 0,
+            unregister_buffer=lambda *_: 0,
             batch_put_from=put,
             close=lambda: self.closed.append(number),
         )
@@ -74,7 +76,7 @@ async def store(library):
 
 
 async def put(store, *keys):
-    return await store.write(keys, [8] * len(keys), lambda buffer: buffer.fill(0))
+    return await store.write(keys, [8] * len(keys), np.zeros(8 * len(keys), np.uint8))
 
 
 async def test_a_client_that_is_stuck_twice_in_a_row_is_replaced_and_closed(library, store):

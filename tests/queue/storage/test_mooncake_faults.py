@@ -150,12 +150,8 @@ async def test_a_value_that_somebody_else_changed_is_lost(make_world):
     connection = MooncakeConnection(host="127.0.0.1", master=lambda: world.master.address)
     other = MooncakeStore(connection, stale="^nothing$")
     key = backend._samples[Place(1, 1)].key
-
-    def overwrite(buffer):
-        buffer[:] = 7
-
     assert await other.remove([key]) == [Outcome.DONE]
-    assert await other.write([key], [8000], overwrite) == [Outcome.DONE]
+    assert await other.write([key], [8000], np.full(8000, 7, np.uint8)) == [Outcome.DONE]
     assert await read(backend, 1, 3) == [Place(1, 0), Place(1, 2)]
     await other.close()
     await backend.close()

@@ -9,7 +9,7 @@ import pytest
 
 from asyncflow.errors import PeerLost
 from asyncflow.queue.storage import packed
-from asyncflow.queue.storage.backend import BytesLost, Outcome, Place, Store
+from asyncflow.queue.storage.backend import BytesLost, Outcome, Place, Store, split
 from asyncflow.queue.storage.packed import PackedBackend
 from asyncflow.queue.values import encode
 from asyncflow.rpc.columns import Jagged
@@ -32,13 +32,10 @@ class Flaky(Store):
     async def open(self):
         pass
 
-    async def write(self, keys, sizes, fill):
+    async def write(self, keys, sizes, values):
         assert len(keys) <= self.most_keys
-        buffer = np.empty(sum(sizes), np.uint8)
-        fill(buffer)
-        values = np.split(buffer, np.cumsum(sizes)[:-1])
         await asyncio.sleep(0)
-        return [self._write(key, value.tobytes()) for key, value in zip(keys, values, strict=True)]
+        return [self._write(key, value.tobytes()) for key, value in zip(keys, split(values, sizes), strict=True)]
 
     def _write(self, key, value):
         self.ever[key] += 1
@@ -49,17 +46,19 @@ class Flaky(Store):
             self.values[key] = value
         return fault or Outcome.DONE
 
-    async def read(self, keys, sizes, take):
+    async def read(self, keys, sizes, values):
         assert len(set(keys)) == len(keys)
         await asyncio.sleep(0)
-        return [self._read(number, key, size, take) for number, (key, size) in enumerate(zip(keys, sizes, strict=True))]
+        return [self._read(key, place) for key, place in zip(keys, split(values, sizes), strict=True)]
 
-    def _read(self, number, key, size, take):
+    def _read(self, key, place):
         if (fault := self._fault()) is not None:
             return fault
         value = self.values.get(key)
-        good = value is not None and len(value) == size and take(number, memoryview(value))
-        return Outcome.DONE if good else Outcome.LOST
+        if value is None or len(value) != len(place):
+            return Outcome.LOST
+        place.data[:] = value
+        return Outcome.DONE
 
     async def gone(self, unmoved, others):
         return [key for key in others if key not in self.values]

@@ -15,7 +15,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Final, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Final, NamedTuple, Self, TypeVar
+
+import numpy as np
 
 from asyncflow.rpc.columns import Array, Jagged
 from asyncflow.rpc.retry import delays
@@ -106,18 +108,13 @@ class Backend(ABC):
 
 T = TypeVar("T")
 
-Fill: TypeAlias = Callable[[Array], None]
-"""Writes values back to back into a buffer (uint8) of just their size."""
-Take: TypeAlias = Callable[[int, memoryview], bool]
-"""Takes the number of a key and its value, and returns whether it is what was stored; it keeps no reference to it."""
-
 
 class Outcome(Enum):
     """The result of a call for one key. ``PackedBackend`` repeats what did not succeed, so a store never does."""
 
     DONE = auto()
     LOST = auto()
-    """It is not there, or it is not what was stored: a read gives it up."""
+    """It is not there, or has another size: a read gives it up."""
     FULL = auto()
     """Nothing was stored, because there is no room now: a write waits."""
     FAILED = auto()
@@ -134,8 +131,13 @@ async def answer_of(ask: Callable[[], Awaitable[T | None]]) -> T:
     return answer
 
 
+def split(values: Array, sizes: Sequence[int]) -> list[Array]:
+    """Return the values of these sizes that lie back to back in a buffer."""
+    return np.split(values, np.cumsum(sizes)[:-1])
+
+
 class Store(ABC):
-    """Immutable values by key.
+    """Immutable values by key, each of at least a byte; those of a call lie back to back in a buffer of that size.
 
     most_keys, most_bytes: of one call; a single larger value goes alone.
     """
@@ -148,12 +150,12 @@ class Store(ABC):
         """Wait until the store can be used, and remove what the unit's predecessors have left there."""
 
     @abstractmethod
-    async def write(self, keys: Sequence[str], sizes: Sequence[int], fill: Fill) -> Sequence[Outcome]:
-        """Store values of these sizes, each of at least a byte. ``fill`` may run in a thread, also after a cancel."""
+    async def write(self, keys: Sequence[str], sizes: Sequence[int], values: Array) -> Sequence[Outcome]:
+        """Store values of these sizes."""
 
     @abstractmethod
-    async def read(self, keys: Sequence[str], sizes: Sequence[int], take: Take) -> Sequence[Outcome]:
-        """Read values of these sizes, no key twice. ``take`` may run in a thread, also after a cancel."""
+    async def read(self, keys: Sequence[str], sizes: Sequence[int], values: Array) -> Sequence[Outcome]:
+        """Read values of these sizes, no key twice, into a buffer. The caller checks that they are what was stored."""
 
     @abstractmethod
     async def gone(self, unmoved: Sequence[str], others: Sequence[str]) -> list[str]:

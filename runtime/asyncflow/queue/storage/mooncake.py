@@ -7,15 +7,15 @@ that it filled both. The library keeps the interpreter's lock while a client is 
 the process runs: for 90 s where the master dies meanwhile, and for ever where it hangs. So a master must show that it
 lives first, and a setup is tried once.
 
-All calls block, so the back end runs them in a few threads, each with a registered buffer; no call waits for room or
+All calls block, so the back end runs them in a few threads; no call waits for room or
 for a lease, which is what the unit's event loop does.
 
 Invariants: a client is closed when it was replaced and no call refers to it any more, never before; a new one is set up
-by one thread, and all others wait for it. Values are written under keys that are new, hard pinned, from and into
-buffers that stay registered as long as a transfer may use them; no call has more than ``MOST_KEYS`` keys; each key has
-a return code, and nothing is taken for done without it; a removal is never forced. The keys of a unit begin with its
-owner, index and incarnation, and no other living process writes or removes them; a unit first removes what earlier
-incarnations of it have left.
+by one thread, and all others wait for it. Values are written under keys that are new, hard pinned; buffers stay
+registered as long as a transfer may use them; no call has more than ``MOST_KEYS`` keys; each key has a return code, and
+nothing is taken for done without it; a removal is never forced. The keys of a unit begin with its owner, index and
+incarnation, and no other living process writes or removes them; a unit first removes what earlier incarnations of it
+have left.
 """
 
 from __future__ import annotations
@@ -28,29 +28,25 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Final, Self, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from asyncflow.errors import AsyncFlowError, ManifestError, PeerLost
-from asyncflow.queue.storage.backend import Fill, Outcome, Site, Store, Take, answer_of
+from asyncflow.queue.storage.backend import Outcome, Site, Store, answer_of
 from asyncflow.queue.storage.packed import PackedBackend
 from asyncflow.queue.storage.servers import LEASE_MS, find_program
-from asyncflow.rpc.columns import batches
+from asyncflow.rpc.columns import Array, batches
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Buffer = npt.NDArray[np.uint8]
 
 _THREADS: Final = 4
-MOST_KEYS: Final = 512
-BUFFER_BYTES: Final = 16 << 20
+MOST_KEYS: Final = Store.most_keys
 
 NO_ROOM: Final = -200
 _LEASED: Final = frozenset((-703, -706))
@@ -85,54 +81,44 @@ def load() -> ModuleType:
 
 
 class MooncakeClient:
-    """A client of one master. troubled: calls in a row that could not move something."""
+    """A client of one master. troubled: calls in a row that could not move something; buffers: those registered."""
 
     def __init__(self, store: Any, master: str) -> None:
         self.store = store
         self.master = master
         self.troubled = 0
         self.made = time.monotonic()
-        self.registered: dict[int, Buffer] = {}
+        self.buffers: dict[int, Array] = {}
 
     def __del__(self) -> None:
         self.store.close()
 
-    def outcomes(self, codes: Sequence[int], count: int) -> list[Outcome]:
-        """Return what the codes of a transfer of ``count`` values mean, and note whether bytes can still be moved."""
-        if len(codes) != count:
-            raise AsyncFlowError(f"{len(codes)} answers came for {count} keys", where="Mooncake")
-        outcomes = [_outcome(int(code)) for code in codes]
-        stuck = {int(code) for code in codes if _outcome(int(code)) is Outcome.FAILED and code not in _LEASED}
+    def transfer(
+        self, call: str, keys: Sequence[str], sizes: Sequence[int], buffer: Array, *more: object
+    ) -> list[Outcome]:
+        """Move values from or into a buffer; note whether bytes can still be moved.
+
+        One in which something is stuck stays registered and is not used again, because it may still come.
+        """
+        address = buffer.ctypes.data
+        if (code := self.store.register_buffer(address, buffer.size)) != 0:
+            raise AsyncFlowError(f"a buffer of {buffer.size} bytes cannot be registered: {code}", where="Mooncake")
+        self.buffers[address] = buffer
+        pointers = (address + np.cumsum([0, *sizes[:-1]])).tolist()
+        codes = [int(code) for code in getattr(self.store, call)(list(keys), pointers, list(sizes), *more)]
+        if len(codes) != len(keys):
+            raise AsyncFlowError(f"{len(codes)} answers came for {len(keys)} keys", where="Mooncake")
+        outcomes = list(map(_outcome, codes))
+        stuck = {code for code in codes if _outcome(code) is Outcome.FAILED and code not in _LEASED}
         if stuck:
             self.troubled += 1
-            log.info("some of %d values could not be moved: %s", count, sorted(stuck))
-        elif Outcome.DONE in outcomes:
+            log.info("some of %d values could not be moved: %s", len(keys), sorted(stuck))
+            return outcomes
+        if Outcome.DONE in outcomes:
             self.troubled = 0
+        self.store.unregister_buffer(address)
+        del self.buffers[address]
         return outcomes
-
-    @contextmanager
-    def buffer(self, own: threading.local, size: int) -> Iterator[Buffer]:
-        """Yield at least ``size`` bytes that are registered: those in ``own``, this thread's, if they are enough.
-
-        What something was stuck in is not used again, because it may still come.
-        """
-        buffer: Buffer | None = getattr(own, "buffer", None) if size <= BUFFER_BYTES else None
-        if buffer is None:
-            buffer = np.empty(max(size, BUFFER_BYTES), np.uint8)
-        address, troubled = buffer.ctypes.data, self.troubled
-        if self.registered.get(address) is not buffer:
-            if (code := self.store.register_buffer(address, buffer.size)) != 0:
-                raise AsyncFlowError(f"a buffer of {buffer.size} bytes cannot be registered: {code}", where="Mooncake")
-            self.registered[address] = buffer
-        try:
-            yield buffer
-        finally:
-            clean = self.troubled <= troubled
-            if size <= BUFFER_BYTES:
-                own.buffer = buffer if clean else None
-            elif clean:
-                self.store.unregister_buffer(address)
-                del self.registered[address]
 
 
 def _check_alive(master: str) -> None:
@@ -214,15 +200,11 @@ class MooncakeConnection:
 class MooncakeStore(Store):
     """Calls by ``connection`` in threads. stale: a regular expression of the keys that other incarnations have left."""
 
-    most_keys = MOST_KEYS
-    most_bytes = BUFFER_BYTES
-
     def __init__(self, connection: MooncakeConnection, *, stale: str) -> None:
         self._connection = connection
         self._stale = stale
         self._sweeping: asyncio.Task[None] | None = None
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="mooncake")
-        self._own = threading.local()
         self._pinned = connection.library.ReplicateConfig()
         self._pinned.replica_num = 1
         self._pinned.with_hard_pin = True
@@ -232,31 +214,13 @@ class MooncakeStore(Store):
         await answer_of(self._sweep)
         self._sweeping = asyncio.create_task(self._sweep_later())
 
-    async def write(self, keys: Sequence[str], sizes: Sequence[int], fill: Fill) -> Sequence[Outcome]:
-        """Put values back to back into a buffer, and from there into the store."""
+    async def write(self, keys: Sequence[str], sizes: Sequence[int], values: Array) -> Sequence[Outcome]:
+        """Put all."""
+        return await self._transfer("batch_put_from", keys, sizes, values, self._pinned)
 
-        def put(client: MooncakeClient) -> list[Outcome]:
-            with client.buffer(self._own, sum(sizes)) as buffer:
-                fill(buffer[: sum(sizes)])
-                codes = client.store.batch_put_from(list(keys), _pointers(buffer, sizes), list(sizes), self._pinned)
-                return client.outcomes(codes, len(keys))
-
-        return await self._transfer(keys, sizes, put)
-
-    async def read(self, keys: Sequence[str], sizes: Sequence[int], take: Take) -> Sequence[Outcome]:
-        """Get values back to back into a buffer; one of another size is not what was stored."""
-
-        def get(client: MooncakeClient) -> list[Outcome]:
-            with client.buffer(self._own, sum(sizes)) as buffer:
-                codes = client.store.batch_get_into(list(keys), _pointers(buffer, sizes), list(sizes))
-                outcomes = client.outcomes(codes, len(keys))
-                stops = np.cumsum(sizes).tolist()
-                for number, (code, size, stop) in enumerate(zip(codes, sizes, stops, strict=True)):
-                    if code >= 0 and not (code == size and take(number, buffer.data[stop - size : stop])):
-                        outcomes[number] = Outcome.LOST
-                return outcomes
-
-        return await self._transfer(keys, sizes, get)
+    async def read(self, keys: Sequence[str], sizes: Sequence[int], values: Array) -> Sequence[Outcome]:
+        """Get all."""
+        return await self._transfer("batch_get_into", keys, sizes, values)
 
     async def gone(self, unmoved: Sequence[str], others: Sequence[str]) -> list[str]:
         """Ask the master where they lie, which it believes for a while of a holder that is dead."""
@@ -291,11 +255,12 @@ class MooncakeStore(Store):
         await answer_of(self._sweep)
 
     async def _transfer(
-        self, keys: Sequence[str], sizes: Sequence[int], call: Callable[[MooncakeClient], list[Outcome]]
+        self, call: str, keys: Sequence[str], sizes: Sequence[int], buffer: Array, *more: object
     ) -> list[Outcome]:
         if not 0 < len(keys) == len(set(keys)) <= MOST_KEYS or len(sizes) != len(keys) or 0 in sizes or "" in keys:
             raise ValueError(f"a call takes 1 to {MOST_KEYS} different keys, each with a value of at least a byte")
-        return await self._run(call) or [Outcome.AWAY] * len(keys)
+        outcomes = await self._run(lambda client: client.transfer(call, keys, sizes, buffer, *more))
+        return outcomes or [Outcome.AWAY] * len(keys)
 
     async def _run(self, call: Callable[[MooncakeClient], T]) -> T | None:
         """Run ``call`` in a thread; None where the store does not answer."""
@@ -322,11 +287,6 @@ class MooncakeBackend(PackedBackend):
         connection = MooncakeConnection(host=site.host, master=lambda: site.find("master", 0))
         stale = f"^{re.escape(site.unit_prefix)}(?!{site.incarnation}-)"
         return cls(MooncakeStore(connection, stale=stale), prefix=site.prefix, lasting=site.lasting)
-
-
-def _pointers(buffer: Buffer, sizes: Sequence[int]) -> list[int]:
-    begins: list[int] = (buffer.ctypes.data + np.cumsum([0, *sizes[:-1]])).tolist()
-    return begins
 
 
 def _segment(replicas: Sequence[Any] | None) -> str:

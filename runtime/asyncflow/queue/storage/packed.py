@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncflow.errors import PeerLost
-from asyncflow.queue.storage.backend import Backend, BytesLost, Outcome, Place, Store
+from asyncflow.queue.storage.backend import Backend, BytesLost, Outcome, Place, Store, split
 from asyncflow.rpc.columns import DTYPES, Array, Jagged, batches, weighed_batches
 from asyncflow.rpc.retry import delays
 
@@ -81,11 +81,8 @@ class Sample:
 
     def needed(self, columns: Sequence[str]) -> int:
         """Return the bytes of ``columns``."""
-        return sum(cell.stop - cell.start for cell in self.cells(columns))
-
-    def cells(self, columns: Sequence[str]) -> list[slice]:
-        """Return where the cells of ``columns`` lie in the value."""
-        return [self.layout.cell(name, self.row) for name in columns]
+        cells = [self.layout.cell(name, self.row) for name in columns]
+        return sum(cell.stop - cell.start for cell in cells)
 
 
 class _Draft:
@@ -138,22 +135,17 @@ class PackedBackend(Backend):
         answer for ``PATIENCE_S``.
         """
         samples = [self._samples[place] for place in places]
-        cells = [[b""] * len(columns) for _ in samples]
         needed = [number for number, sample in enumerate(samples) if sample.needed(columns)]
         keys = [samples[number].key for number in needed]
-
-        def take(number: int, value: memoryview) -> None:
-            cells[number] = [bytes(value[cell]) for cell in samples[number].cells(columns)]
-
         self._reading.update(keys)
         try:
-            lost = await self._read(samples, needed, take)
+            values, lost = await self._read(samples, needed)
         finally:
             self._reading -= Counter(keys)
         if lost:
             gone = await self._gone_with({samples[number].key for number, moved in lost.items() if not moved})
             raise BytesLost(list(dict.fromkeys([*(places[number] for number in lost), *gone])))
-        return {name: _column(name, samples, [row[index] for row in cells]) for index, name in enumerate(columns)}
+        return {name: _column(name, samples, values) for name in columns}
 
     async def free(self, places: Sequence[Place], columns: Sequence[str]) -> None:
         """Remove the values of which nothing is needed any more."""
@@ -196,15 +188,9 @@ class PackedBackend(Backend):
 
     async def _write_some(self, draft: _Draft, rows: Sequence[int]) -> None:
         keys = [f"{self._prefix}{next(self._numbers):x}" for _ in rows]
-        sizes = draft.layout.sizes[list(rows)]
-        stops = np.cumsum(sizes)
-        digests: list[bytes] = []
-
-        def fill(buffer: Array) -> None:
-            np.concatenate(_bytes_of(draft.columns, rows), out=buffer)
-            digests.extend(_digest(buffer[stop - size : stop].data) for size, stop in zip(sizes, stops, strict=True))
-
-        outcomes = await self._store.write(keys, sizes.tolist(), fill)
+        sizes = draft.layout.sizes[list(rows)].tolist()
+        values, digests = await asyncio.to_thread(_pack, draft.columns, rows, sizes)
+        outcomes = await self._store.write(keys, sizes, values)
         for number, (row, key, outcome) in enumerate(zip(rows, keys, outcomes, strict=True)):
             if outcome is Outcome.DONE:
                 draft.samples[row] = Sample(draft.layout, row, key, digests[number])
@@ -215,28 +201,26 @@ class PackedBackend(Backend):
         await asyncio.wait([job])
         await self._remove([*(sample.key for sample in draft.samples.values()), *draft.doubtful])
 
-    async def _read(
-        self, samples: Sequence[Sample], left: list[int], take: Callable[[int, memoryview], None]
-    ) -> dict[int, bool]:
-        """Have ``take`` take the values of the samples with the numbers ``left``.
-
-        Return the numbers of those that are lost, and whether the store could say so.
-        """
+    async def _read(self, samples: Sequence[Sample], left: list[int]) -> tuple[dict[int, Array], dict[int, bool]]:
+        """Return the values of the samples with the numbers ``left``; of those lost, whether the store could say so."""
         now = asyncio.get_running_loop().time
         deadline = now() + PATIENCE_S
-        waits, tries, lost = delays(first=_FIRST_DELAY_S), Counter[int](), dict[int, bool]()
+        waits, tries = delays(first=_FIRST_DELAY_S), Counter[int]()
+        values, lost = dict[int, Array](), dict[int, bool]()
         sizes = np.array([sample.size for sample in samples])
 
-        def accept(number: int, value: memoryview) -> bool:
-            if _digest(value) != samples[number].digest:
+        def check(number: int, value: Array, outcome: Outcome) -> Outcome:
+            if outcome is Outcome.DONE and _digest(value) != samples[number].digest:
                 log.warning("the value of %s has changed in the store", samples[number].key)
-                return False
-            take(number, value)
-            return True
+                return Outcome.LOST
+            values[number] = value
+            return outcome
 
         async def read(some: list[int]) -> Sequence[Outcome]:
-            keys = [samples[number].key for number in some]
-            return await self._store.read(keys, sizes[some].tolist(), lambda index, value: accept(some[index], value))
+            keys, lengths = [samples[number].key for number in some], sizes[some].tolist()
+            buffer = np.empty(sum(lengths), np.uint8)
+            outcomes = await self._store.read(keys, lengths, buffer)
+            return await asyncio.to_thread(lambda: list(map(check, some, split(buffer, lengths), outcomes)))
 
         while left:
             parts = self._parts(left, sizes)
@@ -253,7 +237,7 @@ class PackedBackend(Backend):
                     hint = "It may come back; the rows are not given up"
                     raise PeerLost(f"the store has not answered for {PATIENCE_S:g} s", where=self._prefix, hint=hint)
                 await asyncio.sleep(next(waits))
-        return lost
+        return values, lost
 
     async def _gone_with(self, unmoved: set[str]) -> list[Place]:
         """Return the places of all samples that were lost together with some that are."""
@@ -303,23 +287,26 @@ class PackedBackend(Backend):
         return job
 
 
-def _digest(value: memoryview) -> bytes:
-    return hashlib.sha256(value).digest()
+def _digest(value: Array) -> bytes:
+    return hashlib.sha256(value.data).digest()
 
 
-def _bytes_of(columns: Mapping[str, Jagged], rows: Sequence[int]) -> list[Array]:
-    """Return the bytes of all cells of ``rows`` in the order of their values."""
+def _pack(columns: Mapping[str, Jagged], rows: Sequence[int], sizes: Sequence[int]) -> tuple[Array, list[bytes]]:
+    """Return the values of ``rows`` back to back, and their digests."""
     flat = [np.ascontiguousarray(column.values).view(np.uint8) for column in columns.values()]
     bounds = [(column.offsets * column.values.itemsize).tolist() for column in columns.values()]
-    return [data[at[row] : at[row + 1]] for row in rows for data, at in zip(flat, bounds, strict=True)]
+    cells = [data[at[row] : at[row + 1]] for row in rows for data, at in zip(flat, bounds, strict=True)]
+    values = np.concatenate(cells)
+    return values, list(map(_digest, split(values, sizes)))
 
 
-def _column(name: str, samples: Sequence[Sample], cells: Sequence[bytes]) -> Jagged:
-    """Return a column of its cells, one of each sample. Raises ValueError where their forms differ."""
+def _column(name: str, samples: Sequence[Sample], values: Mapping[int, Array]) -> Jagged:
+    """Return the cells of samples, out of the values of those that have bytes. Raises ValueError where forms differ."""
     forms = {sample.layout.forms[name] for sample in samples}
     if len(forms) > 1:
         raise ValueError(f"rows of several forms cannot be one column {name!r}")
     ((dtype, inner),) = forms
-    values = np.frombuffer(bytearray().join(cells), DTYPES[dtype])
-    lengths = np.fromiter(map(len, cells), np.int64, len(cells)) // values.itemsize
-    return Jagged.trusted(values, lengths, dtype, inner)
+    nothing = np.empty(0, np.uint8)
+    cells = [values.get(i, nothing)[sample.layout.cell(name, sample.row)] for i, sample in enumerate(samples)]
+    lengths = np.fromiter(map(len, cells), np.int64, len(cells)) // DTYPES[dtype].itemsize
+    return Jagged.trusted(np.concatenate(cells).view(DTYPES[dtype]), lengths, dtype, inner)

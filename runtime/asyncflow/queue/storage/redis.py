@@ -8,20 +8,17 @@ own.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
-import numpy as np
-
 from asyncflow.errors import ManifestError
-from asyncflow.queue.storage.backend import Fill, Outcome, Site, Store, Take, answer_of
+from asyncflow.queue.storage.backend import Outcome, Site, Store, answer_of, split
 from asyncflow.queue.storage.packed import PackedBackend
 from asyncflow.queue.storage.servers import find_program
-from asyncflow.rpc.columns import batches
+from asyncflow.rpc.columns import Array, batches
 
 log = logging.getLogger(__name__)
 
@@ -73,31 +70,27 @@ class RedisStore(Store):
             raise ManifestError(f"Redis has maxmemory {limit} and policy {policy}", where=_WHERE, hint=hint)
         await answer_of(lambda: self._ask(self._sweep))
 
-    async def write(self, keys: Sequence[str], sizes: Sequence[int], fill: Fill) -> Sequence[Outcome]:
+    async def write(self, keys: Sequence[str], sizes: Sequence[int], values: Array) -> Sequence[Outcome]:
         """SET each."""
-        buffer = np.empty(sum(sizes), np.uint8)
-        await asyncio.to_thread(fill, buffer)
-        values = np.split(buffer, np.cumsum(sizes)[:-1])
-        answers = await self._each([("SET", key, value.data) for key, value in zip(keys, values, strict=True)])
+        commands = [("SET", key, value.data) for key, value in zip(keys, split(values, sizes), strict=True)]
+        answers = await self._each(commands)
         full = self._redis.exceptions.OutOfMemoryError
         return [
             Outcome.DONE if answer is True else Outcome.FULL if isinstance(answer, full) else Outcome.FAILED
             for answer in answers
         ] or [Outcome.AWAY] * len(keys)
 
-    async def read(self, keys: Sequence[str], sizes: Sequence[int], take: Take) -> Sequence[Outcome]:
+    async def read(self, keys: Sequence[str], sizes: Sequence[int], values: Array) -> Sequence[Outcome]:
         """MGET all."""
-        values = await self._ask(lambda client: client.mget(keys))
-        if values is None:
+        found = await self._ask(lambda client: client.mget(keys))
+        if found is None:
             return [Outcome.AWAY] * len(keys)
-
-        def accept() -> list[bool]:
-            return [
-                value is not None and len(value) == size and take(number, memoryview(value))
-                for number, (value, size) in enumerate(zip(values, sizes, strict=True))
-            ]
-
-        return [Outcome.DONE if good else Outcome.LOST for good in await asyncio.to_thread(accept)]
+        outcomes = [Outcome.LOST] * len(keys)
+        for number, (place, value) in enumerate(zip(split(values, sizes), found, strict=True)):
+            if value is not None and len(value) == len(place):
+                place.data[:] = value
+                outcomes[number] = Outcome.DONE
+        return outcomes
 
     async def gone(self, unmoved: Sequence[str], others: Sequence[str]) -> list[str]:  # noqa: ARG002
         """Ask which exist; a server that began anew has none of them."""
