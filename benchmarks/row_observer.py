@@ -20,11 +20,10 @@ from typing import TextIO
 from asyncflow.api.names import VIEWER
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.errors import StaleHandle
-from asyncflow.identity import RowPlace, Version
+from asyncflow.identity import Version
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.log import read_ledger
-from asyncflow.queue.protocol.messages import RowMeta, StagedRow
 from asyncflow.rpc.access import worker_name
 from asyncflow.rpc.membership import Member, Membership
 
@@ -68,11 +67,9 @@ async def observe(ledger: Path, driver: str, out: TextIO) -> None:
 
 async def _read(queue: QueueClient, row: int, key: tuple[int, int, int], out: TextIO) -> None:
     serial, sample, step = key
-    meta = RowMeta(partition=TRAIN, serial=serial, sample=sample, step=step)
-    place = StagedRow(row=row, meta=meta, unit=RowPlace.of(row).unit, bytes={})
     line: dict[str, object] = {"serial": serial, "sample": sample, "step": step}
     try:
-        versions = (await queue.fetch([place], ["versions"], timeout=_CALL_S))["versions"].row(0)
+        versions = (await queue.fetch([row], ["versions"], timeout=_CALL_S))["versions"].row(0)
         line["versions"] = sorted({Version.unpack(int(packed)).step for packed in versions})
     except StaleHandle as error:
         line["unread"] = str(error)

@@ -20,7 +20,7 @@ from asyncflow.identity import unit_of
 from asyncflow.queue.peers import Peer, Peers, left, now, together
 from asyncflow.queue.protocol.batches import RowBatch
 from asyncflow.queue.protocol.calls import NOWHERE, AskWhere
-from asyncflow.queue.protocol.messages import LeasedRow, StagedRow, Tag
+from asyncflow.queue.protocol.messages import LeasedRow, Tag
 from asyncflow.rpc.columns import BatchHeader, Buffer, Jagged, encode_batch
 from asyncflow.rpc.retry import retry_within
 
@@ -29,7 +29,7 @@ _AWAY_S = 5.0
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
-Rows: TypeAlias = RowBatch | Sequence[LeasedRow | StagedRow | int]
+Rows: TypeAlias = RowBatch | Sequence[LeasedRow | int]
 """Rows by their ids, or as they were given to their holder."""
 Tags: TypeAlias = Sequence[Mapping[str, Tag]]
 """Tags of rows, one mapping for each row."""

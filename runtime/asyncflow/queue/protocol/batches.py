@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from asyncflow.identity import SampleKey
-from asyncflow.queue.protocol.messages import LeasedRow, Purpose, RowMeta, StagedRow, StepTotals, Tag
+from asyncflow.queue.protocol.messages import LeasedRow, Purpose, RowMeta, StepTotals, Tag
 
 ABSENT = -1
 """Stands for the bytes of a cell that is not there."""
@@ -39,42 +39,29 @@ class RowBatch(Struct, frozen=True, array_like=True, kw_only=True):
         return list(map(SampleKey, self.serials, self.samples))
 
     def leased(self) -> list[LeasedRow]:
-        """Return the rows of a lease, in the order in which they were granted."""
+        """Return the rows one by one, in the order in which they were granted; those of a slot by key."""
         return [
             LeasedRow(
                 row=row,
-                meta=self._meta(index),
+                meta=RowMeta(
+                    partition=self.partition,
+                    serial=self.serials[index],
+                    sample=self.samples[index],
+                    step=self.steps[index],
+                    purpose=self.purpose,
+                    min_version=self.oldest[index],
+                    max_version=self.newest[index],
+                    tokens=self.tokens[index],
+                    tags=self.tags[index],
+                ),
                 attempt=self.attempts[index],
                 lease=self.lease,
                 until=self.until,
                 unit=self.units[index],
-                bytes=self._bytes(index),
+                bytes={name: sizes[index] for name, sizes in self.sizes.items() if sizes[index] != ABSENT},
             )
             for index, row in enumerate(self.rows)
         ]
-
-    def staged(self) -> list[StagedRow]:
-        """Return the rows of a slot, by key."""
-        return [
-            StagedRow(row=row, meta=self._meta(index), unit=self.units[index], bytes=self._bytes(index))
-            for index, row in enumerate(self.rows)
-        ]
-
-    def _meta(self, index: int) -> RowMeta:
-        return RowMeta(
-            partition=self.partition,
-            serial=self.serials[index],
-            sample=self.samples[index],
-            step=self.steps[index],
-            purpose=self.purpose,
-            min_version=self.oldest[index],
-            max_version=self.newest[index],
-            tokens=self.tokens[index],
-            tags=self.tags[index],
-        )
-
-    def _bytes(self, index: int) -> dict[str, int]:
-        return {name: sizes[index] for name, sizes in self.sizes.items() if sizes[index] != ABSENT}
 
 
 class Slot(Struct, frozen=True, kw_only=True):
@@ -89,6 +76,6 @@ class Slot(Struct, frozen=True, kw_only=True):
     totals: StepTotals | None = None
 
     @property
-    def rows(self) -> list[StagedRow]:
+    def rows(self) -> list[LeasedRow]:
         """The rows one by one."""
-        return self.batch.staged() if self.batch is not None else []
+        return self.batch.leased() if self.batch is not None else []

@@ -1,7 +1,7 @@
 """The queue's vocabulary: what callers of ``QueueClient`` give and get.
 
 Rows are samples (``RowMeta`` says which), columns are fields, tasks (``TaskSpec``) are consumers. A claim gives
-``LeasedRow``s, the gang of trainer ranks gets ``StagedRow``s.
+``LeasedRow``s, and so does a slot of the gang of trainer ranks.
 
 Invariant: everything here is plain data that crosses sockets as msgpack. Nothing names an address or a clock; times are
 seconds from now, sizes are bytes.
@@ -98,6 +98,7 @@ class TaskSpec(Struct, frozen=True, kw_only=True):
 class LeasedRow(Struct, frozen=True, kw_only=True):
     """A row that a claim gave: the holder has ``until`` seconds to complete, renew or give back lease ``lease``.
 
+    One of a slot has no lease: it belongs to the trainer's attempt and its step until that is committed or begun anew.
     attempt: how often it was given back or expired before; unit: index of the unit that holds it; bytes: size of each
     column there. An output column of the task itself in ``bytes`` is what an earlier holder gave back unfinished.
     """
@@ -107,15 +108,6 @@ class LeasedRow(Struct, frozen=True, kw_only=True):
     attempt: int
     lease: str
     until: float
-    unit: int
-    bytes: dict[str, int]
-
-
-class StagedRow(Struct, frozen=True, kw_only=True):
-    """A row of a slot; it belongs to (trainer attempt, step) until that step is committed or begun anew."""
-
-    row: int
-    meta: RowMeta
     unit: int
     bytes: dict[str, int]
 
