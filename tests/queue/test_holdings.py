@@ -299,7 +299,7 @@ async def test_a_row_whose_bytes_the_store_has_lost_is_given_up_and_told_of():
     with pytest.raises(StaleHandle, match="lost"):
         await unit.holdings.fetch(rows, ["a"])
     assert unit.lost == [rows[1]]
-    assert rows[1] not in unit.holdings
+    assert rows[1] not in unit.holdings.rows
     assert (await unit.holdings.fetch([rows[0], rows[2]], ["a"]))["a"].lengths.tolist() == [1, 3]
     await asyncio.sleep(0.001)
     assert unit.budget.used == 32

@@ -132,7 +132,7 @@ class Movement(RuleBasedStateMachine):
     def write(self, data, name, answered):
         number = data.draw(st.sampled_from(sorted(self.table.state.rows)))
         unit = self.units[self.table.moves.where([number])[0]]
-        if unit.moving.away([number], write=True) or number not in unit.holdings:
+        if unit.moving.away([number], write=True) or number not in unit.holdings.rows:
             return
         self.version += 1
         value, lease = self.version, f"write:{self.version}"

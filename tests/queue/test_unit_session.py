@@ -118,7 +118,7 @@ async def test_each_put_learns_what_was_decided_about_it():
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
             await session.report(Session(0, 1, 7))
-    assert (5 in holdings, 6 in holdings) == (True, False)
+    assert (5 in holdings.rows, 6 in holdings.rows) == (True, False)
     assert (await puts[0].decided()).ok == [True]
     with pytest.raises(Refused):
         await puts[1].decided()
@@ -154,7 +154,7 @@ async def test_a_row_that_is_freed_with_the_decision_about_it_leaves_nothing_beh
         watch.set_result(Orders(1, [5]))
         assert (await put.decided()).ok == [True]
         await controller.sessions.get()
-    assert (5 in holdings, holdings.budget.used) == (False, 0)
+    assert (5 in holdings.rows, holdings.budget.used) == (False, 0)
     await session.close()
 
 

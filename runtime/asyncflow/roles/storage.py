@@ -42,6 +42,9 @@ async def serve(context: ProcessContext) -> None:
     def find(role: str, index: int) -> str | None:
         if queue.store is not None:
             return f"tcp://{queue.store.address}"
+        return address_of(role, index)
+
+    def address_of(role: str, index: int = 0) -> str | None:
         return membership.address(role, index) if membership is not None else None
 
     site = Site(
@@ -57,14 +60,13 @@ async def serve(context: ProcessContext) -> None:
     unit = StorageUnit(
         index=context.options.index,
         limit_bytes=queue.bytes_per_unit.bytes,
-        controller=lambda: membership.address("controller") if membership is not None else None,
-        replica=lambda index: membership.address("controller", index) if membership is not None else None,
+        controller=lambda: address_of("controller"),
+        find=address_of,
         incarnation=context.worker,
         host=context.host,
         credentials=context.credentials,
         access=context.access,
         backend=backend,
-        peer=lambda index: membership.address("storage", index) if membership is not None else None,
     )
     address = await unit.start()
     metrics.watch_rpc(unit.server.counters)

@@ -65,7 +65,7 @@ class Queue:
             controller=lambda: self.address(self.controller),
             incarnation=incarnation,
             backend=backend,
-            peer=lambda other: self.address(self.units.get(other)),
+            find=lambda _, other: self.address(self.units.get(other)),
         )
         await self.units[index].start()
         await self.units[index].joined(10)

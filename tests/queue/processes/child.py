@@ -64,10 +64,9 @@ async def unit(folder: Path, index: str, limit: str, backend: str = "memory", st
         index=site.unit,
         limit_bytes=int(limit),
         controller=address_in(folder / "controller"),
-        replica=lambda other: address_in(folder / f"controller-{other}")(),
+        find=lambda role, other: address_in(folder / f"{role.replace('storage', 'unit')}-{other}")(),
         incarnation=site.incarnation,
         backend=(made := open_backend(backend, site)),
-        peer=lambda other: address_in(folder / f"unit-{other}")(),
     )
     address = await serving.start()
     await made.open()

@@ -46,7 +46,7 @@ class Cluster:
             limit_bytes=self.limit,
             controller=lambda: self.address(self.controller),
             credentials=self.credentials("storage", index),
-            peer=lambda other: self.address(self.units.get(other)),
+            find=lambda _, other: self.address(self.units.get(other)),
         )
         await self.units[index].start()
         await self.units[index].joined(10)

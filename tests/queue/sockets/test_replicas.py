@@ -79,8 +79,7 @@ class Replicated:
             index=index,
             limit_bytes=1 << 20,
             controller=lambda: self.of(0),
-            replica=self.of,
-            peer=lambda other: self.address(self.units.get(other)),
+            find=lambda role, other: self.of(other) if role == "controller" else self.address(self.units.get(other)),
         )
         await self.units[index].start()
         await self.units[index].joined(10)

@@ -81,7 +81,7 @@ async def test_a_row_that_is_freed_before_its_verdict_is_safe_leaves_nothing_beh
         (number,) = (await putting).rows
         assert await clearing == 1
         await until(lambda: not unit.holdings.budget.used)
-        assert number not in unit.holdings
+        assert number not in unit.holdings.rows
 
 
 async def test_nothing_is_freed_of_which_the_ledger_does_not_know_why(cluster, disk):
@@ -91,7 +91,7 @@ async def test_nothing_is_freed_of_which_the_ledger_does_not_know_why(cluster, d
         clearing = await clear_all(made)
         disk.go_on(error=OSError(28, "no space left on device"))
         await until(made.controller.failed.done)
-        assert number in made.units[0].holdings
+        assert number in made.units[0].holdings.rows
         clearing.cancel()
         await asyncio.wait([clearing])
         assert isinstance(made.controller.failed.exception(), OSError)

@@ -197,9 +197,6 @@ class Holdings:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __contains__(self, row: int) -> bool:
-        return row in self.rows
-
     async def store(
         self,
         columns: Mapping[str, Jagged],

@@ -74,7 +74,7 @@ class UnitSession:
 
     epoch: that of the unit's rows, 0 before the first session; session: with the controller, while there is one;
     joined: set when the controller has taken the unit in; leaving: set when it orders the unit to drain; moved_rows: to
-    other units; address: returns the unit's own; replica, peer: return that of a replica controller, of another unit.
+    other units; address: returns the unit's own; find: returns that of process i of a role.
     """
 
     def __init__(
@@ -85,8 +85,7 @@ class UnitSession:
         controller: RpcClient,
         holdings: Holdings,
         address: Callable[[], str] = lambda: "",
-        replica: Callable[[int], str | None] = lambda _: None,
-        peer: Callable[[int], str | None] = lambda _: None,
+        find: Callable[[str, int], str | None] = lambda _role, _index: None,
         credentials: Credentials | None = None,
     ) -> None:
         self.epoch = 0
@@ -100,7 +99,7 @@ class UnitSession:
         self._controller = controller
         self._holdings = holdings
         self._address = address
-        self._addresses = {"controller": replica, "storage": peer}
+        self._find = find
         self._credentials = credentials
         self._clients: dict[tuple[str, int], RpcClient] = {}
         self._replicas: dict[int, asyncio.Task[None]] = {}
@@ -152,7 +151,7 @@ class UnitSession:
 
     def _client(self, role: str, index: int) -> RpcClient:
         if (role, index) not in self._clients:
-            name, find = f"storage unit {self._unit} to {role} {index}", partial(self._addresses[role], index)
+            name, find = f"storage unit {self._unit} to {role} {index}", partial(self._find, role, index)
             client = RpcClient(name=name, resolve=find, credentials=self._credentials, expects=(role,))
             self._clients[role, index] = client
         return self._clients[role, index]
@@ -352,7 +351,7 @@ class UnitSession:
         session = self.session
         if session is None:
             raise Fenced("the session ended under way", where=f"storage unit {self._unit}")
-        held = {number: self._holdings.rows[number] for number in rows if number in self._holdings}
+        held = {number: row for number in rows if (row := self._holdings.rows.get(number)) is not None}
         if not held:
             return
         rows, some = list(held), next(iter(held.values()))

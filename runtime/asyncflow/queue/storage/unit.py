@@ -54,11 +54,10 @@ class StorageUnit:
     """One unit.
 
     index: its place among the units; limit_bytes: most bytes of cells; controller: the controller's address, or a
-    function that returns it; replica: returns that of a replica controller; incarnation: of this process, by default
-    made here; host, port: where to listen (0: any); credentials: of this process; access: who may call what; backend:
-    where the cells lie, by default this process's memory; peer: returns the address of another unit, by its index;
-    max_message: most bytes of a message. ``failed`` is done when it cannot go on; its exception says why. ``leaving``
-    is set when it is wanted to ``leave``.
+    function that returns it; find: returns that of process i of a role, None if there is none; incarnation: of this
+    process, by default made here; host, port: where to listen (0: any); credentials: of this process; access: who may
+    call what; backend: where the cells lie, by default this process's memory; max_message: most bytes of a message.
+    ``failed`` is done when it cannot go on; its exception says why. ``leaving`` is set when it is wanted to ``leave``.
     """
 
     failed: asyncio.Task[None]
@@ -69,14 +68,13 @@ class StorageUnit:
         index: int,
         limit_bytes: int,
         controller: str | Callable[[], str | None],
-        replica: Callable[[int], str | None] = lambda _: None,
+        find: Callable[[str, int], str | None] = lambda _role, _index: None,
         incarnation: str = "",
         host: str = "127.0.0.1",
         port: int = 0,
         credentials: Credentials | None = None,
         access: Access | None = None,
         backend: Backend | None = None,
-        peer: Callable[[int], str | None] = lambda _: None,
         max_message: int = framing.MAX_MESSAGE,
     ) -> None:
         self.index = index
@@ -99,8 +97,7 @@ class StorageUnit:
             controller=self._controller,
             holdings=self.holdings,
             address=lambda: self.server.address,
-            replica=replica,
-            peer=peer,
+            find=find,
             credentials=credentials,
         )
         self.leaving = self._session.leaving
