@@ -40,7 +40,7 @@ def encode(values: Any, *, where: str = "column") -> Jagged:
     if isinstance(values, Jagged):
         return values
     if is_array(values) and not _nested(values):
-        return _regular(*_plain_array(values, where), where=where)
+        return _regular(*plain_array(values, where), where=where)
     if not is_array(values) and not isinstance(values, list | tuple):
         raise Refused(f"a {type(values).__name__} is no column", where=where, hint="Give an array or a list")
     return _of_rows(list(values), where)
@@ -85,7 +85,7 @@ def _of_rows(rows: list[Any], where: str) -> Jagged:
         hint = "Give an array of shape (0, ...)"
         raise Refused("no rows in a list say no dtype", where=where, hint=hint)
     if all(is_array(row) for row in rows):
-        return _jagged([_plain_array(row, where) for row in rows], where)
+        return _jagged([plain_array(row, where) for row in rows], where)
     if kinds == {bytes}:
         return _of_bytes(rows, BYTES)
     if kinds == {str}:
@@ -140,7 +140,7 @@ def _check_inner(inner: tuple[int, ...] | None, where: str) -> None:
         raise Refused(f"rows of shape (..., {', '.join(map(str, inner))}) hold nothing", where=where, hint=hint)
 
 
-def _plain_array(values: Any, where: str) -> tuple[Array, str]:
+def plain_array(values: Any, where: str) -> tuple[Array, str]:
     """Return ``values`` in numpy's terms, and the name of their dtype."""
     if not isinstance(values, np.ndarray | np.generic):
         import torch
@@ -215,7 +215,7 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, np.generic):
         return _plain(value.item(), where)
     if is_array(value):
-        array, dtype = _plain_array(value, where)
+        array, dtype = plain_array(value, where)
         return msgspec.msgpack.Ext(_ARRAY_EXT, _pack([dtype, list(array.shape), array.tobytes()]))
     hint = "It may be made of None, truth values, 64-bit integers, floats, strings, bytes, arrays, lists, tuples, dicts"
     raise Refused(f"an object holds {value!r:.80} of type {kind.__name__}", where=where, hint=hint)

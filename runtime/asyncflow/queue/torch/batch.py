@@ -7,6 +7,7 @@ sent has arrived, and what arrives where its data set was made is kept from then
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from asyncflow.errors import ManifestError
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, StepTotals
-from asyncflow.queue.values import decode
-from asyncflow.rpc.columns import BFLOAT16, BYTES, OBJECT, TEXT, Jagged, name_of
+from asyncflow.queue.values import decode, plain_array
+from asyncflow.rpc.columns import BFLOAT16, BYTES, OBJECT, TEXT, Jagged
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -51,7 +52,7 @@ class Column:
             values = values.view(torch.bfloat16)
         if column.inner:
             values = values.view(-1, *column.inner)
-            offsets = offsets // int(np.prod(column.inner))
+            offsets = offsets // math.prod(column.inner)
         kind: Kind = "scalar" if column.inner is None else "rows"
         if column.dtype in _PYTHON:
             kind = column.dtype  # type: ignore[assignment] # it is one of _PYTHON
@@ -114,16 +115,10 @@ class Column:
 
     def jagged(self) -> Jagged:
         """Return the column as the queue takes it."""
-        values, offsets = self.values.detach().cpu().contiguous(), self.offsets.cpu().numpy()
-        if self.kind in _PYTHON:
-            return Jagged(values.numpy(), offsets, self.kind)
-        inner = tuple(values.shape[1:])
-        offsets = offsets * int(np.prod(inner))
-        if values.dtype == torch.bfloat16:
-            bits = values.view(torch.uint16).numpy().reshape(-1)
-            return Jagged(bits, offsets, BFLOAT16, None if self.kind == "scalar" else inner)
-        array = values.numpy().reshape(-1)
-        return Jagged(array, offsets, name_of(array.dtype), None if self.kind == "scalar" else inner)
+        values, dtype = plain_array(self.values, where="batch")
+        inner = None if self.kind == "scalar" else values.shape[1:]
+        offsets = self.offsets.cpu().numpy() * math.prod(values.shape[1:])
+        return Jagged(values.reshape(-1), offsets, self.kind if self.kind in _PYTHON else dtype, inner)
 
     def _check_tensor(self, form: str) -> None:
         if self.kind in _PYTHON:

@@ -9,31 +9,33 @@ Invariant: every process of the group sees the same batches, the same end, and t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from asyncflow.errors import AsyncFlowError, RemoteError, from_wire
-from asyncflow.queue.protocol.messages import RowMeta, StepTotals
-from asyncflow.queue.torch.batch import Batch, columns_of
-from asyncflow.rpc.columns import BatchHeader, decode_batch, encode_batch
+from asyncflow.queue.torch.batch import Batch
+from asyncflow.queue.values import plain_array
 
 
-class _Sent(msgspec.Struct, frozen=True):
-    """A batch that is sent. frames: those of its columns."""
-
-    metas: list[RowMeta]
-    columns: BatchHeader
-    frames: list[memoryview]
-    step: int
-    slot: int
-    last: bool
-    totals: StepTotals | None
+def _plain(tensor: Any) -> tuple[str, tuple[int, ...], bytes]:
+    """Return the dtype, the shape and the bytes of a tensor of a batch."""
+    array, dtype = plain_array(tensor, where="batch")
+    return dtype, array.shape, array.tobytes()
 
 
-_encoder = msgspec.msgpack.Encoder()
-_sent = msgspec.msgpack.Decoder(_Sent)
+def _tensor(_: type, plain: tuple[str, list[int], bytes]) -> torch.Tensor:
+    dtype, shape, content = plain
+    values = torch.from_numpy(np.frombuffer(bytearray(content), np.uint8))
+    return values.view(getattr(torch, dtype)).view(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_batch = msgspec.msgpack.Decoder(Batch, dec_hook=_tensor)
 _error = msgspec.msgpack.Decoder(dict[str, str])
 
 
@@ -59,7 +61,7 @@ def share_batches(
         return bytearray() if batch is None else _encoded(batch)
 
     while message := broadcast(take, group, torch.device(device)):
-        yield (_decoded(message) if batch is None else batch).to(device)
+        yield (_batch.decode(message) if batch is None else batch).to(device)
 
 
 def broadcast(
@@ -97,22 +99,4 @@ def broadcast(
 def _encoded(batch: Batch) -> bytearray:
     if not isinstance(batch, Batch):
         raise TypeError(f"a loader of Batch can be shared, not of {type(batch).__name__}")
-    header, frames = encode_batch({name: column.jagged() for name, column in batch.columns.items()})
-    buffers = [memoryview(frame).cast("B") for frame in frames]
-    sent = _Sent(batch.metas, header, buffers, batch.step, batch.slot, batch.last, batch.totals)
-    message = bytearray()
-    _encoder.encode_into(sent, message)
-    return message
-
-
-def _decoded(message: memoryview) -> Batch:
-    sent = _sent.decode(message)
-    columns = decode_batch(sent.columns, sent.frames, max_bytes=len(message))
-    return Batch(
-        metas=sent.metas,
-        columns=columns_of(columns, list(columns)),
-        step=sent.step,
-        slot=sent.slot,
-        last=sent.last,
-        totals=sent.totals,
-    )
+    return bytearray(_encoder.encode(replace(batch, lease=None)))
