@@ -21,23 +21,29 @@ from msgspec.structs import replace
 
 from asyncflow.api.names import CLIENT
 from asyncflow.errors import Misdirected, Refused, StaleHandle
-from asyncflow.queue.peers import CONTROLLER, GRACE_S, Peer, Peers, left, now, together
-from asyncflow.queue.protocol import calls, messages, unit_calls
-from asyncflow.queue.protocol.batches import RowBatch, Slot
-from asyncflow.queue.protocol.calls import WRITE, Claimed, Drain, controller_of
-from asyncflow.queue.protocol.messages import Listing, PartitionView, UnitView
-from asyncflow.queue.putting import LEAVING, Putter
-from asyncflow.queue.routing import (
+from asyncflow.queue.peers import (
+    CONTROLLER,
+    GRACE_S,
+    Peer,
+    Peers,
     Rows,
     Tags,
     call_where_they_lie,
     check_rows,
     encoded,
     in_order,
+    left,
     located,
+    now,
     parts_by,
     scatter,
+    together,
 )
+from asyncflow.queue.protocol import calls, messages, unit_calls
+from asyncflow.queue.protocol.batches import RowBatch, Slot
+from asyncflow.queue.protocol.calls import WRITE, Claimed, Drain, controller_of
+from asyncflow.queue.protocol.messages import Listing, PartitionView, UnitView
+from asyncflow.queue.putting import LEAVING, Putter
 from asyncflow.rpc.access import worker_name
 from asyncflow.rpc.columns import BatchHeader, Jagged, decode_batch
 from asyncflow.rpc.membership import Member, Membership

@@ -11,10 +11,9 @@ from typing import Any
 
 from asyncflow.errors import Refused, StaleHandle
 from asyncflow.queue.client import QueueClient, check_once
-from asyncflow.queue.peers import left, now
+from asyncflow.queue.peers import Tags, check_rows, left, now
 from asyncflow.queue.protocol import calls
 from asyncflow.queue.protocol.messages import Found, LeasedRow, Listing, PeekedRows, Progress, Tag, TaskSpec
-from asyncflow.queue.routing import Tags, check_rows
 from asyncflow.queue.values import Values, decode, decode_torch, encode_columns
 from asyncflow.rpc.columns import Jagged
 

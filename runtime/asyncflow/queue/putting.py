@@ -23,11 +23,10 @@ from msgspec.structs import replace
 
 from asyncflow.api.queue import LEAST_BYTES
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Elsewhere, PeerLost, Refused
-from asyncflow.queue.peers import CONTROLLER, Peer, Peers, together
+from asyncflow.queue.peers import CONTROLLER, Peer, Peers, encoded, together
 from asyncflow.queue.protocol.calls import Nothing, Shares
 from asyncflow.queue.protocol.messages import Samples
 from asyncflow.queue.protocol.unit_calls import MOST_ROWS, PutRows, RowIds
-from asyncflow.queue.routing import encoded
 from asyncflow.rpc.columns import Jagged, weighed_batches
 from asyncflow.rpc.framing import MAX_MESSAGE
 from asyncflow.rpc.retry import retry_within

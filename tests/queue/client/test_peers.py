@@ -15,8 +15,7 @@ import pytest
 from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
 from asyncflow.queue.blocking import BlockingQueue
 from asyncflow.queue.client import QueueClient
-from asyncflow.queue.peers import CONTROLLER, Peer, together
-from asyncflow.queue.routing import scatter
+from asyncflow.queue.peers import CONTROLLER, Peer, scatter, together
 from asyncflow.rpc.access import Access
 from asyncflow.rpc.issuer import Issuer
 from asyncflow.rpc.retry import retry_within
