@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -51,12 +52,11 @@ def share_batches(
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         yield from (batch.to(device) for batch in batches)
         return
-    iterator: Iterator[Batch] | None = None
+    iterator = chain.from_iterable((batches,))  # begins when it is first asked, so that all see an error of its begin
     batch: Batch | None = None
 
     def take() -> bytearray:
-        nonlocal iterator, batch
-        iterator = iter(batches) if iterator is None else iterator
+        nonlocal batch
         batch = next(iterator, None)
         return bytearray() if batch is None else _encoded(batch)
 
