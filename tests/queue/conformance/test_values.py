@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from asyncflow.errors import ProtocolError, Refused
-from asyncflow.queue.routing import check_rows
+from asyncflow.queue.peers import check_rows
 from asyncflow.queue.values import decode, encode, encode_columns, pack_object, unpack_object
 from asyncflow.rpc.columns import BYTES, DTYPES, OBJECT, TEXT, Jagged
 
