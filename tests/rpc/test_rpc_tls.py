@@ -17,7 +17,6 @@ from msgspec import Struct
 
 from asyncflow.api.names import CLIENT, INSECURE_ENV
 from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
-from asyncflow.rpc import client as calling_side
 from asyncflow.rpc import framing, tls
 from asyncflow.rpc.access import ACCESS, Access, worker_name
 from asyncflow.rpc.addresses import host_and_port
@@ -257,27 +256,3 @@ async def test_a_connection_ends_with_the_certificate_that_it_began_with(
             await client.call("echo", Number(value=5), Number, timeout=10)
         assert echoing.counters.refused == {tls.EXPIRED: 1}
         await client.call("echo", Number(value=0), Number, timeout=10)
-
-
-async def test_calls_go_over_a_new_connection_once_a_day_and_none_is_lost(
-    echoing: RpcServer, issuer: Issuer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with calling(echoing, issuer.credentials("rollout", 3)) as client:
-        long = asyncio.create_task(client.call("echo", Number(value=0.5), Number, timeout=10))
-        await client.call("echo", Number(value=0), Number, timeout=10)
-        assert _peers(echoing) == 1
-        monkeypatch.setattr(calling_side, "FRESH_S", -1.0)
-        await client.call("echo", Number(value=0), Number, timeout=10)
-        assert _peers(echoing) == 2
-        assert (await long).value == 0.5
-        monkeypatch.setattr(calling_side, "FRESH_S", 60.0)
-        async with asyncio.timeout(10):
-            while _peers(echoing) > 1:
-                await asyncio.sleep(0.01)
-        await client.call("echo", Number(value=0), Number, timeout=10)
-        assert _peers(echoing) == 1
-    assert not echoing.counters.refused
-
-
-def _peers(server: RpcServer) -> int:
-    return len(server._peers)

@@ -32,8 +32,6 @@ from asyncflow.rpc.tls import NO_IDENTITY, Credentials, PeerRefused, refusal
 
 _CONNECT_S = 3.0
 """A Service may still lead to a pod that is gone: nobody answers there, and the kernel would ask for two minutes."""
-FRESH_S = 86_400.0
-"""Seconds after which calls go over a new connection, so that certificates are shown again before they expire."""
 _SILENT = "it is connected and silent: stopped, overloaded, or it waits for something itself"
 _NO_HANDSHAKE = "the handshake failed: do both sides have certificates of this job?"
 
@@ -84,27 +82,11 @@ class Link:
         self.waiting: dict[int, asyncio.Future[Answered]] = {}
         self._credentials = credentials
         self._expects = expects
-        self._retired = False
         self._unsent: dict[Hashable, Sequence[Buffer]] = {}
         self._connection: _Dialled | None = None
         self._tries_shared_memory = True
         self._loop = asyncio.get_running_loop()
-        self._made = self._loop.time()
         self._connecting = self._loop.create_task(self._connect(), name=f"connect to {address}")
-
-    @property
-    def stale(self) -> bool:
-        """True when calls that begin now should go over another connection."""
-        return self._loop.time() - self._made > FRESH_S
-
-    def retire(self) -> None:
-        """Close the connection as soon as nothing waits on it."""
-        self._retired = True
-        self._close_if_done()
-
-    def _close_if_done(self) -> None:
-        if self._retired and not self.waiting:
-            self.close("a newer connection is used")
 
     def send(self, call: int, parts: Sequence[Buffer]) -> None:
         """Send a message of ``call`` as soon as it can go."""
@@ -119,7 +101,6 @@ class Link:
             connection = self._connection
             if connection is not None and not connection.outbox.withdraw(call):
                 connection.send(call, [framing.encode(framing.Cancel(call))])
-        self._close_if_done()
 
     def close(self, why: str) -> None:
         """Close the connection; the calls on it raise PeerLost."""
@@ -257,7 +238,6 @@ class RpcClient:
         self._max_message = max_message
         self._ids = itertools.count()
         self._link: Link | None = None
-        self._retired: list[Link] = []
         self._watch: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -310,8 +290,6 @@ class RpcClient:
         if self._link is not None:
             self._link.close("this client was closed")
             self._link = None
-        for link in self._retired:
-            link.close("this client was closed")
         await asyncio.sleep(0)  # in which the event loop closes the sockets
 
     def _current(self) -> Link | None:
@@ -323,10 +301,6 @@ class RpcClient:
             return None
         if self._link is not None and self._link.address != address:
             self._link.close(f"the peer moved to {address}")
-            self._link = None
-        if self._link is not None and self._link.stale:
-            self._link.retire()
-            self._retired = [link for link in (*self._retired, self._link) if not link.closed]
             self._link = None
         if self._link is None:
             self._link = Link(

@@ -47,8 +47,6 @@ _IDLE_S = 60.0
 """Seconds without a message after which a peer may have to make room; it connects again when it next calls."""
 _TLS_BUFFER = 128 << 10
 """Bytes that asyncio keeps for each connection over TLS: many callers would cost this process much of its 256 KiB."""
-LONGEST_S = 2 * 86_400.0
-"""Seconds that a connection over TLS may last; who calls makes another before that (``client.FRESH_S``)."""
 
 
 class Caller(Connection):
@@ -305,10 +303,8 @@ class RpcServer:
                 if said != peer.caller:
                     what = f"the peer calls itself {said}, but its certificate is of {peer.caller}"
                     raise PeerRefused(what, reason=tls.NO_IDENTITY)
-                old = PeerRefused("a connection is too old", reason=tls.OLD)
                 expired = PeerRefused("the certificate of a connection has expired", reason=tls.EXPIRED)
-                left = tls.expires_in(peer.tls)
-                peer.expire_in(min(left, LONGEST_S), expired if left < LONGEST_S else old)
+                peer.expire_in(tls.expires_in(peer.tls), expired)
             peer.caller = said or ProcessIdentity(job, self._access.unnamed, 0)
             if peer.caller.job != job:
                 raise PeerRefused(f"the peer is {said}, of another job", reason=tls.OTHER_JOB)

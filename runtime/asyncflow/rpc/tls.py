@@ -40,10 +40,9 @@ HUNG_UP: Final = "hung_up"
 OTHER_USER: Final = "other_user"
 LATE: Final = "late"
 FULL: Final = "full"
-OLD: Final = "old"
 PROTOCOL: Final = "protocol"
 _BY_TLS = (NO_TLS, NO_CERTIFICATE, EXPIRED, OTHER_AUTHORITY, OTHER_JOB, NO_IDENTITY)
-REASONS: Final = (*_BY_TLS, HUNG_UP, OTHER_USER, LATE, FULL, OLD, PROTOCOL)
+REASONS: Final = (*_BY_TLS, HUNG_UP, OTHER_USER, LATE, FULL, PROTOCOL)
 """Why a peer is refused, as counters name it."""
 
 _LOOK_S = 1.0
