@@ -110,7 +110,11 @@ class Pair:
 def connect(controller: Callable[[], str | None], unit: Callable[[], str | None]) -> BlockingQueue:
     """Make a client of a controller and a unit by their addresses."""
     return BlockingQueue(
-        lambda: QueueClient(controller=controller, unit=lambda _: unit(), units=lambda: [0], worker=uuid.uuid4().hex)
+        lambda: QueueClient(
+            find=lambda role, _: controller() if role == "controller" else unit(),
+            units=lambda: [0],
+            worker=uuid.uuid4().hex,
+        )
     )
 
 
@@ -280,7 +284,7 @@ def many_clients(_folder: Path, dice: random.Random, _shim: Shim) -> str:
 
     async def put_all() -> None:
         for _ in range(CLIENTS):
-            client = QueueClient(controller="", unit=lambda _: None, units=lambda: [0], worker="w")
+            client = QueueClient(find=lambda *_: None, units=lambda: [0], worker="w")
             client.peers.call = answers.call  # type: ignore[method-assign]
             put = await client.put("p", column, timeout=60.0)
             living.add(put.rows[0])

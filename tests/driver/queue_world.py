@@ -21,7 +21,9 @@ async def queue_of(spec: RLJobSpec, folder: Path) -> AsyncIterator[tuple[QueueCl
     address = await controller.start()
     unit = StorageUnit(index=0, limit_bytes=1 << 20, controller=address)
     place = await unit.start()
-    queue = QueueClient(controller=address, unit=lambda _: place, units=lambda: [0], worker="test")
+    queue = QueueClient(
+        find=lambda role, _: address if role == "controller" else place, units=lambda: [0], worker="test"
+    )
     await unit.joined(10)
     await queue.declare(tasks_of(spec), timeout=10)
     try:

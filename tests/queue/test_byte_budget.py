@@ -30,57 +30,12 @@ async def test_budget_is_first_come_first_served_and_forgets_those_who_left():
     assert budget.used == 0
 
 
-async def served(budget, asks, *, rounds):
-    """Let producers ask again and again, each for many puts at once; give the bytes that each got."""
-    got = dict.fromkeys(asks, 0)
-
-    async def produce(name):
-        while True:
-            await budget.reserve(asks[name], timeout=60, producer=name)
-            got[name] += asks[name]
-
-    tasks = [asyncio.create_task(produce(name)) for name in asks for _ in range(20)]
-    for _ in range(rounds):
-        for _ in range(3):
-            await asyncio.sleep(0)
-        budget.release(budget.used)
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-    return got
-
-
-async def test_producers_that_all_want_more_get_the_same_bytes_whatever_sizes_they_ask_for():
-    got = await served(ByteBudget(100, where="test"), {"large": 90, "small": 5, "medium": 30}, rounds=300)
-    assert max(got.values()) - min(got.values()) <= 2 * 90
-    assert min(got.values()) > 5_000
-
-
-async def test_one_producer_with_many_puts_does_not_keep_another_waiting():
-    budget = ByteBudget(10, where="test")
-    await budget.reserve(10, timeout=1)
-    flood = [asyncio.create_task(budget.reserve(10, timeout=60, producer="flood")) for _ in range(50)]
-    await asyncio.sleep(0)
-    late = asyncio.create_task(budget.reserve(10, timeout=60, producer="late"))
-    await asyncio.sleep(0)
-    for _ in range(2):
-        budget.release(10)
-        await asyncio.sleep(0.001)
-    assert late.done()
-    assert sum(task.done() for task in flood) == 1
-    for task in flood:
-        task.cancel()
-    await asyncio.wait(flood)
-    budget.release(10)
-    assert (budget.used, len(budget)) == (0, 0)
-
-
 async def test_the_largest_gets_its_turn_although_smaller_ones_would_fit():
     budget = ByteBudget(10, where="test")
     await budget.reserve(8, timeout=1)
-    large = asyncio.create_task(budget.reserve(10, timeout=60, producer="large"))
+    large = asyncio.create_task(budget.reserve(10, timeout=60))
     await asyncio.sleep(0)
-    small = asyncio.create_task(budget.reserve(1, timeout=60, producer="small"))
+    small = asyncio.create_task(budget.reserve(1, timeout=60))
     await asyncio.sleep(0.001)
     assert not small.done()
     budget.release(8)

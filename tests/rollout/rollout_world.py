@@ -124,8 +124,9 @@ class World:
 
     def client(self, worker: str) -> QueueClient:
         client = QueueClient(
-            controller=lambda: self.controller_address,
-            unit=lambda index: self.unit_addresses.get(index),
+            find=lambda role, index: (
+                self.controller_address if role == "controller" else self.unit_addresses.get(index)
+            ),
             units=lambda: sorted(self.unit_addresses),
             worker=worker,
         )

@@ -54,7 +54,9 @@ class Places:
 
     def queue(self, worker: str) -> QueueClient:
         return QueueClient(
-            controller=self.controller, unit=self.units.__getitem__, units=lambda: range(len(self.units)), worker=worker
+            find=lambda role, index: self.controller if role == "controller" else self.units[index],
+            units=lambda: range(len(self.units)),
+            worker=worker,
         )
 
 

@@ -15,12 +15,11 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from concurrent.futures import CancelledError
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from asyncflow.errors import AsyncFlowError, PeerLost
+from asyncflow.errors import PeerLost
 from asyncflow.queue.client import JOIN_S, QueueClient, aconnect
 from asyncflow.queue.partition import Partition
 from asyncflow.rpc.tls import Credentials
@@ -74,7 +73,7 @@ class BlockingQueue:
         self._client: QueueClient | None = None
         self._stack = AsyncExitStack()
         self._running: set[asyncio.Task[Any]] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def begin_anew(self) -> None:
         """Forget what belongs to the parent of this process, but close nothing of it: both share its sockets."""
@@ -97,32 +96,34 @@ class BlockingQueue:
 
     def run(self, job: Coroutine[Any, Any, T]) -> T:
         """Return the result of ``job``; a caller that is interrupted cancels it, and waits until it has ended."""
-        if (loop := self._loop) is None:
-            job.close()
-            raise _closed()
-        tasks: list[asyncio.Task[T]] = []
+        ended, tasks = threading.Lock(), list[asyncio.Task[T]]()
+        ended.acquire()
 
-        async def carry_out() -> T:
-            tasks.append(asyncio.create_task(job))
+        def begin() -> None:
+            tasks.append(loop.create_task(job))
             self._running.add(tasks[0])
-            tasks[0].add_done_callback(self._running.discard)
-            return await tasks[0]
+            tasks[0].add_done_callback(end)
 
-        future = asyncio.run_coroutine_threadsafe(carry_out(), loop)
-        try:
-            return future.result()
-        except AsyncFlowError:
-            raise
-        except CancelledError:
-            raise _closed() from None
-        except BaseException:
-            if not future.done():
-                future.cancel()
-                asyncio.run_coroutine_threadsafe(cancelled(tasks), loop).result()
+        def end(task: asyncio.Task[T]) -> None:
+            self._running.discard(task)
+            ended.release()
+
+        with self._lock:
+            if (loop := self._loop) is None:
                 job.close()
+                raise _closed()
+            loop.call_soon_threadsafe(begin)
+        try:
+            ended.acquire()
+        except BaseException:
+            asyncio.run_coroutine_threadsafe(cancelled(tasks), loop).result()
             if self._client is not None:  # a claim that was interrupted has more to say
                 self.run(self._client.peers.settle())
             raise
+        try:
+            return tasks[0].result()
+        except asyncio.CancelledError:
+            raise _closed() from None
 
     def close(self) -> None:
         """Leave the queue. Calls under way, and later ones, raise PeerLost."""

@@ -60,34 +60,26 @@ _INDICES = 1 << 62
 class QueueClient:
     """One process's client.
 
-    controller: the controller's address, or a function that returns it; unit: returns the address of the unit with an
-    index; units: the indices of the units that take new rows; worker: who holds the leases (its incarnation); attempt:
-    of the role, which its samples carry (see ``take_over``); credentials: of this process; replica: returns the address
-    of a replica controller. Timeouts are in seconds and for the whole of a method, which raises DeadlineExceeded where
-    they were not enough.
+    find: returns the address of controller or storage unit i, by its role, None while there is none; units: the indices
+    of the units that take new rows; worker: who holds the leases (its incarnation); attempt: of the role, which its
+    samples carry (see ``take_over``); credentials: of this process. Timeouts are in seconds and for the whole of a
+    method, which raises DeadlineExceeded where they were not enough.
     """
 
     def __init__(
         self,
         *,
-        controller: str | Callable[[], str | None],
-        unit: Callable[[int], str | None],
+        find: Callable[[str, int], str | None],
         units: Callable[[], Sequence[int]],
         worker: str,
         attempt: int = 0,
         credentials: Credentials | None = None,
-        replica: Callable[[int], str | None] = lambda _: None,
     ) -> None:
-        def address(peer: Peer) -> str | None:
-            if peer.role == CONTROLLER.role:
-                return replica(peer.number) if peer.number else controller() if callable(controller) else controller
-            return unit(peer.number)
-
         self.worker = worker
         self.attempt = attempt
-        self.peers = Peers(address=address, units=units, credentials=credentials)
+        self.peers = Peers(find=find, units=units, credentials=credentials)
         self.ask = self.peers.ask
-        self._putter = Putter(self.peers)
+        self._putter = Putter(self.peers, worker=worker)
         self._deciding: dict[tuple[str, str], Peer] = {}  # tasks never move
         self._name = uuid.uuid4().hex
         self._numbers = itertools.count()
@@ -99,13 +91,11 @@ class QueueClient:
         worker: who holds the leases, if not this member.
         """
         return cls(
-            controller=lambda: membership.address("controller"),
-            unit=lambda index: membership.address("storage", index),
+            find=membership.address,
             units=lambda: [unit.index for unit in membership.peers("storage") if not unit.info.get(LEAVING)],
             worker=worker or membership.member.incarnation,
             attempt=membership.member.attempt,
             credentials=credentials,
-            replica=lambda index: membership.address("controller", index),
         )
 
     async def __aenter__(self) -> Self:
@@ -160,7 +150,6 @@ class QueueClient:
             tags=[dict(tag) for tag in tags or ()],
             outputs=dict(outputs or {}),
             wait_s=0.0,
-            producer=self.worker,
             samples=samples,
             attempt=self.attempt,
         )
@@ -500,7 +489,6 @@ class QueueClient:
                 tags=[dict(tags[i]) for i in indices] if tags is not None else [],
                 reason=reason,
                 wait_s=0.9 * seconds,
-                producer=self.worker,
             )
             return (await self.peers.call(unit, "unit.write", request, list[bool], timeout=seconds, frames=frames))[0]
 

@@ -92,19 +92,19 @@ async def together(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 class Peers:
     """The peers of one client.
 
-    address: returns where a peer is now, None while it is nowhere; units: the indices of the units that take new rows;
-    credentials: of this process, None for plain text.
+    find: returns the address of controller or storage unit i, by its role, None while there is none; units: the indices
+    of the units that take new rows; credentials: of this process, None for plain text.
     """
 
     def __init__(
         self,
         *,
-        address: Callable[[Peer], str | None],
+        find: Callable[[str, int], str | None],
         units: Callable[[], Sequence[int]],
         credentials: Credentials | None = None,
     ) -> None:
         self.units = units
-        self._address = address
+        self._find = find
         self._credentials = credentials
         self._connections: dict[Peer, RpcClient] = {}
         self._sent: set[asyncio.Task[None]] = set()
@@ -123,7 +123,7 @@ class Peers:
         if (connection := self._connections.get(peer)) is None:
             connection = self._connections[peer] = RpcClient(
                 name=f"queue client of {peer}",
-                resolve=partial(self._address, peer),
+                resolve=partial(self._find, *peer),
                 credentials=self._credentials,
                 expects=(peer.role,),
             )

@@ -1,8 +1,8 @@
 """New rows on their way to a storage unit that has room.
 
-They go to the unit that this client gave the fewest rows. A new client asks the controller how many rows each unit was
-given by all clients, and which turn it has among them, so that many clients with few rows each spread them as one
-client with many. A unit that is new counts as given as many as the least of the others.
+They go to the unit that this client gave the fewest rows, of equal ones to the first from the place on that its name
+says, so that many clients do not all begin with the same. A unit that is new counts as given as many as the least of
+the others.
 
 A group is known by this client's name, 128 random bits, and its own count, or by the serial that its creator gave it.
 What got no answer is put again under the same numbers, at the same unit or another, and recorded once.
@@ -15,16 +15,15 @@ that are there all the time, and take what comes, differ by no more than the lar
 from __future__ import annotations
 
 import secrets
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from itertools import chain
 
 from msgspec.structs import replace
 
 from asyncflow.api.queue import LEAST_BYTES
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Elsewhere, PeerLost, Refused
-from asyncflow.queue.peers import CONTROLLER, Peer, Peers, encoded, together
-from asyncflow.queue.protocol.calls import Nothing, Shares
+from asyncflow.errors import DeadlineExceeded, Elsewhere, PeerLost, Refused
+from asyncflow.queue.peers import Peer, Peers, encoded, together
 from asyncflow.queue.protocol.messages import Samples
 from asyncflow.queue.protocol.unit_calls import MOST_ROWS, PutRows, RowIds
 from asyncflow.rpc.columns import Jagged, weighed_batches
@@ -41,7 +40,6 @@ _ROOM_S = 2.0
 _ANSWER_S = 2.0
 _SLOW = 8 << 20
 """Bytes a second."""
-_SHARES_S = 2.0
 
 
 def time_at_unit(left_s: float, *, nbytes: int, others: bool) -> tuple[float, float]:
@@ -56,24 +54,12 @@ def time_at_unit(left_s: float, *, nbytes: int, others: bool) -> tuple[float, fl
 
 
 class Placement:
-    """The units of one client. units: returns the indices of those that take new rows."""
+    """The units of one client. units: returns the indices of those that take new rows; client: its name."""
 
-    def __init__(self, *, units: Callable[[], Sequence[int]]) -> None:
+    def __init__(self, *, units: Callable[[], Sequence[int]], client: str) -> None:
         self._units = units
-        self._begun = False
         self._given: dict[int, int] = {}
-        self._turn = 0
-
-    async def begin(self, peers: Peers) -> None:
-        """Ask the controller once how many rows each unit was given; without an answer all units count alike."""
-        if self._begun:
-            return
-        self._begun = True
-        with suppress(AsyncFlowError):
-            shares, _ = await peers.call(CONTROLLER, "queue.shares", Nothing(), Shares, timeout=_SHARES_S)
-            self._turn = shares.turn
-            least = min(shares.given.values(), default=0)
-            self._given = {unit: given - least for unit, given in shares.given.items()}
+        self._first = zlib.crc32(client.encode())
 
     def choose(self, rows: int, *, but: Collection[int] = ()) -> int:
         """Return the unit for ``rows`` rows, which count as given; one of ``but`` only if there is no other.
@@ -86,7 +72,7 @@ class Placement:
         if self._given.keys() != set(units):
             least = min((self._given[unit] for unit in units if unit in self._given), default=0)
             self._given = {unit: self._given.get(unit, least) for unit in units}
-        first = self._turn % len(units)
+        first = self._first % len(units)
         in_turn = [*units[first:], *units[:first]]
         unit = min([unit for unit in in_turn if unit not in but] or in_turn, key=self._given.__getitem__)
         self._given[unit] += rows
@@ -94,11 +80,11 @@ class Placement:
 
 
 class Putter:
-    """Puts rows for one client."""
+    """Puts rows for one client. worker: its name."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, *, worker: str) -> None:
         self._peers = peers
-        self._placement = Placement(units=peers.units)
+        self._placement = Placement(units=peers.units, client=worker)
         self._name = secrets.token_bytes(16)
         self._groups = 0
 
@@ -127,7 +113,6 @@ class Putter:
         made = RowIds([0] * rows, [True] * rows)
         waiting = dict.fromkeys(range(len(parts)))
         tried: set[int] = set()
-        await self._placement.begin(self._peers)
 
         async def send(unit: int, some: Sequence[int], seconds: float) -> None:
             indices = parts[some[0]] if len(some) == 1 else list(chain.from_iterable(parts[part] for part in some))

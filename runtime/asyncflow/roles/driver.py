@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from pathlib import Path
 
 from asyncflow.api.names import LAST_WORD_ENV
@@ -51,13 +52,11 @@ async def serve(context: JobContext) -> None:
     directory = Directory()
     directory.attach(server)
     queue = QueueClient(
-        controller=lambda: _address(directory, "controller", 0),
-        unit=lambda index: _address(directory, "storage", index),
+        find=partial(_address, directory),
         units=lambda: [member.index for member in directory.members("storage")],
         worker=WORKER,
         attempt=options.attempt,
         credentials=context.credentials,
-        replica=lambda index: _address(directory, "controller", index),
     )
     driver = Driver(
         context.job,

@@ -138,7 +138,6 @@ def _table() -> dict[str, dict[str, Named]]:
         "queue.audit": looks,
         "queue.units": looks,
         "queue.where": looks,
-        "queue.shares": looks,
         "queue.drain": _may(_own("unit"), "storage") | _may(_nobody, CLIENT, OPERATOR),
         "open.list": looks,
         "open.find": looks,

@@ -50,12 +50,16 @@ class Cluster:
     def address(self):
         return self.controller.server.address if self.controller else None
 
+    def find(self, role, index):
+        if role == "controller":
+            return self.address()
+        return self.units[index].server.address if index in self.units else None
+
     def connect(self, worker="test"):
         self.clients.append(
             BlockingQueue(
                 lambda: QueueClient(
-                    controller=self.address,
-                    unit=lambda index: self.units[index].server.address if index in self.units else None,
+                    find=self.find,
                     units=lambda: sorted(self.units),
                     worker=worker,
                 )

@@ -31,7 +31,7 @@ def proxied(folder, *, cut_every=0):
         for server in (cluster.controller.server, cluster.units[0].server):
             proxies.append(Proxy(server.address, random.Random(len(proxies)), cut_every=cut_every))
         controller, unit = (proxy.address for proxy in proxies)
-        peers = {"controller": controller, "unit": lambda _: unit, "units": lambda: [0]}
+        peers = {"find": lambda role, _: controller if role == "controller" else unit, "units": lambda: [0]}
         queue = BlockingQueue(lambda: QueueClient(**peers, worker="w"))
         queue.declare([TaskSpec(partition=P, name="t", needs=["x"], lease_s=1.0)], timeout=30)
         yield queue, proxies

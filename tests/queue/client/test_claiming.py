@@ -20,7 +20,7 @@ NOTHING = Claimed(None, False)
 
 
 def client_of(answer):
-    client = QueueClient(controller="", unit=lambda _: None, units=list, worker="w")
+    client = QueueClient(find=lambda *_: None, units=list, worker="w")
     client.peers.call = ByHand(answer).call
     return client
 

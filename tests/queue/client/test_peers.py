@@ -31,8 +31,7 @@ def unit(number):
 
 def client(servers, credentials=None):
     return QueueClient(
-        controller=lambda: servers.address(None),
-        unit=lambda n: servers.address(n),
+        find=lambda role, number: servers.address(None if role == "controller" else number),
         units=list,
         worker="w",
         credentials=credentials,

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
 from asyncflow.queue import putting
 from asyncflow.queue.client import QueueClient
-from asyncflow.queue.protocol.calls import Shares
 from asyncflow.queue.protocol.unit_calls import RowIds
 from asyncflow.queue.putting import time_at_unit
 from asyncflow.rpc.columns import Jagged, decode_batch
@@ -31,12 +30,10 @@ class Units:
 
     def __init__(self, units, answer=lambda call: RowIds([100 + i for i in range(call.request.header.rows)])):
         self.answer, self.asked = answer, []
-        self.client = QueueClient(controller="", unit=lambda _: None, units=lambda: units, worker="w")
+        self.client = QueueClient(find=lambda *_: None, units=lambda: units, worker="w")
         self.client.peers.call = ByHand(self.call).call
 
     def call(self, call):
-        if call.method == "queue.shares":
-            return Shares({}, 0), []
         self.asked.append(call)
         return self.answer(call), []
 

@@ -22,7 +22,7 @@ class Units:
 
     def __init__(self, *, there=(0, 1, 2)):
         self.lies, self.failures, self.asked = {}, [], []
-        self.client = QueueClient(controller="", unit=lambda _: None, units=lambda: list(there), worker="w")
+        self.client = QueueClient(find=lambda *_: None, units=lambda: list(there), worker="w")
         self.client.peers.call = ByHand(self.answer).call
 
     def put(self, unit, count):

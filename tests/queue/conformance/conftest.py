@@ -79,8 +79,7 @@ class Queue:
 
     def peers(self, worker):
         return {
-            "controller": lambda: self.address(self.controller),
-            "unit": lambda index: self.address(self.units[index]),
+            "find": lambda role, index: self.address(self.controller if role == "controller" else self.units[index]),
             "units": lambda: [index for index, unit in self.units.items() if unit],
             "worker": worker,
         }
@@ -174,7 +173,7 @@ class Served:
     def __init__(self, process, controller, unit):
         self.process = psutil.Process(process.pid)
         self.unit = unit
-        self.peers = {"controller": controller, "unit": lambda _: unit, "units": lambda: [0]}
+        self.peers = {"find": lambda role, _: controller if role == "controller" else unit, "units": lambda: [0]}
         self.client = QueueClient(**self.peers, worker="me")
         self.partition = Partition(self.client, "scores")
 

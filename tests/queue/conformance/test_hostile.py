@@ -49,8 +49,7 @@ class Victim:
 
     def connect(self, credentials):
         return QueueClient(
-            controller=self.controller,
-            unit=lambda _: self.unit,
+            find=lambda role, _: self.controller if role == "controller" else self.unit,
             units=lambda: [0],
             worker="me",
             credentials=credentials,
@@ -210,8 +209,7 @@ async def test_what_goes_over_the_wire_is_tls_and_of_no_use_to_who_records_it(vi
         tapped = await asyncio.start_server(tap, "127.0.0.1", 0)
         address = f"{address_of(*tapped.sockets[0].getsockname())}/{made.unit.rpartition('/')[2]}"
         client = QueueClient(
-            controller=made.controller,
-            unit=lambda _: address,
+            find=lambda role, _: made.controller if role == "controller" else address,
             units=lambda: [0],
             worker="tapped",
             credentials=made.credentials,

@@ -199,7 +199,10 @@ import numpy as np
 from asyncflow.queue.blocking import BlockingPartition, BlockingQueue
 from asyncflow.queue.client import QueueClient
 controller, *units = sys.argv[1:]
-peers = {"controller": controller, "unit": lambda i: units[i], "units": lambda: range(len(units))}
+peers = {
+    "find": lambda role, index: controller if role == "controller" else units[index],
+    "units": lambda: range(len(units)),
+}
 queue = BlockingQueue(lambda: QueueClient(**peers, worker="producer"))
 print(*BlockingPartition(queue, "scores").put({"n": np.arange(8)}))
 queue.close()

@@ -23,6 +23,13 @@ def address_in(path: Path):
     return lambda: (path.read_text() or None) if path.exists() else None
 
 
+def file_of(role: str, index: int) -> str:
+    """Return the name of the file of a controller, that of the first without a number, or of a unit."""
+    if role == "controller":
+        return f"controller-{index}" if index else "controller"
+    return f"unit-{index}"
+
+
 def publish(path: Path, text: str) -> None:
     """Write ``path`` in one go."""
     draft = path.with_suffix(".draft")
@@ -33,27 +40,21 @@ def publish(path: Path, text: str) -> None:
 def connect(folder: Path, worker: str = "") -> QueueClient:
     """Make a client that finds everybody by the files in ``folder``."""
     return QueueClient(
-        controller=address_in(folder / "controller"),
-        unit=lambda index: address_in(folder / f"unit-{index}")(),
+        find=lambda role, index: address_in(folder / file_of(role, index))(),
         units=lambda: [int(path.name[5:]) for path in folder.glob("unit-?")],
-        replica=lambda index: address_in(folder / f"controller-{index}")(),
         worker=worker or uuid.uuid4().hex,
     )
 
 
 async def controller(folder: Path, index: str = "0", controllers: str = "1") -> None:
-    """Serve as one of so many. The file of the first is ``controller``, of the others ``controller-1`` and so on."""
-
-    def file(other: int) -> Path:
-        return folder / (f"controller-{other}" if other else "controller")
-
+    """Serve as one of so many."""
     serving = Controller(
         ledger_dir=replica_ledger(folder / "ledger", int(index)),
         index=int(index),
         controllers=int(controllers),
-        address=lambda other: address_in(file(other))(),
+        address=lambda other: address_in(folder / file_of("controller", other))(),
     )
-    publish(file(int(index)), await serving.start())
+    publish(folder / file_of("controller", int(index)), await serving.start())
     await asyncio.Event().wait()
 
 
@@ -64,7 +65,7 @@ async def unit(folder: Path, index: str, limit: str, backend: str = "memory", st
         index=site.unit,
         limit_bytes=int(limit),
         controller=address_in(folder / "controller"),
-        find=lambda role, other: address_in(folder / f"{role.replace('storage', 'unit')}-{other}")(),
+        find=lambda role, other: address_in(folder / file_of(role, other))(),
         incarnation=site.incarnation,
         backend=(made := open_backend(backend, site)),
     )

@@ -67,8 +67,7 @@ class Cluster:
 
     def connect(self, worker, *, attempt=0):
         client = QueueClient(
-            controller=lambda: self.address(self.controller),
-            unit=lambda index: self.address(self.units.get(index)),
+            find=lambda role, index: self.address(self.controller if role == "controller" else self.units.get(index)),
             units=lambda: [index for index, unit in self.units.items() if unit],
             worker=worker,
             attempt=attempt,

@@ -31,27 +31,6 @@ async def test_a_put_waits_for_room_and_then_says_why_it_could_not(cluster):
         assert (await queue.client.stats(timeout=10)).dropped == 4
 
 
-async def test_a_producer_that_comes_late_need_not_wait_until_one_that_floods_is_done(cluster):
-    async with cluster(limit=192, units=1) as queue:
-        budget, flooding, late = queue.units[0].holdings.budget, queue.connect("flooding"), queue.connect("late")
-        flood = [asyncio.create_task(queue.create(serial, client=flooding, length=6)) for serial in range(10)]
-        async with asyncio.timeout(10):
-            while len(budget) < 8:
-                await asyncio.sleep(0.01)
-        coming = asyncio.create_task(queue.create(10, client=late, length=6))
-        async with asyncio.timeout(10):
-            while len(budget) < 9:
-                await asyncio.sleep(0.01)
-        for _ in range(2):
-            rows = await queue.claim("rollout", rows=2)
-            await queue.client.drop(rows, reason="test", timeout=10)
-        assert await asyncio.wait_for(coming, 5) == [True, True]
-        assert sum(put.done() for put in flood) <= 3
-        for _ in range(9):
-            await queue.client.drop(await queue.claim("rollout", rows=2), reason="test", timeout=10)
-        assert await asyncio.gather(*flood) == [[True, True]] * 10
-
-
 async def test_what_was_promised_gets_through_a_unit_that_creations_have_filled(cluster):
     async with cluster(limit=1000, units=1) as queue:
         budget = queue.units[0].holdings.budget

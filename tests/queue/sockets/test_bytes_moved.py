@@ -55,8 +55,7 @@ async def test_a_reader_moves_the_columns_that_it_names_and_a_writer_what_it_wri
         Relay(made.address(made.units[0])).running() as relay,
     ):
         client = QueueClient(
-            controller=lambda: made.address(made.controller),
-            unit=lambda _: relay.address,
+            find=lambda role, _: made.address(made.controller) if role == "controller" else relay.address,
             units=lambda: [0],
             worker="w",
             credentials=made.credentials("client"),

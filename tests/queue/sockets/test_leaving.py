@@ -1,7 +1,6 @@
 """Units that leave and come while the queue goes on, in this process."""
 
 import asyncio
-import itertools
 
 import msgspec
 import pytest
@@ -187,19 +186,6 @@ async def test_old_handles_of_open_rows_find_their_rows(cluster):
             while any(used for used, _ in budgets(queue).values()):
                 await asyncio.sleep(0.01)
         assert not any(held(queue).values())
-
-
-async def test_many_producers_with_few_puts_spread_rows_within_five_percent(cluster):
-    async with cluster(units=3) as queue:
-        serials = itertools.count(0, 2)
-        for number in range(24):
-            client = queue.connect(f"producer-{number}")
-            assert all(await queue.create(next(serials), client=client))
-            for rows in (1, 7, 3):
-                await client.put("open", {"x": Jagged.from_rows([[0]] * rows, "int64")}, timeout=10)
-        mean = sum(held(queue).values()) / 3
-        assert mean == 24 * (2 + 1 + 7 + 3) / 3
-        assert all(abs(count - mean) <= 0.05 * mean for count in held(queue).values())
 
 
 async def test_a_creation_that_comes_again_to_another_unit_is_known_and_frees_its_bytes(cluster):

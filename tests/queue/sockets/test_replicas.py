@@ -48,9 +48,7 @@ class Replicated:
 
     def connect(self, worker):
         return QueueClient(
-            controller=lambda: self.of(0),
-            replica=self.of,
-            unit=lambda index: self.address(self.units[index]),
+            find=lambda role, index: self.of(index) if role == "controller" else self.address(self.units[index]),
             units=lambda: [index for index, unit in self.units.items() if unit],
             worker=worker,
         )

@@ -83,8 +83,7 @@ class Served:
             self.members.append(await self._join("storage", index, unit.server.address))
         addresses = {index: unit.server.address for index, unit in self.units.items()}
         self.client = QueueClient(
-            controller=self.address,
-            unit=addresses.get,
+            find=lambda role, index: self.address if role == "controller" else addresses.get(index),
             units=lambda: sorted(addresses),
             worker="test",
             credentials=self._credentials("client"),

@@ -113,7 +113,6 @@ class Primary(Handlers):
             "queue.drain": (calls.Drain, sessions.drain),
             "queue.where": (calls.AskWhere, spread(table.moves.where)),
             "queue.units": (calls.Nothing, lambda _: sessions.views(self.controller.now())),
-            "queue.shares": (calls.Nothing, lambda _: sessions.shares()),
             "open.list": (calls.InPartition, lambda call: listing(list_rows(self.asked(call.partition)))),
             "open.find": (calls.FindRows, lambda call: find(self.asked(call.partition), call.keys)),
             "open.expect": (calls.Expect, self._expect),
@@ -204,7 +203,6 @@ class Primary(Handlers):
         numbers = entry.rows
         if isinstance(entry, unit_calls.NewRows):
             ok, rows = put(self.state, entry)
-            self._sessions.placed(session, sum(ok))
             return unit_calls.EntryResult(ok, rows=[] if all(ok) else list(rows))
         if isinstance(entry, unit_calls.MovedRows):
             ok = self.table.move_in(session.location, numbers, entry)

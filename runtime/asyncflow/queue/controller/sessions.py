@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from asyncflow.errors import Fenced
 from asyncflow.identity import epoch_of, location_of, unit_at
-from asyncflow.queue.protocol.calls import Drain, Shares
+from asyncflow.queue.protocol.calls import Drain
 from asyncflow.queue.protocol.messages import UnitState, UnitView
 from asyncflow.queue.protocol.unit_calls import AskMove, Hello, MoveOrder, Orders, Session, Watch, Welcome
 from asyncflow.queue.table.moves import Room
@@ -38,7 +38,7 @@ _FREE_S = 0.2
 
 @dataclass(slots=True)
 class _Unit:
-    """held: rows that it said it holds; given: rows put there, counted on from the least of the others.
+    """held: rows that it said it holds.
 
     to_free: rows that it must free, of which ``first`` is the number of the first; freed: done when it has freed all of
     them, where somebody waits for that.
@@ -49,7 +49,6 @@ class _Unit:
     used: int = 0
     limit: int = 0
     held: int = 0
-    given: int = 0
     synced: bool = False
     address: str = ""
     first: int = 1
@@ -102,7 +101,6 @@ class Sessions:
         self._expected = units
         self._units: dict[int, _Unit] = {}
         self._replaced: set[str] = set()
-        self._turn = 0
         self._watch_s = min(_WATCH_S, lost_s / 4)
         self.next_deadline = math.inf
 
@@ -114,7 +112,6 @@ class Sessions:
             for index, unit in self._table.state.units.items()
         }
         self.next_deadline = self._silent_from()
-        self._turn = 0
 
     @property
     def used(self) -> int:
@@ -143,8 +140,7 @@ class Sessions:
         epoch = self._table.join_unit(hello.unit, hello.incarnation)
         known = self._units.get(hello.unit)
         if known is None or known.epoch != epoch:
-            others = [unit.given for index, unit in self._units.items() if index != hello.unit]
-            self._units[hello.unit] = known = _Unit(epoch, now, given=min(others, default=0))
+            self._units[hello.unit] = known = _Unit(epoch, now)
         known.seen, known.limit, known.address = now, hello.limit, hello.address
         self.next_deadline = min(self.next_deadline, now + self._lost_s)
         return Welcome(self._table.controller, epoch, self._watch_s, self._table.controllers)
@@ -214,15 +210,6 @@ class Sessions:
 
     def _leaving(self, unit: _Unit) -> bool:
         return unit.epoch in self._table.state.leaving
-
-    def placed(self, session: Session, rows: int) -> None:
-        """Note that so many new rows were put on a unit."""
-        self._units[session.unit].given += rows
-
-    def shares(self) -> Shares:
-        """Return how many rows the units that take some were given."""
-        self._turn += 1
-        return Shares({index: unit.given for index, unit in self._taking()}, self._turn - 1)
 
     def views(self, now: float) -> list[UnitView]:
         """Describe all units."""

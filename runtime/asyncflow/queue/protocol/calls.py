@@ -241,13 +241,6 @@ class AskWhere(Struct, frozen=True):
     rows: list[int]
 
 
-class Shares(Struct, frozen=True):
-    """Rows that each unit was given, to be compared with each other; turn: of whom asks, to be told from others."""
-
-    given: dict[int, int]
-    turn: int
-
-
 def controller_of(lease: str) -> int:
     """Return the controller that gave ``lease``; the primary for anything that is no lease."""
     number = lease.partition(HELD_BY)[0]

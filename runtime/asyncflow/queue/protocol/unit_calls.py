@@ -49,9 +49,8 @@ class PutRows(Struct, frozen=True):
 
     client: name of the client that puts them, random bytes that no other has; group: the client's own number of the
     first group, the others follow it; tags: one set for each row, or none at all; outputs: most bytes of each column
-    that is written to each row later; wait_s: for room for all of it; producer: who puts, and shares the room fairly
-    with others; samples: which groups they are, where their creator numbers them instead of the client; attempt: of
-    that creator.
+    that is written to each row later; wait_s: for room for all of it; samples: which groups they are, where their
+    creator numbers them instead of the client; attempt: of that creator.
     """
 
     partition: str
@@ -62,7 +61,6 @@ class PutRows(Struct, frozen=True):
     tags: list[dict[str, Tag]]
     outputs: dict[str, Bytes]
     wait_s: Seconds
-    producer: str = ""
     samples: Samples | None = None
     attempt: Attempt = 0
 
@@ -87,7 +85,6 @@ class WriteRows(Struct, frozen=True):
     tags: list[dict[str, Tag]]
     reason: str
     wait_s: Seconds
-    producer: str = ""
 
 
 class FetchRows(Struct, frozen=True):
@@ -280,7 +277,6 @@ class TakeRows(Struct, frozen=True):
     tags: list[dict[str, Tag]]
     outputs: dict[str, Bytes]
     wait_s: Seconds
-    producer: str = ""
 
 
 def chosen(cells: Cells, count: int, indices: list[int]) -> Cells:

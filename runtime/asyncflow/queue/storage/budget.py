@@ -1,15 +1,11 @@
-"""The byte budget of a unit: a put that does not fit waits in line, one line for each producer.
+"""The byte budget of a unit: a put that does not fit waits in line.
 
 A put may bring a *promise*: bytes that will be written to its rows later. It is let in only where they fit too, so that
 a write which was promised needs nothing but what is kept for it, and passes everything else.
 
-The next put that is let in is the first in the line of the producer that got the fewest bytes while some waited; one
-that comes late begins where the others are. So producers that all want more get the same, whatever sizes they ask for.
-
 Invariants: what is reserved never exceeds the limit, and together with what is promised exceeds it only by promised
-writes that are not yet decided about; so every promised write gets its bytes, however full the unit is; a line
-keeps its order, and a turn is kept until there is room, so the largest put gets through too; one that is cancelled
-leaves no trace.
+writes that are not yet decided about; so every promised write gets its bytes, however full the unit is; puts are let
+in in the order in which they came, so the largest gets through too; one that is cancelled leaves no trace.
 """
 
 from __future__ import annotations
@@ -43,21 +39,17 @@ class ByteBudget:
         self.waited_s = 0.0
         self._where = where
         self._drawing: deque[_Place] = deque()
-        self._reserving: dict[str, deque[_Place]] = {}
-        self._given: dict[str, int] = {}
-        self._level = 0
+        self._reserving: deque[_Place] = deque()
 
     def __len__(self) -> int:
-        return len(self._drawing) + sum(map(len, self._reserving.values()))
+        return len(self._drawing) + len(self._reserving)
 
-    async def reserve(self, size: int, *, promise: int = 0, timeout: float, producer: str = "") -> None:
+    async def reserve(self, size: int, *, promise: int = 0, timeout: float) -> None:
         """Take ``size`` bytes and promise further ones, waiting for all of them if need be.
 
         Raises DeadlineExceeded when they did not come free in time, Refused where they never could.
         """
-        line = self._reserving.setdefault(producer, deque())
-        self._given[producer] = max(self._level, self._given.get(producer, 0))
-        await self._wait(line, size, promise, timeout)
+        await self._wait(self._reserving, size, promise, timeout)
 
     async def draw(self, size: int, *, timeout: float) -> None:
         """Take ``size`` promised bytes, which stay promised until ``release``, ahead of all who reserve.
@@ -108,18 +100,11 @@ class ByteBudget:
     def _advance(self) -> None:
         while self._drawing and self.used + self._drawing[0].size <= self.limit:
             self._take(self._drawing.popleft())
-        while not self._drawing:
-            self._reserving = {producer: line for producer, line in self._reserving.items() if line}
-            if not self._reserving:
-                self._given, self._level = {}, 0
-                return
-            producer = min(self._reserving, key=self._given.__getitem__)
-            place = self._reserving[producer][0]
+        while self._reserving and not self._drawing:
+            place = self._reserving[0]
             if self.used + self.promised + place.size + place.promise > self.limit:
                 return
-            self._level = self._given[producer]
-            self._given[producer] += place.size + place.promise
-            self._take(self._reserving[producer].popleft())
+            self._take(self._reserving.popleft())
 
     def _take(self, place: _Place) -> None:
         self.used += place.size

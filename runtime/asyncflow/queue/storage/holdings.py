@@ -206,10 +206,9 @@ class Holdings:
         lease: str = "",
         partial: Collection[str] = (),
         outputs: Mapping[str, int] | None = None,
-        producer: str = "",
         timeout: float,
     ) -> Blob:
-        """Store ``columns`` of so many ``new`` rows, or of ``rows`` that are here, in the producer's turn.
+        """Store ``columns`` of so many ``new`` rows, or of ``rows`` that are here, when there is room.
 
         What was promised to rows needs no turn. lease: that of whoever writes to rows; partial: columns that are
         unfinished; outputs: most bytes of each column that a new row gets later, for which there must be room, too.
@@ -220,7 +219,7 @@ class Holdings:
         if not new and not partial and self._is_promised(rows, blob):
             await self.budget.draw(blob.size, timeout=timeout)
         else:
-            await self.budget.reserve(blob.size, promise=promise, timeout=timeout, producer=producer)
+            await self.budget.reserve(blob.size, promise=promise, timeout=timeout)
         try:
             if columns:
                 await self._backend.put(blob.number, columns)

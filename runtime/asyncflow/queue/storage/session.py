@@ -367,7 +367,6 @@ class UnitSession:
             tags=[row.tags for row in held.values()],
             outputs=dict(some.outputs),
             wait_s=_ROOM_S,
-            producer=f"unit {self._unit}",
         )
         client = self._client("storage", move.unit)
         taken = await client.call("unit.take", request, list[bool], timeout=_CALL_S + _ROOM_S, frames=frames)

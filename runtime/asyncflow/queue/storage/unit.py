@@ -200,7 +200,6 @@ class StorageUnit:
             rows=rows,
             lease=call.lease,
             partial=columns if call.reason else (),
-            producer=call.producer,
             timeout=call.wait_s,
         )
         try:
@@ -252,9 +251,7 @@ class StorageUnit:
         columns = self._columns(call.header, frames, rows=rows)
         if not set(partial) <= columns.keys():
             raise ProtocolError(f"the unfinished columns {partial} are not among {sorted(columns)}")
-        blob = await self.holdings.store(
-            columns, new=rows, outputs=call.outputs, partial=partial, producer=call.producer, timeout=call.wait_s
-        )
+        blob = await self.holdings.store(columns, new=rows, outputs=call.outputs, partial=partial, timeout=call.wait_s)
         self.put_bytes += blob.size
         return blob
 
