@@ -4,7 +4,6 @@ import asyncio
 from types import SimpleNamespace
 
 from asyncflow.identity import RowPlace
-from asyncflow.queue.controller import sessions as sessions_of
 from asyncflow.queue.controller.sessions import Sessions
 from asyncflow.queue.protocol.calls import Claimed, ClaimRows
 from asyncflow.queue.protocol.unit_calls import Hello, Session, Watch
@@ -90,21 +89,3 @@ async def test_orders_leave_after_the_verdicts_that_wait_for_the_same_ledger():
     async with asyncio.timeout(10):
         assert (await orders).rows == [row.row]
     assert sent == ["verdict", "orders"]
-
-
-async def test_all_units_that_were_told_are_waited_for(monkeypatch):
-    monkeypatch.setattr(sessions_of, "_FREE_S", 60)
-    sessions = Sessions(Table(), lost_s=30)
-    (first, one), (second, other) = greeted(sessions, 0), greeted(sessions, 1)
-    assert sessions.when_freed("nothing to free", 0.0) == "nothing to free"
-    sessions.order([one, other])
-    both, given_up = (asyncio.create_task(sessions.when_freed(answer, 0.0)) for answer in ("both", "given up"))
-    await asyncio.sleep(0)
-    given_up.cancel()
-    sessions.orders(Watch(first, 1, 0, 60), 0.0)
-    await asyncio.sleep(0.01)
-    assert (both.done(), given_up.cancelled()) == (False, True)
-    sessions.orders(Watch(second, 1, 0, 60), 0.0)
-    async with asyncio.timeout(10):
-        assert await both == "both"
-    assert sessions.when_freed("all is free", 0.0) == "all is free"

@@ -202,14 +202,6 @@ class Controller:
         give([(future, reply)], pending, broken=self._broken)
         return future
 
-    def freed(self, reply: T) -> Soon[T]:
-        """Settle, and return ``reply`` when the units have freed what they were told to; see ``Sessions.when_freed``.
-
-        Where the ledger is waited for, they are told when it has why, and not waited for too.
-        """
-        safe = self.safe(reply)
-        return self.sessions.when_freed(reply, self.now()) if safe is reply else safe
-
     def until(self, partition: str, attempt: Callable[[], T | None], wait_s: float, otherwise: T) -> Soon[T]:
         """Return what ``attempt`` gives, tried again whenever the partition changes; ``otherwise`` after ``wait_s``."""
         if (found := attempt()) is not None or wait_s <= 0:

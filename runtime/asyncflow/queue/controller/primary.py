@@ -107,7 +107,7 @@ class Primary(Handlers):
             "queue.commit": (calls.TrainerStep, spread(training.commit)),
             "queue.wanted": (calls.AskWanted, self._wanted),
             "queue.take_over": (calls.CreatorAttempt, spread(table.take_over)),
-            "queue.clear": (calls.CreatorAttempt, self._clear),
+            "queue.clear": (calls.CreatorAttempt, spread(table.clear)),
             "queue.close": (calls.Close, spread(table.close)),
             "queue.sync": (calls.Nothing, self._sync),
             "queue.drain": (calls.Drain, sessions.drain),
@@ -116,7 +116,7 @@ class Primary(Handlers):
             "open.list": (calls.InPartition, lambda call: listing(list_rows(self.asked(call.partition)))),
             "open.find": (calls.FindRows, lambda call: find(self.asked(call.partition), call.keys)),
             "open.expect": (calls.Expect, self._expect),
-            "open.clear": (calls.ClearRows, self._clear_rows),
+            "open.clear": (calls.ClearRows, lambda call: sum(table.clear_rows(call.partition, call.rows))),
             "open.partitions": (calls.Nothing, self._partitions),
             "units.hello": (unit_calls.Hello, lambda hello: sessions.greet(hello, self.controller.now())),
             "units.announce": (unit_calls.Announce, self._announce),
@@ -168,13 +168,6 @@ class Primary(Handlers):
     async def _sync(self, _call: calls.Nothing) -> calls.Done:
         await self.controller.synced()
         return calls.Done()
-
-    def _clear(self, call: calls.CreatorAttempt) -> Soon[calls.Done]:
-        self.table.clear(call.partition, call.attempt)
-        return self.controller.freed(calls.Done())
-
-    def _clear_rows(self, call: calls.ClearRows) -> Soon[int]:
-        return self.controller.freed(sum(self.table.clear_rows(call.partition, call.rows)))
 
     def _expect(self, call: calls.Expect) -> None:
         expect(self.state, self.state.partition(call.partition), call.total)

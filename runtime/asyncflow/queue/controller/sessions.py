@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from asyncflow.errors import Fenced
 from asyncflow.identity import epoch_of, location_of, unit_at
@@ -25,23 +24,19 @@ from asyncflow.queue.table.table import Table
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 _WATCH_S = 1.0
 _GONE_S = 2.0
 """Seconds for which a unit of the ledger is waited for that the queue has not any more, in case it still leaves."""
 _SILENT = 3
 """A unit that was not heard for so many times as long as it may be without a word is called silent."""
 _ORDERS = 10_000
-_FREE_S = 0.2
-"""Seconds for which an answer waits for units to free rows, so a unit which does nothing delays nobody for long."""
 
 
 @dataclass(slots=True)
 class _Unit:
     """held: rows that it said it holds.
 
-    to_free: rows that it must free, of which ``first`` is the number of the first; freed: done when it has freed all of
-    them, where somebody waits for that.
+    to_free: rows that it must free, of which ``first`` is the number of the first.
     """
 
     epoch: int
@@ -53,7 +48,6 @@ class _Unit:
     address: str = ""
     first: int = 1
     to_free: list[int] = field(default_factory=list)
-    freed: asyncio.Future[None] | None = None
     watching: tuple[asyncio.Future[Orders], asyncio.TimerHandle] | None = None
 
     def orders(self, *, leave: bool) -> Orders:
@@ -61,25 +55,11 @@ class _Unit:
         rows = self.to_free[:_ORDERS]
         return Orders(self.first + len(rows) - 1, rows, leave)
 
-    def all_freed(self) -> asyncio.Future[None]:
-        """Return a future that is done when it has nothing to free."""
-        if self.freed is None:
-            self.freed = asyncio.get_running_loop().create_future()
-        return self.freed
-
     def carried_out(self, number: int) -> None:
         """Take its word that it has freed the rows up to this number."""
         if 0 < (rows := number + 1 - self.first) <= len(self.to_free):
             del self.to_free[:rows]
             self.first += rows
-        if not self.to_free and self.freed is not None:
-            self.freed.set_result(None)
-            self.freed = None
-
-
-async def _after(freed: Sequence[asyncio.Future[None]], answer: T) -> T:
-    await asyncio.wait(freed, timeout=_FREE_S)
-    return answer
 
 
 def _answer(future: asyncio.Future[Orders], orders: Orders) -> None:
@@ -192,14 +172,6 @@ class Sessions:
         timer = loop.call_later(watch.wait_s, _answer, future, idle)
         unit.watching = (future, timer)
         return future
-
-    def when_freed(self, answer: T, now: float) -> T | Awaitable[T]:
-        """Return ``answer`` when the units have freed what they were told to, as far as they do so within ``_FREE_S``.
-
-        Whoever cleared rows and has the answer may put as much at once: there is room.
-        """
-        units = [unit for unit in self._units.values() if unit.to_free and not self._silent(unit, now)]
-        return _after([unit.all_freed() for unit in units], answer) if units else answer
 
     def _tell(self, unit: _Unit) -> None:
         if unit.watching is not None:
