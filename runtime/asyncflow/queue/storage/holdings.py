@@ -156,8 +156,7 @@ class PendingPut:
 
         A caller that is cancelled does not cancel the decision: others wait for it too.
         """
-        await asyncio.wait([self.result])
-        decision = self.result.result()
+        decision = await asyncio.shield(self.result)
         if decision.error is not None:
             raise from_wire(decision.error)
         return EntryResult(decision.each(len(self.rows)), rows=decision.rows)
