@@ -19,7 +19,7 @@ class ByHand(Peers):
     """Peers whose calls ``answer`` is given, and returns reply and frames, or raises. units: those that are there."""
 
     def __init__(self, answer, units=lambda: [0]):
-        super().__init__(address=lambda _: None, units=units)
+        super().__init__(find=lambda *_: None, units=units)
         self._answer = answer
 
     async def call(self, peer, method, request, _reply, *, timeout, frames=()):

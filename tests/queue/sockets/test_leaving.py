@@ -192,7 +192,7 @@ async def test_a_creation_that_comes_again_to_another_unit_is_known_and_frees_it
     async with cluster(units=2) as queue:
         assert await queue.create(0) == [True, True]
         assert held(queue) == {0: 2, 1: 0}
-        other = queue.connect("again")
+        other = queue.connect("first")  # a name with which the second unit comes first
         assert await queue.create(0, client=other) == [False, False]
         assert queue.units[1].put_bytes > 0
         assert budgets(queue)[1] == (0, 0)
