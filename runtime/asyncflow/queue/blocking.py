@@ -99,7 +99,7 @@ class BlockingQueue:
         ended, tasks = threading.Lock(), list[asyncio.Task[T]]()
         ended.acquire()
 
-        def begin() -> None:
+        def begin(loop: asyncio.AbstractEventLoop) -> None:
             tasks.append(loop.create_task(job))
             self._running.add(tasks[0])
             tasks[0].add_done_callback(end)
@@ -112,7 +112,7 @@ class BlockingQueue:
             if (loop := self._loop) is None:
                 job.close()
                 raise _closed()
-            loop.call_soon_threadsafe(begin)
+            loop.call_soon_threadsafe(begin, loop)
         try:
             ended.acquire()
         except BaseException:
