@@ -67,14 +67,6 @@ def test_a_claim_of_whole_groups_gets_at_least_what_it_asks_for():
     assert rows.claim(max_rows=1).rows == put[4:]
 
 
-def test_a_claim_holds_no_more_tokens_than_it_asks_for_but_one_row():
-    rows = Rows(("t", {}))
-    put = rows.put(4, tags=[{"tokens": n} for n in (10, 20, 5, 100)])
-    assert rows.claim(max_rows=9, max_tokens=30).rows == put[:2]
-    assert rows.claim(max_rows=9, max_tokens=30).rows == put[2:3]
-    assert rows.claim(max_rows=9, max_tokens=30).rows == put[3:]
-
-
 def test_a_lease_is_acknowledged_whole_and_as_often_as_asked():
     rows = Rows(("t", {}), ("writer", {"writes": ["y"]}))
     rows.put(4)

@@ -163,7 +163,6 @@ class QueueClient:
         max_rows: int,
         min_rows: int = 1,
         max_groups: int | None = None,
-        max_tokens: int = 0,
         version: int | None = None,
         accept: Sequence[int] = (),
         done: Sequence[str] = (),
@@ -174,7 +173,7 @@ class QueueClient:
         """Lease rows for a task, waiting until there are some; none when the time is over or nothing will come.
 
         max_rows: most rows, but at least one group where the task takes groups; min_rows: that many or none;
-        max_groups: most groups; max_tokens: most tokens of all rows, 0 for any number.
+        max_groups: most groups.
 
         version: step of the weights that the caller has; accept: further steps that it could load. The rows are of the
         first kind if there are any, else of the second, never both.
@@ -197,7 +196,6 @@ class QueueClient:
             wait_s=0.0,
             done=list(done),
             min_rows=min_rows,
-            max_tokens=max_tokens,
             until_done=until_done,
         )
         place, deadline = (partition, task), now() + timeout

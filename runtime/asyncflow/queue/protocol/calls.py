@@ -63,10 +63,9 @@ class ClaimRows(InPartition, frozen=True, eq=False, omit_defaults=True):
     """Lease rows; parks for ``wait_s`` seconds. ticket: the worker's own name for the claim, by which it has one lease.
 
     max_rows: most rows, but at least one whole group where the task takes groups; max_groups: most groups; version,
-    accept: see ``VersionFilter``; min_rows: met only with at least so many; max_tokens: most tokens of prompts and
-    responses, 0 for any number, but at least one row or group; done: leases of tasks that write nothing, whose rows are
-    completed before this claim is met; until_done: the task has not ended while others hold rows of it, which may come
-    back.
+    accept: see ``VersionFilter``; min_rows: met only with at least so many; done: leases of tasks that write nothing,
+    whose rows are completed before this claim is met; until_done: the task has not ended while others hold rows of it,
+    which may come back.
     """
 
     task: str
@@ -79,7 +78,6 @@ class ClaimRows(InPartition, frozen=True, eq=False, omit_defaults=True):
     wait_s: Seconds = 0.0
     done: list[str] = []
     min_rows: Annotated[int, Meta(ge=1)] = 1
-    max_tokens: Annotated[int, Meta(ge=0)] = 0
     until_done: bool = False
 
 

@@ -7,7 +7,6 @@ a claim or slot is told of its rows is what they are now.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import cast
@@ -117,7 +116,7 @@ class Claims:
         """Return the rows that the claim gets, taken out of the index."""
         versions = VersionFilter(claim.version, tuple(claim.accept))
         fits = versions.suits if exact else versions.accepts
-        if queue.by_group or claim.max_groups is not None or claim.max_tokens:
+        if queue.by_group or claim.max_groups is not None:
             return self._choose(queue, claim, fits)
         if claim.min_rows > 1 and queue.index.fitting(fits) < claim.min_rows:
             return []
@@ -128,20 +127,15 @@ class Claims:
         rows: list[Row] = []
         items: list[Row | RowGroup] = []
         groups: set[int] = set()
-        most, left = claim.max_rows, claim.max_tokens or math.inf
         for item in queue.index.each(fits):
-            if len(rows) >= most:
+            if len(rows) >= claim.max_rows:
                 break
             more = queue.open_rows(item) if isinstance(item, RowGroup) else [item]
             serial = more[0].group.serial
             if claim.max_groups is not None and serial not in groups and len(groups) >= claim.max_groups:
                 break
-            if len(rows) + len(more) > most and (rows or not queue.by_group):
+            if len(rows) + len(more) > claim.max_rows and (rows or not queue.by_group):
                 break
-            weight = sum([row.weight for row in more]) if claim.max_tokens else 0
-            if rows and weight > left:
-                break
-            left -= weight
             groups.add(serial)
             rows += more
             items.append(item)
