@@ -2,6 +2,7 @@
 
 Groups and slots are AsyncFlow's alone; what they are compared with is the raw sockets' claim of 16 rows of the same
 run. Rows carry token counts, drawn lognormally; a slot deals about 16 rows to each of two ranks, and both ranks ask.
+What a claim gave is acknowledged before the next one, and that does not count.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import numpy as np
 from implementations import AsyncFlow, Implementation, implementation
 from samples import emit, milliseconds
 
 from asyncflow.queue.blocking import BlockingQueue
-from asyncflow.queue.protocol.messages import TOKENS_TAG, Samples, TaskSpec
+from asyncflow.queue.protocol.messages import TOKENS_TAG, LeasedRow, Samples, TaskSpec
 from asyncflow.rpc.columns import Jagged
 
+T = TypeVar("T")
 ROWS, SIZE, RANKS = 16, 8, 2
 BATCH = 4000
 CALL_S = 60.0
@@ -28,35 +31,38 @@ def plain(queue: Implementation, rows: int, repeats: int) -> dict[str, object]:
     for start, stop in _batches(rows):
         queue.put("plain", queue.pack([{"x": np.array([row])} for row in range(start, stop)]))
 
-    def claim() -> None:
-        assert queue.claim("plain", "t", ROWS, timeout=0.0) is not None
+    def claim() -> object:
+        claimed = queue.claim("plain", "t", ROWS, timeout=0.0)
+        assert claimed is not None
+        return claimed
 
-    figures = {"claim_ms": _times(claim, min(repeats, rows // ROWS - 1))}
+    figures = {"claim_ms": _times(claim, min(repeats, rows // ROWS - 1), after=queue.acknowledge)}
     queue.clear("plain")
     return figures
 
 
 def groups(queue: BlockingQueue, rows: int, repeats: int) -> dict[str, object]:
-    """Claim two whole groups of 8 at a time; each claim acknowledges the one before."""
+    """Claim two whole groups of 8 at a time."""
     partition = "groups"
     queue.declare([TaskSpec(partition=partition, name="t", needs=["x"], groups=True, lease_s=30.0)], timeout=CALL_S)
     for start, stop in _batches(rows):
         tags = [{TOKENS_TAG: count} for count in _tokens(stop - start, start)]
         queue.put(partition, {"x": _numbers(start, stop)}, tags=tags, group_size=SIZE, timeout=CALL_S)
-    done: list[str] = []
     seen: set[int] = set()
 
-    def claim() -> None:
-        nonlocal done
-        claimed = queue.claim(partition=partition, task="t", max_rows=ROWS, min_rows=ROWS, done=done, timeout=CALL_S)
-        assert claimed.batch is not None
-        assert len(claimed.batch.rows) == ROWS
-        assert seen.isdisjoint(claimed.batch.rows)
-        seen.update(claimed.batch.rows)
-        done = [claimed.batch.lease]
+    def claim() -> list[LeasedRow]:
+        claimed = queue.claim(partition=partition, task="t", max_rows=ROWS, min_rows=ROWS, timeout=CALL_S)
+        leased: list[LeasedRow] = claimed.rows
+        return leased
 
-    figures = {"claim_ms": _times(claim, min(repeats, rows // ROWS - 1))}
-    queue.acknowledge(done, timeout=CALL_S)
+    def acknowledge(leased: list[LeasedRow]) -> None:
+        numbers = {row.row for row in leased}
+        assert len(numbers) == ROWS
+        assert seen.isdisjoint(numbers)
+        seen.update(numbers)
+        assert queue.acknowledge([leased[0].lease], timeout=CALL_S) == [True]
+
+    figures = {"claim_ms": _times(claim, min(repeats, rows // ROWS - 1), after=acknowledge)}
     queue.clear_partition(partition=partition, timeout=CALL_S)
     return figures
 
@@ -84,15 +90,19 @@ def balanced(queue: BlockingQueue, rows: int, repeats: int) -> dict[str, object]
 
     order = slots()
 
-    def claim() -> None:
+    def claim() -> list[LeasedRow]:
         number, rank = next(order)
         slot = queue.slot(partition=partition, attempt=0, step=1, slot=number, rank=rank, tokens=budget, timeout=CALL_S)
-        assert slot is not None
-        assert seen.isdisjoint(slot.batch.rows)
-        seen.update(slot.batch.rows)
-        counts.append(len(slot.batch.rows))
+        leased: list[LeasedRow] = slot.rows
+        return leased
 
-    times = _times(claim, RANKS * min(repeats, rows // (2 * RANKS * ROWS)))
+    def count(leased: list[LeasedRow]) -> None:
+        numbers = {row.row for row in leased}
+        assert seen.isdisjoint(numbers)
+        seen.update(numbers)
+        counts.append(len(numbers))
+
+    times = _times(claim, RANKS * min(repeats, rows // (2 * RANKS * ROWS)), after=count)
     queue.clear_partition(partition=partition, timeout=CALL_S)
     return {"claim_ms": times, "rows_per_rank": round(float(np.mean(counts)), 1)}
 
@@ -112,12 +122,13 @@ def _tokens(count: int, seed: int) -> list[int]:
     return drawn
 
 
-def _times(claim: Callable[[], None], count: int) -> dict[str, float]:
+def _times(claim: Callable[[], T], count: int, *, after: Callable[[T], None]) -> dict[str, float]:
     times = []
     for _ in range(count):
         begun = time.perf_counter()
-        claim()
+        claimed = claim()
         times.append(time.perf_counter() - begun)
+        after(claimed)
     return milliseconds(times)
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import threading
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,8 +16,7 @@ from typing import Any, ClassVar
 from samples import Sample
 from servers import Handle, servers
 
-from asyncflow.queue.protocol.batches import RowBatch
-from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.queue.protocol.messages import LeasedRow, TaskSpec
 from asyncflow.rpc.columns import Jagged
 
 LEASE_S = 30.0
@@ -82,6 +79,9 @@ class Implementation(ABC):
     def fetch(self, rows: Any, columns: Sequence[str]) -> Any:
         """Read columns of rows."""
 
+    def acknowledge(self, rows: Any) -> None:  # noqa: B027 - where a claim is all that there is to say
+        """Say that rows that a claim returned were used, where nothing is written to them."""
+
     @abstractmethod
     def clear(self, partition: str) -> None:
         """Remove all rows of a partition."""
@@ -112,10 +112,7 @@ class _Attached:
 
 
 class AsyncFlow(Implementation):
-    """AsyncFlow in memory, over TCP, in processes of its own; leases of 30 s, the ledger in ``interval``.
-
-    A lease is acknowledged by what is written to its rows, else with the next claim of its task.
-    """
+    """AsyncFlow in memory, over TCP, in processes of its own; leases of 30 s, the ledger in ``interval``."""
 
     backend: ClassVar[str] = "memory"
     secured: ClassVar[bool] = False
@@ -123,8 +120,6 @@ class AsyncFlow(Implementation):
 
     def __init__(self) -> None:
         self._made = contextlib.ExitStack()
-        self._lock = threading.Lock()
-        self._leases: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
         self._declared: set[str] = set()
         self._pids: dict[str, int] = {}
 
@@ -141,9 +136,6 @@ class AsyncFlow(Implementation):
         self.queue = self._made.enter_context(handle.handle.connect())
 
     def close(self) -> None:
-        for leases in self._leases.values():
-            if leases:
-                self.queue.acknowledge(leases, timeout=CALL_S)
         self._made.close()
 
     @property
@@ -163,43 +155,31 @@ class AsyncFlow(Implementation):
         self._declare(partition)
         return Put(self.queue.put(partition, packed, timeout=CALL_S).rows)
 
-    def write(self, rows: Put | RowBatch, packed: Mapping[str, Jagged]) -> None:
+    def write(self, rows: Put | list[LeasedRow], packed: Mapping[str, Jagged]) -> None:
         if isinstance(rows, Put):
             self.queue.write(rows.rows, packed, timeout=CALL_S)
             return
-        with self._lock:
-            for leases in self._leases.values():
-                if rows.lease in leases:
-                    leases.remove(rows.lease)
         if not all(self.queue.complete(rows, packed, timeout=CALL_S)):
             raise RuntimeError("a lease had ended before its rows were written")
 
-    def claim(self, partition: str, task: str, count: int, *, timeout: float) -> RowBatch | None:
+    def claim(self, partition: str, task: str, count: int, *, timeout: float) -> list[LeasedRow] | None:
         self._declare(partition)
-        with self._lock:
-            done = self._leases.pop((partition, task), [])
-        claimed = self.queue.claim(
-            partition=partition, task=task, max_rows=count, min_rows=count, done=done, timeout=timeout
-        )
-        if claimed.late:
-            raise RuntimeError(f"{len(claimed.late)} leases had ended before they were acknowledged")
-        if claimed.batch is not None:
-            with self._lock:
-                self._leases[partition, task].append(claimed.batch.lease)
-        return claimed.batch
+        claimed = self.queue.claim(partition=partition, task=task, max_rows=count, min_rows=count, timeout=timeout)
+        return claimed.rows or None
 
-    def fetch(self, rows: RowBatch, columns: Sequence[str]) -> dict[str, Jagged]:
+    def fetch(self, rows: list[LeasedRow], columns: Sequence[str]) -> dict[str, Jagged]:
         fetched: dict[str, Jagged] = self.queue.fetch(rows, columns, timeout=CALL_S)
         return fetched
 
+    def acknowledge(self, rows: list[LeasedRow]) -> None:
+        if not all(self.queue.acknowledge([rows[0].lease], timeout=CALL_S)):
+            raise RuntimeError("a lease had ended before its rows were acknowledged")
+
     def clear(self, partition: str) -> None:
-        with self._lock:
-            for place in [place for place in self._leases if place[0] == partition]:
-                del self._leases[place]
         self.queue.clear_partition(partition=partition, timeout=CALL_S)
 
-    def names(self, rows: RowBatch) -> list[Hashable]:
-        return list(rows.serials)
+    def names(self, rows: list[LeasedRow]) -> list[Hashable]:
+        return [row.meta.serial for row in rows]
 
     def _declare(self, partition: str) -> None:
         if partition in self._declared:

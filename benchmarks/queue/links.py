@@ -55,11 +55,10 @@ def _put_and_get(queue: BlockingQueue, partition: str, column: Jagged) -> dict[s
         queue.put(partition, {"x": column}, group_size=ROWS, timeout=CALL_S)
 
     def get(_number: int) -> None:
-        claimed = queue.claim(partition=partition, task="t", max_rows=ROWS, min_rows=ROWS, timeout=CALL_S)
-        assert claimed.batch is not None
-        got = queue.fetch(claimed.batch, ["x"], timeout=CALL_S)["x"]
+        rows = queue.claim(partition=partition, task="t", max_rows=ROWS, min_rows=ROWS, timeout=CALL_S).rows
+        got = queue.fetch(rows, ["x"], timeout=CALL_S)["x"]
         assert np.array_equal(got.values, column.values)
-        queue.acknowledge([claimed.batch.lease], timeout=CALL_S)
+        queue.acknowledge([rows[0].lease], timeout=CALL_S)
 
     return {"put_GBps": _rate(put), "get_GBps": _rate(get)}
 

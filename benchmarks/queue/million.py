@@ -38,18 +38,16 @@ def produce(handle: Handle, first: int, rows: int) -> None:
 
 
 def consume(handle: Handle, seen: Queue[Any]) -> None:
-    """Take rows until there are none for a while; the next claim acknowledges them, which clears them."""
+    """Take rows until there are none for a while; acknowledge them, which clears them."""
     with handle.connect() as queue:
-        done: list[str] = []
         while True:
-            claimed = queue.claim(partition=PARTITION, task=TASK, max_rows=CLAIM, done=done, timeout=10.0)
-            assert not claimed.late
-            if claimed.batch is None:
+            claimed = queue.claim(partition=PARTITION, task=TASK, max_rows=CLAIM, timeout=10.0)
+            if not (leased := claimed.rows):
                 seen.put(None)
                 return
-            column = queue.fetch(claimed.batch, ["x"], timeout=CALL_S)["x"]
+            column = queue.fetch(leased, ["x"], timeout=CALL_S)["x"]
             seen.put(column.values[column.offsets[:-1]].tolist())
-            done = [claimed.batch.lease]
+            assert queue.acknowledge([leased[0].lease], timeout=CALL_S) == [True]
 
 
 def run(rows: int, *, secured: bool) -> dict[str, Any]:

@@ -65,10 +65,12 @@ def trainer(queue: Implementation, rows: int, _rate: float) -> Times:
     came: Times = {}
     seen: Counter[int] = Counter()
     for _ in range(rows):
-        (sample,) = queue.unpack(queue.fetch(_claim(queue, "train"), TRAINED))
+        taken = _claim(queue, "train")
+        (sample,) = queue.unpack(queue.fetch(taken, TRAINED))
         number = int(sample["number"][0])
         came[number] = time.monotonic()
         seen[number] += 1
+        queue.acknowledge(taken)
     assert max(seen.values()) == 1, seen.most_common(3)
     return came
 

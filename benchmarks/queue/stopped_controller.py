@@ -1,7 +1,7 @@
 """Effect of a controller that is stopped on the tasks of the others: p99 of their claims, stopped against running.
 
-Three controllers have a task each, and each task a consumer in a process of its own that claims a row, acknowledges it
-with the next claim, and so on. Each controller in turn is stopped (SIGSTOP) for a window, after one in which it runs;
+Three controllers have a task each, and each task a consumer in a process of its own that claims a row, acknowledges it,
+and so on. Each controller in turn is stopped (SIGSTOP) for a window, after one in which it runs;
 what counts is the p99 of each window of the two other consumers, and the median of the windows of a kind.
 """
 
@@ -35,16 +35,14 @@ def consume(handle: Handle, task: str, pause_s: float, over: Event, file: Path) 
     """Claim until told to end; leave when each claim began and how long it took, in seconds."""
     began: list[float] = []
     took: list[float] = []
-    done: list[str] = []
     with handle.connect() as queue:
         while not over.is_set():
             start = time.monotonic()
-            claimed = queue.claim(partition=P, task=task, max_rows=1, done=done, timeout=CALL_S)
+            claimed = queue.claim(partition=P, task=task, max_rows=1, timeout=CALL_S)
             began.append(start)
             took.append(time.monotonic() - start)
-            assert claimed.batch is not None, "there were too few rows"
-            assert not claimed.late
-            done = [claimed.batch.lease]
+            assert claimed.rows, "there were too few rows"
+            assert queue.acknowledge([claimed.rows[0].lease], timeout=CALL_S) == [True]
             time.sleep(pause_s)
     np.save(file, np.array([began, took]))
 

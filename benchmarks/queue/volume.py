@@ -54,19 +54,13 @@ def flow(queue: BlockingQueue, partition: str) -> None:
     for _ in range(G * N // BATCH):
         queue.put(partition, {"prompt": cells(BATCH, PROMPT), **scalars}, timeout=CALL_S)
     for task, needs in tasks.items():
-        done: list[str] = []
         for _ in range(G * N // BATCH):
-            claimed = queue.claim(
-                partition=partition, task=task, max_rows=BATCH, min_rows=BATCH, done=done, timeout=CALL_S
-            )
-            assert claimed.batch is not None
-            queue.fetch(claimed.batch, needs, timeout=CALL_S)
+            rows = queue.claim(partition=partition, task=task, max_rows=BATCH, min_rows=BATCH, timeout=CALL_S).rows
+            queue.fetch(rows, needs, timeout=CALL_S)
             if task == "update":
-                done = [claimed.batch.lease]
+                queue.acknowledge([rows[0].lease], timeout=CALL_S)
             else:
-                queue.complete(claimed.batch, {task: cells(BATCH, RESPONSE)}, timeout=CALL_S)
-        if done:
-            queue.acknowledge(done, timeout=CALL_S)
+                queue.complete(rows, {task: cells(BATCH, RESPONSE)}, timeout=CALL_S)
 
 
 def counted() -> int:

@@ -26,7 +26,6 @@ WHOLE = Request(
     session=Request(unit=1),
     lease="1f@rollout-1",
     leases=["1f@rollout-1"],
-    done=["1f@rollout-1"],
 )
 
 
@@ -37,7 +36,7 @@ def _caller(role: str, index: int = 1) -> ProcessIdentity:
 def _own(role: str) -> Request:
     """Return ``WHOLE`` as the first process of a role asks it for itself."""
     lease, worker = f"1f@{role}-1", f"{role}-1-ab"
-    named = {"role": role, "incarnation": worker, "worker": worker, "lease": lease, "leases": [lease], "done": [lease]}
+    named = {"role": role, "incarnation": worker, "worker": worker, "lease": lease, "leases": [lease]}
     return Request(**{**vars(WHOLE), **named})
 
 
@@ -131,7 +130,7 @@ def test_only_the_primary_asks_the_others_how_far_they_are():
 )
 def test_a_worker_that_is_named_after_no_process_claims_nothing(worker):
     with pytest.raises(Refused, match="named after no process"):
-        Access().check(_caller("rollout"), "queue.claim", Request(worker=worker, done=[]))
+        Access().check(_caller("rollout"), "queue.claim", Request(worker=worker))
 
 
 @pytest.mark.parametrize("lease", ["1f@rollout-2", "1f@driver-0", "1f", "write:1", "1f@rollout-1@rollout-2", "1f@", ""])
@@ -141,7 +140,6 @@ def test_a_rollout_uses_no_lease_of_another(lease):
         "queue.renew": Request(leases=[lease]),
         "queue.end": Request(lease=lease),
         "unit.write": Request(lease=lease),
-        "queue.claim": Request(worker="rollout-1-a", done=[lease]),
     }
     for method, request in calls.items():
         with pytest.raises(Refused, match=f"rollout-1 may not call {method} on behalf of"):

@@ -23,7 +23,6 @@ from asyncflow.api.names import CLIENT
 from asyncflow.errors import Misdirected, Refused, StaleHandle
 from asyncflow.queue.peers import (
     CONTROLLER,
-    GRACE_S,
     Peer,
     Peers,
     Rows,
@@ -165,7 +164,6 @@ class QueueClient:
         max_groups: int | None = None,
         version: int | None = None,
         accept: Sequence[int] = (),
-        done: Sequence[str] = (),
         until_done: bool = False,
         ticket: str = "",
         timeout: float,
@@ -178,9 +176,8 @@ class QueueClient:
         version: step of the weights that the caller has; accept: further steps that it could load. The rows are of the
         first kind if there are any, else of the second, never both.
 
-        done: leases of a task that writes nothing, whose rows are acknowledged herewith (``late`` names those that were
-        not in force any more); until_done: a closed partition has not ``ended`` as long as others hold rows of the
-        task, which may come back; ticket: a name for ``withdraw`` that the caller gives to no other claim.
+        until_done: a closed partition has not ``ended`` as long as others hold rows of the task, which may come back;
+        ticket: a name for ``withdraw`` that the caller gives to no other claim.
 
         Raises DeadlineExceeded where the controller has not answered ``GRACE_S`` after that time.
         """
@@ -193,8 +190,6 @@ class QueueClient:
             max_groups=max_groups,
             version=version,
             accept=list(accept),
-            wait_s=0.0,
-            done=list(done),
             min_rows=min_rows,
             until_done=until_done,
         )
@@ -202,7 +197,15 @@ class QueueClient:
         for _ in range(_CONTROLLERS):
             peer = self._deciding.get(place, CONTROLLER)
             try:
-                return await self._claim_at(peer, request, deadline)
+                return await self.peers.park(
+                    "queue.claim",
+                    lambda wait_s: replace(request, wait_s=wait_s),
+                    Claimed,
+                    answers=lambda claimed: claimed.batch is not None or claimed.ended or claimed.withdrawn,
+                    deadline=deadline,
+                    what=f"claiming from {partition}/{task}",
+                    peer=peer,
+                )
             except Misdirected as there:
                 self._deciding[place] = Peer(CONTROLLER.role, there.controller)
             except (asyncio.CancelledError, KeyboardInterrupt):
@@ -438,23 +441,6 @@ class QueueClient:
     async def audit(self, *, timeout: float) -> messages.AuditReport:
         """Have the controller audit its ledger."""
         return await self.ask("queue.audit", calls.Nothing(), messages.AuditReport, timeout=timeout)
-
-    async def _claim_at(self, peer: Peer, request: calls.ClaimRows, deadline: float) -> Claimed:
-        late: list[str] = []
-        if others := [lease for lease in request.done if _controller_of(lease) != peer]:
-            ok = await self.acknowledge(others, timeout=left(deadline + GRACE_S))
-            late = [lease for lease, done in zip(others, ok, strict=True) if not done]
-            request = replace(request, done=[lease for lease in request.done if lease not in others])
-        claimed = await self.peers.park(
-            "queue.claim",
-            lambda wait_s: replace(request, wait_s=wait_s),
-            Claimed,
-            answers=lambda claimed: claimed.batch is not None or claimed.ended or claimed.withdrawn,
-            deadline=deadline,
-            what=f"claiming from {request.partition}/{request.task}",
-            peer=peer,
-        )
-        return replace(claimed, late=late + claimed.late) if late else claimed
 
     async def _write(
         self,

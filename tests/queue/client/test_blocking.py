@@ -51,7 +51,7 @@ def test_rows_are_put_claimed_fetched_and_acknowledged(tmp_path):
         first = queue.claim(partition=P, task="t", max_rows=8, min_rows=8, timeout=10)
         assert first_of(queue.fetch(first.batch, ["x"], timeout=10)["x"]) == list(range(8))
         assert queue.claim(partition=P, task="t", max_rows=8, min_rows=8, timeout=0).batch is None
-        rest = queue.claim(partition=P, task="t", max_rows=8, done=[first.batch.lease], timeout=10)
+        rest = queue.claim(partition=P, task="t", max_rows=8, timeout=10)
         assert first_of(queue.fetch(rest.batch, ["x"], timeout=10)["x"]) == [8, 9, 10, 11]
         assert queue.acknowledge([first.batch.lease, rest.batch.lease], timeout=10) == [True, True]
         backwards = rest.batch.rows[::-1]

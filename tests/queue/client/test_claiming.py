@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from by_hand import ByHand, carry_out
 
 ROW = 1 << 44 | 1 << 32
-NOTHING = Claimed(None, False)
+NOTHING = Claimed(None)
 
 
 def client_of(answer):
@@ -34,7 +34,7 @@ def test_a_claim_that_is_made_again_keeps_its_ticket_and_gives_the_ids_of_its_ro
     columns = dict.fromkeys(("samples", "attempts", "steps", "oldest", "newest", "tokens"), [0] * 100)
     kept = {"rows": rows, "serials": rows, "units": [3] * 100, "tags": [{}] * 100, "sizes": {}}
     batch = RowBatch(partition="p", purpose="open", lease="1", until=1.0, **kept, **columns)
-    answers = [NOTHING, PeerLost("it broke"), PeerLost("it broke"), NOTHING, Claimed(batch, False)]
+    answers = [NOTHING, PeerLost("it broke"), PeerLost("it broke"), NOTHING, Claimed(batch)]
 
     def answer(call):
         asked.append(call.request)
@@ -68,7 +68,7 @@ def test_a_claim_follows_its_task_to_the_controller_that_decides_and_remembers_i
         asked.append(call.peer.number)
         if call.peer.number != 2:
             raise Misdirected.at(2, "not here")
-        return Claimed(None, True), []
+        return Claimed(None, ended=True), []
 
     async def twice(client):
         return [await claim(client, 1.0) for _ in range(2)]

@@ -14,9 +14,7 @@ P = "train"
 
 def park(controller, worker):
     """Park a claim for both rows of a group, as a call that is read does."""
-    return controller.claim(
-        ClaimRows(P, "rollout", worker, f"ticket of {worker}", max_rows=2, min_rows=2, wait_s=60), []
-    )
+    return controller.claim(ClaimRows(P, "rollout", worker, f"ticket of {worker}", max_rows=2, min_rows=2, wait_s=60))
 
 
 async def test_a_parked_claim_that_is_cancelled_is_granted_nothing(cluster):
@@ -24,7 +22,7 @@ async def test_a_parked_claim_that_is_cancelled_is_granted_nothing(cluster):
     async with cluster() as queue:
         controller, claims = queue.controller, queue.controller.table.claims
         await queue.create(0)
-        held = controller.claim(ClaimRows(P, "rollout", "holder", "first", max_rows=2), [])
+        held = controller.claim(ClaimRows(P, "rollout", "holder", "first", max_rows=2))
         assert isinstance(held, Claimed)
         gone, waits = park(controller, "gone"), park(controller, "waits")
         gone.cancel()
@@ -63,7 +61,7 @@ async def test_a_parked_call_ends_once_whatever_comes_together(cluster):
             controller.table.state.changed.add(P)
             controller.settle()
             assert (await parked).withdrawn
-        short = controller.claim(ClaimRows(P, "rollout", "waits", "short", wait_s=0.01), [])
+        short = controller.claim(ClaimRows(P, "rollout", "waits", "short", wait_s=0.01))
         assert (await asyncio.wait_for(short, 10)).batch is None
         assert (len(controller.parking.waiters), controller.table.claims.parked()) == (0, {})
 

@@ -97,21 +97,36 @@ async def test_nothing_is_freed_of_which_the_ledger_does_not_know_why(cluster, d
         assert isinstance(made.controller.failed.exception(), OSError)
 
 
-async def test_a_claim_whose_time_is_over_confirms_nothing_that_is_not_safe(cluster, disk):
+async def test_no_acknowledgement_is_confirmed_that_is_not_safe(cluster, disk):
     async with cluster(units=1, sync="always") as made:
         controller = made.controller
         await made.client.declare([TaskSpec(partition=P, name="count", needs=["x"])], timeout=10)
         await made.client.put(P, VALUES, timeout=20)
         batch = (await made.client.claim(partition=P, task="count", max_rows=1, timeout=10)).batch
         disk.stop()
-        claim = made.client.claim(partition=P, task="count", max_rows=1, done=[batch.lease], timeout=0.5)
-        claiming = asyncio.create_task(claim)
+        acknowledging = asyncio.create_task(made.client.acknowledge([batch.lease], timeout=20))
+        await until(lambda: not controller.table.state.leases)
+        await asyncio.sleep(0.2)
+        assert not acknowledging.done()
+        disk.go_on()
+        assert await acknowledging == [True]
+
+
+async def test_a_claim_whose_time_is_over_is_answered_when_all_before_it_is_safe(cluster, disk):
+    async with cluster(units=1, sync="always") as made:
+        controller = made.controller
+        await made.client.declare([TaskSpec(partition=P, name="count", needs=["y"])], timeout=10)
+        disk.stop()
+        putting = asyncio.create_task(made.client.put(P, VALUES, timeout=20))
+        await until(lambda: controller.table.state.rows)
+        claiming = asyncio.create_task(made.client.claim(partition=P, task="count", max_rows=1, timeout=0.5))
         await until(lambda: waiting(controller))
         await until(lambda: not waiting(controller))
         await asyncio.sleep(0.2)
         assert not claiming.done()
         disk.go_on()
-        assert ((await claiming).batch, (await claiming).late) == (None, [])
+        assert not (await claiming).rows
+        await putting
 
 
 async def test_the_metrics_say_for_how_long_the_disk_is_waited_for(cluster, disk):

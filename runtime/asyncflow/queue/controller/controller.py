@@ -208,17 +208,17 @@ class Controller:
             return otherwise if found is None else found
         return self.parking.park(partition, attempt, wait_s, otherwise)
 
-    def claim(self, claim: ClaimRows, late: list[str]) -> Soon[Claimed]:
-        """Return what ``claim`` is granted; nothing after ``wait_s``, or once nothing can come. late: ended leases."""
+    def claim(self, claim: ClaimRows) -> Soon[Claimed]:
+        """Return what ``claim`` is granted; nothing after ``wait_s``, or once nothing can come."""
 
         def ended() -> Claimed | None:
-            return Claimed(None, True, late) if self.table.claims.ended(claim) else None
+            return Claimed(None, ended=True) if self.table.claims.ended(claim) else None
 
         if (batch := self.table.claims.grant(claim, self.now())) is not None:
-            return Claimed(batch, False, late)
+            return Claimed(batch)
         if (found := ended()) is not None or claim.wait_s <= 0:
-            return found or Claimed(None, False, late)
-        return self.parking.park(claim.partition, ended, claim.wait_s, Claimed(None, False, late), claim)
+            return found or Claimed(None)
+        return self.parking.park(claim.partition, ended, claim.wait_s, Claimed(None), claim)
 
     def _answer(self, act: Callable[[Any], Any], call: Struct, _frames: Sequence[memoryview]) -> Any:
         """Return the reply of ``act`` to a call, or an awaitable of it."""

@@ -15,7 +15,6 @@ from msgspec import Struct
 from msgspec.structs import astuple
 
 from asyncflow.errors import AsyncFlowError
-from asyncflow.queue.controller.parking import Soon
 from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.protocol import calls
 from asyncflow.queue.protocol.messages import (
@@ -64,7 +63,7 @@ class Handlers:
         """Return how each method is answered."""
         claims = self.table.claims
         return {
-            "queue.claim": (calls.ClaimRows, self._claim),
+            "queue.claim": (calls.ClaimRows, self.controller.claim),
             "queue.acknowledge": (calls.Leases, lambda c: claims.acknowledge(c.leases)),
             "queue.renew": (calls.Leases, lambda c: claims.renew(c.leases, self.controller.now())),
             "queue.end": (calls.EndRows, self._end),
@@ -96,13 +95,6 @@ class Handlers:
     def asked(self, name: str) -> PartitionState:
         """Return the partition for a question: one that nobody made stays unmade."""
         return self.state.partitions.get(name) or PartitionState(name)
-
-    def _claim(self, call: calls.ClaimRows) -> Soon[calls.Claimed]:
-        late: list[str] = []
-        if call.done:
-            ok = self.table.claims.acknowledge(call.done)
-            late = [lease for lease, done in zip(call.done, ok, strict=True) if not done]
-        return self.controller.claim(call, late)
 
     def _end(self, call: calls.EndRows) -> list[bool]:
         end = self.table.claims.drop if call.drop else self.table.give_back

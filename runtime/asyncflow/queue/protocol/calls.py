@@ -63,9 +63,8 @@ class ClaimRows(InPartition, frozen=True, eq=False, omit_defaults=True):
     """Lease rows; parks for ``wait_s`` seconds. ticket: the worker's own name for the claim, by which it has one lease.
 
     max_rows: most rows, but at least one whole group where the task takes groups; max_groups: most groups; version,
-    accept: see ``VersionFilter``; min_rows: met only with at least so many; done: leases of tasks that write nothing,
-    whose rows are completed before this claim is met; until_done: the task has not ended while others hold rows of it,
-    which may come back.
+    accept: see ``VersionFilter``; min_rows: met only with at least so many; until_done: the task has not ended while
+    others hold rows of it, which may come back.
     """
 
     task: str
@@ -76,7 +75,6 @@ class ClaimRows(InPartition, frozen=True, eq=False, omit_defaults=True):
     version: int | None = None
     accept: list[int] = []
     wait_s: Seconds = 0.0
-    done: list[str] = []
     min_rows: Annotated[int, Meta(ge=1)] = 1
     until_done: bool = False
 
@@ -84,12 +82,11 @@ class ClaimRows(InPartition, frozen=True, eq=False, omit_defaults=True):
 class Claimed(Struct, frozen=True, omit_defaults=True):
     """The rows, None if the time was over. ended: the partition is closed and holds nothing more for the task.
 
-    late: those of ``done`` that were not in force any more; withdrawn: the caller asked for this answer.
+    withdrawn: the caller asked for this answer.
     """
 
     batch: RowBatch | None
-    ended: bool
-    late: list[str] = []
+    ended: bool = False
     withdrawn: bool = False
 
     @property
