@@ -5,7 +5,7 @@ master secret has to be kept, nothing is read back, and making a Secret again ch
 
     OWNER-tls-ROLE-MARK     certificates and private keys of the processes of one role, ``LEAVES`` a Secret, as
                             INDEX.crt and INDEX.key: a pod mounts those of its own index
-    OWNER-tls-PERSON-MARK   the certificate of a person, as the three files that ``net.tls`` reads
+    OWNER-tls-PERSON-MARK   the certificate of a person, as the three files that ``rpc.tls`` reads
     OWNER-keys-MARK         the bearer token of the driver's control service, and the password of the store
 
 The mark is derived from the master secret. Nobody else can know the name before the operator has made the Secret, so

@@ -69,8 +69,8 @@ _EVALUATION = b"evaluation"
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
     """One replica.
 
-    state: of ``lifecycle.State``; pid: 0 while it has no process; started: ISO 8601 UTC of this attempt; http: where it
-    serves /metrics, /healthz and /readyz, "" before its first start.
+    state: of ``lifecycle.ProcessState``; pid: 0 while it has no process; started: ISO 8601 UTC of this attempt; http:
+    where it serves /metrics, /healthz and /readyz, "" before its first start.
     """
 
     role: str

@@ -142,7 +142,7 @@ class Partition:
         return {name: self._decode(column) for name, column in found.items()}
 
     async def claim(self, task: str, max_rows: int, *, timeout: float = TIMEOUT_S) -> list[LeasedRow]:
-        """Lease rows for a task, waiting until one is ready; none when the time is over. See ``QueueClient.claim``."""
+        """Lease rows for a task, as ``QueueClient.claim`` does; none when the time is over or none will come."""
         return (await self.queue.claim(partition=self.name, task=task, max_rows=max_rows, timeout=timeout)).rows
 
     async def complete(

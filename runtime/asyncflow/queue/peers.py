@@ -1,7 +1,7 @@
 """Calls to the controllers and storage units of a queue, repeated until they are answered or their time is over.
 
-Rows are looked for where their holder was told that they lie, or where their ids say; where they have moved, the
-controller tells.
+Rows are looked for at the units that their claim named, or else those that their ids say. Where rows have moved, the
+controller says where to.
 
 Invariants: a connection is opened when it is first needed; calls that were begun together end together, so that
 nothing goes on for a caller that has its answer, an error, or was cancelled; each row is answered for once, by the unit

@@ -1,7 +1,7 @@
 """The certificate authority of a job on one machine, in a folder that only its user may look into.
 
     FOLDER/seed              all that the authority consists of, with the job's name, which is drawn at random
-    FOLDER/ROLE-INDEX/       the certificate of a process, as ``net.tls`` reads it
+    FOLDER/ROLE-INDEX/       the certificate of a process, as ``rpc.tls`` reads it
 
 Invariant: whoever opens the folder again goes on with the same authority, so that processes which were started before
 and after know each other.

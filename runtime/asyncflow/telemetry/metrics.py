@@ -2,7 +2,7 @@
 
 Names are ``asyncflow_<role>_<what>``, with a unit (``_seconds``, ``_bytes``, ``_steps``, ``_ratio`` for shares of one)
 where there is one, and ``_total`` for what only grows; which instance it was is no label, since the scraper adds
-its name. Every class has a registry of its own, which ``net.http`` shows.
+its name. Every class has a registry of its own, which ``rpc.http`` shows.
 
 Busy time is the union of sections, of each cause and of all together: sections of one cause may overlap (many sequences
 run at once) and nest (a forward inside a step), in one thread or in many.

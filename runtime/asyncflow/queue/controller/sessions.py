@@ -1,4 +1,4 @@
-"""The storage units as the controller knows them: who is there, how full, and which rows each must still free.
+"""Sessions with storage units, on the controller's side: who is there, how full, and which rows each must still free.
 
 Invariants: orders are kept until the unit has said that it carried them out, so a lost answer loses none; a unit is
 told to free a row only when the ledger has why; a unit is taken for lost only after it was silent for ``lost_s`` while

@@ -5,7 +5,7 @@ beginning of a ledger: ``SnapshotHead``, for each partition ``SnapshotPartition`
 the events that made the tasks, slots and leases that are still there.
 
 Invariant: a ledger is read by the version of the format that wrote it. Records are added, and fields at the end of one
-with a default; whatever else changes here needs another format (``records``).
+with a default; whatever else changes here needs another format, which the magic of each record names (``log``).
 """
 
 from __future__ import annotations

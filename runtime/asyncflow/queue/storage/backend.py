@@ -2,7 +2,7 @@
 
 A *blob* is what one put brought: columns of the same rows, under a number that is never used again. The unit knows
 what the rows mean and keeps the budget; the controller is the truth about what exists. So a back end needs to know
-nothing but bytes.
+nothing but bytes. Cells may be freed while they are read, and are not asked for after that.
 
 Invariants: ``get`` returns what ``put`` was given, bit by bit; a blob is there whole or not at all, until cells of it
 are freed; when ``free`` returns, those bytes can be used again.
@@ -70,7 +70,7 @@ class Site:
 
 
 class Backend(ABC):
-    """Holds blobs by number. Whoever calls it may be cancelled wherever it awaits."""
+    """Holds blobs by number. Several calls may be under way, and each may be cancelled wherever it awaits."""
 
     @classmethod
     def made(cls, site: Site) -> Self:  # noqa: ARG003
@@ -92,9 +92,7 @@ class Backend(ABC):
     async def get(self, places: Sequence[Place], columns: Sequence[str]) -> dict[str, Jagged]:
         """Return cells of rows (at least one, none twice) that all have these columns, in the order asked.
 
-        Nobody writes to them.
-
-        Raises BytesLost when some of them are gone.
+        Nobody writes to them. Raises BytesLost when some are gone, PeerLost while the store is away.
         """
 
     @abstractmethod

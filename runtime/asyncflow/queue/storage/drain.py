@@ -1,7 +1,7 @@
-"""Rows of a unit that move to other units: which of them are not to be used here, and the batches in which they go.
+"""Rows that move between units: whether they lie at this one, and the batches in which they leave it.
 
 Invariants: nothing is written to the rows of a move while it is under way; a row that is here is not looked for
-elsewhere; the rows of a batch have the same columns in the same forms, and are promised the same.
+elsewhere; the rows of a batch have the same columns in the same forms, and the same promises of room.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 The cells of one put are a *blob* in the back end. A put is stored first, then reported, then decided. Until then its
 cells are neither old nor new: a fetch of them waits for the decision. A row is created together with a promise of room
-for its outputs, so that they find it in a full unit.
+for its outputs, so that a full unit has it. A cell is *unfinished* if it was written while its row was given back.
 
 Invariants: every byte is in the budget from before it is stored until after it is freed; the budget promises, for each
-row, what its creator named and nobody has written yet; a row has one cell a column, and a whole one is never replaced
-by an unfinished one; what was refused leaves nothing behind; a fetch of more than goes in one message, or of what is
+row, what its creator named and nobody has written yet; a row has one cell a column, and an unfinished one never
+replaces a finished one; what was refused leaves nothing behind; a fetch of more than goes in one message, or of what is
 not there, is refused before a byte is read.
 """
 

@@ -3,10 +3,10 @@
 A trainer's step binds groups whole when the first of their rows goes into a slot; rows that did not fit wait in
 ``Step.carry`` for the next slot. A slot is decided once and then remembered, so that every rank sees the same one.
 
-A serial is the number of its client above the client's own count (``SERIAL_BITS``). A client is known by a name that
-nobody else has; it gets its number, which no other has, with its first put. Number 0 is that of the one creator of a
-partition that gives serials itself. Clients count on, so what one of them has used is nearly always one span, whatever
-became of the rows.
+A serial numbers a group: its upper bits are the number of the client that put the group, the lower ``SERIAL_BITS`` the
+client's own count. A client is known by a name that nobody else has, and gets a number of its own with its first put. 0
+is the creator of a job's partition, who gives serials itself. Clients count on, so what one of them has used is nearly
+always one span, whatever became of the rows.
 
 Invariants: after ``refresh(group)`` the indexes of all tasks agree with the rows of that group; ``counts`` and
 ``wanted`` always agree with the states of the rows; a group is bound to its own step only; no row is in two slots; a

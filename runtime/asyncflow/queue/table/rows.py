@@ -1,12 +1,12 @@
-"""Commands about rows: put, written without a lease, listed, and taken again from tasks that had them.
+"""Commands about rows: put them, write to them without a lease, list them, and let a task have them again (``reset``).
 
 Rows are put in groups, under serials of their creator or of a client's own count, perhaps with keys. A write without a
-lease names its writer ``WRITE...``; it is admitted whole or not at all.
+lease gives a name of its own in place of one (``calls.WRITE``); it is admitted whole or not at all.
 
-Invariants: a serial makes rows once, whatever became of them, unless they are wanted; a group is made whole or not at
-all; two living rows of a partition never have one key; a closed open partition gets no new row; only rows of open
-partitions are written or cleared without a lease. A put under keys is refused for now while a unit of before a restart
-has not yet told what it holds. What may fail comes before the first event of a command is recorded.
+Invariants: a serial makes rows once, whatever became of them, but for lost ones that are wanted again; a group is made
+whole or not at all; two living rows of a partition never have one key; a closed open partition gets no new row; only
+rows of open partitions are written or cleared without a lease. A put under keys is refused for now while a unit from
+before a restart has not yet told what it has. What may fail comes before the first event of a command is recorded.
 """
 
 from __future__ import annotations

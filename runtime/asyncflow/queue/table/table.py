@@ -1,4 +1,4 @@
-"""The queue as a pure state machine: units and tasks here, the rest in what it is made of.
+"""The queue as a pure state machine: units and tasks here, the rest in the modules beside it.
 
 It owns no clock and no socket. Commands check, ``record`` events in the ``QueueState`` and leave there what is to be
 written, freed and served, which the controller takes after each command.

@@ -1,8 +1,8 @@
 """The optimizer steps of a training task as a data set, for one data-parallel rank of several.
 
-All ranks are one consumer, the queue's gang (``queue.gang``): a step's groups are theirs together, the queue cuts them
-into slots, and each rank gets its part of every slot, so that all make the same number of micro-batches of about the
-same number of tokens. A slot stays as it was cut, and can be asked for again until a checkpoint contains it.
+All ranks are one consumer, the queue's gang (``table.training``): a step's groups are theirs together, the queue cuts
+them into slots, and each rank gets its part of every slot, so that all make the same number of micro-batches of about
+the same number of tokens. A slot stays as it was cut, and can be asked for again until a checkpoint contains it.
 
     data.begin(step=0)                                    # the weights are θ_0
     for batch in DataLoader(data, batch_size=None, num_workers=4):
