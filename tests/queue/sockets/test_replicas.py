@@ -240,6 +240,24 @@ async def test_a_column_has_one_dtype_whoever_writes_it_first(queue):
     assert any(isinstance(result, Refused) and "one dtype" in result.hint for result in (ok, refused))
 
 
+async def test_a_new_column_that_waits_for_the_primary_holds_up_no_other_completion(queue):
+    await queue.client.declare([TaskSpec(partition=P, name="fill", needs=["text"], writes=["new"])], timeout=10)
+    assert places(queue)["fill"] == places(queue)["grade"] == 1
+    await queue.put(4)
+    graded = await queue.claim_all("grade", 4)
+    assert all(await queue.complete(graded[:1], "score"))
+    filled = await queue.claim_all("fill", 4)
+    await queue.stop_controller(0)
+    filling = asyncio.create_task(queue.complete(filled, "new"))
+    await asyncio.sleep(0.1)
+    assert all(await queue.complete(graded[1:], "score"))
+    assert not filling.done()
+    await queue.start_controller(0)
+    assert all(await filling)
+    primary, replica = (queue.controllers[index].table.state.partitions[P].schema for index in (0, 1))
+    assert primary["new"] == replica["new"]
+
+
 async def test_what_was_given_back_unfinished_comes_with_the_next_lease(queue):
     await queue.put(1)
     leased = await queue.claim("grade")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from msgspec import Struct
 from msgspec.structs import astuple
 
-from asyncflow.errors import AsyncFlowError
 from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.protocol import calls
 from asyncflow.queue.protocol.messages import (
@@ -24,7 +23,7 @@ from asyncflow.queue.protocol.messages import (
     PeekedRows,
     Progress,
 )
-from asyncflow.queue.protocol.unit_calls import Entry, EntryResult, NewCells
+from asyncflow.queue.protocol.unit_calls import NewCells
 from asyncflow.queue.table.partition import PartitionState
 from asyncflow.queue.table.report import consumed, has_columns, peek, produced, snapshot, view
 from asyncflow.queue.table.rows import list_rows, live_rows, reset
@@ -78,13 +77,6 @@ class Handlers:
             "open.reset": (calls.Reset, self.reset),
             "open.progress": (calls.AskProgress, self.progress),
         }
-
-    def result(self, admit: Callable[[Any], EntryResult], entry: Entry) -> EntryResult:
-        """Return what became of an entry, which ``admit`` may refuse as a whole."""
-        try:
-            return admit(entry)
-        except AsyncFlowError as error:
-            return EntryResult([], error.to_wire())
 
     def admit_cells(self, entry: NewCells) -> list[bool]:
         """Complete rows under a lease of this controller, or give them back."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
 
-from asyncflow.errors import DeadlineExceeded, PeerLost
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost
 from asyncflow.queue.controller.handlers import Address, Handlers, Route, spread
 from asyncflow.queue.controller.parking import Soon
 from asyncflow.queue.ledger import events as ev
@@ -186,9 +186,14 @@ class Primary(Handlers):
 
     def _admit(self, call: unit_calls.Admit) -> list[unit_calls.EntryResult]:
         self._sessions.check(call.session, self.controller.now())
-        results = [self.result(partial(self._admitted, call.session), entry) for entry in call.entries]
-        if self._replicas:
-            for entry, result in zip(call.entries, results, strict=True):
+        results = []
+        for entry in call.entries:
+            try:
+                result = self._admitted(call.session, entry)
+            except AsyncFlowError as error:
+                result = unit_calls.EntryResult([], error.to_wire())
+            results.append(result)
+            if self._replicas:
                 self.feed.held([row for row, ok in zip(entry.rows, result.ok, strict=False) if ok])
         return results
 

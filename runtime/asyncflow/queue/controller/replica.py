@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from asyncflow.errors import AsyncFlowError, LedgerCorrupt, PeerLost
+from asyncflow.errors import AsyncFlowError, LedgerCorrupt
 from asyncflow.queue.controller.handlers import Address, Handlers, Route
 from asyncflow.queue.controller.parking import Soon
 from asyncflow.queue.protocol import calls, unit_calls
@@ -31,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _PARK_S = 10.0
 _CALL_S = 10.0
+_TYPES_S = 2.0
 _AGAIN_S = 0.1
 _LONGEST_S = 1.0
 _TURN = 64
@@ -46,7 +46,6 @@ class Follower:
         self._state = controller.table.state
         self._controller = controller
         self._client = primary
-        self._entering: dict[tuple[str, ...], asyncio.Task[None]] = {}
 
     def knows(self, epoch: int, position: int) -> bool:
         """Return whether everything up to a place in the feed of that primary is known here."""
@@ -66,11 +65,6 @@ class Follower:
                 log.info("the primary is not heard: %s", lost)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_S)
-
-    def close(self) -> None:
-        """Forget what is under way."""
-        for task in self._entering.values():
-            task.cancel()
 
     async def _ask(self, position: int, *, part: int = 0) -> calls.Feed:
         ask = calls.Follow(self._state.index, self.epoch, position, part, _PARK_S)
@@ -113,20 +107,6 @@ class Follower:
         self._state.changed.add(FEED)
         self._controller.settle()
 
-    def enter_types(self, partition: str, dtypes: Mapping[str, str]) -> None:
-        """Have the primary enter columns that it does not know yet; it says by the feed what they hold from now on."""
-        columns = (partition, *sorted(dtypes))
-        if columns not in self._entering:
-            entering = self._enter(calls.EnterTypes(self._state.index, partition, dict(dtypes)))
-            self._entering[columns] = task = asyncio.create_task(entering, name="columns")
-            task.add_done_callback(lambda _: self._entering.pop(columns))
-
-    async def _enter(self, call: calls.EnterTypes) -> None:
-        try:
-            await self._client.call("replicas.type", call, calls.Done, timeout=_CALL_S)
-        except AsyncFlowError as error:
-            log.info("columns of %s are not entered: %s", call.partition, error)
-
 
 class Replica(Handlers):
     """A controller that is not the primary. address: of each controller."""
@@ -164,7 +144,6 @@ class Replica(Handlers):
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])
-        self._follower.close()
         await self._primary.close()
 
     def ready(self) -> tuple[bool, str]:
@@ -178,19 +157,28 @@ class Replica(Handlers):
 
         return self.controller.until(FEED, reached, call.wait_s, False)
 
-    def _admit(self, call: unit_calls.AdmitCells) -> list[unit_calls.EntryResult]:
-        return [self.result(self._admitted, entry) for entry in call.entries]
+    async def _admit(self, call: unit_calls.AdmitCells) -> list[unit_calls.EntryResult]:
+        """Admit cells in order. One call may wait for the primary for ``_TYPES_S`` in all, as others may not wait."""
+        until = self.controller.now() + _TYPES_S
+        results = []
+        for entry in call.entries:
+            try:
+                await self._enter_types(entry, until)
+                results.append(unit_calls.EntryResult(self.admit_cells(entry)))
+            except AsyncFlowError as error:
+                results.append(unit_calls.EntryResult([], error.to_wire()))
+        await self.controller.written()
+        return results
 
-    def _admitted(self, entry: unit_calls.NewCells) -> unit_calls.EntryResult:
-        """Admit cells; put off a completion with columns that nobody has written before until the primary has them."""
+    async def _enter_types(self, entry: unit_calls.NewCells, until: float) -> None:
+        """Have the primary enter those columns of a completion that nobody has written before."""
         lease = self.table.claims.holder(entry.lease)
-        if lease is not None and not entry.reason:
-            known = self.state.partitions[lease.partition].schema
-            if new := {name: dtype for name, dtype in entry.cells.dtypes.items() if name not in known}:
-                self._follower.enter_types(lease.partition, new)
-                what = f"the primary has not entered the columns {', '.join(sorted(new))} yet"
-                raise PeerLost(what, where=lease.partition, hint="Try again")
-        return unit_calls.EntryResult(self.admit_cells(entry))
+        if lease is None or entry.reason:
+            return
+        known = self.state.partitions[lease.partition].schema
+        if new := {name: dtype for name, dtype in entry.cells.dtypes.items() if name not in known}:
+            enter = calls.EnterTypes(self.state.index, lease.partition, new)
+            await self._primary.call("replicas.type", enter, calls.Done, timeout=until - self.controller.now())
 
     def _return_or_drop(self, call: calls.EndRows) -> Soon[list[bool]]:
         return self._drop(call) if call.drop else self.table.give_back(call.lease, call.rows, call.reason)
