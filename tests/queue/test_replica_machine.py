@@ -15,11 +15,11 @@ from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.audit import Auditor
-from asyncflow.queue.protocol.calls import ClaimRows, Follow
+from asyncflow.queue.protocol.calls import ClaimRows
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.protocol.unit_calls import Cells
 from asyncflow.queue.table.apply import QueueState
-from asyncflow.queue.table.replication import ChangeFeed, decode, draft_of, install, take
+from asyncflow.queue.table.replication import ChangeFeed, decode, install, take
 from asyncflow.queue.table.snapshot import snapshot, snapshot_rows
 from asyncflow.queue.table.table import Table
 
@@ -52,19 +52,14 @@ class Replica:
             self.table.state.outbox.clear()
 
     def follow(self, feed):
-        while (told := feed.answer(Follow(1, self.primary, self.position, 0, 0.0))) is not None:
-            if told.parts:
-                draft = draft_of(self.table.state)
-                for part in range(told.parts):
-                    for raw in (
-                        feed.answer(Follow(1, told.epoch, told.position, part, 0.0)).items if part else told.items
-                    ):
-                        take(draft, decode(raw))
-                install(self.table.state, draft)
+        while (told := feed.answer(self.primary, self.position)) is not None:
+            state = QueueState(1) if told.snapshot else self.table.state
+            for raw in told.items:
+                take(state, decode(raw))
+            if told.snapshot:
+                install(self.table.state, state)
                 self.table.state.outbox.clear()
                 self.log = list(snapshot(self.table.state))
-            for raw in told.items if not told.parts else []:
-                take(self.table.state, decode(raw))
             self.primary, self.position = told.epoch, told.position
 
 
@@ -76,7 +71,7 @@ class Followed:
 
     def attend(self):
         if self.feed is None or self.feed._state is not self.primary.state:
-            self.feed, self.told_of = ChangeFeed(self.primary.state, replicas=[1], limit=1500), set()
+            self.feed, self.told_of = ChangeFeed(self.primary.state, limit=1500), set()
             self.feed.start()
             spec = TaskSpec(partition=self.partition_name, name=TASK, needs=[self.column])
             if TASK not in self.primary.state.partition(self.partition_name).elsewhere:
@@ -162,8 +157,7 @@ class Followed:
         living = [row for group in partition.groups.values() for row in group.rows if row.state == 0]
         assert all(row.work[TASK].done for row in living)
         self.replica.write()
-        again, auditor = QueueState(), Auditor()
-        again.index = 1
+        again, auditor = QueueState(1), Auditor()
         for event in self.replica.log:
             again.apply(event)
             auditor.see(event)

@@ -81,9 +81,7 @@ ITEMS = st.one_of(
 @settings(max_examples=400, deadline=None)
 @given(st.lists(ITEMS, max_size=8), st.lists(ITEMS, max_size=8))
 def test_what_a_replica_is_told_it_takes_in_or_calls_corrupt(told, snapshot):
-    state = QueueState()
-    state.index = 1
-    draft = replication.draft_of(state)
+    state, draft = QueueState(1), QueueState(1)
     for into, items in ((state, told), (draft, snapshot)):
         for item in [*BEGINNING, *items]:
             try:

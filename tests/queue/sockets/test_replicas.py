@@ -10,6 +10,7 @@ import pytest
 from asyncflow.errors import DeadlineExceeded, Refused, StaleHandle
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
+from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.audit import audit_ledgers
 from asyncflow.queue.partition import Partition
 from asyncflow.queue.peers import Peer
@@ -325,6 +326,30 @@ async def test_a_replica_that_is_too_far_behind_takes_a_snapshot(queue):
     await queue.start_controller(2)
     for task, column in (("grade", "score"), ("check", "mark")):
         assert all(await queue.complete(await queue.claim_all(task, 50), column))
+
+
+async def test_a_replica_that_is_told_what_makes_no_sense_takes_a_snapshot(queue):
+    await queue.put(4)
+    await queue.through(4)
+    queue.controllers[0].handlers.feed.add(ev.RowsGone(P, [8]))
+    rows = await queue.put(2)
+    assert {row.row for row in await queue.claim_all("grade", 2)} == set(rows)
+
+
+async def test_a_snapshot_that_is_too_big_is_refused_and_said(queue, monkeypatch, caplog):
+    monkeypatch.setattr("asyncflow.queue.table.replication._MOST", 500)
+    await queue.put(30)
+    await queue.stop_controller(2)
+    await queue.start_controller(2)
+    async with asyncio.timeout(10):
+        while "30 rows are" not in caplog.text:
+            await asyncio.sleep(0.02)
+    assert not queue.controllers[2].handlers.ready()[0]
+    assert len(await queue.claim_all("grade", 30)) == 30
+    monkeypatch.undo()
+    async with asyncio.timeout(10):
+        while not queue.controllers[2].handlers.ready()[0]:
+            await asyncio.sleep(0.02)
 
 
 async def test_a_question_about_a_task_whose_replica_is_gone_names_it(queue, monkeypatch):

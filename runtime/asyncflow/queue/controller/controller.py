@@ -101,7 +101,7 @@ class Controller:
             self.table.start(loop.time())
             self.sessions.start(loop.time())
             self.table.state.outbox.clear()
-            self._begin()
+            self.begin_ledger()
         except BaseException:
             self._ledger.let_go()
             raise
@@ -140,13 +140,8 @@ class Controller:
         if (pending := self.settle()) is not None:
             await asyncio.shield(pending)
 
-    async def rewrite(self) -> None:
-        """Write the ledger anew, because the state were replaced. Raises Refused where it cannot be written."""
-        await self.written()
-        self._begin()
-
-    def _begin(self) -> None:
-        """Have the ledger hold what the state do. Raises Refused where it cannot be written."""
+    def begin_ledger(self) -> None:
+        """Have the ledger hold what the state does. Raises Refused where it cannot be written."""
         try:
             self._ledger.begin(self._dump())
         except OSError as error:

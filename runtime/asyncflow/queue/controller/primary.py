@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
 
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, Refused
 from asyncflow.queue.controller.handlers import Address, Handlers, Route, spread
 from asyncflow.queue.controller.parking import Soon
 from asyncflow.queue.ledger import events as ev
@@ -59,7 +59,7 @@ class Primary(Handlers):
         self, controller: Controller, *, replicas: range, address: Address, credentials: Credentials | None
     ) -> None:
         super().__init__(controller)
-        self.feed = ChangeFeed(self.state, replicas=replicas)
+        self.feed = ChangeFeed(self.state)
         self._sessions = controller.sessions
         self._replicas = {
             index: RpcClient(
@@ -219,10 +219,13 @@ class Primary(Handlers):
         self.table.lose_rows([number for number in call.rows if number in rows and rows[number].location == here])
 
     def _follow(self, call: calls.Follow) -> Soon[calls.Feed]:
-        if call.replica in self._asked:
-            self._asked[call.replica] = self.controller.now()
+        if call.replica not in self._asked:
+            what = f"there is no controller {call.replica}"
+            raise Refused(what, where="controller", hint="Start as many as spec.transferQueue.controllers says")
+        self._asked[call.replica] = self.controller.now()
         nothing = calls.Feed(self.feed.epoch, self.feed.position, [])
-        return self.controller.until(FEED, partial(self.feed.answer, call), call.wait_s, nothing)
+        changes = partial(self.feed.answer, call.epoch, call.position)
+        return self.controller.until(FEED, changes, call.wait_s, nothing)
 
     def _enter_types(self, call: calls.EnterTypes) -> None:
         self.state.check_schema(self.state.partition(call.partition), call.dtypes)

@@ -250,26 +250,22 @@ def controller_of(lease: str) -> int:
 class Follow(Struct, frozen=True):
     """Ask for the changes after ``position`` in the time of the primary with this epoch; parks for ``wait_s``.
 
-    epoch: 0 asks for a snapshot; part: if not 0, for that part of the snapshot that was begun at ``position``.
+    epoch: 0 asks for a snapshot.
     """
 
     replica: _Count
     epoch: _Count
     position: _Count
-    part: _Count
     wait_s: Seconds
 
 
 class Feed(Struct, frozen=True):
-    """The changes up to ``position``, encoded one by one.
-
-    parts: if not 0, the items are the first part of a snapshot of so many parts, from which ``position`` goes on.
-    """
+    """The changes up to ``position``, encoded one by one; or, in a ``snapshot``, all rows as they were there."""
 
     epoch: int
     position: int
     items: list[Raw]
-    parts: int = 0
+    snapshot: bool = False
 
 
 class Reach(Struct, frozen=True):

@@ -47,7 +47,7 @@ class QueueState:
     observer: told of each event before it is applied, for controllers that follow.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, index: int = 0) -> None:
         self.epoch = 0
         self.partitions: dict[str, PartitionState] = {}
         self.leases = LeaseTable()
@@ -59,7 +59,7 @@ class QueueState:
         self.to_free: list[Row] = []
         self.changed: set[str] = set()
         self.now = 0.0
-        self.index = 0
+        self.index = index
         self.observer: Callable[[ev.Event], None] | None = None
 
     def record(self, event: ev.Event) -> None:

@@ -1,37 +1,35 @@
 """Rows of the first controller in the state of others: the changes that it tells them, and snapshots.
 
 Events of the ledger are told as they are, but for those that concern leases alone; what units told of cells, which no
-ledger has, is ``RowsHeld``. A place in the feed is a number that counts on. Items are kept, encoded, until all
-followers have read them, as long as there is room for them; who is too far behind takes a snapshot, restores it into a
-state of its own, a draft, and ``install``s that with the leases and the work of its own tasks.
+ledger has, is ``RowsHeld``. A place in the feed is a number that counts on. The last items are kept, encoded; who is
+too far behind takes a snapshot, restores it into a state of its own, a draft, and ``install``s that with the leases and
+the work of its own tasks.
 
 Invariants: what is between two places is all that happened to rows between them, in order; a snapshot, and what came
-after its position, give the rows of now; memory is bounded by ``limit`` and by one snapshot for each follower that
-takes one. Rows come and end by what was told alone; what a task has done with a row that is still there survives every
+after its position, give the rows of now; what is kept is bounded by ``limit``. Rows come and end by what was told alone; what a task has done with a row that is still there survives every
 snapshot; a lease holds no row that is gone.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import chain, islice
 from typing import TypeAlias
 
 import msgspec
 from msgspec import Raw, Struct
-from msgspec.structs import replace
 
-from asyncflow.errors import LedgerCorrupt, Refused, StaleHandle
+from asyncflow.errors import LedgerCorrupt, Refused
 from asyncflow.queue.ledger import events as ev
-from asyncflow.queue.protocol.calls import Feed, Follow
+from asyncflow.queue.protocol.calls import Feed
 from asyncflow.queue.protocol.unit_calls import Held
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.rows import add_cells
 from asyncflow.queue.table.snapshot import snapshot_rows
 from asyncflow.queue.table.state import Row
-from asyncflow.rpc.columns import Buffer, batches, weighed_batches
-from asyncflow.rpc.framing import MALFORMED
+from asyncflow.rpc.columns import Buffer, batches
+from asyncflow.rpc.framing import MALFORMED, MAX_MESSAGE
 
 SILENT = (
     ev.ControllerStarted,
@@ -88,20 +86,18 @@ FEED = "\0feed"
 """Stands in ``QueueState.changed`` where a partition does: the feed has something new, or may have after the others."""
 
 _LIMIT = 64 << 20
-_MOST = 4 << 20
+_MOST = MAX_MESSAGE - (1 << 20)
 _ROWS = 5_000
 
 
 class ChangeFeed:
     """The changes of a primary's rows, for its replicas. limit: bytes of items that are kept."""
 
-    def __init__(self, state: QueueState, *, replicas: Iterable[int], limit: int = _LIMIT) -> None:
+    def __init__(self, state: QueueState, *, limit: int = _LIMIT) -> None:
         self._state = state
         self._limit = limit
         self._items: deque[bytes] = deque()
         self._bytes = 0
-        self._snapshots: dict[int, tuple[int, list[list[bytes]]]] = {}
-        self._read = dict.fromkeys(replicas, 0)
         self.epoch = 0
         self.position = 0
 
@@ -131,66 +127,26 @@ class ChangeFeed:
             self._bytes -= len(self._items.popleft())
         self._state.changed.add(FEED)
 
-    def _note(self, replica: int, position: int) -> None:
-        """Note that a replica knows the items before ``position``; forget those that all know."""
-        self._read[replica] = position
-        known = min(self._read.values())
-        while self._items and self.position - len(self._items) < known:
-            self._bytes -= len(self._items.popleft())
+    def answer(self, epoch: int, position: int) -> Feed | None:
+        """Return the changes after a place, else a snapshot; None where nothing came yet. Refused where that is too big."""
+        later = self.position - position
+        if epoch != self.epoch or not 0 <= later <= len(self._items):
+            return self._snapshot()
+        items = list(islice(reversed(self._items), later))
+        return Feed(self.epoch, self.position, list(map(Raw, reversed(items)))) if items else None
 
-    def answer(self, follow: Follow) -> Feed | None:
-        """Return the changes after a place, or a part of a snapshot; None where nothing came yet.
-
-        Raises Refused for a replica that there is not, StaleHandle for a snapshot that is not there any more.
-        """
-        if follow.replica not in self._read:
-            what = f"there is no controller {follow.replica}"
-            raise Refused(what, where="controller", hint="Start as many as spec.transferQueue.controllers says")
-        if follow.part:
-            return self._part(follow)
-        first = self.position - len(self._items)
-        if not follow.epoch or follow.epoch != self.epoch or not first <= follow.position <= self.position:
-            here = [row for row in self._state.rows.values() if row.here]
-            held = (RowsHeld(list(map(_held, some))) for some in batches(here, _ROWS))
-            records = map(encode, chain(snapshot_rows(self._state), held))
-            parts = list(weighed_batches(records, len, heaviest=_MOST)) or [[]]
-            self._snapshots[follow.replica] = (self.position, parts)
-            self._note(follow.replica, self.position)
-            return self._part(replace(follow, position=self.position))
-        self._snapshots.pop(follow.replica, None)
-        self._note(follow.replica, follow.position)
-        first = self.position - len(self._items)
-        if follow.position == self.position:
-            return None
-        items = list(_within(_MOST, islice(self._items, follow.position - first, None)))
-        return Feed(self.epoch, follow.position + len(items), items)
-
-    def _part(self, follow: Follow) -> Feed:
-        position, parts = self._snapshots.get(follow.replica, (-1, []))
-        if position != follow.position or follow.part >= len(parts):
-            raise StaleHandle("there is no such snapshot", where="controller", hint="Follow again")
-        return Feed(self.epoch, position, list(map(Raw, parts[follow.part])), parts=len(parts))
-
-
-def _within(most: int, items: Iterable[bytes]) -> Iterator[Raw]:
-    """Yield the first items, of at most so many bytes in all, but one at least."""
-    size = 0
-    for item in items:
-        size += len(item)
-        if size > most and size > len(item):
-            return
-        yield Raw(item)
+    def _snapshot(self) -> Feed:
+        here = [row for row in self._state.rows.values() if row.here]
+        held = (RowsHeld(list(map(_held, some))) for some in batches(here, _ROWS))
+        items = list(map(encode, chain(snapshot_rows(self._state), held)))
+        if (size := sum(map(len, items))) > _MOST:
+            what = f"{len(here)} rows are {size} bytes for a controller that follows, and {_MOST} go in one message"
+            raise Refused(what, where="controller", hint="Clear rows, or have one controller")
+        return Feed(self.epoch, self.position, list(map(Raw, items)), snapshot=True)
 
 
 def _held(row: Row) -> Held:
     return Held(row=row.row, columns=dict(row.columns), partial=dict(row.partial), tokens=row.tokens, tags=row.tags)
-
-
-def draft_of(state: QueueState) -> QueueState:
-    """Return empty state of the same controller."""
-    draft = QueueState()
-    draft.index, draft.epoch = state.index, state.epoch
-    return draft
 
 
 def take(state: QueueState, item: Change) -> None:

@@ -33,8 +33,7 @@ class Table:
     """
 
     def __init__(self, *, index: int = 0, controllers: int = 1) -> None:
-        self.state = QueueState()
-        self.state.index = index
+        self.state = QueueState(index)
         self.controllers = controllers
         self.claims = Claims(self.state)
         self.training = Training(self.state)
