@@ -172,8 +172,8 @@ def test_rows_bytes_promises_and_tags_are_those_of_a_model_that_keeps_row_by_row
                     model.clear(row)
             await freed()
             assert (unit.budget.used, unit.budget.promised) == (model.used, model.promised)
-            assert {h.row for h in unit.holdings.held()} == model.whole.keys()
-            for held in unit.holdings.held():
+            assert {h.row for h in unit.holdings.held(unit.holdings.rows)} == model.whole.keys()
+            for held in unit.holdings.held(unit.holdings.rows):
                 assert held.columns == {n: 8 * c[0] for n, (c, _) in model.whole[held.row].items()}
                 assert held.partial == {n: 8 * c[0] for n, (c, _) in model.partial[held.row].items()}
                 assert (held.tokens, held.tags) == model.about[held.row]

@@ -283,7 +283,7 @@ class Movement(RuleBasedStateMachine):
 
     async def greeted(self, unit):
         await self.told(unit)
-        unit.holdings.clear(self.table.hold(unit.home, list(unit.holdings.held())))
+        unit.holdings.clear(self.table.hold(unit.home, unit.holdings.held(unit.holdings.rows)))
         before = len(self.table.state.rows)
         self.table.miss(unit.home)
         assert len(self.table.state.rows) == before
@@ -414,7 +414,7 @@ def test_who_did_not_hear_that_its_rows_moved_frees_them_when_it_asks_or_greets(
     rows, other = ask_and_send(queue)
     tell(queue, other)
     assert set(queue.units[0].holdings.rows) >= set(rows)
-    assert queue.table.hold(queue.units[0].home, list(queue.units[0].holdings.held())) == rows
+    assert queue.table.hold(queue.units[0].home, queue.units[0].holdings.held(rows)) == rows
     queue.runner.run(queue.asked(queue.units[0]))
     assert queue.units[0].leg.gone == rows
     assert not set(queue.units[0].holdings.rows) & set(rows)

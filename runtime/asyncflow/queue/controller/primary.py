@@ -24,7 +24,7 @@ from asyncflow.queue.controller.parking import Soon
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.audit import merge_audits
 from asyncflow.queue.protocol import calls, unit_calls
-from asyncflow.queue.protocol.calls import WRITE, controller_of
+from asyncflow.queue.protocol.calls import WRITE
 from asyncflow.queue.protocol.messages import (
     AuditReport,
     PartitionSnapshot,
@@ -204,9 +204,6 @@ class Primary(Handlers):
             return unit_calls.EntryResult(ok, rows=[] if all(ok) else list(rows))
         if isinstance(entry, unit_calls.MovedRows):
             ok = self.table.move_in(session.location, numbers, entry)
-        elif controller_of(entry.lease):
-            self.table.add_written(entry)
-            ok = [True] * len(numbers)
         elif entry.lease.startswith(WRITE):
             ok = write(self.state, numbers, entry.cells, entry.tags)
         else:

@@ -129,7 +129,7 @@ class Session(Struct, frozen=True):
 
 
 class Announce(Struct, frozen=True):
-    """Some of the rows that a unit holds. last: there are no others."""
+    """Rows as a unit holds them. last: it has told of all that it held when the session began."""
 
     session: Session
     held: list[Held]
@@ -277,13 +277,6 @@ class TakeRows(Struct, frozen=True):
     tags: list[dict[str, Tag]]
     outputs: dict[str, Bytes]
     wait_s: Seconds
-
-
-def chosen(cells: Cells, count: int, indices: list[int]) -> Cells:
-    """Return the cells of some of ``count`` rows."""
-    if len(indices) == count:
-        return cells
-    return Cells(dtypes=cells.dtypes, sizes={name: [of[at] for at in indices] for name, of in cells.sizes.items()})
 
 
 class AdmitCells(Struct, frozen=True):

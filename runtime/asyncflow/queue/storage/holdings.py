@@ -349,9 +349,9 @@ class Holdings:
         self._lost(lost)
         return StaleHandle(f"the store has lost {len(lost)} rows", where=self._where, hint="They will be created again")
 
-    def held(self) -> list[Held]:
-        """Describe all rows."""
-        return [row.described(number) for number, row in self.rows.items()]
+    def held(self, rows: Iterable[int]) -> list[Held]:
+        """Describe those of ``rows`` that are here."""
+        return [row.described(number) for number in rows if (row := self.rows.get(number)) is not None]
 
     def clear(self, rows: Iterable[int]) -> None:
         """Free rows; those that are not here are passed over."""

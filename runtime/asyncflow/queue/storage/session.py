@@ -1,8 +1,8 @@
 """A unit's session with the controller, and its calls to the replica controllers whose leases its puts name.
 
 A session begins with a hello and everything that the unit holds. From then on the unit reports, one call at a time:
-rows that were lost, what replicas have admitted, and puts; those that come meanwhile go together with the next call.
-Beside that it polls for orders. When the controller is lost, or says that the session is over, the unit begins anew
+rows that were lost, rows as they are since replicas admitted writes to them, and puts; those that come meanwhile go
+together with the next call. Beside that it polls for orders. When the controller is lost, or says that the session is over, the unit begins anew
 with hello, and reports again what was not decided. A put under a lease of a replica is that replica's to decide: each
 is asked on its own, and again until it answers, so one that is stopped holds up only writes under its own leases.
 
@@ -14,7 +14,7 @@ written to.
 Invariants: after a session began, the controller hears of everything that the unit holds before it may take a row for
 lost; a controller hears of a put until it has decided, or the unit has given the put up, and of puts in the order in
 which they were stored; it hears of a lost row until it has answered, because it takes a row for held of which a put
-has told it; it hears of what replicas have admitted after that was admitted; a drain frees a row only when it lies
+has told it; it hears of what replicas have admitted after that was admitted, and before the row moves; a drain frees a row only when it lies
 elsewhere or nobody needs it, and makes one move at a time.
 """
 
@@ -25,7 +25,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import islice
+from itertools import compress, islice
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost
 from asyncflow.identity import RowPlace, location_at
@@ -46,7 +46,6 @@ from asyncflow.queue.protocol.unit_calls import (
     TakeRows,
     Watch,
     Welcome,
-    chosen,
     results_on,
 )
 from asyncflow.queue.storage.drain import MovingRows
@@ -106,7 +105,8 @@ class UnitSession:
         self._controllers = 1
         self._rows = 0
         self._lost: dict[int, None] = {}
-        self._changes: list[NewCells] = []
+        self._changed: dict[int, None] = {}
+        self._told = asyncio.Event()
         self._more: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
         self._waits = delays()
         self._task: asyncio.Task[None] | None = None
@@ -169,23 +169,31 @@ class UnitSession:
                 await self._controller.call("units.lost", LostRows(session, lost), Done, timeout=_CALL_S)
                 for row in lost:
                     self._lost.pop(row, None)
-            elif not await self._report_puts(session):
+            if self._changed:
+                await self._announce(session, self._changed, last=False)
+            if not await self._report_puts(session) and not lost:
                 await self._more[0].wait()
 
     async def _report_puts(self, session: Session) -> bool:
-        """Report what replicas have admitted, then puts; return False where there is nothing."""
-        puts = list(islice((put for put in self._holdings.puts if not put.blob.controller), _PUTS))
-        changes = self._changes[:_PUTS]
-        if not changes and not puts:
-            return False
-        entries = [*changes, *[put.entry for put in puts]]
-        admit = Admit(session, entries)
-        results = await self._controller.call("units.admit", admit, list[EntryResult], timeout=_CALL_S)
-        results_on(entries, results)
-        del self._changes[: len(changes)]
-        for put, result in zip(puts, results[len(changes) :], strict=True):
-            self._holdings.decide(put, result)
-        return True
+        """Report puts under no lease of a replica; return False where there are none."""
+        if puts := self._first_puts(0):
+            admit = Admit(session, [put.entry for put in puts])
+            results = await self._controller.call("units.admit", admit, list[EntryResult], timeout=_CALL_S)
+            self._decide(puts, results_on(puts, results))
+        return bool(puts)
+
+    def _first_puts(self, controller: int) -> list[PendingPut]:
+        """Return the first puts that a controller has not decided about."""
+        return list(islice((put for put in self._holdings.puts if put.blob.controller == controller), _PUTS))
+
+    def _decide(self, puts: Iterable[PendingPut], results: Iterable[EntryResult]) -> list[int]:
+        """Take the decisions of a controller; return the rows that were admitted."""
+        admitted: list[int] = []
+        for put, result in zip(puts, results, strict=True):
+            if put in self._holdings.puts:
+                self._holdings.decide(put, result)
+                admitted += compress(put.rows, result.ok)
+        return admitted
 
     async def _run(self) -> None:
         """Hold one session after another. Raises Fenced when another incarnation has this unit's place."""
@@ -215,7 +223,7 @@ class UnitSession:
         session = Session(self._unit, welcome.controller, welcome.epoch)
         while await self._report_puts(session):  # what they changed is part of what the unit holds
             pass
-        await self._announce(session)
+        await self._announce(session, self._holdings.rows, last=True)
         self.session = session
         self.joined.set()
         self._waits = delays()
@@ -226,13 +234,16 @@ class UnitSession:
         finally:
             self.session = None
 
-    async def _announce(self, session: Session) -> None:
-        """Tell the controller of all rows that the unit holds, and free those that it does not know."""
-        held = self._holdings.held()
+    async def _announce(self, session: Session, rows: Iterable[int], *, last: bool) -> None:
+        """Tell the controller of rows as the unit holds them, and free those that it does not know. last: of all."""
+        held = self._holdings.held(rows)
+        self._changed.clear()
         for first in range(0, len(held) + 1, _ROWS):
-            announce = Announce(session, held[first : first + _ROWS], last=first + _ROWS > len(held))
+            announce = Announce(session, held[first : first + _ROWS], last=last and first + _ROWS > len(held))
             unknown = await self._controller.call("units.announce", announce, list[int], timeout=_CALL_S)
             self._holdings.clear(unknown)
+        if not self._changed:
+            self._told.set()
 
     async def _obey(self, session: Session, watch_s: float) -> None:
         done = 0
@@ -245,20 +256,6 @@ class UnitSession:
             if orders.leave:
                 self.leaving.set()
 
-    def _decide(self, put: PendingPut, result: EntryResult) -> None:
-        """Take the decision of a replica, and have the primary know which cells there are now."""
-        if put not in self._holdings.puts:
-            return
-        self._holdings.decide(put, result)
-        entry = put.entry
-        admitted = [index for index, ok in enumerate(result.each(len(put.rows))) if ok]
-        if not admitted or not isinstance(entry, NewCells) or not (entry.cells.sizes or entry.tags):
-            return
-        cells = chosen(entry.cells, len(put.rows), admitted)
-        rows, tags = [put.rows[i] for i in admitted], [entry.tags[i] for i in admitted] if entry.tags else []
-        self._changes.append(NewCells(lease=entry.lease, rows=rows, cells=cells, tags=tags, reason=entry.reason))
-        self._more[0].set()
-
     async def _ask_replica(self, index: int) -> None:
         """Have a replica decide about the puts under its leases, each until it answers.
 
@@ -267,7 +264,7 @@ class UnitSession:
         client, waits = self._client("controller", index), delays()
         while True:
             self._more[index].clear()
-            puts = list(islice((put for put in self._holdings.puts if put.blob.controller == index), _PUTS))
+            puts = self._first_puts(index)
             if not puts:
                 await self._more[index].wait()
                 continue
@@ -281,8 +278,10 @@ class UnitSession:
             except AsyncFlowError as error:
                 results = [EntryResult([], error.to_wire())] * len(puts)
             waits = delays()
-            for put, result in zip(puts, results, strict=True):
-                self._decide(put, result)
+            if admitted := self._decide(puts, results):
+                self._changed.update(dict.fromkeys(admitted))
+                self._told.clear()
+                self._more[0].set()
 
     async def drain(self, *, patient: bool) -> bool:
         """Drain the unit, and return True when nothing is left here.
@@ -320,7 +319,7 @@ class UnitSession:
             self._ordered_epoch = session.epoch
         if not self._holdings:
             await self._holdings.decided()
-            await self._all_reported()
+            await self._told.wait()
         rows, nbytes = self.moving.first(most=_MOVE_ROWS, most_bytes=_MOVE_BYTES)
         ask = AskMove(session, rows, len(self._holdings), nbytes, self._failed)
         move = await self._controller.call("units.move", ask, MoveOrder, timeout=_CALL_S)
@@ -335,16 +334,11 @@ class UnitSession:
         rows = move.rows
         self.moving.frozen = frozenset(rows)
         await self._holdings.decided(rows)
-        await self._all_reported()
+        await self._told.wait()
         self._failed = move.unit
         for batch in self.moving.batches(rows, most_bytes=_MOVE_BYTES):
             await self._send(move, batch)
         self._failed = NOWHERE
-
-    async def _all_reported(self) -> None:
-        """Wait until the controller has heard what its replicas have admitted: nobody else could tell it."""
-        while self._changes:
-            await asyncio.sleep(_LOOK_S)
 
     async def _send(self, move: MoveOrder, rows: list[int]) -> None:
         """Have a unit take over rows that are alike; free those that lie there then."""

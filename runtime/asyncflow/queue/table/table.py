@@ -17,12 +17,12 @@ from asyncflow.errors import Refused
 from asyncflow.identity import epoch_of
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.messages import KEY_TAG, RowMeta, Tag, TaskSpec, Wanted, check_task
-from asyncflow.queue.protocol.unit_calls import Cells, Held, MovedRows, NewCells
+from asyncflow.queue.protocol.unit_calls import Cells, Held, MovedRows
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.leases import Claims
 from asyncflow.queue.table.moves import RowMoves, ends_rows, place
 from asyncflow.queue.table.rows import Change, add_cells
-from asyncflow.queue.table.state import Row, by_row
+from asyncflow.queue.table.state import Row, RowGroup, by_row
 from asyncflow.queue.table.training import Training
 
 
@@ -94,16 +94,18 @@ class Table:
         Nobody needs them any more, or they have moved to another.
         """
         unknown: list[int] = []
+        groups: dict[RowGroup, None] = {}
         for told in held:
             row = self.state.rows.get(told.row)
             if row is None or row.location != location:
                 unknown.append(told.row)
                 continue
-            partition = self.state.partition(row.group.partition)
             row.columns, row.partial, row.here = told.columns, told.partial, True
             row.tokens, row.tags = told.tokens, told.tags
-            partition.name_rows([row])
-            partition.refresh(row.group)
+            self.state.partition(row.group.partition).name_rows([row])
+            groups[row.group] = None
+        for group in groups:
+            self.state.partition(group.partition).refresh(group)
         return unknown
 
     def move_in(self, location: int, numbers: Sequence[int], entry: MovedRows) -> list[bool]:
@@ -203,13 +205,6 @@ class Table:
         kept: list[Change] = [(self.state.rows[row], written, {}) for row, written, ok in told if ok]
         add_cells(self.state, kept, partial=True)
         return returned
-
-    def add_written(self, entry: NewCells) -> None:
-        """Take note of cells that were written under a lease of another controller, which has decided about it."""
-        columns, count = by_row(entry.cells, len(entry.rows)), len(entry.rows)
-        told = zip(entry.rows, columns, entry.tags or [{}] * count, strict=True)
-        there = [(self.state.rows[row], columns, tags) for row, columns, tags in told if row in self.state.rows]
-        add_cells(self.state, there, partial=bool(entry.reason))
 
     def wanted(self, partition: str) -> Wanted:
         """Return the samples to be created again. The revision changes with them and with the controller."""
