@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from msgspec import Struct
 from msgspec.structs import astuple
 
+from asyncflow.queue.controller.parking import Soon
 from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.protocol import calls
 from asyncflow.queue.protocol.messages import (
@@ -88,7 +89,7 @@ class Handlers:
         """Return the partition for a question: one that nobody made stays unmade."""
         return self.state.partitions.get(name) or PartitionState(name)
 
-    def _end(self, call: calls.EndRows) -> list[bool]:
+    def _end(self, call: calls.EndRows) -> Soon[list[bool]]:
         end = self.table.claims.drop if call.drop else self.table.give_back
         return end(call.lease, call.rows, call.reason)
 

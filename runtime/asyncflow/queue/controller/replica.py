@@ -58,7 +58,6 @@ class Replica(Handlers):
         """Return how each method is answered, to clients and units as far as its own tasks go, and to the primary."""
         return {
             **super().routes(),
-            "queue.end": (calls.EndRows, self._return_or_drop),
             "replicas.admit": (unit_calls.AdmitCells, self._admit),
             "replicas.reach": (calls.Reach, self._reach),
         }
@@ -66,6 +65,12 @@ class Replica(Handlers):
     def start(self) -> None:
         """Begin to follow the primary."""
         self._following = asyncio.create_task(self._follow(), name="follower")
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self.controller.fail(error)
+
+        self._following.add_done_callback(ended)
 
     async def close(self) -> None:
         """Follow no longer."""
@@ -82,7 +87,7 @@ class Replica(Handlers):
     async def _follow(self) -> None:
         """Follow for ever."""
         outage = Outage("following the primary")
-        while not self.controller.failed.done():
+        while True:
             try:
                 await self._step()
                 outage.end()
@@ -90,8 +95,6 @@ class Replica(Handlers):
                 if isinstance(error, LedgerCorrupt):
                     self._epoch = 0
                 await outage.wait(error)
-            except Exception as error:
-                self.controller.fail(error)
 
     async def _step(self) -> None:
         """Ask what happened, and take it in."""
@@ -146,8 +149,8 @@ class Replica(Handlers):
             enter = calls.EnterTypes(self.state.index, lease.partition, new)
             await self._primary.call("replicas.type", enter, calls.Done, timeout=until - self.controller.now())
 
-    def _return_or_drop(self, call: calls.EndRows) -> Soon[list[bool]]:
-        return self._drop(call) if call.drop else self.table.give_back(call.lease, call.rows, call.reason)
+    def _end(self, call: calls.EndRows) -> Soon[list[bool]]:
+        return self._drop(call) if call.drop else super()._end(call)
 
     async def _drop(self, call: calls.EndRows) -> list[bool]:
         lease = self.table.claims.holder(call.lease)

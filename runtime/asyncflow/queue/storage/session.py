@@ -1,10 +1,11 @@
 """A unit's session with the controller, and its calls to the replica controllers whose leases its puts name.
 
 A session begins with a hello and everything that the unit holds. From then on the unit reports, one call at a time:
-rows that were lost, rows as they are since replicas admitted writes to them, and puts; those that come meanwhile go
-together with the next call. Beside that it polls for orders. When the controller is lost, or says that the session is over, the unit begins anew
-with hello, and reports again what was not decided. A put under a lease of a replica is that replica's to decide: each
-is asked on its own, and again until it answers, so one that is stopped holds up only writes under its own leases.
+rows that were lost, rows as they are since replicas have decided about them, and puts; those that come meanwhile go
+together with the next call. Beside that it polls for orders. When the controller is lost, or says that the session is
+over, the unit begins anew with hello, and reports again what was not decided. A put under a lease of a replica is that
+replica's to decide: each is asked on its own, and again until it answers, so one that is stopped holds up only writes
+under its own leases.
 
 To drain, the unit moves its rows to the units that the controller names, one move after another. The rows of a move are
 frozen, copied in batches of bounded size, and freed here when the controller has recorded their new location. After a
@@ -14,8 +15,8 @@ written to.
 Invariants: after a session began, the controller hears of everything that the unit holds before it may take a row for
 lost; a controller hears of a put until it has decided, or the unit has given the put up, and of puts in the order in
 which they were stored; it hears of a lost row until it has answered, because it takes a row for held of which a put
-has told it; it hears of what replicas have admitted after that was admitted, and before the row moves; a drain frees a row only when it lies
-elsewhere or nobody needs it, and makes one move at a time.
+has told it; it hears of what replicas have admitted after that was admitted, and before the row moves, as nobody else
+could tell it; a drain frees a row only when it lies elsewhere or nobody needs it, and makes one move at a time.
 """
 
 from __future__ import annotations

@@ -6,14 +6,14 @@ too far behind takes a snapshot, restores it into a state of its own, a draft, a
 the work of its own tasks.
 
 Invariants: what is between two places is all that happened to rows between them, in order; a snapshot, and what came
-after its position, give the rows of now; what is kept is bounded by ``limit``. Rows come and end by what was told alone; what a task has done with a row that is still there survives every
-snapshot; a lease holds no row that is gone.
+after its position, give the rows of now; what is kept has at most ``limit`` bytes. Rows come and end by what was told
+alone; what a task has done with a row that is still there survives every snapshot; a lease holds no row that is gone.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from typing import TypeAlias
 
@@ -41,7 +41,7 @@ SILENT = (
     ev.TaskReset,
     ev.Peeked,
 )
-"""Events that say nothing of rows; but a completion that clears does."""
+"""Events that say nothing of rows; but a completion that clears does, for which ``RowsCleared`` is told."""
 
 
 class RowsHeld(Struct, frozen=True, array_like=True, tag="held"):
@@ -70,18 +70,6 @@ def decode(encoded: Buffer) -> Change:
         raise LedgerCorrupt(f"what was told of rows is none: {wrong}", where="feed") from wrong
 
 
-def change_of(state: QueueState, event: ev.Event) -> ev.Event | None:
-    """Return the event that replicas are told for ``event``, before it is applied; None for nothing."""
-    if isinstance(event, ev.Completed):
-        lease = state.leases.get(event.lease)
-        if lease is None:
-            return None
-        partition = state.partitions[lease.partition]
-        clears = partition.queues[lease.task].spec.clears and partition.purpose == "open"
-        return ev.RowsCleared(lease.partition, event.rows) if clears else None
-    return None if isinstance(event, SILENT) else event
-
-
 FEED = "\0feed"
 """Stands in ``QueueState.changed`` where a partition does: the feed has something new, or may have after the others."""
 
@@ -108,14 +96,18 @@ class ChangeFeed:
 
     def happens(self, event: ev.Event) -> None:
         """Tell of an event that is about to happen."""
-        if (told := change_of(self._state, event)) is not None:
-            self.add(told)
+        if isinstance(event, ev.Completed) and (lease := self._state.leases.get(event.lease)) is not None:
+            partition = self._state.partitions[lease.partition]
+            if partition.queues[lease.task].spec.clears and partition.purpose == "open":
+                self.add(ev.RowsCleared(lease.partition, event.rows))
+        elif not isinstance(event, SILENT):
+            self.add(event)
 
     def held(self, numbers: Iterable[int]) -> None:
         """Tell of those of the rows that are there, as their units hold them."""
-        rows = [row for number in numbers if (row := self._state.rows.get(number)) is not None and row.here]
-        for some in batches(rows, _ROWS):
-            self.add(RowsHeld(list(map(_held, some))))
+        rows = self._state.rows
+        for item in _held(rows[number] for number in numbers if number in rows):
+            self.add(item)
 
     def add(self, item: Change) -> None:
         """Tell of something that has happened."""
@@ -128,7 +120,7 @@ class ChangeFeed:
         self._state.changed.add(FEED)
 
     def answer(self, epoch: int, position: int) -> Feed | None:
-        """Return the changes after a place, else a snapshot; None where nothing came yet. Refused where that is too big."""
+        """Return the changes after a place, or a snapshot; None where nothing came yet. Refused for too many rows."""
         later = self.position - position
         if epoch != self.epoch or not 0 <= later <= len(self._items):
             return self._snapshot()
@@ -136,17 +128,22 @@ class ChangeFeed:
         return Feed(self.epoch, self.position, list(map(Raw, reversed(items)))) if items else None
 
     def _snapshot(self) -> Feed:
-        here = [row for row in self._state.rows.values() if row.here]
-        held = (RowsHeld(list(map(_held, some))) for some in batches(here, _ROWS))
-        items = list(map(encode, chain(snapshot_rows(self._state), held)))
+        rows = self._state.rows
+        items = list(map(encode, chain(snapshot_rows(self._state), _held(rows.values()))))
         if (size := sum(map(len, items))) > _MOST:
-            what = f"{len(here)} rows are {size} bytes for a controller that follows, and {_MOST} go in one message"
+            what = f"{len(rows)} rows are {size} bytes for a controller that follows, and {_MOST} go in one message"
             raise Refused(what, where="controller", hint="Clear rows, or have one controller")
         return Feed(self.epoch, self.position, list(map(Raw, items)), snapshot=True)
 
 
-def _held(row: Row) -> Held:
-    return Held(row=row.row, columns=dict(row.columns), partial=dict(row.partial), tokens=row.tokens, tags=row.tags)
+def _held(rows: Iterable[Row]) -> Iterator[RowsHeld]:
+    """Describe those of ``rows`` of which their units have told."""
+    held = (
+        Held(row=row.row, columns=dict(row.columns), partial=dict(row.partial), tokens=row.tokens, tags=row.tags)
+        for row in rows
+        if row.here
+    )
+    return map(RowsHeld, batches(held, _ROWS))
 
 
 def take(state: QueueState, item: Change) -> None:
