@@ -149,12 +149,10 @@ def feed(data: bytes) -> None:
         items = _pieces.decode(data)
     except framing.MALFORMED:
         return
-    state = QueueState()
-    state.index = 1
+    state, draft = QueueState(1), QueueState(1)
     with contextlib.suppress(LedgerCorrupt):
         for item in items:
             replication.take(state, replication.decode(item))
-    draft = replication.draft_of(state)
     with contextlib.suppress(LedgerCorrupt):
         for item in items:
             replication.take(draft, replication.decode(item))

@@ -22,7 +22,7 @@ from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.leases import Claims
 from asyncflow.queue.table.moves import RowMoves, ends_rows, place
 from asyncflow.queue.table.rows import Change, add_cells
-from asyncflow.queue.table.state import Row, RowGroup, by_row
+from asyncflow.queue.table.state import Row, by_row
 from asyncflow.queue.table.training import Training
 
 
@@ -94,18 +94,21 @@ class Table:
         Nobody needs them any more, or they have moved to another.
         """
         unknown: list[int] = []
-        groups: dict[RowGroup, None] = {}
+        known: dict[str, list[Row]] = {}
+        new: set[str] = set()
         for told in held:
             row = self.state.rows.get(told.row)
             if row is None or row.location != location:
                 unknown.append(told.row)
                 continue
+            new |= told.columns.keys() - row.columns.keys()
             row.columns, row.partial, row.here = told.columns, told.partial, True
             row.tokens, row.tags = told.tokens, told.tags
-            self.state.partition(row.group.partition).name_rows([row])
-            groups[row.group] = None
-        for group in groups:
-            self.state.partition(group.partition).refresh(group)
+            known.setdefault(row.group.partition, []).append(row)
+        for name, rows in known.items():
+            partition = self.state.partition(name)
+            partition.name_rows(rows)
+            partition.changed(rows, new)
         return unknown
 
     def move_in(self, location: int, numbers: Sequence[int], entry: MovedRows) -> list[bool]:
