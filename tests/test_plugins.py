@@ -28,14 +28,20 @@ def test_what_is_installed_is_found_by_its_name() -> None:
 
 
 def test_what_cannot_be_used_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ManifestError, match=r"here: 'pigeon' is not installed. Installed: simulated, transformers"):
+    with pytest.raises(
+        ManifestError, match=f"here: no installed package offers 'pigeon' in {ENGINES}. .*: simulated, transformers"
+    ):
         load_plugin(ENGINES, "pigeon", kind=RolloutEngine, where="here")
     with pytest.raises(ManifestError, match="'simulated' is no Backend"):
         load_plugin(ENGINES, "simulated", kind=Backend, where="here")
-    broken = EntryPoint(name="broken", value="asyncflow_nowhere:Engine", group=ENGINES)
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [broken])
-    with pytest.raises(ManifestError, match="'broken' cannot be imported: No module named 'asyncflow_nowhere'"):
-        load_plugin(ENGINES, "broken", kind=RolloutEngine, where="here")
+    for value, why in (
+        ("nowhere_at_all:A", "No module named 'nowhere_at_all'"),
+        ("json:A", "'json' has no attribute 'A'"),
+    ):
+        broken = EntryPoint(name="broken", value=value, group=ENGINES)
+        monkeypatch.setattr(plugins, "entry_points", lambda group, only=broken: [only])
+        with pytest.raises(ManifestError, match=f"'broken' cannot be imported: .*{why}"):
+            load_plugin(ENGINES, "broken", kind=RolloutEngine, where="here")
 
 
 def test_options_have_a_meaning_or_are_refused() -> None:

@@ -229,10 +229,9 @@ def queue() -> None:
 @click.option("--bytes-per-unit", default="256Mi", show_default=True, help="Bytes that one unit may hold.")
 @click.option(
     "--backend",
-    type=click.Choice(("memory", "mooncake", "redis")),
     default="memory",
     show_default=True,
-    help="Where the bytes lie.",
+    help="Where the bytes lie: memory, mooncake, redis, or a third party's.",
 )
 @click.option("--name", default="queue", show_default=True, help="The queue's name.")
 @_port

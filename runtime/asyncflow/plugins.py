@@ -49,13 +49,13 @@ def load_plugin(group: str, name: str, *, kind: type[Any], where: str) -> type[A
     """
     found = {point.name: point for point in entry_points(group=group)}
     if name not in found:
-        hint = f"Installed: {', '.join(sorted(found)) or 'none'}"
-        raise ManifestError(f"{name!r} is not installed", where=where, hint=hint)
+        what = f"no installed package offers {name!r} in {group}"
+        raise ManifestError(what, where=where, hint=f"Install its package, or give one of: {', '.join(sorted(found))}")
     try:
         with importing():
             loaded = found[name].load()
-    except ImportError as error:
-        hint = "Install what it needs, e.g. pip install 'asyncflow[torch]'"
+    except (ImportError, AttributeError) as error:
+        hint = "Install what it needs, e.g. pip install 'asyncflow[torch]', or correct its entry point"
         raise ManifestError(f"{name!r} cannot be imported: {error}", where=where, hint=hint) from error
     if not (isinstance(loaded, type) and issubclass(loaded, kind)):
         raise ManifestError(f"{name!r} is no {kind.__name__}", where=where, hint=f"It is found in {group}")

@@ -73,6 +73,7 @@ def test_plan_shows_roles_and_flow(manifest, capsys):
         ("algorithm.steps=-1", "spec.algorithm.steps"),
         ("algorithm.stepz=1", "stepz"),
         ("rollout.engine.name=warp", "spec.rollout.engine.name"),
+        ("transferQueue.backend=tape", "Install its package, or give one of: memory, mooncake, redis"),
         ("reward.function=absent_module:f", "absent_module"),
         ("reward.extractor=nonsense", "nonsense"),
         ("data.train.source=absent.jsonl", "absent.jsonl"),
@@ -86,6 +87,16 @@ def test_a_bad_value_starts_nothing_and_makes_no_folder(manifest, capsys, overri
     said = refused(capsys, "run", manifest, "--output", manifest.parent / "out", "--set", override)
     assert named in said
     assert not (manifest.parent / "out").exists()
+
+
+def test_a_queue_names_a_back_end_that_is_installed(tmp_path, capsys):
+    file = tmp_path / "queue.yaml"
+    file.write_text(
+        "{apiVersion: asyncflow.dev/v1alpha1, kind: TransferQueue, metadata: {name: q}, spec: {backend: tape}}"
+    )
+    found = 'spec.backend = "tape": no installed package offers it in asyncflow.storage_backends'
+    assert f"{found}. Install its package, or give one of: memory, mooncake, redis" in refused(capsys, "validate", file)
+    assert cli.invoke(["validate", str(file), "--set", "backend=redis"]) == 0
 
 
 @pytest.mark.parametrize("path", BAD, ids=lambda path: path.name)

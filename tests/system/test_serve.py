@@ -159,7 +159,11 @@ def test_a_port_that_is_taken_is_said_and_nothing_is_left(tmp_path, monkeypatch,
     [
         (["--bytes-per-unit", "3"], "spec.bytesPerUnit"),
         (["--units", "0"], "--units"),
-        (["--backend", "tape"], "--backend"),
+        (
+            ["--backend", "tape"],
+            "'tape' in asyncflow.storage_backends. Install its package, or give one of: memory, mooncake",
+        ),
+        (["--backend", "No Tape"], "spec.backend"),
         (["--name", "No Name"], "metadata.name"),
         (["--set", "controllers=99"], "spec.controllers"),
     ],

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from asyncflow.api.base import API_VERSION, Conditions, Frozen, Name, ObjectMeta, Quantity, Rule, Spec, Time
+from asyncflow.api.base import API_VERSION, Conditions, Frozen, Name, ObjectMeta, PluginName, Quantity, Rule, Spec, Time
 from asyncflow.api.durability import LedgerSpec
 from asyncflow.api.placement import ResourcesSpec, TemplateSpec
 from asyncflow.api.status import Count, RoleRecord, SecretRecords
@@ -34,16 +34,17 @@ class StoreSpec(Spec):
     """A store that is run outside of AsyncFlow."""
 
     address: Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z0-9]+:[0-9]{1,5}$", max_length=256)]
-    """HOST:PORT of the Redis server, or of Mooncake's master."""
+    """HOST:PORT of the Redis server, of Mooncake's master, or of a third party's store."""
     password: SecretEntry | None = None
-    """Secret with Redis's password. On one machine: the file that ASYNCFLOW_STORE_PASSWORD_FILE names."""
+    """Secret with the store's password. On one machine: the file that ASYNCFLOW_STORE_PASSWORD_FILE names."""
 
 
 class QueueSpec(Spec):
     """Controllers and storage units."""
 
-    backend: Literal["memory", "mooncake", "redis"] = "memory"
-    """Back end that keeps the cells: memory of the storage units, Mooncake Store, or Redis."""
+    backend: PluginName = "memory"
+    """Back end that keeps the cells, an entry point of the group ``asyncflow.storage_backends``: ``memory`` (of the
+    storage units), ``mooncake`` (Mooncake Store), ``redis``, or a third party's."""
     controllers: Annotated[int, Field(ge=1, le=16)] = 1
     """Controllers; each is a process of its own that has some of the tasks, and the first has all rows."""
     store: StoreSpec | None = None
@@ -63,13 +64,13 @@ class QueueSpec(Spec):
             ok=lambda queue: queue.store is None or queue.backend != "memory",
             cel="!has(self.store) || self.backend != 'memory'",
             why="in the memory of the units there is no store",
-            fix="Give backend: mooncake or redis, or leave store out",
+            fix="Give another backend, e.g. redis, or leave store out",
         ),
         Rule(
             reads=("store.password", "backend"),
-            ok=lambda queue: queue.store is None or queue.store.password is None or queue.backend == "redis",
-            cel="!has(self.store) || !has(self.store.password) || self.backend == 'redis'",
-            why="only Redis knows passwords",
+            ok=lambda queue: queue.store is None or queue.store.password is None or queue.backend != "mooncake",
+            cel="!has(self.store) || !has(self.store.password) || self.backend != 'mooncake'",
+            why="Mooncake knows no passwords",
             fix="Leave store.password out, and close the network around the store",
         ),
         Rule(

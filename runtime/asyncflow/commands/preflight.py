@@ -46,12 +46,16 @@ from asyncflow.training.backend import OPTIONS as BACKEND_OPTIONS
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.settings import TorchOptions
 
-_PLUGINS = (
-    (("rollout", "engine", "name"), "asyncflow.rollout_engines"),
-    (("trainer", "backend", "name"), "asyncflow.trainer_backends"),
-    (("weightSync", "transport"), "asyncflow.transports"),
-    (("transferQueue", "backend"), BACKENDS),
-)
+_PLUGINS = {
+    "RLJob": (
+        (("spec", "rollout", "engine", "name"), "asyncflow.rollout_engines"),
+        (("spec", "trainer", "backend", "name"), "asyncflow.trainer_backends"),
+        (("spec", "weightSync", "transport"), "asyncflow.transports"),
+        (("spec", "transferQueue", "backend"), BACKENDS),
+    ),
+    "TransferQueue": ((("spec", "backend"), BACKENDS),),
+}
+"""By kind: the places in a manifest that name a plug-in, and the group that has it."""
 
 
 def load(source: Path | str | RLJob, overrides: Sequence[str] = ()) -> Manifest:
@@ -68,12 +72,12 @@ def load(source: Path | str | RLJob, overrides: Sequence[str] = ()) -> Manifest:
         text = Path(source)
         name, beside = str(source), text.absolute().parent
     manifest = parse(text, overrides)
+    if problems := list(_absent_plugins(manifest)):
+        raise refusal(problems, source=name)
     if not isinstance(manifest, RLJob):
         return manifest
     folder = Path((manifest.metadata.annotations or {}).get(FOLDER, beside))
     check_files(manifest, folder)
-    if problems := list(_absent_plugins(manifest)):
-        raise refusal(problems, source=name)
     reward = manifest.spec.reward
     check_reward(reward.function, reward.extractor, workdir=folder)
     return _anchored(manifest, folder)
@@ -116,17 +120,17 @@ def _absolute(source: str, base: Path) -> str:
     return f"{scheme}://{base / rest}" if scheme in FILE_SCHEMES else source
 
 
-def _absent_plugins(job: RLJob) -> Iterator[Problem]:
-    data = job.spec.model_dump(mode="json", by_alias=True)
-    for place, group in _PLUGINS:
+def _absent_plugins(manifest: Manifest) -> Iterator[Problem]:
+    data = manifest.model_dump(mode="json", by_alias=True)
+    for place, group in _PLUGINS.get(manifest.kind, ()):
         name: Any = reduce(getitem, place, data)
         known = installed(group)
         if name not in known:
             yield Problem(
-                place=("spec", *place),
+                place=place,
                 value=name,
                 reason=f"no installed package offers it in {group}",
-                fix=f"Installed here: {', '.join(known) or 'none'}",
+                fix=f"Install its package, or give one of: {', '.join(known)}",
             )
 
 

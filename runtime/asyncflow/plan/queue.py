@@ -1,11 +1,11 @@
 """The roles that hold a queue's bytes, and all roles of a TransferQueue that stands alone.
 
-Where the bytes do not lie in the units, Mooncake's master and holders or Redis servers hold them, in a job as in a
-queue that stands alone. The other roles of a job's own queue are in the job's plan.
+Mooncake's master and holders, or Redis servers, hold the bytes of units whose back end they are, in a job as in a queue
+that stands alone. The other roles of a job's own queue are in the job's plan.
 
 Invariants: process 0 of ``controller`` is the one address that all dial; it starts first, and the ledger lies with it.
-Every unit has a holder of its own index, with more room than the unit may fill: what was freed goes a moment later than
-the unit's budget would have it, and an allocator leaves gaps. A store that others run has its own.
+Where there are holders, each unit has the one of its own index, with more room than the unit may fill: what was freed
+goes a moment later than the unit's budget would have it, and an allocator leaves gaps. A store of others has its own.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ OVERHEAD = 256 << 20
 """Bytes of a process that holds cells, beside those."""
 _GRAIN = 16 << 20
 _MASTER_BYTES = 1 << 30
+_HOLDING: Final[Mapping[str, tuple[RoleName, ...]]] = {"mooncake": ("master", "holder"), "redis": ("holder",)}
+"""Roles that hold the bytes, by back end, in the order in which they start. Other back ends have none."""
 
 MakeRole = Callable[[RoleName, int, Resources, tuple[RoleName, ...]], Role]
 """Makes a role of a name, for so many processes with these resources, to be started after others."""
@@ -35,8 +37,9 @@ def held_bytes(queue: QueueSpec) -> int:
 
 
 def unit_bytes(queue: QueueSpec) -> int:
-    """Return the memory that the process of a unit needs at least."""
-    return OVERHEAD + (queue.bytes_per_unit.bytes if queue.backend == "memory" else 0)
+    """Return the memory that the process of a unit needs at least: that of its cells too, unless others hold them."""
+    elsewhere = queue.store is not None or queue.backend in _HOLDING
+    return OVERHEAD + (0 if elsewhere else queue.bytes_per_unit.bytes)
 
 
 def _cores(queue: QueueSpec) -> float:
@@ -45,10 +48,8 @@ def _cores(queue: QueueSpec) -> float:
 
 def holders(queue: QueueSpec) -> dict[RoleName, int]:
     """Return how many processes of which roles hold the bytes, in the order in which they start."""
-    if queue.backend == "memory" or queue.store is not None:
-        return {}
-    masters: dict[RoleName, int] = {"master": 1} if queue.backend == "mooncake" else {}
-    return {**masters, "holder": queue.storage_units}
+    roles = _HOLDING.get(queue.backend, ()) if queue.store is None else ()
+    return {role: queue.storage_units if role == "holder" else 1 for role in roles}
 
 
 def unit_after(queue: QueueSpec, leader: RoleName) -> tuple[RoleName, ...]:

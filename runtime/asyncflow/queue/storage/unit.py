@@ -46,7 +46,7 @@ _MOST = 1 << 40
 
 def open_backend(name: str, site: Site) -> Backend:
     """Return the back end ``name`` of the entry points ``BACKENDS``. Raises ManifestError where there is none."""
-    made: type[Backend] = load_plugin(BACKENDS, name, kind=Backend, where="spec.transferQueue.backend")
+    made: type[Backend] = load_plugin(BACKENDS, name, kind=Backend, where="backend of the queue")
     return made.made(site)
 
 
