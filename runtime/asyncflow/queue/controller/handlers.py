@@ -1,6 +1,6 @@
 """The calls that every controller answers for its own tasks; ``Primary`` and ``Replica`` add what they alone do.
 
-Invariants: a handler changes the table without waiting in between, and what it returns is sent once the ledger has
+Invariants: a handler that waits has settled what it changed before, and what it returns is sent once the ledger has
 everything behind it; what is not in ``routes`` is refused by the server as a method that is not there.
 """
 

@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
@@ -194,7 +195,7 @@ class Primary(Handlers):
                 result = unit_calls.EntryResult([], error.to_wire())
             results.append(result)
             if self._replicas:
-                self.feed.held([row for row, ok in zip(entry.rows, result.ok, strict=False) if ok])
+                self.feed.held(compress(entry.rows, result.ok))
         return results
 
     def _admitted(self, session: unit_calls.Session, entry: unit_calls.Entry) -> unit_calls.EntryResult:
@@ -257,8 +258,9 @@ class Primary(Handlers):
         """Return a handler for calls about a task, which its own controller answers."""
 
         async def ask(call: Any) -> R:
-            if index := self._controller_of(call.partition, call.task):
-                return await self._ask(index, method, call, reply)
+            there = self.asked(call.partition).elsewhere.get(call.task)
+            if there is not None:
+                return await self._ask(there.controller, method, call, reply)
             answer = own(call)
             await self.controller.written()
             return answer
@@ -269,10 +271,6 @@ class Primary(Handlers):
         """Reset one task where it is, or all tasks everywhere."""
         own = await self._where_it_is("open.reset", int, self.reset)(call)
         return own if call.task is not None else own + sum(await self._ask_all("open.reset", call, int))
-
-    def _controller_of(self, partition: str, task: str | None) -> int:
-        there = self.asked(partition).elsewhere.get(task) if task else None
-        return there.controller if there is not None else 0
 
     async def _ask_willing(self, method: str, call: Struct, reply: type[R]) -> tuple[list[R], list[int]]:
         """Return what the replicas say that answer soon, and which do not."""

@@ -29,7 +29,6 @@ WRITE = "write:"
 """What stands in place of a lease where there is none begins so; the rest is the writer's own name for the write."""
 LEASE_BITS = 59
 """Below these bits of a lease's id are its epoch and count, above is the controller that gave it."""
-_LONGEST_LEASE = 16
 
 
 class Done(Struct, frozen=True):
@@ -236,15 +235,19 @@ class AskWhere(Struct, frozen=True):
     rows: list[int]
 
 
+def parse_lease(name: str) -> tuple[int, str]:
+    """Return the id and the holder that ``Lease.name`` wrote; the id 0, which no lease has, for anything else."""
+    number, _, holder = name.partition(HELD_BY)
+    try:
+        lease = int(number, 16)
+    except ValueError:
+        return 0, holder
+    return lease if 0 < lease < 1 << 64 else 0, holder
+
+
 def controller_of(lease: str) -> int:
     """Return the controller that gave ``lease``; the primary for anything that is no lease."""
-    number = lease.partition(HELD_BY)[0]
-    if not LEASE_BITS // 4 < len(number) <= _LONGEST_LEASE:
-        return 0
-    try:
-        return max(0, int(number, 16) >> LEASE_BITS)
-    except ValueError:
-        return 0
+    return parse_lease(lease)[0] >> LEASE_BITS
 
 
 class Follow(Struct, frozen=True):

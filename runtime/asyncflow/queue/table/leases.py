@@ -17,10 +17,10 @@ from asyncflow.flow.schedule import VersionWindow
 from asyncflow.identity import units_of
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.batches import ABSENT, RowBatch
-from asyncflow.queue.protocol.calls import ClaimRows
+from asyncflow.queue.protocol.calls import ClaimRows, parse_lease
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.ready import TaskQueue
-from asyncflow.queue.table.state import Lease, Row, RowGroup, lease_id, parse_lease
+from asyncflow.queue.table.state import Lease, Row, RowGroup, lease_id
 
 
 class Claims:

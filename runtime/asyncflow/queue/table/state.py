@@ -231,15 +231,6 @@ def lease_id(*, epoch: int, counter: int, controller: int = 0) -> int:
     return controller << LEASE_BITS | epoch << _COUNTER_BITS | counter
 
 
-def parse_lease(name: str) -> tuple[int, str]:
-    """Return the id and the holder that ``Lease.name`` wrote; the id 0, which no lease has, for anything else."""
-    number, _, holder = name.partition(HELD_BY)
-    try:
-        return int(number, 16), holder
-    except ValueError:
-        return 0, holder
-
-
 class LeaseTable:
     """The leases in force, and the last ones whose rows were all completed.
 
