@@ -8,7 +8,6 @@ a row id says where the row was put, which is where it lies unless it was moved 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -101,11 +100,6 @@ class RowPlace(NamedTuple):
 def unit_of(row: int) -> int:
     """Return the unit where row id ``row`` was put."""
     return row >> COUNTER_BITS & (1 << _UNIT_BITS) - 1
-
-
-def units_of(rows: Iterable[int]) -> list[int]:
-    """Return for each of ``rows`` the unit where it was put."""
-    return [row >> COUNTER_BITS & (1 << _UNIT_BITS) - 1 for row in rows]
 
 
 def location_of(row: int) -> int:

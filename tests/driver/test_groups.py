@@ -16,8 +16,7 @@ from asyncflow.driver.groups import FILTERED_ZERO_VARIANCE, TOO_FEW_REWARDS, Adv
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.errors import ManifestError
 from asyncflow.queue.client import QueueClient
-from asyncflow.queue.protocol.batches import Slot
-from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, Samples
+from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, Samples, Slot
 from asyncflow.rpc.columns import Jagged
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"

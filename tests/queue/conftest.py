@@ -71,7 +71,7 @@ class Queue:
 
     def claim(self, task, *, now=0.0, **options):
         claim = self.park(task, **options)
-        grants = {met: batch.leased() for met, batch in self.table.claims.serve(now)}
+        grants = dict(self.table.claims.serve(now))
         self.table.claims.withdraw(claim)
         return grants.get(claim, [])
 

@@ -5,8 +5,6 @@ import pytest
 from hypothesis import given
 
 from asyncflow.errors import ProtocolError
-from asyncflow.identity import NEWEST
-from asyncflow.queue.protocol.batches import ABSENT, RowBatch, Slot
 from asyncflow.queue.protocol.messages import SERIAL_BITS
 from asyncflow.queue.protocol.unit_calls import Cells
 from asyncflow.queue.table.partition import Serials
@@ -53,40 +51,3 @@ def test_the_serials_of_a_creator_who_gives_them_itself_say_which_comes_next_and
     serials.add(1 << SERIAL_BITS, (1 << SERIAL_BITS) + 1)
     assert serials.next() == max(given, default=-1) + 1
     assert serials.missing() == sorted(set(range(serials.next())) - set(given))
-
-
-def a_batch(*, rows):
-    return RowBatch(
-        partition="p",
-        purpose="train",
-        lease="a",
-        until=1.0,
-        rows=[*range(8, 8 + rows - 1), 4000],
-        serials=[1] * rows,
-        samples=list(range(rows)),
-        attempts=[0] * rows,
-        steps=[3] * rows,
-        oldest=[0] * rows,
-        newest=[NEWEST] * rows,
-        tokens=[0] * rows,
-        tags=[{"n": n} for n in range(rows)],
-        sizes={"x": [8] * rows, "y": [1, ABSENT, *[3] * (rows - 2)]},
-        units=[0] * rows,
-    )
-
-
-@pytest.mark.parametrize("rows", [2, 31, 32, 100])
-def test_a_batch_is_what_it_was(rows):
-    batch = a_batch(rows=rows)
-    leased = batch.leased()
-    assert [row.bytes for row in leased[:2]] == [{"x": 8, "y": 1}, {"x": 8}]
-    assert {row.meta.max_version for row in leased} == {NEWEST}
-
-
-@pytest.mark.parametrize("rows", [0, 2, 100])
-def test_a_slot_is_what_it_was(rows):
-    slot = Slot(step=1, slot=2, batch=a_batch(rows=rows) if rows else None, last=False)
-    assert [(row.row, row.meta, row.unit, row.bytes) for row in slot.rows] == [
-        (row.row, row.meta, row.unit, row.bytes) for row in (slot.batch.leased() if rows else [])
-    ]
-    assert [row.meta.key for row in slot.rows] == (slot.batch.keys if rows else [])

@@ -95,16 +95,16 @@ class OpenMachine(RuleBasedStateMachine):
         self.tickets += 1
         claim = ClaimRows(P, task, worker, f"t{self.tickets}", max_rows=most)
         self.table.claims.park(claim)
-        batches = [batch for met, batch in self.table.claims.serve(self.now) if met is claim]
+        batches = [rows for met, rows in self.table.claims.serve(self.now) if met is claim]
         self.table.claims.withdraw(claim)
         if not batches:
             assert not self.ready(task)
             return
         (batch,) = batches
-        assert set(batch.rows) <= self.ready(task)
-        for number in batch.rows:
-            self.rows[number]["held"][task] = batch.lease
-        self.leases.append((task, batch.lease, list(batch.rows)))
+        assert {row.row for row in batch} <= self.ready(task)
+        for row in batch:
+            self.rows[row.row]["held"][task] = row.lease
+        self.leases.append((task, batch[0].lease, [row.row for row in batch]))
 
     @rule(data=st.data(), good=st.booleans())
     def end(self, data, good):

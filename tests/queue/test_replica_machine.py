@@ -113,9 +113,9 @@ class Followed:
         self.tickets_of_replica += 1
         claim = ClaimRows(self.partition_name, TASK, "w", f"s{self.tickets_of_replica}", max_rows=most)
         batch = self.replica.table.claims.grant(claim, 0.0)
-        if batch is None:
+        if not batch:
             return
-        assert self.finished.isdisjoint(batch.rows)
+        assert self.finished.isdisjoint(row.row for row in batch)
         self.batches.append(batch)
         if then != "hold":
             self.end_batch(batch, good=then != "return")
@@ -128,14 +128,14 @@ class Followed:
             self.end_batch(data.draw(st.sampled_from(self.batches)), good=good)
 
     def end_batch(self, batch, *, good):
-        claims, numbers = self.replica.table.claims, list(batch.rows)
-        lease = claims.holder(batch.lease)
+        claims, name, numbers = self.replica.table.claims, batch[0].lease, [row.row for row in batch]
+        lease = claims.holder(name)
         held = [lease is not None and number in lease.rows for number in numbers]
         if not good:
-            assert claims.give_back(batch.lease, numbers, "test") == held
+            assert claims.give_back(name, numbers, "test") == held
             return
-        done = claims.completed(batch.lease, numbers)
-        ok = self.replica.table.complete(batch.lease, numbers, Cells(dtypes={}, sizes={}), [])
+        done = claims.completed(name, numbers)
+        ok = self.replica.table.complete(name, numbers, Cells(dtypes={}, sizes={}), [])
         assert ok == [a or number in done for a, number in zip(held, numbers, strict=True)]
         self.finished.update(number for number, admitted in zip(numbers, ok, strict=True) if admitted)
 
@@ -149,10 +149,10 @@ class Followed:
             self.tickets_of_replica += 1
             claim = ClaimRows(self.partition_name, TASK, "w", f"s{self.tickets_of_replica}", max_rows=100)
             if batch := self.replica.table.claims.grant(claim, 0.0):
-                assert self.finished.isdisjoint(batch.rows)
+                assert self.finished.isdisjoint(row.row for row in batch)
                 self.batches.append(batch)
         for batch in self.batches:
-            self.replica.table.claims.complete(batch.lease, batch.rows)
+            self.replica.table.claims.complete(batch[0].lease, [row.row for row in batch])
         partition = self.replica.table.state.partition(self.partition_name)
         living = [row for group in partition.groups.values() for row in group.rows if row.state == 0]
         assert all(row.work[TASK].done for row in living)

@@ -18,7 +18,7 @@ from asyncflow.errors import Diverged, Fenced, PeerLost, ProtocolError, RowsLost
 from asyncflow.flow.schedule import Schedule
 from asyncflow.identity import Version
 from asyncflow.queue.ledger.audit import audit_ledger
-from asyncflow.queue.protocol.batches import RowBatch
+from asyncflow.queue.protocol.messages import LeasedRow
 from asyncflow.rpc.membership import Directives
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.checkpoint import Checkpoints
@@ -306,8 +306,8 @@ async def test_samples_lost_with_a_unit_cost_the_step_in_hand_only(tmp_path: Pat
         seat = await take_seat(world.places, counting(steps=STEPS), attempt=0, schedule=DELAYED, checkpoint_every=0)
         fetch = seat.queue.fetch
 
-        async def lost(rows: RowBatch, *columns: object, **how: object) -> object:
-            if rows.steps[0] == 4:
+        async def lost(rows: list[LeasedRow], *columns: object, **how: object) -> object:
+            if rows[0].meta.step == 4:
                 raise StaleHandle("the row was lost")
             return await fetch(rows, *columns, **how)  # type: ignore[arg-type]
 

@@ -39,9 +39,8 @@ from asyncflow.queue.peers import (
     together,
 )
 from asyncflow.queue.protocol import calls, messages, unit_calls
-from asyncflow.queue.protocol.batches import RowBatch, Slot
 from asyncflow.queue.protocol.calls import WRITE, Claimed, Drain, controller_of
-from asyncflow.queue.protocol.messages import Listing, PartitionView, UnitView
+from asyncflow.queue.protocol.messages import LeasedRow, Listing, PartitionView, Slot, UnitView
 from asyncflow.queue.putting import LEAVING, Putter
 from asyncflow.rpc.access import worker_name
 from asyncflow.rpc.columns import BatchHeader, Jagged, decode_batch
@@ -201,7 +200,7 @@ class QueueClient:
                     "queue.claim",
                     lambda wait_s: replace(request, wait_s=wait_s),
                     Claimed,
-                    answers=lambda claimed: claimed.batch is not None or claimed.ended or claimed.withdrawn,
+                    answers=lambda claimed: bool(claimed.rows) or claimed.ended or claimed.withdrawn,
                     deadline=deadline,
                     what=f"claiming from {partition}/{task}",
                     peer=peer,
@@ -265,7 +264,7 @@ class QueueClient:
 
     async def complete(
         self,
-        rows: RowBatch | Sequence[messages.LeasedRow],
+        rows: Sequence[LeasedRow],
         columns: Mapping[str, Jagged],
         *,
         tags: Tags | None = None,
@@ -275,11 +274,11 @@ class QueueClient:
 
         False where the lease has ended or the row is gone: nothing was changed. Waits for room.
         """
-        return await self._write(rows, columns, tags=tags, timeout=timeout)
+        return await self._write(rows, [row.lease for row in rows], columns, tags=tags, timeout=timeout)
 
     async def give_back(
         self,
-        rows: Sequence[messages.LeasedRow],
+        rows: Sequence[LeasedRow],
         *,
         reason: str,
         columns: Mapping[str, Jagged] | None = None,
@@ -288,10 +287,10 @@ class QueueClient:
         """Return leased rows, ready with attempt + 1. columns: what there is so far, kept for the next holder."""
         reason = reason or "given back"
         if columns:
-            return await self._write(rows, columns, reason=reason, timeout=timeout)
+            return await self._write(rows, [row.lease for row in rows], columns, reason=reason, timeout=timeout)
         return await self._end(rows, reason=reason, drop=False, timeout=timeout)
 
-    async def drop(self, rows: Sequence[messages.LeasedRow], *, reason: str, timeout: float) -> list[bool]:
+    async def drop(self, rows: Sequence[LeasedRow], *, reason: str, timeout: float) -> list[bool]:
         """Drop leased rows for ever; they count as filtered if ``reason`` begins so, else as dropped."""
         return await self._end(rows, reason=reason, drop=True, timeout=timeout)
 
@@ -320,7 +319,7 @@ class QueueClient:
         """
         check_once(rows, "row")
         lease = f"{WRITE}{self._name}-{next(self._numbers)}"
-        written = await self._write(rows, columns, lease=lease, tags=tags, timeout=timeout)
+        written = await self._write(rows, [lease] * len(rows), columns, tags=tags, timeout=timeout)
         if gone := [row for row, ok in zip(rows, written, strict=True) if not ok]:
             raise StaleHandle(f"rows {gone} were lost with their unit", where="write", hint="Put them again")
 
@@ -445,29 +444,24 @@ class QueueClient:
     async def _write(
         self,
         rows: Rows,
+        leases: Sequence[str],
         columns: Mapping[str, Jagged],
         *,
-        lease: str = "",
         tags: Tags | None = None,
         reason: str = "",
         timeout: float,
     ) -> list[bool]:
-        """Write to ``rows``, and return whether each was written.
+        """Write to ``rows``, each under its lease, and return whether each was written.
 
-        lease: for all rows, if not their own; reason: why they are returned unfinished, if they are.
+        reason: why they are returned unfinished, if they are.
         """
         ids, units = located(rows)
         check_rows(columns, tags, rows=len(ids))
-        leases: list[str] = []
-        if isinstance(rows, RowBatch):
-            lease = rows.lease
-        elif not lease:
-            leases = [row.lease for row in rows if isinstance(row, messages.LeasedRow)]
 
         async def call(unit: Peer, indices: Sequence[int], seconds: float) -> list[bool]:
             header, frames = encoded(columns, indices, rows=len(ids))
             request = unit_calls.WriteRows(
-                lease=lease or leases[indices[0]],
+                lease=leases[indices[0]],
                 rows=[ids[i] for i in indices],
                 header=header,
                 tags=[dict(tags[i]) for i in indices] if tags is not None else [],
@@ -481,7 +475,7 @@ class QueueClient:
         )
         return in_order((indices, [False] * len(indices) if ok is None else ok) for indices, ok in parts)
 
-    async def _end(self, rows: Sequence[messages.LeasedRow], *, reason: str, drop: bool, timeout: float) -> list[bool]:
+    async def _end(self, rows: Sequence[LeasedRow], *, reason: str, drop: bool, timeout: float) -> list[bool]:
         async def send(indices: Sequence[int]) -> list[bool]:
             lease = rows[indices[0]].lease
             request = calls.EndRows(lease, [rows[i].row for i in indices], reason, drop)

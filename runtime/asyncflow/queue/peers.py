@@ -22,7 +22,6 @@ from msgspec import Struct
 
 from asyncflow.errors import AsyncFlowError, Elsewhere, PeerLost, Refused
 from asyncflow.identity import unit_of
-from asyncflow.queue.protocol.batches import RowBatch
 from asyncflow.queue.protocol.calls import NOWHERE, AskWhere
 from asyncflow.queue.protocol.messages import LeasedRow, Tag
 from asyncflow.rpc.client import RpcClient
@@ -35,7 +34,7 @@ log = logging.getLogger(__name__)
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
-Rows: TypeAlias = RowBatch | Sequence[LeasedRow | int]
+Rows: TypeAlias = Sequence[LeasedRow | int]
 """Rows by their ids, or as they were given to their holder."""
 Tags: TypeAlias = Sequence[Mapping[str, Tag]]
 """Tags of rows, one mapping for each row."""
@@ -234,8 +233,6 @@ async def call_where_they_lie(
 
 def located(rows: Rows) -> tuple[list[int], list[int]]:
     """Return the ids of rows, and the unit of each as their holder was told it, or as its id says."""
-    if isinstance(rows, RowBatch):
-        return rows.rows, rows.units
     ids = [row if isinstance(row, int) else row.row for row in rows]
     return ids, [unit_of(row) if isinstance(row, int) else row.unit for row in rows]
 

@@ -26,8 +26,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncflow.queue.protocol.batches import RowBatch, Slot
-from asyncflow.queue.protocol.messages import StepTotals
+from asyncflow.queue.protocol.messages import LeasedRow, Slot, StepTotals
 from asyncflow.rpc.columns import Jagged
 from asyncflow.rpc.retry import retry
 from asyncflow.telemetry.metrics import BusyClock
@@ -60,7 +59,7 @@ class TrainQueue(Protocol):
     ) -> Slot | None:
         """Return this rank's part of a slot, or None when it was not decided in time."""
 
-    async def fetch(self, rows: RowBatch, columns: Sequence[str], *, timeout: float) -> dict[str, Jagged]:
+    async def fetch(self, rows: Sequence[LeasedRow], columns: Sequence[str], *, timeout: float) -> dict[str, Jagged]:
         """Return columns of rows."""
 
     async def step_done(self, *, partition: str, attempt: int, step: int, rank: int, timeout: float) -> None:
@@ -147,13 +146,15 @@ class SlotPrefetcher:
             slot = await retry(
                 lambda: self._ask(step, number, tokens), what=f"asking the queue for {what}", timeout=patience
             )
-        rows, columns = slot.batch, [*COLUMNS, *settings.extra_columns]
-        if rows is None:
+        rows, columns = slot.rows, [*COLUMNS, *settings.extra_columns]
+        if not rows:
             return FilledSlot(batch=MicroBatch.empty(), last=slot.last, totals=slot.totals)
         fetched = await retry(
             lambda: self._queue.fetch(rows, columns, timeout=patience), what=f"fetching {what}", timeout=patience
         )
-        return FilledSlot(batch=MicroBatch.of(rows.keys, fetched), last=slot.last, totals=slot.totals)
+        return FilledSlot(
+            batch=MicroBatch.of([row.meta.key for row in rows], fetched), last=slot.last, totals=slot.totals
+        )
 
     async def _ask(self, step: int, number: int, tokens: int) -> Slot | None:
         settings = self._settings

@@ -51,11 +51,11 @@ def take_all(queue, done):
     had = []
     while not done.is_set():
         claimed = queue.claim(partition=P, task="t", max_rows=7, timeout=0.5)
-        if claimed.batch is None:
+        if not claimed.rows:
             continue
-        columns = queue.fetch(claimed.batch, ["x"], timeout=60)["x"]
+        columns = queue.fetch(claimed.rows, ["x"], timeout=60)["x"]
         values = [int(columns.row(i)[0]) for i in range(len(columns))]
-        had += [value for value, ok in zip(values, queue.complete(claimed.batch, {}, timeout=60), strict=True) if ok]
+        had += [value for value, ok in zip(values, queue.complete(claimed.rows, {}, timeout=60), strict=True) if ok]
         if BlockingPartition(queue, P).consumed("t", timeout=60).done == ROWS:
             done.set()
     return had

@@ -49,12 +49,12 @@ def test_rows_are_put_claimed_fetched_and_acknowledged(tmp_path):
             numbers = queue.put(P, {"x": column(range(start, start + 4))}, timeout=10)
             assert len(set(numbers.rows)) == 4
         first = queue.claim(partition=P, task="t", max_rows=8, min_rows=8, timeout=10)
-        assert first_of(queue.fetch(first.batch, ["x"], timeout=10)["x"]) == list(range(8))
-        assert queue.claim(partition=P, task="t", max_rows=8, min_rows=8, timeout=0).batch is None
+        assert first_of(queue.fetch(first.rows, ["x"], timeout=10)["x"]) == list(range(8))
+        assert queue.claim(partition=P, task="t", max_rows=8, min_rows=8, timeout=0).rows == []
         rest = queue.claim(partition=P, task="t", max_rows=8, timeout=10)
-        assert first_of(queue.fetch(rest.batch, ["x"], timeout=10)["x"]) == [8, 9, 10, 11]
-        assert queue.acknowledge([first.batch.lease, rest.batch.lease], timeout=10) == [True, True]
-        backwards = rest.batch.rows[::-1]
+        assert first_of(queue.fetch(rest.rows, ["x"], timeout=10)["x"]) == [8, 9, 10, 11]
+        assert queue.acknowledge([first.rows[0].lease, rest.rows[0].lease], timeout=10) == [True, True]
+        backwards = [row.row for row in rest.rows[::-1]]
         assert first_of(queue.fetch(backwards, ["x"], timeout=10)["x"]) == [11, 10, 9, 8]
         with pytest.raises(StaleHandle):
             queue.fetch([backwards[0], backwards[0] + 1000], ["x"], timeout=10)
@@ -66,9 +66,9 @@ def test_a_batch_is_completed_with_columns(tmp_path):
         queue.declare([TaskSpec(partition=P, name="next", needs=["y"])], timeout=10)
         for value in range(4):
             queue.put(P, {"x": column([value])}, timeout=10)
-        batch = queue.claim(partition=P, task="t", max_rows=4, min_rows=4, timeout=10).batch
+        batch = queue.claim(partition=P, task="t", max_rows=4, min_rows=4, timeout=10).rows
         assert queue.complete(batch, {"y": column([10, 11, 12, 13])}, timeout=10) == [True] * 4
-        following = queue.claim(partition=P, task="next", max_rows=4, min_rows=4, timeout=10).batch
+        following = queue.claim(partition=P, task="next", max_rows=4, min_rows=4, timeout=10).rows
         got = queue.fetch(following, ["x", "y"], timeout=10)
         assert [y - x for x, y in zip(first_of(got["x"]), first_of(got["y"]), strict=True)] == [10] * 4
 
@@ -83,7 +83,7 @@ def test_many_threads_share_a_client_and_no_row_comes_twice(tmp_path):
 
         def take(_number):
             claimed = queue.claim(partition=P, task="t", max_rows=3, min_rows=3, timeout=30)
-            return first_of(queue.fetch(claimed.batch, ["x"], timeout=30)["x"])
+            return first_of(queue.fetch(claimed.rows, ["x"], timeout=30)["x"])
 
         puts = [pool.submit(put, number) for number in range(rows // 2)]
         taken = [value for part in pool.map(take, range(rows // 3)) for value in part]
@@ -98,7 +98,7 @@ def test_a_parked_claim_is_woken_by_a_put_of_another_thread(tmp_path):
         while not queue.stats(timeout=10).parked:
             pass
         row = queue.put(P, {"x": column([5])}, timeout=10).rows[0]
-        assert waiting.result(10).batch.rows == [row]
+        assert [leased.row for leased in waiting.result(10).rows] == [row]
 
 
 def test_a_claim_survives_the_restart_of_the_controller(tmp_path):
@@ -110,7 +110,7 @@ def test_a_claim_survives_the_restart_of_the_controller(tmp_path):
         made.stop_controller()
         made.start_controller()
         row = queue.put(P, {"x": column([5])}, timeout=30).rows[0]
-        assert waiting.result(30).batch.rows == [row]
+        assert [leased.row for leased in waiting.result(30).rows] == [row]
 
 
 def test_without_a_controller_a_call_ends_at_its_deadline(tmp_path):
@@ -158,15 +158,15 @@ def test_a_forked_child_has_connections_tickets_and_serials_of_its_own(tmp_path)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         counted = queue.stats(timeout=10)
         assert counted.leased == {f"{P}/t": 2}
-        assert first_of(queue.fetch(mine.batch, ["x"], timeout=10)["x"]) == [0]
+        assert first_of(queue.fetch(mine.rows, ["x"], timeout=10)["x"]) == [0]
         left = queue.claim(partition=P, task="t", max_rows=9, min_rows=3, timeout=10)
-        assert sorted(first_of(queue.fetch(left.batch, ["x"], timeout=10)["x"])) == [2, 7, 8]
+        assert sorted(first_of(queue.fetch(left.rows, ["x"], timeout=10)["x"])) == [2, 7, 8]
 
 
 def _in_child(queue):
     numbers = queue.put(P, {"x": column([7, 8])}, timeout=10)
     claimed = queue.claim(partition=P, task="t", max_rows=1, timeout=10)
-    got = first_of(queue.fetch(claimed.batch, ["x"], timeout=10)["x"])
+    got = first_of(queue.fetch(claimed.rows, ["x"], timeout=10)["x"])
     return 0 if len(set(numbers.rows)) == 2 and all(numbers.new) and got == [1] else 1
 
 

@@ -9,14 +9,14 @@ import pytest
 from asyncflow.errors import DeadlineExceeded, Misdirected, PeerLost
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.peers import GRACE_S, PARK_S, Peer, now
-from asyncflow.queue.protocol.batches import RowBatch
 from asyncflow.queue.protocol.calls import Claimed, Done
+from asyncflow.queue.protocol.messages import LeasedRow, RowMeta
 
 sys.path.insert(0, str(Path(__file__).parent))
 from by_hand import ByHand, carry_out
 
 ROW = 1 << 44 | 1 << 32
-NOTHING = Claimed(None)
+NOTHING = Claimed()
 
 
 def client_of(answer):
@@ -30,11 +30,10 @@ def claim(client, timeout):
 
 
 def test_a_claim_that_is_made_again_keeps_its_ticket_and_gives_the_ids_of_its_rows():
-    rows, asked = list(range(ROW, ROW + 100)), []
-    columns = dict.fromkeys(("samples", "attempts", "steps", "oldest", "newest", "tokens"), [0] * 100)
-    kept = {"rows": rows, "serials": rows, "units": [3] * 100, "tags": [{}] * 100, "sizes": {}}
-    batch = RowBatch(partition="p", purpose="open", lease="1", until=1.0, **kept, **columns)
-    answers = [NOTHING, PeerLost("it broke"), PeerLost("it broke"), NOTHING, Claimed(batch)]
+    asked = []
+    meta = RowMeta(partition="p", serial=0, sample=0, step=0, purpose="open")
+    rows = [LeasedRow(row=ROW + i, meta=meta, attempt=0, lease="1", until=1.0, unit=3, bytes={}) for i in range(100)]
+    answers = [NOTHING, PeerLost("it broke"), PeerLost("it broke"), NOTHING, Claimed(rows)]
 
     def answer(call):
         asked.append(call.request)
@@ -45,7 +44,7 @@ def test_a_claim_that_is_made_again_keeps_its_ticket_and_gives_the_ids_of_its_ro
     claimed = carry_out(claim(client_of(answer), 60))
     assert len({request.ticket for request in asked}) == 1
     assert [request.wait_s for request in asked] == [PARK_S] * 5
-    assert claimed.batch.rows == rows
+    assert claimed.rows == rows
 
 
 def test_no_call_of_a_claim_outlasts_its_time_and_the_grace_whatever_was_lost():
@@ -68,7 +67,7 @@ def test_a_claim_follows_its_task_to_the_controller_that_decides_and_remembers_i
         asked.append(call.peer.number)
         if call.peer.number != 2:
             raise Misdirected.at(2, "not here")
-        return Claimed(None, ended=True), []
+        return Claimed(ended=True), []
 
     async def twice(client):
         return [await claim(client, 1.0) for _ in range(2)]

@@ -96,11 +96,11 @@ async def test_17_fewer_rows_than_a_claim_wants_at_least_are_waited_for_and_not_
     claim = {"partition": "scores", "task": "grade", "max_rows": 4, "min_rows": 2}
     for timeout in (0, 0.3):
         began = time.monotonic()
-        assert (await two_units.client.claim(**claim, timeout=timeout)).batch is None
+        assert not (await two_units.client.claim(**claim, timeout=timeout)).rows
         assert timeout <= time.monotonic() - began < timeout + 2
     assert (await scores.consumed("grade")).leased == 0
     rows += await scores.put({"text": ["b"]})
-    assert sorted((await two_units.client.claim(**claim, timeout=5)).batch.rows) == sorted(rows)
+    assert sorted(row.row for row in (await two_units.client.claim(**claim, timeout=5)).rows) == sorted(rows)
 
 
 async def test_18_all_is_consumed_after_the_last_row_and_never_before(scores):

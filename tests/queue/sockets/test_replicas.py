@@ -274,13 +274,13 @@ async def test_leases_are_renewed_acknowledged_and_expired_where_they_are(queue)
     reading = TaskSpec(partition=P, name="count", needs=["text"])
     await queue.client.declare([reading], timeout=10)
     await queue.put(6)
-    batch = (await queue.client.claim(partition=P, task="count", max_rows=2, timeout=10)).batch
+    batch = (await queue.client.claim(partition=P, task="count", max_rows=2, timeout=10)).rows
     held = await queue.claim("grade", rows=2)
-    leases = [batch.lease, held[0].lease, "ff"]
+    leases = [batch[0].lease, held[0].lease, "ff"]
     assert sorted(await queue.client.renew(leases, timeout=10)) == sorted(leases[:2])
     more = await queue.client.claim(partition=P, task="count", max_rows=9, timeout=10)
-    assert len(more.batch.rows) == 4
-    assert await queue.client.acknowledge([batch.lease, "ff", more.batch.lease], timeout=10) == [True, False, True]
+    assert len(more.rows) == 4
+    assert await queue.client.acknowledge([batch[0].lease, "ff", more.rows[0].lease], timeout=10) == [True, False, True]
     assert (await Partition(queue.client, P).consumed("count", timeout=10)).all
     await queue.client.expire(worker="test", timeout=10)
     assert {row.row for row in await queue.claim_all("grade", 6)} >= {row.row for row in held}

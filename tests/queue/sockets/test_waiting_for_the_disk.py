@@ -102,9 +102,9 @@ async def test_no_acknowledgement_is_confirmed_that_is_not_safe(cluster, disk):
         controller = made.controller
         await made.client.declare([TaskSpec(partition=P, name="count", needs=["x"])], timeout=10)
         await made.client.put(P, VALUES, timeout=20)
-        batch = (await made.client.claim(partition=P, task="count", max_rows=1, timeout=10)).batch
+        (row,) = (await made.client.claim(partition=P, task="count", max_rows=1, timeout=10)).rows
         disk.stop()
-        acknowledging = asyncio.create_task(made.client.acknowledge([batch.lease], timeout=20))
+        acknowledging = asyncio.create_task(made.client.acknowledge([row.lease], timeout=20))
         await until(lambda: not controller.table.state.leases)
         await asyncio.sleep(0.2)
         assert not acknowledging.done()

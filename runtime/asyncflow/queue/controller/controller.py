@@ -207,13 +207,13 @@ class Controller:
         """Return what ``claim`` is granted; nothing after ``wait_s``, or once nothing can come."""
 
         def ended() -> Claimed | None:
-            return Claimed(None, ended=True) if self.table.claims.ended(claim) else None
+            return Claimed(ended=True) if self.table.claims.ended(claim) else None
 
-        if (batch := self.table.claims.grant(claim, self.now())) is not None:
-            return Claimed(batch)
+        if rows := self.table.claims.grant(claim, self.now()):
+            return Claimed(rows)
         if (found := ended()) is not None or claim.wait_s <= 0:
-            return found or Claimed(None)
-        return self.parking.park(claim.partition, ended, claim.wait_s, Claimed(None), claim)
+            return found or Claimed()
+        return self.parking.park(claim.partition, ended, claim.wait_s, Claimed(), claim)
 
     def _answer(self, act: Callable[[Any], Any], call: Struct, _frames: Sequence[memoryview]) -> Any:
         """Return the reply of ``act`` to a call, or an awaitable of it."""

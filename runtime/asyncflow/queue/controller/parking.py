@@ -61,7 +61,7 @@ class Parking:
     ) -> asyncio.Future[T]:
         """Return a future of what ``attempt`` returns once the partition has changed; ``otherwise`` after ``wait_s``.
 
-        claim: met with rows, which take the place of the batch in ``otherwise``.
+        claim: met with rows, which take the place of those in ``otherwise``.
         """
 
         def over() -> None:
@@ -91,9 +91,9 @@ class Parking:
         found: Answers = []
         if changed := self.waiters.keys() & self._table.state.changed:
             self._leave_cancelled(changed)
-            for claim, batch in self._table.claims.serve(self._now()):
+            for claim, rows in self._table.claims.serve(self._now()):
                 waiter = self._claims[claim]
-                found.append((self._leave(waiter), replace(waiter.otherwise, batch=batch)))
+                found.append((self._leave(waiter), replace(waiter.otherwise, rows=rows)))
             for partition in (*changed, FEED):
                 for waiter in list(self.waiters.get(partition, ())):
                     try:

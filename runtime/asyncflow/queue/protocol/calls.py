@@ -14,8 +14,7 @@ from typing import Annotated
 
 from msgspec import Meta, Raw, Struct
 
-from asyncflow.queue.protocol.batches import RowBatch, Slot
-from asyncflow.queue.protocol.messages import LeasedRow, TaskSpec
+from asyncflow.queue.protocol.messages import LeasedRow, Slot, TaskSpec
 from asyncflow.rpc.access import HELD_BY
 
 Seconds = Annotated[float, Meta(ge=0)]
@@ -79,19 +78,14 @@ class ClaimRows(InPartition, frozen=True, eq=False, omit_defaults=True):
 
 
 class Claimed(Struct, frozen=True, omit_defaults=True):
-    """The rows, None if the time was over. ended: the partition is closed and holds nothing more for the task.
+    """The rows, none if the time was over. ended: the partition is closed and holds nothing more for the task.
 
     withdrawn: the caller asked for this answer.
     """
 
-    batch: RowBatch | None
+    rows: list[LeasedRow] = []
     ended: bool = False
     withdrawn: bool = False
-
-    @property
-    def rows(self) -> list[LeasedRow]:
-        """The rows one by one."""
-        return self.batch.leased() if self.batch is not None else []
 
 
 class Leases(Struct, frozen=True):

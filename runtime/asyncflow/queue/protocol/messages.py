@@ -34,7 +34,7 @@ FILTERED = "filtered"
 """Reasons that begin so (``filtered:zero-variance``) count as filtered, all others as dropped."""
 
 
-class RowMeta(Struct, frozen=True, kw_only=True):
+class RowMeta(Struct, frozen=True, array_like=True, kw_only=True):
     """One sample, as its creator describes it.
 
     step: the optimizer step it belongs to; min_version, max_version: steps of the versions that may generate it;
@@ -95,7 +95,7 @@ class TaskSpec(Struct, frozen=True, kw_only=True):
     clears: bool = False
 
 
-class LeasedRow(Struct, frozen=True, kw_only=True):
+class LeasedRow(Struct, frozen=True, array_like=True, kw_only=True):
     """A row that a claim gave: the holder has ``until`` seconds to complete, renew or give back lease ``lease``.
 
     One of a slot has no lease: it belongs to the trainer's attempt and its step until that is committed or begun anew.
@@ -118,6 +118,16 @@ class StepTotals(Struct, frozen=True, kw_only=True):
     groups: int = 0
     samples: int = 0
     response_tokens: int = 0
+
+
+class Slot(Struct, frozen=True, kw_only=True):
+    """One lockstep micro-batch of one rank. rows: by key; last: D_step is exhausted, ``totals`` says what it held."""
+
+    step: int
+    slot: int
+    rows: list[LeasedRow]
+    last: bool
+    totals: StepTotals | None = None
 
 
 class Wanted(Struct, frozen=True, kw_only=True):

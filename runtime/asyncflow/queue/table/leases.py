@@ -8,16 +8,14 @@ a claim or slot is told of its rows is what they are now.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import cast
 
 from asyncflow.errors import Refused
 from asyncflow.flow.ready import VersionFilter
 from asyncflow.flow.schedule import VersionWindow
-from asyncflow.identity import units_of
 from asyncflow.queue.ledger import events as ev
-from asyncflow.queue.protocol.batches import ABSENT, RowBatch
 from asyncflow.queue.protocol.calls import ClaimRows, parse_lease
+from asyncflow.queue.protocol.messages import LeasedRow
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.ready import TaskQueue
 from asyncflow.queue.table.state import Lease, Row, RowGroup, lease_id
@@ -65,27 +63,27 @@ class Claims:
         if not claims:
             self._parked.pop((claim.partition, claim.task), None)
 
-    def serve(self, now: float) -> list[tuple[ClaimRows, RowBatch]]:
+    def serve(self, now: float) -> list[tuple[ClaimRows, list[LeasedRow]]]:
         """Meet the claims that can be met in the partitions that have changed; return each with its rows."""
-        grants: list[tuple[ClaimRows, RowBatch]] = []
+        grants: list[tuple[ClaimRows, list[LeasedRow]]] = []
         for (partition, task), claims in list(self._parked.items()):
             queue = self._state.partition(partition).queues.get(task) if partition in self._state.changed else None
             if queue is None or queue.spec.kind == "gang":
                 continue
             for exact in (True, False):
                 for claim in [claim for claim in claims if exact or claim.accept]:
-                    if (batch := self._meet(queue, claim, now, exact=exact)) is not None:
+                    if rows := self._meet(queue, claim, now, exact=exact):
                         self.withdraw(claim)
-                        grants.append((claim, batch))
+                        grants.append((claim, rows))
         return grants
 
-    def grant(self, claim: ClaimRows, now: float) -> RowBatch | None:
+    def grant(self, claim: ClaimRows, now: float) -> list[LeasedRow]:
         """Meet ``claim`` if that can be done now; it comes after all parked ones, which so cannot be met."""
         queue = self._queue(claim)
         if queue is None:
-            return None
-        batch = self._meet(queue, claim, now, exact=True)
-        return batch or (self._meet(queue, claim, now, exact=False) if claim.accept else None)
+            return []
+        rows = self._meet(queue, claim, now, exact=True)
+        return rows or (self._meet(queue, claim, now, exact=False) if claim.accept else [])
 
     def _queue(self, claim: ClaimRows) -> TaskQueue | None:
         queue = self._state.partition(claim.partition).task(claim.task)
@@ -94,13 +92,13 @@ class Claims:
             raise Refused(f"{claim.partition}/{claim.task} is the task of a gang", where="claim", hint=hint)
         return queue
 
-    def _meet(self, queue: TaskQueue, claim: ClaimRows, now: float, *, exact: bool) -> RowBatch | None:
+    def _meet(self, queue: TaskQueue, claim: ClaimRows, now: float, *, exact: bool) -> list[LeasedRow]:
         lease = self._state.leases.of_ticket(claim.worker, claim.ticket)
         if lease is not None:
             rows = list(map(self._state.rows.__getitem__, lease.rows))
-            return batch_of(rows, lease, now=now) if all(row.here for row in rows) else None
+            return leased_rows(rows, lease, now=now) if all(row.here for row in rows) else []
         if queue.index.weight < claim.min_rows or not (rows := self._take(queue, claim, exact=exact)):
-            return None
+            return []
         self._granted += 1
         number = lease_id(epoch=self._epoch, counter=self._granted, controller=self._state.index)
         numbers = [row.row for row in rows]
@@ -108,9 +106,9 @@ class Claims:
         lease = self._state.leases.get(number)
         assert lease is not None
         self._state.leases.extend(lease, until=now + queue.spec.lease_s)
-        batch = batch_of(rows, lease, now=now)
-        self.redeliveries += len(batch.attempts) - batch.attempts.count(0)
-        return batch
+        leased = leased_rows(rows, lease, now=now)
+        self.redeliveries += sum([row.attempt > 0 for row in leased])
+        return leased
 
     def _take(self, queue: TaskQueue, claim: ClaimRows, *, exact: bool) -> list[Row]:
         """Return the rows that the claim gets, taken out of the index."""
@@ -243,24 +241,18 @@ class Claims:
         return {row.row for row in there if any((work.done, work.holder) == done for work in row.work.values())}
 
 
-def batch_of(rows: Sequence[Row], lease: Lease | None = None, *, now: float = 0.0) -> RowBatch:
-    """Describe ``rows``, at least one: those that ``lease`` holds, or that a rank trains in a slot."""
-    groups = [row.group for row in rows]
-    numbers, sizes = [row.row for row in rows], [row.sizes for row in rows]
-    return RowBatch(
-        partition=groups[0].partition,
-        purpose=groups[0].purpose,
-        lease=lease.name if lease is not None else "",
-        until=lease.until - now if lease is not None else 0.0,
-        rows=numbers,
-        serials=[group.serial for group in groups],
-        samples=[row.sample for row in rows],
-        attempts=[row.work[lease.task].attempt if lease is not None else 0 for row in rows],
-        steps=[group.step for group in groups],
-        oldest=[group.window.oldest for group in groups],
-        newest=[group.window.newest for group in groups],
-        tokens=[row.tokens for row in rows],
-        tags=[row.tags for row in rows],
-        sizes={name: [of.get(name, ABSENT) for of in sizes] for name in dict.fromkeys(chain(*sizes))},
-        units=[row.unit for row in rows] if any(row.moved for row in rows) else units_of(numbers),
-    )
+def leased_rows(rows: Sequence[Row], lease: Lease | None = None, *, now: float = 0.0) -> list[LeasedRow]:
+    """Describe ``rows``: those that ``lease`` holds, or that a rank trains in a slot."""
+    name, until = (lease.name, lease.until - now) if lease is not None else ("", 0.0)
+    return [
+        LeasedRow(
+            row=row.row,
+            meta=row.meta,
+            attempt=row.work[lease.task].attempt if lease is not None else 0,
+            lease=name,
+            until=until,
+            unit=row.unit,
+            bytes=dict(row.sizes),
+        )
+        for row in rows
+    ]

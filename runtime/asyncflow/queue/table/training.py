@@ -21,10 +21,9 @@ from asyncflow.flow.schedule import VersionWindow
 from asyncflow.flow.selection import balance
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.events import SlotDecided
-from asyncflow.queue.protocol.batches import Slot
-from asyncflow.queue.protocol.messages import TaskSpec
+from asyncflow.queue.protocol.messages import Slot, TaskSpec
 from asyncflow.queue.table.apply import QueueState
-from asyncflow.queue.table.leases import batch_of
+from asyncflow.queue.table.leases import leased_rows
 from asyncflow.queue.table.partition import PartitionState, SlotRequest, Step, weight_of
 from asyncflow.queue.table.state import FINAL, Row, RowGroup
 
@@ -104,9 +103,8 @@ class Training:
         rows = decision.ranks[rank]
         if [row for row in rows if not (row.here or row.lost)]:
             return None
-        batch = batch_of(rows) if rows else None
         totals = decision.totals if decision.last else None
-        return Slot(step=step, slot=slot, batch=batch, last=decision.last, totals=totals)
+        return Slot(step=step, slot=slot, rows=leased_rows(rows), last=decision.last, totals=totals)
 
     def over(self, partition: str, step: int) -> bool:
         """Tell whether the partition was closed before ``step``, which then never comes."""

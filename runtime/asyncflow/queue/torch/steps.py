@@ -27,7 +27,7 @@ from torch.utils.data import get_worker_info
 
 from asyncflow.errors import DeadlineExceeded, Refused, StaleHandle
 from asyncflow.queue.client import QueueClient
-from asyncflow.queue.protocol.batches import Slot
+from asyncflow.queue.protocol.messages import Slot
 from asyncflow.queue.torch.batch import Batch, columns_of
 from asyncflow.queue.torch.dataset import CALL_S, QueueAddress, QueueDataset
 from asyncflow.queue.torch.exchange import broadcast
@@ -161,7 +161,7 @@ class StepDataset(QueueDataset):
 
     async def _fetch(self, client: QueueClient, slot: Slot) -> Batch:
         try:
-            fetched = await client.fetch(slot.batch or [], self.columns, timeout=CALL_S)
+            fetched = await client.fetch(slot.rows, self.columns, timeout=CALL_S)
         except StaleHandle as error:
             hint = "Storage was lost: begin again at the last checkpoint, and the queue has these samples made again"
             where = f"slot {slot.slot} of step {slot.step}"
