@@ -113,7 +113,9 @@ async def test_a_disk_that_does_not_recover_ends_the_training_with_a_sentence(
             raise OSError(errno.ENOSPC, "No space left on device")
 
         seat.trainer._checkpoints.write = full  # type: ignore[method-assign]
-        with pytest.raises(CheckpointError, match=r"no checkpoint could be written for [0-9]+ s: .*No space left") as ended:
+        with pytest.raises(
+            CheckpointError, match=r"no checkpoint could be written for [0-9]+ s: .*No space left"
+        ) as ended:
             await asyncio.wait_for(seat.run(), 20)
     assert str(ended.value).count("\n") == 0
     assert tries[0] == 1

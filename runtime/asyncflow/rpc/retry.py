@@ -32,10 +32,6 @@ def delays(*, first: float = 0.05, longest: float = 1.0) -> Iterator[float]:
         delay = min(2 * delay, longest)
 
 
-class _CutOff(Exception):
-    """An attempt was still under way at the deadline."""
-
-
 async def retry(attempt: Callable[[], Awaitable[T]], *, what: str, timeout: float) -> T:
     """Await ``attempt()`` again and again until it succeeds, for ``timeout`` seconds in all.
 
@@ -50,7 +46,7 @@ async def retry(attempt: Callable[[], Awaitable[T]], *, what: str, timeout: floa
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise _CutOff from None
+            raise DeadlineExceeded("it was still under way") from None
 
     return await retry_within(within, what=what, timeout=timeout)
 
@@ -66,8 +62,6 @@ async def retry_within(attempt: Callable[[float], Awaitable[T]], *, what: str, t
             return await attempt(seconds)
         except (PeerLost, DeadlineExceeded) as error:
             last, answered = error, error if error.told else answered
-        except _CutOff:
-            break
         seconds = deadline - loop.time() - delay
         if seconds <= 0:
             break

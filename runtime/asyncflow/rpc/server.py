@@ -181,7 +181,7 @@ class RpcServer:
     (``tcp://HOST:PORT/SERVER``) where callers know that already; credentials: of this process, None for plain text;
     access: decides who may call what, where there are credentials; max_message: most bytes of one message, frames
     included; advertise: host that others dial, by default the bound one, or this machine's own address when bound to
-    all interfaces.
+    all interfaces. address: that others dial, empty before ``start``.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class RpcServer:
         self._access = access or Access()
         self._max_message = max_message
         self._advertise = advertise
-        self._address = ""
+        self.address = ""
         self._routes: dict[str, _Route] = {}
         self._server = b""
         self._running = 0
@@ -213,11 +213,6 @@ class RpcServer:
         if method in self._routes:
             raise ValueError(f"{self.name} has two handlers for {method}")
         self._routes[method] = _Route(framing.decoder_of(request), handler)
-
-    @property
-    def address(self) -> str:
-        """The address that others dial; empty before ``start``."""
-        return self._address
 
     async def start(self) -> str:
         """Bind and serve from the running loop; give the address that others dial.
@@ -233,9 +228,9 @@ class RpcServer:
         except Refused:
             listening.socket.close()
             raise
-        self._address, self._server = listening.address, listening.server
+        self.address, self._server = listening.address, listening.server
         SSLProtocol.max_size = _TLS_BUFFER
-        shared = shm.listening(self._address)
+        shared = shm.listening(self.address)
         self._listener = Listener(
             [listening.socket] if shared is None else [listening.socket, shared],
             most=MAX_PEERS,
@@ -245,7 +240,7 @@ class RpcServer:
             make_room=self._make_room,
             refused=lambda refused: self.note_refusal(refused.what, refused.reason),
         )
-        return self._address
+        return self.address
 
     async def close(self) -> None:
         """Cancel all handlers and close the socket, within a second; callers see ``PeerLost``."""

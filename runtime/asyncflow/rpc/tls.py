@@ -63,7 +63,8 @@ class PeerRefused(ProtocolError):
 class Credentials:
     """Files in ``folder`` by which a process shows who it is, and knows the others of its job.
 
-    Raises ManifestError where the files are missing, do not belong together, or are not valid now.
+    process: whom they name. Raises ManifestError where the files are missing, do not belong together, or are not valid
+    now.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -88,11 +89,6 @@ class Credentials:
         named = os.environ.get(TLS_ENV)
         folder = Path(named or TLS_DIR)
         return cls(folder) if named or folder.exists() else None
-
-    @property
-    def process(self) -> ProcessIdentity:
-        """The place of this process."""
-        return self._process
 
     def secret(self, name: str) -> str:
         """Return a secret that lies beside the certificate; "" where there is none."""
@@ -119,7 +115,7 @@ class Credentials:
     def peer(self, shaken: ssl.SSLObject) -> ProcessIdentity:
         """Return who is at the other end, of this job. Raises PeerRefused where it is another's or has no name."""
         found = _named(shaken)
-        if found.job != self._process.job:
+        if found.job != self.process.job:
             raise PeerRefused(f"the peer is {found}, of another job", reason=OTHER_JOB)
         return found
 
@@ -138,7 +134,7 @@ class Credentials:
             log.warning("the certificate in %s cannot be used yet: %s", self.folder, _in_words(error))
         else:
             self._stamp = stamp
-            log.info("the certificate of %s was renewed", self._process)
+            log.info("the certificate of %s was renewed", self.process)
 
     def _stamp_now(self) -> object:
         """Return what changes whenever a file is written or replaced."""
@@ -148,7 +144,7 @@ class Credentials:
     def _load(self) -> None:
         """Read the files, and use them from now on if this process passes its own test."""
         client, server = (self._context(side) for side in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER))
-        self._process = _with_itself(client, server)
+        self.process = _with_itself(client, server)
         self._client, self._server = client, server
         self._web = self._context(ssl.PROTOCOL_TLS_SERVER)
         self._web.verify_mode = ssl.CERT_OPTIONAL
