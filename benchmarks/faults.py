@@ -26,7 +26,8 @@ import psutil
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load_job
 from asyncflow.driver.tasks import TRAIN
-from asyncflow.queue.ledger.audit import audit_ledger, trained_samples
+from asyncflow.queue.ledger.audit import Auditor, audit_ledger
+from asyncflow.queue.ledger.log import read_ledger
 
 ENGINE = "engine"
 """As a role: any process that a rollout has started, a vLLM server or its engine, say."""
@@ -76,8 +77,11 @@ def count_errors(job: RLJob, folder: Path) -> list[str]:
     counts = np.load(newest / "counts.npy", allow_pickle=False)
     group = job.spec.algorithm.group_size
     expected = np.zeros_like(counts)
-    for key, times in trained_samples(folder / "ledger", TRAIN).items():
-        expected[key.serial * group + key.sample] = times
+    auditor = Auditor()
+    for event in read_ledger(folder / "ledger"):
+        auditor.see(event)
+    for (serial, sample), times in auditor.trained(TRAIN).items():
+        expected[serial * group + sample] = times
     wrong = np.flatnonzero(counts != expected)
     found = [f"sample {i // group}.{i % group}: {counts[i]} in the weights, {expected[i]} in the ledger" for i in wrong]
     samples = job.spec.algorithm.steps * job.spec.algorithm.prompts_per_step * group

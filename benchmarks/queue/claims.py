@@ -60,7 +60,7 @@ def groups(queue: BlockingQueue, rows: int, repeats: int) -> dict[str, object]:
         assert len(numbers) == ROWS
         assert seen.isdisjoint(numbers)
         seen.update(numbers)
-        assert queue.acknowledge([leased[0].lease], timeout=CALL_S) == [True]
+        assert all(queue.complete(leased, {}, timeout=CALL_S))
 
     figures = {"claim_ms": _times(claim, min(repeats, rows // ROWS - 1), after=acknowledge)}
     queue.clear_partition(partition=partition, timeout=CALL_S)

@@ -172,7 +172,7 @@ class AsyncFlow(Implementation):
         return fetched
 
     def acknowledge(self, rows: list[LeasedRow]) -> None:
-        if not all(self.queue.acknowledge([rows[0].lease], timeout=CALL_S)):
+        if not all(self.queue.complete(rows, {}, timeout=CALL_S)):
             raise RuntimeError("a lease had ended before its rows were acknowledged")
 
     def clear(self, partition: str) -> None:

@@ -58,7 +58,7 @@ def _put_and_get(queue: BlockingQueue, partition: str, column: Jagged) -> dict[s
         rows = queue.claim(partition=partition, task="t", max_rows=ROWS, min_rows=ROWS, timeout=CALL_S).rows
         got = queue.fetch(rows, ["x"], timeout=CALL_S)["x"]
         assert np.array_equal(got.values, column.values)
-        queue.acknowledge([rows[0].lease], timeout=CALL_S)
+        queue.complete(rows, {}, timeout=CALL_S)
 
     return {"put_GBps": _rate(put), "get_GBps": _rate(get)}
 

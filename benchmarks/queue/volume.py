@@ -58,7 +58,7 @@ def flow(queue: BlockingQueue, partition: str) -> None:
             rows = queue.claim(partition=partition, task=task, max_rows=BATCH, min_rows=BATCH, timeout=CALL_S).rows
             queue.fetch(rows, needs, timeout=CALL_S)
             if task == "update":
-                queue.acknowledge([rows[0].lease], timeout=CALL_S)
+                queue.complete(rows, {}, timeout=CALL_S)
             else:
                 queue.complete(rows, {task: cells(BATCH, RESPONSE)}, timeout=CALL_S)
 

@@ -79,7 +79,8 @@ class Queue:
         cells = self.cells(len(rows), column)
         numbers = [row.row for row in rows]
         admitted = self.table.complete(rows[0].lease, numbers, cells, tags or [])
-        self.keep([number for number, ok in zip(numbers, admitted, strict=True) if ok], [column])
+        there = self.table.state.rows
+        self.keep([row for row, ok in zip(numbers, admitted, strict=True) if ok and row in there], [column])
         return admitted
 
     def through(self, *serials, upto="advantage"):

@@ -1,4 +1,4 @@
-"""Claims of open rows: how few and how many, acknowledgement by lease, the end of a partition, keys of lost rows."""
+"""Claims of open rows: how few and how many, their completion, the end of a partition, keys of lost rows."""
 
 import msgspec
 import pytest
@@ -20,6 +20,7 @@ P = "open"
 CLIENT = b"a client"
 FIRST = 1 << 32
 """The serial of its first group."""
+NO_CELLS = Cells(dtypes={}, sizes={})
 
 
 def ids(leased):
@@ -49,6 +50,10 @@ class Rows:
         ticket = f"{worker}{len(self.table.state.outbox)}"
         return self.table.claims.grant(ClaimRows(P, task, worker, ticket, **options), 0.0)
 
+    def complete(self, leased, *, table=None):
+        """Say that a lease is done; tell what is said of each of its rows."""
+        return (table or self.table).complete(leased[0].lease, ids(leased), NO_CELLS, None)
+
     @property
     def partition(self):
         return self.table.state.partitions[P]
@@ -71,41 +76,40 @@ def test_a_claim_of_whole_groups_gets_at_least_what_it_asks_for():
     assert ids(rows.claim(max_rows=1)) == put[4:]
 
 
-def test_a_lease_is_acknowledged_whole_and_as_often_as_asked():
+def test_rows_are_completed_as_often_as_asked():
     rows = Rows(("t", {}), ("writer", {"writes": ["y"]}))
     rows.put(4)
     batch, other = rows.claim(max_rows=2), rows.claim(max_rows=2)
-    acknowledge = rows.table.claims.acknowledge
-    assert acknowledge([batch[0].lease, "ffff"]) == [True, False]
-    assert acknowledge([batch[0].lease]) == [True]
+    assert rows.complete(batch) == rows.complete(batch) == [True, True]
+    assert rows.table.complete("ffff", ids(batch), NO_CELLS, None) == [False, False]
     rows.table.claims.expire(100.0)
-    assert acknowledge([other[0].lease]) == [False]
+    assert rows.complete(other) == [False, False]
     assert ids(rows.claim(max_rows=9)) == ids(other)
     with pytest.raises(Refused, match="writes"):
-        acknowledge([rows.claim("writer")[0].lease])
+        rows.complete(rows.claim("writer"))
 
 
 @pytest.mark.parametrize("compacted", [False, True])
-def test_an_acknowledgement_is_known_after_a_restart(compacted):
+def test_what_was_completed_and_cleared_is_known_after_a_restart(compacted):
     rows = Rows(("t", {"clears": True}))
     rows.put(2)
     batch = rows.claim(max_rows=2)
-    rows.table.claims.acknowledge([batch[0].lease])
+    assert rows.complete(batch) == rows.complete(batch) == [True, True]
     again = Table()
     for event in snapshot(rows.table.state) if compacted else rows.table.state.outbox:
         again.state.apply(event)
-    assert again.claims.acknowledge([batch[0].lease]) == [True]
+    assert rows.complete(batch, table=again) == [True, True]
 
 
-def test_a_lease_that_gave_rows_back_is_not_acknowledged_after_a_restart_either():
-    rows = Rows(("t", {}))
+def test_rows_that_a_lease_gave_back_are_not_completed_by_it_after_a_restart_either():
+    rows = Rows(("t", {"clears": True}))
     put = rows.put(3)
     batch = rows.claim(max_rows=3)
     rows.table.claims.give_back(batch[0].lease, put[:1], "test")
     again = Table()
     again.state.replay(snapshot(rows.table.state))
-    assert rows.table.claims.acknowledge([batch[0].lease]) == [False]
-    assert again.claims.acknowledge([batch[0].lease]) == [False]
+    assert rows.complete(batch) == [False, True, True]
+    assert rows.complete(batch, table=again) == [False, True, True]
     assert list(snapshot(again.state)) == list(snapshot(rows.table.state))
 
 
@@ -131,14 +135,14 @@ def test_a_task_that_clears_leaves_nothing_of_its_rows():
     put = rows.put(6, size=2)
     batch = rows.claim(max_rows=3)
     held = rows.claim("u", max_rows=6)
-    rows.table.claims.acknowledge([batch[0].lease])
+    rows.complete(batch)
     assert [row.row for row in rows.table.state.to_free] == put[:3]
     assert rows.table.state.rows.keys() == set(put[3:])
     assert [len(group.rows) for group in rows.partition.groups.values()] == [2, 2]
     assert rows.partition.cleared == 3
     assert rows.partition.counts.total() == 3
     assert rows.table.claims.complete(held[0].lease, put) == [False] * 3 + [True] * 3
-    rows.table.claims.acknowledge([rows.claim(max_rows=9)[0].lease])
+    rows.complete(rows.claim(max_rows=9))
     assert not rows.partition.groups
     assert len(rows.partition.finished) == 0
     assert rows.put(2, group=0) == [0, 0]
@@ -155,7 +159,7 @@ def test_nobody_is_told_of_the_end_while_others_hold_rows_if_it_asks_so():
     rows.table.close(P, 0)
     assert ended(hasty)
     assert not ended(patient)
-    rows.table.claims.acknowledge([other[0].lease])
+    rows.complete(other)
     assert ended(patient)
     rows.table.give_back(mine[0].lease, ids(mine), "test")
     assert not ended(hasty)
@@ -191,7 +195,7 @@ def test_a_compacted_ledger_makes_the_same_rows_and_what_tasks_have_done_with_th
     rows = Rows(("t", {}))
     rows.put(1000)
     for _ in range(10):
-        rows.table.claims.acknowledge([rows.claim(max_rows=16)[0].lease])
+        rows.complete(rows.claim(max_rows=16))
     events = list(snapshot(rows.table.state))
     again = QueueState()
     again.replay(events)
@@ -251,7 +255,7 @@ def test_a_lease_is_of_no_use_under_the_name_of_another_process(restarted):
     for theft in (held[0].lease.partition("@")[0], stolen[held[0].lease]):
         claims = table.claims
         assert claims.renew([theft], 1.0) == []
-        assert claims.acknowledge([theft]) == [False]
+        assert table.complete(theft, put[:1], NO_CELLS, None) == [False]
         assert claims.drop(theft, put, "filtered:test") == [False, False]
         assert claims.give_back(theft, put, "test") == [False, False]
     assert table.claims.renew([held[0].lease], 1.0) == [held[0].lease]

@@ -215,7 +215,7 @@ def test_a_row_that_was_bound_and_lost_is_on_lease_to_nobody(make_queue):
     assert len(ask(queue, 1, 0).rows) == 2
     queue.replace_unit("unit-b")
     assert queue.table.claims.expire(1000.0) == 0
-    assert queue.table.claims.acknowledge([held[0].lease]) == [False]
+    assert queue.table.complete(held[0].lease, [held[0].row], queue.cells(1), None) == [False]
     queue.table.training.begin(P, 1, 0, 1)
     assert queue.counts == {RowState.WANTED: 2}
 

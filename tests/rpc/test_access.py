@@ -66,7 +66,6 @@ def test_a_rollout_claims_writes_and_pulls_and_no_more():
         "queue.claim",
         "queue.withdraw",
         "queue.abandon",
-        "queue.acknowledge",
         "queue.renew",
         "queue.end",
         "unit.write",
@@ -136,7 +135,6 @@ def test_a_worker_that_is_named_after_no_process_claims_nothing(worker):
 @pytest.mark.parametrize("lease", ["1f@rollout-2", "1f@driver-0", "1f", "write:1", "1f@rollout-1@rollout-2", "1f@", ""])
 def test_a_rollout_uses_no_lease_of_another(lease):
     calls = {
-        "queue.acknowledge": Request(leases=["1@rollout-1", lease]),
         "queue.renew": Request(leases=[lease]),
         "queue.end": Request(lease=lease),
         "unit.write": Request(lease=lease),

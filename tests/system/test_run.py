@@ -14,9 +14,8 @@ from safetensors.numpy import load_file
 
 from asyncflow import cli
 from asyncflow.api.names import LAST_WORD_ENV
-from asyncflow.driver.tasks import TRAIN
 from asyncflow.models.source import materialize_config
-from asyncflow.queue.ledger.audit import audit_ledger, trained_samples
+from asyncflow.queue.ledger.audit import audit_ledger
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -70,7 +69,6 @@ def test_every_sample_counts_once_although_each_role_is_killed(tmp_path: Path) -
         time.sleep(1)
     finish(run, within_s=200)
     counted_once(folder, 24 * 8 * 4)
-    assert set(trained_samples(folder / "ledger", TRAIN).values()) == {1}
 
 
 def test_a_model_is_trained_and_the_run_goes_on_after_its_end(tmp_path: Path) -> None:

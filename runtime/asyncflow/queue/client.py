@@ -222,16 +222,6 @@ class QueueClient:
         claim = calls.ClaimTicket(self.worker, ticket)
         await self.ask("queue.withdraw", claim, calls.Done, timeout=timeout, peer=peer)
 
-    async def acknowledge(self, leases: Sequence[str], *, timeout: float) -> list[bool]:
-        """Complete all rows of leases of tasks that write nothing; False where a lease was not in force any more."""
-
-        async def send(indices: Sequence[int]) -> list[bool]:
-            part = [leases[i] for i in indices]
-            request, peer = calls.Leases(part), _controller_of(part[0])
-            return await self.ask("queue.acknowledge", request, list[bool], timeout=timeout, peer=peer)
-
-        return await scatter(map(controller_of, leases), send)
-
     async def fetch(self, rows: Rows, columns: Sequence[str], *, timeout: float) -> dict[str, Jagged]:
         """Return ``columns`` of ``rows`` in the order given, with one call a unit; for no rows, empty ones (int64).
 

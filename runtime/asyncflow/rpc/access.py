@@ -126,7 +126,6 @@ def _table() -> dict[str, dict[str, Named]]:
         "queue.claim": claims,
         "queue.withdraw": claims,
         "queue.abandon": claims,
-        "queue.acknowledge": leases,
         "queue.renew": leases,
         "queue.end": lease,
         "queue.expire": directs,

@@ -53,7 +53,7 @@ def test_rows_are_put_claimed_fetched_and_acknowledged(tmp_path):
         assert queue.claim(partition=P, task="t", max_rows=8, min_rows=8, timeout=0).rows == []
         rest = queue.claim(partition=P, task="t", max_rows=8, timeout=10)
         assert first_of(queue.fetch(rest.rows, ["x"], timeout=10)["x"]) == [8, 9, 10, 11]
-        assert queue.acknowledge([first.rows[0].lease, rest.rows[0].lease], timeout=10) == [True, True]
+        assert queue.complete([*first.rows, *rest.rows], {}, timeout=10) == [True] * 12
         backwards = [row.row for row in rest.rows[::-1]]
         assert first_of(queue.fetch(backwards, ["x"], timeout=10)["x"]) == [11, 10, 9, 8]
         with pytest.raises(StaleHandle):

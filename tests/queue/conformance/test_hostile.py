@@ -371,7 +371,6 @@ def requests():
     for method, request in {
         "queue.declare": calls.Declare([spec]),
         "queue.claim": calls.ClaimRows("scores", "grade", "w", "t", 8, None, None, [], 0.1),
-        "queue.acknowledge": calls.Leases(["1"]),
         "queue.renew": calls.Leases(["1"]),
         "queue.end": calls.EndRows("1", [row], "why", True),
         "queue.slot": calls.AskSlot("scores", 0, 1, 0, 0, 100, 0.1),

@@ -270,7 +270,7 @@ async def test_what_was_given_back_unfinished_comes_with_the_next_lease(queue):
     assert (row.attempt, row.bytes["score"]) == (1, 8)
 
 
-async def test_leases_are_renewed_acknowledged_and_expired_where_they_are(queue):
+async def test_leases_are_renewed_completed_and_expired_where_they_are(queue):
     reading = TaskSpec(partition=P, name="count", needs=["text"])
     await queue.client.declare([reading], timeout=10)
     await queue.put(6)
@@ -280,7 +280,7 @@ async def test_leases_are_renewed_acknowledged_and_expired_where_they_are(queue)
     assert sorted(await queue.client.renew(leases, timeout=10)) == sorted(leases[:2])
     more = await queue.client.claim(partition=P, task="count", max_rows=9, timeout=10)
     assert len(more.rows) == 4
-    assert await queue.client.acknowledge([batch[0].lease, "ff", more.rows[0].lease], timeout=10) == [True, False, True]
+    assert await queue.client.complete([*batch, *more.rows], {}, timeout=10) == [True] * 6
     assert (await Partition(queue.client, P).consumed("count", timeout=10)).all
     await queue.client.expire(worker="test", timeout=10)
     assert {row.row for row in await queue.claim_all("grade", 6)} >= {row.row for row in held}

@@ -97,19 +97,19 @@ async def test_nothing_is_freed_of_which_the_ledger_does_not_know_why(cluster, d
         assert isinstance(made.controller.failed.exception(), OSError)
 
 
-async def test_no_acknowledgement_is_confirmed_that_is_not_safe(cluster, disk):
+async def test_no_completion_is_confirmed_that_is_not_safe(cluster, disk):
     async with cluster(units=1, sync="always") as made:
         controller = made.controller
         await made.client.declare([TaskSpec(partition=P, name="count", needs=["x"])], timeout=10)
         await made.client.put(P, VALUES, timeout=20)
         (row,) = (await made.client.claim(partition=P, task="count", max_rows=1, timeout=10)).rows
         disk.stop()
-        acknowledging = asyncio.create_task(made.client.acknowledge([row.lease], timeout=20))
+        completing = asyncio.create_task(made.client.complete([row], {}, timeout=20))
         await until(lambda: not controller.table.state.leases)
         await asyncio.sleep(0.2)
-        assert not acknowledging.done()
+        assert not completing.done()
         disk.go_on()
-        assert await acknowledging == [True]
+        assert await completing == [True]
 
 
 async def test_a_claim_whose_time_is_over_is_answered_when_all_before_it_is_safe(cluster, disk):

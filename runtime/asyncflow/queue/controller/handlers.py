@@ -64,7 +64,6 @@ class Handlers:
         claims = self.table.claims
         return {
             "queue.claim": (calls.ClaimRows, self.controller.claim),
-            "queue.acknowledge": (calls.Leases, lambda c: claims.acknowledge(c.leases)),
             "queue.renew": (calls.Leases, lambda c: claims.renew(c.leases, self.controller.now())),
             "queue.end": (calls.EndRows, self._end),
             "queue.abandon": (calls.ClaimTicket, spread(claims.abandon)),

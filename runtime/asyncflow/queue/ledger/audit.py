@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from msgspec.structs import replace
 
-from asyncflow.identity import SampleKey, location_at, location_of
+from asyncflow.identity import location_at, location_of
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.log import newest, read_ledger
 from asyncflow.queue.protocol.messages import FILTERED, AuditReport, Purpose
@@ -37,20 +37,10 @@ def audit_ledger(directory: Path) -> AuditReport:
     """Audit the ledger in ``directory``. Raises LedgerCorrupt, and FileNotFoundError where there is none."""
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory} is no ledger")
-    return _read(directory).report()
-
-
-def trained_samples(directory: Path, partition: str) -> Counter[SampleKey]:
-    """Return how often each sample counts in the weights that survive, as the ledger in ``directory`` has it."""
-    trained = _read(directory).trained(partition)
-    return Counter({SampleKey(*key): times for key, times in trained.items() if times})
-
-
-def _read(directory: Path) -> Auditor:
     auditor = Auditor()
     for event in read_ledger(directory):
         auditor.see(event)
-    return auditor
+    return auditor.report()
 
 
 def replica_ledger(primary: Path, index: int) -> Path:

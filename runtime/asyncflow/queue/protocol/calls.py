@@ -89,7 +89,7 @@ class Claimed(Struct, frozen=True, omit_defaults=True):
 
 
 class Leases(Struct, frozen=True):
-    """Leases to be renewed, or whose rows are completed by a task that writes nothing."""
+    """Leases to be renewed."""
 
     leases: list[str]
 

@@ -160,19 +160,6 @@ class Claims:
         self.fenced += admitted.count(False)
         return admitted
 
-    def acknowledge(self, leases: Sequence[str]) -> list[bool]:
-        """Complete all rows of ``leases``; False for one that is not in force and was not completed so before."""
-        held = {name: lease for name in leases if (lease := self.holder(name)) is not None}
-        for name, lease in held.items():
-            if writes := self._state.partition(lease.partition).queues[lease.task].spec.writes:
-                hint = "Complete them with these columns"
-                raise Refused(f"task {lease.task} writes {sorted(writes)}", where=f"lease {name}", hint=hint)
-        for lease in held.values():
-            self._state.record(ev.Completed(lease.id, list(lease.rows)))
-        admitted = [parse_lease(name)[0] in self._state.leases.completed for name in leases]
-        self.fenced += admitted.count(False)
-        return admitted
-
     def give_back(self, lease: str, rows: Sequence[int], reason: str) -> list[bool]:
         """Return those of ``rows`` that the lease holds to the task; False for the others."""
         if held := self._held(lease, rows):
@@ -235,10 +222,11 @@ class Claims:
         return [row for row in dict.fromkeys(rows) if row in lease.rows] if lease is not None else []
 
     def completed(self, lease: str, rows: Sequence[int]) -> set[int]:
-        """Return those of ``rows`` that the lease has completed, and the state still knows."""
+        """Return those of ``rows`` that the lease has completed, and were perhaps cleared with that."""
         done, known = parse_lease(lease), self._state.rows
         there = [row for number in rows if (row := known.get(number)) is not None]
-        return {row.row for row in there if any((work.done, work.holder) == done for work in row.work.values())}
+        found = {row.row for row in there if any((work.done, work.holder) == done for work in row.work.values())}
+        return found | set(rows) - known.keys() if done[0] in self._state.leases.completed else found
 
 
 def leased_rows(rows: Sequence[Row], lease: Lease | None = None, *, now: float = 0.0) -> list[LeasedRow]:

@@ -98,10 +98,7 @@ class Consumer:
 
     async def complete(self, rows: list[LeasedRow], outputs: dict[str, Jagged]) -> list[bool]:
         """Complete ``rows`` of one lease; False where it had ended, so that somebody else has the row."""
-        if outputs:
-            results = await self.client.complete(rows, outputs, timeout=CALL_S)
-        else:
-            results = await self.client.acknowledge([rows[0].lease], timeout=CALL_S) * len(rows)
+        results = await self.client.complete(rows, outputs, timeout=CALL_S)
         self._kept.pop(rows[0].lease, None)
         return results
 
