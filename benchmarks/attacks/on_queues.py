@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 from flow import Flow
 from jobs import Harmed
-from msgspec import Struct
 from serve import address_in
 from shim import Shim
 
@@ -32,7 +31,6 @@ from asyncflow.identity import RowPlace
 from asyncflow.queue.blocking import BlockingPartition, BlockingQueue
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.peers import Peer
-from asyncflow.queue.protocol.calls import Shares
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.protocol.unit_calls import Cells, NewRows, PutRows, RowIds
 from asyncflow.queue.table.rows import put
@@ -260,10 +258,8 @@ class _TableAnswers:
         self._epoch = table.join_unit(0, "unit")
         self._rows = itertools.count()
 
-    async def call(self, _peer: Peer, _method: str, request: Struct, _reply: Any, **_options: Any) -> Any:
+    async def call(self, _peer: Peer, _method: str, request: PutRows, _reply: Any, **_options: Any) -> Any:
         """Answer a call."""
-        if not isinstance(request, PutRows):
-            return Shares({}, 0), []
         row = RowPlace(self._epoch, 0, next(self._rows)).row
         cells = Cells(dtypes={"x": "int64"}, sizes={"x": [8]})
         for _ in range(1 + (self._dice.random() < 0.01)):

@@ -158,5 +158,5 @@ def test_an_arena_serves_in_place_and_hands_out_read_only_views(arena):
 
 def test_transports_are_found_by_name():
     assert isinstance(open_transport("host", name="x"), HostTransport)
-    with pytest.raises(ManifestError, match="'pigeon' is not installed"):
+    with pytest.raises(ManifestError, match="no installed package offers 'pigeon'"):
         open_transport("pigeon")
