@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -80,3 +82,21 @@ def test_columns_of_two_forms_are_not_one() -> None:
     for other in (Jagged.from_rows([], "int16"), Jagged.from_rows([], "int8", inner=None)):
         with pytest.raises(ValueError, match="cannot be one column"):
             Jagged.gather([(Jagged.from_rows([], "int8"), 0, 0), (other, 0, 0)])
+
+
+def test_a_thread_never_sees_offsets_that_another_has_half_made() -> None:
+    seen: list[list[int]] = []
+
+    class Interrupted(np.ndarray):
+        """Lengths that are summed up while another thread asks for the offsets."""
+
+        def cumsum(self, *args: Any, **options: Any) -> Any:
+            if not seen:
+                seen.append([])
+                seen[0] = column.offsets.tolist()
+            return np.asarray(self).cumsum(*args, **options)
+
+    lengths = np.array([2, 3]).view(Interrupted)
+    column = Jagged.trusted(np.arange(5), lengths, "int64")
+    assert column.offsets.tolist() == [0, 2, 5]
+    assert seen == [[0, 2, 5]]

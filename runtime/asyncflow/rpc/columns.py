@@ -152,8 +152,9 @@ class Jagged:
     def offsets(self) -> Offsets:
         """Where rows begin, and the last one ends: int64 [rows + 1]."""
         if self._offsets is None:
-            self._offsets = np.zeros(len(self) + 1, np.int64)
-            self.lengths.cumsum(out=self._offsets[1:])
+            offsets = np.zeros(len(self) + 1, np.int64)
+            self.lengths.cumsum(out=offsets[1:])
+            self._offsets = offsets  # other threads see it whole
         return self._offsets
 
     def row(self, index: int) -> Array:
