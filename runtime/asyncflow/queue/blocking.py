@@ -19,6 +19,8 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanag
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import uvloop
+
 from asyncflow.errors import PeerLost
 from asyncflow.queue.client import JOIN_S, QueueClient, aconnect
 from asyncflow.queue.partition import Partition
@@ -87,7 +89,7 @@ class BlockingQueue:
             if self.closed:
                 raise _closed()
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
+                self._loop = uvloop.new_event_loop()
                 self.thread = threading.Thread(target=self._loop.run_forever, name="queue client", daemon=True)
                 self.thread.start()
             if self._client is None:

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from aiohttp import web
 
 from asyncflow import clock
@@ -284,7 +285,7 @@ def run_role(
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     status = 0
     try:
-        status = asyncio.run(_run(serve, alone, options, load(options.job)))
+        status = uvloop.run(_run(serve, alone, options, load(options.job)))
     except* AsyncFlowError as group:
         errors = list(_leaves(group))
         for error in errors:
