@@ -33,7 +33,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import uvloop
 from aiohttp import web
 
 from asyncflow import clock
@@ -275,17 +274,19 @@ def run_role(
     options: RoleOptions,
     *,
     alone: Callable[[QueueContext], Awaitable[None]] | None = None,
+    new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
 ) -> int:
     """Run a role to its end and return its exit status, which may be what ``serve`` returns.
 
-    alone: serves in a queue that stands alone, for roles that such a queue has.
+    alone: serves in a queue that stands alone, for roles that such a queue has; new_loop: makes the event loop.
     """
     setup_logging(options.role, options.index)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     status = 0
     try:
-        status = uvloop.run(_run(serve, alone, options, load(options.job)))
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            status = runner.run(_run(serve, alone, options, load(options.job)))
     except* AsyncFlowError as group:
         errors = list(_leaves(group))
         for error in errors:

@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import uvloop
 from aiohttp import web
 
 from asyncflow.api.queue import QueueStatus
@@ -41,7 +42,7 @@ PULSE_S = 1.0
 
 def main(options: RoleOptions) -> int:
     """Run a controller."""
-    return run_role(serve, options, alone=serve_alone)
+    return run_role(serve, options, alone=serve_alone, new_loop=uvloop.new_event_loop)
 
 
 async def serve(context: JobContext) -> None:

@@ -11,6 +11,8 @@ import contextlib
 import math
 import os
 
+import uvloop
+
 from asyncflow.api.names import LEAVE_ENV
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.queue.putting import LEAVING
@@ -30,7 +32,7 @@ _LAST_S = 0.1
 
 def main(options: RoleOptions) -> int:
     """Run a storage unit."""
-    return run_role(serve, options, alone=serve)
+    return run_role(serve, options, alone=serve, new_loop=uvloop.new_event_loop)
 
 
 async def serve(context: ProcessContext) -> None:
