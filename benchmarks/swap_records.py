@@ -17,7 +17,7 @@ _PULLED = re.compile(rf"weights: {_VERSION}: (\d+) bytes in ([\d.]+) s")
 _SWAPPED = re.compile(
     rf"swapped to {_VERSION} in ([\d.]+) s; in ([\d.]+) s since the last: stalled ([\d.]+) s, idle ([\d.]+) s"
 )
-_WORKER = re.compile(r"worker ([0-9a-f]+), pid (\d+)")
+_WORKER = re.compile(r"worker (\S+), pid (\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
