@@ -31,14 +31,14 @@ def swapped(at, step, wall_s, stall_s, idle_s):
 
 
 def test_a_stall_belongs_to_the_version_that_it_ended_with():
-    log = line(0.5, "attempt %d, worker %s, pid %d", 0, "ab12", 7) + pulled(1, 0, 1.0) + swapped(1, 0, 1, 0, 1)
+    log = line(0.5, "attempt %d, worker %s, pid %d", 0, "rollout-0-ab", 7) + pulled(1, 0, 1.0) + swapped(1, 0, 1, 0, 1)
     log += pulled(6.5, 1, 5.0) + swapped(10, 1, 9, 0.25, 0.5) + "--- the supervisor's line\n" + pulled(16, 2, 5.25)
     log += swapped(19, 2, 9, 0, 0)
     first, second = turns(log)
     assert (first.version, first.transfer_s, first.stall_s, first.idle_s) == (1, 5.0, 0.25, 0.5)
     assert first.staged == pytest.approx(1006.5)
     assert (second.version, second.transfer_s, second.turn_s, second.stall_s) == (2, 5.25, 9, 0)
-    assert worker_of(log) == "ab12"
+    assert worker_of(log) == "rollout-0-ab"
 
 
 def test_going_back_for_rows_counts_to_the_next_new_version():
