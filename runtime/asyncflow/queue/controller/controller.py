@@ -141,7 +141,7 @@ class Controller:
             await asyncio.shield(pending)
 
     def begin_ledger(self) -> None:
-        """Have the ledger hold what the state does. Raises Refused where it cannot be written."""
+        """Write the present state as a new generation of the ledger. Raises Refused where it cannot be written."""
         try:
             self._ledger.begin(self._dump())
         except OSError as error:

@@ -139,7 +139,7 @@ class Replica(Handlers):
         return results
 
     async def _enter_types(self, entry: unit_calls.NewCells, until: float) -> None:
-        """Have the primary enter those columns of a completion that nobody has written before."""
+        """Enter at the primary the columns of a completion that its partition does not know yet."""
         lease = self.table.claims.holder(entry.lease)
         if lease is None or entry.reason:
             return
