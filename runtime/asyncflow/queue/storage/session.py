@@ -236,7 +236,7 @@ class UnitSession:
             self.session = None
 
     async def _announce(self, session: Session, rows: Iterable[int], *, last: bool) -> None:
-        """Announce ``rows`` to the controller and free those unknown to it. last: ``rows`` is all that the unit holds."""
+        """Announce ``rows`` to the controller and free those that it does not know. last: no others are held."""
         held = self._holdings.held(rows)
         self._changed.clear()
         for first in range(0, len(held) + 1, _ROWS):
