@@ -84,12 +84,12 @@ def test_what_the_lines_lack_the_ledger_knows(tmp_path: Path) -> None:
     for step in (1, 2):
         progress.step(step_line(step, at=float(step)))
     again = RunProgress(tmp_path, steps=10, now=10.0)
-    again.begin_at(4, attempt=0)
+    again.catch_up(4, attempt=0)
     assert again.done == 4
     assert not again.step(step_line(5, at=11.0))
     assert again.done == 5
     behind = RunProgress(tmp_path, steps=10, now=20.0)
-    behind.begin_at(2, attempt=1)
+    behind.catch_up(2, attempt=1)
     assert behind.done == 5
     assert behind.step(step_line(3, attempt=1, at=21.0))
     assert behind.done == 3
@@ -174,7 +174,7 @@ def test_the_summary_counts_what_was_measured(tmp_path: Path) -> None:
 
 def test_a_driver_whose_lines_are_gone_begins_where_the_ledger_says(tmp_path: Path) -> None:
     progress = RunProgress(tmp_path, steps=10, now=0.0)
-    progress.begin_at(6, attempt=0)
+    progress.catch_up(6, attempt=0)
     assert (progress.done, progress.lines, progress.last_step_at) == (6, [], None)
     assert not progress.step(step_line(6)), "the report that the last driver did not hear"
     assert not progress.step(step_line(7))
@@ -183,7 +183,7 @@ def test_a_driver_whose_lines_are_gone_begins_where_the_ledger_says(tmp_path: Pa
 
 def test_a_step_that_only_the_ledger_knew_can_be_made_again(tmp_path: Path) -> None:
     progress = RunProgress(tmp_path, steps=10, now=0.0)
-    progress.begin_at(6, attempt=0)
+    progress.catch_up(6, attempt=0)
     progress.evaluated(EvaluationResult(step=6, prompts=8, accuracy=0.5, greedy=None), at=1.0)
     assert progress.step(step_line(5, attempt=1))
     assert (progress.done, progress.evaluations) == (5, {})

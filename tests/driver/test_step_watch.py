@@ -5,33 +5,38 @@ from __future__ import annotations
 import asyncio
 import logging
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asyncflow.api.status import StepProgress
-from asyncflow.driver.progress import StepWatch, log_progress
+from asyncflow.driver.progress import RunProgress, StepWatch, log_progress
 from asyncflow.queue.protocol.messages import PartitionSnapshot, StepState
 
 
 class Told:
-    """A queue that tells of one step."""
+    """A queue that tells of one step, and that all ranks have finished step ``staged``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, staged: int) -> None:
         self.asked: list[int] = []
+        self.staged = staged
 
     async def snapshot(self, *, partition: str, step: int, timeout: float) -> PartitionSnapshot:
         self.asked.append(step)
         done = {"rollout": 13, "advantage": 8}
         rest: dict[str, Any] = {"bound": 4, "trained": 0, "dropped": 0, "excluded": 2, "staged": False}
         state = StepState(groups=8, group_size=4, serials=[0, 1, 2, 3, 4], done=done, filtered=8, **rest)
-        nothing = {"attempt": 0, "last_committed_step": 0, "last_staged_step": 0, "wanted": 0, "closed": None}
-        return PartitionSnapshot(next_serial=5, missing=[], steps={step: state}, **nothing)
+        nothing = {"last_committed_step": 0, "wanted": 0, "closed": None}
+        return PartitionSnapshot(
+            next_serial=5, missing=[], steps={step: state}, attempt=1, last_staged_step=self.staged, **nothing
+        )
 
 
-async def test_what_is_generated_trained_and_published_is_told() -> None:
-    queue, clock = Told(), iter([0.0, 2.0])
+async def test_what_is_generated_trained_and_published_is_told(tmp_path: Path) -> None:
+    queue, clock, progress = Told(staged=3), iter([0.0, 2.0]), RunProgress(tmp_path, steps=10, now=0.0)
+    progress.catch_up(3, attempt=1)
     told = {
         "trainer": [
             {"step": 3, "trained": 3, "publishing": 3, "saving": False},
@@ -40,16 +45,39 @@ async def test_what_is_generated_trained_and_published_is_told() -> None:
         "rollout": [{"running": 5}, {"running": 4}],
     }
     members = SimpleNamespace(statuses=told.__getitem__, lives=SimpleNamespace(tokens_generated=300))
-    watch = StepWatch(queue, members=members, samples=32, clock=lambda: next(clock))  # type: ignore[arg-type]
-    first = await watch.look(step=4)
+    watch = StepWatch(
+        queue,  # type: ignore[arg-type]
+        progress=progress,
+        members=members,  # type: ignore[arg-type]
+        samples=32,
+        clock=lambda: next(clock),
+    )
+    first = await watch.look()
     assert first == StepProgress(
         step=4, samples=32, generated=13, filtered=8, trained=3, running=9, tokens_per_second=0.0, publishing=3
     ), "the second rank is still in the step before"
     told["trainer"][1] = {"step": 3, "trained": 4, "publishing": -1, "saving": False}
     members.lives.tokens_generated = 360
-    second = await watch.look(step=4)
+    second = await watch.look()
+    assert second is not None
     assert (second.trained, second.tokens_per_second) == (7, 30)
     assert queue.asked == [4, 4]
+
+
+async def test_a_step_that_was_reported_to_a_driver_now_gone_is_noticed(tmp_path: Path) -> None:
+    queue, progress = Told(staged=5), RunProgress(tmp_path, steps=7, now=0.0)
+    progress.catch_up(5, attempt=1)
+    members = SimpleNamespace(statuses=lambda role: [], lives=SimpleNamespace(tokens_generated=0))
+    watch = StepWatch(queue, progress=progress, members=members, samples=32)  # type: ignore[arg-type]
+    await watch.look()
+    queue.staged = 6
+    await watch.look()
+    assert progress.done == 6, "the last rank finished it after this driver had read the ledger"
+    queue.staged = 7
+    await watch.look()
+    assert progress.done == 7
+    assert await watch.look() is None
+    assert queue.asked == [6, 6, 7]
 
 
 async def test_the_log_tells_of_progress_at_least_every_ten_seconds(

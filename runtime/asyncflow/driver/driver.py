@@ -185,7 +185,10 @@ class Driver:
         self._stats: QueueStats | None = None
         self._step_progress: StepProgress | None = None
         self._step_watch = StepWatch(
-            queue, members=self.members, samples=spec.algorithm.prompts_per_step * spec.algorithm.group_size
+            queue,
+            progress=self.progress,
+            members=self.members,
+            samples=spec.algorithm.prompts_per_step * spec.algorithm.group_size,
         )
         self._full_at = -1
         self._moved = clock.now()
@@ -357,7 +360,7 @@ class Driver:
         self.assignment.restore(snapshot)
         size = self.job.spec.algorithm.group_size
         self._groups.filtered.update({step: state.filtered // size for step, state in snapshot.steps.items()})
-        self.progress.begin_at(snapshot.last_staged_step, attempt=snapshot.attempt)
+        self.progress.catch_up(snapshot.last_staged_step, attempt=snapshot.attempt)
         self._ending.note_commit(snapshot.last_committed_step)
         await self._dispatcher.recall()
         await self.queue.clear_partition(partition=EVAL, timeout=CALL_TIMEOUT_S)
@@ -397,8 +400,7 @@ class Driver:
     async def _watch_step(self) -> None:
         """Look into the step that is being made."""
         while True:
-            step = self.progress.done + 1
-            self._step_progress = await self._step_watch.look(step) if step <= self.progress.steps else None
+            self._step_progress = await self._step_watch.look()
             await asyncio.sleep(STEP_WATCH_S)
 
     async def _log_progress(self) -> None:

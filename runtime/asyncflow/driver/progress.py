@@ -100,7 +100,7 @@ class RunProgress:
     steps: int
     now: float
     _by_step: dict[int, dict[str, Any]] = field(default_factory=dict)
-    _began_at: dict[int, int] = field(default_factory=dict)
+    _unreported: dict[int, int] = field(default_factory=dict)
     evaluations: dict[int, EvaluationResult] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -131,24 +131,25 @@ class RunProgress:
         """Time at which the run's first driver started, in unix seconds."""
         return self.at("driver started") or self.now
 
-    def begin_at(self, step: int, *, attempt: int) -> None:
+    def catch_up(self, step: int, *, attempt: int) -> None:
         """Take over from the ledger that ``step`` was made by trainer ``attempt``.
 
         The figures of steps that have no line are not known any more.
         """
-        self._began_at = {step: attempt}
+        if step > self.done:
+            self._unreported = {step: attempt}
 
     def step(self, line: dict[str, Any]) -> bool:
         """Record an optimizer step; return whether it, or a later one, was made before by another attempt."""
         made = {step: int(old["attempt"]) for step, old in self._by_step.items()}
-        made |= {step: attempt for step, attempt in self._began_at.items() if step > max(made, default=0)}
+        made |= {step: attempt for step, attempt in self._unreported.items() if step > max(made, default=0)}
         again = any(step >= line["step"] and attempt != line["attempt"] for step, attempt in made.items())
         if again:
             self.note(AGAIN, at=line["at"], step=line["step"])
             self._forget(line["step"])
         self._metrics.append(line)
         self._take(line)
-        self._began_at = {}
+        self._unreported = {}
         return again
 
     def write(self) -> None:
@@ -169,7 +170,7 @@ class RunProgress:
     @property
     def done(self) -> int:
         """The newest step of the surviving history."""
-        return min(self.steps, max([*self._by_step, *self._began_at], default=0))
+        return min(self.steps, max([*self._by_step, *self._unreported], default=0))
 
     @property
     def last_step_at(self) -> float | None:
@@ -242,20 +243,35 @@ class RunProgress:
 
 
 class StepWatch:
-    """Looks into a step. samples: of one step; clock: monotonic seconds."""
+    """Looks into the step that is being made. samples: of one step; clock: monotonic seconds.
+
+    A step that all ranks finished after this driver read the ledger, and that was reported to the one before, is
+    noticed here: nobody reports it again, and until it is known the versions that it needed are kept for it.
+    """
 
     def __init__(
-        self, queue: QueueClient, *, members: Members, samples: int, clock: Callable[[], float] = time.monotonic
+        self,
+        queue: QueueClient,
+        *,
+        progress: RunProgress,
+        members: Members,
+        samples: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._queue = queue
+        self._progress = progress
         self._members = members
         self._samples = samples
         self._clock = clock
         self._seen: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
 
-    async def look(self, step: int) -> StepProgress:
-        """Return how far ``step`` is. Raises PeerLost or DeadlineExceeded while the queue cannot be asked."""
+    async def look(self) -> StepProgress | None:
+        """Return how far the step is, None after the last. Raises PeerLost or DeadlineExceeded as the queue does."""
+        step = self._progress.done + 1
+        if step > self._progress.steps:
+            return None
         snapshot = await self._queue.snapshot(partition=TRAIN, step=step, timeout=CALL_TIMEOUT_S)
+        self._progress.catch_up(snapshot.last_staged_step, attempt=snapshot.attempt)
         state, trainers = snapshot.steps.get(step), self._members.statuses("trainer")
         behind = [status for status in trainers if status.get("step") == step - 1]
         publishing = max((int(status.get("publishing", -1)) for status in trainers), default=-1)
