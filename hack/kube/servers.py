@@ -127,7 +127,11 @@ def controller_manager(site: Site) -> Command:
 
 
 def scheduler(site: Site) -> Command:
-    """Return the command of the scheduler."""
+    """Return the command of the scheduler.
+
+    It looks again after half a minute at a pod for which it has no node: on a busy machine it has missed once that a
+    volume was bound just then, and by itself it would come back to the pod after five minutes.
+    """
     config = site.kubeconfig("sched", user="system:kube-scheduler")
     settings = {
         "apiVersion": "kubescheduler.config.k8s.io/v1",
@@ -140,7 +144,7 @@ def scheduler(site: Site) -> Command:
     return [
         binary("kube-scheduler"),
         *("--config", file, "--authentication-kubeconfig", config, "--authorization-kubeconfig", config),
-        *("--secure-port", "0"),
+        *("--secure-port", "0", "--pod-max-in-unschedulable-pods-duration", "20s"),
     ]
 
 
