@@ -37,6 +37,23 @@ async def test_responses_are_keyed_by_the_sample():
     assert 32 < max(lengths) <= 64
 
 
+async def test_a_response_that_was_begun_elsewhere_takes_the_time_of_its_rest():
+    first, second = simulated(1, tokens=40, token_s=0.005), simulated(1, tokens=40, token_s=0.005)
+    for step, engine in enumerate((first, second)):
+        await engine.load(Version(0, step), {})
+    whole = await first.generate(request(1))
+    running = asyncio.create_task(first.generate(request(1)))
+    await asyncio.sleep(0.1)
+    await first.abort([SampleKey(1, 0)])
+    begun = await running
+    assert 0 < len(begun) < len(whole) == 40
+    ended = await second.generate(request(1, continues=begun))
+    assert np.array_equal(ended.ids, whole.ids)
+    assert ended.finish == whole.finish
+    assert ended.versions.tolist() == [Version(0, 0).packed] * len(begun) + [Version(0, 1).packed] * (40 - len(begun))
+    assert second.stats().tokens == {"train": 40 - len(begun)}
+
+
 async def test_slots_bound_what_runs_and_loading_waits_for_nobody():
     engine = simulated(3, token_s=1.0)
     with pytest.raises(Refused):

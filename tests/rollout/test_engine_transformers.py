@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -58,6 +59,56 @@ async def test_a_sequence_is_the_same_whoever_runs_beside_it(tiny, dtype):
         assert a.finish == ("stop" if a.ids[-1] in r.stop_ids else "length")
         assert not set(a.ids[:-1].tolist()) & set(r.stop_ids)
     assert len({tuple(c.ids.tolist()) for c in crowded}) > 3
+
+
+async def until_steps(engine, steps):
+    while engine.stats().steps < steps:
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_response_that_another_engine_began_ends_as_it_would_have_there(tiny, dtype):
+    weights = random_weights(tiny, seed=1)
+    requests = [request(s, stop_ids=(0,), max_tokens=180, temperature=s % 3 / 2) for s in range(8)]
+    undisturbed, first, second = (make_engine(tiny, max_length=200, dtype=dtype) for _ in range(3))
+    for engine in (undisturbed, first, second):
+        await engine.start()
+        await engine.load(V1, weights)
+    whole = await generate_all(undisturbed, requests)
+    running = [asyncio.create_task(first.generate(r)) for r in requests]
+    await until_steps(first, 40)
+    await first.abort([r.key for r in requests])
+    begun = await asyncio.gather(*running)
+    left = [i for i, each in enumerate(begun) if each.finish == "aborted"]
+    assert len(left) > 4
+    assert all(len(begun[i]) >= 40 for i in left)
+    others = [request(s, stop_ids=(), max_tokens=30, purpose="eval") for s in range(20, 25)]
+    beside = asyncio.create_task(generate_all(second, others))
+    await until_steps(second, 10)
+    rest = await generate_all(second, [replace(requests[i], continues=begun[i]) for i in reversed(left)])
+    await beside
+    assert second.stats().tokens["train"] == sum(len(whole[i]) - len(begun[i]) for i in left)
+    for engine in (undisturbed, first, second):
+        await engine.close()
+    assert all(same(whole[i], each) for i, each in zip(reversed(left), rest, strict=True))
+
+
+async def test_a_response_that_is_handed_on_twice_loses_no_token(tiny):
+    engine = make_engine(tiny, slots=2, max_length=250)
+    await engine.start()
+    await engine.load(V1, random_weights(tiny, seed=1))
+    asked = request(1, stop_ids=(), max_tokens=200)
+    whole = await engine.generate(asked)
+    nine = replace(whole, ids=whole.ids[:9], logprobs=whole.logprobs[:9], versions=whole.versions[:9])
+    before = engine.stats().steps
+    running = asyncio.create_task(engine.generate(replace(asked, continues=nine)))
+    await until_steps(engine, before + 4)
+    await engine.abort([asked.key])
+    assert len(handed_on := await running) >= 9, "also while it is read again"
+    assert same(await engine.generate(replace(asked, continues=handed_on)), whole)
+    with pytest.raises(ManifestError, match="has 200 already"):
+        await engine.generate(replace(asked, continues=whole))
+    await engine.close()
 
 
 async def test_a_group_is_prefilled_once(tiny):
@@ -193,8 +244,7 @@ async def test_cancel_and_abort_free_the_slot_at_the_next_step(tiny):
     await engine.load(V1, random_weights(tiny, seed=1))
     long = [request(s, stop_ids=(), max_tokens=230) for s in range(4)]
     tasks = [asyncio.create_task(engine.generate(r)) for r in long]
-    while engine.stats().steps < 3:
-        await asyncio.sleep(0.001)
+    await until_steps(engine, 3)
     with pytest.raises(Refused, match="run under"):
         await engine.load(V2, random_weights(tiny, seed=2))
     await engine.abort([long[0].key, long[3].key])

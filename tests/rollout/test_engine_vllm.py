@@ -167,6 +167,12 @@ async def test_stop_ids_stop_texts_and_aborts_end_a_response(engine, weights, de
     assert aborted.finish == "aborted"
     assert len(aborted.ids) == len(aborted.logprobs) < 290
     assert engine.stats().running == 0
+    made = engine.stats().tokens["train"]
+    ended = await engine.generate(request(9, max_tokens=290, continues=aborted))
+    assert ended.finish == "length"
+    assert len(ended.ids) == len(ended.logprobs) == len(ended.versions) == 290
+    assert ended.ids[: len(aborted)].tolist() == aborted.ids.tolist()
+    assert engine.stats().tokens["train"] - made == 290 - len(aborted)
 
 
 async def test_vllm_s_own_metrics_are_shown(engine):

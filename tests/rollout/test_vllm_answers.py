@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from asyncflow.errors import AsyncFlowError, ManifestError
 from asyncflow.identity import SampleKey, Version
 from asyncflow.plugins import read_options
 from asyncflow.rollout.engines.base import GenerationRequest, StopTexts
-from asyncflow.rollout.engines.vllm.engine import _completion, _Open, _versions
+from asyncflow.rollout.engines.vllm.engine import _asked, _completion, _Open, _versions
 from asyncflow.rollout.engines.vllm.program import VllmOptions
 
 V1, V2, V3 = (Version(0, step) for step in (1, 2, 3))
@@ -52,6 +54,21 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_text() -> None:
     assert cut.logprobs.tolist() == [-0.5, -1.0, -1.5]
     assert _completion(answer([1, 2], finish="length"), request_begun(V1), stops, spans=False).finish == "length"
     assert _completion(answer([1, 2], finish="abort"), request_begun(V1), stops, spans=False).finish == "aborted"
+
+
+def test_the_rest_of_a_response_is_asked_for_behind_what_was_begun() -> None:
+    stops = StopTexts(["bc"], decode=lambda ids: "".join(chr(96 + id_) for id_ in ids))
+    begun = _completion(answer([1, 2], finish="abort"), request_begun(V1), None, spans=False)
+    whole = request_begun(V1).request
+    rest = _Open(replace(whole, continues=begun), V2)
+    body = _asked(rest)
+    assert body["token_ids"] == [1, 2, 1, 2]
+    assert body["sampling_params"]["max_tokens"] == 6
+    assert body["sampling_params"]["seed"] != _asked(_Open(whole, V1))["sampling_params"]["seed"]
+    ended = _completion(answer([3, 4], finish="length"), rest, stops, spans=False)
+    assert (ended.ids.tolist(), ended.finish) == ([1, 2, 3], "stop"), "the text begins in what was begun"
+    assert ended.logprobs.tolist() == [-0.5, -1.0, -1.5]
+    assert ended.versions.tolist() == [V1.packed, V1.packed, V2.packed]
 
 
 @pytest.mark.parametrize("broken", [{"finish": "error"}, {"finish": "stop", "logprobs": {"content": []}}])

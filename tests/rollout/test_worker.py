@@ -216,6 +216,37 @@ async def test_leaving_gives_back_what_is_not_generated(world):
     assert {row.meta.key for row in rows} == {(s, j) for s in range(4) for j in range(4)}
 
 
+async def test_what_runs_when_an_instance_leaves_is_continued_by_the_next(world):
+    slow = await world.rollout("slow", token_s=0.02)
+    await world.publish(0)
+    await world.put(range(2), step=1, oldest=0)
+    await until(lambda: slow.instance.running == 8, "sequences")
+    await asyncio.sleep(0.1)
+    await slow.leave()
+    handed_on = slow.worker.status()["tokens_generated"]
+    assert handed_on >= 8
+    fast = await world.rollout("fast")
+    _, columns = await world.made(8)
+    total = sum(map(len, columns["response_ids"]))
+    assert fast.worker.status()["tokens_generated"] == total - handed_on, "no token is made twice"
+    assert not any(row.partial for row in world.controller.table.state.rows.values())
+
+
+async def test_what_other_weights_began_is_made_anew(world):
+    slow = await world.rollout("slow", token_s=0.02, swap_at="sequence")
+    await world.publish(0)
+    await world.put(range(2), step=1, oldest=0, newest=9)
+    await until(lambda: slow.instance.running == 8, "sequences")
+    await asyncio.sleep(0.1)
+    await slow.leave()
+    await world.publish(1)
+    world.catalogue.leave("slow")
+    fast = await world.rollout("fast", swap_at="sequence")
+    rows, columns = await world.made(8)
+    assert steps(rows, columns) == {1: {1}}, "no response mixes versions"
+    assert fast.worker.status()["tokens_generated"] == sum(map(len, columns["response_ids"]))
+
+
 async def test_rows_taken_over_by_another_are_dropped_without_a_word(world):
     slow = await world.rollout("slow", token_s=60.0)
     await world.publish(0)

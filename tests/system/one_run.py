@@ -58,10 +58,10 @@ def direct(folder: Path, path: str, *, certificate: str = "", headers: Mapping[s
         return connection.getresponse().status
 
 
-def kill(folder: Path, role: str, index: int = 0) -> None:
+def kill(folder: Path, role: str, index: int = 0, *, by: signal.Signals = signal.SIGKILL) -> None:
     record = json.loads((folder / "run" / "processes.json").read_text())
     place = {"role": role, "index": index}
-    os.kill(next(entry["pid"] for entry in record["processes"] if place.items() <= entry.items()), signal.SIGKILL)
+    os.kill(next(entry["pid"] for entry in record["processes"] if place.items() <= entry.items()), by)
 
 
 def wait_for_step(folder: Path, step: int, run: subprocess.Popen[bytes], *, within_s: float = 60) -> None:

@@ -1,6 +1,7 @@
 """A deterministic run is a function of its manifest and seed: not of the number of rollouts, nor of who is killed."""
 
 import hashlib
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,15 +15,19 @@ pytestmark = pytest.mark.process
 TINY = "tiny://reverse-digits"
 DETERMINISTIC = ["schedule.deterministic=true"]
 SYNC = ["schedule.mode=sync", "schedule.update=sync", "schedule.maxStaleness=0"]
+HITS = [("rollout", signal.SIGTERM), ("trainer", signal.SIGKILL), ("rollout", signal.SIGKILL)]
+"""A rollout that hands on what it has begun, then two processes that hand on nothing."""
 SHORT = ["algorithm.steps=5", "algorithm.promptsPerStep=8", "data.eval.size=16"]
 
 
-def exported(folder: Path, settings: Sequence[str], *, rollouts: int, killed: Sequence[str] = ()) -> str:
-    """Return the SHA-256 of the weights that a run of so many rollouts exports, each role of ``killed`` killed once."""
+def exported(
+    folder: Path, settings: Sequence[str], *, rollouts: int, hit: Sequence[tuple[str, signal.Signals]] = ()
+) -> str:
+    """Return the SHA-256 of the weights that a run of so many rollouts exports; each step one role is hit."""
     run = start("quickstart.yaml", folder, [*settings, f"rollout.replicas={rollouts}"])
-    for step, role in enumerate(killed, start=1):
+    for step, (role, by) in enumerate(hit, start=1):
         wait_for_step(folder, step, run, within_s=180)
-        kill(folder, role)
+        kill(folder, role, by=by)
     finish(run, within_s=600)
     return hashlib.sha256((folder / "export" / "model.safetensors").read_bytes()).hexdigest()
 
@@ -33,7 +38,7 @@ def test_more_rollouts_and_kills_change_no_bit_of_the_weights(tmp_path: Path) ->
     materialize_weights(TINY, model)
     settings = [*DETERMINISTIC, *SHORT, f"model.source={model}"]
     alone = exported(tmp_path / "one", settings, rollouts=1)
-    assert exported(tmp_path / "three", settings, rollouts=3, killed=["rollout", "trainer"]) == alone
+    assert exported(tmp_path / "three", settings, rollouts=3, hit=HITS) == alone
 
 
 @pytest.mark.slow
@@ -44,7 +49,7 @@ def test_fifteen_steps_of_the_quickstart_have_one_digest(tmp_path: Path) -> None
         f"{rollouts} rollouts": exported(tmp_path / str(rollouts), settings, rollouts=rollouts)
         for rollouts in (1, 2, 3)
     }
-    digests["killed"] = exported(tmp_path / "killed", settings, rollouts=2, killed=["rollout", "trainer"])
+    digests["hit"] = exported(tmp_path / "hit", settings, rollouts=2, hit=HITS)
     assert len(set(digests.values())) == 1, digests
 
 

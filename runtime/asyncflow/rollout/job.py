@@ -7,7 +7,7 @@ nothing of the instance enters the request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -25,6 +25,8 @@ from asyncflow.rpc.columns import Jagged
 
 INPUTS = ("prompt_ids", "task")
 """Columns that the ``rollout`` task reads: int32 ids, and a packed ``Prompt``."""
+RESPONSE = ("response_ids", "logprobs", "versions")
+"""Columns of a response: int32 ids, float32 log-probs, int64 packed versions, one entry a token."""
 _MOST_DETAIL = 2000
 """Characters of a failed reward's traceback that travel with the sample."""
 
@@ -59,11 +61,15 @@ class RolloutSettings:
 
 @dataclass(eq=False, kw_only=True)
 class Job:
-    """A leased row. prompt is None until it is fetched; ``gone`` once it is no longer here; ``task`` makes it."""
+    """A leased row. prompt is None until it is fetched; ``gone`` once it is no longer here; ``task`` makes it.
+
+    begun: the beginning of the response, as an earlier holder left it.
+    """
 
     row: LeasedRow
     prompt_ids: tuple[int, ...] = ()
     prompt: Prompt | None = None
+    begun: Completion | None = None
     generated: bool = False
     gone: bool = False
     task: asyncio.Task[None] | None = field(default=None, repr=False)
@@ -85,9 +91,19 @@ class Job:
         meta = self.row.meta
         return Work(self, self.purpose, VersionWindow(meta.min_version, meta.max_version))
 
-    def request(self, settings: RolloutSettings) -> GenerationRequest:
-        """Return what the engine is asked for."""
-        meta = self.row.meta
+    @property
+    def was_begun(self) -> bool:
+        """True where an earlier holder has left the beginning of a response."""
+        return all(name in self.row.bytes for name in RESPONSE)
+
+    def request(self, settings: RolloutSettings, *, loaded: Version) -> GenerationRequest:
+        """Return what the engine is asked for, which has the weights of ``loaded``.
+
+        What was begun is continued by the weights that began it, and else made anew: no sequence mixes versions.
+        """
+        meta, begun = self.row.meta, self.begun
+        if begun is not None and (begun.versions != loaded.packed).any():
+            begun = None
         return GenerationRequest(
             key=meta.key,
             prompt_ids=self.prompt_ids,
@@ -97,6 +113,7 @@ class Job:
             stop_texts=settings.stop_texts,
             seed=purpose_seed(settings.seed, meta.purpose),
             purpose=meta.purpose,
+            continues=begun,
         )
 
     def example(self, response: str) -> Example:
@@ -133,12 +150,22 @@ class SampleOutcome:
         }
 
 
-def columns(outcomes: Sequence[SampleOutcome]) -> dict[str, Jagged]:
-    """Return the columns response_ids int32, logprobs float32, versions int64 and reward float32[1], by outcome."""
-    made = [outcome.completion for outcome in outcomes]
+def response_columns(made: Sequence[Completion]) -> dict[str, Jagged]:
+    """Return the columns ``RESPONSE`` of responses, finished or not."""
     return {
         "response_ids": Jagged.from_rows([completion.ids for completion in made], np.int32),
         "logprobs": Jagged.from_rows([completion.logprobs for completion in made], np.float32),
         "versions": Jagged.from_rows([completion.versions for completion in made], np.int64),
-        "reward": Jagged.from_rows([[outcome.reward.value] for outcome in outcomes], np.float32),
     }
+
+
+def begun_of(columns: Mapping[str, Jagged], index: int) -> Completion:
+    """Return the response, unfinished, that row ``index`` of the columns ``RESPONSE`` holds."""
+    ids, logprobs, versions = (columns[name].row(index) for name in RESPONSE)
+    return Completion(ids=ids, logprobs=logprobs, versions=versions, finish="aborted")
+
+
+def columns(outcomes: Sequence[SampleOutcome]) -> dict[str, Jagged]:
+    """Return the columns ``RESPONSE`` and reward float32[1], by outcome."""
+    rewards = Jagged.from_rows([[outcome.reward.value] for outcome in outcomes], np.float32)
+    return response_columns([outcome.completion for outcome in outcomes]) | {"reward": rewards}

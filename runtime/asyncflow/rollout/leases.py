@@ -26,7 +26,17 @@ from asyncflow.errors import AsyncFlowError, Refused
 from asyncflow.flow.instance import Ask, Instance, Purpose
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow
-from asyncflow.rollout.job import INPUTS, Job, RolloutSettings, SampleOutcome, columns
+from asyncflow.rollout.engines.base import Completion
+from asyncflow.rollout.job import (
+    INPUTS,
+    RESPONSE,
+    Job,
+    RolloutSettings,
+    SampleOutcome,
+    begun_of,
+    columns,
+    response_columns,
+)
 from asyncflow.rpc.retry import Outage
 
 log = logging.getLogger(__name__)
@@ -203,8 +213,21 @@ class InFlightTable:
         for index, job in enumerate(jobs):
             job.prompt_ids = tuple(columns["prompt_ids"].row(index).tolist())
             job.prompt = Prompt.unpack(columns["task"].row(index).tobytes())
+        begun = [job for job in jobs if job.was_begun and not job.gone]
+        if begun:
+            await self._fetch_begun(begun)
         self._instance.ready([job for job in jobs if not job.gone])
         self._changed()
+
+    async def _fetch_begun(self, jobs: list[Job]) -> None:
+        """Fetch what earlier holders left; where it cannot be had, it is made anew."""
+        try:
+            columns = await self._queue.fetch([job.row for job in jobs], RESPONSE, timeout=self._settings.fetch_s)
+        except AsyncFlowError as error:
+            log.info("%d responses that were begun are made anew: %s", len(jobs), error)
+            return
+        for index, job in enumerate(jobs):
+            job.begun = begun_of(columns, index)
 
     async def renew(self) -> None:
         """Renew the leases of all that is here, for ever."""
@@ -224,15 +247,20 @@ class InFlightTable:
                 self.lost += 1
                 self.forget(job)
 
-    async def give_back(self, jobs: Iterable[Job], *, reason: str) -> None:
-        """Return rows of which nothing is delivered to the queue, so that others may claim them."""
+    async def give_back(self, jobs: Iterable[Job], *, reason: str, begun: Completion | None = None) -> None:
+        """Return rows of which nothing is delivered to the queue, so that others may claim them.
+
+        begun: the beginning of the response to the only one, from which the next holder goes on.
+        """
         held = [job for job in jobs if not job.gone]
         for job in held:
             self.forget(job)
         if not held:
             return
+        columns = response_columns([begun]) if begun is not None and len(begun) else None
         try:
-            await self._queue.give_back([job.row for job in held], reason=reason, timeout=self._settings.call_s)
+            rows = [job.row for job in held]
+            await self._queue.give_back(rows, reason=reason, columns=columns, timeout=self._settings.call_s)
         except AsyncFlowError as error:
             log.info("%d rows wait for their leases to end: %s", len(held), error)
 

@@ -4,7 +4,8 @@ Every sample is a coroutine (generate, score, deliver); one loop steers: it begi
 swaps when that says so. Waiting for a reward or for a storage unit holds no slot.
 
 Invariants: only the steering loop begins sequences and loads weights, so none runs while weights are loaded; nothing
-that is away for a while ends the worker, only what makes going on senseless does. Of its time, ``generate`` counts that
+that is away for a while ends the worker, only what makes going on senseless does; a worker that leaves hands what runs
+on to others, who continue it under the weights that began it. Of its time, ``generate`` counts that
 with at least one running sequence; ``receive`` that in which there was none although there was work, which waited for
 other weights (on their way, or here and not loaded yet); ``swap`` that in which weights were loaded: these never
 overlap. ``occupied`` counts the time with at least one row on lease: what a rollout has to do, waiting for weights and
@@ -18,7 +19,8 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -26,7 +28,7 @@ from numpy.typing import NDArray
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded
 from asyncflow.flow.instance import Instance
-from asyncflow.identity import Version
+from asyncflow.identity import SampleKey, Version
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.queue.client import QueueClient
 from asyncflow.rewards.service import Rewards
@@ -42,6 +44,7 @@ from asyncflow.weights.receiver import WeightReceiver
 log = logging.getLogger(__name__)
 
 _WATCH_S = 3600.0
+_LEAVES = "the instance leaves"
 Weights: TypeAlias = Mapping[str, NDArray[Any]]
 
 
@@ -94,10 +97,12 @@ class RolloutMeter:
         wall_s, stall_s, generate_s = (new - old for new, old in zip(self._last, before, strict=True))
         return SwapInterval(wall_s, stall_s, wall_s - generate_s)
 
-    def generated(self, completion: Completion) -> None:
-        """Take in a sequence that ended."""
+    def generated(self, completion: Completion, *, begun: int) -> None:
+        """Take in a sequence that ended, of which another instance had made ``begun`` tokens."""
         self._metrics.sequences.labels(completion.finish).inc()
-        self._metrics.tokens.inc(len(completion.ids))
+        self._metrics.tokens.inc(len(completion) - begun)
+        if completion.finish != "aborted":
+            self._metrics.taken_over.inc(begun)
 
     def swapped(self, step: int, seconds: float) -> None:
         """Take in a swap to ``step``."""
@@ -201,7 +206,7 @@ class RolloutWorker:
         ]
 
     def drain(self) -> None:
-        """Claim no more, hand back what is not generated yet, and let ``run`` end. May be called more than once."""
+        """Claim no more, hand on what is not generated yet, and let ``run`` end. May be called more than once."""
         self._instance.drain()
         self._leaving.set()
 
@@ -351,16 +356,18 @@ class RolloutWorker:
                 await receiver.wait_for(functools.partial(differs, seen), what="other weights", timeout=_WATCH_S)
 
     async def _sample(self, job: Job) -> None:
-        """Generate one response, have it scored, and hand it to delivery."""
+        """Generate one response, have it scored, and hand it to delivery; hand on one that was ended unfinished."""
+        assert self._instance.current is not None
+        request = job.request(self._settings, loaded=self._instance.current)
         try:
-            completion = await self._engine.generate(job.request(self._settings))
+            completion = await self._engine.generate(request)
         finally:
             self._instance.release(job)
             self._changed.set()
+        self.meter.generated(completion, begun=request.begun)
         if completion.finish == "aborted":
-            await self._in_flight.give_back([job], reason="aborted")
+            await self._in_flight.give_back([job], reason=_LEAVES, begun=completion)
             return
-        self.meter.generated(completion)
         job.generated = True
         ids = completion.ids[:-1] if completion.finish == "stop" else completion.ids
         began = time.monotonic()
@@ -379,28 +386,45 @@ class RolloutWorker:
             self._changed.set()
 
     async def _hand_back(self) -> None:
-        """End all tasks: give back what is not generated, then deliver the rest, as far as time allows."""
+        """End all tasks: give back what is not begun, hand on what runs, deliver the rest, as far as time allows."""
         self._instance.drain()
         if self._merging is not None:
             self._merging[1].cancel()
-        finishing = {job.task for job in self._in_flight if job.generated and job.task is not None}
-        for task in self._tasks - finishing:
+        samples = {job.task for job in self._in_flight if job.task is not None}
+        for task in self._tasks - samples:
             task.cancel()
         until = time.monotonic() + self._settings.drain_s
-        begun = [job for job in self._in_flight if not job.generated]
+        waiting = [job for job in self._in_flight if job.task is None]
+        running = [job for job in self._in_flight if job.task is not None and not job.generated]
         log.info(
-            "leaving; %d rows are given back, %d are to be delivered", len(begun), len(self._in_flight) - len(begun)
+            "leaving; %d rows are given back, %d are handed on unfinished, %d are to be delivered",
+            len(waiting),
+            len(running),
+            len(self._in_flight) - len(waiting) - len(running),
         )
-        await self._in_flight.give_back(begun, reason="the instance leaves")
-        if finishing:
-            await asyncio.wait(finishing, timeout=self._settings.drain_s)
+        await self._in_flight.give_back(waiting, reason=_LEAVES)
+        await self._abort(running)
+        if samples:
+            await asyncio.wait(samples, timeout=max(0.1, until - time.monotonic()))
         await self._delivery.flush(timeout=max(0.1, until - time.monotonic()))
         while self._tasks:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks)
         self.meter.running(0, waiting=False)
-        await self._in_flight.give_back(list(self._in_flight), reason="the instance leaves")
+        await self._in_flight.give_back(list(self._in_flight), reason=_LEAVES)
+
+    async def _abort(self, jobs: Iterable[Job]) -> None:
+        """End what runs, of which the engine then says how far it came."""
+        keys: defaultdict[str, list[SampleKey]] = defaultdict(list)
+        for job in jobs:
+            keys[job.row.meta.purpose].append(job.row.meta.key)
+        try:
+            async with asyncio.timeout(self._settings.drain_s):
+                for purpose, some in keys.items():
+                    await self._engine.abort(some, purpose=purpose)
+        except (AsyncFlowError, TimeoutError) as error:
+            log.warning("what runs is not handed on, as the engine does not end it: %r", error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

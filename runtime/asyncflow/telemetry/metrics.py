@@ -273,6 +273,7 @@ class RolloutMetrics(RoleMetrics):
         self.inflight = self.gauge("inflight_sequences", "sequences in generation")
         self.sequences = self.counter("sequences", "sequences ended", "finish")
         self.tokens = self.counter("tokens_generated", "tokens generated")
+        self.taken_over = self.counter("tokens_taken_over", "tokens that another rollout made of responses ended here")
         self.swaps = self.counter("swaps", "changes of weights")
         self.swap_seconds = self.histogram("swap_seconds", "time that generation stood still for a change of weights")
         self.probe_gap = self.gauge(

@@ -5,7 +5,8 @@ inside ``load``) and a simulation. Requests are batched inside; the caller knows
 
 Invariants: every token carries the log-probability of the distribution that it was drawn from, and the version of the
 weights that drew it, both written where the token was made; a response ends with the token that completes the first of
-its stop texts, and whether one does is a function of its ids.
+its stop texts, and whether one does is a function of its ids; a response that another engine began keeps its tokens,
+their log-probabilities and versions, and goes on behind them.
 """
 
 from __future__ import annotations
@@ -53,11 +54,38 @@ class StopTexts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One response, as far as it went.
+
+    ids int32[n]; logprobs float32[n], natural log, after temperature (of the untempered distribution where greedy);
+    versions int64[n], ``Version.packed`` of the weights that made each token.
+    """
+
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int64]
+    finish: Finish
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def followed_by(self, rest: Completion) -> Completion:
+        """Return the response that begins with this and goes on with ``rest``."""
+        return Completion(
+            ids=np.concatenate([self.ids, rest.ids]),
+            logprobs=np.concatenate([self.logprobs, rest.logprobs]),
+            versions=np.concatenate([self.versions, rest.versions]),
+            finish=rest.finish,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
     """One response that is wanted.
 
     temperature 0 is greedy; seed and key determine the random numbers (``rollout.sampling``); a stop id ends the
-    response and is its last token, as does the token that completes a stop text.
+    response and is its last token, as does the token that completes a stop text; continues: the beginning of the
+    response, unfinished, as another engine made it.
     """
 
     key: SampleKey
@@ -70,6 +98,12 @@ class GenerationRequest:
     stop_texts: tuple[str, ...] = ()
     seed: int = 0
     purpose: str = "train"
+    continues: Completion | None = None
+
+    @property
+    def begun(self) -> int:
+        """Tokens of the response that are there already."""
+        return 0 if self.continues is None else len(self.continues)
 
     def check(self, *, max_length: int) -> None:
         """Raise ManifestError for what no engine can do, NotYetError for a truncated distribution."""
@@ -84,26 +118,14 @@ class GenerationRequest:
             raise ManifestError(f"max_tokens={self.max_tokens}, temperature={self.temperature}", where=where)
         if not self.prompt_ids:
             raise ManifestError("the prompt has no tokens", where=where)
+        if self.begun >= self.max_tokens:
+            raise ManifestError(f"a response of {self.max_tokens} tokens has {self.begun} already", where=where)
         if len(self.prompt_ids) + self.max_tokens > max_length:
             raise ManifestError(
                 f"{len(self.prompt_ids)} prompt tokens and {self.max_tokens} new ones exceed {max_length}",
                 where=where,
                 hint="Raise the engine's maximal length or lower sampling.maxTokens",
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """One response, as far as it went.
-
-    ids int32[n]; logprobs float32[n], natural log, after temperature (of the untempered distribution where greedy);
-    versions int64[n], ``Version.packed`` of the weights that made each token.
-    """
-
-    ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    versions: NDArray[np.int64]
-    finish: Finish
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,9 @@ temperature, log-softmax, and the inverse of the cumulative distribution at a gi
 clock.
 
 Invariant: the ids and log-probabilities of a sequence are a function of its request and the weights: never of its slot,
-its neighbours, or the step at which it got its slot.
+its neighbours, or the step at which it got its slot. A response that another engine of the same slots and length
+began with these weights ends as it would have there, to the bit: its tokens go through the model step by step once
+more, and none of them is drawn anew.
 """
 
 from __future__ import annotations
@@ -78,14 +80,19 @@ class Sequence:
         self._stops = stops
         self.aborted = False
         self.finish: Finish | None = None
-        self._ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
+        begun = request.continues
+        self._ids: list[int] = [] if begun is None else begun.ids.tolist()
+        self._logprobs: list[float] = [] if begun is None else begun.logprobs.tolist()
+        self._versions: list[int] = [] if begun is None else begun.versions.tolist()
 
     @property
-    def length(self) -> int:
-        """Tokens so far."""
-        return len(self._ids)
+    def made(self) -> int:
+        """Tokens that were drawn here."""
+        return len(self._ids) - self.request.begun
+
+    def token(self, position: int) -> int | None:
+        """Return the token at a position of the response, None where it is still to be drawn."""
+        return self._ids[position] if position < len(self._ids) else None
 
     def append(self, token: int, logprob: float, version: int) -> None:
         """Take one token; sets ``finish`` where it is the last."""
@@ -204,10 +211,14 @@ class DecodeBatch:
         numbers = torch.from_numpy(uniforms(self._streams, self._positions))
         ids, logprobs = draw(self._logits, temperatures=self._temperatures, uniforms=numbers)
         self._tokens = ids.numpy()
-        self._positions += 1
         tokens, values, version = ids.tolist(), logprobs.tolist(), self._version.packed
+        positions = self._positions.tolist()
+        self._positions += 1
         ended = []
         for slot, sequence in list(self._active.items()):
+            if (there := sequence.token(positions[slot])) is not None:
+                self._tokens[slot] = there
+                continue
             sequence.append(tokens[slot], values[slot], version)
             if sequence.finish is not None:
                 self._release(slot)

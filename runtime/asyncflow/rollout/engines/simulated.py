@@ -96,8 +96,9 @@ class SimulatedEngine(RolloutEngine):
             raise Refused(
                 "no weights were loaded yet" if not self._closed else "the engine is closed", where="generate"
             )
-        version, length = self.version, self._length(request)
-        seconds = (self._set.prefill_s + length * self._set.token_s) * self._set.time_scale
+        version, length = self.version, max(request.begun + 1, self._length(request))
+        left = length - request.begun
+        seconds = (self._set.prefill_s + left * self._set.token_s) * self._set.time_scale
         aborted, began = asyncio.Event(), time.monotonic()
         if not self._running:
             self._busy_since = began
@@ -111,9 +112,10 @@ class SimulatedEngine(RolloutEngine):
         finish: Finish = "length" if length == request.max_tokens else "stop"
         if aborted.is_set():
             share = (time.monotonic() - began) / seconds if seconds else 1.0
-            length, finish = min(length, int(length * share)), "aborted"
-        self._tokens[request.purpose] += length
-        return self._made_up(request, length, version, finish)
+            left, finish = min(left, int(left * share)), "aborted"
+        self._tokens[request.purpose] += left
+        rest = self._made_up(request, left, version, finish)
+        return rest if request.continues is None else request.continues.followed_by(rest)
 
     def _length(self, request: GenerationRequest) -> int:
         """Return the response's length: lognormal by Box and Muller from two uniforms keyed by the sample."""
@@ -124,8 +126,9 @@ class SimulatedEngine(RolloutEngine):
         return max(1, min(request.max_tokens, round(typical * math.exp(self._set.sigma * normal))))
 
     def _made_up(self, request: GenerationRequest, length: int, version: Version, finish: Finish) -> Completion:
+        """Return ``length`` tokens behind those that are there already."""
         state = np.array([stream(seed=request.seed, key=request.key)], dtype=np.uint64)
-        numbers = uniforms(state, np.arange(length))
+        numbers = uniforms(state, request.begun + np.arange(length))
         return Completion(
             ids=(numbers * self._set.vocab).astype(np.int32),
             logprobs=np.full(length, -math.log(self._set.vocab), dtype=np.float32),

@@ -197,7 +197,7 @@ class TransformersEngine(RolloutEngine):
         with self._wake:
             futures = [(sequence, self._open.pop(sequence)) for sequence in ended]
             for sequence, _ in futures:
-                self._tokens[sequence.request.purpose] += sequence.length
+                self._tokens[sequence.request.purpose] += sequence.made
         for sequence, done in futures:
             if done.set_running_or_notify_cancel():
                 done.set_result(sequence.completion())

@@ -267,7 +267,7 @@ class VllmEngine(RolloutEngine):
             if not self._open:
                 self._busy_s += time.monotonic() - self._busy_since
         completion = _completion(answer["choices"][0], open_, stops, spans=self._says_versions)
-        self._tokens[request.purpose] += len(completion.ids)
+        self._tokens[request.purpose] += len(completion) - request.begun
         return completion
 
     async def abort(self, keys: Iterable[SampleKey], *, purpose: str = "train") -> None:
@@ -341,12 +341,16 @@ class VllmEngine(RolloutEngine):
 
 
 def _asked(open_: _Open) -> dict[str, Any]:
-    """Return the body of a request for one response."""
+    """Return the body of a request for one response, or for the rest of one.
+
+    vLLM draws the rest with random numbers of its own, which are a function of where it begins.
+    """
     request = open_.request
+    there = [] if request.continues is None else request.continues.ids.tolist()
     sampling = {
-        "max_tokens": request.max_tokens,
+        "max_tokens": request.max_tokens - len(there),
         "temperature": request.temperature,
-        "seed": stream(seed=request.seed, key=request.key) >> 1,
+        "seed": ((stream(seed=request.seed, key=request.key) >> 1) + len(there)) % 2**63,
         "logprobs": 0,
         "stop_token_ids": list(request.stop_ids),
         "ignore_eos": True,
@@ -355,11 +359,11 @@ def _asked(open_: _Open) -> dict[str, Any]:
         "skip_special_tokens": False,
         "detokenize": bool(request.stop_texts),
     }
-    return {"request_id": open_.id, "token_ids": list(request.prompt_ids), "sampling_params": sampling}
+    return {"request_id": open_.id, "token_ids": [*request.prompt_ids, *there], "sampling_params": sampling}
 
 
 def _completion(choice: Mapping[str, Any], open_: _Open, stops: StopTexts | None, *, spans: bool) -> Completion:
-    """Return what vLLM made of a request, cut after the token that completes a stop text.
+    """Return the response to a request, cut after the token that completes a stop text.
 
     spans: whether vLLM says which version made which token. Raises AsyncFlowError for an answer that is not whole.
     """
@@ -368,16 +372,19 @@ def _completion(choice: Mapping[str, Any], open_: _Open, stops: StopTexts | None
     if finish is None or len(content) < len(ids):
         said = f"finish_reason {choice['finish_reason']!r}, {len(content)} log-probs of {len(ids)} tokens"
         raise AsyncFlowError(f"vLLM's answer is not whole: {said}", where="rollout.engine")
+    begun = open_.request.continues
     if stops is not None:
-        ends = (end for end in range(1, len(ids) + 1) if stops.met(ids[:end]))
+        there = [] if begun is None else begun.ids.tolist()
+        ends = (end for end in range(1, len(ids) + 1) if stops.met([*there, *ids[:end]]))
         if (end := next(ends, None)) is not None:
             ids, finish = ids[:end], "stop"
-    return Completion(
+    made = Completion(
         ids=np.array(ids, dtype=np.int32),
         logprobs=np.array([token["logprob"] for token in content[: len(ids)]], dtype=np.float32),
         versions=_versions(len(ids), choice.get("weight_versions") if spans else None, open_.marks),
         finish=finish,
     )
+    return made if begun is None else begun.followed_by(made)
 
 
 def _versions(
