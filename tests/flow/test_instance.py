@@ -124,6 +124,49 @@ def test_sequence_visits_an_older_version_for_evaluation_only():
     assert [w.id for w in instance.admit()] == ["c"]
 
 
+def test_token_carries_training_rows_over_to_a_newer_version():
+    instance = at(4, swap_at="token")
+    assert begin(instance, work("a", 3, newest=NEWEST)) == ["a"]
+    stage(instance, 6)
+    assert instance.ask("train") == Ask(4, (), 3), "nothing waits for the swap"
+    instance.take([work("fetched", 3, newest=NEWEST)])
+    assert instance.swap() == 6
+    instance.loaded(Version(0, 6))
+    assert instance.running == 1
+    assert not instance.waits(7, required=[])
+
+
+def test_token_carries_nothing_over_that_the_newer_version_must_not_make():
+    instance = at(7, swap_at="token")
+    assert begin(instance, work("a", 6, newest=NEWEST)) == ["a"]
+    stage(instance, 5, attempt=1)
+    assert instance.swap() is None, "the trainer began again, and θ5 is too old for this row"
+    instance.release("a")
+    assert instance.swap() == 5
+    instance.loaded(Version(1, 5))
+    assert begin(instance, work("b", 5, newest=NEWEST)) == ["b"]
+    with pytest.raises(ValueError, match="1 sequences ran"):
+        instance.loaded(Version(0, 4))
+
+
+def test_token_lets_evaluation_end_under_its_version_and_goes_back_only_when_nothing_runs():
+    instance = at(6, swap_at="token")
+    assert begin(instance, work("e", 6, purpose="eval"), work("a", 5, newest=NEWEST)) == ["e", "a"]
+    stage(instance, 7)
+    assert instance.swap() is None
+    assert instance.ask("train") == Ask(6, (), 2)
+    instance.release("e")
+    instance.eval_parked()
+    assert instance.swap() == 7
+    instance.loaded(Version(0, 7))
+    instance.know(staged=None, in_memory=[6, 7], available=[6, 7])
+    instance.take([work("late", 6, purpose="eval")])
+    instance.ready(["late"])
+    assert instance.swap() is None
+    instance.release("a")
+    assert instance.swap() == 6
+
+
 @pytest.mark.parametrize("swap_at", ["quota", "sequence"])
 def test_a_version_is_not_left_while_its_evaluation_has_rows(swap_at):
     instance = at(2, swap_at=swap_at, slots=8)
@@ -186,12 +229,13 @@ class World:
     """One instance, the pools that it claims from, and a catalogue."""
 
     instance: Instance
-    quota: bool
+    swap_at: str
     rows: list[Work]
     slots: int
     published: list[Version] = field(default_factory=list)
     memory: set[Version] = field(default_factory=set)
     began: dict[object, Version] = field(default_factory=dict)
+    running: dict[object, Work] = field(default_factory=dict)
     done: set[object] = field(default_factory=set)
     floor: Version | None = None
 
@@ -235,11 +279,12 @@ class World:
         for w in begun:
             version = self.instance.current
             assert w.window.oldest <= version.step <= w.window.newest
-            if not self.quota and w.purpose == "train":
+            if self.swap_at != "quota" and w.purpose == "train":
                 assert self.floor is None or version >= self.floor
                 self.floor = version
             assert w.id not in self.began
             self.began[w.id] = version
+            self.running[w.id] = w
         assert self.instance.running <= self.slots + 2
         return bool(begun)
 
@@ -248,14 +293,19 @@ class World:
         if running:
             name = running[which % len(running)]
             self.done.add(name)
+            del self.running[name]
             self.instance.release(name)
 
     def swap(self):
         step = self.instance.swap()
         if step is None:
             return False
-        assert self.instance.running == 0
         version = self.published[step]
+        for w in self.running.values():
+            assert self.swap_at == "token"
+            assert w.purpose == "train"
+            assert version > self.instance.current
+            assert w.window.oldest <= step <= w.window.newest
         if version not in self.memory:
             return False
         assert version != self.instance.current
@@ -265,18 +315,18 @@ class World:
 
 @st.composite
 def worlds(draw):
-    quota = draw(st.booleans())
+    swap_at = draw(st.sampled_from(["quota", "sequence", "token"]))
     steps = draw(st.integers(1, 6))
     rows = []
     for k in range(1, steps + 1):
         oldest = max(0, k - 2)
-        window = VersionWindow(oldest, oldest if quota else NEWEST)
+        window = VersionWindow(oldest, oldest if swap_at == "quota" else NEWEST)
         rows += [Work((k, i), "train", window) for i in range(draw(st.integers(0, 6)))]
         pinned = VersionWindow(k - 1, k - 1)
         rows += [Work(("e", k, i), "eval", pinned) for i in range(draw(st.integers(0, 3)))]
     slots = draw(st.integers(1, 5))
-    instance = Instance(swap_at="quota" if quota else "sequence", slots=slots, ahead=2)
-    return World(instance, quota, draw(st.permutations(rows)), slots), steps
+    instance = Instance(swap_at=swap_at, slots=slots, ahead=2)
+    return World(instance, swap_at, draw(st.permutations(rows)), slots), steps
 
 
 @settings(max_examples=300, deadline=None)
@@ -307,5 +357,5 @@ def test_any_order_of_events_keeps_the_invariants_and_everything_is_served(made,
             world.tell()
             act()
     assert len(world.done) == total, (world.instance.current, world.rows, world.instance.held)
-    if world.quota:
+    if world.swap_at == "quota":
         assert all(v.step == name[0] - 2 or v.step == 0 for name, v in world.began.items() if name[0] != "e")

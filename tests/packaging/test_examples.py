@@ -57,7 +57,8 @@ def test_there_is_one_for_every_accelerator_and_every_mode() -> None:
     specs = [job.spec for job in jobs if job.kind == "RLJob"]
     assert {spec.trainer.accelerator.profile for spec in specs} == set(PROFILES)
     modes = {(spec.schedule.mode, spec.schedule.swap_at) for spec in specs}
-    assert modes == {("sync", "quota"), ("periodic", "quota"), ("async", "quota"), ("async", "sequence")}
+    swaps = {("async", swap_at) for swap_at in ("quota", "sequence", "token")}
+    assert modes == {("sync", "quota"), ("periodic", "quota")} | swaps
     assert {spec.scheduling.gang for spec in specs} == {"none", "volcano", "kueue"}
     assert {job.kind for job in jobs} == set(KINDS)
 

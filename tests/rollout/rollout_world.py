@@ -209,6 +209,7 @@ class World:
             call_s=2.0,
             load_s=5.0,
             drain_s=5.0,
+            mixes=swap_at == "token",
         )
         generator = open_engine(engine, folder=model, slots=slots, max_length=64, options=options)
         await generator.start()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -54,6 +55,23 @@ async def test_a_response_that_was_begun_elsewhere_takes_the_time_of_its_rest():
     assert second.stats().tokens == {"train": 40 - len(begun)}
 
 
+async def test_what_runs_stands_still_while_weights_are_loaded_and_goes_on_under_them():
+    engine = simulated(4, token_s=0.005, load_s=0.2)
+    await engine.load(Version(0, 0), {})
+    whole = await engine.generate(request(1))
+    began = time.monotonic()
+    running = asyncio.create_task(engine.generate(request(1)))
+    await asyncio.sleep(0.1)
+    await engine.load(Version(0, 1), {})
+    mixed = await running
+    assert time.monotonic() - began >= 64 * 0.005 + 0.2
+    assert np.array_equal(mixed.ids, whole.ids)
+    old = int((mixed.versions == Version(0, 0).packed).sum())
+    assert 0 < old < 64
+    assert set(mixed.versions[old:].tolist()) == {Version(0, 1).packed}
+    assert engine.stats().tokens["train"] == 128
+
+
 async def test_slots_bound_what_runs_and_loading_waits_for_nobody():
     engine = simulated(3, token_s=1.0)
     with pytest.raises(Refused):
@@ -63,8 +81,6 @@ async def test_slots_bound_what_runs_and_loading_waits_for_nobody():
     await asyncio.sleep(0)
     assert engine.stats().running == 3
     assert engine.stats().waiting == 2
-    with pytest.raises(Refused):
-        await engine.load(Version(0, 1), {})
     tasks[0].cancel()
     await engine.abort([SampleKey(1, 0)])
     assert (await tasks[1]).finish == "aborted"

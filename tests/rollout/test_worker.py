@@ -247,6 +247,27 @@ async def test_what_other_weights_began_is_made_anew(world):
     assert fast.worker.status()["tokens_generated"] == sum(map(len, columns["response_ids"]))
 
 
+async def test_token_goes_on_under_newer_weights_and_continues_what_others_began(world):
+    first = await world.rollout("first", token_s=0.05, swap_at="token")
+    await world.publish(0)
+    await world.put(range(2), step=1, oldest=0, newest=9)
+    await until(lambda: first.instance.running == 8, "sequences")
+    await asyncio.sleep(0.1)
+    await world.publish(1)
+    await until(lambda: first.instance.current == Version(0, 1), "the swap")
+    assert first.instance.running == 8
+    await asyncio.sleep(0.1)
+    await first.leave()
+    await world.publish(2)
+    second = await world.rollout("second", swap_at="token")
+    rows, columns = await world.made(8)
+    assert steps(rows, columns) == {1: {0, 1, 2}}
+    assert all((np.diff(versions) >= 0).all() for versions in columns["versions"]), "versions never go back"
+    made = [rollout.worker.status()["tokens_generated"] for rollout in (first, second)]
+    assert sum(made) == sum(map(len, columns["response_ids"]))
+    assert min(made) > 0
+
+
 async def test_rows_taken_over_by_another_are_dropped_without_a_word(world):
     slow = await world.rollout("slow", token_s=60.0)
     await world.publish(0)

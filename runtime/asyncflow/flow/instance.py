@@ -1,4 +1,4 @@
-"""Decisions of one rollout instance: when it claims, holds, starts and swaps, for ``swapAt: quota`` and ``sequence``.
+"""Decisions of one rollout instance: when it claims, holds, starts and swaps, for each ``swapAt``.
 
     GENERATE(v) --staged(v+1)--> GENERATE(v, staged) --nothing left for v--> SWAP --> GENERATE(v+1)
 
@@ -7,13 +7,14 @@ that gives rows of another version is the sign to finish what runs, load that ve
 one: the rows of an instance that died.
 *sequence*: rows take any version that is new enough. As soon as a newer one is staged nothing is begun any more; what
 runs ends under the version it began with, then the instance swaps.
+*token*: as *sequence*, but training rows that run are carried over: they go on under the newer version, at once.
 
-In both, a version is not left while its evaluation still has rows to claim, and rows of an evaluation that nobody
+In all, a version is not left while its evaluation still has rows to claim, and rows of an evaluation that nobody
 served in time are claimed by an instance that has nothing else to do (sequence: by any), which goes back for them.
 
-Invariants: a row begins only under a version of its window; no swap while a sequence runs, so no sequence mixes
-versions; in ``sequence`` training rows never begin under a version older than one loaded before; whatever is held is
-begun, given back, or waits for a swap that is due.
+Invariants: a row is made under versions of its window alone; no swap while a sequence runs, so no sequence mixes
+versions, but in *token*, where those of training rows go forward; in *sequence* and *token* training rows never begin
+under a version older than one loaded before; whatever is held is begun, given back, or waits for a swap that is due.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Literal
 from asyncflow.flow.schedule import VersionWindow
 from asyncflow.identity import Version
 
-SwapAt = Literal["quota", "sequence"]
+SwapAt = Literal["quota", "sequence", "token"]
 Purpose = Literal["train", "eval"]
 
 
@@ -56,6 +57,7 @@ class Instance:
 
     def __init__(self, *, swap_at: SwapAt, slots: int, ahead: int = 0, eval_share: float = 0.25) -> None:
         self._back = swap_at == "quota"
+        self._carries = swap_at == "token"
         self._slots = slots
         self._capacity = slots + ahead
         self._eval_slots = max(1, int(slots * eval_share))
@@ -88,7 +90,7 @@ class Instance:
 
     def loaded(self, version: Version) -> None:
         """Take in that the engine has swapped to ``version``."""
-        if self._running:
+        if self._running and not self._carries_to(version.step):
             raise ValueError(f"{len(self._running)} sequences ran while {version} was loaded")
         self.current = version
         self._newest = version if self._newest is None else max(self._newest, version)
@@ -143,9 +145,16 @@ class Instance:
     def swap(self) -> int | None:
         """Return the step to load now, None for no swap. Until it is ``loaded``, or that has failed, admit nothing."""
         target = self._target()
-        if target is None or self._running or self._draining:
+        if target is None or self._draining:
             return None
-        due = any(self._suits(work) and not self._better_at(target, work) for work in self._held.values())
+        carries = self._carries_to(target)
+        if self._running and not carries:
+            return None
+        due = any(
+            self._suits(work) and not self._better_at(target, work)
+            for work in self._held.values()
+            if work.purpose == "eval" or not carries
+        )
         leaving = self.current is None or self._eval_dry or self._misfit() is not None
         return target if leaving and not due else None
 
@@ -179,11 +188,13 @@ class Instance:
         """Return whether this instance has work of which none runs because other weights must be loaded first.
 
         target: what ``want`` gives now; required: as for ``want``. Whether those weights are still being received or
-        are here already makes no difference. In ``sequence`` no step is required, so any newer version is needed.
+        are here already makes no difference. In ``sequence`` no step is required, so any newer version is needed; in
+        ``token`` none is, since nothing that could begin waits for it.
         """
         if self.current is None or self._running or self._draining:
             return False
-        needed = target is not None and target != self.current.step and (target in required or not self._back)
+        other = target is not None and target != self.current.step
+        needed = other and not self._carries and (target in required or not self._back)
         return needed or self._misfit() is not None
 
     def _all(self) -> list[Work]:
@@ -193,7 +204,8 @@ class Instance:
         """Return the versions that a claim of training rows accepts (None: no claim) and the room for them."""
         room = self._capacity - len(self._all())
         if not self._back:
-            return None if self._forward() or self._behind() else frozenset(), room
+            held_up = self._behind() or (self._forward() and not self._carries)
+            return None if held_up else frozenset(), room
         if not self._eval_dry:
             return frozenset(), room
         return self._in_memory if self._all() else self._loadable(), room
@@ -218,6 +230,19 @@ class Instance:
         """Return whether a version newer than the loaded one is staged."""
         return self._staged is not None and (self.current is None or self._staged > self.current)
 
+    def _ahead(self, step: int) -> bool:
+        """Return whether version ``step`` is the one staged, and none newer was loaded."""
+        return (
+            self._staged is not None
+            and self._staged.step == step
+            and (self._newest is None or self._staged >= self._newest)
+        )
+
+    def _carries_to(self, step: int) -> bool:
+        """Return whether all that runs may go on under version ``step``."""
+        fits = (work.purpose == "train" and _within(work, step) for work in self._running.values())
+        return self._carries and self._forward() and self._ahead(step) and all(fits)
+
     def _behind(self) -> bool:
         """Return whether the loaded version is older than one loaded before."""
         return self.current is not None and self._newest is not None and self.current < self._newest
@@ -236,9 +261,7 @@ class Instance:
         """Return whether ``work`` should wait for the version that comes next."""
         if target is None or not _within(work, target):
             return False
-        staged = self._staged
-        forward = staged is not None and staged.step == target and (self._newest is None or staged >= self._newest)
-        return work.purpose == "eval" or self._back or forward
+        return work.purpose == "eval" or self._back or (self._ahead(target) and not self._carries)
 
     def _misfit(self) -> Work | None:
         """Return the row held longest of those that need another version than the loaded one."""

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.placement import PROFILES
-from asyncflow.errors import ManifestError
 from asyncflow.flow.instance import Instance
 from asyncflow.models.lora import MergedWeights
 from asyncflow.models.source import materialize_config, materialize_weights
@@ -63,8 +62,6 @@ async def serve(context: JobContext) -> None:
     rewards = open_rewards(
         spec.reward, workdir=job_folder(context.job, options), run=options.workdir, within_s=context.start_s
     )
-    if spec.schedule.swap_at == "token":
-        raise ManifestError("swapAt token does not work yet", where="spec.schedule.swapAt")
     instance = Instance(swap_at=spec.schedule.swap_at, slots=spec.rollout.engine.slots, ahead=spec.algorithm.group_size)
     worker: RolloutWorker | None = None
 
@@ -122,6 +119,7 @@ async def serve(context: JobContext) -> None:
                 seed=spec.algorithm.seed,
                 lease_s=spec.rollout.lease_seconds,
                 drain_s=spec.rollout.drain_seconds,
+                mixes=spec.schedule.swap_at == "token",
                 probe_gap=_EXACT if _computes_exactly(spec) else _ROUNDED,
             ),
             metrics=metrics,

@@ -38,7 +38,8 @@ class RolloutSettings:
     temperature, max_tokens: unless a row's tags name others; stop_ids, stop_texts: end a response; seed: of the
     sampling; train, eval: names of the partitions; lease_s: of the ``rollout`` tasks; call_s: for one call to the
     queue; fetch_s, load_s: for prompts and weights of rows that were claimed, which are given back afterwards;
-    drain_s: for samples that are generated but not yet delivered when the instance leaves; probe_gap: most by which the
+    drain_s: for samples that are generated but not yet delivered when the instance leaves; mixes: whether a response
+    may be made by several versions (``swapAt: token``); probe_gap: most by which the
     engine's log-probs may differ on average from those published with the weights that it has loaded.
     """
 
@@ -56,6 +57,7 @@ class RolloutSettings:
     fetch_s: float = 20.0
     load_s: float = 120.0
     drain_s: float = 10.0
+    mixes: bool = False
     probe_gap: float = 1e-3
 
 
@@ -99,10 +101,11 @@ class Job:
     def request(self, settings: RolloutSettings, *, loaded: Version) -> GenerationRequest:
         """Return what the engine is asked for, which has the weights of ``loaded``.
 
-        What was begun is continued by the weights that began it, and else made anew: no sequence mixes versions.
+        What was begun is continued by the weights that began it, or by any where responses may mix versions, and else
+        made anew.
         """
         meta, begun = self.row.meta, self.begun
-        if begun is not None and (begun.versions != loaded.packed).any():
+        if begun is not None and not settings.mixes and (begun.versions != loaded.packed).any():
             begun = None
         return GenerationRequest(
             key=meta.key,

@@ -3,7 +3,7 @@
 Every sample is a coroutine (generate, score, deliver); one loop steers: it begins what ``flow.instance`` admits and
 swaps when that says so. Waiting for a reward or for a storage unit holds no slot.
 
-Invariants: only the steering loop begins sequences and loads weights, so none runs while weights are loaded; nothing
+Invariants: only the steering loop begins sequences and loads weights, so none begins while weights are loaded; nothing
 that is away for a while ends the worker, only what makes going on senseless does; a worker that leaves hands what runs
 on to others, who continue it under the weights that began it. Of its time, ``generate`` counts that
 with at least one running sequence; ``receive`` that in which there was none although there was work, which waited for
@@ -282,6 +282,7 @@ class RolloutWorker:
         """Load the weights of ``step``; rows that need a version which cannot be had are given back."""
         began = time.monotonic()
         loaded = self._instance.current
+        self.meter.running(0, waiting=False)
         with self.meter.busy("swap") if loaded is not None else contextlib.nullcontext():
             try:
                 await self._receiver.ensure(step, timeout=self._settings.load_s)

@@ -222,10 +222,10 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Swap to ``version``. The caller sees to it that nothing runs.
+        """Swap to ``version``. Sequences that run go on under it; what they have so far is computed anew.
 
-        tensors: by parameter name; bfloat16 as its uint16 bits. Raises Refused where sequences run, ManifestError where
-        names or shapes do not fit the model; in both cases nothing was overwritten.
+        tensors: by parameter name; bfloat16 as its uint16 bits. Raises ManifestError where names or shapes do not fit
+        the model; then nothing was overwritten.
         """
 
     @abstractmethod

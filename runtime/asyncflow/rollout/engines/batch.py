@@ -8,7 +8,7 @@ clock.
 Invariant: the ids and log-probabilities of a sequence are a function of its request and the weights: never of its slot,
 its neighbours, or the step at which it got its slot. A response that another engine of the same slots and length
 began with these weights ends as it would have there, to the bit: its tokens go through the model step by step once
-more, and none of them is drawn anew.
+more, and none of them is drawn anew. Tokens that other weights made are read at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncflow.errors import Refused
 from asyncflow.identity import Version
 from asyncflow.rollout.engines.base import Completion, Finish, GenerationRequest, StopTexts
 from asyncflow.rollout.engines.model import CausalModel, Prefix
@@ -94,6 +93,10 @@ class Sequence:
         """Return the token at a position of the response, None where it is still to be drawn."""
         return self._ids[position] if position < len(self._ids) else None
 
+    def ids_of_others(self, version: int) -> list[int]:
+        """Return the tokens so far if other weights than ``version`` made some of them, else none."""
+        return list(self._ids) if any(made_by != version for made_by in self._versions) else []
+
     def append(self, token: int, logprob: float, version: int) -> None:
         """Take one token; sets ``finish`` where it is the last."""
         self._ids.append(token)
@@ -144,12 +147,12 @@ class DecodeBatch:
         return len(self._waiting)
 
     def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Take the weights of ``version``. Raises Refused where a sequence runs."""
-        if self._active:
-            raise Refused(f"{len(self._active)} sequences run under {self._version}", where=f"load {version}")
+        """Take the weights of ``version``, and compute anew what the running sequences have so far."""
         self._model.load(tensors)
         self._prefixes.clear()
         self._version = version
+        for slot, sequence in self._active.items():
+            self._place(slot, sequence)
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence for a slot."""
@@ -187,13 +190,23 @@ class DecodeBatch:
             sequence = self._waiting.popleft()
             request = sequence.request
             slot = self._free.pop()
-            prefix = self._prefix(request.prompt_ids)
-            self._cache.begin(slot, prefix)
-            self._logits[slot] = prefix.logits
             self._temperatures[slot] = request.temperature
             self._streams[slot] = stream(seed=request.seed, key=request.key)
-            self._positions[slot] = 0
             self._active[slot] = sequence
+            self._place(slot, sequence)
+
+    def _place(self, slot: int, sequence: Sequence) -> None:
+        """Have the model read what there is of a sequence: at once where other weights made some of it."""
+        assert self._version is not None
+        prompt_ids, there = sequence.request.prompt_ids, sequence.ids_of_others(self._version.packed)
+        if there:
+            prefix = self._model.prefill((*prompt_ids, *there))
+            self.prefilled += 1
+        else:
+            prefix = self._prefix(prompt_ids)
+        self._cache.begin(slot, prefix)
+        self._logits[slot] = prefix.logits
+        self._positions[slot] = len(there)
 
     def _prefix(self, prompt_ids: tuple[int, ...]) -> Prefix:
         """Prefill a prompt, or find it among the last few: the members of a group follow each other."""

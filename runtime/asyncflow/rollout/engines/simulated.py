@@ -4,7 +4,8 @@ A response's length, ids and log-probabilities are keyed by its sample like real
 only the time that it takes is simulated, by one sleep a sequence. Weights are copied as into a device's memory, though
 nothing is computed with them.
 
-Invariant: a sequence never holds the event loop, and at most ``slots`` run at once.
+Invariant: a sequence never holds the event loop, and at most ``slots`` run at once; those that run stand still while
+weights are loaded.
 """
 
 from __future__ import annotations
@@ -49,6 +50,32 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
     vocab: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)] = 97
 
 
+class _Running:
+    """A sequence that runs: from ``began`` to ``ends`` (monotonic) it makes ``left`` tokens.
+
+    aborted: set to end it; marks: from which of those tokens on which version makes them.
+    """
+
+    def __init__(self, request: GenerationRequest, *, version: Version, left: int, seconds: float) -> None:
+        self.name = request.purpose, request.key
+        self.aborted = asyncio.Event()
+        self.began = time.monotonic()
+        self.ends = self.began + seconds
+        self.marks = [(0, version.packed)]
+        self._left = left
+
+    def tokens(self, at: float) -> int:
+        """Return how many tokens there are at a time; one is never the last before the end."""
+        seconds = self.ends - self.began
+        return self._left if at >= self.ends else int(self._left * max(0.0, at - self.began) / seconds)
+
+    def carry_over(self, version: Version, *, stopped: float) -> None:
+        """Go on under ``version`` after standing still since ``stopped``."""
+        still = time.monotonic() - stopped
+        self.marks.append((self.tokens(stopped), version.packed))
+        self.began, self.ends = self.began + still, self.ends + still
+
+
 class SimulatedEngine(RolloutEngine):
     """A pretended engine."""
 
@@ -60,7 +87,8 @@ class SimulatedEngine(RolloutEngine):
         self._set = read_options(self.options, SimulatedOptions, where=OPTIONS)
         self.weights: dict[str, NDArray[Any]] = {}
         self._free_slots = asyncio.Semaphore(self.slots)
-        self._running: dict[asyncio.Event, tuple[str, SampleKey]] = {}
+        self._running: set[_Running] = set()
+        self._loading = asyncio.Lock()
         self._waiting = 0
         self._tokens: Counter[str] = Counter()
         self._busy_s = 0.0
@@ -72,11 +100,13 @@ class SimulatedEngine(RolloutEngine):
 
     async def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
         """Copy any tensors; only the version counts."""
-        if self._running:
-            raise Refused(f"{len(self._running)} sequences run under {self.version}", where=f"load {version}")
-        self.weights = await asyncio.to_thread(lambda: {name: tensor.copy() for name, tensor in tensors.items()})
-        await asyncio.sleep(self._set.load_s * self._set.time_scale)
-        self.version = version
+        async with self._loading:
+            stopped = time.monotonic()
+            self.weights = await asyncio.to_thread(lambda: {name: tensor.copy() for name, tensor in tensors.items()})
+            await asyncio.sleep(self._set.load_s * self._set.time_scale)
+            self.version = version
+            for running in self._running:
+                running.carry_over(version, stopped=stopped)
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sleep as long as the response would take, then make it up."""
@@ -96,26 +126,32 @@ class SimulatedEngine(RolloutEngine):
             raise Refused(
                 "no weights were loaded yet" if not self._closed else "the engine is closed", where="generate"
             )
-        version, length = self.version, max(request.begun + 1, self._length(request))
+        length = max(request.begun + 1, self._length(request))
         left = length - request.begun
         seconds = (self._set.prefill_s + left * self._set.token_s) * self._set.time_scale
-        aborted, began = asyncio.Event(), time.monotonic()
+        running = _Running(request, version=self.version, left=left, seconds=seconds)
         if not self._running:
-            self._busy_since = began
-        self._running[aborted] = request.purpose, request.key
+            self._busy_since = running.began
+        self._running.add(running)
         try:
-            await _sleep_unless(aborted, seconds)
+            await self._until_ended(running)
         finally:
-            del self._running[aborted]
+            self._running.discard(running)
             if not self._running:
                 self._busy_s += time.monotonic() - self._busy_since
         finish: Finish = "length" if length == request.max_tokens else "stop"
-        if aborted.is_set():
-            share = (time.monotonic() - began) / seconds if seconds else 1.0
-            left, finish = min(left, int(left * share)), "aborted"
+        if running.aborted.is_set() and (made := running.tokens(time.monotonic())) < left:
+            left, finish = made, "aborted"
         self._tokens[request.purpose] += left
-        rest = self._made_up(request, left, version, finish)
+        rest = self._made_up(request, left, running.marks, finish)
         return rest if request.continues is None else request.continues.followed_by(rest)
+
+    async def _until_ended(self, running: _Running) -> None:
+        while True:
+            await _sleep_unless(running.aborted, running.ends - time.monotonic())
+            async with self._loading:
+                if running.aborted.is_set() or running.ends <= time.monotonic():
+                    return
 
     def _length(self, request: GenerationRequest) -> int:
         """Return the response's length: lognormal by Box and Muller from two uniforms keyed by the sample."""
@@ -125,23 +161,28 @@ class SimulatedEngine(RolloutEngine):
         normal = math.sqrt(-2 * math.log(1 - first)) * math.cos(2 * math.pi * second)
         return max(1, min(request.max_tokens, round(typical * math.exp(self._set.sigma * normal))))
 
-    def _made_up(self, request: GenerationRequest, length: int, version: Version, finish: Finish) -> Completion:
-        """Return ``length`` tokens behind those that are there already."""
+    def _made_up(
+        self, request: GenerationRequest, length: int, marks: Iterable[tuple[int, int]], finish: Finish
+    ) -> Completion:
+        """Return ``length`` tokens behind those that are there already. marks: see ``_Running``."""
+        versions = np.empty(length, dtype=np.int64)
+        for start, version in marks:
+            versions[start:] = version
         state = np.array([stream(seed=request.seed, key=request.key)], dtype=np.uint64)
         numbers = uniforms(state, request.begun + np.arange(length))
         return Completion(
             ids=(numbers * self._set.vocab).astype(np.int32),
             logprobs=np.full(length, -math.log(self._set.vocab), dtype=np.float32),
-            versions=np.full(length, version.packed, dtype=np.int64),
+            versions=versions,
             finish=finish,
         )
 
     async def abort(self, keys: Iterable[SampleKey], *, purpose: str = "train") -> None:
         """End these sequences now."""
         ended = {(purpose, key) for key in keys}
-        for aborted, name in self._running.items():
-            if name in ended:
-                aborted.set()
+        for running in self._running:
+            if running.name in ended:
+                running.aborted.set()
 
     def stats(self) -> EngineStats:
         """Return the counters."""
@@ -156,8 +197,8 @@ class SimulatedEngine(RolloutEngine):
     async def close(self) -> None:
         """End what runs as aborted."""
         self._closed = True
-        for aborted in self._running:
-            aborted.set()
+        for running in self._running:
+            running.aborted.set()
 
 
 async def _sleep_unless(event: asyncio.Event, seconds: float) -> None:
