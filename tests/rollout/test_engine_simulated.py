@@ -81,6 +81,8 @@ async def test_slots_bound_what_runs_and_loading_waits_for_nobody():
     await asyncio.sleep(0)
     assert engine.stats().running == 3
     assert engine.stats().waiting == 2
+    await engine.abort([SampleKey(4, 0)])
+    assert (await tasks[4]).finish == "aborted", "also what waits for a slot"
     tasks[0].cancel()
     await engine.abort([SampleKey(1, 0)])
     assert (await tasks[1]).finish == "aborted"

@@ -50,28 +50,41 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
     vocab: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)] = 97
 
 
-class _Running:
-    """A sequence that runs: from ``began`` to ``ends`` (monotonic) it makes ``left`` tokens.
+class _Sequence:
+    """A sequence that waits for its slot, then makes ``left`` tokens from ``began`` to ``ends`` (monotonic).
 
-    aborted: set to end it; marks: from which of those tokens on which version makes them.
+    slot: done when it has one; aborted: set to end it; marks: from which of those tokens on which version makes them.
     """
 
-    def __init__(self, request: GenerationRequest, *, version: Version, left: int, seconds: float) -> None:
+    def __init__(self, request: GenerationRequest, *, left: int) -> None:
         self.name = request.purpose, request.key
+        self.slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.aborted = asyncio.Event()
+        self.began = self.ends = math.inf
+        self.marks: list[tuple[int, int]] = []
+        self._left = left
+
+    def begin(self, version: Version, *, seconds: float) -> None:
+        """Begin under ``version``."""
         self.began = time.monotonic()
         self.ends = self.began + seconds
         self.marks = [(0, version.packed)]
-        self._left = left
+
+    def abort(self) -> None:
+        """End it, whether it runs or waits."""
+        self.aborted.set()
+        if not self.slot.done():
+            self.slot.set_result(None)
 
     def tokens(self, at: float) -> int:
         """Return how many tokens there are at a time; one is never the last before the end."""
-        seconds = self.ends - self.began
-        return self._left if at >= self.ends else int(self._left * max(0.0, at - self.began) / seconds)
+        if at < self.began:
+            return 0
+        return self._left if at >= self.ends else int(self._left * (at - self.began) / (self.ends - self.began))
 
     def carry_over(self, version: Version, *, stopped: float) -> None:
         """Go on under ``version`` after standing still since ``stopped``."""
-        still = time.monotonic() - stopped
+        still = time.monotonic() - max(stopped, self.began)
         self.marks.append((self.tokens(stopped), version.packed))
         self.began, self.ends = self.began + still, self.ends + still
 
@@ -86,10 +99,9 @@ class SimulatedEngine(RolloutEngine):
         super().__init__(**settings)
         self._set = read_options(self.options, SimulatedOptions, where=OPTIONS)
         self.weights: dict[str, NDArray[Any]] = {}
-        self._free_slots = asyncio.Semaphore(self.slots)
-        self._running: set[_Running] = set()
+        self._running: set[_Sequence] = set()
+        self._waiting: dict[_Sequence, None] = {}
         self._loading = asyncio.Lock()
-        self._waiting = 0
         self._tokens: Counter[str] = Counter()
         self._busy_s = 0.0
         self._busy_since = 0.0
@@ -105,52 +117,60 @@ class SimulatedEngine(RolloutEngine):
             self.weights = await asyncio.to_thread(lambda: {name: tensor.copy() for name, tensor in tensors.items()})
             await asyncio.sleep(self._set.load_s * self._set.time_scale)
             self.version = version
-            for running in self._running:
-                running.carry_over(version, stopped=stopped)
+            for sequence in [each for each in self._running if each.marks]:
+                sequence.carry_over(version, stopped=stopped)
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sleep as long as the response would take, then make it up."""
         request.check(max_length=self.max_length)
-        self._waiting += 1
+        length = max(request.begun + 1, self._length(request))
+        left = length - request.begun
+        sequence = _Sequence(request, left=left)
+        self._waiting[sequence] = None
+        self._admit()
         try:
-            await self._free_slots.acquire()
+            await sequence.slot
+            if not sequence.aborted.is_set():
+                await self._run(sequence, left)
         finally:
-            self._waiting -= 1
-        try:
-            return await self._run(request)
-        finally:
-            self._free_slots.release()
+            self._leave(sequence)
+        finish: Finish = "length" if length == request.max_tokens else "stop"
+        if sequence.aborted.is_set() and (made := sequence.tokens(time.monotonic())) < left:
+            left, finish = made, "aborted"
+        self._tokens[request.purpose] += left
+        rest = self._made_up(request, left, sequence.marks, finish)
+        return rest if request.continues is None else request.continues.followed_by(rest)
 
-    async def _run(self, request: GenerationRequest) -> Completion:
+    def _admit(self) -> None:
+        """Give free slots to those that wait, in order."""
+        while self._waiting and len(self._running) < self.slots:
+            sequence = next(iter(self._waiting))
+            del self._waiting[sequence]
+            if not sequence.slot.done():
+                if not self._running:
+                    self._busy_since = time.monotonic()
+                self._running.add(sequence)
+                sequence.slot.set_result(None)
+
+    def _leave(self, sequence: _Sequence) -> None:
+        self._waiting.pop(sequence, None)
+        if sequence in self._running:
+            self._running.discard(sequence)
+            if not self._running:
+                self._busy_s += time.monotonic() - self._busy_since
+            self._admit()
+
+    async def _run(self, sequence: _Sequence, tokens: int) -> None:
         if self.version is None or self._closed:
             raise Refused(
                 "no weights were loaded yet" if not self._closed else "the engine is closed", where="generate"
             )
-        length = max(request.begun + 1, self._length(request))
-        left = length - request.begun
-        seconds = (self._set.prefill_s + left * self._set.token_s) * self._set.time_scale
-        running = _Running(request, version=self.version, left=left, seconds=seconds)
-        if not self._running:
-            self._busy_since = running.began
-        self._running.add(running)
-        try:
-            await self._until_ended(running)
-        finally:
-            self._running.discard(running)
-            if not self._running:
-                self._busy_s += time.monotonic() - self._busy_since
-        finish: Finish = "length" if length == request.max_tokens else "stop"
-        if running.aborted.is_set() and (made := running.tokens(time.monotonic())) < left:
-            left, finish = made, "aborted"
-        self._tokens[request.purpose] += left
-        rest = self._made_up(request, left, running.marks, finish)
-        return rest if request.continues is None else request.continues.followed_by(rest)
-
-    async def _until_ended(self, running: _Running) -> None:
+        seconds = (self._set.prefill_s + tokens * self._set.token_s) * self._set.time_scale
+        sequence.begin(self.version, seconds=seconds)
         while True:
-            await _sleep_unless(running.aborted, running.ends - time.monotonic())
+            await _sleep_unless(sequence.aborted, sequence.ends - time.monotonic())
             async with self._loading:
-                if running.aborted.is_set() or running.ends <= time.monotonic():
+                if sequence.aborted.is_set() or sequence.ends <= time.monotonic():
                     return
 
     def _length(self, request: GenerationRequest) -> int:
@@ -164,7 +184,7 @@ class SimulatedEngine(RolloutEngine):
     def _made_up(
         self, request: GenerationRequest, length: int, marks: Iterable[tuple[int, int]], finish: Finish
     ) -> Completion:
-        """Return ``length`` tokens behind those that are there already. marks: see ``_Running``."""
+        """Return ``length`` tokens behind those that are there already. marks: see ``_Sequence``."""
         versions = np.empty(length, dtype=np.int64)
         for start, version in marks:
             versions[start:] = version
@@ -180,16 +200,16 @@ class SimulatedEngine(RolloutEngine):
     async def abort(self, keys: Iterable[SampleKey], *, purpose: str = "train") -> None:
         """End these sequences now."""
         ended = {(purpose, key) for key in keys}
-        for running in self._running:
-            if running.name in ended:
-                running.aborted.set()
+        for sequence in (*self._running, *self._waiting):
+            if sequence.name in ended:
+                sequence.abort()
 
     def stats(self) -> EngineStats:
         """Return the counters."""
         ongoing = time.monotonic() - self._busy_since if self._running else 0.0
         return EngineStats(
             running=len(self._running),
-            waiting=self._waiting,
+            waiting=len(self._waiting),
             tokens=dict(self._tokens),
             busy_s=self._busy_s + ongoing,
         )
@@ -197,8 +217,8 @@ class SimulatedEngine(RolloutEngine):
     async def close(self) -> None:
         """End what runs as aborted."""
         self._closed = True
-        for running in self._running:
-            running.aborted.set()
+        for sequence in (*self._running, *self._waiting):
+            sequence.abort()
 
 
 async def _sleep_unless(event: asyncio.Event, seconds: float) -> None:
