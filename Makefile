@@ -11,7 +11,7 @@ PLAIN := benchmarks operator $(addprefix runtime/asyncflow/,algorithms api comma
 # A run and the tests start hundreds of processes, none of which should compile the same source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test docs vllm lint types contracts pytest kube controls faults delayed-update same-bits smollm2 smollm2-vllm e2e bench-queue queue-faults attacks fuzz
+.PHONY: run test docs vllm lint types contracts pytest kube controls faults drains delayed-update same-bits smollm2 smollm2-vllm e2e bench-queue queue-faults attacks fuzz
 
 run: $(STAMP)
 	$(BIN)/asyncflow run examples/quickstart.yaml --fresh
@@ -55,6 +55,12 @@ controls: $(STAMP)
 # 50 processes of a running job are killed; twice the steps of the example, which a fast machine makes in 33 kills.
 faults: $(STAMP)
 	$(BIN)/python benchmarks/faults.py examples/counting.yaml --kills 50 --seed 1 --set algorithm.steps=400
+
+# Rollouts of long responses are told to end 100 times: what they have begun is continued by others.
+drains: $(STAMP)
+	$(BIN)/python benchmarks/faults.py examples/counting.yaml --kills 100 --seed 1 --roles drain --pause 0.5 2 --output runs/drains \
+		--set schedule.swapAt=token --set schedule.maxStaleness=2 --set evaluation=null --set sampling.maxTokens=200 \
+		--set 'rollout.engine={name: simulated, slots: 16, options: {token_s: 0.02, tokens: 60, sigma: 0.8}}'
 
 # A queue that stands alone: its servers, producers, consumers and trainer are killed and stopped, 200 times.
 queue-faults: BACKEND = memory

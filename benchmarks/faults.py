@@ -3,9 +3,11 @@
     python benchmarks/faults.py examples/counting.yaml --kills 50 --seed 1
     python benchmarks/faults.py examples/quickstart.yaml --kills 5 --seed 1 --eval-at-least 0.85
     python benchmarks/faults.py examples/quickstart-vllm.yaml --kills 6 --roles engine rollout trainer --pause 5 15
+    python benchmarks/faults.py examples/counting.yaml --kills 100 --roles drain --set schedule.swapAt=token
 
 The victims are drawn from a seeded generator, every role in turn before any comes again. The witnesses are the audit of
-the ledger, the run's own summary, and, with the counting trainer, the weights in the last checkpoint themselves.
+the ledger, the run's own summary, and, with the counting trainer, the weights in the last checkpoint themselves. Where
+no rollout is killed, the tokens that rollouts made are compared with those of the samples.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +34,9 @@ from asyncflow.queue.ledger.log import read_ledger
 
 ENGINE = "engine"
 """As a role: any process that a rollout has started, a vLLM server or its engine, say."""
+DRAIN = "drain"
+"""As a role: a rollout that is told to end, as when it is evicted or scaled down."""
+AS_ROLLOUT = {ENGINE, DRAIN, "rollout"}
 ROLES = ["rollout", "storage", "controller", "trainer", "driver"]
 SETTLED_S = 600.0
 
@@ -54,8 +60,8 @@ def steps_done(folder: Path) -> int:
 
 
 def kill_one(folder: Path, role: str, dice: random.Random) -> dict[str, object] | None:
-    """SIGKILL one process of ``role``; None while there is none."""
-    alive = [entry for entry in processes(folder) if entry["role"] == ("rollout" if role == ENGINE else role)]
+    """SIGKILL one process of ``role``, or end it by SIGTERM for a drain; None while there is none."""
+    alive = [entry for entry in processes(folder) if entry["role"] == ("rollout" if role in AS_ROLLOUT else role)]
     if not alive:
         return None
     victim = dice.choice(alive)
@@ -63,12 +69,21 @@ def kill_one(folder: Path, role: str, dice: random.Random) -> dict[str, object] 
         started = [each.pid for each in psutil.Process(int(str(victim["pid"]))).children(recursive=True)]
         if not started:
             return None
-        victim = {**victim, "role": ENGINE, "pid": dice.choice(started)}
+        victim = {**victim, "pid": dice.choice(started)}
+    victim = {**victim, "role": role}
     try:
-        os.kill(int(str(victim["pid"])), signal.SIGKILL)
+        os.kill(int(str(victim["pid"])), signal.SIGTERM if role == DRAIN else signal.SIGKILL)
     except ProcessLookupError:
         return None
     return victim
+
+
+def tokens(folder: Path) -> tuple[int, int]:
+    """Return the tokens that rollouts have made which left in peace, and those of the samples that were trained."""
+    logs = "".join(log.read_text() for log in (folder / "logs").glob("rollout-*.log"))
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    by_step = {line["step"]: int(line["response_tokens"]) for line in lines}
+    return sum(map(int, re.findall(r"left; (\d+) tokens were made here", logs))), sum(by_step.values())
 
 
 def count_errors(job: RLJob, folder: Path) -> list[str]:
@@ -153,6 +168,9 @@ def main() -> int:
         f"unfinished {audit.unfinished}, lost {audit.lost}, duplicated {audit.duplicated}; attempts {audit.attempts}; "
         f"accuracy {accuracy}"
     )
+    if not {"rollout", ENGINE} & set(options.roles):
+        made, kept = tokens(options.output)
+        print(f"tokens made {made}, of which {made - kept} ({(made - kept) / max(1, made):.2%}) are in no sample")
     for problem in problems:
         print(f"PROBLEM {problem}")
     return 1 if problems or not audit.ok else 0

@@ -7,6 +7,7 @@ import pytest
 
 from asyncflow.api import RLJob, check_files, load_job
 from asyncflow.api.job import RLJobSpec
+from asyncflow.api.schedule import ScheduleSpec
 from asyncflow.errors import ManifestError, NotYetError
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
@@ -118,6 +119,40 @@ def test_a_bad_override_is_refused_like_a_bad_file(override: str, reason: str) -
 def test_what_is_planned_is_refused_as_not_yet(overrides: list[str]) -> None:
     with pytest.raises(NotYetError, match="not yet"):
         minimal(*overrides)
+
+
+def schedule(*fields: str) -> ScheduleSpec:
+    return minimal(*(f"schedule.{field}" for field in fields)).spec.schedule
+
+
+def test_what_a_field_of_the_schedule_does_in_each_mode_is_as_the_guide_says() -> None:
+    """The table of docs/guide/jobs.md, column by column."""
+    for mode in ("sync", "periodic"):
+        at_once = [schedule(f"mode={mode}", f"maxStaleness={most}", "stalenessThreshold=3") for most in (0, 4)]
+        assert {(each.lag, each.ahead) for each in at_once} == {(0, 1)}
+        with pytest.raises(ManifestError, match="syncEvery"):
+            schedule(f"mode={mode}", "syncEvery=2")
+    assert {schedule("mode=sync", f"requireBatches={count}").whole_steps for count in (0, 1)} == {True}
+    assert not schedule("mode=periodic").whole_steps
+    with pytest.raises(ManifestError, match="requireBatches"):
+        schedule("mode=periodic", "requireBatches=1")
+
+    quota = [schedule("swapAt=quota", f"maxStaleness={most}", f"stalenessThreshold={most}") for most in (1, 5)]
+    assert {(each.lag, each.ahead) for each in quota} == {(1, 2)}
+    with pytest.raises(ManifestError, match="syncEvery"):
+        schedule("swapAt=quota", "syncEvery=2", "maxStaleness=2")
+
+    for swap_at in ("sequence", "token"):
+        wide = schedule(f"swapAt={swap_at}", "syncEvery=4", "maxStaleness=9", "stalenessThreshold=0.5")
+        assert (wide.lag, wide.ahead) == (9, 6)
+        bounded = schedule(f"swapAt={swap_at}", "syncEvery=4", "maxStaleness=4", "stalenessThreshold=0.5")
+        assert (bounded.lag, bounded.ahead) == (4, 5)
+        with pytest.raises(ManifestError, match="maxStaleness"):
+            schedule(f"swapAt={swap_at}", "syncEvery=4", "maxStaleness=3")
+        assert [schedule(f"swapAt={swap_at}", f"requireBatches={count}").whole_steps for count in (0, 1)] == [
+            False,
+            True,
+        ]
 
 
 @pytest.mark.parametrize("mode", ["sync", "periodic"])

@@ -414,6 +414,7 @@ class RolloutWorker:
             await asyncio.wait(self._tasks)
         self.meter.running(0, waiting=False)
         await self._in_flight.give_back(list(self._in_flight), reason=_LEAVES)
+        log.info("left; %d tokens were made here", sum(self._engine.stats().tokens.values()))
 
     async def _abort(self, jobs: Iterable[Job]) -> None:
         """End what runs, of which the engine then says how far it came."""
