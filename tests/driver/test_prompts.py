@@ -72,7 +72,7 @@ def test_the_longest_response_is_within_what_was_promised() -> None:
     staleness=st.integers(2, 6),
     sync_every=st.integers(1, 2),
     threshold=st.floats(0, 3),
-    schedule=st.sampled_from(["mode=sync", "mode=periodic", "swapAt=quota", "swapAt=sequence"]),
+    schedule=st.sampled_from(["mode=sync", "mode=periodic", "swapAt=quota", "swapAt=sequence", "swapAt=token"]),
     units=st.integers(1, 4),
     evaluated=st.booleans(),
 )

@@ -136,6 +136,36 @@ def test_token_carries_training_rows_over_to_a_newer_version():
     assert not instance.waits(7, required=[])
 
 
+def test_token_asks_for_evaluation_before_a_swap_however_full_it_is():
+    instance = at(4, swap_at="token")
+    begin(instance, *(work(i, 3, newest=NEWEST) for i in range(4)))
+    assert instance.ask("train") is None
+    assert instance.ask("eval") is None
+    stage(instance, 6)
+    instance.loaded(Version(0, 6))
+    stage(instance, 7)
+    assert instance.ask("train") is None
+    assert instance.ask("eval") == Ask(6, (), 1)
+    assert instance.swap() is None
+    instance.eval_parked()
+    assert instance.swap() == 7
+
+
+def test_rows_that_were_claimed_before_the_trainer_began_again_are_given_back():
+    instance = at(7, swap_at="token")
+    stage(instance, 5, attempt=1)
+    instance.take([work("held", 6, newest=NEWEST)])
+    assert instance.swap() is None, "it is begun first, as θ5 must not make it"
+    instance.ready(["held"])
+    assert [w.id for w in instance.admit()] == ["held"]
+    assert instance.swap() is None
+    instance.release("held")
+    assert instance.swap() == 5
+    instance.loaded(Version(1, 5))
+    late = work("claimed meanwhile", 6, newest=NEWEST)
+    assert instance.take([late]) == [late]
+
+
 def test_token_carries_nothing_over_that_the_newer_version_must_not_make():
     instance = at(7, swap_at="token")
     assert begin(instance, work("a", 6, newest=NEWEST)) == ["a"]

@@ -9,9 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncflow.errors import AsyncFlowError, ManifestError, PeerLost
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, PeerLost
 from asyncflow.identity import Version
+from asyncflow.queue.protocol.messages import LeasedRow, RowMeta
+from asyncflow.rollout.engines.base import Completion
 from asyncflow.rollout.engines.simulated import SimulatedEngine
+from asyncflow.rollout.job import RESPONSE, Job, RolloutSettings
 from asyncflow.weights.probe import WeightProbe, probe_ids
 
 from .conftest import random_weights
@@ -232,6 +235,39 @@ async def test_what_runs_when_an_instance_leaves_is_continued_by_the_next(world)
     assert not any(row.partial for row in world.controller.table.state.rows.values())
 
 
+@pytest.mark.parametrize(
+    ("mixes", "versions", "max_tokens", "continued"),
+    [
+        (False, [3, 3], 12, True),
+        (False, [2, 3], 12, False),
+        (False, [3, 3], 2, False),
+        (True, [2, 2], 12, True),
+        (True, [2, 4], 12, False),
+        (True, [2, 3], 2, False),
+    ],
+)
+def test_what_was_begun_is_continued_where_versions_and_length_allow(mixes, versions, max_tokens, continued):
+    settings = RolloutSettings(temperature=1.0, max_tokens=max_tokens, stop_ids=(), seed=0, mixes=mixes)
+    job = leased(purpose="train", there=RESPONSE)
+    assert job.was_begun
+    assert not leased(purpose="train", there=(*RESPONSE, "reward")).was_begun, "it was finished"
+    packed = np.array([Version(0, step).packed for step in versions])
+    job.begun = Completion(ids=np.array([5, 6]), logprobs=np.zeros(2, np.float32), versions=packed, finish="aborted")
+    assert job.request(settings, loaded=Version(0, 3), continues=True).begun == (2 if continued else 0)
+    assert job.request(settings, loaded=Version(0, 3), continues=False).begun == 0
+    judged = leased(purpose="eval", there=RESPONSE)
+    judged.begun = job.begun
+    same = set(versions) == {3} and max_tokens > 2
+    assert judged.request(settings, loaded=Version(0, 3), continues=True).begun == (2 if same else 0)
+
+
+def leased(*, purpose, there):
+    meta = RowMeta(partition=purpose, serial=1, sample=0, step=1, purpose=purpose)
+    sizes = dict.fromkeys(there, 8)
+    row = LeasedRow(row=1, meta=meta, attempt=1, lease="1", until=1.0, unit=0, bytes=sizes)
+    return Job(row=row, prompt_ids=(1,))
+
+
 async def test_what_other_weights_began_is_made_anew(world):
     slow = await world.rollout("slow", token_s=0.02, swap_at="sequence")
     await world.publish(0)
@@ -245,6 +281,37 @@ async def test_what_other_weights_began_is_made_anew(world):
     rows, columns = await world.made(8)
     assert steps(rows, columns) == {1: {1}}, "no response mixes versions"
     assert fast.worker.status()["tokens_generated"] == sum(map(len, columns["response_ids"]))
+
+
+async def test_what_cannot_be_handed_on_is_given_back_all_the_same(world, monkeypatch):
+    slow = await world.rollout("slow", token_s=0.05)
+    give_back = slow.queue.give_back
+
+    async def without_room(rows, *, reason, columns=None, timeout):
+        if columns:
+            raise DeadlineExceeded("there is no room", where="here")
+        return await give_back(rows, reason=reason, timeout=timeout)
+
+    monkeypatch.setattr(slow.queue, "give_back", without_room)
+    await world.publish(0)
+    await world.put(range(2), step=1, oldest=0)
+    await until(lambda: slow.instance.running == 8, "sequences")
+    await asyncio.sleep(0.1)
+    await slow.leave()
+    assert (await world.queue.stats(timeout=10)).leased.get("train/rollout", 0) == 0
+    await world.rollout("fast")
+    assert len((await world.made(8))[0]) == 8
+
+
+async def test_token_swaps_also_while_there_is_more_work_than_room(world):
+    busy = await world.rollout("busy", token_s=0.02, swap_at="token")
+    await world.publish(0)
+    await world.put(range(40), step=1, oldest=0, newest=9)
+    await until(lambda: busy.instance.running >= 8, "sequences")
+    await world.publish(1)
+    await until(lambda: busy.instance.current == Version(0, 1), "the swap")
+    assert busy.worker.meter.delivered < 80
+    await world.made(160)
 
 
 async def test_token_goes_on_under_newer_weights_and_continues_what_others_began(world):

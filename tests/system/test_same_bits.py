@@ -16,7 +16,7 @@ TINY = "tiny://reverse-digits"
 DETERMINISTIC = ["schedule.deterministic=true"]
 SYNC = ["schedule.mode=sync", "schedule.update=sync", "schedule.maxStaleness=0"]
 HITS = [("rollout", signal.SIGTERM), ("trainer", signal.SIGKILL), ("rollout", signal.SIGKILL)]
-"""A rollout that hands on what it has begun, then two processes that hand on nothing."""
+"""A rollout that hands on what runs, then two processes that hand on nothing."""
 SHORT = ["algorithm.steps=5", "algorithm.promptsPerStep=8", "data.eval.size=16"]
 
 

@@ -138,7 +138,7 @@ class Versions:
         return unevaluated[0] - 1 if unevaluated else self.progress.steps
 
     def due(self) -> list[int]:
-        """Return the versions that can be evaluated now: of the history that survives, after the line of their step."""
+        """Return the versions that can be evaluated now: of the history that survives."""
         done = self.progress.done
         return [step for step in self.unevaluated() if step <= done and self.catalogue.find(step) is not None]
 

@@ -102,7 +102,7 @@ class Instance:
         for work in works:
             if work.purpose == "eval":
                 self._eval_dry = False
-            if self._outdated(work):
+            if self._cannot_be_served(work):
                 never.append(work)
             else:
                 self._held[work.id] = work
@@ -153,7 +153,7 @@ class Instance:
         due = any(
             self._suits(work) and not self._better_at(target, work)
             for work in self._held.values()
-            if work.purpose == "eval" or not carries
+            if work.purpose == "eval" or not (carries and _within(work, target))
         )
         leaving = self.current is None or self._eval_dry or self._misfit() is not None
         return target if leaving and not due else None
@@ -216,6 +216,8 @@ class Instance:
         mine = held + sum(1 for work in self._running.values() if work.purpose == "eval")
         share = self._capacity if mine == len(self._all()) else self._eval_slots
         room = min(share - mine, self._capacity - len(self._running) - held)
+        if self._carries and self._forward():
+            room = max(1, room)  # the swap waits for a claim that finds none, however full the instance is
         if not self._back and self._forward():
             return None if self._eval_dry else frozenset(), room
         return self._loadable() if not self._back or not self._all() else frozenset(), room
@@ -247,9 +249,13 @@ class Instance:
         """Return whether the loaded version is older than one loaded before."""
         return self.current is not None and self._newest is not None and self.current < self._newest
 
-    def _outdated(self, work: Work) -> bool:
+    def _cannot_be_served(self, work: Work) -> bool:
+        """Return whether a training row needs a version older than those still to come, or newer than the newest.
+
+        The second happens where weights of a trainer that began again were loaded while the row was claimed.
+        """
         newest = self._newest
-        return not self._back and work.purpose == "train" and newest is not None and work.window.newest < newest.step
+        return not self._back and work.purpose == "train" and newest is not None and not _within(work, newest.step)
 
     def _suits(self, work: Work) -> bool:
         """Return whether ``work`` may begin under the loaded version."""

@@ -95,22 +95,26 @@ class Job:
 
     @property
     def was_begun(self) -> bool:
-        """True where an earlier holder has left the beginning of a response."""
-        return all(name in self.row.bytes for name in RESPONSE)
+        """True where an earlier holder has left the beginning of a response, and none has finished it."""
+        there = self.row.bytes
+        return all(name in there for name in RESPONSE) and "reward" not in there
 
-    def request(self, settings: RolloutSettings, *, loaded: Version) -> GenerationRequest:
-        """Return what the engine is asked for, which has the weights of ``loaded``.
+    def request(self, settings: RolloutSettings, *, loaded: Version, continues: bool) -> GenerationRequest:
+        """Return what the engine is asked for, which has the weights of ``loaded``. continues: whether it may go on.
 
-        What was begun is continued by the weights that began it, or by any where responses may mix versions, and else
-        made anew.
+        What was begun is continued by the weights that began it, in training rows also by newer ones where responses
+        may mix versions, and else made anew.
         """
         meta, begun = self.row.meta, self.begun
-        if begun is not None and not settings.mixes and (begun.versions != loaded.packed).any():
-            begun = None
+        max_tokens = int(meta.tags.get("max_tokens", settings.max_tokens))
+        if begun is not None:
+            mixes, versions = settings.mixes and self.purpose == "train", begun.versions
+            fits = (versions <= loaded.packed).all() if mixes else (versions == loaded.packed).all()
+            begun = begun if continues and fits and len(begun) < max_tokens else None
         return GenerationRequest(
             key=meta.key,
             prompt_ids=self.prompt_ids,
-            max_tokens=int(meta.tags.get("max_tokens", settings.max_tokens)),
+            max_tokens=max_tokens,
             temperature=float(meta.tags.get("temperature", settings.temperature)),
             stop_ids=settings.stop_ids,
             stop_texts=settings.stop_texts,
@@ -141,6 +145,7 @@ class SampleOutcome:
         version_min, version_max: steps of its oldest and newest token.
         """
         versions = self.completion.versions
+        steps = [Version.unpack(version).step for version in np.unique(versions).tolist()]
         failure = {"failure": self.reward.failure, "detail": self.reward.detail[:_MOST_DETAIL]}
         return {
             "reward": self.reward.value,
@@ -148,8 +153,8 @@ class SampleOutcome:
             "finish": self.completion.finish,
             TOKENS_TAG: len(versions),
             "response_tokens": len(versions),
-            "version_min": Version.unpack(int(versions.min())).step,
-            "version_max": Version.unpack(int(versions.max())).step,
+            "version_min": min(steps),
+            "version_max": max(steps),
         }
 
 

@@ -136,13 +136,13 @@ class Claimer:
 
     async def _outlive(self, claim: asyncio.Task[None], ask: Ask) -> None:
         """Wait until ``claim`` is done or asks for what is no longer right; call ``parked`` once."""
-        patience: float | None = _PARKED_S
+        until: float | None = asyncio.get_running_loop().time() + _PARKED_S
         while not claim.done():
             try:
-                async with asyncio.timeout(patience):
+                async with asyncio.timeout_at(until):
                     await self.changed.wait()
             except TimeoutError:
-                patience = None
+                until = None
                 self._parked(self._purpose)
                 continue
             self.changed.clear()
@@ -194,7 +194,7 @@ class InFlightTable:
         self._holding(len(self._jobs))
         never = {work.id for work in self._instance.take([job.work for job in jobs])}
         if never:
-            self._spawn(self.give_back([job for job in jobs if job in never], reason="it needs too old a version"))
+            self._spawn(self.give_back([job for job in jobs if job in never], reason="it needs another version"))
         by_unit: defaultdict[int, list[Job]] = defaultdict(list)
         for job in jobs:
             if job not in never:
@@ -257,10 +257,16 @@ class InFlightTable:
             self.forget(job)
         if not held:
             return
-        columns = response_columns([begun]) if begun is not None and len(begun) else None
+        rows = [job.row for job in held]
+        if begun is not None and len(begun):
+            try:
+                columns, half_s = response_columns([begun]), self._settings.call_s / 2
+                await self._queue.give_back(rows, reason=reason, columns=columns, timeout=half_s)
+                return
+            except AsyncFlowError as error:
+                log.info("%d tokens that were begun are not handed on: %s", len(begun), error)
         try:
-            rows = [job.row for job in held]
-            await self._queue.give_back(rows, reason=reason, columns=columns, timeout=self._settings.call_s)
+            await self._queue.give_back(rows, reason=reason, timeout=self._settings.call_s)
         except AsyncFlowError as error:
             log.info("%d rows wait for their leases to end: %s", len(held), error)
 

@@ -5,7 +5,7 @@ swaps when that says so. Waiting for a reward or for a storage unit holds no slo
 
 Invariants: only the steering loop begins sequences and loads weights, so none begins while weights are loaded; nothing
 that is away for a while ends the worker, only what makes going on senseless does; a worker that leaves hands what runs
-on to others, who continue it under the weights that began it. Of its time, ``generate`` counts that
+on to others, who go on behind it where its versions allow that (``Job.request``). Of its time, ``generate`` counts that
 with at least one running sequence; ``receive`` that in which there was none although there was work, which waited for
 other weights (on their way, or here and not loaded yet); ``swap`` that in which weights were loaded: these never
 overlap. ``occupied`` counts the time with at least one row on lease: what a rollout has to do, waiting for weights and
@@ -20,7 +20,7 @@ import functools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 
 _WATCH_S = 3600.0
 _LEAVES = "the instance leaves"
+_AGAIN_S = 1.0
+"""An engine may hear of a sequence only after it was told to end it."""
 Weights: TypeAlias = Mapping[str, NDArray[Any]]
 
 
@@ -279,11 +281,12 @@ class RolloutWorker:
             claimer.changed.set()
 
     async def _swap(self, step: int) -> None:
-        """Load the weights of ``step``; rows that need a version which cannot be had are given back."""
-        began = time.monotonic()
-        loaded = self._instance.current
-        self.meter.running(0, waiting=False)
-        with self.meter.busy("swap") if loaded is not None else contextlib.nullcontext():
+        """Load the weights of ``step``; rows that need a version which cannot be had are given back.
+
+        What runs goes on until the engine loads them, and stands still while it does.
+        """
+        began, loaded = time.monotonic(), self._instance.current
+        with self._standing_still(unless=loaded is None or self._instance.running > 0):
             try:
                 await self._receiver.ensure(step, timeout=self._settings.load_s)
             except DeadlineExceeded as error:
@@ -295,6 +298,8 @@ class RolloutWorker:
             weights, probe = await self._weights_of(version, tensors)
             if self._merging is not None and self._merging[0] == version:
                 self._merging = None
+        began = time.monotonic() if self._instance.running else began
+        with self._standing_still(unless=loaded is None):
             await self._engine.load(version, weights)
             if probe is not None:
                 await self._prove(version, probe)
@@ -302,6 +307,16 @@ class RolloutWorker:
         seconds = time.monotonic() - began
         self.meter.swapped(step, seconds)
         log.info("swapped to %s in %.3f s; %s", version, seconds, self.meter.interval())
+
+    @contextlib.contextmanager
+    def _standing_still(self, *, unless: bool) -> Iterator[None]:
+        """Count the time as that of a swap, in which nothing is generated."""
+        if unless:
+            yield
+            return
+        self.meter.running(0, waiting=False)
+        with self.meter.busy("swap"):
+            yield
 
     async def _prove(self, version: Version, probe: WeightProbe) -> None:
         """Compare the log-probs of the loaded weights with those that were published with them.
@@ -359,7 +374,7 @@ class RolloutWorker:
     async def _sample(self, job: Job) -> None:
         """Generate one response, have it scored, and hand it to delivery; hand on one that was ended unfinished."""
         assert self._instance.current is not None
-        request = job.request(self._settings, loaded=self._instance.current)
+        request = job.request(self._settings, loaded=self._instance.current, continues=self._engine.may_continue)
         try:
             completion = await self._engine.generate(request)
         finally:
@@ -403,10 +418,11 @@ class RolloutWorker:
             len(running),
             len(self._in_flight) - len(waiting) - len(running),
         )
-        await self._in_flight.give_back(waiting, reason=_LEAVES)
-        await self._abort(running)
-        if samples:
-            await asyncio.wait(samples, timeout=max(0.1, until - time.monotonic()))
+        giving_back = asyncio.create_task(self._in_flight.give_back(waiting, reason=_LEAVES))
+        while samples and (left := until - time.monotonic()) > 0:
+            await self._abort([job for job in running if not (job.gone or job.generated)], within_s=left)
+            _, samples = await asyncio.wait(samples, timeout=min(left, _AGAIN_S))
+        await giving_back
         await self._delivery.flush(timeout=max(0.1, until - time.monotonic()))
         while self._tasks:
             for task in self._tasks:
@@ -416,13 +432,13 @@ class RolloutWorker:
         await self._in_flight.give_back(list(self._in_flight), reason=_LEAVES)
         log.info("left; %d tokens were made here", sum(self._engine.stats().tokens.values()))
 
-    async def _abort(self, jobs: Iterable[Job]) -> None:
+    async def _abort(self, jobs: Iterable[Job], *, within_s: float) -> None:
         """End what runs, of which the engine then says how far it came."""
         keys: defaultdict[str, list[SampleKey]] = defaultdict(list)
         for job in jobs:
             keys[job.row.meta.purpose].append(job.row.meta.key)
         try:
-            async with asyncio.timeout(self._settings.drain_s):
+            async with asyncio.timeout(within_s):
                 for purpose, some in keys.items():
                     await self._engine.abort(some, purpose=purpose)
         except (AsyncFlowError, TimeoutError) as error:
@@ -437,6 +453,8 @@ class RolloutWorker:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if isinstance(error, Exception) and self._failure is None:
+        if isinstance(error, Exception) and self._leaving.is_set():
+            log.warning("a task ended with an error while the instance left: %s", error)
+        elif isinstance(error, Exception):
             self._failure = error
             self._leaving.set()

@@ -160,11 +160,13 @@ class RolloutEngine(ABC):
     ManifestError for one that it does not know; decode: gives the text of ids, which stop texts need; devices: those
     that it computes on; deterministic: whether what a sequence becomes may depend on nothing but its request and the
     weights, to the bit. ``Options``: the shape of the options, each field with a default, so that they are checked
-    before anything starts; None: the engine alone can tell. ``can_be_deterministic``: whether it knows how.
+    before anything starts; None: the engine alone can tell. ``can_be_deterministic``: whether it knows how;
+    ``continues_exactly``: whether what another engine began ends here, under the same weights, as it would have there.
     """
 
     Options: ClassVar[type[msgspec.Struct] | None] = None
     can_be_deterministic: ClassVar[bool] = False
+    continues_exactly: ClassVar[bool] = False
     version: Version | None = None
 
     def __init__(
@@ -201,6 +203,11 @@ class RolloutEngine(ABC):
         self.decode = decode
         self.devices = devices or Devices()
         self.deterministic = deterministic
+
+    @property
+    def may_continue(self) -> bool:
+        """Whether it may go on with what another engine began; else that is made anew."""
+        return self.continues_exactly or not self.deterministic
 
     def stops_of(self, request: GenerationRequest) -> StopTexts | None:
         """Return what finds the end of this response in its text, None where no text ends it. Raises ManifestError."""

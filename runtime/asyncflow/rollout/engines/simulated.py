@@ -94,6 +94,7 @@ class SimulatedEngine(RolloutEngine):
 
     Options = SimulatedOptions
     can_be_deterministic = True
+    continues_exactly = True
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -114,11 +115,13 @@ class SimulatedEngine(RolloutEngine):
         """Copy any tensors; only the version counts."""
         async with self._loading:
             stopped = time.monotonic()
-            self.weights = await asyncio.to_thread(lambda: {name: tensor.copy() for name, tensor in tensors.items()})
-            await asyncio.sleep(self._set.load_s * self._set.time_scale)
-            self.version = version
-            for sequence in [each for each in self._running if each.marks]:
-                sequence.carry_over(version, stopped=stopped)
+            try:
+                copied = await asyncio.to_thread(lambda: {name: tensor.copy() for name, tensor in tensors.items()})
+                await asyncio.sleep(self._set.load_s * self._set.time_scale)
+                self.weights, self.version = copied, version
+            finally:
+                for sequence in [each for each in self._running if each.marks]:
+                    sequence.carry_over(self.version or version, stopped=stopped)
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sleep as long as the response would take, then make it up."""

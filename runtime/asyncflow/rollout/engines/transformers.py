@@ -39,6 +39,7 @@ class TransformersEngine(RolloutEngine):
 
     Options = NoOptions
     can_be_deterministic = True
+    continues_exactly = True
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
