@@ -51,7 +51,7 @@ def run(name: str, seed: int, output: Path) -> dict[str, float]:
     return summary
 
 
-def promised(manifest: Path, fields: list[str]) -> int:
+def allowed(manifest: Path, fields: list[str]) -> int:
     """Return by how many steps the oldest token of a sample may be stale."""
     job = load(manifest, fields)
     assert isinstance(job, RLJob)
@@ -79,7 +79,7 @@ def main() -> int:
     rise = max(means["shuffled"][f"eval_{kind}_last"] - means["shuffled"][f"eval_{kind}_first"] for kind in KINDS)
     ends = {name: means[name]["eval_accuracy_last"] for name in VARIANTS if name != "shuffled"}
     apart = max(abs(end - ends["sync"]) for end in ends.values())
-    broken = [name for name, variant in VARIANTS.items() if stale[name]["staleness_start_max"] > promised(*variant)]
+    broken = [name for name, variant in VARIANTS.items() if stale[name]["staleness_start_max"] > allowed(*variant)]
     prompts = summaries[0]["eval_prompts"]
     print(f"\n{prompts} held-out prompts, seeds {options.seeds}")
     print(f"shuffled rewards: {rise:+.3f} (at most +{NOISE})")

@@ -206,7 +206,7 @@ class RolloutEngine(ABC):
 
     @property
     def may_continue(self) -> bool:
-        """Whether it may go on with what another engine began; else that is made anew."""
+        """True where it may go on with what another engine began; else that is made anew."""
         return self.continues_exactly or not self.deterministic
 
     def stops_of(self, request: GenerationRequest) -> StopTexts | None:

@@ -145,7 +145,7 @@ class SimulatedEngine(RolloutEngine):
         return rest if request.continues is None else request.continues.followed_by(rest)
 
     def _admit(self) -> None:
-        """Give free slots to those that wait, in order."""
+        """Assign free slots to those that wait, in order."""
         while self._waiting and len(self._running) < self.slots:
             sequence = next(iter(self._waiting))
             del self._waiting[sequence]
