@@ -39,7 +39,7 @@ async def test_responses_are_keyed_by_the_sample():
 
 
 async def test_a_response_that_was_begun_elsewhere_takes_the_time_of_its_rest():
-    first, second = simulated(1, tokens=40, token_s=0.005), simulated(1, tokens=40, token_s=0.005)
+    first, second = simulated(1, tokens=40, token_s=0.03), simulated(1, tokens=40, token_s=0.03)
     for step, engine in enumerate((first, second)):
         await engine.load(Version(0, step), {})
     whole = await first.generate(request(1))
@@ -56,7 +56,7 @@ async def test_a_response_that_was_begun_elsewhere_takes_the_time_of_its_rest():
 
 
 async def test_what_runs_stands_still_while_weights_are_loaded_and_goes_on_under_them():
-    engine = simulated(4, token_s=0.005, load_s=0.2)
+    engine = simulated(4, token_s=0.02, load_s=0.2)
     await engine.load(Version(0, 0), {})
     whole = await engine.generate(request(1))
     began = time.monotonic()
@@ -64,7 +64,7 @@ async def test_what_runs_stands_still_while_weights_are_loaded_and_goes_on_under
     await asyncio.sleep(0.1)
     await engine.load(Version(0, 1), {})
     mixed = await running
-    assert time.monotonic() - began >= 64 * 0.005 + 0.2
+    assert time.monotonic() - began >= 64 * 0.02 + 0.2
     assert np.array_equal(mixed.ids, whole.ids)
     old = int((mixed.versions == Version(0, 0).packed).sum())
     assert 0 < old < 64

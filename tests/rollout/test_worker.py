@@ -220,11 +220,11 @@ async def test_leaving_gives_back_what_is_not_generated(world):
 
 
 async def test_what_runs_when_an_instance_leaves_is_continued_by_the_next(world):
-    slow = await world.rollout("slow", token_s=0.02)
+    slow = await world.rollout("slow", token_s=0.5)
     await world.publish(0)
     await world.put(range(2), step=1, oldest=0)
     await until(lambda: slow.instance.running == 8, "sequences")
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.6)
     await slow.leave()
     handed_on = slow.worker.status()["tokens_generated"]
     assert handed_on >= 8
@@ -269,11 +269,11 @@ def leased(*, purpose, there):
 
 
 async def test_what_other_weights_began_is_made_anew(world):
-    slow = await world.rollout("slow", token_s=0.02, swap_at="sequence")
+    slow = await world.rollout("slow", token_s=0.5, swap_at="sequence")
     await world.publish(0)
     await world.put(range(2), step=1, oldest=0, newest=9)
     await until(lambda: slow.instance.running == 8, "sequences")
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.6)
     await slow.leave()
     await world.publish(1)
     world.catalogue.leave("slow")
@@ -315,15 +315,15 @@ async def test_token_swaps_also_while_there_is_more_work_than_room(world):
 
 
 async def test_token_goes_on_under_newer_weights_and_continues_what_others_began(world):
-    first = await world.rollout("first", token_s=0.05, swap_at="token")
+    first = await world.rollout("first", token_s=0.5, swap_at="token")
     await world.publish(0)
     await world.put(range(2), step=1, oldest=0, newest=9)
     await until(lambda: first.instance.running == 8, "sequences")
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.6)
     await world.publish(1)
     await until(lambda: first.instance.current == Version(0, 1), "the swap")
     assert first.instance.running == 8
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.6)
     await first.leave()
     await world.publish(2)
     second = await world.rollout("second", swap_at="token")

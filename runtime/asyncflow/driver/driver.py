@@ -401,6 +401,8 @@ class Driver:
         """Look into the step that is being made."""
         while True:
             self._step_progress = await self._step_watch.look()
+            if self.progress.done >= self.progress.steps and self.lives.closed is None:
+                self.lives.closed = clock.now()
             await asyncio.sleep(STEP_WATCH_S)
 
     async def _log_progress(self) -> None:
