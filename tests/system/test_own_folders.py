@@ -97,16 +97,16 @@ def test_what_a_rollout_holds_that_is_told_to_end_comes_back_at_once(tmp_path: P
 
 
 def test_sequences_are_carried_over_and_handed_on_and_each_sample_counts_once(tmp_path: Path) -> None:
-    slowly = "rollout.engine={name: simulated, slots: 8, options: {token_s: 0.05}}"
+    slowly = "rollout.engine={name: simulated, slots: 8, options: {token_s: 0.1}}"
     carried = ["schedule.swapAt=token", "schedule.maxStaleness=2"]
-    with job(tmp_path, slowly, *carried, "algorithm.steps=12") as made:
+    with job(tmp_path, slowly, *carried, "algorithm.steps=10") as made:
         made.until_step(2)
         assert made.pods["rollout-0"].end(signal.SIGTERM, within_s=30) == TOLD_TO_END
         made.start("rollout-0")
         made.until_step(5)
         made.kill("rollout-1")
         assert set(made.finish(within_s=120).values()) == {0}, made.logs()
-        exactly_once(made, steps=12)
+        exactly_once(made, steps=10)
         assert "the instance leaves" in returned(made)
         assert re.search(r"[1-9]\d* are handed on unfinished", made.pods["rollout-0"].log.read_text())
     lines = [json.loads(line) for line in (made.pods["driver-0"].folder / "metrics.jsonl").read_text().splitlines()]
