@@ -103,8 +103,10 @@ def test_sequences_are_carried_over_and_handed_on_and_each_sample_counts_once(tm
         made.until_step(2)
         assert made.pods["rollout-0"].end(signal.SIGTERM, within_s=30) == TOLD_TO_END
         made.start("rollout-0")
-        made.until_step(5)
+        made.until_step(4)
         made.kill("rollout-1")
+        made.until_step(6)
+        made.kill("trainer-0", "trainer-1", keep="trainer-0")
         assert set(made.finish(within_s=120).values()) == {0}, made.logs()
         exactly_once(made, steps=10)
         assert "the instance leaves" in returned(made)
