@@ -59,7 +59,7 @@ faults: $(STAMP)
 # Rollouts of long responses are told to end 100 times: what they have begun is continued by others.
 drains: $(STAMP)
 	$(BIN)/python benchmarks/faults.py examples/counting.yaml --kills 100 --seed 1 --roles drain --pause 0.5 2 --output runs/drains \
-		--set schedule.swapAt=token --set schedule.maxStaleness=2 --set algorithm.steps=80 --set evaluation=null --set sampling.maxTokens=200 \
+		--set schedule.swapAt=token --set schedule.maxStaleness=2 --set evaluation=null --set sampling.maxTokens=200 \
 		--set 'rollout.engine={name: simulated, slots: 16, options: {token_s: 0.02, tokens: 60, sigma: 0.8}}'
 
 # A queue that stands alone: its servers, producers, consumers and trainer are killed and stopped, 200 times.

@@ -219,11 +219,17 @@ async def test_leaving_gives_back_what_is_not_generated(world):
     assert {row.meta.key for row in rows} == {(s, j) for s in range(4) for j in range(4)}
 
 
-async def test_what_runs_when_an_instance_leaves_is_continued_by_the_next(world):
-    slow = await world.rollout("slow", token_s=0.5)
+async def at_work(world, *, newest=0, **options):
+    """Return a rollout that generates eight sequences under θ_0."""
+    rollout = await world.rollout("slow", **options)
     await world.publish(0)
-    await world.put(range(2), step=1, oldest=0)
-    await until(lambda: slow.instance.running == 8, "sequences")
+    await world.put(range(2), step=1, oldest=0, newest=newest)
+    await until(lambda: rollout.instance.running == 8, "sequences")
+    return rollout
+
+
+async def test_what_runs_when_an_instance_leaves_is_continued_by_the_next(world):
+    slow = await at_work(world, token_s=0.5)
     await asyncio.sleep(0.6)
     await slow.leave()
     handed_on = slow.worker.status()["tokens_generated"]
@@ -269,10 +275,7 @@ def leased(*, purpose, there):
 
 
 async def test_what_other_weights_began_is_made_anew(world):
-    slow = await world.rollout("slow", token_s=0.5, swap_at="sequence")
-    await world.publish(0)
-    await world.put(range(2), step=1, oldest=0, newest=9)
-    await until(lambda: slow.instance.running == 8, "sequences")
+    slow = await at_work(world, newest=9, token_s=0.5, swap_at="sequence")
     await asyncio.sleep(0.6)
     await slow.leave()
     await world.publish(1)
@@ -315,10 +318,7 @@ async def test_token_swaps_also_while_there_is_more_work_than_room(world):
 
 
 async def test_token_goes_on_under_newer_weights_and_continues_what_others_began(world):
-    first = await world.rollout("first", token_s=0.5, swap_at="token")
-    await world.publish(0)
-    await world.put(range(2), step=1, oldest=0, newest=9)
-    await until(lambda: first.instance.running == 8, "sequences")
+    first = await at_work(world, newest=9, token_s=0.5, swap_at="token")
     await asyncio.sleep(0.6)
     await world.publish(1)
     await until(lambda: first.instance.current == Version(0, 1), "the swap")
@@ -336,10 +336,7 @@ async def test_token_goes_on_under_newer_weights_and_continues_what_others_began
 
 
 async def test_rows_taken_over_by_another_are_dropped_without_a_word(world):
-    slow = await world.rollout("slow", token_s=60.0)
-    await world.publish(0)
-    await world.put(range(2), step=1, oldest=0)
-    await until(lambda: slow.instance.running == 8, "sequences")
+    await at_work(world, token_s=60.0)
     await world.rollout("fast")
     await world.queue.expire(worker="slow", timeout=10)
     rows, _ = await world.made(8)

@@ -132,7 +132,7 @@ class RunProgress:
         return self.at("driver started") or self.now
 
     def catch_up(self, step: int, *, attempt: int) -> None:
-        """Take over from the ledger that ``step`` was made by trainer ``attempt``.
+        """Take over from the ledger that ``step`` was made by trainer ``attempt``, where no line says so.
 
         The figures of steps that have no line are not known any more.
         """

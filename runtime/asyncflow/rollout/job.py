@@ -19,7 +19,7 @@ from asyncflow.flow.schedule import VersionWindow
 from asyncflow.identity import Version
 from asyncflow.queue.protocol.messages import TOKENS_TAG, LeasedRow, Tag
 from asyncflow.rewards.wire import Example, RewardResult
-from asyncflow.rollout.engines.base import Completion, GenerationRequest
+from asyncflow.rollout.engines.base import NOTHING, Completion, GenerationRequest
 from asyncflow.rollout.sampling import purpose_seed
 from asyncflow.rpc.columns import Jagged
 
@@ -71,7 +71,7 @@ class Job:
     row: LeasedRow
     prompt_ids: tuple[int, ...] = ()
     prompt: Prompt | None = None
-    begun: Completion | None = None
+    begun: Completion = NOTHING
     generated: bool = False
     gone: bool = False
     task: asyncio.Task[None] | None = field(default=None, repr=False)
@@ -105,12 +105,10 @@ class Job:
         What was begun is continued by the weights that began it, in training rows also by newer ones where responses
         may mix versions, and else made anew.
         """
-        meta, begun = self.row.meta, self.begun
+        meta, versions = self.row.meta, self.begun.versions
         max_tokens = int(meta.tags.get("max_tokens", settings.max_tokens))
-        if begun is not None:
-            mixes, versions = settings.mixes and self.purpose == "train", begun.versions
-            fits = (versions <= loaded.packed).all() if mixes else (versions == loaded.packed).all()
-            begun = begun if continues and fits and len(begun) < max_tokens else None
+        mixes = settings.mixes and self.purpose == "train"
+        fits = (versions <= loaded.packed).all() if mixes else (versions == loaded.packed).all()
         return GenerationRequest(
             key=meta.key,
             prompt_ids=self.prompt_ids,
@@ -120,7 +118,7 @@ class Job:
             stop_texts=settings.stop_texts,
             seed=purpose_seed(settings.seed, meta.purpose),
             purpose=meta.purpose,
-            continues=begun,
+            continues=self.begun if continues and fits and len(versions) < max_tokens else NOTHING,
         )
 
     def example(self, response: str) -> Example:

@@ -26,7 +26,7 @@ from asyncflow.errors import AsyncFlowError, Refused
 from asyncflow.flow.instance import Ask, Instance, Purpose
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow
-from asyncflow.rollout.engines.base import Completion
+from asyncflow.rollout.engines.base import NOTHING, Completion
 from asyncflow.rollout.job import (
     INPUTS,
     RESPONSE,
@@ -247,7 +247,7 @@ class InFlightTable:
                 self.lost += 1
                 self.forget(job)
 
-    async def give_back(self, jobs: Iterable[Job], *, reason: str, begun: Completion | None = None) -> None:
+    async def give_back(self, jobs: Iterable[Job], *, reason: str, begun: Completion = NOTHING) -> None:
         """Return rows of which nothing is delivered to the queue, so that others may claim them.
 
         begun: the beginning of the response to the only one, from which the next holder goes on.
@@ -258,7 +258,7 @@ class InFlightTable:
         if not held:
             return
         rows = [job.row for job in held]
-        if begun is not None and len(begun):
+        if len(begun):
             try:
                 columns, half_s = response_columns([begun]), self._settings.call_s / 2
                 await self._queue.give_back(rows, reason=reason, columns=columns, timeout=half_s)

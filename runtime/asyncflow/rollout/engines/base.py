@@ -79,6 +79,12 @@ class Completion:
         )
 
 
+NOTHING = Completion(
+    ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), versions=np.empty(0, np.int64), finish="aborted"
+)
+"""Response of which there is nothing yet."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
     """One response that is wanted.
@@ -98,12 +104,12 @@ class GenerationRequest:
     stop_texts: tuple[str, ...] = ()
     seed: int = 0
     purpose: str = "train"
-    continues: Completion | None = None
+    continues: Completion = NOTHING
 
     @property
     def begun(self) -> int:
         """Tokens of the response that are there already."""
-        return 0 if self.continues is None else len(self.continues)
+        return len(self.continues)
 
     def check(self, *, max_length: int) -> None:
         """Raise ManifestError for what no engine can do, NotYetError for a truncated distribution."""

@@ -79,10 +79,9 @@ class Sequence:
         self._stops = stops
         self.aborted = False
         self.finish: Finish | None = None
-        begun = request.continues
-        self._ids: list[int] = [] if begun is None else begun.ids.tolist()
-        self._logprobs: list[float] = [] if begun is None else begun.logprobs.tolist()
-        self._versions: list[int] = [] if begun is None else begun.versions.tolist()
+        self._ids: list[int] = request.continues.ids.tolist()
+        self._logprobs: list[float] = request.continues.logprobs.tolist()
+        self._versions: list[int] = request.continues.versions.tolist()
 
     @property
     def made(self) -> int:
@@ -196,7 +195,7 @@ class DecodeBatch:
             self._place(slot, sequence)
 
     def _place(self, slot: int, sequence: Sequence) -> None:
-        """Have the model read what there is of a sequence: at once where other weights made some of it."""
+        """Read what there is of a sequence into its slot: at once where other weights made some of it."""
         assert self._version is not None
         prompt_ids, there = sequence.request.prompt_ids, sequence.ids_of_others(self._version.packed)
         if there:

@@ -141,8 +141,7 @@ class SimulatedEngine(RolloutEngine):
         if sequence.aborted.is_set() and (made := sequence.tokens(time.monotonic())) < left:
             left, finish = made, "aborted"
         self._tokens[request.purpose] += left
-        rest = self._made_up(request, left, sequence.marks, finish)
-        return rest if request.continues is None else request.continues.followed_by(rest)
+        return request.continues.followed_by(self._made_up(request, left, sequence.marks, finish))
 
     def _admit(self) -> None:
         """Assign free slots to those that wait, in order."""

@@ -346,7 +346,7 @@ def _asked(open_: _Open) -> dict[str, Any]:
     vLLM draws the rest with random numbers of its own, which are a function of where it begins.
     """
     request = open_.request
-    there = [] if request.continues is None else request.continues.ids.tolist()
+    there = request.continues.ids.tolist()
     sampling = {
         "max_tokens": request.max_tokens - len(there),
         "temperature": request.temperature,
@@ -374,7 +374,7 @@ def _completion(choice: Mapping[str, Any], open_: _Open, stops: StopTexts | None
         raise AsyncFlowError(f"vLLM's answer is not whole: {said}", where="rollout.engine")
     begun = open_.request.continues
     if stops is not None:
-        there = [] if begun is None else begun.ids.tolist()
+        there = begun.ids.tolist()
         ends = (end for end in range(1, len(ids) + 1) if stops.met([*there, *ids[:end]]))
         if (end := next(ends, None)) is not None:
             ids, finish = ids[:end], "stop"
@@ -384,7 +384,7 @@ def _completion(choice: Mapping[str, Any], open_: _Open, stops: StopTexts | None
         versions=_versions(len(ids), choice.get("weight_versions") if spans else None, open_.marks),
         finish=finish,
     )
-    return made if begun is None else begun.followed_by(made)
+    return begun.followed_by(made)
 
 
 def _versions(
