@@ -45,8 +45,8 @@ _MOST_RUNNING = 2
 """Calls of a peer that are under way from which on no more begin until it has read what it was sent."""
 _IDLE_S = 60.0
 """Seconds without a message after which a peer may have to make room; it connects again when it next calls."""
-_TLS_BUFFER = 128 << 10
-"""Bytes that asyncio keeps for each connection over TLS, in place of 256 KiB; uvloop has a size of its own."""
+_TLS_BUFFER = 48 << 10
+"""Bytes that asyncio keeps for each connection over TLS: three records, in place of 256 KiB; uvloop sizes its own."""
 
 
 class Caller(Connection):

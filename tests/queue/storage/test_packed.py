@@ -17,7 +17,10 @@ from asyncflow.rpc.retry import delays
 
 
 class Flaky(Store):
-    """A dict. faults: outcomes of which some come instead of what was asked; what is written then may be there."""
+    """A dict. faults: outcomes of which some come instead of what was asked; what is written then may be there.
+
+    No read of a key fails so often that it is to be given up.
+    """
 
     most_keys = 5
     most_bytes = 600
@@ -26,7 +29,7 @@ class Flaky(Store):
         self.rng, self.faults = rng, faults
         self.values = {}
         self.room = 10**9
-        self.ever = Counter()
+        self.ever, self.failed = Counter(), Counter()
         self.closed = False
 
     async def open(self):
@@ -53,7 +56,9 @@ class Flaky(Store):
 
     def _read(self, key, place):
         if (fault := self._fault()) is not None:
-            return fault
+            self.failed[key] += fault is Outcome.FAILED
+            if self.failed[key] % packed.TRIES or fault is not Outcome.FAILED:
+                return fault
         value = self.values.get(key)
         if value is None or len(value) != len(place):
             return Outcome.LOST
