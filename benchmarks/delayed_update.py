@@ -32,11 +32,11 @@ from asyncflow.api.names import HOST_ENV
 from asyncflow.commands.preflight import runnable_job
 from asyncflow.durable import write_whole
 from asyncflow.local.folder import RunFolder
+from asyncflow.local.issuer import Issuer
 from asyncflow.local.lifecycle import LocalReplica
 from asyncflow.local.placement import Launch, launcher, replicas_of
 from asyncflow.local.supervisor import Limits, RunOutcome, Supervisor
 from asyncflow.plan.job import plan
-from asyncflow.rpc.issuer import Issuer
 
 HERE = Path(__file__).parent
 DRIVER = f"tcp://{CORE_ADDRESS}:20001"

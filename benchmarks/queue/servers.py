@@ -24,13 +24,13 @@ import environment
 from asyncflow.api.load import load
 from asyncflow.api.names import HOST_ENV, INSECURE_ENV, TLS_ENV
 from asyncflow.api.queue import TransferQueue
+from asyncflow.local.issuer import Issuer
 from asyncflow.local.placement import PortReservation
 from asyncflow.plan.queue import queue_roles
 from asyncflow.queue.blocking import BlockingQueue, connect
 from asyncflow.queue.ledger.audit import audit_ledger, merge_audits, replica_ledger
 from asyncflow.queue.protocol.messages import AuditReport
 from asyncflow.rpc.addresses import address_of, new_server
-from asyncflow.rpc.issuer import Issuer
 from asyncflow.rpc.shm import SHARED_MEMORY_ENV
 from asyncflow.rpc.tls import Credentials
 

@@ -5,10 +5,10 @@ from asyncflow.api.job import RLJob
 from asyncflow.api.names import TLS_ENV, TOKEN_FILE_ENV
 from asyncflow.identity import ProcessIdentity
 from asyncflow.local.folder import RunFolder
+from asyncflow.local.issuer import Issuer
 from asyncflow.local.lifecycle import LocalReplica
 from asyncflow.local.placement import launcher, replicas_of
 from asyncflow.plan.job import plan
-from asyncflow.rpc.issuer import Issuer
 from asyncflow.rpc.tls import Credentials
 
 JOB = RLJob.model_validate(

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Gauge
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, Refused
+from asyncflow.local.issuer import Issuer
 from asyncflow.rpc import http
 from asyncflow.rpc.http import MAX_BODY, MAX_CONNECTIONS, MAX_LINE, Guard, HttpServer, role_routes
-from asyncflow.rpc.issuer import Issuer
 from asyncflow.telemetry.metrics import RolloutMetrics
 
 TOKEN = "s3cret"

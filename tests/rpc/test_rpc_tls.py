@@ -17,12 +17,12 @@ from msgspec import Struct
 
 from asyncflow.api.names import CLIENT, INSECURE_ENV
 from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
+from asyncflow.local.issuer import Issuer
 from asyncflow.rpc import framing, tls
 from asyncflow.rpc.access import ACCESS, Access, worker_name
 from asyncflow.rpc.addresses import host_and_port
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.directory import Directory
-from asyncflow.rpc.issuer import Issuer
 from asyncflow.rpc.membership import HEARTBEAT, REGISTER, Beat, Beaten, Member, Registered
 from asyncflow.rpc.server import RpcServer
 from asyncflow.rpc.shm import SHARED_MEMORY_ENV

@@ -22,9 +22,9 @@ from typing import Any
 
 from asyncflow.api.load import load, to_yaml
 from asyncflow.api.names import HOST_ENV, HTTP_PORT, TLS_ENV, TOKEN_FILE_ENV
+from asyncflow.local.issuer import Issuer
 from asyncflow.local.placement import PortReservation
 from asyncflow.plan.roles import DISRUPTED, Role
-from asyncflow.rpc.issuer import Issuer
 
 TOLD_TO_END = 128 + signal.SIGTERM
 

@@ -9,8 +9,8 @@ import pytest
 
 from asyncflow.errors import ManifestError, PeerLost, ProtocolError, RemoteError, StaleHandle
 from asyncflow.identity import Version
+from asyncflow.local.issuer import Issuer
 from asyncflow.rpc.client import RpcClient
-from asyncflow.rpc.issuer import Issuer
 from asyncflow.rpc.server import RpcServer
 from asyncflow.weights.host_transport import ChunkReply, ChunkRequest, HostTransport
 from asyncflow.weights.slices import Arena, Box

@@ -28,9 +28,9 @@ from asyncflow.api.placement import AUTO, PROFILES, Profile
 from asyncflow.api.workers import ON_CPU
 from asyncflow.errors import AsyncFlowError, ManifestError
 from asyncflow.local.folder import RunFolder
+from asyncflow.local.issuer import Issuer
 from asyncflow.local.lifecycle import LocalReplica
 from asyncflow.plan.roles import Role
-from asyncflow.rpc.issuer import Issuer
 
 _LOWEST = 15000
 _WITHOUT_RANGE = 32768

@@ -27,6 +27,7 @@ from asyncflow.api.names import CLIENT, OPERATOR, VIEWER
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, DiskError, RoleFailed
 from asyncflow.local import reaper
 from asyncflow.local.folder import Placed, Record, RoleLog, RunFolder, attempts_in_logs, load_record, open_log
+from asyncflow.local.issuer import Issuer
 from asyncflow.local.lifecycle import (
     CANNOT_START,
     WITHIN_S,
@@ -49,7 +50,6 @@ from asyncflow.plan.roles import Role
 from asyncflow.process import PARENT, adopt_orphans
 from asyncflow.rpc.addresses import address_of
 from asyncflow.rpc.framing import new_server
-from asyncflow.rpc.issuer import Issuer
 from asyncflow.telemetry.logs import setup_logging
 
 _log = logging.getLogger(__name__)

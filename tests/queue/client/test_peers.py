@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
+from asyncflow.local.issuer import Issuer
 from asyncflow.queue.blocking import BlockingQueue
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.peers import CONTROLLER, Peer, scatter, together
 from asyncflow.rpc.access import Access
-from asyncflow.rpc.issuer import Issuer
 from asyncflow.rpc.retry import retry_within
 from asyncflow.rpc.shm import SHARED_MEMORY_ENV
 

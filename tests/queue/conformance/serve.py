@@ -9,11 +9,11 @@ import sys
 import uuid
 from pathlib import Path
 
+from asyncflow.local.issuer import Issuer
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.storage.backend import Site
 from asyncflow.queue.storage.unit import StorageUnit, open_backend
 from asyncflow.rpc.framing import MAX_MESSAGE
-from asyncflow.rpc.issuer import Issuer
 
 
 async def serve(

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ProtocolError, Refused
+from asyncflow.local.issuer import Issuer
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.partition import Partition
 from asyncflow.queue.protocol import calls, unit_calls
@@ -27,7 +28,6 @@ from asyncflow.rpc import framing
 from asyncflow.rpc.addresses import address_of, host_and_port
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.columns import BatchHeader, encode_batch
-from asyncflow.rpc.issuer import Issuer
 from asyncflow.rpc.shm import SHARED_MEMORY_ENV
 
 LIMIT = 8 << 20

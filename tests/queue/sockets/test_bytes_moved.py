@@ -7,9 +7,9 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
+from asyncflow.local.issuer import Issuer
 from asyncflow.queue.client import QueueClient
 from asyncflow.rpc.columns import Jagged
-from asyncflow.rpc.issuer import Issuer
 
 P = "wide"
 MOST = 1.03

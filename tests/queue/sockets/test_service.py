@@ -7,9 +7,9 @@ import pytest
 
 from asyncflow.errors import Fenced, Refused, StaleHandle
 from asyncflow.identity import RowPlace
+from asyncflow.local.issuer import Issuer
 from asyncflow.queue.protocol.messages import Samples
 from asyncflow.rpc.columns import Jagged
-from asyncflow.rpc.issuer import Issuer
 from asyncflow.rpc.shm import SHARED_MEMORY_ENV
 
 P = "train"

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 from asyncflow.api.names import TLS_ENV  # noqa: E402
 from asyncflow.errors import DeadlineExceeded, Refused, StaleHandle  # noqa: E402
+from asyncflow.local.issuer import Issuer  # noqa: E402
 from asyncflow.queue.blocking import BlockingPartition, connect  # noqa: E402
 from asyncflow.queue.torch import QueueAddress, StreamingDataset  # noqa: E402
 from asyncflow.queue.values import encode  # noqa: E402
 from asyncflow.rpc.columns import Jagged  # noqa: E402
-from asyncflow.rpc.issuer import Issuer  # noqa: E402
 from asyncflow.rpc.shm import SHARED_MEMORY_ENV  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -6,9 +6,9 @@ import pytest
 
 from asyncflow.errors import ManifestError
 from asyncflow.identity import ProcessIdentity
+from asyncflow.local import issuer as module
+from asyncflow.local.issuer import Issuer
 from asyncflow.plan.certificates import PERIOD_S
-from asyncflow.rpc import issuer as module
-from asyncflow.rpc.issuer import Issuer
 from asyncflow.rpc.tls import Credentials
 
 
