@@ -21,10 +21,13 @@ from asyncflow.api.load import load
 
 QUICKSTART = Path("examples/quickstart.yaml")
 SYNC = ["schedule.update=sync", "schedule.maxStaleness=0"]
+STAGGERED = ["schedule.update=staggered", "schedule.stalenessThreshold=0.5"]
 VARIANTS = {
     "sync": (QUICKSTART, ["schedule.mode=sync", *SYNC]),
     "periodic": (QUICKSTART, ["schedule.mode=periodic", *SYNC]),
     "quickstart": (QUICKSTART, []),
+    "staggered": (QUICKSTART, [*STAGGERED, "schedule.swapAt=sequence"]),
+    "staggered token": (QUICKSTART, [*STAGGERED, "schedule.swapAt=token"]),
     **{f"verl {mode}": (Path(f"examples/verl/mode-{mode}.yaml"), []) for mode in range(1, 5)},
     "shuffled": (QUICKSTART, ["reward.shuffle=true"]),
 }

@@ -1,6 +1,7 @@
 """From a file, a stream and overrides to a job; not yet; files that a job names."""
 
 import io
+import itertools
 from pathlib import Path
 
 import pytest
@@ -106,8 +107,6 @@ def test_a_bad_override_is_refused_like_a_bad_file(override: str, reason: str) -
         ["algorithm.name=ppo"],
         ["algorithm.name=dapo"],
         ["algorithm.old=lagged", "schedule.mode=periodic"],
-        ["schedule.update=staggered"],
-        ["schedule.requireBatches=4"],
         ["reference={replicas: 1}", "algorithm.kl.coefficient=0.1"],
         ["critic={replicas: 1}"],
         ["reward.config={scale: 2}"],
@@ -149,10 +148,35 @@ def test_what_a_field_of_the_schedule_does_in_each_mode_is_as_the_guide_says() -
         assert (bounded.lag, bounded.ahead) == (4, 5)
         with pytest.raises(ManifestError, match="maxStaleness"):
             schedule(f"swapAt={swap_at}", "syncEvery=4", "maxStaleness=3")
-        assert [schedule(f"swapAt={swap_at}", f"requireBatches={count}").whole_steps for count in (0, 1)] == [
+        assert [schedule(f"swapAt={swap_at}", f"requireBatches={count}").whole_steps for count in (0, 1, 2)] == [
             False,
             True,
+            True,
         ]
+        assert schedule(f"swapAt={swap_at}", "update=staggered", "syncEvery=2", "maxStaleness=3").ahead == 4
+    with pytest.raises(ManifestError, match="all instances change together"):
+        schedule("update=staggered", "swapAt=quota")
+
+
+def test_so_many_batches_are_required_as_can_be_complete() -> None:
+    """Where a step k begins only when D_k to D_{k+n-1} are complete, all of these are out by then."""
+    for swap_at, every, batches, most, threshold in itertools.product(
+        ("quota", "token"), (1, 2, 3, 4), (2, 3, 4, 6), (1, 3, 4, 7), (0, 0.5, 1)
+    ):
+        fields = {"syncEvery": every, "maxStaleness": most, "stalenessThreshold": threshold, "swapAt": swap_at}
+        words = [f"{name}={value}" for name, value in fields.items()]
+        try:
+            ahead = schedule(*words).ahead
+        except ManifestError:
+            continue
+        starts = range(0, 60, batches)
+        needed = max(step + batches - step // every * every for step in starts)
+        try:
+            schedule(*words, f"requireBatches={batches}")
+        except ManifestError:
+            assert ahead < batches + every - 1
+        else:
+            assert needed <= ahead
 
 
 @pytest.mark.parametrize("mode", ["sync", "periodic"])

@@ -11,16 +11,21 @@ import pytest
 from queue_world import answer_all, claim_all, queue_of
 
 from asyncflow.api.load import load_job
+from asyncflow.driver import groups as module
 from asyncflow.driver.dispatch import PromptAssignment
 from asyncflow.driver.groups import FILTERED_ZERO_VARIANCE, TOO_FEW_REWARDS, AdvantageTask, GroupPolicy, RewardTally
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.errors import ManifestError
+from asyncflow.flow.schedule import Schedule
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, Samples, Slot
 from asyncflow.rpc.columns import Jagged
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
 SIZE = 4
+INPUTS = {"prompt_ids": np.int32, "task": np.uint8}
+AT_ONCE: dict[str, Any] = {"together": lambda step: [step], "complete": lambda _step: True}
+"""No step waits for another."""
 
 
 def policy(**changes: object) -> GroupPolicy:
@@ -71,7 +76,12 @@ async def test_of_a_group_the_trainer_sees_the_samples_that_have_a_reward(tmp_pa
     excluded: list[int] = []
     async with queue_of(spec, tmp_path) as (queue, _):
         groups = AdvantageTask(
-            queue=queue, policy=GroupPolicy.of(spec), rewards=tally, finished=lambda _: None, excluded=excluded.append
+            queue=queue,
+            policy=GroupPolicy.of(spec),
+            rewards=tally,
+            finished=lambda _: None,
+            excluded=excluded.append,
+            **AT_ONCE,
         )
         await queue.open_step(partition=TRAIN, step=1, groups=2, group_size=SIZE, timeout=10)
         keys = [(serial, sample) for serial in range(3) for sample in range(SIZE)]
@@ -115,6 +125,81 @@ async def test_of_a_group_the_trainer_sees_the_samples_that_have_a_reward(tmp_pa
     assert assignment.issue() is None
 
 
+async def test_what_is_decided_is_held_until_all_batches_that_are_required_are_complete(tmp_path: Path) -> None:
+    spec = load_job(
+        EXAMPLE,
+        [f"algorithm.groupSize={SIZE}", "algorithm.promptsPerStep=1", "algorithm.steps=3", "schedule.requireBatches=2"],
+    ).spec
+    assignment = PromptAssignment(prompts_per_step=1, steps=3)
+    async with queue_of(spec, tmp_path) as (queue, _):
+        groups = AdvantageTask(
+            queue=queue,
+            policy=GroupPolicy.of(spec),
+            rewards=RewardTally(needed=SIZE, keep=lambda totals: None),
+            finished=assignment.finish,
+            excluded=assignment.exclude,
+            together=Schedule.of(spec).together,
+            complete=assignment.complete,
+        )
+        work = asyncio.create_task(groups.run())
+
+        async def make(*steps: int) -> None:
+            """Have the sample groups of these steps made, and wait until it is decided what becomes of them."""
+            for _ in steps:
+                issued = assignment.issue()
+                assert issued is not None
+                serial, step = issued
+                await queue.open_step(partition=TRAIN, step=step, groups=1, group_size=SIZE, timeout=10)
+                cells = {name: Jagged.from_rows([[1]] * SIZE, kind) for name, kind in INPUTS.items()}
+                samples = Samples(serials=[serial], step=step)
+                await queue.put(TRAIN, cells, group_size=SIZE, samples=samples, timeout=10)
+            rows = await claim_all(queue, partition=TRAIN, rows=SIZE * len(steps))
+            assert all(await answer_all(queue, rows, [{"reward": float(row.meta.sample)} for row in rows]))
+            while not all(map(assignment.complete, steps)):
+                await asyncio.sleep(0.01)
+
+        async def ready() -> int:
+            return (await queue.stats(timeout=10)).ready["train/train"]
+
+        async with asyncio.timeout(20):
+            await make(1)
+            assert await ready() == 0
+            await make(2)
+            while await ready() != 2 * SIZE:
+                await asyncio.sleep(0.01)
+            await make(3)
+            while await ready() != 3 * SIZE:
+                await asyncio.sleep(0.01)
+        work.cancel()
+        await asyncio.wait([work])
+
+
+async def test_what_is_held_keeps_its_leases_and_what_has_lost_one_is_claimed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "DRIVER_LEASE_S", 0.03)
+    renewed = asyncio.Event()
+
+    class Queue(Finished):
+        async def renew(self, leases: list[str], *, timeout: float) -> list[str]:
+            assert leases == ["l0", "l1"]
+            renewed.set()
+            return ["l1"]
+
+    groups = groups_of(Queue(reward=0.0, varied=frozenset((0, 1)), groups=2), limit=2)
+    groups.together, groups.complete = lambda _step: [1, 2, 3], lambda step: step != 3
+    with pytest.raises(TimeoutError):
+        await groups.run()
+    assert {step: list(held) for step, held in groups._held.items()} == {1: [0], 2: [1]}
+    renewing = asyncio.create_task(groups.renew())
+    async with asyncio.timeout(10):
+        await renewed.wait()
+        while groups._held[1]:
+            await asyncio.sleep(0.001)
+    renewing.cancel()
+    assert list(groups._held[2]) == [1]
+
+
 async def _slot(queue: QueueClient, number: int) -> Slot:
     slot = await queue.slot(partition=TRAIN, attempt=0, step=1, slot=number, rank=0, tokens=1 << 20, timeout=10)
     assert slot is not None
@@ -129,6 +214,7 @@ async def test_where_nothing_may_take_a_groups_place_the_job_pauses(tmp_path: Pa
         rewards=tally,
         finished=lambda _: None,
         excluded=lambda _: None,
+        **AT_ONCE,
     )
     groups._exclude(7, TOO_FEW_REWARDS)
     assert "group 7 goes no further" in tally.paused
@@ -150,7 +236,8 @@ class Finished:
                 for sample, value in enumerate(values)
             ]
             yield [
-                LeasedRow(row=meta.sample, meta=meta, attempt=0, lease="l", until=1, unit=0, bytes={}) for meta in metas
+                LeasedRow(row=meta.sample, meta=meta, attempt=0, lease=f"l{serial}", until=1, unit=0, bytes={})
+                for meta in metas
             ]
 
     async def claim(self, **_: Any) -> SimpleNamespace:
@@ -175,6 +262,7 @@ def groups_of(queue: Finished, limit: int) -> AdvantageTask:
         rewards=tally,
         finished=lambda _: None,
         excluded=lambda _: None,
+        **AT_ONCE,
     )
 
 

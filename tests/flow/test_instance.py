@@ -151,6 +151,29 @@ def test_token_asks_for_evaluation_before_a_swap_however_full_it_is():
     assert instance.swap() == 7
 
 
+@pytest.mark.parametrize("swap_at", ["sequence", "token"])
+def test_staggered_it_goes_on_as_if_nothing_were_staged_until_it_has_its_turn(swap_at):
+    instance = at(4, swap_at=swap_at, staggered=True)
+    assert begin(instance, work("a", 3, newest=NEWEST)) == ["a"]
+    assert not instance.wants_turn
+    stage(instance, 6)
+    assert instance.wants_turn
+    assert instance.ask("train") == Ask(4, (), 3)
+    assert instance.ask("eval") == Ask(4, (), 1), "θ6 is not gone to for an evaluation either"
+    assert instance.swap() is None
+    assert begin(instance, work("b", 3, newest=NEWEST)) == ["b"]
+    instance.take_turn()
+    assert not instance.wants_turn
+    if swap_at == "sequence":
+        assert instance.ask("train") is None
+        instance.release("a")
+        instance.release("b")
+    assert instance.swap() == 6
+    instance.loaded(Version(0, 6))
+    stage(instance, 7)
+    assert instance.wants_turn == (swap_at == "token"), "with nothing to do it needs no turn"
+
+
 def test_rows_that_were_claimed_before_the_trainer_began_again_are_given_back():
     instance = at(7, swap_at="token")
     stage(instance, 5, attempt=1)
@@ -262,12 +285,19 @@ class World:
     swap_at: str
     rows: list[Work]
     slots: int
+    staggered: bool = False
     published: list[Version] = field(default_factory=list)
     memory: set[Version] = field(default_factory=set)
     began: dict[object, Version] = field(default_factory=dict)
     running: dict[object, Work] = field(default_factory=dict)
     done: set[object] = field(default_factory=set)
     floor: Version | None = None
+    has_turn: bool = False
+
+    def turn(self):
+        if self.instance.wants_turn:
+            self.instance.take_turn()
+            self.has_turn = True
 
     def tell(self):
         current = self.instance.current
@@ -339,7 +369,10 @@ class World:
         if version not in self.memory:
             return False
         assert version != self.instance.current
+        if self.staggered and self.running and version > self.instance.current:
+            assert self.has_turn
         self.instance.loaded(version)
+        self.has_turn = False
         return True
 
 
@@ -355,12 +388,13 @@ def worlds(draw):
         pinned = VersionWindow(k - 1, k - 1)
         rows += [Work(("e", k, i), "eval", pinned) for i in range(draw(st.integers(0, 3)))]
     slots = draw(st.integers(1, 5))
-    instance = Instance(swap_at=swap_at, slots=slots, ahead=2)
-    return World(instance, swap_at, draw(st.permutations(rows)), slots), steps
+    staggered = swap_at != "quota" and draw(st.booleans())
+    instance = Instance(swap_at=swap_at, slots=slots, ahead=2, staggered=staggered)
+    return World(instance, swap_at, draw(st.permutations(rows)), slots, staggered), steps
 
 
 @settings(max_examples=300, deadline=None)
-@given(worlds(), st.lists(st.tuples(st.integers(0, 7), st.integers(0, 99)), max_size=120))
+@given(worlds(), st.lists(st.tuples(st.integers(0, 8), st.integers(0, 99)), max_size=120))
 def test_any_order_of_events_keeps_the_invariants_and_everything_is_served(made, events):
     world, steps = made
     total = len(world.rows)
@@ -370,6 +404,7 @@ def test_any_order_of_events_keeps_the_invariants_and_everything_is_served(made,
         lambda: world.claim("eval"),
         world.admit,
         world.swap,
+        world.turn,
         lambda: world.publish() if len(world.published) < steps else None,
     ]
     for action, which in events:
@@ -383,7 +418,7 @@ def test_any_order_of_events_keeps_the_invariants_and_everything_is_served(made,
     for _ in range(60 + 20 * total):
         if len(world.done) == total:
             break
-        for act in (*actions[:5], lambda: world.finish(0)):
+        for act in (*actions[:6], lambda: world.finish(0)):
             world.tell()
             act()
     assert len(world.done) == total, (world.instance.current, world.rows, world.instance.held)

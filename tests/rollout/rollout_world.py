@@ -17,6 +17,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from asyncflow.data.base import Prompt
 from asyncflow.flow.instance import Instance
+from asyncflow.flow.stagger import Supply, Turns
 from asyncflow.identity import NEWEST, Version
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.queue.client import QueueClient
@@ -36,6 +37,7 @@ from asyncflow.weights.host_transport import HostTransport
 from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.sender import WeightSender
 from asyncflow.weights.service import CatalogueService
+from asyncflow.weights.turns import SwapTurns, TurnService
 
 MADE = ["response_ids", "logprobs", "versions", "reward"]
 VOCAB = 97
@@ -83,6 +85,9 @@ class World:
             await self.start_unit(index)
         self.driver = RpcServer(name="driver")
         self.catalogue = CatalogueService(self.driver)
+        self.turns = Turns(most=1)
+        supply = Supply(rates={}, need=0.0, ready=0, version_s=None)
+        TurnService(self.driver, turns=self.turns, supply=lambda: supply)
         self.driver_address = await self.driver.start()
         self.stack.push_async_callback(self.driver.close)
         self.queue = self.client("driver")
@@ -191,9 +196,10 @@ class World:
         model: Path | None = None,
         max_tokens: int = 12,
         merge: Callable[[Weights], Weights] | None = None,
+        staggered: bool = False,
         **options: Any,
     ) -> Rollout:
-        instance = Instance(swap_at=swap_at, slots=slots, ahead=2)
+        instance = Instance(swap_at=swap_at, slots=slots, ahead=2, staggered=staggered)
         queue = self.client(name)
         receiver = WeightReceiver(
             membership=self.link(name), worker=name, transport=HostTransport(name=name), want=wanted_by(instance)
@@ -227,6 +233,7 @@ class World:
             settings=settings,
             metrics=RolloutMetrics(),
             merge=merge,
+            turns=SwapTurns(membership=self.link(name), worker=name) if staggered else None,
         )
         running = asyncio.create_task(worker.run())
         rollout = Rollout(worker, receiver, instance, queue, running)

@@ -306,6 +306,28 @@ async def test_what_cannot_be_handed_on_is_given_back_all_the_same(world, monkey
     assert len((await world.made(8))[0]) == 8
 
 
+@pytest.mark.parametrize("swap_at", ["sequence", "token"])
+async def test_staggered_one_changes_weights_while_the_other_goes_on(world, swap_at):
+    """Both are at work when θ1 comes: one of them changes to it while the other begins more under θ0."""
+    await world.publish(0)
+    both = [await world.rollout(name, token_s=0.02, swap_at=swap_at, staggered=True) for name in ("r0", "r1")]
+    await world.put(range(40), step=1, oldest=0, newest=9)
+    await until(lambda: all(rollout.instance.running >= 8 for rollout in both), "sequences")
+    grant, found = world.turns.grant, []
+
+    def observed(*known, **when):
+        if granted := grant(*known, **when):
+            found.append((len(granted), sorted(rollout.instance.current.step for rollout in both)))
+        return granted
+
+    world.turns.grant = observed
+    await world.publish(1)
+    await until(lambda: all(rollout.instance.current == Version(0, 1) for rollout in both), "both swaps")
+    assert found == [(1, [0, 0]), (1, [0, 1])]
+    rows, columns = await world.made(160)
+    assert steps(rows, columns)[1] == {0, 1}
+
+
 async def test_token_swaps_also_while_there_is_more_work_than_room(world):
     busy = await world.rollout("busy", token_s=0.02, swap_at="token")
     await world.publish(0)

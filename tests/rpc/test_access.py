@@ -73,6 +73,8 @@ def test_a_rollout_claims_writes_and_pulls_and_no_more():
         "weights.manifest",
         "weights.held",
         "weights.dropped",
+        "weights.turn",
+        "weights.turned",
         "weights.fetch",
     }
 

@@ -144,8 +144,6 @@ _PLANNED: Final[Mapping[str, tuple[tuple[str, Callable[[Any], bool], str], ...]]
     "RLJob": (
         ("spec.algorithm.name", _one_of("ppo", "dapo", "pf-ppo", "dpo"), "grpo"),
         ("spec.algorithm.old", _one_of("lagged"), "behaviour or recompute"),
-        ("spec.schedule.update", _one_of("staggered"), "sync or delayed"),
-        ("spec.schedule.require_batches", lambda batches: batches > 1, "0 or 1"),
         ("spec.reference", bool, "nothing: the trainer computes the reference itself"),
         ("spec.critic", bool, "nothing"),
         ("spec.reward.config", bool, "nothing: a function is given response, prompt, answer and meta"),

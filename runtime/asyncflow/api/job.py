@@ -16,7 +16,7 @@ from asyncflow.api.durability import ElasticitySpec, FailurePolicySpec, LimitsSp
 from asyncflow.api.learning import AlgorithmSpec, DataSpec, EvaluationSpec, ModelSpec, RewardSpec, SamplingSpec
 from asyncflow.api.placement import AUTO, DriverSpec, SchedulingSpec, TemplateSpec
 from asyncflow.api.queue import LEAST_BYTES, QueueSpec
-from asyncflow.api.schedule import AHEAD_CEL, LAG_CEL, ScheduleSpec
+from asyncflow.api.schedule import AHEAD_CEL, LAG_CEL, STEPS_OUT_CEL, ScheduleSpec
 from asyncflow.api.status import JobStatus
 from asyncflow.api.weights import JobWeightsSpec, PublishedDtype
 from asyncflow.api.workers import AuxiliarySpec, RolloutSpec, TrainerSpec
@@ -200,6 +200,21 @@ class RLJobSpec(Spec):
             " : self.rollout.replicas > 0 ? self.rollout.replicas : 1)",
             why="minReplicas equals maxReplicas: there is nothing to scale",
             fix="Give rollout.minReplicas < rollout.maxReplicas",
+        ),
+        Rule(
+            reads=(
+                "schedule.require_batches",
+                "schedule.sync_every",
+                "schedule.swap_at",
+                "schedule.update",
+                "schedule.mode",
+                "schedule.max_staleness",
+                "schedule.staleness_threshold",
+            ),
+            ok=lambda job: job.schedule.require_batches <= 1 or job.schedule.steps_out <= job.schedule.ahead,
+            cel=f"self.schedule.requireBatches <= 1 || double({STEPS_OUT_CEL}) <= {AHEAD_CEL}",
+            why="so many batches are never complete: generation does not run so far ahead of the newest weights",
+            fix="Give fewer, of which syncEvery is a multiple, or a larger maxStaleness and stalenessThreshold",
         ),
         Rule(
             reads=("algorithm.old", "schedule.mode"),

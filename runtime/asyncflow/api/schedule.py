@@ -25,6 +25,13 @@ LAG_CEL = f"(self.schedule.swapAt == 'quota' ? ({_SYNC} ? 0 : 1) : {_STALENESS})
 AHEAD_CEL = f"(self.schedule.swapAt == 'quota' ? ({_SYNC} ? 1.0 : 2.0) : [double({_STALENESS}) + 1.0, {_CYCLE}].min())"
 """``ScheduleSpec.ahead`` of a job in CEL, where defaults that depend on other fields are not filled in."""
 
+STEPS_OUT_CEL = (
+    "(self.schedule.syncEvery % self.schedule.requireBatches == 0 ? self.schedule.syncEvery"
+    " : self.schedule.requireBatches % self.schedule.syncEvery == 0 ? self.schedule.requireBatches"
+    " : self.schedule.requireBatches + self.schedule.syncEvery - 1)"
+)
+"""``ScheduleSpec.steps_out`` of a job in CEL, where requireBatches is not 0."""
+
 
 def _usual_update(fields: dict[str, Any]) -> Update:
     return "delayed" if fields["mode"] == "async" else "sync"
@@ -47,7 +54,8 @@ class ScheduleSpec(Spec):
     ``async``: generation never waits for training."""
     update: Update = Field(default_factory=_usual_update)
     """Way that new weights reach rollouts. ``sync``: all wait. ``delayed``: received while generating, one step behind.
-    ``staggered``: some instances at a time. Absent: delayed in mode async, else sync."""
+    ``staggered``: the same, but only as many instances change weights at once as the supply of samples allows. Absent:
+    delayed in mode async, else sync."""
     swap_at: SwapAt = "quota"
     """Point where an instance changes weights: when its share of the step is done, between sequences, or between tokens
     (verl: ``partial_rollout``)."""
@@ -63,7 +71,7 @@ class ScheduleSpec(Spec):
     swapAt sequence and token; quota admits whole steps."""
     require_batches: Annotated[int, Field(ge=0, le=1000)] = 0
     """Batches that must be complete before training begins (verl: ``require_batches``): 0 streams micro-batches,
-    1 waits for the whole D_k."""
+    1 waits for the whole D_k, n for that of n steps, which are then trained one after another."""
     max_inflight: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     """Most prompts in flight, over all rollouts (AReaL: ``max_concurrent``). Absent: no bound beside staleness."""
     deterministic: bool = False
@@ -83,9 +91,17 @@ class ScheduleSpec(Spec):
         return steps if self.swap_at == "quota" else min(steps, (1 + self.staleness_threshold) * self.sync_every)
 
     @property
+    def steps_out(self) -> int:
+        """Optimizer steps beyond the newest published version whose prompts must be out, if training is to begin."""
+        batches, cycle = max(1, self.require_batches), self.sync_every
+        if cycle % batches == 0:
+            return cycle
+        return batches if batches % cycle == 0 else batches + cycle - 1
+
+    @property
     def whole_steps(self) -> bool:
         """True where training waits for all of D_k, in the order of keys, instead of streaming."""
-        return self.mode == "sync" or self.require_batches == 1 or self.deterministic
+        return self.mode == "sync" or self.require_batches > 0 or self.deterministic
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -139,5 +155,12 @@ class ScheduleSpec(Spec):
             cel="self.mode != 'periodic' || self.requireBatches == 0",
             why="the mode periodic is to train samples as they arrive",
             fix="Give requireBatches: 0, or mode: sync",
+        ),
+        Rule(
+            reads=("update", "swap_at"),
+            ok=lambda schedule: schedule.update != "staggered" or schedule.swap_at != "quota",
+            cel="!has(self.update) || self.update != 'staggered' || self.swapAt != 'quota'",
+            why="with quotas one version generates a whole step, and all instances change together",
+            fix="Give swapAt: sequence or token, or update: delayed",
         ),
     )

@@ -50,19 +50,16 @@ _LOGGED = frozenset(10**power for power in range(8))
 
 @dataclass(kw_only=True)
 class PromptAssignment:
-    """The assignment of prompts to steps; pure, rebuilt from the ledger by ``restore``.
-
-    running: prompts issued of which it is not decided yet what becomes of their groups.
-    """
+    """The assignment of prompts to steps; pure, rebuilt from the ledger by ``restore``."""
 
     prompts_per_step: int
     steps: int
     next_serial: int = 0
-    running: int = 0
     _step_of: dict[int, int] = field(default_factory=dict)
     _counted: Counter[int] = field(default_factory=Counter)
     _excluded: set[int] = field(default_factory=set)
     _finished: set[int] = field(default_factory=set)
+    _undecided: Counter[int] = field(default_factory=Counter)
     _missing: list[int] = field(default_factory=list)
     _lowest: int = 1
 
@@ -74,7 +71,7 @@ class PromptAssignment:
             return None
         serial = self._missing.pop(0) if self._missing else self.next_serial
         self.note(serial=serial, step=self._lowest)
-        self.running += 1
+        self._undecided[self._lowest] += 1
         return serial, self._step_of[serial]
 
     def note(self, *, serial: int, step: int) -> None:
@@ -95,7 +92,8 @@ class PromptAssignment:
         """Record that the group was generated, and that it is decided what becomes of it; again changes nothing."""
         if serial not in self._finished:
             self._finished.add(serial)
-            self.running = max(0, self.running - 1)
+            step = self._step_of[serial]
+            self._undecided[step] = max(0, self._undecided[step] - 1)
 
     def exclude(self, serial: int) -> None:
         """Record that the group was filtered or dropped: its step is short of a prompt again."""
@@ -117,7 +115,16 @@ class PromptAssignment:
             self._counted[step] -= state.excluded
         self.next_serial = snapshot.next_serial
         self._missing = sorted(snapshot.missing)
-        self.running = sum(map(_undecided, snapshot.steps.values()))
+        self._undecided = Counter({step: _undecided(state) for step, state in snapshot.steps.items()})
+
+    @property
+    def running(self) -> int:
+        """Prompts issued of which it is not decided yet what becomes of their groups."""
+        return self._undecided.total()
+
+    def complete(self, step: int) -> bool:
+        """Return whether the step has all its prompts, and what becomes of each group is decided."""
+        return self._counted[step] >= self.prompts_per_step and not self._undecided[step]
 
     @property
     def missing(self) -> Sequence[int]:

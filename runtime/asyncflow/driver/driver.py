@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import statistics
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -32,12 +33,13 @@ from asyncflow.driver.groups import AdvantageTask, GroupPolicy, RewardTally, Tot
 from asyncflow.driver.journal import LIVES, REWARDS, StateFile
 from asyncflow.driver.lives import Laps, Lives
 from asyncflow.driver.members import Members
-from asyncflow.driver.progress import RunProgress, StepWatch, line_of, log_progress
+from asyncflow.driver.progress import RECENT_STEPS, RunProgress, StepWatch, line_of, log_progress
 from asyncflow.driver.status import build_status, count_step, show, waiting_for
 from asyncflow.driver.tasks import EVAL, TRAIN
 from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
 from asyncflow.flow.admission import InFlight, admission_of
 from asyncflow.flow.schedule import Schedule
+from asyncflow.flow.stagger import Supply, Turns
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.rpc.directory import Directory
@@ -46,6 +48,7 @@ from asyncflow.telemetry.metrics import DriverMetrics
 from asyncflow.training.report import ReportReply, TrainReport
 from asyncflow.weights.catalogue import Catalogue
 from asyncflow.weights.service import CatalogueService
+from asyncflow.weights.turns import TurnService
 
 log = logging.getLogger(__name__)
 
@@ -166,6 +169,10 @@ class Driver:
         self.progress = RunProgress(folder, steps=spec.algorithm.steps, now=clock.now())
         self.assignment = PromptAssignment(prompts_per_step=spec.algorithm.prompts_per_step, steps=spec.algorithm.steps)
         self.weights = CatalogueService(server)
+        self._turns: TurnService | None = None
+        if spec.schedule.update == "staggered":
+            turns = self._turns = TurnService(server, turns=Turns(), supply=self._supply)
+            directory.on_leave.append(lambda member, _reason: turns.leave(member.incarnation))
         self.changes = ChangeSignal()
         done = self.progress.done >= self.progress.steps
         self.lives = Lives(
@@ -218,6 +225,8 @@ class Driver:
             rewards=self.rewards,
             finished=self._finished,
             excluded=self._exclude,
+            together=self.schedule.together,
+            complete=self.assignment.complete,
         )
         self.versions = Versions(
             catalogue=self.weights.catalogue,
@@ -263,6 +272,7 @@ class Driver:
             "dispatching": self._dispatcher.run,
             "replacing lost samples": self._dispatcher.replace_lost,
             "advantages": self._groups.run,
+            "holding groups": self._groups.renew,
             "the pulse": self._pulse,
             "progress": self._watch_step,
             "the log": self._log_progress,
@@ -394,6 +404,8 @@ class Driver:
                 self._full_at = self.progress.done
                 self.checkpoint()
             show(self.metrics, self.status(), stats=stats, members=self.members.counts)
+            if self._turns is not None:
+                self._turns.look()
             self.changes.notify()
             await asyncio.sleep(PULSE_S)
 
@@ -416,6 +428,15 @@ class Driver:
             published=newest,
             dispatched=self.assignment.dispatched,
             running=self.assignment.running,
+        )
+
+    def _supply(self) -> Supply:
+        steps, stats = self.progress.step_seconds()[-RECENT_STEPS:], self._stats
+        return Supply(
+            rates=self.members.sample_rates(),
+            need=self.progress.samples_needed(),
+            ready=stats.ready.get(f"{TRAIN}/train", 0) if stats is not None else 0,
+            version_s=statistics.fmean(steps) * self.schedule.sync_every if steps else None,
         )
 
     def _evaluated(self, result: EvaluationResult) -> None:

@@ -2,12 +2,14 @@
 
 The driver claims each finished group, decides which of its samples the trainer shall see, and writes ``advantage``.
 Everything it needs travels as tags with the claim, so no cell is fetched. The trainer never filters after a claim.
+Where several batches must be complete before training begins (``requireBatches``), what is decided is held until then.
 
 A sample without a reward is no sample: it is counted by why it has none, and never trained as if it had earned 0. Its
 group goes on with the others as long as these can be compared. When too many have none, the job pauses.
 
 Invariants: every sample that the rollouts finished is either given an advantage or dropped with a reason that is
-counted; a driver that takes over in the middle of a group decides as the one before would have; a job pauses once more
+counted; a driver that takes over in the middle of a group decides as the one before would have; no sample of a step is
+ready to be trained before all of the steps that are to be complete with it are; a job pauses once more
 than half of the samples that one step needs have failed, and more than half of those that were judged for it; a timeout
 to which the manifest gives 0 does not count for that; the totals go on over restarts of the driver, but for the last
 seconds of one that was killed.
@@ -15,12 +17,13 @@ seconds of one that was killed.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,7 +33,7 @@ from asyncflow.algorithms.advantages import AdvantageName, group_advantages, zer
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.status import RewardState
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
-from asyncflow.driver.tasks import TRAIN
+from asyncflow.driver.tasks import DRIVER_LEASE_S, TRAIN
 from asyncflow.errors import ManifestError
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow
@@ -194,11 +197,19 @@ class GroupPolicy:
         return None
 
 
+class DecidedGroup(NamedTuple):
+    """The samples of a group that the trainer shall see, and the advantage of each, float32[n]."""
+
+    rows: list[LeasedRow]
+    advantages: np.ndarray
+
+
 @dataclass(kw_only=True)
 class AdvantageTask:
     """Runs the advantage task.
 
-    finished: called with the serial of each group that was generated; excluded: of one that the trainer will not see.
+    finished: called with the serial of each group that was generated; excluded: of one that the trainer will not see;
+    together: returns the steps that must be complete before a step is trained; complete: whether a step is.
     filtered: groups of each step without variance, those that an earlier driver dropped included.
     """
 
@@ -207,7 +218,10 @@ class AdvantageTask:
     rewards: RewardTally
     finished: Callable[[int], None]
     excluded: Callable[[int], None]
+    together: Callable[[int], Sequence[int]]
+    complete: Callable[[int], bool]
     filtered: Counter[int] = field(default_factory=Counter)
+    _held: dict[int, dict[int, DecidedGroup]] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Serve the task for as long as the job lasts.
@@ -215,12 +229,40 @@ class AdvantageTask:
         Raises ManifestError when more groups of a step had no variance than the policy allows.
         """
         while True:
+            await self._release()
             claimed = await self.queue.claim(
                 partition=TRAIN, task="advantage", max_rows=1 << 20, max_groups=GROUPS_PER_CLAIM, timeout=CALL_TIMEOUT_S
             )
             by_serial = sorted(claimed.rows, key=lambda row: (row.meta.serial, row.meta.sample))
             for serial, group in groupby(by_serial, key=lambda row: row.meta.serial):
                 await self._decide(serial, list(group))
+
+    async def renew(self) -> None:
+        """Renew the leases of what is held, for ever; what was lost is claimed again by ``run``."""
+        while True:
+            await asyncio.sleep(DRIVER_LEASE_S / 3)
+            leases = {row.lease for groups in self._held.values() for group in groups.values() for row in group.rows}
+            if not leases:
+                continue
+            valid = set(await self.queue.renew(sorted(leases), timeout=DRIVER_LEASE_S / 3))
+            for groups in self._held.values():
+                lost = {row.lease for group in groups.values() for row in group.rows} & leases - valid
+                for serial in [one for one, group in groups.items() if any(row.lease in lost for row in group.rows)]:
+                    log.info("group %d is decided again: its lease has ended", serial)
+                    del groups[serial]
+
+    async def _release(self) -> None:
+        """Write the advantages of all steps of which enough are complete."""
+        for step in sorted(self._held):
+            together = self.together(step)
+            if len(together) > 1 and not all(map(self.complete, together)):
+                continue
+            for serial, group in list(self._held[step].items()):
+                cells = [group.advantages[i : i + 1] for i in range(len(group.rows))]
+                column = Jagged.from_rows(cells, np.float32)
+                await self.queue.complete(group.rows, {"advantage": column}, timeout=CALL_TIMEOUT_S)
+                self._held[step].pop(serial, None)
+            del self._held[step]
 
     async def _decide(self, serial: int, group: list[LeasedRow]) -> None:
         for row in group:
@@ -238,9 +280,8 @@ class AdvantageTask:
             if reason == FILTERED_ZERO_VARIANCE:
                 self._count_filtered(group[0].meta.step, reward=rewards[0])
             return
-        advantages = self.policy.advantages(serial, rewards)
-        column = Jagged.from_rows([advantages[i : i + 1] for i in range(len(kept))], np.float32)
-        await self.queue.complete(kept, {"advantage": column}, timeout=CALL_TIMEOUT_S)
+        decided = DecidedGroup(kept, self.policy.advantages(serial, rewards))
+        self._held.setdefault(group[0].meta.step, {})[serial] = decided
 
     async def _drop_failed(self, rows: list[LeasedRow]) -> None:
         for failure, alike in groupby(sorted(rows, key=failure_of), key=failure_of):

@@ -104,6 +104,14 @@ class Members:
         """Return what the members of a role reported in their last heartbeats."""
         return [self._directory.status(member.incarnation) for member in self._directory.members(role)]
 
+    def sample_rates(self) -> dict[str, float]:
+        """Return the samples a second that each rollout has made so far while it generated, by its worker id."""
+        return {
+            member.incarnation: int(status.get("delivered", 0)) / float(status["busy_s"])
+            for member in self._directory.members("rollout")
+            if float((status := self._directory.status(member.incarnation)).get("busy_s", 0.0)) > 0
+        }
+
     def rollouts(self, *, newest: int | None, lag: int) -> list[RolloutState]:
         """Return the state of each rollout; newest: step of the newest version; lag: how far behind is allowed."""
         return [

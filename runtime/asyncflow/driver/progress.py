@@ -203,6 +203,12 @@ class RunProgress:
         wall = sum(float(line["wall_s"]) for line in recent)
         return min(1.0, sum(float(line["wait_s"]) for line in recent) / wall) if wall else 0.0
 
+    def samples_needed(self) -> float | None:
+        """Return the samples a second that the trainer took in the recent steps while it did not wait; None before."""
+        recent = self.lines[-RECENT_STEPS:]
+        worked = sum(float(line["wall_s"]) - float(line["wait_s"]) for line in recent)
+        return sum(int(line["samples"]) for line in recent) / worked if worked > _LEAST_S else None
+
     def close(self) -> None:
         """Close the files."""
         self._metrics.close()

@@ -8,6 +8,8 @@ one: the rows of an instance that died.
 *sequence*: rows take any version that is new enough. As soon as a newer one is staged nothing is begun any more; what
 runs ends under the version it began with, then the instance swaps.
 *token*: as *sequence*, but training rows that run are carried over: they go on under the newer version, at once.
+*staggered*, with either of these: while other instances change weights, this one goes on as if nothing were staged,
+until it has its turn (``flow.stagger``), or has nothing to do.
 
 In all, a version is not left while its evaluation still has rows to claim, and rows of an evaluation that nobody
 served in time are claimed by an instance that has nothing else to do (sequence: by any), which goes back for them.
@@ -52,12 +54,17 @@ class Instance:
     """The decisions of one instance; the caller tells what happened and then asks what to do.
 
     slots: sequences that the engine runs at once; ahead: how many more may be begun, so that a slot that becomes free
-    finds the next one waiting; eval_share: the share of the slots that evaluation may take from training.
+    finds the next one waiting; eval_share: the share of the slots that evaluation may take from training; staggered:
+    whether it leaves a version for a newer one only when it has its turn (``has_turn``).
     """
 
-    def __init__(self, *, swap_at: SwapAt, slots: int, ahead: int = 0, eval_share: float = 0.25) -> None:
+    def __init__(
+        self, *, swap_at: SwapAt, slots: int, ahead: int = 0, eval_share: float = 0.25, staggered: bool = False
+    ) -> None:
         self._back = swap_at == "quota"
         self._carries = swap_at == "token"
+        self.has_turn = not staggered
+        self._staggered = staggered
         self._slots = slots
         self._capacity = slots + ahead
         self._eval_slots = max(1, int(slots * eval_share))
@@ -82,6 +89,15 @@ class Instance:
         """Rows leased and not begun."""
         return len(self._held)
 
+    @property
+    def wants_turn(self) -> bool:
+        """True while it generates with one version, a newer one is staged, and it has no turn to change to that."""
+        return self._newer_staged() and not self._forward()
+
+    def take_turn(self) -> None:
+        """Take in that it may change to what is staged."""
+        self.has_turn = True
+
     def know(self, *, staged: Version | None, in_memory: Iterable[int], available: Iterable[int]) -> None:
         """Take in what can be loaded: the newest version staged, the steps in host memory, and those to be had."""
         self._staged = staged
@@ -95,6 +111,7 @@ class Instance:
         self.current = version
         self._newest = version if self._newest is None else max(self._newest, version)
         self._eval_dry = False
+        self.has_turn = not self._staggered
 
     def take(self, works: Iterable[Work]) -> list[Work]:
         """Hold rows that a claim gave, not ready yet; gives those that this instance will never serve."""
@@ -226,11 +243,17 @@ class Instance:
         """Return the steps that are here, and older ones that can be had; newer than any loaded come by themselves."""
         assert self._newest is not None
         newest = self._newest.step
-        return self._in_memory | {step for step in self._available if step <= newest}
+        older = frozenset(step for step in self._available if step <= newest)
+        return older if self.wants_turn else self._in_memory | older
 
-    def _forward(self) -> bool:
+    def _newer_staged(self) -> bool:
         """Return whether a version newer than the loaded one is staged."""
         return self._staged is not None and (self.current is None or self._staged > self.current)
+
+    def _forward(self) -> bool:
+        """Return whether it leaves the loaded version for a newer one that is staged."""
+        free = self.has_turn or self.current is None or self._behind() or not self._all()
+        return free and self._newer_staged()
 
     def _ahead(self, step: int) -> bool:
         """Return whether version ``step`` is the one staged, and none newer was loaded."""

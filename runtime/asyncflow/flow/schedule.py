@@ -30,14 +30,15 @@ class Schedule:
     """Steps, versions and evaluations of one job.
 
     steps: optimizer steps in all. lag: η, in optimizer steps. exact: only the oldest version of the window may
-    generate. sync_every: a version is published after so many steps. eval_every: evaluate each so many steps; 0 = first
-    and last.
+    generate. sync_every: a version is published after so many steps. require_batches: so many steps are complete before
+    the first of them is trained. eval_every: evaluate each so many steps; 0 = first and last.
     """
 
     steps: int
     lag: int
     exact: bool
     sync_every: int = 1
+    require_batches: int = 1
     eval_every: int = 0
 
     @classmethod
@@ -48,6 +49,7 @@ class Schedule:
             lag=spec.schedule.lag,
             exact=spec.schedule.swap_at == "quota",
             sync_every=spec.schedule.sync_every,
+            require_batches=max(1, spec.schedule.require_batches),
             eval_every=spec.evaluation.every if spec.evaluation else 0,
         )
 
@@ -55,6 +57,11 @@ class Schedule:
         """Return the versions that may generate D_step; the oldest is the first published one that keeps the lag."""
         oldest = -(-max(0, step - 1 - self.lag) // self.sync_every) * self.sync_every
         return VersionWindow(oldest, oldest if self.exact else NEWEST)
+
+    def together(self, step: int) -> range:
+        """Return the steps of which all samples are there before the first of them is trained, ``step`` among them."""
+        first = step - (step - 1) % self.require_batches
+        return range(first, min(first + self.require_batches, self.steps + 1))
 
     def publishes(self, step: int) -> bool:
         """Return whether θ_step is published."""

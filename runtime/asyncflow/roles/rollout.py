@@ -25,6 +25,7 @@ from asyncflow.telemetry.metrics import RolloutMetrics
 from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.transfer import TransferRecord
 from asyncflow.weights.transport import open_transport
+from asyncflow.weights.turns import SwapTurns
 
 _EXACT, _ROUNDED = 1e-3, 0.25
 """Most by which an engine's log-probs may differ on average from the trainer's for the same weights, in float32 and in
@@ -62,7 +63,13 @@ async def serve(context: JobContext) -> None:
     rewards = open_rewards(
         spec.reward, workdir=job_folder(context.job, options), run=options.workdir, within_s=context.start_s
     )
-    instance = Instance(swap_at=spec.schedule.swap_at, slots=spec.rollout.engine.slots, ahead=spec.algorithm.group_size)
+    staggered = spec.schedule.update == "staggered"
+    instance = Instance(
+        swap_at=spec.schedule.swap_at,
+        slots=spec.rollout.engine.slots,
+        ahead=spec.algorithm.group_size,
+        staggered=staggered,
+    )
     worker: RolloutWorker | None = None
 
     last_pull: Status = {}
@@ -124,6 +131,7 @@ async def serve(context: JobContext) -> None:
             ),
             metrics=metrics,
             merge=merge,
+            turns=SwapTurns(membership=membership, worker=context.worker) if staggered else None,
         )
         metrics.watch_busy(worker.meter.busy)
         metrics.watch_busy(worker.meter.occupied, what="occupied")

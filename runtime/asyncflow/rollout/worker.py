@@ -40,6 +40,7 @@ from asyncflow.telemetry.metrics import BusyClock, RolloutMetrics
 from asyncflow.weights.manifest import CatalogueView
 from asyncflow.weights.probe import Proved, WeightProbe, refuted, split_probe
 from asyncflow.weights.receiver import WeightReceiver
+from asyncflow.weights.turns import SwapTurns
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ class RolloutWorker:
 
     receiver, made with ``want=wanted_by(instance)``, engine and rewards are started before and closed after by the
     caller. merge: makes the engine's weights of what is published, called in another thread as soon as a version is
-    staged; None: they are the same.
+    staged; None: they are the same. turns: of a staggered update, None where it changes weights when it can.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class RolloutWorker:
         settings: RolloutSettings,
         metrics: RolloutMetrics,
         merge: Callable[[Weights], Weights] | None = None,
+        turns: SwapTurns | None = None,
     ) -> None:
         self.meter = RolloutMeter(metrics)
         self._receiver = receiver
@@ -177,6 +179,8 @@ class RolloutWorker:
         self._instance = instance
         self._settings = settings
         self._merge = merge
+        self._turns = turns
+        self._looked = asyncio.Event()
         self._merging: tuple[Version, asyncio.Task[Weights]] | None = None
         self._proved: Proved | None = None
         self._changed = asyncio.Event()
@@ -223,6 +227,8 @@ class RolloutWorker:
             *(claimer.run() for claimer in self._claimers),
         ):
             self._spawn(work)
+        if self._turns is not None:
+            self._spawn(self._take_turns(self._turns))
         try:
             await self._leaving.wait()
         finally:
@@ -279,6 +285,24 @@ class RolloutWorker:
             receiver.notify()
         for claimer in self._claimers:
             claimer.changed.set()
+        self._looked.set()
+
+    async def _take_turns(self, turns: SwapTurns) -> None:
+        """Have a turn to change weights whenever the instance wants one; it may have done without in the meantime."""
+        instance = self._instance
+        while True:
+            await self._until(lambda: instance.wants_turn)
+            assert instance.current is not None
+            async with turns.turn(instance.current):
+                if instance.wants_turn:
+                    instance.take_turn()
+                    self._changed.set()
+                    await self._until(lambda: not instance.has_turn)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._looked.clear()
+            await self._looked.wait()
 
     async def _swap(self, step: int) -> None:
         """Load the weights of ``step``; rows that need a version which cannot be had are given back.

@@ -112,6 +112,8 @@ def _table() -> dict[str, dict[str, Named]]:
         "weights.manifest": _may(_nobody, "rollout", "trainer"),
         "weights.held": receives,
         "weights.dropped": receives,
+        "weights.turn": receives,
+        "weights.turned": receives,
         "weights.fetch": _may(_nobody, "rollout", "trainer"),
         "queue.begin": trains,
         "queue.slot": ranks,

@@ -1,0 +1,133 @@
+"""Turns of a staggered update: which instances may change weights now, while the others keep the trainer supplied.
+
+An instance that changes weights generates less, or nothing, for a while: its turn. Training takes ``need`` samples a
+second; the instances that go on make up for a part of that, and samples that lie ready for the rest. So the set S of
+instances may have their turn at once while
+
+    sum of the rates of those outside S  +  ready / seconds of a turn  >=  need
+
+Weights have to go forward all the same: as many instances as it takes for all to have had their turn before the next
+version comes may always have one, at least one of them (``Supply.least``).
+
+Source: AsyncFlow §4.2.2 leaves sub-step updates as future work, and names no condition.
+
+Invariants: beyond ``least``, a turn is granted only while the trainer is supplied during the turns that are under way;
+those with the oldest version come first, and nobody overtakes them; whoever is gone, or has its turn for far longer
+than others had, keeps nobody waiting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_OVERDUE = 3.0
+"""Times the longest of the last turns after which a turn keeps nobody waiting any more."""
+_PATIENCE_S = 60.0
+"""The same in seconds, where no turn has ended yet, and the least there is."""
+_SMOOTHING = 0.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supply:
+    """Figures of generation and training.
+
+    rates: samples a second that each instance makes when it generates, by its name; need: samples a second that
+    training takes when it does not wait, None while unknown; ready: samples that are finished and not trained yet;
+    version_s: seconds from one publication to the next, None while unknown.
+    """
+
+    rates: Mapping[str, float]
+    need: float | None
+    ready: int
+    version_s: float | None
+
+    def suffices(self, out: set[str], *, turn_s: float) -> bool:
+        """Return whether the trainer is supplied for ``turn_s`` seconds in which ``out`` make nothing."""
+        if self.need is None:
+            return False
+        rest = sum(rate for name, rate in self.rates.items() if name not in out)
+        return rest * turn_s + self.ready >= self.need * turn_s
+
+    def least(self, turn_s: float) -> int:
+        """Return how many have their turn at once if all are to have had one when the next version comes."""
+        if self.version_s is None or self.version_s <= 0:
+            return 1
+        return max(1, math.ceil(len(self.rates) * turn_s / self.version_s))
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    version: int
+    since: float
+
+
+class Turns:
+    """Turns that are waited for and under way. most: at once, None for no bound. Times in seconds."""
+
+    def __init__(self, *, most: int | None = None) -> None:
+        self._most = most
+        self._waiting: dict[str, _Waiting] = {}
+        self._out: dict[str, float] = {}
+        self._turn_s: float | None = None
+
+    @property
+    def out(self) -> frozenset[str]:
+        """Those that have their turn."""
+        return frozenset(self._out)
+
+    @property
+    def turn_s(self) -> float | None:
+        """Seconds that a turn takes, smoothed over the last ones; None before the first has ended."""
+        return self._turn_s
+
+    def ask(self, name: str, *, version: int, now: float) -> None:
+        """Take in that an instance with the weights of ``version`` (packed) waits for a turn."""
+        since = self._waiting[name].since if name in self._waiting else now
+        self._waiting[name] = _Waiting(version, since)
+
+    def withdraw(self, name: str) -> None:
+        """Take in that an instance waits no longer."""
+        self._waiting.pop(name, None)
+
+    def end(self, name: str, *, now: float) -> None:
+        """Take in that a turn is over, and learn from it how long one takes; one that is not known changes nothing."""
+        began = self._out.pop(name, None)
+        if began is not None:
+            before = now - began if self._turn_s is None else self._turn_s
+            self._turn_s = before + _SMOOTHING * (now - began - before)
+
+    def leave(self, name: str) -> None:
+        """Take in that an instance is gone."""
+        self._waiting.pop(name, None)
+        self._out.pop(name, None)
+
+    def grant(self, supply: Supply, *, now: float) -> list[str]:
+        """Return those that have their turn from now on, the oldest version first."""
+        granted = [name for name in self._waiting if name in self._out]
+        under_way = {name for name, began in self._out.items() if now - began < self._overdue_s}
+        turn_s = self._turn_s or 0.0
+        for name in sorted(self._waiting.keys() - granted, key=self._order):
+            if self._most is not None and len(under_way) >= self._most:
+                break
+            if len(under_way) >= supply.least(turn_s) and not self._spared(name, supply):
+                break
+            granted.append(name)
+            under_way.add(name)
+            self._out[name] = now
+        for name in granted:
+            del self._waiting[name]
+        return granted
+
+    @property
+    def _overdue_s(self) -> float:
+        return max(_PATIENCE_S, _OVERDUE * (self._turn_s or 0.0))
+
+    def _spared(self, name: str, supply: Supply) -> bool:
+        """Return whether the trainer stays supplied if this one has its turn too; False while no turn has ended."""
+        return self._turn_s is not None and supply.suffices({*self._out, name}, turn_s=self._turn_s)
+
+    def _order(self, name: str) -> tuple[int, float, str]:
+        waiting = self._waiting[name]
+        return waiting.version, waiting.since, name
