@@ -53,12 +53,13 @@ STOPPED_DURING = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One run. stop: whether the last rollout is stopped in the middle."""
+    """One run. nbytes: of a version, which takes ``transfer_s``; stop: whether the last rollout is stopped in it."""
 
     job: RLJob
     folder: Path
+    nbytes: int
     transfer_s: float
-    stop: bool
+    stop: bool = False
 
 
 def weights_bytes(job: RLJob) -> int:
@@ -98,7 +99,7 @@ async def observed(network: Network, folder: Path, output: Path) -> AsyncIterato
 async def run(setting: Setting) -> Figures:
     """Make one run, and give what it showed. Raises what made the job fail."""
     guests = setting.job.spec.rollout.replicas
-    rate = OVERHEAD * 8 * weights_bytes(setting.job) / setting.transfer_s
+    rate = OVERHEAD * 8 * setting.nbytes / setting.transfer_s
     folder = RunFolder.claim(setting.folder, fresh=True)
     print(f"{folder.path.name}: {guests} rollouts, {rate / 1e6:.1f} Mbit/s towards each", flush=True)
     try:
@@ -175,7 +176,8 @@ def main() -> int:
 
     def make(name: str, job: RLJob, *, factor: float = 1.0, stop: bool = False) -> Figures:
         folder, seconds = options.output / name, factor * options.transfer
-        return asyncio.run(run(Setting(job=job, folder=folder, transfer_s=seconds, stop=stop)))
+        setting = Setting(job=job, folder=folder, nbytes=weights_bytes(job), transfer_s=seconds, stop=stop)
+        return asyncio.run(run(setting))
 
     if options.control:
         return 0 if judge(control_bars(make("control", job, factor=CONTROL))) else 1
