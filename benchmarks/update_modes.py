@@ -1,0 +1,212 @@
+"""What each way to update weights costs behind a slow link: sync, delayed and staggered, each also behind a fast one.
+
+    sudo python benchmarks/update_modes.py [--engine simulated|transformers|vllm] [--modes sync delayed staggered]
+
+The network is that of ``delayed_update``: real processes, real bytes, and links on which a version takes ``--transfer``
+seconds. With ``transformers`` and ``vllm`` a tiny model really generates and really learns, and its own weights travel.
+``staggered`` runs once more with a rollout that is stopped in the middle of a transfer until the end.
+
+Prints a table, and ends with 1 when a bar is missed, 2 where this machine cannot make the network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import capped_links
+from delayed_update import HERE, Setting, judge, run, weights_bytes
+from swap_figures import Bar, Figures
+
+from asyncflow.api.job import RLJob
+from asyncflow.commands.preflight import runnable_job
+
+FAST_S = 0.02
+"""Seconds that a transfer takes where the link is not what is measured."""
+MODES = {
+    "sync": ["schedule.mode=sync", "schedule.update=sync", "schedule.maxStaleness=0"],
+    "delayed": [],
+    "staggered": ["schedule.update=staggered", "schedule.swapAt=sequence", "schedule.stalenessThreshold=0.5"],
+}
+LEARNING = {
+    "model": ["rollout.replicas=2", "algorithm.groupSize=8", "algorithm.steps=6", "sampling.maxTokens=8"],
+    "trainer": ["trainer.backend.name=torch", "trainer.backend.options={}", "trainer.backend.tokensPerMicroBatch=4096"],
+}
+ENGINES = {
+    "simulated": ["algorithm.promptsPerStep=48", "algorithm.steps=6"],
+    "transformers": [
+        *LEARNING["model"],
+        *LEARNING["trainer"],
+        "algorithm.promptsPerStep=240",
+        "rollout.engine={name: transformers, slots: 16}",
+        "transferQueue.bytesPerUnit=512Mi",
+    ],
+    "vllm": [
+        *LEARNING["model"],
+        *LEARNING["trainer"],
+        "algorithm.promptsPerStep=64",
+        "rollout.engine={name: vllm, slots: 16, dtype: float32}",
+        "transferQueue.bytesPerUnit=512Mi",
+    ],
+}
+EXPOSED_S = 0.1
+"""Most seconds of an update in which an instance makes nothing because of it."""
+SLOWER = 1.05
+NEAR_TRANSFER = 0.95
+"""Share of a transfer by which a synchronous step is longer at least: two runs on a busy machine differ a little."""
+NEAR = 0.05
+"""By how much the mean lag may differ from 1 - f."""
+
+
+def cycle(figures: Figures) -> float:
+    """Return the mean seconds from step to step, without the first two, before which there is nothing to overlap."""
+    return fmean(line["wall_s"] for line in figures.steps if line["step"] > 2)
+
+
+def fresh_share(figures: Figures) -> float:
+    """Return f: of the responses of D_k, k > 2, the share whose oldest token is of θ_{k-1}, by their cells."""
+    rows = [row for row in figures.rows if "versions" in row and row["step"] > 2]
+    return fmean(min(row["versions"]) == row["step"] - 1 for row in rows)
+
+
+def mean_lag(figures: Figures) -> float:
+    """Return the mean staleness of the oldest token in the steps after the second, as the trainer counted it."""
+    return fmean(line["staleness_start_mean"] for line in figures.steps if line["step"] > 2)
+
+
+def exactly_once(name: str, figures: Figures) -> Bar:
+    """Return the audit of a run as a bar."""
+    audit = figures.audit
+    return Bar(
+        what=f"{name}: trained; lost; duplicated",
+        limit=f"{figures.samples}; 0; 0",
+        measured=f"{audit.trained}; {audit.lost}; {audit.duplicated}",
+        met=audit.ok and audit.trained == figures.samples,
+    )
+
+
+def sync_bars(slow: Figures, fast: Figures) -> list[Bar]:
+    """Hold ``sync`` against what it has to wait for."""
+    transfer = fmean(turn.transfer_s for turn in slow.all_turns)
+    waited = cycle(slow) - cycle(fast)
+    return [
+        Bar(what="sync: a transfer", measured=f"{transfer:.2f} s"),
+        Bar(
+            what="sync: a step behind the slow link, less one behind the fast link",
+            limit="at least the transfer",
+            measured=f"{cycle(slow):.2f} - {cycle(fast):.2f} = {waited:.2f} s",
+            met=waited >= NEAR_TRANSFER * transfer,
+        ),
+        exactly_once("sync", slow),
+    ]
+
+
+def hidden_bars(name: str, slow: Figures, fast: Figures) -> list[Bar]:
+    """Hold a mode that receives while it generates against its bars; fast: the same mode behind the fast link."""
+    exposed = fmean(turn.stall_s for turn in slow.all_turns)
+    return [
+        Bar(
+            what=f"{name}: a transfer",
+            measured=f"{fmean(turn.transfer_s for turn in slow.all_turns):.2f} s, {len(slow.all_turns)} of them",
+        ),
+        Bar(
+            what=f"{name}: nothing made because of an update, mean",
+            limit=f"at most {EXPOSED_S} s",
+            measured=f"{exposed:.3f} s",
+            met=exposed <= EXPOSED_S,
+        ),
+        Bar(
+            what=f"{name}: a step behind the slow link, of one behind the fast link",
+            limit=f"below {SLOWER:.0%}",
+            measured=f"{cycle(slow):.2f} of {cycle(fast):.2f} s, {cycle(slow) / cycle(fast):.1%}",
+            met=cycle(slow) < SLOWER * cycle(fast),
+        ),
+        exactly_once(name, slow),
+    ]
+
+
+def staggered_bars(name: str, figures: Figures) -> list[Bar]:
+    """Hold the lag of a staggered run against what its responses were made by."""
+    lag, fresh = mean_lag(figures), fresh_share(figures)
+    most = max(line["staleness_start_max"] for line in figures.steps)
+    return [
+        Bar(
+            what=f"{name}: mean lag; 1 - f, f the share of D_k from θ_(k-1)",
+            limit=f"within {NEAR}, below 1",
+            measured=f"{lag:.3f}; {1 - fresh:.3f}",
+            met=abs(lag - (1 - fresh)) <= NEAR and lag < 1,
+        ),
+        Bar(what=f"{name}: greatest lag", limit="1", measured=f"{most:g}", met=most <= 1),
+    ]
+
+
+def stopped_bars(figures: Figures, usual: Figures) -> list[Bar]:
+    """Hold a staggered run with a stopped rollout against the undisturbed one."""
+    incident = figures.incident
+    if incident is None:
+        return [Bar(what="one rollout was stopped", limit="yes", measured="no", met=False)]
+    after = [turn for turn in figures.all_turns if incident.stopped < turn.swapped < incident.continued]
+    versions = {turn.version for turn in after}
+    before, now = max(usual.arrivals(usual.all_turns)), max(figures.arrivals(after), default=float("inf"))
+    return [
+        Bar(
+            what=f"stopped: rollout {incident.victim} while it received θ{incident.during}, and to the end",
+            measured=f"{incident.continued - incident.stopped:.1f} s, {incident.held} rows, had by others after "
+            f"{max(incident.again, default=0.0):.1f} s at most",
+        ),
+        Bar(
+            what="stopped: the others, from publication to staged, worst",
+            limit=f"at most {1.1 * before:.2f} s",
+            measured=f"{now:.2f} s",
+            met=now <= 1.1 * before,
+        ),
+        Bar(
+            what="stopped: versions to which the others changed meanwhile",
+            limit=f"{incident.during} to {figures.last - 1}",
+            measured=", ".join(map(str, sorted(versions))),
+            met=set(range(incident.during, figures.last)) <= versions,
+        ),
+        exactly_once("stopped", figures),
+    ]
+
+
+def main() -> int:
+    """Make the runs and judge them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=list(ENGINES), default="simulated")
+    parser.add_argument("--output", type=Path, default=Path("runs/update-modes"))
+    parser.add_argument("--transfer", type=float, default=5.0, help="seconds that one version takes on a slow link")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
+    options = parser.parse_args()
+    if lacks := capped_links.missing():
+        print(f"this needs {', '.join(lacks)}", file=sys.stderr)
+        return 2
+
+    def job(mode: str) -> RLJob:
+        fields = [*ENGINES[options.engine], *MODES[mode]]
+        return runnable_job(HERE / "delayed_update.yaml", [f"spec.{field}" for field in fields])
+
+    def make(mode: str, seconds: float, *, nbytes: int, stop: bool = False) -> Figures:
+        how = "stopped" if stop else "fast" if seconds == FAST_S else "slow"
+        folder = options.output / f"{options.engine}-{mode}-{how}"
+        setting = Setting(job=job(mode), folder=folder, nbytes=nbytes, transfer_s=seconds, stop=stop)
+        return asyncio.run(run(setting))
+
+    good = True
+    for mode in options.modes:
+        fast = make(mode, FAST_S, nbytes=weights_bytes(job(mode)) if options.engine == "simulated" else 1 << 20)
+        nbytes = fast.all_turns[0].nbytes
+        slow = make(mode, options.transfer, nbytes=nbytes)
+        bars = sync_bars(slow, fast) if mode == "sync" else hidden_bars(mode, slow, fast)
+        if mode == "staggered":
+            bars += staggered_bars(mode, slow)
+            bars += stopped_bars(make(mode, options.transfer, nbytes=nbytes, stop=True), slow)
+        good = judge(bars) and good
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
