@@ -45,7 +45,7 @@ async def pull(source, regions, *, checked=False, version=VERSION, **options) ->
     got: list[tuple[Region, bytes]] = []
     transport = HostTransport(name="puller", **options)
     await transport.pull(
-        source, version, regions, sink=lambda region, data: got.append((region, bytes(data))), checked=checked
+        source, version, regions, sink=lambda region, data, **_: got.append((region, bytes(data))), checked=checked
     )
     return got
 

@@ -75,7 +75,7 @@ def test_patience_outlasts_any_steady_link(rate, window):
     for _ in range(50):
         chunk = pace.chunk
         now += chunk / rate
-        pace.arrived(chunk, now=now)
+        pace.arrived(chunk, sent=chunk, now=now)
         assert pace.chunk <= 1 << 20
         assert pace.patience >= max(5.0, 2 * window * pace.chunk / rate)
 
@@ -84,8 +84,18 @@ def test_chunks_grow_with_the_rate_and_shrink_when_the_link_slows_down():
     pace = Pace(most=1 << 20, window=4, patience_s=5.0, now=0.0)
     assert pace.chunk < 1 << 18
     for tick in range(20):
-        pace.arrived(pace.chunk, now=tick * 0.001)
+        pace.arrived(pace.chunk, sent=pace.chunk, now=tick * 0.001)
     assert pace.chunk == 1 << 20
     for tick in range(60):
-        pace.arrived(pace.chunk, now=1.0 + tick * 10.0)
+        pace.arrived(pace.chunk, sent=pace.chunk, now=1.0 + tick * 10.0)
     assert pace.chunk < 1 << 18
+
+
+@given(st.floats(1e3, 1e9), st.sampled_from([0.0, 0.01, 0.125, 1.0]))
+def test_a_chunk_that_travels_whole_is_waited_for_after_many_that_did_not(rate, share):
+    pace, now = Pace(most=1 << 20, window=4, patience_s=0.0, now=0.0), 0.0
+    for _ in range(40):
+        sent = int(share * pace.chunk)
+        now += max(sent / rate, pace.chunk / rate / 8)
+        pace.arrived(pace.chunk, sent=sent, now=now)
+    assert pace.patience >= 0.99 * 4 * pace.chunk / rate

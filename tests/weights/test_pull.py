@@ -257,10 +257,10 @@ async def test_large_tensors_come_in_bounded_chunks(world):
     pull = transport.pull
 
     async def spying(*args, sink, **options):
-        def measure(region, data):
+        def measure(region, data, **sent):
             nonlocal largest
             largest = max(largest, data.nbytes)
-            sink(region, data)
+            sink(region, data, **sent)
 
         await pull(*args, sink=measure, **options)
 

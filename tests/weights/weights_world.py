@@ -125,8 +125,8 @@ class RelayedTransport(HostTransport):
         super().__init__(**options)
         self._relay = relay
 
-    async def start(self, read: Any) -> str:
-        return await self._relay.start(await super().start(read))
+    async def start(self, read: Any, **options: Any) -> str:
+        return await self._relay.start(await super().start(read, **options))
 
     async def close(self) -> None:
         await self._relay.close()
@@ -148,3 +148,22 @@ def bulk(seed: int, mebibytes: int = 4) -> dict[str, np.ndarray]:
         "big": rng.integers(0, 2**32, (mebibytes * 1024, 255), dtype=np.uint32).view(np.float32),
         "small": rng.integers(0, 2**32, mebibytes * 1024, dtype=np.uint32).view(np.int32),
     }
+
+
+def bfloat16(values: np.ndarray) -> np.ndarray:
+    """Bits of the nearest bfloat16 of each float32."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def small_steps(seed: int, *, steps: int, scale: float = 0.02, learning_rate: float = 1e-6) -> list[dict[str, Any]]:
+    """Return versions in bfloat16 of two matrices and a norm, each after one more Adam-like step of float32 weights."""
+    rng = np.random.default_rng(seed)
+    weights = {name: rng.standard_normal((512, 384)).astype(np.float32) * scale for name in ("up", "down")}
+    weights["norm"] = np.ones(384, np.float32)
+    versions = [{name: bfloat16(array) for name, array in weights.items()}]
+    for _ in range(steps):
+        for array in weights.values():
+            array += learning_rate * np.clip(rng.standard_normal(array.shape), -1, 1).astype(np.float32)
+        versions.append({name: bfloat16(array) for name, array in weights.items()})
+    return versions

@@ -5,26 +5,30 @@
 Invariants: at most ``window`` chunks of ``chunk_bytes`` are in flight per pull, whatever the size of the version; the
 holder sends from its arena without a copy where a box is contiguous; a call answers only what its caller asked for.
 Patience grows with the time that what is in flight should take, so a link that is slow, however slow, is not taken for
-a dead peer once a first chunk has come; chunks never exceed ``most`` bytes.
+a dead peer once a first chunk has come; chunks never exceed ``most`` bytes. What a holder sends, differences included,
+stays below ``bandwidth``, over all peers together.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from asyncflow.errors import DeadlineExceeded, ProtocolError
+from asyncflow.errors import DeadlineExceeded, ProtocolError, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.columns import Buffer
 from asyncflow.rpc.server import RpcServer
 from asyncflow.rpc.tls import Credentials
+from asyncflow.weights.deltas import difference, restored
 from asyncflow.weights.manifest import digest_of
 from asyncflow.weights.slices import split, subtract
-from asyncflow.weights.transport import Read, Region, Sink, Source, Transport
+from asyncflow.weights.transport import Read, Region, Sink, Source, Transport, Until, at_once
 
 _FIRST_CHUNK = 64 * 1024
 _CHUNK_S = 0.25
@@ -50,9 +54,13 @@ class Pace:
         self._seconds_per_byte: float | None = None
         self.chunk = min(_FIRST_CHUNK, most)
 
-    def arrived(self, nbytes: int, *, now: float) -> None:
-        """Note that an answer of ``nbytes`` came; the next chunk is at most twice as large as the last."""
-        measured = max(now - self._last, 1e-6) / max(nbytes, 1)
+    def arrived(self, nbytes: int, *, sent: int, now: float) -> None:
+        """Note that an answer that stands for ``nbytes`` came, for which ``sent`` bytes travelled.
+
+        The next chunk is at most twice as large as the last. A chunk whose bytes travel whole may follow one of which
+        few did, so the rate counts as at most ``_SLACK`` times that of the bytes that travelled.
+        """
+        measured = max(now - self._last, 1e-6) / max(sent, nbytes / _SLACK, 1)
         self._last = now
         if self._seconds_per_byte is None:
             self._seconds_per_byte = measured
@@ -68,18 +76,46 @@ class Pace:
         return max(self._patience_s, _SLACK * expected)
 
 
+class Bucket:
+    """Spaces out what is sent, so that it is at most ``rate`` bytes a second in all; None: as fast as can be."""
+
+    def __init__(self, rate: int | None) -> None:
+        self._rate = rate
+        self._free_at = 0.0
+
+    async def take(self, nbytes: int) -> None:
+        """Wait until the time that everybody's bytes so far, and these, take at the rate is over."""
+        if self._rate is not None:
+            now = asyncio.get_running_loop().time()
+            self._free_at = max(now, self._free_at) + nbytes / self._rate
+            await asyncio.sleep(self._free_at - now)
+
+
 class ChunkRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request of ``weights.fetch``; the answer has a frame for each region. checked: and the digest of each."""
+    """Request of ``weights.fetch``; the answer has a frame for each region.
+
+    checked: and the digest of each; base: the packed version that differences may refer to, None for none.
+    """
 
     version: int
     regions: tuple[Region, ...]
     checked: bool
+    base: int | None = None
 
 
 class ChunkReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to ``weights.fetch``."""
+    """Answer to ``weights.fetch``. deltas: the numbers of the frames that are differences from the base."""
 
     digests: tuple[str, ...]
+    deltas: tuple[int, ...] = ()
+
+
+class _Chunk(NamedTuple):
+    """What came: regions, the bytes of each, and how many bytes travelled for each."""
+
+    regions: list[Region]
+    data: list[memoryview]
+    sent: list[int]
 
 
 class HostTransport(Transport):
@@ -87,7 +123,8 @@ class HostTransport(Transport):
 
     name: this worker, in logs and errors; bind, advertise, credentials: as in ``RpcServer``; chunk_bytes: most bytes of
     one answer; window: answers in flight per pull; patience_s: a peer that sends nothing for so long (longer on a link
-    that was measured to be slow) counts as stalled.
+    that was measured to be slow) counts as stalled; delta: send and ask for differences from a version that both hold,
+    where these are shorter; bandwidth: most bytes a second that are served, to all peers together.
     """
 
     def __init__(
@@ -100,20 +137,26 @@ class HostTransport(Transport):
         chunk_bytes: int = 1 << 20,
         window: int = 4,
         patience_s: float = 5.0,
+        delta: bool = True,
+        bandwidth: int | None = None,
     ) -> None:
         self._name = name
         self._credentials = credentials
         self._chunk_bytes = chunk_bytes
         self._window = window
         self._patience_s = patience_s
+        self._delta = delta
+        self._bucket = Bucket(bandwidth)
         self._clients: set[RpcClient] = set()
         self._server = RpcServer(name=f"{name} weights", bind=bind, credentials=credentials, advertise=advertise)
         self._server.route("weights.fetch", ChunkRequest, self._fetch)
         self._read: Read | None = None
+        self._until: Until = at_once
 
-    async def start(self, read: Read) -> str:
+    async def start(self, read: Read, *, until: Until = at_once) -> str:
         """Serve what ``read`` gives; give the address."""
         self._read = read
+        self._until = until
         return await self._server.start()
 
     async def close(self) -> None:
@@ -123,7 +166,14 @@ class HostTransport(Transport):
         await self._server.close()
 
     async def pull(
-        self, source: Source, version: Version, regions: Iterable[Region], *, sink: Sink, checked: bool
+        self,
+        source: Source,
+        version: Version,
+        regions: Iterable[Region],
+        *,
+        sink: Sink,
+        checked: bool,
+        base: Version | None = None,
     ) -> None:
         """Pull with ``window`` chunk requests in flight; see ``Transport.pull``."""
         loop = asyncio.get_running_loop()
@@ -136,18 +186,28 @@ class HostTransport(Transport):
             expects=("trainer", "rollout"),
         )
         self._clients.add(client)
-        flying: set[asyncio.Task[tuple[list[Region], list[memoryview]]]] = set()
+        flying: set[asyncio.Task[_Chunk]] = set()
+        request = ChunkRequest(
+            version=version.packed,
+            regions=(),
+            checked=checked,
+            base=base.packed if base is not None and self._delta and self._read is not None else None,
+        )
         try:
             while left or flying:
                 while left and len(flying) < self._window:
-                    flying.add(loop.create_task(_ask(client, version, _next_chunk(left, pace.chunk), checked)))
+                    asked = msgspec.structs.replace(request, regions=tuple(_next_chunk(left, pace.chunk)))
+                    flying.add(loop.create_task(self._ask(client, asked)))
                 patience = pace.patience
                 done, _ = await asyncio.wait(flying, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
                     what = f"{source.worker} sent nothing of {version} for {patience:.3g} s"
                     raise DeadlineExceeded(what, where=source.address)
-                pace.arrived(sum(_deliver(answer.result(), sink) for answer in done), now=loop.time())
                 flying -= done
+                for chunk in [answer.result() for answer in done]:
+                    for region, data, sent in zip(*chunk, strict=True):
+                        sink(region, data, sent=sent)
+                    pace.arrived(sum(data.nbytes for data in chunk.data), sent=sum(chunk.sent), now=loop.time())
         finally:
             for task in flying:
                 task.cancel()
@@ -155,7 +215,29 @@ class HostTransport(Transport):
             self._clients.discard(client)
             await client.close()
 
-    async def _fetch(self, request: ChunkRequest, _frames: Sequence[memoryview]) -> tuple[ChunkReply, list[memoryview]]:
+    async def _ask(self, client: RpcClient, request: ChunkRequest) -> _Chunk:
+        version, regions = Version.unpack(request.version), request.regions
+        reply, frames = await client.call_frames("weights.fetch", request, ChunkReply, timeout=_CALL_S)
+        deltas = set(reply.deltas)
+        if len(frames) != len(regions) or not deltas <= set(range(len(frames)) if request.base is not None else ()):
+            raise ProtocolError(f"{version}: the frames are not those asked for", where=client.name)
+        data = list(frames)
+        if deltas:
+            assert self._read is not None
+            assert request.base is not None
+            base = Version.unpack(request.base)
+            held = {at: self._read(base, regions[at].tensor, regions[at].box) for at in deltas}
+            try:
+                data = await asyncio.to_thread(_restore, regions, data, held)
+            except ValueError as error:
+                raise ProtocolError(f"{version}: a difference makes no sense: {error}", where=client.name) from error
+        if [each.nbytes for each in data] != [region.nbytes for region in regions]:
+            raise ProtocolError(f"{version}: the frames are not of the sizes asked for", where=client.name)
+        if request.checked and await asyncio.to_thread(_digests, data) != reply.digests:
+            raise ProtocolError(f"{version}: bytes changed on the way", where=client.name)
+        return _Chunk(list(regions), data, [frame.nbytes for frame in frames])
+
+    async def _fetch(self, request: ChunkRequest, _frames: Sequence[memoryview]) -> tuple[ChunkReply, list[Buffer]]:
         if (
             len(request.regions) > _MOST_REGIONS
             or sum(region.box.volume for region in request.regions) > _MOST_ELEMENTS
@@ -166,14 +248,42 @@ class HostTransport(Transport):
         version = Version.unpack(request.version)
         data = [self._read(version, region.tensor, region.box) for region in request.regions]
         digests = await asyncio.to_thread(_digests, data) if request.checked else ()
-        return ChunkReply(digests=digests), data
+        frames: list[Buffer] = list(data)
+        deltas = await self._differences(request, data) if request.base is not None and self._delta else {}
+        for at, delta in deltas.items():
+            frames[at] = delta
+        await self._bucket.take(sum(memoryview(frame).nbytes for frame in frames))
+        return ChunkReply(digests=digests, deltas=tuple(deltas)), frames
+
+    async def _differences(self, request: ChunkRequest, data: list[memoryview]) -> dict[int, bytes]:
+        """Return by number the differences of regions from their base, where it is held and they are shorter."""
+        assert self._read is not None
+        assert request.base is not None
+        try:
+            base = [self._read(Version.unpack(request.base), each.tensor, each.box) for each in request.regions]
+        except StaleHandle:
+            return {}
+        itemsizes = [new.nbytes // max(1, each.box.volume) for each, new in zip(request.regions, data, strict=True)]
+        return await asyncio.to_thread(_compare, base, data, itemsizes)
 
 
-def _deliver(answer: tuple[list[Region], list[memoryview]], sink: Sink) -> int:
-    """Return the regions of an answer to ``sink``; return their bytes."""
-    for region, frame in zip(*answer, strict=True):
-        sink(region, frame)
-    return sum(frame.nbytes for frame in answer[1])
+def _compare(base: Sequence[memoryview], data: Sequence[memoryview], itemsizes: Sequence[int]) -> dict[int, bytes]:
+    """Return by number the differences that are shorter than what they stand for."""
+    deltas = {}
+    for at, (old, new, itemsize) in enumerate(zip(base, data, itemsizes, strict=True)):
+        if old.nbytes == new.nbytes and (delta := difference(old, new, itemsize=itemsize)) is not None:
+            deltas[at] = delta
+    return deltas
+
+
+def _restore(
+    regions: Sequence[Region], frames: Sequence[memoryview], held: Mapping[int, memoryview]
+) -> list[memoryview]:
+    """Return the bytes of regions; those that are ``held`` came as differences. Raises ValueError where none came."""
+    return [
+        restored(held[at], frame, itemsize=region.itemsize) if at in held else frame
+        for at, (region, frame) in enumerate(zip(regions, frames, strict=True))
+    ]
 
 
 def _digests(frames: Sequence[memoryview]) -> tuple[str, ...]:
@@ -196,15 +306,3 @@ def _next_chunk(left: deque[Region], most: int) -> list[Region]:
         chunk.append(region)
         room -= region.nbytes
     return chunk
-
-
-async def _ask(
-    client: RpcClient, version: Version, regions: list[Region], checked: bool
-) -> tuple[list[Region], list[memoryview]]:
-    request = ChunkRequest(version=version.packed, regions=tuple(regions), checked=checked)
-    reply, frames = await client.call_frames("weights.fetch", request, ChunkReply, timeout=_CALL_S)
-    if [frame.nbytes for frame in frames] != [region.nbytes for region in regions]:
-        raise ProtocolError(f"{version}: the frames are not of the sizes asked for", where=client.name)
-    if checked and await asyncio.to_thread(_digests, frames) != reply.digests:
-        raise ProtocolError(f"{version}: bytes changed on the way", where=client.name)
-    return regions, frames

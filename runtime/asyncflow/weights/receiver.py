@@ -1,9 +1,9 @@
 """The rollout's side: it pulls versions into host memory at its own pace, while generation goes on, and serves them.
 
 Invariants: an arena's arrays are returned only when every byte was checked; a version in use, staged or waited for is
-never dropped; only the event loop's idle moments and a digest thread are used, so the engine is not held up.
-What a caller waits for comes before what the worker wants; an unfinished transfer is given up for a newer version only
-if no unfinished step needs it.
+never dropped, nor one that differences refer to; only the event loop's idle moments and threads that release the GIL
+are used, so the engine is not held up. What a caller waits for comes before what the worker wants; an unfinished
+transfer is given up for a newer version only if no unfinished step needs it.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class WeightReceiver:
         self._asked: Counter[int] = Counter()
         self._current: Version | None = None
         self._transfer: Transfer | None = None
+        self._base: Version | None = None
         self._outage = Outage("pulling weights")
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-digest")
 
@@ -184,7 +185,7 @@ class WeightReceiver:
 
     def _in_use(self) -> set[Version]:
         asked = {self._held(step) for step in self._asked}
-        return {version for version in (self._current, self.staged, *asked) if version is not None}
+        return {version for version in (self._current, self.staged, self._base, *asked) if version is not None}
 
     async def _run(self) -> None:
         unfinished: Version | None = None
@@ -234,6 +235,7 @@ class WeightReceiver:
         wanted = {entry.name: (entry.dtype, self._layout(entry.name, entry.shape)) for entry in manifest.tensors}
         arena = Arena({name: (dtype, box) for name, (dtype, box) in wanted.items() if box is not None})
         regions = dict(located.regions)
+        self._base = self._base_of(arena)
         self._transfer = Transfer(
             manifest=manifest,
             arena=arena,
@@ -242,12 +244,13 @@ class WeightReceiver:
             sources=lambda: self._sources(version, regions),
             changed=lambda: self._holder.changed,
             known=self._known(),
+            base=self._base,
             executor=self._executor,
         )
         try:
             record = await self._transfer.run()
         finally:
-            self._transfer = None
+            self._transfer = self._base = None
         self._holder.add(version, Copy(arena=arena, origin=manifest))
         return record
 
@@ -268,6 +271,10 @@ class WeightReceiver:
             what=f"the manifest of {version}",
             timeout=3 * _CALL_S,
         )
+
+    def _base_of(self, arena: Arena) -> Version | None:
+        """Return the newest version held whose boxes and dtypes are those of ``arena``, None where there is none."""
+        return max((v for v, copy in self._holder.copies.items() if copy.arena.is_like(arena)), default=None)
 
     def _known(self) -> dict[str, AnyArray]:
         """Return by digest the published slices that are at hand in other versions."""

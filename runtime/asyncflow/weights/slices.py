@@ -172,6 +172,12 @@ class Arena:
             views[name].flags.writeable = False
         return MappingProxyType(views)
 
+    def is_like(self, other: Arena) -> bool:
+        """Return whether the same boxes of the same tensors lie here, of the same sizes of elements."""
+        return self.boxes == other.boxes and all(
+            array.itemsize == other.arrays[name].itemsize for name, array in self.arrays.items()
+        )
+
     def read(self, tensor: str, box: Box) -> memoryview:
         """Return the bytes of ``box`` of ``tensor`` in C order: in place where contiguous, else a copy.
 

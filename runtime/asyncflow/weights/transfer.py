@@ -49,12 +49,14 @@ def preference(workers: Iterable[str], *, version: Version, receiver: str, fault
 class TransferRecord:
     """Record of one finished transfer.
 
-    Times by ``clock.now``; holders: bytes by worker; reused: bytes of slices that had not changed since a version held
-    before; faults: peers that failed, stalled or sent wrong bytes.
+    Times by ``clock.now``; nbytes: of the version, as far as it is needed here; sent: bytes that travelled for it;
+    holders: bytes that came from each worker, whatever travelled for them; reused: bytes of slices that had not changed
+    since a version held before; faults: peers that failed, stalled or sent wrong bytes.
     """
 
     version: Version
     nbytes: int
+    sent: int
     started: float
     finished: float
     holders: Mapping[str, int]
@@ -64,13 +66,17 @@ class TransferRecord:
 
 @dataclass(kw_only=True)
 class _Portion:
-    """Part of a tensor that comes out of one published slice. digest: "" where it is not the whole slice."""
+    """Part of a tensor that comes out of one published slice.
+
+    digest: "" where it is not the whole slice; whole: whether its bytes must travel themselves, no difference.
+    """
 
     tensor: str
     box: Box
     place: AnyArray
     digest: str
     left: list[Box]
+    whole: bool = False
     givers: set[str] = field(default_factory=set)
 
 
@@ -78,7 +84,8 @@ class Transfer:
     """Fills ``arena`` with what it has room for of ``manifest``'s version.
 
     receiver: this worker's id; sources: gives who holds the version now; changed: gives the event that is set when
-    that changes; known: by digest, arrays whose bytes are at hand already; executor: where digests are computed.
+    that changes; known: by digest, arrays whose bytes are at hand already; base: a version of which the same boxes are
+    held here until the transfer is over, None for none; executor: where digests are computed.
     """
 
     def __init__(
@@ -91,6 +98,7 @@ class Transfer:
         sources: Callable[[], Awaitable[Sources]],
         changed: Callable[[], asyncio.Event],
         known: Mapping[str, AnyArray],
+        base: Version | None,
         executor: Executor,
     ) -> None:
         self.version = Version.unpack(manifest.version)
@@ -100,12 +108,14 @@ class Transfer:
         self._sources = sources
         self._changed = changed
         self._known = known
+        self._base = base
         self._executor = executor
         self._portions = _portions(manifest, arena)
         self._verifying: set[asyncio.Future[None]] = set()
         self._given: Counter[str] = Counter()
         self._faults: Counter[str] = Counter()
         self._reused = 0
+        self._sent = 0
 
     async def run(self) -> TransferRecord:
         """Pull until everything is here. Waits for as long as no peer has what is missing; cancel it to give up."""
@@ -121,8 +131,8 @@ class Transfer:
             before = self.missing
             gate = asyncio.Semaphore(_STREAMS)
             async with asyncio.TaskGroup() as streams:
-                for (source, checked), regions in plan.items():
-                    streams.create_task(self._stream(source, regions, checked=checked, gate=gate))
+                for (source, checked, base), regions in plan.items():
+                    streams.create_task(self._stream(source, regions, checked=checked, base=base, gate=gate))
             await asyncio.gather(*self._verifying)
             if self.missing < before:
                 waits = delays()
@@ -131,6 +141,7 @@ class Transfer:
         return TransferRecord(
             version=self.version,
             nbytes=self.nbytes,
+            sent=self._sent,
             started=started,
             finished=clock.now(),
             holders=dict(self._given),
@@ -160,25 +171,29 @@ class Transfer:
                 portion.left = []
                 self._reused += portion.place.nbytes
 
-    def _plan(self, sources: Sources) -> dict[tuple[Source, bool], list[Region]]:
+    def _plan(self, sources: Sources) -> dict[tuple[Source, bool, Version | None], list[Region]]:
         by_worker = {source.worker: source for source in sources}
         order = preference(by_worker, version=self.version, receiver=self._receiver, faults=self._faults)
-        plan: dict[tuple[Source, bool], list[Region]] = {}
+        plan: dict[tuple[Source, bool, Version | None], list[Region]] = {}
         for portion in self._unfinished():
             boxes = {worker: _box(sources[by_worker[worker]], portion) for worker in order}
             for worker, taken in route(portion.left, boxes)[0].items():
-                regions = plan.setdefault((by_worker[worker], not portion.digest), [])
+                base = None if portion.whole else self._base
+                regions = plan.setdefault((by_worker[worker], not portion.digest, base), [])
                 itemsize = portion.place.itemsize
                 regions.extend(Region(tensor=portion.tensor, box=box, itemsize=itemsize) for box in taken)
         return plan
 
-    async def _stream(self, source: Source, regions: list[Region], *, checked: bool, gate: asyncio.Semaphore) -> None:
-        def sink(region: Region, data: memoryview) -> None:
+    async def _stream(
+        self, source: Source, regions: list[Region], *, checked: bool, base: Version | None, gate: asyncio.Semaphore
+    ) -> None:
+        def sink(region: Region, data: memoryview, /, *, sent: int | None = None) -> None:
+            self._sent += data.nbytes if sent is None else sent
             self._take(source.worker, region, data)
 
         async with gate:
             try:
-                await self._transport.pull(source, self.version, regions, sink=sink, checked=checked)
+                await self._transport.pull(source, self.version, regions, sink=sink, checked=checked, base=base)
             except AsyncFlowError as error:
                 self._faults[source.worker] += 1
                 log.info("weights: %s: %s; its rest comes from elsewhere", self.version, error)
@@ -199,7 +214,7 @@ class Transfer:
         if await loop.run_in_executor(self._executor, digest_of, portion.place) != portion.digest:
             log.warning("weights: %s: %s from %s is wrong", self.version, portion.tensor, ", ".join(portion.givers))
             self._faults.update(portion.givers)
-            portion.left, portion.givers = [portion.box], set()
+            portion.left, portion.givers, portion.whole = [portion.box], set(), True
 
 
 def _portions(manifest: Manifest, arena: Arena) -> dict[str, list[_Portion]]:

@@ -1,14 +1,15 @@
 """Interface of a transport of weights: serve boxes of versions, and pull boxes from one peer.
 
 Invariant: ``pull`` gives every region at most once to the sink, and those it gave stay given when it raises: the caller
-asks another peer only for the rest. A peer that is slow is waited for; one that makes no progress is not.
+asks another peer only for the rest. A peer that is slow is waited for; one that makes no progress is not. What the sink
+gets is always the whole bytes of a region, whatever travelled for them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -22,8 +23,19 @@ GROUP = "asyncflow.transports"
 Read = Callable[[Version, str, Box], memoryview]
 """Returns the bytes of a box of a tensor of a version, in C order. Raises StaleHandle where it is not held."""
 
-Sink = Callable[["Region", memoryview], None]
-"""Takes the bytes of a region, in C order; they are only valid during the call."""
+Until = Callable[[Version, Sequence["Region"]], Awaitable[None]]
+"""Waits while a version arrives here and the first of the regions is still to come; returns at once for any other."""
+
+
+class Sink(Protocol):
+    """What takes the bytes of a region, in C order; they are only valid during the call."""
+
+    def __call__(self, region: Region, data: memoryview, /, *, sent: int | None = None) -> None:
+        """Take ``data``; sent: the bytes that travelled for it, None where these were as many."""
+
+
+async def at_once(version: Version, regions: Sequence[Region]) -> None:
+    """Wait for nothing: the ``Until`` of a worker that serves only what it has whole."""
 
 
 class Region(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,18 +62,30 @@ class Transport(ABC):
     """Moves weights between host memories. One object serves this worker's versions and pulls from peers."""
 
     @abstractmethod
-    async def start(self, read: Read) -> str:
-        """Serve what ``read`` gives, from the running loop; give the address that peers ``pull`` from."""
+    async def start(self, read: Read, *, until: Until = at_once) -> str:
+        """Serve what ``read`` gives, from the running loop; give the address that peers ``pull`` from.
+
+        A transport that can let a peer wait awaits ``until`` before it reads; another refuses what has not come.
+        """
 
     @abstractmethod
     async def pull(
-        self, source: Source, version: Version, regions: Iterable[Region], *, sink: Sink, checked: bool
+        self,
+        source: Source,
+        version: Version,
+        regions: Iterable[Region],
+        *,
+        sink: Sink,
+        checked: bool,
+        base: Version | None = None,
     ) -> None:
         """Pull ``regions`` of ``version`` from ``source``, in chunks, and give each to ``sink``.
 
         The chunks tile the regions. checked: the receiver can check none of these bytes itself, so the source sends the
-        digest of each chunk and ``pull`` compares. Raises PeerLost or DeadlineExceeded when the source is gone or makes
-        no progress, StaleHandle when it does not hold the version any more, ProtocolError when it sends anything else.
+        digest of each chunk and ``pull`` compares. base: a version of which this worker holds the same regions, so that
+        ``read`` gives them: a source that holds it too may send what differs instead. Raises PeerLost or
+        DeadlineExceeded when the source is gone or makes no progress, StaleHandle when it does not hold the version any
+        more, ProtocolError when it sends anything else.
         """
 
     @abstractmethod

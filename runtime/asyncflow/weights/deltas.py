@@ -1,0 +1,82 @@
+"""Differences between two contents of one region: which elements changed, and to what.
+
+At a small learning rate few elements of a low-precision version differ from those of the version before it, most of
+them by one unit in the last place, and they lie everywhere. A difference is written as the number of changed elements
+and that of the bytes which say where they are (two uint32, little endian), then three streams: the gap before each
+changed element (uint8; 255 means 255 elements more, and no changed one yet), the step of its bits as an integer (int8;
+-128 means that its new value is in the third stream), and new values.
+
+Invariants: ``restored(old, difference(old, new)) == new``; a difference is shorter than what it stands for; of
+whatever bytes, ``restored`` gives as many bytes as it was given, or raises ValueError.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+from numpy.typing import NDArray
+
+_HEAD = struct.Struct("<II")
+_UNSIGNED = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+_SIGNED = {1: np.dtype("<i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
+_MORE = 255
+_ELSEWHERE = -128
+_SAMPLE = 1024
+_WORTH = 0.5
+
+
+def difference(old: memoryview, new: memoryview, *, itemsize: int) -> bytes | None:
+    """Return what turns ``old`` into ``new``, elements of ``itemsize`` bytes, or None where ``new`` itself is shorter.
+
+    A sample of elements is looked at first, and nothing more where too many of them differ.
+    """
+    before, after = (np.frombuffer(data, _UNSIGNED[itemsize]) for data in (old, new))
+    stride = max(1, before.size // _SAMPLE)
+    sample = before[::stride] != after[::stride]
+    if np.count_nonzero(sample) > _WORTH * sample.size:
+        return None
+    places = np.flatnonzero(before != after)
+    gaps = np.diff(places, prepend=-1) - 1
+    ends = np.cumsum(gaps // _MORE + 1)
+    where = np.full(ends[-1] if ends.size else 0, _MORE, np.uint8)
+    where[ends - 1] = gaps % _MORE
+    values = after[places]
+    steps = (values - before[places]).view(_SIGNED[itemsize])
+    far = (steps <= _ELSEWHERE) | (steps > 127)
+    short = np.where(far, _ELSEWHERE, steps).astype(np.int8)
+    nbytes = _HEAD.size + where.size + short.size + values[far].nbytes
+    if nbytes >= new.nbytes:
+        return None
+    return b"".join((_HEAD.pack(places.size, where.size), where, short, values[far]))
+
+
+def restored(old: memoryview, delta: memoryview, *, itemsize: int) -> memoryview:
+    """Return the bytes that ``difference`` compared with ``old``. Raises ValueError where ``delta`` is none."""
+    result = np.frombuffer(old, _UNSIGNED[itemsize]).copy()
+    if delta.nbytes < _HEAD.size:
+        raise ValueError(f"{delta.nbytes} bytes are no difference")
+    count, codes = _HEAD.unpack_from(delta)
+    streams = np.frombuffer(delta, np.uint8, offset=_HEAD.size)
+    if count + codes > streams.size:
+        raise ValueError(f"{streams.size} bytes do not hold {codes} gaps and {count} steps")
+    places = _places(streams[:codes])
+    if places.size != count or (count and places[-1] >= result.size):
+        raise ValueError(f"the gaps are not those of {count} of {result.size} elements")
+    steps = streams[codes : codes + count].view(np.int8)
+    far = steps == _ELSEWHERE
+    rest = streams[codes + count :]
+    if rest.size != itemsize * np.count_nonzero(far):
+        raise ValueError(f"{rest.size} bytes are not {np.count_nonzero(far)} new values")
+    result[places] += steps.astype(_SIGNED[itemsize]).view(_UNSIGNED[itemsize])
+    result[places[far]] = np.frombuffer(rest, _UNSIGNED[itemsize])
+    return result.view(np.uint8).data
+
+
+def _places(gaps: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Return the places that gaps tell, in rising order."""
+    last = gaps != _MORE
+    if gaps.size and not last[-1]:
+        raise ValueError("the gaps end in the middle of one")
+    places: NDArray[np.int64] = np.cumsum(gaps + last, dtype=np.int64)[last] - 1
+    return places
