@@ -70,7 +70,7 @@ def test_a_rollout_claims_writes_and_pulls_and_no_more():
         "queue.end",
         "unit.write",
         "weights.watch",
-        "weights.manifest",
+        "weights.locate",
         "weights.held",
         "weights.dropped",
         "weights.turn",

@@ -27,7 +27,8 @@ from asyncflow.rpc.membership import HEARTBEAT, REGISTER, Beat, Beaten, Member, 
 from asyncflow.rpc.server import RpcServer
 from asyncflow.rpc.shm import SHARED_MEMORY_ENV
 from asyncflow.rpc.tls import Credentials
-from asyncflow.weights.manifest import ManifestPart, Published
+from asyncflow.weights.manifest import ManifestPart
+from asyncflow.weights.messages import Published
 
 
 class Number(Struct, frozen=True, kw_only=True):

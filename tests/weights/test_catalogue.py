@@ -48,6 +48,7 @@ class Histories(RuleBasedStateMachine):
         self.required: set[int] | None = None
         self.newest: Version | None = None
         self.revision = 0
+        self.told: dict[int, object] = {}
 
     def covered(self, version: Version) -> bool:
         rows_held = [part for (_, v), part in self.held.items() if v == version]
@@ -88,7 +89,8 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         worker, _ = data.draw(st.sampled_from(sorted(self.held)))
-        for version in self.catalogue.releasable(worker):
+        assert self.catalogue.held_by(worker) == {version for name, version in self.held if name == worker}
+        for version in set(self.catalogue.releasable) & self.catalogue.held_by(worker):
             self.catalogue.drop(worker, version)
             del self.held[worker, version]
         self.forget_unheld()
@@ -116,20 +118,19 @@ class Histories(RuleBasedStateMachine):
     def what_is_needed_is_never_releasable(self) -> None:
         alive = sorted(version for version in self.complete if self.covered(version))
         kept = set(alive[-KEEP:]) | {self.catalogue.find(step) for step in self.required or ()}
-        for worker in {worker for worker, _ in self.held}:
-            releasable = set(self.catalogue.releasable(worker))
-            assert not releasable & kept
-            assert self.required is not None or not releasable
-            assert all((worker, version) in self.held for version in releasable)
+        releasable = set(self.catalogue.releasable)
+        assert not releasable & kept
+        assert self.required is not None or not releasable
+        assert releasable <= {version for _, version in self.held}
 
     @invariant()
     def what_nobody_needs_is_releasable(self) -> None:
         alive = sorted(version for version in self.complete if self.covered(version))
         if self.required is not None:
-            for worker, version in self.held:
+            for _, version in self.held:
                 older = version in alive[:-KEEP] and version != self.catalogue.newest
                 if older and self.catalogue.find(version.step) not in {None, version}:
-                    assert version in self.catalogue.releasable(worker)
+                    assert version in self.catalogue.releasable
 
     @invariant()
     def nothing_goes_back(self) -> None:
@@ -137,6 +138,13 @@ class Histories(RuleBasedStateMachine):
         assert self.newest is None or (newest is not None and newest >= self.newest)
         assert self.catalogue.revision >= self.revision
         self.newest, self.revision = newest, self.catalogue.revision
+
+    @invariant()
+    def a_revision_says_always_the_same(self) -> None:
+        catalogue = self.catalogue
+        versions = [(v, catalogue.available(v), catalogue.digest(v)) for v in catalogue.versions]
+        told = versions, catalogue.newest, catalogue.required, catalogue.releasable
+        assert self.told.setdefault(catalogue.revision, told) == told
 
 
 TestHistories = Histories.TestCase
@@ -191,7 +199,7 @@ def test_a_restarted_catalogue_learns_from_holders_and_their_word_must_agree():
         catalogue.hold(version, holding("b"), manifest=merge([part(version, digest="x")]))
     catalogue.publish(part(version))
     assert {holder.worker for holder in catalogue.holders(version)} == {"a", "t1.0"}
-    assert catalogue.releasable("a") == []
+    assert catalogue.releasable == []
 
 
 def test_holders_of_a_lost_newest_version_keep_the_one_before():
@@ -200,7 +208,7 @@ def test_holders_of_a_lost_newest_version_keep_the_one_before():
     for step in (1, 2):
         catalogue.publish(part(Version(0, step)))
     catalogue.hold(Version(0, 1), holding("a"))
-    assert catalogue.releasable("a") == [Version(0, 1)]
+    assert catalogue.releasable == [Version(0, 1)]
     catalogue.leave("t0.0")
-    assert catalogue.releasable("a") == []
+    assert catalogue.releasable == []
     assert (catalogue.find(1), catalogue.find(2), catalogue.newest) == (Version(0, 1), None, Version(0, 2))

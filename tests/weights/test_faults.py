@@ -87,6 +87,48 @@ async def test_a_transfer_goes_on_with_another_holder_when_its_own_fails_in_the_
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+async def test_those_that_pull_from_a_receiver_that_fails_on_its_way_go_on_elsewhere(world, spawn, fault):
+    version, weights = Version(0, 1), bulk(1, 8)
+    sender = await world.sender(transport=HostTransport(name="trainer", bandwidth=6 << 20))
+    victim = await spawn("receiver", world.address, "victim")
+    await victim.says("ready")
+    others = [
+        await world.receiver(
+            f"r{index}", want=lambda _: None, transport=HostTransport(name=f"r{index}", patience_s=1.0)
+        )
+        for index in range(5)
+    ]
+    await sender.publish(version, {f"layer.{at}": weights["big"][at * 1024 :][:1024] for at in range(8)}, timeout=SOON)
+    record = world.service.catalogue._records[version]
+    await until(lambda: "victim" in record.arriving, "the victim has begun")
+    arriving = [asyncio.create_task(receiver.ensure(1, timeout=SOON)) for receiver in others]
+
+    def fed() -> list[str]:
+        return [name for name, node in record.spread._nodes.items() if node.parent == "victim"]
+
+    def begun() -> bool:
+        return len(fed()) == 2 and all(
+            receiver.progress is not None and receiver.progress[1] > 1 << 20
+            for receiver in others
+            if receiver._holder.worker in fed()
+        )
+
+    await until(begun, "two receivers have something of the victim")
+    victim.process.send_signal(fault)
+    await asyncio.gather(*arriving)
+    for receiver in others:
+        taken = receiver.take(1)[1]
+        assert all(
+            np.array_equal(taken[f"layer.{at}"].view(np.uint32), weights["big"][at * 1024 :][:1024].view(np.uint32))
+            for at in range(8)
+        )
+    moved = [receiver.transfers[0] for receiver in others if "victim" in receiver.transfers[0].holders]
+    assert len(moved) == 2
+    assert all(len(transfer.holders) >= 2 for transfer in moved)
+
+
+@pytest.mark.process
 async def test_a_stopped_receiver_holds_up_nobody_and_catches_up(world, spawn):
     sender = await world.sender(transport=HostTransport(name="trainer"))
     stopped, going = [await spawn("receiver", world.address, name) for name in ("stopped", "going")]

@@ -9,15 +9,13 @@ from hypothesis import strategies as st
 
 from asyncflow.identity import Version
 from asyncflow.weights.host_transport import Pace
-from asyncflow.weights.manifest import CatalogueView, VersionView, newest_step
+from asyncflow.weights.messages import CatalogueView, VersionView, newest_step
 from asyncflow.weights.receiver import next_version
 from asyncflow.weights.transfer import preference
 
 
 def view(*available: tuple[int, int], required=()) -> CatalogueView:
-    versions = tuple(
-        VersionView(version=Version(*v).packed, digest="d", available=True, holders=()) for v in sorted(available)
-    )
+    versions = tuple(VersionView(version=Version(*v).packed, digest="d", available=True) for v in sorted(available))
     return CatalogueView(epoch="e", revision=1, newest=-1, required=tuple(required), releasable=(), versions=versions)
 
 

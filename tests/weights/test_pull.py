@@ -10,7 +10,7 @@ import pytest
 from asyncflow.errors import DeadlineExceeded, Fenced, Refused, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.weights.host_transport import HostTransport
-from asyncflow.weights.manifest import CatalogueView, WatchVersions
+from asyncflow.weights.messages import CatalogueView, WatchVersions
 from asyncflow.weights.sender import PublishedSlice
 from asyncflow.weights.slices import Box
 
@@ -211,7 +211,7 @@ async def test_a_restarted_driver_is_told_again(world, weights):
         lambda known: known.find(4) is not None and known.find(5) is not None, what="both versions", timeout=SOON
     )
     assert service.catalogue.newest == Version(1, 5)
-    assert service.catalogue.releasable("rollout") == []
+    assert service.catalogue.releasable == []
     late = await world.receiver("late")
     await late.ensure(4, timeout=SOON)
     assert same(dict(late.take(4)[1]), weights(4))
@@ -274,5 +274,5 @@ async def test_large_tensors_come_in_bounded_chunks(world):
 async def test_a_watch_is_answered_at_once_by_another_catalogue_of_the_same_revision(world):
     driver = world.link("worker").driver
     known = world.service.view()
-    stale = WatchVersions(worker="w", epoch="of the driver before", revision=known.revision, wait_s=30.0)
+    stale = WatchVersions(worker="w", epoch="of the driver before", revision=known.revision, held=(), wait_s=30.0)
     assert await driver.call("weights.watch", stale, CatalogueView, timeout=5.0) == known

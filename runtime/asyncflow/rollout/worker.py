@@ -37,7 +37,7 @@ from asyncflow.rollout.job import Job, RolloutSettings, SampleOutcome
 from asyncflow.rollout.leases import Claimer, Delivery, InFlightTable
 from asyncflow.rpc.membership import Status
 from asyncflow.telemetry.metrics import BusyClock, RolloutMetrics
-from asyncflow.weights.manifest import CatalogueView
+from asyncflow.weights.messages import CatalogueView
 from asyncflow.weights.probe import Proved, WeightProbe, refuted, split_probe
 from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.turns import SwapTurns

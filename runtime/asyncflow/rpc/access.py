@@ -109,7 +109,7 @@ def _table() -> dict[str, dict[str, Named]]:
         "trainer.left": publishes,
         "weights.publish": _may(_own("part", "worker"), "trainer"),
         "weights.watch": receives,
-        "weights.manifest": _may(_nobody, "rollout", "trainer"),
+        "weights.locate": receives,
         "weights.held": receives,
         "weights.dropped": receives,
         "weights.turn": receives,

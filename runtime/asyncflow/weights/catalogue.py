@@ -1,5 +1,8 @@
 """Catalogue of versions: which exist, who holds them, and which may be forgotten. Pure: no clock, no socket.
 
+``revision`` counts the changes of what all workers are told: the versions, which are available, which are required and
+which releasable. One more holder of an available version is no such change, and costs constant time.
+
 Invariants:
 * ``newest`` never goes back, and an older trainer attempt publishes nothing once a newer one is known.
 * ``find`` and ``available`` speak only of versions of which live holders together have every byte.
@@ -9,13 +12,17 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from asyncflow.errors import Fenced, ProtocolError, Refused, StaleHandle
 from asyncflow.identity import Version
-from asyncflow.weights.manifest import Manifest, ManifestPart, TensorEntry, merge
+from asyncflow.weights.manifest import Manifest, ManifestPart, encoded, merge
+from asyncflow.weights.messages import WHOLE, layout_key
 from asyncflow.weights.slices import Box, subtract
+from asyncflow.weights.spread import Spread
+
+_SEVERAL = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,22 +36,53 @@ class Holding:
 
 @dataclass(kw_only=True)
 class _Record:
+    """One version. publishers: the holders that published a part; arriving: addresses of receivers that pull it."""
+
     parts: dict[int, ManifestPart] = field(default_factory=dict)
     manifest: Manifest | None = None
+    manifest_nbytes: int = 0
     holders: dict[str, Holding] = field(default_factory=dict)
+    publishers: set[str] = field(default_factory=set)
+    arriving: dict[str, str] = field(default_factory=dict)
+    spread: Spread = field(default_factory=Spread)
     available: bool = False
+
+    def complete(self, manifest: Manifest) -> None:
+        """Note what the version consists of."""
+        self.manifest, self.manifest_nbytes = manifest, len(encoded(manifest))
 
     def settle(self) -> None:
         """Compute again whether the holders together have every byte."""
-        self.available = self.manifest is not None and (
-            any(holding.regions is None for holding in self.holders.values())
-            or all(self._covered(entry) for entry in self.manifest.tensors)
-        )
+        self.available = self.manifest is not None and _cover(self.manifest, self.holders.values())
 
-    def _covered(self, entry: TensorEntry) -> bool:
-        regions = [holding.regions or {} for holding in self.holders.values()]
-        boxes = (held[entry.name] for held in regions if entry.name in held)
-        return not subtract(Box.whole(entry.shape), boxes)
+    def roots(self) -> list[Holding]:
+        """Return the publishers that are there if these have every byte, else some who do, else all who hold any."""
+        assert self.manifest is not None
+        published = [self.holders[worker] for worker in sorted(self.publishers)]
+        if _cover(self.manifest, published):
+            return published
+        whole = [holding for holding in self.holders.values() if holding.regions is None]
+        return whole[:_SEVERAL] or list(self.holders.values())
+
+
+def _cover(manifest: Manifest, holdings: Collection[Holding]) -> bool:
+    """Return whether holders together have every byte."""
+    if any(holding.regions is None for holding in holdings):
+        return True
+    boxes: dict[str, list[Box]] = {}
+    for holding in holdings:
+        for name, box in (holding.regions or {}).items():
+            boxes.setdefault(name, []).append(box)
+    return all(not subtract(Box.whole(entry.shape), boxes.get(entry.name, ())) for entry in manifest.tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """Sources of one receiver. whole: whether they have what they offer already; published: whether as publishers."""
+
+    sources: list[Holding]
+    whole: bool
+    published: bool
 
 
 class Catalogue:
@@ -53,10 +91,12 @@ class Catalogue:
     def __init__(self, *, keep: int = 2) -> None:
         self._keep = keep
         self._records: dict[Version, _Record] = {}
+        self._held: dict[str, set[Version]] = {}
         self._required: frozenset[int] | None = None
         self._attempt = 0
         self._newest: Version | None = None
         self.revision = 0
+        self._told: object = None
 
     @property
     def newest(self) -> Version | None:
@@ -98,6 +138,37 @@ class Catalogue:
         record = self._records.get(version)
         return list(record.holders.values()) if record is not None else []
 
+    def held_by(self, worker: str) -> frozenset[Version]:
+        """Return the versions that ``worker`` holds, wholly or in part."""
+        return frozenset(self._held.get(worker, ()))
+
+    def manifest_nbytes(self, version: Version) -> int:
+        """Return the length of the encoded manifest. Raises StaleHandle as ``manifest`` does."""
+        self.manifest(version)
+        return self._records[version].manifest_nbytes
+
+    def place(
+        self, version: Version, worker: str, *, address: str, layout: str, failed: Collection[str] = ()
+    ) -> Placed:
+        """Return whom a receiver is to pull ``version`` from, and let others pull from it what it has got by then.
+
+        failed: whom it could get nothing from. Raises StaleHandle for a version that is unknown or not complete.
+        """
+        self.manifest(version)
+        record = self._records[version]
+        record.arriving[worker] = address
+        parent = record.spread.place(worker, layout=layout, failed=failed)
+        holding = record.holders.get(parent) if parent is not None else None
+        if holding is not None:
+            return Placed(
+                sources=[Holding(worker=holding.worker, address=holding.address)], whole=True, published=False
+            )
+        if parent is not None:
+            source = Holding(worker=parent, address=record.arriving[parent])
+            return Placed(sources=[source], whole=False, published=False)
+        sources = [holding for holding in record.roots() if holding.worker != worker]
+        return Placed(sources=sources, whole=True, published=True)
+
     def fence(self, attempt: int) -> None:
         """Refuse publications by trainer attempts older than ``attempt`` from now on."""
         self._attempt = max(self._attempt, attempt)
@@ -119,6 +190,7 @@ class Catalogue:
             _agree(part, record.manifest)
         self.fence(version.attempt)
         self._records[version] = record
+        record.publishers.add(part.worker)
         regions = None if part.parts == 1 else part.regions
         self._hold(version, record, Holding(worker=part.worker, address=part.address, regions=regions))
         return record.manifest is not None
@@ -139,39 +211,52 @@ class Catalogue:
         for name, box in (holding.regions or {}).items():
             if name not in shapes or not box.fits(shapes[name]):
                 raise ProtocolError(f"{box} is no region of {name!r} in {version}", where=holding.worker)
-        record.manifest = known
+        if record.manifest is None:
+            record.complete(known)
         self._records[version] = record
+        if holding.worker not in record.publishers:
+            record.arriving.pop(holding.worker, None)
+            layout = WHOLE if holding.regions is None else layout_key(holding.regions, known)
+            record.spread.finish(holding.worker, layout=layout)
         self._hold(version, record, holding)
 
     def drop(self, worker: str, version: Version) -> None:
         """Note that a worker does not hold ``version`` any more."""
         record = self._records.get(version)
-        if record is None or record.holders.pop(worker, None) is None:
+        if record is None:
             return
+        record.arriving.pop(worker, None)
+        record.spread.leave(worker)
+        if record.holders.pop(worker, None) is None:
+            return
+        self._held[worker].discard(version)
+        record.publishers.discard(worker)
         record.parts = {rank: part for rank, part in record.parts.items() if part.worker != worker}
+        was_available = record.available
         record.settle()
         if not record.holders:
             del self._records[version]
-        self.revision += 1
+        if not record.holders or record.available != was_available:
+            self._tell()
 
     def leave(self, worker: str) -> None:
         """Note that a worker is gone with all it held."""
         for version in self.versions:
             self.drop(worker, version)
+        self._held.pop(worker, None)
 
     def require(self, steps: Iterable[int]) -> None:
         """Set the steps that unfinished work needs. A step that is left out once may be gone when it is named again."""
-        required = frozenset(steps)
-        if required != self._required:
-            self._required = required
-            self.revision += 1
+        self._required = frozenset(steps)
+        self._tell()
 
-    def releasable(self, worker: str) -> list[Version]:
-        """Return the versions that ``worker`` holds and may forget, oldest first."""
+    @property
+    def releasable(self) -> list[Version]:
+        """The versions that whoever holds them may forget, oldest first."""
         if self._required is None:
             return []
         kept = self._kept(self._required)
-        return [v for v in self.versions if worker in self._records[v].holders and v not in kept]
+        return [version for version in self.versions if version not in kept]
 
     def _kept(self, required: frozenset[int]) -> set[Version]:
         available = [v for v in self.versions if self._records[v].available]
@@ -183,13 +268,23 @@ class Catalogue:
         return kept | {found for step in required if (found := self.find(step)) is not None}
 
     def _hold(self, version: Version, record: _Record, holding: Holding) -> None:
-        if record.holders.get(holding.worker) == holding and record.available:
-            return
+        was_available, before = record.available, record.holders.get(holding.worker)
         record.holders[holding.worker] = holding
-        record.settle()
+        self._held.setdefault(holding.worker, set()).add(version)
         if record.manifest is not None and (self._newest is None or version > self._newest):
             self._newest = version
-        self.revision += 1
+        if not was_available or before not in (None, holding):
+            record.settle()
+        if not was_available or not record.available:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Count a change, if what all workers are told has changed."""
+        known = [(version, record.manifest is not None, record.available) for version, record in self._records.items()]
+        told = (sorted(known), self._newest, self._required, self.releasable)
+        if told != self._told:
+            self._told = told
+            self.revision += 1
 
 
 def _accept(part: ManifestPart, record: _Record) -> None:
@@ -201,7 +296,7 @@ def _accept(part: ManifestPart, record: _Record) -> None:
         raise Refused(f"{part.parts} parts, but another rank says otherwise", where=where)
     parts = {**record.parts, part.part: part}
     if len(parts) == part.parts:
-        record.manifest = merge(parts.values())
+        record.complete(merge(parts.values()))
         parts = {}
     record.parts = parts
 

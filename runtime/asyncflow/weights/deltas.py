@@ -13,13 +13,15 @@ whatever bytes, ``restored`` gives as many bytes as it was given, or raises Valu
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 _HEAD = struct.Struct("<II")
-_UNSIGNED = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
-_SIGNED = {1: np.dtype("<i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
+_UNSIGNED: Mapping[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+_SIGNED: Mapping[int, np.dtype[Any]] = {1: np.dtype("<i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
 _MORE = 255
 _ELSEWHERE = -128
 _SAMPLE = 1024
@@ -48,7 +50,7 @@ def difference(old: memoryview, new: memoryview, *, itemsize: int) -> bytes | No
     nbytes = _HEAD.size + where.size + short.size + values[far].nbytes
     if nbytes >= new.nbytes:
         return None
-    return b"".join((_HEAD.pack(places.size, where.size), where, short, values[far]))
+    return _HEAD.pack(places.size, where.size) + where.tobytes() + short.tobytes() + values[far].tobytes()
 
 
 def restored(old: memoryview, delta: memoryview, *, itemsize: int) -> memoryview:
@@ -70,7 +72,7 @@ def restored(old: memoryview, delta: memoryview, *, itemsize: int) -> memoryview
         raise ValueError(f"{rest.size} bytes are not {np.count_nonzero(far)} new values")
     result[places] += steps.astype(_SIGNED[itemsize]).view(_UNSIGNED[itemsize])
     result[places[far]] = np.frombuffer(rest, _UNSIGNED[itemsize])
-    return result.view(np.uint8).data
+    return memoryview(result.view(np.uint8))
 
 
 def _places(gaps: NDArray[np.uint8]) -> NDArray[np.int64]:

@@ -1,17 +1,18 @@
 """A worker that holds versions: it serves them to peers, and keeps the catalogue's opinion of it true.
 
 Level-triggered: whenever the catalogue's view or the own holdings changed, what the catalogue believes is compared with
-what is held, and the difference is announced. So a restarted driver, a lost announcement and a worker that was believed
-dead all heal in the same way.
+what is held, and the difference is announced; with each watch the catalogue compares, too. So a restarted driver, a
+lost announcement and a worker that was believed dead all heal in the same way.
 
-Invariant: a version is dropped only when the catalogue called it releasable and ``in_use`` does not name it.
+Invariants: a version is dropped only when the catalogue called it releasable and ``in_use`` does not name it; of a
+version that is still arriving only what was checked is served, and nothing is announced.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,20 +22,21 @@ from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Refused, StaleHan
 from asyncflow.identity import Version
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.retry import Outage, retry
-from asyncflow.weights.manifest import (
+from asyncflow.weights.manifest import MANIFEST, Manifest, ManifestPart, encoded
+from asyncflow.weights.messages import (
     EMPTY_VIEW,
+    WHOLE,
     CatalogueView,
-    Manifest,
-    ManifestPart,
     Published,
     VersionDropped,
     VersionDroppedReply,
     VersionsHeld,
     VersionsHeldReply,
     WatchVersions,
+    layout_key,
 )
 from asyncflow.weights.slices import Arena, Box
-from asyncflow.weights.transport import Transport
+from asyncflow.weights.transport import Region, Transport
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +61,26 @@ class Copy:
     origin: ManifestPart | Manifest
 
 
+class Arriving(Protocol):
+    """A version of which this worker has a part that it serves, and gets the rest: a ``Transfer``."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What it consists of."""
+
+    def read(self, tensor: str, box: Box) -> memoryview:
+        """Return the bytes of a box. Raises StaleHandle unless all of it is here and was checked."""
+
+    async def until(self, tensor: str, box: Box) -> None:
+        """Wait until a box is here and was checked, or will not come."""
+
+
 class Holder:
     """Holds versions for the worker with id ``worker``.
 
     membership: gives the client to the driver; transport: serves what is held, and belongs to the holder from now on;
-    in_use: gives the versions that must not be dropped now. changed: the event that the next change will set.
+    in_use: gives the versions that must not be dropped now. arriving: versions of which parts are served already, None
+    where it is not known yet what they consist of; changed: the event that the next change will set.
     """
 
     def __init__(
@@ -78,15 +95,17 @@ class Holder:
         self.transport = transport
         self.address = ""
         self.copies: dict[Version, Copy] = {}
+        self.arriving: dict[Version, Arriving | None] = {}
         self.view: CatalogueView = EMPTY_VIEW
         self._driver = membership.driver
+        self._believed: set[Version] = set()
         self._in_use = in_use
         self.changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Serve and begin to watch the catalogue; the driver may come later."""
-        self.address = await self.transport.start(self._read)
+        self.address = await self.transport.start(self._read, until=self._until)
         self.spawn(self._watch())
         self.spawn(self._keep_true())
 
@@ -149,15 +168,32 @@ class Holder:
 
     def _read(self, version: Version, tensor: str, box: Box) -> memoryview:
         copy = self.copies.get(version)
-        if copy is None:
-            raise StaleHandle(f"{version} is not held any more", where=f"weights of {self.worker}")
-        return copy.arena.read(tensor, box)
+        arriving = self.arriving.get(version)
+        manifest = copy.origin if copy is not None else arriving.manifest if arriving is not None else None
+        if tensor == MANIFEST and isinstance(manifest, Manifest):
+            return _part(encoded(manifest), box)
+        if copy is not None:
+            return copy.arena.read(tensor, box)
+        if arriving is not None:
+            return arriving.read(tensor, box)
+        raise StaleHandle(f"{version} is not held any more", where=f"weights of {self.worker}")
+
+    async def _until(self, version: Version, regions: Sequence[Region]) -> None:
+        while version in self.arriving and self.arriving[version] is None:
+            await self.changed.wait()
+        arriving = self.arriving.get(version)
+        if arriving is not None and regions[0].tensor != MANIFEST:
+            await arriving.until(regions[0].tensor, regions[0].box)
 
     async def _watch(self) -> None:
         outage = Outage("watching the catalogue of weights")
         while True:
             known = WatchVersions(
-                worker=self.worker, epoch=self.view.epoch, revision=self.view.revision, wait_s=_WATCH_S
+                worker=self.worker,
+                epoch=self.view.epoch,
+                revision=self.view.revision,
+                held=tuple(version.packed for version in sorted(self._believed)),
+                wait_s=_WATCH_S,
             )
             try:
                 view = await self._driver.call("weights.watch", known, CatalogueView, timeout=_WATCH_S + _CALL_S)
@@ -165,7 +201,9 @@ class Holder:
                 await outage.wait(error)
                 continue
             outage.end()
-            if (view.epoch, view.revision) != (known.epoch, known.revision):
+            if view.held is not None:
+                self._believed = {Version.unpack(packed) for packed in view.held}
+            if view.held is not None or (view.epoch, view.revision) != (known.epoch, known.revision):
                 self.view = view
                 self.notify()
 
@@ -190,8 +228,7 @@ class Holder:
                 log.info("weights: dropped %s", version)
 
     async def _announce(self) -> None:
-        believed = self.view.held_by(self.worker)
-        for version in sorted(self.copies.keys() - believed):
+        for version in sorted(self.copies.keys() - self._believed):
             copy = self.copies.get(version)
             if copy is None:
                 continue
@@ -204,26 +241,36 @@ class Holder:
             except Refused as error:
                 del self.copies[version]
                 log.warning("weights: dropped %s: %s", version, error)
-        if removed := believed - self.copies.keys():
+        if removed := self._believed - self.copies.keys():
             request = VersionDropped(worker=self.worker, versions=tuple(version.packed for version in removed))
             await self._driver.call("weights.dropped", request, VersionDroppedReply, timeout=_CALL_S)
+            self._believed -= removed
 
     async def _publish(self, part: ManifestPart) -> bool:
-        return (await self._driver.call("weights.publish", part, Published, timeout=_CALL_S)).complete
+        published = await self._driver.call("weights.publish", part, Published, timeout=_CALL_S)
+        self._believed.add(Version.unpack(part.version))
+        return published.complete
 
     async def _hold(self, copy: Copy, manifest: Manifest) -> None:
         boxes = copy.arena.boxes
-        whole = all(boxes.get(entry.name) == Box.whole(entry.shape) for entry in manifest.tensors)
         request = VersionsHeld(
             worker=self.worker,
             address=self.address,
             version=manifest.version,
-            regions=None if whole else boxes,
+            regions=None if layout_key(boxes, manifest) == WHOLE else boxes,
         )
         reply = await self._driver.call("weights.held", request, VersionsHeldReply, timeout=_CALL_S)
         if not reply.known:
             told = msgspec.structs.replace(request, manifest=manifest)
             await self._driver.call("weights.held", told, VersionsHeldReply, timeout=_CALL_S)
+        self._believed.add(Version.unpack(manifest.version))
+
+
+def _part(data: bytes, box: Box) -> memoryview:
+    """Return a part of bytes that are served as if they were a tensor. Raises StaleHandle where it sticks out."""
+    if not box.fits((len(data),)):
+        raise StaleHandle(f"{box} is no part of {len(data)} bytes", where="weights manifest")
+    return memoryview(data)[box.offset[0] : box.offset[0] + box.extent[0]]
 
 
 def _report(task: asyncio.Task[None]) -> None:

@@ -5,8 +5,8 @@
 Invariants: at most ``window`` chunks of ``chunk_bytes`` are in flight per pull, whatever the size of the version; the
 holder sends from its arena without a copy where a box is contiguous; a call answers only what its caller asked for.
 Patience grows with the time that what is in flight should take, so a link that is slow, however slow, is not taken for
-a dead peer once a first chunk has come; chunks never exceed ``most`` bytes. What a holder sends, differences included,
-stays below ``bandwidth``, over all peers together.
+a dead peer once a first chunk has come; a holder that still waits for a region itself says so in time. Chunks never
+exceed ``most`` bytes. What a holder sends, differences included, stays below ``bandwidth``, over all peers together.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ _SMOOTHING = 0.3
 _MOST_REGIONS = 1024
 _MOST_ELEMENTS = 64 << 20
 _CALL_S = 3600.0
+_LONGEST_WAIT_S = 10.0
+_AT_ONCE_S = 0.001
+_STARVED = 4.0
+"""So many times its patience a puller waits for a peer that answers, but has got nothing itself."""
 
 
 class Pace:
@@ -69,6 +73,10 @@ class Pace:
         wanted = int(_CHUNK_S / self._seconds_per_byte)
         self.chunk = max(min(wanted, 2 * self.chunk, self._most), min(_FIRST_CHUNK, self._most))
 
+    def waited(self, *, now: float) -> None:
+        """Note that an answer came for which the peer itself had to wait: that says nothing of the link."""
+        self._last = now
+
     @property
     def patience(self) -> float:
         """Seconds without any arrival after which the peer counts as stalled."""
@@ -94,28 +102,36 @@ class Bucket:
 class ChunkRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Request of ``weights.fetch``; the answer has a frame for each region.
 
-    checked: and the digest of each; base: the packed version that differences may refer to, None for none.
+    checked: and the digest of each; base: the packed version that differences may refer to, None for none; wait_s: how
+    long the holder may wait for the first region, where it does not have that yet.
     """
 
     version: int
     regions: tuple[Region, ...]
     checked: bool
     base: int | None = None
+    wait_s: float = 0.0
 
 
 class ChunkReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to ``weights.fetch``. deltas: the numbers of the frames that are differences from the base."""
+    """Answer to ``weights.fetch``: frames of the first regions, of fewer where the holder does not have the others yet.
+
+    deltas: the numbers of the frames that are differences from the base; waited: whether the holder had to wait.
+    """
 
     digests: tuple[str, ...]
     deltas: tuple[int, ...] = ()
+    waited: bool = False
 
 
 class _Chunk(NamedTuple):
-    """What came: regions, the bytes of each, and how many bytes travelled for each."""
+    """What came: regions, the bytes of each, how many bytes travelled for each; and what did not come yet."""
 
-    regions: list[Region]
-    data: list[memoryview]
-    sent: list[int]
+    regions: Sequence[Region]
+    data: Sequence[memoryview]
+    sent: Sequence[int]
+    later: Sequence[Region]
+    waited: bool
 
 
 class HostTransport(Transport):
@@ -178,7 +194,7 @@ class HostTransport(Transport):
         """Pull with ``window`` chunk requests in flight; see ``Transport.pull``."""
         loop = asyncio.get_running_loop()
         pace = Pace(most=self._chunk_bytes, window=self._window, patience_s=self._patience_s, now=loop.time())
-        left = deque(regions)
+        left, came = deque(regions), loop.time()
         client = RpcClient(
             name=f"{self._name} pulls {version}",
             resolve=source.address,
@@ -192,6 +208,7 @@ class HostTransport(Transport):
             regions=(),
             checked=checked,
             base=base.packed if base is not None and self._delta and self._read is not None else None,
+            wait_s=self._patience_s / _STARVED,
         )
         try:
             while left or flying:
@@ -205,9 +222,17 @@ class HostTransport(Transport):
                     raise DeadlineExceeded(what, where=source.address)
                 flying -= done
                 for chunk in [answer.result() for answer in done]:
-                    for region, data, sent in zip(*chunk, strict=True):
+                    for region, data, sent in zip(chunk.regions, chunk.data, chunk.sent, strict=True):
                         sink(region, data, sent=sent)
-                    pace.arrived(sum(data.nbytes for data in chunk.data), sent=sum(chunk.sent), now=loop.time())
+                    left.extendleft(reversed(chunk.later))
+                    if chunk.waited:
+                        pace.waited(now=loop.time())
+                    else:
+                        pace.arrived(sum(data.nbytes for data in chunk.data), sent=sum(chunk.sent), now=loop.time())
+                    came = loop.time() if chunk.data else came
+                if loop.time() - came > _STARVED * self._patience_s:
+                    what = f"{source.worker} itself has got nothing of {version} for {loop.time() - came:.3g} s"
+                    raise DeadlineExceeded(what, where=source.address)
         finally:
             for task in flying:
                 task.cancel()
@@ -218,6 +243,7 @@ class HostTransport(Transport):
     async def _ask(self, client: RpcClient, request: ChunkRequest) -> _Chunk:
         version, regions = Version.unpack(request.version), request.regions
         reply, frames = await client.call_frames("weights.fetch", request, ChunkReply, timeout=_CALL_S)
+        regions, later = regions[: len(frames)], regions[len(frames) :]
         deltas = set(reply.deltas)
         if len(frames) != len(regions) or not deltas <= set(range(len(frames)) if request.base is not None else ()):
             raise ProtocolError(f"{version}: the frames are not those asked for", where=client.name)
@@ -235,35 +261,55 @@ class HostTransport(Transport):
             raise ProtocolError(f"{version}: the frames are not of the sizes asked for", where=client.name)
         if request.checked and await asyncio.to_thread(_digests, data) != reply.digests:
             raise ProtocolError(f"{version}: bytes changed on the way", where=client.name)
-        return _Chunk(list(regions), data, [frame.nbytes for frame in frames])
+        return _Chunk(regions, data, [frame.nbytes for frame in frames], later, reply.waited)
 
     async def _fetch(self, request: ChunkRequest, _frames: Sequence[memoryview]) -> tuple[ChunkReply, list[Buffer]]:
         if (
-            len(request.regions) > _MOST_REGIONS
+            not 0 < len(request.regions) <= _MOST_REGIONS
             or sum(region.box.volume for region in request.regions) > _MOST_ELEMENTS
         ):
-            what = f"more than {_MOST_REGIONS} regions or {_MOST_ELEMENTS} elements at once"
+            what = f"no region, or more than {_MOST_REGIONS} or {_MOST_ELEMENTS} elements at once"
             raise ProtocolError(what, where=self._name)
-        assert self._read is not None
-        version = Version.unpack(request.version)
-        data = [self._read(version, region.tensor, region.box) for region in request.regions]
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            async with asyncio.timeout(min(max(request.wait_s, 0.0), _LONGEST_WAIT_S)):
+                await self._until(Version.unpack(request.version), request.regions)
+        except TimeoutError:
+            return ChunkReply(digests=(), waited=True), []
+        waited = loop.time() - began > _AT_ONCE_S
+        data = self._here(request)
         digests = await asyncio.to_thread(_digests, data) if request.checked else ()
         frames: list[Buffer] = list(data)
         deltas = await self._differences(request, data) if request.base is not None and self._delta else {}
         for at, delta in deltas.items():
             frames[at] = delta
         await self._bucket.take(sum(memoryview(frame).nbytes for frame in frames))
-        return ChunkReply(digests=digests, deltas=tuple(deltas)), frames
+        return ChunkReply(digests=digests, deltas=tuple(deltas), waited=waited), frames
+
+    def _here(self, request: ChunkRequest) -> list[memoryview]:
+        """Return the bytes of the first regions, up to one that is not here. Raises StaleHandle where none is."""
+        assert self._read is not None
+        version, data = Version.unpack(request.version), []
+        for region in request.regions:
+            try:
+                data.append(self._read(version, region.tensor, region.box))
+            except StaleHandle:
+                if not data:
+                    raise
+                break
+        return data
 
     async def _differences(self, request: ChunkRequest, data: list[memoryview]) -> dict[int, bytes]:
         """Return by number the differences of regions from their base, where it is held and they are shorter."""
         assert self._read is not None
         assert request.base is not None
+        asked = list(zip(request.regions, data, strict=False))
         try:
-            base = [self._read(Version.unpack(request.base), each.tensor, each.box) for each in request.regions]
+            base = [self._read(Version.unpack(request.base), each.tensor, each.box) for each, _ in asked]
         except StaleHandle:
             return {}
-        itemsizes = [new.nbytes // max(1, each.box.volume) for each, new in zip(request.regions, data, strict=True)]
+        itemsizes = [new.nbytes // max(1, each.box.volume) for each, new in asked]
         return await asyncio.to_thread(_compare, base, data, itemsizes)
 
 

@@ -1,19 +1,15 @@
-"""Contents of a version, and the messages about versions: what each consists of, who holds it, who needs it.
+"""Contents of a version: a manifest lists tensors, the slices they were published in, and the digest of each.
 
-A manifest lists tensors, the slices they were published in, and the digest of each. It is content, never place: it is
-the same at every worker that holds the version, and a slice's ``holder`` only says who published it. A
-``CatalogueView`` is the catalogue as one worker sees it; the other messages are those between holders and the
-catalogue.
+It is content, never place: it is the same at every worker that holds the version, and a slice's ``holder`` only says
+who published it.
 
 Invariants: a manifest that passed ``check`` is complete (its slices tile every tensor) and consistent (sizes follow
-from shapes, ``digest`` from the entries), so that two manifests with equal digests describe equal bytes. A
-``CatalogueView`` is whole: who has it needs no earlier one. Revisions compare only within one ``epoch``, the life of
-one catalogue.
+from shapes, ``digest`` from the entries), so that two manifests with equal digests describe equal bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from math import prod
 
@@ -23,7 +19,10 @@ import xxhash
 
 from asyncflow.errors import ProtocolError, Refused
 from asyncflow.identity import Version
-from asyncflow.weights.slices import DTYPES, AnyArray, Box, intersect, split, subtract, view
+from asyncflow.weights.slices import DTYPES, AnyArray, Box, hull, split, subtract, view
+
+MANIFEST = ""
+"""The name under which holders serve the manifest itself: bytes, encoded, as if it were a tensor."""
 
 HASH = "xxh3-128"
 """The hash of the bytes of slices."""
@@ -75,18 +74,19 @@ class ManifestPart(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorEntry, ...]
 
     def check(self) -> None:
-        """Raise ProtocolError unless every entry is well formed and has exactly one slice, of this worker."""
+        """Raise ProtocolError unless every entry is well formed and its slices, of this worker, tile one box."""
         if not 0 <= self.part < self.parts:
             raise ProtocolError(f"part {self.part} of {self.parts} does not exist", where=_where(self.version))
         _check_entries(self.tensors)
         for entry in self.tensors:
-            if [each.holder for each in entry.slices] != [self.worker]:
-                raise ProtocolError(f"{entry.name!r} is not one slice of {self.worker}", where=_where(self.version))
+            if {each.holder for each in entry.slices} != {self.worker}:
+                raise ProtocolError(f"{entry.name!r} is not of {self.worker} alone", where=_where(self.version))
+            _check_tiling(entry.name, hull(each.box for each in entry.slices), entry.slices)
 
     @property
     def regions(self) -> dict[str, Box]:
         """The box of each tensor that this rank holds."""
-        return {entry.name: entry.slices[0].box for entry in self.tensors}
+        return {entry.name: hull(each.box for each in entry.slices) for entry in self.tensors}
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,11 +101,28 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Raise ProtocolError unless the manifest keeps its invariant."""
         _check_entries(self.tensors)
         for entry in self.tensors:
-            _check_tiling(entry)
+            _check_tiling(entry.name, Box.whole(entry.shape), entry.slices)
         if self.nbytes != sum(entry.nbytes for entry in self.tensors):
             raise ProtocolError(f"{self.nbytes} bytes do not follow from the tensors", where=_where(self.version))
         if self.digest != _digest_of_entries(self.tensors):
             raise ProtocolError("the digest does not follow from the tensors", where=_where(self.version))
+
+
+def encoded(manifest: Manifest) -> bytes:
+    """Return what ``decoded`` makes a manifest of again."""
+    return msgspec.msgpack.encode(manifest)
+
+
+def decoded(data: memoryview, *, version: Version, digest: str) -> Manifest:
+    """Return the manifest that a peer gave for ``version``. Raises ProtocolError unless it has that ``digest``."""
+    try:
+        manifest = msgspec.msgpack.decode(data, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"a peer's manifest cannot be read: {error}", where=_where(version.packed)) from error
+    if (manifest.version, manifest.digest) != (version.packed, digest):
+        raise ProtocolError("a peer's manifest is not that of the catalogue", where=_where(version.packed))
+    manifest.check()
+    return manifest
 
 
 def merge(parts: Iterable[ManifestPart]) -> Manifest:
@@ -130,7 +147,7 @@ def merge(parts: Iterable[ManifestPart]) -> Manifest:
     tensors = tuple(entries[name] for name in sorted(entries))
     for entry in tensors:
         try:
-            _check_tiling(entry)
+            _check_tiling(entry.name, Box.whole(entry.shape), entry.slices)
         except ProtocolError as error:
             raise Refused(error.what, where=_where(found[0].version), hint="Check the ranks' slices.") from error
     return Manifest(
@@ -178,6 +195,8 @@ def _check_entries(tensors: Sequence[TensorEntry]) -> None:
         if entry.name in names:
             raise ProtocolError("the tensor is named twice", where=where)
         names.add(entry.name)
+        if entry.name == MANIFEST:
+            raise ProtocolError("a tensor needs a name", where=where)
         if entry.dtype not in DTYPES:
             raise ProtocolError(f"unknown dtype {entry.dtype!r}", where=where)
         if len(entry.shape) > _MAX_RANK or any(size < 0 for size in entry.shape):
@@ -191,136 +210,13 @@ def _check_entries(tensors: Sequence[TensorEntry]) -> None:
                 raise ProtocolError(f"digest {each.digest!r} is not of {HASH}", where=where)
 
 
-def _check_tiling(entry: TensorEntry) -> None:
-    boxes = [each.box for each in entry.slices]
-    where = f"weights manifest, {entry.name!r}"
-    if missing := subtract(Box.whole(entry.shape), boxes):
+def _check_tiling(name: str, whole: Box, slices: Sequence[Slice]) -> None:
+    where = f"weights manifest, {name!r}"
+    if missing := subtract(whole, (each.box for each in slices)):
         raise ProtocolError(f"nobody publishes {missing[0]}", where=where)
-    for index, box in enumerate(boxes):
-        if any(intersect(box, other) for other in boxes[:index]):
-            raise ProtocolError(f"{box} overlaps another slice", where=where)
+    if sum(each.box.volume for each in slices) != whole.volume:
+        raise ProtocolError(f"a slice of {whole} overlaps another", where=where)
 
 
 def _where(version: int) -> str:
     return f"weights {Version.unpack(version)}"
-
-
-class HolderView(msgspec.Struct, frozen=True, kw_only=True):
-    """Holder of a version, or of a part of it (``whole`` False), and where it serves it."""
-
-    worker: str
-    address: str
-    whole: bool
-
-
-class VersionView(msgspec.Struct, frozen=True, kw_only=True):
-    """One version. digest: "" while parts are missing; available: whether its holders together have every byte."""
-
-    version: int
-    digest: str
-    available: bool
-    holders: tuple[HolderView, ...]
-
-
-class CatalogueView(msgspec.Struct, frozen=True, kw_only=True):
-    """The catalogue as one worker sees it. Versions are packed and in order.
-
-    newest: the newest version ever complete, -1 for none; required: steps that unfinished work needs; releasable: the
-    versions that this worker holds and may forget.
-    """
-
-    epoch: str
-    revision: int
-    newest: int
-    required: tuple[int, ...]
-    releasable: tuple[int, ...]
-    versions: tuple[VersionView, ...]
-
-    def get(self, version: Version) -> VersionView | None:
-        """Return what is known of ``version``."""
-        return next((known for known in self.versions if known.version == version.packed), None)
-
-    def find(self, step: int) -> Version | None:
-        """Return the available version of ``step``, that of the newest attempt, or None."""
-        return max((version for version in self.available if version.step == step), default=None)
-
-    @property
-    def available(self) -> list[Version]:
-        """The versions that can be pulled, oldest first."""
-        return [Version.unpack(known.version) for known in self.versions if known.available]
-
-    def held_by(self, worker: str) -> set[Version]:
-        """Return the versions that the catalogue believes ``worker`` to hold, wholly or in part."""
-        return {
-            Version.unpack(known.version)
-            for known in self.versions
-            if any(holder.worker == worker for holder in known.holders)
-        }
-
-
-EMPTY_VIEW = CatalogueView(epoch="", revision=-1, newest=-1, required=(), releasable=(), versions=())
-
-
-def newest_step(view: CatalogueView) -> int | None:
-    """Want the newest version that is available: what a receiver wants unless its worker says otherwise."""
-    return view.available[-1].step if view.available else None
-
-
-class Published(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to ``weights.publish`` (a ``ManifestPart``): whether all parts of the version have arrived."""
-
-    complete: bool
-
-
-class WatchVersions(msgspec.Struct, frozen=True, kw_only=True):
-    """Request of ``weights.watch``: answered by a ``CatalogueView`` when it differs from the one known, or after
-    wait_s seconds.
-    """
-
-    worker: str
-    epoch: str
-    revision: int
-    wait_s: float
-
-
-class VersionsHeld(msgspec.Struct, frozen=True, kw_only=True):
-    """Request of ``weights.held``: a worker has got a packed version and serves it at ``address``.
-
-    regions: None where it has all of it, else the box of each tensor; manifest: for a catalogue that does not know it.
-    """
-
-    worker: str
-    address: str
-    version: int
-    regions: Mapping[str, Box] | None = None
-    manifest: Manifest | None = None
-
-
-class VersionsHeldReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to ``weights.held``: False where it must be sent again with the manifest."""
-
-    known: bool
-
-
-class VersionDropped(msgspec.Struct, frozen=True, kw_only=True):
-    """Request of ``weights.dropped``: a worker holds these packed versions no longer."""
-
-    worker: str
-    versions: tuple[int, ...]
-
-
-class VersionDroppedReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to ``weights.dropped``."""
-
-
-class Locate(msgspec.Struct, frozen=True, kw_only=True):
-    """Request of ``weights.manifest``: the packed version asked for."""
-
-    version: int
-
-
-class Located(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to ``weights.manifest``. regions: what the holders that do not have all of it have, by worker."""
-
-    manifest: Manifest
-    regions: Mapping[str, Mapping[str, Box]]

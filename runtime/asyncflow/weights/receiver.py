@@ -2,8 +2,9 @@
 
 Invariants: an arena's arrays are returned only when every byte was checked; a version in use, staged or waited for is
 never dropped, nor one that differences refer to; only the event loop's idle moments and threads that release the GIL
-are used, so the engine is not held up. What a caller waits for comes before what the worker wants; an unfinished
-transfer is given up for a newer version only if no unfinished step needs it.
+are used, so the engine is not held up. What was checked of a version on its way is served to peers already. What a
+caller waits for comes before what the worker wants; an unfinished transfer is given up for a newer version only if no
+unfinished step needs it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from asyncflow.errors import AsyncFlowError, ProtocolError, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.rpc.retry import Outage, retry
 from asyncflow.weights.holder import Copy, Holder, Linked
-from asyncflow.weights.manifest import CatalogueView, Locate, Located, Manifest, newest_step
+from asyncflow.weights.manifest import MANIFEST, Manifest, decoded
+from asyncflow.weights.messages import WHOLE, CatalogueView, Locate, Located, Peer, layout_key, newest_step
 from asyncflow.weights.slices import AnyArray, Arena, Box, subtract, view
-from asyncflow.weights.transfer import Sources, Transfer, TransferRecord
-from asyncflow.weights.transport import Source, Transport
+from asyncflow.weights.transfer import Transfer, TransferRecord
+from asyncflow.weights.transport import Region, Source, Transport
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +90,7 @@ class WeightReceiver:
         self._driver = membership.driver
         self._want = want
         self._layout = layout
+        self._layout_key = WHOLE if layout is whole else None
         self._on_transfer = on_transfer
         self._asked: Counter[int] = Counter()
         self._current: Version | None = None
@@ -213,62 +216,111 @@ class WeightReceiver:
             await _cancel(transfer)
 
     async def _pull(self, version: Version) -> None:
+        self._holder.arriving[version] = None
         try:
-            located = await self._locate(version)
-            record = await self._fill(version, located)
+            record = await self._fill(version)
         except AsyncFlowError as error:
             await self._outage.wait(error)
             return
+        finally:
+            self._holder.arriving.pop(version, None)
+            self._holder.notify()
         self._outage.end()
-        log.info("weights: %s: %d bytes in %.2f s", version, record.nbytes, record.finished - record.started)
+        seconds = record.finished - record.started
+        log.info("weights: %s: %d bytes in %.2f s, %d of them sent", version, record.nbytes, seconds, record.sent)
         self.transfers.append(record)
         if self._on_transfer is not None:
             self._on_transfer(record)
 
-    async def _fill(self, version: Version, located: Located) -> TransferRecord:
-        manifest = located.manifest
-        manifest.check()
-        if manifest.version != version.packed:
-            raise ProtocolError(
-                f"the manifest of {Version.unpack(manifest.version)} came for {version}", where="weights"
-            )
-        wanted = {entry.name: (entry.dtype, self._layout(entry.name, entry.shape)) for entry in manifest.tensors}
-        arena = Arena({name: (dtype, box) for name, (dtype, box) in wanted.items() if box is not None})
-        regions = dict(located.regions)
+    async def _fill(self, version: Version) -> TransferRecord:
+        manifest, peers = await self._described(version)
+        arena = self._arena_of(manifest)
+        key = layout_key(arena.boxes, manifest)
+        if peers is None or key != self._layout_key:
+            self._layout_key = key
+            peers = (await self._locate(version)).peers
         self._base = self._base_of(arena)
-        self._transfer = Transfer(
+        transfer = self._transfer = Transfer(
             manifest=manifest,
             arena=arena,
             receiver=self._holder.worker,
             transport=self._holder.transport,
-            sources=lambda: self._sources(version, regions),
+            peers=peers,
+            sources=lambda failed: self._sources(version, failed),
             changed=lambda: self._holder.changed,
             known=self._known(),
             base=self._base,
             executor=self._executor,
         )
+        self._holder.arriving[version] = transfer
+        self._holder.notify()
         try:
-            record = await self._transfer.run()
+            record = await transfer.run()
+            self._holder.add(version, Copy(arena=arena, origin=manifest))
         finally:
             self._transfer = self._base = None
-        self._holder.add(version, Copy(arena=arena, origin=manifest))
+            transfer.end()
         return record
 
-    async def _sources(self, version: Version, regions: dict[str, Mapping[str, Box]]) -> Sources:
-        known = self.view.get(version)
-        holders = [holder for holder in known.holders if holder.worker != self._holder.worker] if known else []
-        if any(not holder.whole and holder.worker not in regions for holder in holders):
-            regions.update((await self._locate(version)).regions)
-        return {
-            Source(worker=holder.worker, address=holder.address): None if holder.whole else regions[holder.worker]
-            for holder in holders
-            if holder.whole or holder.worker in regions
-        }
+    def _arena_of(self, manifest: Manifest) -> Arena:
+        wanted = {entry.name: (entry.dtype, self._layout(entry.name, entry.shape)) for entry in manifest.tensors}
+        return Arena({name: (dtype, box) for name, (dtype, box) in wanted.items() if box is not None})
 
-    async def _locate(self, version: Version) -> Located:
+    async def _described(self, version: Version) -> tuple[Manifest, tuple[Peer, ...] | None]:
+        """Return what a version consists of, and whom to pull it from, where that is known with it.
+
+        The driver is asked for no manifest that a peer can give.
+        """
+        if self._layout_key is not None:
+            located = await self._locate(version, manifest=True)
+            found = located.manifest or await self._manifest_of(version, located)
+            if found is not None:
+                return _checked(found, version), located.peers
+        request = Locate(worker=self._holder.worker, address=self._holder.address, version=version.packed, layout=None)
+        located = await self._call(request)
+        if located.manifest is None:
+            raise ProtocolError(f"the catalogue gave no manifest of {version}", where="weights")
+        return _checked(located.manifest, version), None
+
+    async def _manifest_of(self, version: Version, located: Located) -> Manifest | None:
+        """Return the manifest of a version that a peer has, None where it cannot be had there."""
+        known = self.view.get(version)
+        if known is None or not located.peers:
+            return None
+        whole = Region(tensor=MANIFEST, box=Box.whole((located.manifest_nbytes,)), itemsize=1)
+        data = bytearray(whole.nbytes)
+
+        def sink(region: Region, part: memoryview, /, *, sent: int | None = None) -> None:
+            del sent
+            data[region.box.offset[0] : region.box.offset[0] + region.nbytes] = part
+
+        peer = located.peers[0]
+        source = Source(worker=peer.worker, address=peer.address)
+        try:
+            await self._holder.transport.pull(source, version, [whole], sink=sink, checked=False)
+            return decoded(memoryview(data), version=version, digest=known.digest)
+        except AsyncFlowError as error:
+            log.info("weights: no manifest of %s from %s: %s", version, peer.worker, error)
+            return None
+
+    async def _sources(self, version: Version, failed: Collection[str]) -> tuple[Peer, ...]:
+        return (await self._locate(version, failed=failed)).peers
+
+    async def _locate(self, version: Version, *, failed: Collection[str] = (), manifest: bool = False) -> Located:
+        request = Locate(
+            worker=self._holder.worker,
+            address=self._holder.address,
+            version=version.packed,
+            layout=self._layout_key,
+            failed=tuple(failed),
+            manifest=manifest,
+        )
+        return await self._call(request)
+
+    async def _call(self, request: Locate) -> Located:
         return await retry(
-            lambda: self._driver.call("weights.manifest", Locate(version=version.packed), Located, timeout=_CALL_S),
-            what=f"the manifest of {version}",
+            lambda: self._driver.call("weights.locate", request, Located, timeout=_CALL_S),
+            what=f"where {Version.unpack(request.version)} is",
             timeout=3 * _CALL_S,
         )
 
@@ -286,6 +338,14 @@ class WeightReceiver:
             for each in entry.slices
             if entry.name in copy.arena.boxes and not subtract(each.box, [copy.arena.boxes[entry.name]])
         }
+
+
+def _checked(manifest: Manifest, version: Version) -> Manifest:
+    """Return ``manifest``. Raises ProtocolError unless it is a whole one of ``version``."""
+    manifest.check()
+    if manifest.version != version.packed:
+        raise ProtocolError(f"the manifest of {Version.unpack(manifest.version)} came for {version}", where="weights")
+    return manifest
 
 
 async def _cancel(task: asyncio.Task[None] | None) -> None:

@@ -1,7 +1,8 @@
 """The trainer's side: a rank copies its slices of a new version aside, digests the copy, and announces it.
 
 Invariant: when ``copy`` has returned, the trainer may change its tensors; what was published never changes, and is
-served until the catalogue releases it. Nobody's pull is ever waited for.
+served until the catalogue releases it. Nobody's pull is ever waited for. A large tensor is published in several slices,
+so that receivers can check it, and pass it on, part by part.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from asyncflow.errors import Refused
 from asyncflow.identity import Version
 from asyncflow.weights.holder import Holder, Linked
 from asyncflow.weights.manifest import ManifestPart, Slice, TensorEntry, digest_of, dtype_name
-from asyncflow.weights.slices import AnyArray, Arena, Box
+from asyncflow.weights.slices import AnyArray, Arena, Box, split, view
 from asyncflow.weights.transport import Transport
+
+_SLICE_BYTES = 16 << 20
+_MOST_SLICES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +127,18 @@ class WeightSender:
         return await self.announce(copied, await asyncio.to_thread(self.part, copied), timeout=timeout)
 
     def _entry(self, name: str, copied: Copied) -> TensorEntry:
-        array, box = copied.arena.arrays[name], copied.arena.boxes[name]
-        published = Slice(box=box, holder=self._holder.worker, nbytes=array.nbytes, digest=digest_of(array))
-        return TensorEntry(name=name, dtype=dtype_name(array), shape=copied.shapes[name], slices=(published,))
+        array, at = copied.arena.arrays[name], copied.arena.boxes[name]
+        most = max(_SLICE_BYTES, array.nbytes // _MOST_SLICES) // array.itemsize
+        slices = tuple(
+            Slice(
+                box=box,
+                holder=self._holder.worker,
+                nbytes=box.volume * array.itemsize,
+                digest=digest_of(view(array, at, box)),
+            )
+            for box in (tuple(split(at, most)) or (at,))
+        )
+        return TensorEntry(name=name, dtype=dtype_name(array), shape=copied.shapes[name], slices=slices)
 
 
 def slice_of(name: str, given: AnyArray | PublishedSlice) -> PublishedSlice:

@@ -1,7 +1,8 @@
-"""The catalogue as a service of the driver: ``weights.`` publish, watch, manifest, held and dropped.
+"""The catalogue as a service of the driver: ``weights.`` publish, watch, locate, held and dropped.
 
-Invariant: every change of the catalogue wakes every parked watch; nothing is pushed, so a worker that does not ask
-costs nothing and delays nobody.
+Invariants: what all workers are told is encoded once a change, and every such change wakes every parked watch; changes
+that come while many are being told are told together; what concerns few wakes nobody. Nothing is pushed, so a worker
+that does not ask costs nothing and delays nobody.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ import logging
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.identity import Version
 from asyncflow.rpc.server import RpcServer
 from asyncflow.weights.catalogue import Catalogue, Holding
-from asyncflow.weights.manifest import (
+from asyncflow.weights.manifest import ManifestPart
+from asyncflow.weights.messages import (
     CatalogueView,
-    HolderView,
     Locate,
     Located,
-    ManifestPart,
+    Peer,
     Published,
     VersionDropped,
     VersionDroppedReply,
@@ -33,6 +36,8 @@ from asyncflow.weights.manifest import (
 log = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 30.0
+_TELLING_S = 50e-6
+"""Seconds that it takes to tell one worker: for so long a change waits for the next."""
 
 
 class CatalogueService:
@@ -46,9 +51,13 @@ class CatalogueService:
         self.catalogue = catalogue if catalogue is not None else Catalogue()
         self._epoch = uuid.uuid4().hex
         self._changed = asyncio.Event()
+        self._watches: set[asyncio.Future[msgspec.Raw]] = set()
+        self._revision = -1
+        self._telling: asyncio.TimerHandle | None = None
+        self._encoded: tuple[int, msgspec.Raw] = (-1, msgspec.Raw())
         server.route("weights.publish", ManifestPart, self._publish)
         server.route("weights.watch", WatchVersions, self._watch)
-        server.route("weights.manifest", Locate, self._locate)
+        server.route("weights.locate", Locate, self._locate)
         server.route("weights.held", VersionsHeld, self._held)
         server.route("weights.dropped", VersionDropped, self._dropped)
 
@@ -62,16 +71,23 @@ class CatalogueService:
         self.catalogue.leave(worker)
         self._wake()
 
-    def view(self, worker: str = "") -> CatalogueView:
-        """Return the catalogue as ``worker`` sees it."""
+    def view(self) -> CatalogueView:
+        """Return the catalogue as all workers see it."""
         catalogue = self.catalogue
         return CatalogueView(
             epoch=self._epoch,
             revision=catalogue.revision,
             newest=catalogue.newest.packed if catalogue.newest is not None else -1,
             required=tuple(sorted(catalogue.required)),
-            releasable=tuple(version.packed for version in catalogue.releasable(worker)),
-            versions=tuple(self._version_view(version) for version in catalogue.versions),
+            releasable=tuple(version.packed for version in catalogue.releasable),
+            versions=tuple(
+                VersionView(
+                    version=version.packed,
+                    digest=catalogue.digest(version) or "",
+                    available=catalogue.available(version),
+                )
+                for version in catalogue.versions
+            ),
         )
 
     async def wait_for(self, predicate: Callable[[Catalogue], bool], *, what: str, timeout: float) -> None:
@@ -83,41 +99,61 @@ class CatalogueService:
         except TimeoutError:
             raise DeadlineExceeded(f"{what} did not come within {timeout:g} s", where="weights catalogue") from None
 
-    def _version_view(self, version: Version) -> VersionView:
-        return VersionView(
-            version=version.packed,
-            digest=self.catalogue.digest(version) or "",
-            available=self.catalogue.available(version),
-            holders=tuple(
-                HolderView(worker=holding.worker, address=holding.address, whole=holding.regions is None)
-                for holding in self.catalogue.holders(version)
-            ),
-        )
-
-    async def _publish(self, part: ManifestPart, _frames: Sequence[memoryview]) -> Published:
+    def _publish(self, part: ManifestPart, _frames: Sequence[memoryview]) -> Published:
         part.check()
         complete = self.catalogue.publish(part)
         log.info("weights %s: part %d of %d published", Version.unpack(part.version), part.part + 1, part.parts)
         self._wake()
         return Published(complete=complete)
 
-    async def _watch(self, request: WatchVersions, _frames: Sequence[memoryview]) -> CatalogueView:
-        deadline = asyncio.get_running_loop().time() + min(max(request.wait_s, 0.0), _LONGEST_WAIT_S)
-        try:
-            async with asyncio.timeout_at(deadline):
-                while (request.epoch, request.revision) == (self._epoch, self.catalogue.revision):
-                    await self._changed.wait()
-        except TimeoutError:
-            pass
-        return self.view(request.worker)
+    def _watch(
+        self, request: WatchVersions, _frames: Sequence[memoryview]
+    ) -> CatalogueView | msgspec.Raw | asyncio.Future[msgspec.Raw]:
+        held = tuple(version.packed for version in sorted(self.catalogue.held_by(request.worker)))
+        if held != request.held:
+            return msgspec.structs.replace(self.view(), held=held)
+        if (request.epoch, request.revision) != (self._epoch, self.catalogue.revision):
+            return self._encoded_view()
+        loop = asyncio.get_running_loop()
+        watch: asyncio.Future[msgspec.Raw] = loop.create_future()
+        self._watches.add(watch)
+        expiry = loop.call_later(min(max(request.wait_s, 0.0), _LONGEST_WAIT_S), self._answer, watch)
 
-    async def _locate(self, request: Locate, _frames: Sequence[memoryview]) -> Located:
+        def ended(_: asyncio.Future[msgspec.Raw]) -> None:
+            expiry.cancel()
+            self._watches.discard(watch)
+
+        watch.add_done_callback(ended)
+        return watch
+
+    def _answer(self, watch: asyncio.Future[msgspec.Raw]) -> None:
+        if not watch.done():
+            watch.set_result(self._encoded_view())
+
+    def _encoded_view(self) -> msgspec.Raw:
+        if self._encoded[0] != self.catalogue.revision:
+            self._encoded = self.catalogue.revision, msgspec.Raw(msgspec.msgpack.encode(self.view()))
+        return self._encoded[1]
+
+    def _locate(self, request: Locate, _frames: Sequence[memoryview]) -> Located:
         version = Version.unpack(request.version)
-        holders = self.catalogue.holders(version)
-        regions = {holding.worker: holding.regions for holding in holders if holding.regions is not None}
-        return Located(manifest=self.catalogue.manifest(version), regions=regions)
+        manifest = self.catalogue.manifest(version)
+        nbytes = self.catalogue.manifest_nbytes(version)
+        if request.layout is None:
+            return Located(peers=(), manifest_nbytes=nbytes, manifest=manifest)
+        placed = self.catalogue.place(
+            version, request.worker, address=request.address, layout=request.layout, failed=request.failed
+        )
+        return Located(
+            peers=tuple(
+                Peer(worker=source.worker, address=source.address, whole=placed.whole, regions=source.regions)
+                for source in placed.sources
+            ),
+            manifest_nbytes=nbytes,
+            manifest=manifest if request.manifest and placed.published else None,
+        )
 
-    async def _held(self, request: VersionsHeld, _frames: Sequence[memoryview]) -> VersionsHeldReply:
+    def _held(self, request: VersionsHeld, _frames: Sequence[memoryview]) -> VersionsHeldReply:
         version = Version.unpack(request.version)
         if self.catalogue.digest(version) is None and request.manifest is None:
             return VersionsHeldReply(known=False)
@@ -128,12 +164,20 @@ class CatalogueService:
         self._wake()
         return VersionsHeldReply(known=True)
 
-    async def _dropped(self, request: VersionDropped, _frames: Sequence[memoryview]) -> VersionDroppedReply:
+    def _dropped(self, request: VersionDropped, _frames: Sequence[memoryview]) -> VersionDroppedReply:
         for packed in request.versions:
             self.catalogue.drop(request.worker, Version.unpack(packed))
         self._wake()
         return VersionDroppedReply()
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        if self.catalogue.revision != self._revision and self._telling is None:
+            wait_s = len(self._watches) * _TELLING_S
+            self._telling = asyncio.get_running_loop().call_later(wait_s, self._tell)
+
+    def _tell(self) -> None:
+        self._telling, self._revision = None, self.catalogue.revision
+        for watch in list(self._watches):
+            self._answer(watch)

@@ -71,6 +71,14 @@ def intersect(a: Box, b: Box) -> Box | None:
     return Box(start, extent) if all(size > 0 for size in extent) else None
 
 
+def hull(boxes: Iterable[Box]) -> Box:
+    """Return the smallest box that has all of ``boxes``, of which there is at least one, in it."""
+    found = list(boxes)
+    start = tuple(map(min, zip(*(box.offset for box in found), strict=True)))
+    stops = ([i + x for i, x in zip(box.offset, box.extent, strict=True)] for box in found)
+    return Box(start, tuple(end - begin for begin, end in zip(start, map(max, zip(*stops, strict=True)), strict=True)))
+
+
 def subtract(box: Box, others: Iterable[Box]) -> list[Box]:
     """Return what is left of ``box`` without ``others``, as disjoint boxes."""
     left = [box] if box.volume else []

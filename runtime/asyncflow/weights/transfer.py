@@ -3,9 +3,10 @@
 The wanted box of each tensor is cut at the borders of the published slices. A portion that is a whole published slice
 is checked against the publisher's digest; a smaller one against what its source says it sent.
 
-Invariants: ``run`` returns only when every byte has come and was checked; what a failed peer gave before it failed is
-not pulled again, unless its digest was wrong; receivers of one version spread over its holders, and a holder that
-failed comes after those that failed less.
+Invariants: ``run`` returns only when every byte has come and was checked; what was checked can be read, and nothing
+else; what a failed peer gave before it failed is not pulled again, unless its digest was wrong; of several peers, a
+receiver takes one that failed after those that failed less. A peer that is itself still getting the version is left as
+soon as the catalogue, asked every few seconds, knows a better one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -21,19 +22,21 @@ from hashlib import blake2b
 import numpy as np
 
 from asyncflow import clock
-from asyncflow.errors import AsyncFlowError
+from asyncflow.errors import AsyncFlowError, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.rpc.retry import delays
 from asyncflow.weights.manifest import Manifest, digest_of
+from asyncflow.weights.messages import Peer
 from asyncflow.weights.slices import AnyArray, Arena, Box, intersect, route, subtract, view
 from asyncflow.weights.transport import Region, Source, Transport
 
 log = logging.getLogger(__name__)
 
 _STREAMS = 4
+_REVIEW_S = 5.0
 
-Sources = Mapping[Source, Mapping[str, Box] | None]
-"""Holders of a version, and the box of each tensor that it has; None: all of it."""
+Plan = Mapping[tuple[str, bool, Version | None], list[Region]]
+"""By peer's worker, whether it sends digests, and the base of differences: the regions that come from it."""
 
 
 def preference(workers: Iterable[str], *, version: Version, receiver: str, faults: Mapping[str, int]) -> list[str]:
@@ -68,7 +71,8 @@ class TransferRecord:
 class _Portion:
     """Part of a tensor that comes out of one published slice.
 
-    digest: "" where it is not the whole slice; whole: whether its bytes must travel themselves, no difference.
+    digest: "" where it is not the whole slice; checked: whether it was compared; whole: whether its bytes must travel
+    themselves, no difference.
     """
 
     tensor: str
@@ -76,6 +80,7 @@ class _Portion:
     place: AnyArray
     digest: str
     left: list[Box]
+    checked: bool = False
     whole: bool = False
     givers: set[str] = field(default_factory=set)
 
@@ -83,9 +88,10 @@ class _Portion:
 class Transfer:
     """Fills ``arena`` with what it has room for of ``manifest``'s version.
 
-    receiver: this worker's id; sources: gives who holds the version now; changed: gives the event that is set when
-    that changes; known: by digest, arrays whose bytes are at hand already; base: a version of which the same boxes are
-    held here until the transfer is over, None for none; executor: where digests are computed.
+    receiver: this worker's id; peers: whom to pull from at first; sources: gives whom to pull from now, given the
+    workers that failed; changed: gives the event that is set when the catalogue changes; known: by digest, arrays whose
+    bytes are at hand already; base: a version of which the same boxes are held here until the transfer is over, None
+    for none; executor: where digests are computed.
     """
 
     def __init__(
@@ -95,16 +101,19 @@ class Transfer:
         arena: Arena,
         receiver: str,
         transport: Transport,
-        sources: Callable[[], Awaitable[Sources]],
+        peers: Sequence[Peer],
+        sources: Callable[[frozenset[str]], Awaitable[Sequence[Peer]]],
         changed: Callable[[], asyncio.Event],
         known: Mapping[str, AnyArray],
         base: Version | None,
         executor: Executor,
     ) -> None:
+        self.manifest = manifest
         self.version = Version.unpack(manifest.version)
         self._arena = arena
         self._receiver = receiver
         self._transport = transport
+        self._peers = peers
         self._sources = sources
         self._changed = changed
         self._known = known
@@ -114,8 +123,11 @@ class Transfer:
         self._verifying: set[asyncio.Future[None]] = set()
         self._given: Counter[str] = Counter()
         self._faults: Counter[str] = Counter()
+        self._failed: set[str] = set()
         self._reused = 0
         self._sent = 0
+        self._advanced = asyncio.Event()
+        self._over = False
 
     async def run(self) -> TransferRecord:
         """Pull until everything is here. Waits for as long as no peer has what is missing; cancel it to give up."""
@@ -123,21 +135,15 @@ class Transfer:
         await self._reuse()
         waits = delays()
         while self._unfinished():
-            changed = self._changed()
-            plan = self._plan(await self._sources())
-            if not plan:
-                await changed.wait()
-                continue
-            before = self.missing
-            gate = asyncio.Semaphore(_STREAMS)
-            async with asyncio.TaskGroup() as streams:
-                for (source, checked, base), regions in plan.items():
-                    streams.create_task(self._stream(source, regions, checked=checked, base=base, gate=gate))
-            await asyncio.gather(*self._verifying)
+            changed, before = self._changed(), self.missing
+            await self._pull_from(self._peers)
+            if not self._unfinished():
+                break
             if self.missing < before:
                 waits = delays()
             else:
-                await asyncio.sleep(next(waits))
+                await _either(changed, within_s=next(waits))
+            await self._find()
         return TransferRecord(
             version=self.version,
             nbytes=self.nbytes,
@@ -148,6 +154,77 @@ class Transfer:
             reused=self._reused,
             faults=self._faults.total(),
         )
+
+    def end(self) -> None:
+        """Let go of those who wait for something of it: it is complete, or was given up."""
+        self._over = True
+        self._advance()
+
+    def read(self, tensor: str, box: Box) -> memoryview:
+        """Return the bytes of a box. Raises StaleHandle unless all of it is here and was checked."""
+        if not self._has(tensor, box):
+            raise StaleHandle(f"{self.version}: {tensor!r} at {box} has not come yet", where=self._receiver)
+        return self._arena.read(tensor, box)
+
+    async def until(self, tensor: str, box: Box) -> None:
+        """Wait until a box is here and was checked, or will not come."""
+        while not self._over and not self._has(tensor, box):
+            await self._advanced.wait()
+
+    def _has(self, tensor: str, box: Box) -> bool:
+        for portion in self._portions.get(tensor, ()):
+            common = intersect(portion.box, box)
+            if common is None or portion.checked:
+                continue
+            if portion.digest or any(intersect(left, common) for left in portion.left):
+                return False
+        return True
+
+    def _advance(self) -> None:
+        advanced, self._advanced = self._advanced, asyncio.Event()
+        advanced.set()
+
+    async def _find(self) -> None:
+        """Ask whom to pull from now; if nobody answers, go on with those before unless they failed."""
+        failed, self._failed = frozenset(self._failed), set()
+        try:
+            self._peers = await self._sources(failed)
+        except AsyncFlowError as error:
+            if failed or not self._peers:
+                raise
+            log.info("weights: %s: %s; it goes on with those it has", self.version, error)
+
+    async def _pull_from(self, peers: Sequence[Peer]) -> None:
+        """Pull what is missing, until all streams have ended or there are better peers."""
+        gate, addresses = asyncio.Semaphore(_STREAMS), {peer.worker: peer.address for peer in peers}
+        streams = {
+            asyncio.create_task(
+                self._stream(
+                    Source(worker=worker, address=addresses[worker]), regions, checked=checked, base=base, gate=gate
+                )
+            )
+            for (worker, checked, base), regions in self._plan(peers).items()
+        }
+        left, review_s = set(streams), None if all(peer.whole for peer in peers) else _REVIEW_S
+        try:
+            while left:
+                done, left = await asyncio.wait(left, timeout=review_s)
+                if left and not done and await self._are_others_better(peers):
+                    break
+        finally:
+            for stream in left:
+                stream.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
+        for stream in streams - left:
+            stream.result()
+        await asyncio.gather(*self._verifying)
+
+    async def _are_others_better(self, peers: Sequence[Peer]) -> bool:
+        try:
+            found = await self._sources(frozenset())
+        except AsyncFlowError:
+            return False
+        return {peer.worker for peer in found} != {peer.worker for peer in peers}
 
     def _unfinished(self) -> list[_Portion]:
         return [portion for portions in self._portions.values() for portion in portions if portion.left]
@@ -168,18 +245,18 @@ class Transfer:
             same = self._known.get(portion.digest)
             if same is not None and (same.dtype, same.shape) == (portion.place.dtype, portion.place.shape):
                 await loop.run_in_executor(self._executor, np.copyto, portion.place, same)
-                portion.left = []
+                portion.left, portion.checked = [], True
                 self._reused += portion.place.nbytes
 
-    def _plan(self, sources: Sources) -> dict[tuple[Source, bool, Version | None], list[Region]]:
-        by_worker = {source.worker: source for source in sources}
+    def _plan(self, peers: Sequence[Peer]) -> Plan:
+        by_worker = {peer.worker: peer for peer in peers}
         order = preference(by_worker, version=self.version, receiver=self._receiver, faults=self._faults)
-        plan: dict[tuple[Source, bool, Version | None], list[Region]] = {}
+        plan: dict[tuple[str, bool, Version | None], list[Region]] = {}
         for portion in self._unfinished():
-            boxes = {worker: _box(sources[by_worker[worker]], portion) for worker in order}
+            boxes = {worker: _box(by_worker[worker].regions, portion) for worker in order}
             for worker, taken in route(portion.left, boxes)[0].items():
                 base = None if portion.whole else self._base
-                regions = plan.setdefault((by_worker[worker], not portion.digest, base), [])
+                regions = plan.setdefault((worker, not portion.digest, base), [])
                 itemsize = portion.place.itemsize
                 regions.extend(Region(tensor=portion.tensor, box=box, itemsize=itemsize) for box in taken)
         return plan
@@ -196,6 +273,7 @@ class Transfer:
                 await self._transport.pull(source, self.version, regions, sink=sink, checked=checked, base=base)
             except AsyncFlowError as error:
                 self._faults[source.worker] += 1
+                self._failed.add(source.worker)
                 log.info("weights: %s: %s; its rest comes from elsewhere", self.version, error)
 
     def _take(self, worker: str, region: Region, data: memoryview) -> None:
@@ -208,12 +286,18 @@ class Transfer:
             task = asyncio.ensure_future(self._verify(portion))
             self._verifying.add(task)
             task.add_done_callback(self._verifying.discard)
+        elif not portion.digest:
+            self._advance()
 
     async def _verify(self, portion: _Portion) -> None:
         loop = asyncio.get_running_loop()
-        if await loop.run_in_executor(self._executor, digest_of, portion.place) != portion.digest:
+        if await loop.run_in_executor(self._executor, digest_of, portion.place) == portion.digest:
+            portion.checked = True
+            self._advance()
+        else:
             log.warning("weights: %s: %s from %s is wrong", self.version, portion.tensor, ", ".join(portion.givers))
             self._faults.update(portion.givers)
+            self._failed |= portion.givers
             portion.left, portion.givers, portion.whole = [portion.box], set(), True
 
 
@@ -239,3 +323,12 @@ def _portions(manifest: Manifest, arena: Arena) -> dict[str, list[_Portion]]:
 
 def _box(held: Mapping[str, Box] | None, portion: _Portion) -> Box | None:
     return portion.box if held is None else held.get(portion.tensor)
+
+
+async def _either(changed: asyncio.Event, *, within_s: float) -> None:
+    """Wait until a change, at most so long."""
+    try:
+        async with asyncio.timeout(within_s):
+            await changed.wait()
+    except TimeoutError:
+        return

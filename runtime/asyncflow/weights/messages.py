@@ -1,0 +1,160 @@
+"""Messages between holders and the catalogue: which versions there are, who holds what, whom to pull from.
+
+Invariants: a ``CatalogueView`` is whole: who has it needs no earlier one, and but for ``held`` it is the same for all
+workers. Who holds a version is no part of it: a receiver is told a few sources when it asks (``Located``). Revisions
+compare only within one ``epoch``, the life of one catalogue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+
+import msgspec
+
+from asyncflow.identity import Version
+from asyncflow.weights.manifest import Manifest
+from asyncflow.weights.slices import Box
+
+WHOLE = ""
+"""Key of the layout of a worker that needs all of every tensor."""
+
+
+class VersionView(msgspec.Struct, frozen=True, kw_only=True):
+    """One version. digest: "" while parts are missing; available: whether its holders together have every byte."""
+
+    version: int
+    digest: str
+    available: bool
+
+
+class CatalogueView(msgspec.Struct, frozen=True, kw_only=True):
+    """The catalogue as workers see it. Versions are packed and in order.
+
+    newest: the newest version ever complete, -1 for none; required: steps that unfinished work needs; releasable: the
+    versions that whoever holds them may forget; held: those that the catalogue believes this worker to hold, where that
+    is not what the worker said, else None.
+    """
+
+    epoch: str
+    revision: int
+    newest: int
+    required: tuple[int, ...]
+    releasable: tuple[int, ...]
+    versions: tuple[VersionView, ...]
+    held: tuple[int, ...] | None = None
+
+    def get(self, version: Version) -> VersionView | None:
+        """Return what is known of ``version``."""
+        return next((known for known in self.versions if known.version == version.packed), None)
+
+    def find(self, step: int) -> Version | None:
+        """Return the available version of ``step``, that of the newest attempt, or None."""
+        return max((version for version in self.available if version.step == step), default=None)
+
+    @property
+    def available(self) -> list[Version]:
+        """The versions that can be pulled, oldest first."""
+        return [Version.unpack(known.version) for known in self.versions if known.available]
+
+
+EMPTY_VIEW = CatalogueView(epoch="", revision=-1, newest=-1, required=(), releasable=(), versions=())
+
+
+def newest_step(view: CatalogueView) -> int | None:
+    """Want the newest version that is available: what a receiver wants unless its worker says otherwise."""
+    return view.available[-1].step if view.available else None
+
+
+class Published(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to ``weights.publish`` (a ``ManifestPart``): whether all parts of the version have arrived."""
+
+    complete: bool
+
+
+class WatchVersions(msgspec.Struct, frozen=True, kw_only=True):
+    """Request of ``weights.watch``: answered by a ``CatalogueView`` when it differs from the one known, or after
+    wait_s seconds. held: the packed versions that the worker has announced, in order.
+    """
+
+    worker: str
+    epoch: str
+    revision: int
+    held: tuple[int, ...]
+    wait_s: float
+
+
+class VersionsHeld(msgspec.Struct, frozen=True, kw_only=True):
+    """Request of ``weights.held``: a worker has got a packed version and serves it at ``address``.
+
+    regions: None where it has all of it, else the box of each tensor; manifest: for a catalogue that does not know it.
+    """
+
+    worker: str
+    address: str
+    version: int
+    regions: Mapping[str, Box] | None = None
+    manifest: Manifest | None = None
+
+
+class VersionsHeldReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to ``weights.held``: False where it must be sent again with the manifest."""
+
+    known: bool
+
+
+class VersionDropped(msgspec.Struct, frozen=True, kw_only=True):
+    """Request of ``weights.dropped``: a worker holds these packed versions no longer."""
+
+    worker: str
+    versions: tuple[int, ...]
+
+
+class VersionDroppedReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to ``weights.dropped``."""
+
+
+class Locate(msgspec.Struct, frozen=True, kw_only=True):
+    """Request of ``weights.locate``: from whom to pull a packed version that is available.
+
+    worker, address: who asks, and where it serves what it gets as it gets it; layout: key of the boxes that it needs
+    (``layout_key``), None where it only wants the manifest; failed: workers that it could get nothing from; manifest:
+    whether it lacks the manifest.
+    """
+
+    worker: str
+    address: str
+    version: int
+    layout: str | None
+    failed: tuple[str, ...] = ()
+    manifest: bool = False
+
+
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """Whom to pull from.
+
+    whole: whether it has what it offers already, or is getting it; regions: by tensor the box that it offers, None for
+    all that is needed.
+    """
+
+    worker: str
+    address: str
+    whole: bool
+    regions: Mapping[str, Box] | None = None
+
+
+class Located(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to ``weights.locate``. manifest: where it is lacking and the sources are publishers, who know but their
+    parts; manifest_nbytes: the length of its encoding, as which other sources serve it.
+    """
+
+    peers: tuple[Peer, ...]
+    manifest_nbytes: int
+    manifest: Manifest | None = None
+
+
+def layout_key(boxes: Mapping[str, Box], manifest: Manifest) -> str:
+    """Return the key of a layout: "" where ``boxes`` are all of every tensor, else a digest of them."""
+    if all(boxes.get(entry.name) == Box.whole(entry.shape) for entry in manifest.tensors):
+        return WHOLE
+    return blake2b(msgspec.msgpack.encode(sorted(boxes.items())), digest_size=8).hexdigest()

@@ -1,0 +1,237 @@
+"""The tree along which a version spreads: by itself, simulated with many receivers, and over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from weights_world import bulk
+
+from asyncflow.identity import Version
+from asyncflow.weights.host_transport import HostTransport
+from asyncflow.weights.slices import Box
+from asyncflow.weights.spread import FANOUT, ROOTS, Spread
+
+SOON = 40.0
+PATIENCE = 5
+REVIEW = 5
+
+
+class Histories(RuleBasedStateMachine):
+    """Receivers of two layouts that come, ask again, complain, finish and go in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spread = Spread()
+        self.sources: dict[str, str | None] = {}
+        self.layouts: dict[str, str] = {}
+        self.whole: set[str] = set()
+
+    @rule(receiver=st.sampled_from("abcdefgh"), layout=st.sampled_from(["", "half"]))
+    def ask(self, receiver: str, layout: str) -> None:
+        layout = self.layouts.setdefault(receiver, layout)
+        self.whole.discard(receiver)
+        self.sources[receiver] = self.spread.place(receiver, layout=layout)
+
+    @precondition(lambda self: self.sources)
+    @rule(data=st.data())
+    def complain(self, data: st.DataObject) -> None:
+        receiver = data.draw(st.sampled_from(sorted(self.sources)))
+        source = self.sources[receiver]
+        failed = {"publisher"} if source is None else {source}
+        self.sources[receiver] = self.spread.place(receiver, layout=self.layouts[receiver], failed=failed)
+        assert source is None or self.sources[receiver] != source
+
+    @precondition(lambda self: self.layouts)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        receiver = data.draw(st.sampled_from(sorted(self.layouts)))
+        self.spread.finish(receiver, layout=self.layouts[receiver])
+        self.whole.add(receiver)
+        self.sources.pop(receiver, None)
+
+    @precondition(lambda self: self.layouts)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        receiver = data.draw(st.sampled_from(sorted(self.layouts)))
+        self.spread.leave(receiver)
+        self.sources.pop(receiver, None)
+        self.whole.discard(receiver)
+        del self.layouts[receiver]
+
+    @invariant()
+    def nobody_waits_for_itself(self) -> None:
+        for receiver in self.sources:
+            seen, at = [receiver], self.sources[receiver]
+            while at is not None and at in self.sources:
+                assert at not in seen
+                seen.append(at)
+                at = self.sources[at]
+
+    @invariant()
+    def nobody_serves_too_many_nor_another_layout(self) -> None:
+        there = Counter(source for source in self.sources.values() if source in self.layouts)
+        assert all(count <= FANOUT for count in there.values())
+        for receiver, source in self.sources.items():
+            assert source not in self.layouts or self.layouts[source] == self.layouts[receiver]
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@dataclass
+class Swarm:
+    """Receivers in steps of a second: each serves what it has, ``rate`` portions a second, to all it serves together.
+
+    stopped: who does nothing; slow: who sends and takes one portion in twenty seconds. egress: portions by sender.
+    """
+
+    size: int
+    portions: int = 100
+    rate: int = 20
+    seed: int = 0
+    stopped: set[str] = field(default_factory=set)
+    slow: set[str] = field(default_factory=set)
+
+    def run(self) -> None:
+        rng, spread = random.Random(self.seed), Spread()
+        names = [f"r{index}" for index in range(self.size)]
+        starts = {name: rng.randrange(3) for name in names}
+        has, source, silent, asked = Counter(), {}, Counter(), {}
+        self.egress, self.finished, self.moves, now = Counter(), {}, 0, 0
+        awaited = set(names) - self.stopped - self.slow
+        while awaited - self.finished.keys():
+            assert now < 10_000
+            for name in names:
+                if starts[name] == now:
+                    source[name], asked[name] = spread.place(name, layout=""), now
+            before = dict(has)
+            sent: Counter[str | None] = Counter()
+            for name in rng.sample(names, len(names)):
+                if name not in source or name in self.finished or name in self.stopped:
+                    continue
+                giver = source[name]
+                ahead = self.portions if giver is None else before.get(giver, 0)
+                pace = [self.rate - sent[giver], self.rate // 2, ahead - has[name]]
+                if {giver, name} & self.slow:
+                    pace.append(int(now % 20 == 0))
+                got = 0 if giver in self.stopped else max(0, min(pace))
+                sent[giver] += got
+                has[name] += got
+                self.egress[giver] += got
+                silent[name] = silent[name] + 1 if giver in self.stopped else 0
+                if has[name] == self.portions:
+                    spread.finish(name, layout="")
+                    self.finished[name] = now
+                elif silent[name] > PATIENCE or (giver is not None and now - asked[name] >= REVIEW):
+                    failed = {giver} if silent[name] > PATIENCE else set()
+                    source[name], asked[name] = spread.place(name, layout="", failed=failed), now
+                    self.moves += source[name] != giver
+                    silent[name] = 0
+            now += 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 16, 1000])
+def test_the_publishers_send_two_copies_however_many_receivers_there_are(size):
+    swarm = Swarm(size)
+    swarm.run()
+    assert swarm.egress[None] == min(size, ROOTS) * swarm.portions
+    alone = max(3, swarm.portions / swarm.rate * FANOUT)
+    assert max(swarm.finished.values()) <= 3 + alone + 2 * size.bit_length()
+    assert sum(swarm.egress.values()) == size * swarm.portions
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_stopped_receivers_delay_the_others_by_little_more_than_their_patience(seed):
+    even = Swarm(60, seed=seed)
+    even.run()
+    stopped = {f"r{index}" for index in random.Random(seed).sample(range(60), 3)}
+    swarm = Swarm(60, seed=seed, stopped=stopped)
+    swarm.run()
+    assert max(swarm.finished.values()) <= max(even.finished.values()) + (len(stopped) + 1) * (PATIENCE + 1)
+    assert swarm.egress[None] <= (ROOTS + len(stopped)) * swarm.portions
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_those_below_a_slow_receiver_leave_it_for_others_that_are_done(seed):
+    even = Swarm(60, seed=seed)
+    even.run()
+    swarm = Swarm(60, seed=seed, slow={f"r{index}" for index in random.Random(seed).sample(range(60), 2)})
+    swarm.run()
+    assert max(swarm.finished.values()) <= 2 * max(even.finished.values()) + 3 * REVIEW
+    assert swarm.egress[None] <= ROOTS * swarm.portions
+
+
+def test_a_newcomer_finds_the_version_at_who_has_it_and_not_at_the_publisher():
+    spread = Spread()
+    for name in "abc":
+        spread.place(name, layout="")
+        spread.finish(name, layout="")
+    assert {spread.place(f"late{index}", layout="") for index in range(2 * 3)} == {"a", "b", "c"}
+
+
+class CountingTransport(HostTransport):
+    """Counts what it serves."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
+        self.served = 0
+
+    async def start(self, read, **options):
+        def counting(version, tensor, box):
+            data = read(version, tensor, box)
+            self.served += data.nbytes
+            return data
+
+        return await super().start(counting, **options)
+
+
+async def test_six_receivers_take_two_copies_from_the_trainer_while_none_has_it_whole(world):
+    trainer = CountingTransport(name="trainer", bandwidth=6 << 20)
+    sender = await world.sender(transport=trainer)
+    receivers = [await world.receiver(f"rollout-{index}", want=lambda view: None) for index in range(6)]
+    tensors = {f"layer.{index:02}": array for index in range(8) for array in [bulk(index, 1)["big"]]}
+    await sender.publish(Version(0, 1), tensors, timeout=SOON)
+    await asyncio.gather(*(receiver.ensure(1, timeout=SOON) for receiver in receivers))
+    nbytes = sum(array.nbytes for array in tensors.values())
+    for receiver in receivers:
+        taken = receiver.take(1)[1]
+        assert all(
+            np.array_equal(taken[name].view(np.uint32), array.view(np.uint32)) for name, array in tensors.items()
+        )
+        assert receiver.transfers[0].faults == 0
+    assert trainer.served <= 2 * nbytes
+    finished = [receiver.transfers[0].finished for receiver in receivers]
+    began = [receiver.transfers[0].started for receiver in receivers]
+    assert max(began) < min(finished), "all of them were on their way at once"
+
+
+async def test_receivers_of_halves_feed_one_another_as_well(world):
+    trainer = CountingTransport(name="trainer")
+    sender = await world.sender(transport=trainer)
+    tensors = bulk(1, 2)
+
+    def half(at: int):
+        def layout(_name, shape):
+            size = shape[0] // 2
+            return Box((at * size, *(0,) * (len(shape) - 1)), (size, *shape[1:]))
+
+        return layout
+
+    receivers = [await world.receiver(f"r{index}", layout=half(index % 2)) for index in range(8)]
+    await sender.publish(Version(0, 1), tensors, timeout=SOON)
+    await asyncio.gather(*(receiver.ensure(1, timeout=SOON) for receiver in receivers))
+    for index, receiver in enumerate(receivers):
+        for name, array in receiver.take(1)[1].items():
+            size = tensors[name].shape[0] // 2
+            expected = tensors[name][index % 2 * size : (index % 2 + 1) * size]
+            assert np.array_equal(array.view(np.uint32), expected.view(np.uint32))
+    assert trainer.served <= 2 * sum(array.nbytes for array in tensors.values())
