@@ -69,9 +69,13 @@ class World:
 
 
 class Relay:
-    """Stands between a transport and its peers: lets ``limit`` bytes pass, then nothing until ``resume``."""
+    """Stands between a transport and its peers: lets ``limit`` bytes pass, then nothing until ``resume``.
+
+    passed: bytes, with all that frames them, that went to peers so far.
+    """
 
     def __init__(self, *, limit: int | None = None, bytes_per_s: float | None = None) -> None:
+        self.passed = 0
         self._left = limit
         self._rate = bytes_per_s
         self._open = asyncio.Event()
@@ -111,6 +115,7 @@ class Relay:
                 if capped and self._rate is not None:
                     await asyncio.sleep(len(data) / self._rate)
                 writer.write(data)
+                self.passed += len(data) if capped else 0
                 await writer.drain()
         except ConnectionError:
             return

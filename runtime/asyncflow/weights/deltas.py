@@ -50,7 +50,8 @@ def difference(old: memoryview, new: memoryview, *, itemsize: int) -> bytes | No
     nbytes = _HEAD.size + where.size + short.size + values[far].nbytes
     if nbytes >= new.nbytes:
         return None
-    return _HEAD.pack(places.size, where.size) + where.tobytes() + short.tobytes() + values[far].tobytes()
+    delta: bytes = _HEAD.pack(places.size, where.size) + where.tobytes() + short.tobytes() + values[far].tobytes()
+    return delta
 
 
 def restored(old: memoryview, delta: memoryview, *, itemsize: int) -> memoryview:
@@ -72,7 +73,8 @@ def restored(old: memoryview, delta: memoryview, *, itemsize: int) -> memoryview
         raise ValueError(f"{rest.size} bytes are not {np.count_nonzero(far)} new values")
     result[places] += steps.astype(_SIGNED[itemsize]).view(_UNSIGNED[itemsize])
     result[places[far]] = np.frombuffer(rest, _UNSIGNED[itemsize])
-    return memoryview(result.view(np.uint8))
+    whole: memoryview = result.view(np.uint8).data
+    return whole
 
 
 def _places(gaps: NDArray[np.uint8]) -> NDArray[np.int64]:

@@ -1,0 +1,202 @@
+"""Cost of versions to the driver: its CPU time and the bytes it sends, for any number of receivers.
+
+The driver is a process of its own with a catalogue and nothing else. A sender and the receivers, whole ones that pull
+from one another, live in a few more processes. After each publication the required steps move on, as in a run, so that
+versions are released, too. Bytes are those of answers, without the few of frames, TLS and TCP; CPU time is that of the
+whole process, so the idle cost of as many connections is measured before, over as much time, and shown beside it.
+
+    python benchmarks/weights/catalogue.py --receivers 1000
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncflow.identity import Version
+from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.server import Caller, RpcServer
+from asyncflow.weights.host_transport import HostTransport
+from asyncflow.weights.receiver import WeightReceiver
+from asyncflow.weights.sender import WeightSender
+from asyncflow.weights.service import CatalogueService
+
+TENSORS = 300
+SOON = 300.0
+
+
+@dataclass
+class Link:
+    driver: RpcClient
+
+
+def say(**words: object) -> None:
+    """Write one line of JSON."""
+    sys.stdout.write(json.dumps(words) + "\n")
+    sys.stdout.flush()
+
+
+async def commands() -> AsyncIterator[list[str]]:
+    """Yield the lines of standard input."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        yield line.decode().split()
+
+
+async def drive() -> None:
+    """Serve a catalogue; answer ``mark`` with what was spent since the last, ``held V N`` once N workers hold V."""
+    sent = 0
+    send = Caller.send_answer
+
+    def counting(self: Caller, call: int, parts: list[bytes]) -> None:
+        nonlocal sent
+        sent += sum(len(part) for part in parts)
+        send(self, call, parts)
+
+    Caller.send_answer = counting
+    server = RpcServer(name="driver")
+    service = CatalogueService(server)
+    say(address=await server.start())
+    cpu, before, calls = time.process_time(), 0, Counter[str]()
+    async for command, *words in commands():
+        match command:
+            case "require":
+                service.require(map(int, words))
+            case "held":
+                version, number = Version(0, int(words[0])), int(words[1])
+                await service.wait_for(
+                    lambda known, v=version, n=number: len(known.holders(v)) >= n, what="all receivers", timeout=SOON
+                )
+                say(held=True)
+            case "mark":
+                made = Counter(server.counters.calls)
+                say(cpu_s=time.process_time() - cpu, sent=sent - before, calls=dict(made - calls))
+                cpu, before, calls = time.process_time(), sent, made
+
+
+async def receive(address: str, first: int, number: int) -> None:
+    """Be so many receivers."""
+    receivers = []
+    for index in range(first, first + number):
+        name = f"rollout-{index}"
+        link = Link(RpcClient(name=name, resolve=address))
+        receiver = WeightReceiver(membership=link, worker=name, transport=HostTransport(name=name, patience_s=60.0))
+        await receiver.start()
+        receivers.append(receiver)
+    say(ready=number)
+    async for _ in commands():
+        for receiver in receivers:
+            receiver.take(receiver.held[-1])
+        say(taken=number)
+
+
+class Child:
+    """A process of this file."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, *words: object) -> Child:
+        """Start one that plays ``words``."""
+        pipe = asyncio.subprocess.PIPE
+        made = await asyncio.create_subprocess_exec(
+            sys.executable, __file__, "--play", *map(str, words), stdin=pipe, stdout=pipe
+        )
+        return cls(made)
+
+    async def ask(self, *words: object) -> dict[str, object]:
+        """Tell it a line and give its answer."""
+        self.tell(*words)
+        return await self.hear()
+
+    def tell(self, *words: object) -> None:
+        """Tell it a line."""
+        assert self._process.stdin is not None
+        self._process.stdin.write((" ".join(map(str, words)) + "\n").encode())
+
+    async def hear(self) -> dict[str, object]:
+        """Give its next line."""
+        assert self._process.stdout is not None
+        async with asyncio.timeout(SOON):
+            return dict(json.loads(await self._process.stdout.readline()))
+
+    async def end(self) -> None:
+        """End it."""
+        self._process.kill()
+        await self._process.wait()
+
+
+async def measure(receivers: int, *, processes: int, versions: int) -> None:
+    """Publish versions and say what each costs the driver."""
+    driver = await Child.start("driver")
+    address = str((await driver.hear())["address"])
+    share = -(-receivers // processes)
+    groups = [
+        await Child.start("receivers", address, at, min(share, receivers - at)) for at in range(0, receivers, share)
+    ]
+    for group in groups:
+        await group.hear()
+    link = Link(RpcClient(name="trainer", resolve=address))
+    sender = WeightSender(membership=link, worker="trainer", transport=HostTransport(name="trainer"))
+    await sender.start()
+    rng = np.random.default_rng(0)
+    try:
+        for step in range(versions):
+            await driver.ask("mark")
+            began = time.monotonic()
+            tensors = {f"model.layers.{at}.weight": rng.standard_normal(64).astype(np.float32) for at in range(TENSORS)}
+            await sender.publish(Version(0, step), tensors, timeout=SOON)
+            driver.tell("require", step, step + 1)
+            await driver.ask("held", step, receivers + 1)
+            for group in groups:
+                await group.ask("take")
+            took = time.monotonic() - began
+            spent = await driver.ask("mark")
+            await asyncio.sleep(took)
+            idle = await driver.ask("mark")
+            say(
+                version=step,
+                receivers=receivers,
+                seconds=round(took, 2),
+                cpu_ms=round(1e3 * float(spent["cpu_s"]), 1),
+                idle_ms=round(1e3 * float(idle["cpu_s"]), 1),
+                microseconds_per_receiver=round(1e6 * float(spent["cpu_s"]) / receivers, 1),
+                bytes_sent=spent["sent"],
+                bytes_per_receiver=round(float(spent["sent"]) / receivers, 1),
+                calls=spent["calls"],
+            )
+    finally:
+        for child in (*groups, driver):
+            await child.end()
+        await sender.close()
+
+
+def main() -> None:
+    """Parse the command line."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--receivers", type=int, default=1000)
+    options.add_argument("--processes", type=int, default=2)
+    options.add_argument("--versions", type=int, default=4)
+    options.add_argument("--play", nargs="+", help=argparse.SUPPRESS)
+    chosen = options.parse_args()
+    match chosen.play:
+        case ["driver"]:
+            asyncio.run(drive())
+        case ["receivers", address, first, number]:
+            asyncio.run(receive(address, int(first), int(number)))
+        case _:
+            asyncio.run(measure(chosen.receivers, processes=chosen.processes, versions=chosen.versions))
+
+
+if __name__ == "__main__":
+    main()
