@@ -29,7 +29,6 @@ from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.sender import WeightSender
 from asyncflow.weights.service import CatalogueService
 
-TENSORS = 300
 SOON = 300.0
 
 
@@ -136,7 +135,7 @@ class Child:
         await self._process.wait()
 
 
-async def measure(receivers: int, *, processes: int, versions: int) -> None:
+async def measure(receivers: int, *, processes: int, versions: int, tensors: int) -> None:
     """Publish versions and say what each costs the driver."""
     driver = await Child.start("driver")
     address = str((await driver.hear())["address"])
@@ -154,8 +153,8 @@ async def measure(receivers: int, *, processes: int, versions: int) -> None:
         for step in range(versions):
             await driver.ask("mark")
             began = time.monotonic()
-            tensors = {f"model.layers.{at}.weight": rng.standard_normal(64).astype(np.float32) for at in range(TENSORS)}
-            await sender.publish(Version(0, step), tensors, timeout=SOON)
+            weights = {f"model.layers.{at}.weight": rng.standard_normal(64).astype(np.float32) for at in range(tensors)}
+            await sender.publish(Version(0, step), weights, timeout=SOON)
             driver.tell("require", step, step + 1)
             await driver.ask("held", step, receivers + 1)
             for group in groups:
@@ -187,6 +186,7 @@ def main() -> None:
     options.add_argument("--receivers", type=int, default=1000)
     options.add_argument("--processes", type=int, default=2)
     options.add_argument("--versions", type=int, default=4)
+    options.add_argument("--tensors", type=int, default=100, help="of which the manifest, sent twice, consists")
     options.add_argument("--play", nargs="+", help=argparse.SUPPRESS)
     chosen = options.parse_args()
     match chosen.play:
@@ -195,7 +195,9 @@ def main() -> None:
         case ["receivers", address, first, number]:
             asyncio.run(receive(address, int(first), int(number)))
         case _:
-            asyncio.run(measure(chosen.receivers, processes=chosen.processes, versions=chosen.versions))
+            asyncio.run(
+                measure(chosen.receivers, processes=chosen.processes, versions=chosen.versions, tensors=chosen.tensors)
+            )
 
 
 if __name__ == "__main__":

@@ -41,13 +41,23 @@ def beat(incarnation: str, revision: int = -1) -> Beat:
 
 def test_a_member_is_known_to_all_and_peers_are_only_sent_when_they_changed() -> None:
     directory = Scene().directory()
-    first = directory.register(member("a", index=1))
-    second = directory.register(member("b", index=0))
+    first = directory.register(member("a", index=1, address="tcp://a"))
+    second = directory.register(member("b", index=0, address="tcp://b"))
     assert [m.incarnation for m in second.peers] == ["b", "a"]
     assert directory.heartbeat(beat("a", first.revision)).peers == second.peers
     assert directory.heartbeat(beat("a", second.revision)).peers is None
     assert directory.status("a") == {"inflight": 3}
     assert directory.members("trainer") == []
+
+
+def test_nobody_is_told_of_members_that_answer_no_calls() -> None:
+    directory = Scene().directory()
+    known = directory.register(member("unit", role="storage", address="tcp://unit"))
+    for index in range(1000):
+        assert directory.register(member(f"rollout {index}", index=index)).peers == known.peers
+    directory.leave("rollout 3", "went")
+    assert directory.heartbeat(beat("unit", known.revision)).peers is None
+    assert len(directory.members("rollout")) == 999
 
 
 def test_a_restarted_directory_asks_everybody_to_register_again() -> None:
@@ -174,7 +184,7 @@ class AnyOrder(RuleBasedStateMachine):
         except Fenced:
             return
         assert name in self.here
-        assert registered.peers == self.directory.members()
+        assert registered.peers == [it for it in self.directory.members() if it.address]
 
     @rule(name=st.sampled_from("abcdef"), back=st.integers(0, 3))
     def heartbeat(self, name: str, back: int) -> None:
@@ -199,7 +209,8 @@ class AnyOrder(RuleBasedStateMachine):
         members = self.directory.members()
         assert {m.incarnation for m in members} == set(self.here)
         assert len({(m.role, m.index) for m in members}) == len(members)
-        assert self.revisions.setdefault(self.directory.revision, members) == members
+        peers = self.directory.peers()
+        assert self.revisions.setdefault(self.directory.revision, peers) == peers
 
 
 TestAnyOrder = AnyOrder.TestCase

@@ -6,8 +6,8 @@ the first heartbeat of everybody with ``known=False``, and so learns all members
 incarnation (uuid hex) names one run of one process for ever, and is its worker id everywhere.
 
 Invariants: at most one incarnation of a (role, index) is a member; one that was replaced, or is of an older attempt,
-never comes back (Fenced); ``on_leave`` is called once for each ``on_join``, and before the join of a replacement; time
-during which the directory itself did not run (stopped, starved) is nobody's silence.
+never comes back (Fenced); ``on_leave`` is called once for each ``on_join``, and before the join of a replacement; who
+answers no calls costs others nothing; time in which the directory itself did not run is nobody's silence.
 """
 
 from __future__ import annotations
@@ -74,6 +74,10 @@ class Directory:
         """Return the members (of ``role``), ordered by role and index."""
         return [self._entries[place].member for place in sorted(self._entries) if role in (None, place[0])]
 
+    def peers(self) -> list[Member]:
+        """Return the members that answer calls: those of whom all are told."""
+        return [member for member in self.members() if member.address]
+
     def member(self, incarnation: str) -> Member | None:
         """Return the member that ``incarnation`` is now, if it is one."""
         place = self._places.get(incarnation)
@@ -104,8 +108,8 @@ class Directory:
         if old is not None and old.member.incarnation == member.incarnation:
             old.seen = self._clock()
             if old.member != member:
+                self.revision += bool(old.member.address or member.address)
                 old.member = member
-                self.revision += 1
         else:
             if old is not None:
                 self._replaced[old.member.incarnation] = None
@@ -114,15 +118,12 @@ class Directory:
                 self._remove(place, "replaced by a newer incarnation")
             self._entries[place] = _Entry(member, self._clock())
             self._places[member.incarnation] = place
-            self.revision += 1
+            self.revision += bool(member.address)
             log.info("%s joined (%s)", member, member.incarnation)
             for notify in self.on_join:
                 notify(member)
         return Registered(
-            revision=self.revision,
-            peers=self.members(),
-            heartbeat_s=self.heartbeat_s,
-            lost_after_s=self.lost_after_s,
+            revision=self.revision, peers=self.peers(), heartbeat_s=self.heartbeat_s, lost_after_s=self.lost_after_s
         )
 
     def heartbeat(self, beat: Beat) -> Beaten:
@@ -131,9 +132,8 @@ class Directory:
         if place is None:
             return Beaten(known=False)
         entry = self._entries[place]
-        entry.seen = self._clock()
-        entry.status = beat.status
-        peers = None if beat.revision == self.revision else self.members()
+        entry.seen, entry.status = self._clock(), beat.status
+        peers = None if beat.revision == self.revision else self.peers()
         return Beaten(known=True, revision=self.revision, peers=peers, directives=self.directives(entry.member))
 
     def leave(self, incarnation: str, reason: str) -> None:
@@ -174,7 +174,7 @@ class Directory:
     def _remove(self, place: tuple[str, int], reason: str) -> None:
         member = self._entries.pop(place).member
         del self._places[member.incarnation]
-        self.revision += 1
+        self.revision += bool(member.address)
         log.info("%s left (%s): %s", member, member.incarnation, reason)
         for notify in self.on_leave:
             notify(member, reason)

@@ -83,7 +83,7 @@ class Directives(Struct, frozen=True, kw_only=True):
 
 
 class Registered(Struct, frozen=True, kw_only=True):
-    """Answer to a registration: the members now (the new one included), the revision of that list, and the rhythm."""
+    """Answer to a registration: the members now that answer calls, the revision of that list, and the rhythm."""
 
     revision: int
     peers: list[Member]
@@ -180,7 +180,7 @@ class Membership:
         await self.driver.close()
 
     def peers(self, role: str) -> tuple[Member, ...]:
-        """Return the members of ``role`` that are known now, this process included, in order of their index.
+        """Return the members of ``role`` that answer calls, as far as known now, in order of their index.
 
         It is the same object until the members change.
         """

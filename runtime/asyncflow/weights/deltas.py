@@ -20,12 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 _HEAD = struct.Struct("<II")
-_UNSIGNED: Mapping[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+_UNSIGNED: Mapping[int, np.dtype[Any]] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<u2"),
+    4: np.dtype("<u4"),
+    8: np.dtype("<u8"),
+}
 _SIGNED: Mapping[int, np.dtype[Any]] = {1: np.dtype("<i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
 _MORE = 255
 _ELSEWHERE = -128
 _SAMPLE = 1024
-_WORTH = 0.5
+_WORTH = 0.8
 
 
 def difference(old: memoryview, new: memoryview, *, itemsize: int) -> bytes | None:

@@ -40,7 +40,7 @@ from asyncflow.weights.transport import Region, Transport
 
 log = logging.getLogger(__name__)
 
-_WATCH_S = 5.0
+_WATCH_S = 20.0
 _CALL_S = 10.0
 _LEAVE_S = 1.0
 

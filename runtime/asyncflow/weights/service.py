@@ -51,7 +51,7 @@ class CatalogueService:
         self.catalogue = catalogue if catalogue is not None else Catalogue()
         self._epoch = uuid.uuid4().hex
         self._changed = asyncio.Event()
-        self._watches: set[asyncio.Future[msgspec.Raw]] = set()
+        self._watches: dict[asyncio.Future[msgspec.Raw], str] = {}
         self._revision = -1
         self._telling: asyncio.TimerHandle | None = None
         self._encoded: tuple[int, msgspec.Raw] = (-1, msgspec.Raw())
@@ -69,6 +69,8 @@ class CatalogueService:
     def leave(self, worker: str) -> None:
         """Forget what ``worker`` held: it is gone. If it was only silent, it announces again by itself."""
         self.catalogue.leave(worker)
+        for watch in [watch for watch, watcher in self._watches.items() if watcher == worker]:
+            self._answer(watch)
         self._wake()
 
     def view(self) -> CatalogueView:
@@ -116,12 +118,12 @@ class CatalogueService:
             return self._encoded_view()
         loop = asyncio.get_running_loop()
         watch: asyncio.Future[msgspec.Raw] = loop.create_future()
-        self._watches.add(watch)
+        self._watches[watch] = request.worker
         expiry = loop.call_later(min(max(request.wait_s, 0.0), _LONGEST_WAIT_S), self._answer, watch)
 
         def ended(_: asyncio.Future[msgspec.Raw]) -> None:
             expiry.cancel()
-            self._watches.discard(watch)
+            del self._watches[watch]
 
         watch.add_done_callback(ended)
         return watch

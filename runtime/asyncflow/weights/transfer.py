@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 _STREAMS = 4
 _REVIEW_S = 5.0
+_SMALL = 64 * 1024
+"""Bytes of a portion whose digest takes less time than to hand it to another thread."""
 
 Plan = Mapping[tuple[str, bool, Version | None], list[Region]]
 """By peer's worker, whether it sends digests, and the base of differences: the regions that come from it."""
@@ -282,7 +284,9 @@ class Transfer:
         portion.left = [rest for box in portion.left for rest in subtract(box, [region.box])]
         portion.givers.add(worker)
         self._given[worker] += data.nbytes
-        if not portion.left and portion.digest:
+        if not portion.left and portion.digest and data.nbytes == portion.place.nbytes <= _SMALL:
+            self._compare(portion, digest_of(portion.place))
+        elif not portion.left and portion.digest:
             task = asyncio.ensure_future(self._verify(portion))
             self._verifying.add(task)
             task.add_done_callback(self._verifying.discard)
@@ -291,7 +295,10 @@ class Transfer:
 
     async def _verify(self, portion: _Portion) -> None:
         loop = asyncio.get_running_loop()
-        if await loop.run_in_executor(self._executor, digest_of, portion.place) == portion.digest:
+        self._compare(portion, await loop.run_in_executor(self._executor, digest_of, portion.place))
+
+    def _compare(self, portion: _Portion, digest: str) -> None:
+        if digest == portion.digest:
             portion.checked = True
             self._advance()
         else:
