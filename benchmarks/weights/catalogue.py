@@ -114,7 +114,7 @@ class Child:
         return cls(made)
 
     async def ask(self, *words: object) -> dict[str, object]:
-        """Tell it a line and give its answer."""
+        """Tell it a line and return its answer."""
         self.tell(*words)
         return await self.hear()
 
@@ -124,7 +124,7 @@ class Child:
         self._process.stdin.write((" ".join(map(str, words)) + "\n").encode())
 
     async def hear(self) -> dict[str, object]:
-        """Give its next line."""
+        """Return its next line."""
         assert self._process.stdout is not None
         async with asyncio.timeout(SOON):
             return dict(json.loads(await self._process.stdout.readline()))

@@ -77,7 +77,7 @@ def _cover(manifest: Manifest, holdings: Collection[Holding]) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
+class Assignment:
     """Sources of one receiver. whole: whether they have what they offer already; published: whether as publishers."""
 
     sources: list[Holding]
@@ -149,7 +149,7 @@ class Catalogue:
 
     def place(
         self, version: Version, worker: str, *, address: str, layout: str, failed: Collection[str] = ()
-    ) -> Placed:
+    ) -> Assignment:
         """Return whom a receiver is to pull ``version`` from, and let others pull from it what it has got by then.
 
         failed: whom it could get nothing from. Raises StaleHandle for a version that is unknown or not complete.
@@ -160,14 +160,14 @@ class Catalogue:
         parent = record.spread.place(worker, layout=layout, failed=failed)
         holding = record.holders.get(parent) if parent is not None else None
         if holding is not None:
-            return Placed(
+            return Assignment(
                 sources=[Holding(worker=holding.worker, address=holding.address)], whole=True, published=False
             )
         if parent is not None:
             source = Holding(worker=parent, address=record.arriving[parent])
-            return Placed(sources=[source], whole=False, published=False)
+            return Assignment(sources=[source], whole=False, published=False)
         sources = [holding for holding in record.roots() if holding.worker != worker]
-        return Placed(sources=sources, whole=True, published=True)
+        return Assignment(sources=sources, whole=True, published=True)
 
     def fence(self, attempt: int) -> None:
         """Refuse publications by trainer attempts older than ``attempt`` from now on."""

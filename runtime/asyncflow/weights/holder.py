@@ -66,7 +66,7 @@ class Arriving(Protocol):
 
     @property
     def manifest(self) -> Manifest:
-        """What it consists of."""
+        """The manifest."""
 
     def read(self, tensor: str, box: Box) -> memoryview:
         """Return the bytes of a box. Raises StaleHandle unless all of it is here and was checked."""

@@ -125,12 +125,12 @@ class ChunkReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Chunk(NamedTuple):
-    """What came: regions, the bytes of each, how many bytes travelled for each; and what did not come yet."""
+    """Answer to a request: regions, the bytes of each, how many travelled for each; and the regions to ask for again."""
 
     regions: Sequence[Region]
     data: Sequence[memoryview]
     sent: Sequence[int]
-    later: Sequence[Region]
+    rest: Sequence[Region]
     waited: bool
 
 
@@ -224,7 +224,7 @@ class HostTransport(Transport):
                 for chunk in [answer.result() for answer in done]:
                     for region, data, sent in zip(chunk.regions, chunk.data, chunk.sent, strict=True):
                         sink(region, data, sent=sent)
-                    left.extendleft(reversed(chunk.later))
+                    left.extendleft(reversed(chunk.rest))
                     if chunk.waited:
                         pace.waited(now=loop.time())
                     else:
@@ -243,7 +243,7 @@ class HostTransport(Transport):
     async def _ask(self, client: RpcClient, request: ChunkRequest) -> _Chunk:
         version, regions = Version.unpack(request.version), request.regions
         reply, frames = await client.call_frames("weights.fetch", request, ChunkReply, timeout=_CALL_S)
-        regions, later = regions[: len(frames)], regions[len(frames) :]
+        regions, rest = regions[: len(frames)], regions[len(frames) :]
         deltas = set(reply.deltas)
         if len(frames) != len(regions) or not deltas <= set(range(len(frames)) if request.base is not None else ()):
             raise ProtocolError(f"{version}: the frames are not those asked for", where=client.name)
@@ -261,7 +261,7 @@ class HostTransport(Transport):
             raise ProtocolError(f"{version}: the frames are not of the sizes asked for", where=client.name)
         if request.checked and await asyncio.to_thread(_digests, data) != reply.digests:
             raise ProtocolError(f"{version}: bytes changed on the way", where=client.name)
-        return _Chunk(regions, data, [frame.nbytes for frame in frames], later, reply.waited)
+        return _Chunk(regions, data, [frame.nbytes for frame in frames], rest, reply.waited)
 
     async def _fetch(self, request: ChunkRequest, _frames: Sequence[memoryview]) -> tuple[ChunkReply, list[Buffer]]:
         if (

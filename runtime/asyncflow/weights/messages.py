@@ -130,7 +130,7 @@ class Locate(msgspec.Struct, frozen=True, kw_only=True):
     manifest: bool = False
 
 
-class Peer(msgspec.Struct, frozen=True, kw_only=True):
+class PeerView(msgspec.Struct, frozen=True, kw_only=True):
     """Whom to pull from.
 
     whole: whether it has what it offers already, or is getting it; regions: by tensor the box that it offers, None for
@@ -148,7 +148,7 @@ class Located(msgspec.Struct, frozen=True, kw_only=True):
     parts; manifest_nbytes: the length of its encoding, as which other sources serve it.
     """
 
-    peers: tuple[Peer, ...]
+    peers: tuple[PeerView, ...]
     manifest_nbytes: int
     manifest: Manifest | None = None
 

@@ -20,7 +20,7 @@ from asyncflow.identity import Version
 from asyncflow.rpc.retry import Outage, retry
 from asyncflow.weights.holder import Copy, Holder, Linked
 from asyncflow.weights.manifest import MANIFEST, Manifest, decoded
-from asyncflow.weights.messages import WHOLE, CatalogueView, Locate, Located, Peer, layout_key, newest_step
+from asyncflow.weights.messages import WHOLE, CatalogueView, Locate, Located, PeerView, layout_key, newest_step
 from asyncflow.weights.slices import AnyArray, Arena, Box, subtract, view
 from asyncflow.weights.transfer import Transfer, TransferRecord
 from asyncflow.weights.transport import Region, Source, Transport
@@ -266,7 +266,7 @@ class WeightReceiver:
         wanted = {entry.name: (entry.dtype, self._layout(entry.name, entry.shape)) for entry in manifest.tensors}
         return Arena({name: (dtype, box) for name, (dtype, box) in wanted.items() if box is not None})
 
-    async def _described(self, version: Version) -> tuple[Manifest, tuple[Peer, ...] | None]:
+    async def _described(self, version: Version) -> tuple[Manifest, tuple[PeerView, ...] | None]:
         """Return what a version consists of, and whom to pull it from, where that is known with it.
 
         The driver is asked for no manifest that a peer can give.
@@ -303,7 +303,7 @@ class WeightReceiver:
             log.info("weights: no manifest of %s from %s: %s", version, peer.worker, error)
             return None
 
-    async def _sources(self, version: Version, failed: Collection[str]) -> tuple[Peer, ...]:
+    async def _sources(self, version: Version, failed: Collection[str]) -> tuple[PeerView, ...]:
         return (await self._locate(version, failed=failed)).peers
 
     async def _locate(self, version: Version, *, failed: Collection[str] = (), manifest: bool = False) -> Located:

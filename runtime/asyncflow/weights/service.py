@@ -23,7 +23,7 @@ from asyncflow.weights.messages import (
     CatalogueView,
     Locate,
     Located,
-    Peer,
+    PeerView,
     Published,
     VersionDropped,
     VersionDroppedReply,
@@ -53,7 +53,7 @@ class CatalogueService:
         self._changed = asyncio.Event()
         self._watches: dict[asyncio.Future[msgspec.Raw], str] = {}
         self._revision = -1
-        self._telling: asyncio.TimerHandle | None = None
+        self._pending: asyncio.TimerHandle | None = None
         self._encoded: tuple[int, msgspec.Raw] = (-1, msgspec.Raw())
         server.route("weights.publish", ManifestPart, self._publish)
         server.route("weights.watch", WatchVersions, self._watch)
@@ -148,7 +148,7 @@ class CatalogueService:
         )
         return Located(
             peers=tuple(
-                Peer(worker=source.worker, address=source.address, whole=placed.whole, regions=source.regions)
+                PeerView(worker=source.worker, address=source.address, whole=placed.whole, regions=source.regions)
                 for source in placed.sources
             ),
             manifest_nbytes=nbytes,
@@ -175,11 +175,11 @@ class CatalogueService:
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-        if self.catalogue.revision != self._revision and self._telling is None:
+        if self.catalogue.revision != self._revision and self._pending is None:
             wait_s = len(self._watches) * _TELLING_S
-            self._telling = asyncio.get_running_loop().call_later(wait_s, self._tell)
+            self._pending = asyncio.get_running_loop().call_later(wait_s, self._tell)
 
     def _tell(self) -> None:
-        self._telling, self._revision = None, self.catalogue.revision
+        self._pending, self._revision = None, self.catalogue.revision
         for watch in list(self._watches):
             self._answer(watch)

@@ -34,7 +34,7 @@ class _Node:
 
 
 class Spread:
-    """Who has one version or is getting it, apart from its publishers."""
+    """Receivers that have one version or are getting it, and the source of each."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
@@ -119,7 +119,7 @@ class Spread:
         return at == receiver
 
     def _detach(self, receiver: str, node: _Node) -> None:
-        """Give back the room that a receiver takes at its source."""
+        """Take a receiver off its source, which has room again."""
         if not node.pulls:
             return
         node.pulls = False

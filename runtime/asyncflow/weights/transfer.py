@@ -26,7 +26,7 @@ from asyncflow.errors import AsyncFlowError, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.rpc.retry import delays
 from asyncflow.weights.manifest import Manifest, digest_of
-from asyncflow.weights.messages import Peer
+from asyncflow.weights.messages import PeerView
 from asyncflow.weights.slices import AnyArray, Arena, Box, intersect, route, subtract, view
 from asyncflow.weights.transport import Region, Source, Transport
 
@@ -103,8 +103,8 @@ class Transfer:
         arena: Arena,
         receiver: str,
         transport: Transport,
-        peers: Sequence[Peer],
-        sources: Callable[[frozenset[str]], Awaitable[Sequence[Peer]]],
+        peers: Sequence[PeerView],
+        sources: Callable[[frozenset[str]], Awaitable[Sequence[PeerView]]],
         changed: Callable[[], asyncio.Event],
         known: Mapping[str, AnyArray],
         base: Version | None,
@@ -196,7 +196,7 @@ class Transfer:
                 raise
             log.info("weights: %s: %s; it goes on with those it has", self.version, error)
 
-    async def _pull_from(self, peers: Sequence[Peer]) -> None:
+    async def _pull_from(self, peers: Sequence[PeerView]) -> None:
         """Pull what is missing, until all streams have ended or there are better peers."""
         gate, addresses = asyncio.Semaphore(_STREAMS), {peer.worker: peer.address for peer in peers}
         streams = {
@@ -221,7 +221,7 @@ class Transfer:
             stream.result()
         await asyncio.gather(*self._verifying)
 
-    async def _are_others_better(self, peers: Sequence[Peer]) -> bool:
+    async def _are_others_better(self, peers: Sequence[PeerView]) -> bool:
         try:
             found = await self._sources(frozenset())
         except AsyncFlowError:
@@ -250,7 +250,7 @@ class Transfer:
                 portion.left, portion.checked = [], True
                 self._reused += portion.place.nbytes
 
-    def _plan(self, peers: Sequence[Peer]) -> Plan:
+    def _plan(self, peers: Sequence[PeerView]) -> Plan:
         by_worker = {peer.worker: peer for peer in peers}
         order = preference(by_worker, version=self.version, receiver=self._receiver, faults=self._faults)
         plan: dict[tuple[str, bool, Version | None], list[Region]] = {}

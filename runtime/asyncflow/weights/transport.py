@@ -28,7 +28,7 @@ Until = Callable[[Version, Sequence["Region"]], Awaitable[None]]
 
 
 class Sink(Protocol):
-    """What takes the bytes of a region, in C order; they are only valid during the call."""
+    """Taker of the bytes of a region, in C order; they are only valid during the call."""
 
     def __call__(self, region: Region, data: memoryview, /, *, sent: int | None = None) -> None:
         """Take ``data``; sent: the bytes that travelled for it, None where these were as many."""
