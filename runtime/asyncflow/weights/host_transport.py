@@ -125,7 +125,7 @@ class ChunkReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Chunk(NamedTuple):
-    """Answer to a request: regions, the bytes of each, how many travelled for each; and the regions to ask for again."""
+    """Answer to a request: regions, the bytes of each, how many travelled for it; and the regions to ask for again."""
 
     regions: Sequence[Region]
     data: Sequence[memoryview]
