@@ -22,6 +22,7 @@ from asyncflow.identity import ProcessIdentity
 _PEOPLE: Final = (CLIENT, OPERATOR, VIEWER)
 _QUEUE: Final = ("driver", "controller", "storage", "trainer", "rollout", *_PEOPLE)
 _ALL: Final = (*_QUEUE, "master", "holder")
+_WEIGHTS: Final = ("weights.fetch", "weights.place", "weights.pair", "weights.send")
 HELD_BY: Final = "@"
 """Between the id of a lease and the process that holds it, in the name of a lease: ``1f@rollout-3``."""
 _WORKER = re.compile(r"([a-z]+)-(0|[1-9][0-9]{0,18})-.+", re.DOTALL)
@@ -114,7 +115,7 @@ def _table() -> dict[str, dict[str, Named]]:
         "weights.dropped": receives,
         "weights.turn": receives,
         "weights.turned": receives,
-        "weights.fetch": _may(_nobody, "rollout", "trainer"),
+        **dict.fromkeys(_WEIGHTS, _may(_nobody, "rollout", "trainer")),
         "queue.begin": trains,
         "queue.slot": ranks,
         "queue.step_done": ranks,

@@ -264,7 +264,8 @@ class WeightReceiver:
 
     def _arena_of(self, manifest: Manifest) -> Arena:
         wanted = {entry.name: (entry.dtype, self._layout(entry.name, entry.shape)) for entry in manifest.tensors}
-        return Arena({name: (dtype, box) for name, (dtype, box) in wanted.items() if box is not None})
+        boxes = {name: (dtype, box) for name, (dtype, box) in wanted.items() if box is not None}
+        return Arena(boxes, allocate=self._holder.transport.allocate)
 
     async def _described(self, version: Version) -> tuple[Manifest, tuple[PeerView, ...] | None]:
         """Return what a version consists of, and whom to pull it from, where that is known with it.

@@ -94,7 +94,8 @@ class WeightSender:
         Raises Refused for a dtype that cannot be published, or a slice that sticks out of its tensor.
         """
         shards = {name: slice_of(name, given) for name, given in tensors.items()}
-        arena = Arena({name: (dtype_name(shard.array), shard.box) for name, shard in shards.items()})
+        boxes = {name: (dtype_name(shard.array), shard.box) for name, shard in shards.items()}
+        arena = Arena(boxes, allocate=self._holder.transport.allocate)
         for name, shard in shards.items():
             np.copyto(arena.arrays[name], shard.array)
         return Copied(version, arena, {name: shard.shape for name, shard in shards.items()})

@@ -1,18 +1,18 @@
 """Boxes of tensors, the arithmetic that lets any sharded layout feed any other, and the host memory that holds them.
 
 A box is an axis-aligned region of one tensor in global coordinates. An ``Arena`` is the host memory of one version: one
-anonymous mapping with a box of each tensor in it.
+piece of memory with a box of each tensor in it.
 
 Invariants: boxes that ``subtract``, ``split`` or ``route`` return are disjoint, non-empty, inside what was asked for,
 and together with what is reported missing they cover all of it. ``split`` returns its boxes in C order. The memory of
-an arena goes back to the system when the arena and every view of it are gone, and not before; so a process that still
-computes with a version, or sends it, never sees it vanish.
+an arena goes back to whoever gave it when the arena and every view of it are gone, and not before; so a process that
+still computes with a version, or sends it, never sees it vanish.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
@@ -36,6 +36,14 @@ DTYPES: Mapping[str, np.dtype[np.generic]] = {
 """The dtypes that weights may have. A numpy uint16 array always means the bits of bfloat16."""
 
 _ALIGNMENT = 64
+
+Allocate = Callable[[int], mmap.mmap | memoryview]
+"""Returns writable memory of at least so many bytes, begun at a multiple of 64; it lives as long as a view of it."""
+
+
+def anonymous(nbytes: int) -> mmap.mmap:
+    """Return memory that no other process has, zeroed."""
+    return mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True):
@@ -152,19 +160,20 @@ def view(array: AnyArray, at: Box, box: Box) -> AnyArray:
 
 
 class Arena:
-    """Zeroed memory for ``boxes``: by tensor name its dtype (a key of ``DTYPES``) and the box of it that lies here.
+    """Memory for ``boxes``: by tensor name its dtype (a key of ``DTYPES``) and the box of it that lies here.
 
-    nbytes: of the boxes, without padding; boxes: by name what lies here; arrays: by name a writable array of the box.
+    allocate: where the memory comes from; what is in it is overwritten. nbytes: of the boxes, without padding; boxes:
+    by name what lies here; arrays: by name a writable array of the box.
     """
 
-    def __init__(self, boxes: Mapping[str, tuple[str, Box]]) -> None:
+    def __init__(self, boxes: Mapping[str, tuple[str, Box]], *, allocate: Allocate = anonymous) -> None:
         starts, end, self.nbytes = {}, 0, 0
         for name, (dtype, box) in boxes.items():
             starts[name] = end
             nbytes = box.volume * DTYPES[dtype].itemsize
             self.nbytes += nbytes
             end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = allocate(max(end, 1))
         self.boxes: Mapping[str, Box] = {name: box for name, (_, box) in boxes.items()}
         self.arrays: Mapping[str, AnyArray] = {
             name: np.ndarray(box.extent, dtype=DTYPES[dtype], buffer=memory, offset=starts[name])

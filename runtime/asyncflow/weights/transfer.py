@@ -56,7 +56,8 @@ class TransferRecord:
 
     Times by ``clock.now``; nbytes: of the version, as far as it is needed here; sent: bytes that travelled for it;
     holders: bytes that came from each worker, whatever travelled for them; reused: bytes of slices that had not changed
-    since a version held before; faults: peers that failed, stalled or sent wrong bytes.
+    since a version held before; faults: peers that failed, stalled or sent wrong bytes; fallbacks: pulls that went
+    another way than the transport is meant to go, because that one failed.
     """
 
     version: Version
@@ -67,6 +68,7 @@ class TransferRecord:
     holders: Mapping[str, int]
     reused: int
     faults: int
+    fallbacks: int = 0
 
 
 @dataclass(kw_only=True)
@@ -133,7 +135,7 @@ class Transfer:
 
     async def run(self) -> TransferRecord:
         """Pull until everything is here. Waits for as long as no peer has what is missing; cancel it to give up."""
-        started = clock.now()
+        started, fallbacks = clock.now(), self._transport.fallbacks
         await self._reuse()
         waits = delays()
         while self._unfinished():
@@ -155,6 +157,7 @@ class Transfer:
             holders=dict(self._given),
             reused=self._reused,
             faults=self._faults.total(),
+            fallbacks=self._transport.fallbacks - fallbacks,
         )
 
     def end(self) -> None:
@@ -305,6 +308,8 @@ class Transfer:
             log.warning("weights: %s: %s from %s is wrong", self.version, portion.tensor, ", ".join(portion.givers))
             self._faults.update(portion.givers)
             self._failed |= portion.givers
+            for worker in portion.givers:
+                self._transport.doubt(worker)
             portion.left, portion.givers, portion.whole = [portion.box], set(), True
 
 

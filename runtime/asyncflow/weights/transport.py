@@ -1,5 +1,8 @@
 """Interface of a transport of weights: serve boxes of versions, and pull boxes from one peer.
 
+A transport may want versions in memory of its own kind, that peers reach by another way than a socket: ``allocate``
+gives it. One that has found wrong bytes is told so by ``doubt``, and may go another way from then on.
+
 Invariant: ``pull`` gives every region at most once to the sink, and those it gave stay given when it raises: the caller
 asks another peer only for the rest. A peer that is slow is waited for; one that makes no progress is not. What the sink
 gets is always the whole bytes of a region, whatever travelled for them.
@@ -15,7 +18,7 @@ import msgspec
 
 from asyncflow.identity import Version
 from asyncflow.plugins import load_plugin
-from asyncflow.weights.slices import Box
+from asyncflow.weights.slices import Allocate, Box, anonymous
 
 GROUP = "asyncflow.transports"
 """Entry-point group under which transports are registered."""
@@ -59,7 +62,23 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transport(ABC):
-    """Moves weights between host memories. One object serves this worker's versions and pulls from peers."""
+    """Moves weights between host memories. One object serves this worker's versions and pulls from peers.
+
+    allocate: gives the memory that versions are to lie in, from ``start`` on and in any thread; fallbacks: pulls that
+    went another way than this transport is meant to go, because that one failed.
+    """
+
+    allocate: Allocate = staticmethod(anonymous)
+    fallbacks = 0
+
+    @classmethod
+    def of(cls, *, device: str, collective: str, **options: Any) -> Transport:
+        """Make the transport of a worker. ``open_transport`` says what of."""
+        del device, collective
+        return cls(**options)
+
+    def doubt(self, worker: str) -> None:  # noqa: B027 - most transports have one way only
+        """Note that bytes which came from ``worker`` were not those that it had published."""
 
     @abstractmethod
     async def start(self, read: Read, *, until: Until = at_once) -> str:
@@ -93,7 +112,11 @@ class Transport(ABC):
         """Serve no longer; pulls in flight raise PeerLost."""
 
 
-def open_transport(kind: str, /, **options: Any) -> Transport:
-    """Make the transport that is registered as ``kind``. Raises ManifestError where there is none."""
+def open_transport(kind: str, /, *, device: str = "cpu", collective: str = "gloo", **options: Any) -> Transport:
+    """Make the transport that is registered as ``kind``. Raises ManifestError where there is none.
+
+    device: torch's name of this worker's device; collective: the torch.distributed back end for such devices; options:
+    ``name``, ``bind`` and ``credentials`` of what the transport listens with, as in ``RpcServer``.
+    """
     made: type[Transport] = load_plugin(GROUP, kind, kind=Transport, where="spec.weightSync.transport")
-    return made(**options)
+    return made.of(device=device, collective=collective, **options)

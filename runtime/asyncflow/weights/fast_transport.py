@@ -1,0 +1,284 @@
+"""Fast transports: pieces are asked for by calls over TLS, and their bytes come by a faster way, which knows no keys.
+
+``FastTransport`` is what they have in common, a pull with a few chunks on their way; a subclass says with its ``Line``
+how the bytes of one chunk come. ``WithHost`` puts the host network behind one: what the fast way does not bring, in
+time and right, is pulled over the other.
+
+Invariants: who asks is known by its certificate, and a digest that a peer sends comes by a call, never by the fast way;
+every chunk has a deadline; a pull that failed leaves nothing that goes on for longer than that; a version is never lost
+because a fast way is broken, and each pull that had to leave it is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from asyncflow import clock
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, ProtocolError, StaleHandle
+from asyncflow.identity import Version
+from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.server import RpcServer
+from asyncflow.rpc.tls import Credentials
+from asyncflow.weights.host_transport import HostTransport
+from asyncflow.weights.manifest import digest_of
+from asyncflow.weights.slices import Box, split, subtract
+from asyncflow.weights.transport import Read, Region, Sink, Source, Transport
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CHUNK_BYTES = 8 << 20
+DEADLINE_S = 10.0
+END_S = 1.0
+"""Seconds that a peer has to hear that a pull is over; it finds out by itself where it does not."""
+MOST_PIECES = 256
+"""Pieces of one chunk: Mooncake has room for some 2,000 on their way to one peer, and stops for good beyond."""
+_MOST_BYTES = 64 << 20
+_WINDOW = 2
+_DOUBT_S = 60.0
+_BESIDE = " "
+
+
+class Chunk(NamedTuple):
+    """Bytes of the pieces of one chunk, in their order, and their digests by the source, where the pull is checked.
+
+    lease: by which the line knows it, 0 where it need not.
+    """
+
+    frames: Sequence[memoryview]
+    digests: Sequence[str]
+    lease: int = 0
+
+
+class Line(ABC):
+    """The way that the bytes of one pull come from its source."""
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Reach the source."""
+
+    @abstractmethod
+    async def bring(self, pieces: Sequence[Region]) -> Chunk:
+        """Bring the bytes of pieces; they are used until ``release``."""
+
+    def release(self, chunk: Chunk) -> None:  # noqa: B027 - only memory that is lent has to be given back
+        """Take back what ``bring`` gave."""
+
+    @abstractmethod
+    async def end(self) -> None:
+        """Let go of the source, which may be gone. Raises nothing."""
+
+
+class FastTransport(Transport):
+    """Base of fast transports.
+
+    name, bind, advertise, credentials: as in ``HostTransport``; chunk_bytes: most bytes that travel together;
+    deadline_s: seconds within which each chunk has to come.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        bind: str = "tcp://127.0.0.1:*",
+        advertise: str = "",
+        credentials: Credentials | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        self.name = name
+        self.chunk_bytes = chunk_bytes
+        self.deadline_s = deadline_s
+        self._credentials = credentials
+        self._clients: set[RpcClient] = set()
+        self._server = RpcServer(name=f"{name} weights", bind=bind, credentials=credentials, advertise=advertise)
+        self._given: Read | None = None
+
+    @classmethod
+    def of(cls, *, device: str, collective: str, **options: Any) -> Transport:
+        """Make the transport with the host network behind it."""
+        del device, collective
+        return WithHost(cls(**options), HostTransport(**options))
+
+    async def start(self, read: Read) -> str:
+        """Get the fast way ready, then serve what ``read`` gives; return the address of the calls."""
+        self._given = read
+        await self.prepare()
+        return await self._server.start()
+
+    async def close(self) -> None:
+        """Close the server and every pull."""
+        for client in list(self._clients):
+            await client.close()
+        await self._server.close()
+
+    async def pull(
+        self, source: Source, version: Version, regions: Iterable[Region], *, sink: Sink, checked: bool
+    ) -> None:
+        """Pull with a few chunks on their way; see ``Transport.pull``."""
+        client = RpcClient(
+            name=f"{self.name} pulls {version}",
+            resolve=source.address,
+            credentials=self._credentials,
+            expects=("trainer", "rollout"),
+        )
+        self._clients.add(client)
+        line = self.line(client, version, checked=checked)
+        chunks = pieces_of(regions, most=self.chunk_bytes)
+        flying: deque[tuple[list[Region], asyncio.Task[Chunk]]] = deque()
+        try:
+            async with self._deadline(source, version):
+                await line.open()
+            while True:
+                while len(flying) < _WINDOW and (pieces := next(chunks, None)) is not None:
+                    flying.append((pieces, asyncio.create_task(line.bring(pieces))))
+                if not flying:
+                    return
+                pieces, bringing = flying[0]
+                async with self._deadline(source, version):
+                    chunk = await bringing
+                if checked and await asyncio.to_thread(digests_of, chunk.frames) != tuple(chunk.digests):
+                    raise ProtocolError(f"{version}: bytes changed on the way", where=source.address)
+                for region, frame in zip(pieces, chunk.frames, strict=True):
+                    sink(region, frame)
+                line.release(chunk)
+                flying.popleft()
+        finally:
+            for _, bringing in flying:
+                bringing.cancel()
+            await asyncio.gather(*(bringing for _, bringing in flying), return_exceptions=True)
+            await line.end()
+            self._clients.discard(client)
+            await client.close()
+
+    @abstractmethod
+    async def prepare(self) -> None:
+        """Get the fast way ready. Raises ManifestError where what it needs is not installed."""
+
+    @abstractmethod
+    def line(self, client: RpcClient, version: Version, *, checked: bool) -> Line:
+        """Return the line of a pull, whose calls go by ``client``."""
+
+    def read(self, packed: int, regions: Sequence[Region]) -> list[memoryview]:
+        """Return the bytes of the regions of a packed version. Raises StaleHandle or ProtocolError."""
+        sizes = [region.nbytes for region in regions]
+        if len(sizes) > MOST_PIECES or min(sizes, default=1) < 1 or sum(sizes) > _MOST_BYTES:
+            what = f"at once up to {MOST_PIECES} regions can be had, none empty, of {_MOST_BYTES} bytes together"
+            raise ProtocolError(what, where=self.name)
+        assert self._given is not None
+        version = Version.unpack(packed)
+        data = [self._given(version, region.tensor, region.box) for region in regions]
+        if [part.nbytes for part in data] != sizes:
+            raise ProtocolError(f"{version}: elements of another size are asked for", where=self.name)
+        return data
+
+    @contextlib.asynccontextmanager
+    async def _deadline(self, source: Source, version: Version) -> Any:
+        try:
+            async with asyncio.timeout(self.deadline_s):
+                yield
+        except TimeoutError:
+            what = f"{source.worker} sent nothing of {version} for {self.deadline_s:g} s"
+            raise DeadlineExceeded(what, where=source.address) from None
+
+
+def pieces_of(regions: Iterable[Region], *, most: int) -> Iterator[list[Region]]:
+    """Cut regions into chunks of at most ``most`` bytes, or one element, and ``MOST_PIECES`` pieces."""
+    chunk: list[Region] = []
+    room = most
+    for region in regions:
+        for box in split(region.box, max(1, most // region.itemsize)):
+            piece = msgspec.structs.replace(region, box=box)
+            if chunk and (piece.nbytes > room or len(chunk) == MOST_PIECES):
+                yield chunk
+                chunk, room = [], most
+            chunk.append(piece)
+            room -= piece.nbytes
+    if chunk:
+        yield chunk
+
+
+def digests_of(frames: Iterable[memoryview]) -> tuple[str, ...]:
+    """Return the digest of each frame's bytes."""
+    return tuple(digest_of(np.frombuffer(frame, np.uint8)) for frame in frames)
+
+
+class WithHost(Transport):
+    """A fast transport, and the host network for what that does not bring.
+
+    A source with which the fast way failed, or whose bytes were wrong, is asked over the host network for a minute.
+    """
+
+    def __init__(self, fast: FastTransport, host: HostTransport) -> None:
+        self.fallbacks = 0
+        self.allocate = fast.allocate
+        self._fast = fast
+        self._host = host
+        self._doubted: dict[str, float] = {}
+
+    async def start(self, read: Read) -> str:
+        """Serve what ``read`` gives in both ways; return both addresses, or the one where the fast way is broken.
+
+        Raises ManifestError where the fast way lacks what it needs.
+        """
+        address = await self._host.start(read)
+        try:
+            return address + _BESIDE + await self._fast.start(read)
+        except ManifestError:
+            raise
+        except (AsyncFlowError, OSError) as error:
+            log.warning("weights: served over the host network only: %s", error)
+            self.allocate = self._host.allocate
+            return address
+
+    async def pull(
+        self, source: Source, version: Version, regions: Iterable[Region], *, sink: Sink, checked: bool
+    ) -> None:
+        """Pull by the fast way, and over the host network what is left when that fails."""
+        host, _, fast = source.address.partition(_BESIDE)
+        left = list(regions)
+        if fast and self._doubted.get(source.worker, 0.0) <= clock.now():
+            given: dict[str, list[Box]] = defaultdict(list)
+
+            def taken(region: Region, data: memoryview) -> None:
+                sink(region, data)
+                given[region.tensor].append(region.box)
+
+            try:
+                await self._fast.pull(
+                    msgspec.structs.replace(source, address=fast), version, left, sink=taken, checked=checked
+                )
+                return
+            except StaleHandle:
+                raise
+            except (AsyncFlowError, OSError) as error:
+                self.doubt(source.worker)
+                log.warning("weights: %s from %s goes on over the host network: %s", version, source.worker, error)
+            left = [
+                msgspec.structs.replace(region, box=box)
+                for region in left
+                for box in subtract(region.box, given[region.tensor])
+            ]
+        self.fallbacks += 1
+        await self._host.pull(msgspec.structs.replace(source, address=host), version, left, sink=sink, checked=checked)
+
+    def doubt(self, worker: str) -> None:
+        """Ask ``worker`` over the host network for a while."""
+        now = clock.now()
+        self._doubted = {name: until for name, until in self._doubted.items() if until > now}
+        self._doubted[worker] = now + _DOUBT_S
+
+    async def close(self) -> None:
+        """Serve no longer, in neither way; pulls in flight raise PeerLost."""
+        await self._fast.close()
+        await self._host.close()

@@ -1,0 +1,160 @@
+"""Weights on one host: a peer maps the memory in which they lie, and nothing is sent.
+
+Memory of versions is a file without a name (memfd). A process of the same user that knows this worker's *door*, a Unix
+socket in the abstract namespace with a name that nobody can guess, is handed the descriptor of a block, for reading.
+What is published lies in host memory on every device, so this is the same on CPUs, GPUs and NPUs.
+
+Invariants: both sides check that the other runs as the same user; no block ever becomes shorter, so no access to it
+fails; a peer cannot write through what it is handed; a name of the namespace ends with its process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import mmap
+import os
+import socket
+import struct
+import uuid
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from asyncflow.errors import PeerLost, ProtocolError
+from asyncflow.rpc.shm import is_same_user
+from asyncflow.weights.placed_transport import Block, Place, PlacedLine, PlacedTransport, address_of
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_ASKED = struct.Struct("!Q")
+_GIVEN, _UNKNOWN = b"+", b"-"
+_ANSWER_S = 2.0
+_BACKLOG = 64
+
+
+class IpcTransport(PlacedTransport):
+    """Weights between processes of one host, by shared memory. Options as in ``FastTransport``."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._listener: socket.socket | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def prepare(self) -> None:
+        """Open the door."""
+        self.door = f"asyncflow-weights/{uuid.uuid4().hex}"
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.setblocking(False)
+        self._listener.bind(_name(self.door))
+        self._listener.listen(_BACKLOG)
+        self._spawn(self._serve(self._listener))
+
+    async def close(self) -> None:
+        """Close the door; memory that peers have mapped stays as long as they map it."""
+        await super().close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+        for block in self.pool.blocks.values():
+            os.close(block.file)
+        self.pool.blocks.clear()
+
+    def make(self, nbytes: int) -> Block:
+        """Make a file that can be mapped by others. Raises OSError."""
+        file = os.memfd_create("asyncflow-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(file, nbytes)
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
+            mapping = mmap.mmap(file, nbytes)
+        except BaseException:
+            os.close(file)
+            raise
+        return Block(mapping, address_of(memoryview(mapping)), nbytes, file)
+
+    async def reach(
+        self, door: str, places: Sequence[Place], sizes: Sequence[int], line: PlacedLine
+    ) -> list[memoryview]:
+        """Return views of a peer's memory, which is mapped once a pull. Raises PeerLost or ProtocolError."""
+        for block in {place.block for place in places} - line.seen.keys():
+            line.seen[block] = await _mapped(door, block)
+        frames = [
+            line.seen[place.block][place.offset : place.offset + size]
+            for place, size in zip(places, sizes, strict=True)
+            if place.offset >= 0
+        ]
+        if [frame.nbytes for frame in frames] != list(sizes):
+            raise ProtocolError("the pieces do not lie inside the memory that was handed over", where=door)
+        return frames
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            peer, _ = await loop.sock_accept(listener)
+            self._spawn(self._hand_over(peer))
+
+    async def _hand_over(self, peer: socket.socket) -> None:
+        """Hand the block that a peer asks for, until it asks no more."""
+        with peer, contextlib.suppress(OSError, TimeoutError):
+            peer.setblocking(False)
+            if not is_same_user(peer):
+                return
+            async with asyncio.timeout(_ANSWER_S):
+                asked = await asyncio.get_running_loop().sock_recv(peer, _ASKED.size)
+            block = self.pool.blocks.get(_ASKED.unpack(asked)[0]) if len(asked) == _ASKED.size else None
+            if block is None:
+                peer.send(_UNKNOWN)
+                return
+            reading = os.open(f"/proc/self/fd/{block.file}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                socket.send_fds(peer, [_GIVEN], [reading])
+            finally:
+                os.close(reading)
+
+
+async def _mapped(door: str, block: int) -> memoryview:
+    """Return the bytes of a peer's block, for reading."""
+    loop = asyncio.get_running_loop()
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.setblocking(False)
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                await loop.sock_connect(peer, _name(door))
+                if not is_same_user(peer):
+                    raise PeerLost("the source runs as another user", where=door)
+                await loop.sock_sendall(peer, _ASKED.pack(block))
+                said, file = await _received(loop, peer)
+        except (OSError, TimeoutError) as error:
+            raise PeerLost(f"the source is not on this host, or does not answer: {error!r}", where=door) from error
+    if said != _GIVEN or file is None:
+        raise PeerLost("the source does not hand its memory over", where=door)
+    try:
+        if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise ProtocolError("the memory that was handed over can become shorter", where=door)
+        return memoryview(mmap.mmap(file, os.fstat(file).st_size, access=mmap.ACCESS_READ))
+    except OSError as error:
+        raise PeerLost(f"the memory that was handed over cannot be mapped: {error}", where=door) from error
+    finally:
+        os.close(file)
+
+
+async def _received(loop: asyncio.AbstractEventLoop, peer: socket.socket) -> tuple[bytes, int | None]:
+    """Wait for a byte and the descriptor that may come with it."""
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(peer, lambda: ready.done() or ready.set_result(None))
+    try:
+        await ready
+    finally:
+        loop.remove_reader(peer)
+    said, files, _, _ = socket.recv_fds(peer, len(_GIVEN), 1, socket.MSG_CMSG_CLOEXEC)
+    return said, files[0] if files else None
+
+
+def _name(door: str) -> bytes:
+    return b"\0" + door.encode()

@@ -1,0 +1,102 @@
+"""Weights by Mooncake's Transfer Engine: a peer reads registered memory one-sided, over TCP, RDMA or Ascend's own links.
+
+The environment says how, by Mooncake's own names: ``MOONCAKE_PROTOCOL`` (``tcp`` by default; ``rdma``, ``ascend``) and
+``MOONCAKE_DEVICE`` (its network devices, all by default). The traps: a read that fails says nothing but -1; too many
+pieces on their way to one peer end in -1 for ever; a peer that hangs is waited for by the library itself, 5 s without
+progress over TCP; its ports listen on all interfaces and know no keys.
+
+Invariants: a read is into memory of the pool, which is used again only when the library has returned; no call of the
+library runs on the event loop; memory that cannot be registered holds versions all the same, which then go over the
+host network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import itertools
+import logging
+import mmap
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from asyncflow.errors import AsyncFlowError, ManifestError, PeerLost
+from asyncflow.rpc.addresses import host_and_port
+from asyncflow.weights.placed_transport import Block, Place, PlacedLine, PlacedTransport, address_of
+
+log = logging.getLogger(__name__)
+
+PROTOCOL_ENV = "MOONCAKE_PROTOCOL"
+DEVICE_ENV = "MOONCAKE_DEVICE"
+_THREADS = 8
+_ENVIRONMENT = {
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_LOG_LEVEL": "ERROR",
+    "GLOG_minloglevel": "3",
+}
+
+
+class MooncakeTransport(PlacedTransport):
+    """Weights by one-sided reads. Options as in ``FastTransport``; Mooncake uses the host of ``bind`` for its ports."""
+
+    def __init__(self, *, bind: str = "tcp://127.0.0.1:*", **options: Any) -> None:
+        super().__init__(bind=bind, **options)
+        self._host = host_and_port(bind)[0]
+        self._engine: Any = None
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights-mooncake")
+
+    async def prepare(self) -> None:
+        """Start the engine."""
+        self._engine = await asyncio.to_thread(_engine, self._host)
+        self.door = f"{self._host}:{self._engine.get_rpc_port()}"
+
+    async def close(self) -> None:
+        """Serve no longer. The engine ends with the last use of its memory."""
+        await super().close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def make(self, nbytes: int) -> Block:
+        """Make memory and register it."""
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        block = Block(mapping, address_of(memoryview(mapping)), nbytes)
+        if (code := self._engine.register_memory(block.address, nbytes)) != 0:
+            log.warning("Mooncake did not register %d bytes (%d): they go over the host network", nbytes, code)
+        return block
+
+    async def reach(
+        self, door: str, places: Sequence[Place], sizes: Sequence[int], line: PlacedLine
+    ) -> list[memoryview]:
+        """Read into memory of the pool. Raises PeerLost where the library says that it could not."""
+        del line
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._read_there, door, places, sizes)
+
+    def _read_there(self, door: str, places: Sequence[Place], sizes: Sequence[int]) -> list[memoryview]:
+        buffer = self.pool.take(max(sum(sizes), self.chunk_bytes))
+        starts = list(itertools.accumulate(sizes[:-1], initial=0))
+        here = [address_of(buffer) + start for start in starts]
+        there = [place.block + place.offset for place in places]
+        if (code := self._engine.batch_transfer_sync_read(door, here, there, list(sizes))) != 0:
+            raise PeerLost(f"Mooncake could not read {sum(sizes)} bytes: {code}", where=door)
+        return [buffer[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+
+def _engine(host: str) -> Any:
+    """Start an engine that others reach at ``host``. Raises ManifestError where the library is not installed."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        library = importlib.import_module("mooncake.engine")
+    except ImportError as error:
+        hint = "pip install 'asyncflow[mooncake]', and the system's libibverbs1, libnuma1 and libcurl4"
+        where = "spec.weightSync.transport"
+        raise ManifestError(f"Mooncake cannot be loaded: {error}", where=where, hint=hint) from error
+    engine = library.TransferEngine()
+    protocol, device = os.environ.get(PROTOCOL_ENV, "tcp"), os.environ.get(DEVICE_ENV, "")
+    if (code := engine.initialize(host, "P2PHANDSHAKE", protocol, device)) != 0:
+        raise AsyncFlowError(f"Mooncake's engine does not start with {protocol!r} and {device!r}: {code}", where=host)
+    return engine

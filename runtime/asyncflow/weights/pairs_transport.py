@@ -1,0 +1,265 @@
+"""Weights over pairs: a process group of torch.distributed for two, made for one pull, between holder and receiver.
+
+Over a call the receiver asks for a pair, and then for one chunk after another, which the holder sends over the group.
+The back end is the one that the accelerators of both have (``nccl``, ``hccl``), else ``gloo``.
+
+Invariants: no group has more than two members, so nobody waits for a third; a holder ends a pair whose receiver has
+asked for nothing during ``IDLE`` deadlines; torch is imported before a worker says where it serves, in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import itertools
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from asyncflow.errors import AsyncFlowError, ManifestError, PeerLost, ProtocolError, Refused
+from asyncflow.identity import Version
+from asyncflow.plugins import importing
+from asyncflow.rpc.addresses import host_and_port
+from asyncflow.rpc.client import RpcClient
+from asyncflow.weights.fast_transport import END_S, Chunk, FastTransport, Line, WithHost, digests_of
+from asyncflow.weights.host_transport import HostTransport
+from asyncflow.weights.transport import Region, Transport
+
+T = TypeVar("T")
+
+IDLE = 3.0
+_GLOO = "gloo"
+_THREADS = 16
+_CALL_S = 600.0
+
+
+class PairRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Request of ``weights.pair``: make a pair with the caller, with one of these back ends, the first the best."""
+
+    collectives: tuple[str, ...]
+
+
+class PairReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to ``weights.pair``: the number of the pair, its back end, and where its store is, for a few seconds."""
+
+    pair: int
+    collective: str
+    host: str
+    port: int
+    prefix: str
+
+
+class SendRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Request of ``weights.send``: send regions of a packed version over a pair; none: end it.
+
+    checked: and answer with the digest of each.
+    """
+
+    pair: int
+    version: int
+    regions: tuple[Region, ...]
+    checked: bool
+
+
+class Sent(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to ``weights.send``."""
+
+    digests: tuple[str, ...]
+
+
+@dataclass(kw_only=True)
+class _Serving:
+    """A pair of this holder. making: ends with the pair; turn: one chunk is sent at a time; idle: ends the pair."""
+
+    making: asyncio.Future[Any]
+    idle: asyncio.TimerHandle
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class PairsTransport(FastTransport):
+    """Weights over pairs. device, collective: as in ``open_transport``; other options as in ``FastTransport``."""
+
+    def __init__(
+        self, *, bind: str = "tcp://127.0.0.1:*", device: str = "cpu", collective: str = _GLOO, **options: Any
+    ) -> None:
+        super().__init__(bind=bind, **options)
+        self._host = host_and_port(bind)[0]
+        self._device = device
+        self._collectives = tuple(dict.fromkeys((collective, _GLOO)))
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights-pairs")
+        self._serving: dict[int, _Serving] = {}
+        self._numbers = itertools.count(1)
+        self._torch: Any = None
+        self._server.route("weights.pair", PairRequest, self._pair)
+        self._server.route("weights.send", SendRequest, self._send)
+
+    @classmethod
+    def of(cls, *, device: str, collective: str, **options: Any) -> Transport:
+        """Make the transport with the host network behind it."""
+        return WithHost(cls(device=device, collective=collective, **options), HostTransport(**options))
+
+    async def prepare(self) -> None:
+        """Import torch."""
+        self._torch = await asyncio.to_thread(_torch)
+
+    async def close(self) -> None:
+        """Serve no longer, and end every pair."""
+        await super().close()
+        for pair in list(self._serving):
+            self._end(pair)
+        self._threads.shutdown(wait=False)
+
+    def line(self, client: RpcClient, version: Version, *, checked: bool) -> PairLine:
+        """Return the line of a pull."""
+        return PairLine(self, client, version, checked=checked)
+
+    async def ask(self, client: RpcClient) -> PairReply:
+        """Ask a holder for a pair."""
+        return await client.call(
+            "weights.pair", PairRequest(collectives=self._collectives), PairReply, timeout=self.deadline_s
+        )
+
+    def join(self, reply: PairReply) -> asyncio.Future[Any]:
+        """Join the pair that a holder makes. Raises PeerLost."""
+        if reply.collective not in self._collectives:
+            raise ProtocolError(f"a pair by {reply.collective!r} was not asked for", where=reply.host)
+        return self._make(reply)
+
+    def in_thread(self, work: Callable[..., T], *given: Any) -> asyncio.Future[T]:
+        """Do what blocks, until the deadline at most, in a thread. Raises PeerLost where torch says RuntimeError."""
+        return asyncio.get_running_loop().run_in_executor(self._threads, _translated, work, *given)
+
+    def _make(self, reply: PairReply, **listener: Any) -> asyncio.Future[Any]:
+        def make() -> Any:
+            return self._torch.TorchPair(
+                host=reply.host,
+                port=reply.port,
+                here=self._host,
+                prefix=reply.prefix,
+                collective=reply.collective,
+                device=self._device,
+                deadline_s=self.deadline_s,
+                **listener,
+            )
+
+        return self.in_thread(make)
+
+    async def _pair(self, request: PairRequest, _frames: Sequence[memoryview]) -> PairReply:
+        collective = next((name for name in request.collectives if name in self._collectives), "")
+        if not collective:
+            raise Refused(f"no back end of {', '.join(request.collectives)} is here", where=self.name)
+        listener, port = self._torch.listen(self._host)
+        number = next(self._numbers)
+        reply = PairReply(pair=number, collective=collective, host=self._host, port=port, prefix=secrets.token_hex(16))
+        making = self._make(reply, listener=listener)
+        making.add_done_callback(_seen)
+        self._serving[number] = _Serving(making=making, idle=self._ending(number))
+        return reply
+
+    async def _send(self, request: SendRequest, _frames: Sequence[memoryview]) -> Sent:
+        serving = self._serving.get(request.pair)
+        if serving is None:
+            raise Refused(f"there is no pair {request.pair}", where=self.name)
+        if not request.regions:
+            self._end(request.pair)
+            return Sent(digests=())
+        serving.idle.cancel()
+        serving.idle = self._ending(request.pair)
+        data = self.read(request.version, request.regions)
+        async with serving.turn:
+            pair = await asyncio.shield(serving.making)
+            await self.in_thread(pair.send, data)
+        digests = await asyncio.to_thread(digests_of, data) if request.checked else ()
+        return Sent(digests=digests)
+
+    def _ending(self, number: int) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(IDLE * self.deadline_s, self._end, number)
+
+    def _end(self, number: int) -> None:
+        serving = self._serving.pop(number, None)
+        if serving is not None:
+            serving.idle.cancel()
+            serving.making.add_done_callback(self._close_pair)
+
+    def _close_pair(self, making: asyncio.Future[Any]) -> None:
+        if not making.cancelled() and making.exception() is None:
+            _close(making.result())
+
+
+class PairLine(Line):
+    """A pair with a source, and one chunk after another over it."""
+
+    def __init__(self, transport: PairsTransport, client: RpcClient, version: Version, *, checked: bool) -> None:
+        self._transport = transport
+        self._client = client
+        self._version = version
+        self._checked = checked
+        self._turn = asyncio.Lock()
+        self._number = 0
+        self._pair: Any = None
+
+    async def open(self) -> None:
+        """Make the pair."""
+        reply = await self._transport.ask(self._client)
+        self._number = reply.pair
+        self._pair = await self._transport.join(reply)
+
+    async def bring(self, pieces: Sequence[Region]) -> Chunk:
+        """Have pieces sent, and receive them."""
+        sizes = [region.nbytes for region in pieces]
+        async with self._turn:
+            coming = self._transport.in_thread(self._pair.receive, sum(sizes))
+            coming.add_done_callback(_seen)
+            sent = await self._ask(pieces, timeout=_CALL_S)
+            data = (await coming).data
+        starts = itertools.accumulate(sizes[:-1], initial=0)
+        frames = [data[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        return Chunk(frames, sent.digests)
+
+    async def end(self) -> None:
+        """End the pair on both sides."""
+        if self._number:
+            with contextlib.suppress(AsyncFlowError):
+                await self._ask((), timeout=END_S)
+        if self._pair is not None:
+            _close(self._pair)
+
+    async def _ask(self, pieces: Sequence[Region], *, timeout: float) -> Sent:
+        request = SendRequest(
+            pair=self._number, version=self._version.packed, regions=tuple(pieces), checked=self._checked
+        )
+        return await self._client.call("weights.send", request, Sent, timeout=timeout)
+
+
+def _torch() -> Any:
+    """Import the part that needs torch. Raises ManifestError where that is not installed."""
+    try:
+        with importing():
+            return importlib.import_module("asyncflow.weights.torch_pair")
+    except ImportError as error:
+        hint = "pip install 'asyncflow[torch]'"
+        where = "spec.weightSync.transport"
+        raise ManifestError(f"torch cannot be imported: {error}", where=where, hint=hint) from error
+
+
+def _translated(work: Callable[..., T], *given: Any) -> T:
+    try:
+        return work(*given)
+    except RuntimeError as error:
+        raise PeerLost(f"the pair failed: {str(error).splitlines()[0]}") from error
+
+
+def _close(pair: Any) -> None:
+    asyncio.get_running_loop().run_in_executor(None, pair.close).add_done_callback(_seen)
+
+
+def _seen(done: asyncio.Future[Any]) -> None:
+    """Take note of an error that somebody else hears of, too, or that nobody needs to."""
+    if not done.cancelled():
+        done.exception()

@@ -1,0 +1,229 @@
+"""Weights that peers read where they lie, in memory that this process shares with them or has registered for them.
+
+A peer asks where its pieces lie, and is given a *lease*: the memory stays as it is until the peer says that it has read
+it, or ``LEASE_S`` seconds. Pieces whose bytes are not in one run (columns of a matrix) are packed for the peer.
+
+Invariants: all memory is made by ``Pool``, which keeps it until the transport is closed, and uses it again for later
+versions; so a peer that reads too late reads other bytes, which digests find, and never memory that is gone. Only a
+peer whose certificate says that it is of the job learns where memory lies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+import weakref
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from mmap import mmap
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from asyncflow.errors import AsyncFlowError, ProtocolError
+from asyncflow.identity import Version
+from asyncflow.rpc.client import RpcClient
+from asyncflow.weights.fast_transport import END_S, Chunk, FastTransport, Line, digests_of
+from asyncflow.weights.transport import Region
+
+LEASE_S = 60.0
+_LEAST = 1 << 20
+_WASTE = 2
+_CALL_S = 600.0
+
+
+class Block(NamedTuple):
+    """Memory of a pool. address: where it begins in this process, by which peers name it; file: its descriptor or -1."""
+
+    mapping: mmap
+    address: int
+    nbytes: int
+    file: int = -1
+
+
+class Pool:
+    """Memory that is used again when no view of it is left. make: makes blocks, in any thread."""
+
+    def __init__(self, make: Callable[[int], Block]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._free: list[Block] = []
+        self._returned: deque[Block] = deque()
+        self.blocks: dict[int, Block] = {}
+
+    def take(self, nbytes: int) -> memoryview:
+        """Return memory of so many bytes; what is in it is arbitrary. It is taken back when its last view is gone."""
+        with self._lock:
+            while self._returned:
+                self._free.append(self._returned.popleft())
+            fitting = [block for block in self._free if nbytes <= block.nbytes <= max(_LEAST, _WASTE * nbytes)]
+            if fitting:
+                block = min(fitting, key=lambda block: block.nbytes)
+                self._free.remove(block)
+            else:
+                block = self._make(max(nbytes, 1))
+                self.blocks[block.address] = block
+        there = np.frombuffer(block.mapping, np.uint8, nbytes)
+        weakref.finalize(there, self._returned.append, block).atexit = False
+        return there.data
+
+    def find(self, data: memoryview) -> Place | None:
+        """Return where bytes lie; None where that is not in this pool."""
+        address = address_of(data)
+        for block in list(self.blocks.values()):
+            if block.address <= address and address + data.nbytes <= block.address + block.nbytes:
+                return Place(block.address, address - block.address)
+        return None
+
+
+def address_of(data: memoryview) -> int:
+    """Return where bytes, at least one, begin in this process."""
+    return int(np.frombuffer(data, np.uint8).ctypes.data)
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where bytes lie: in the block that begins at address ``block`` of its process, from ``offset`` on."""
+
+    block: int
+    offset: int
+
+
+class PlaceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Request of ``weights.place``: where regions of a packed version lie. done: leases that are needed no more.
+
+    checked: with the digest of each.
+    """
+
+    version: int
+    regions: tuple[Region, ...]
+    checked: bool
+    done: tuple[int, ...] = ()
+
+
+class Placed(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to ``weights.place``. door: where the memory of that process can be reached."""
+
+    lease: int
+    door: str
+    places: tuple[Place, ...]
+    digests: tuple[str, ...]
+
+
+class _Lease(NamedTuple):
+    """views: which keep the memory; expiry: when it ends by itself."""
+
+    views: list[memoryview]
+    expiry: asyncio.TimerHandle
+
+
+class PlacedTransport(FastTransport):
+    """Base of transports by which peers read memory where it lies. door: see ``Placed``, set by ``prepare``."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.door = ""
+        self.pool = Pool(self.make)
+        self.allocate = self.pool.take
+        self._leases: dict[int, _Lease] = {}
+        self._numbers = itertools.count(1)
+        self._server.route("weights.place", PlaceRequest, self._place)
+
+    async def close(self) -> None:
+        """Serve no longer, and end every lease."""
+        await super().close()
+        for lease in list(self._leases):
+            self._end(lease)
+
+    @abstractmethod
+    def make(self, nbytes: int) -> Block:
+        """Make memory that peers can reach, at least so many bytes; in any thread. Raises AsyncFlowError or OSError."""
+
+    @abstractmethod
+    async def reach(
+        self, door: str, places: Sequence[Place], sizes: Sequence[int], line: PlacedLine
+    ) -> list[memoryview]:
+        """Return the bytes at places behind a peer's door: copies of them, or views. Raises PeerLost."""
+
+    def line(self, client: RpcClient, version: Version, *, checked: bool) -> PlacedLine:
+        """Return the line of a pull."""
+        return PlacedLine(self, client, version, checked=checked)
+
+    async def _place(self, request: PlaceRequest, _frames: Sequence[memoryview]) -> Placed:
+        for lease in request.done:
+            self._end(lease)
+        data = self.read(request.version, request.regions)
+        places, views, digests = await asyncio.to_thread(self._placed, data, request.checked)
+        lease = next(self._numbers)
+        if views:
+            loop = asyncio.get_running_loop()
+            self._leases[lease] = _Lease(views, loop.call_later(LEASE_S, self._end, lease))
+        return Placed(lease=lease, door=self.door, places=places, digests=digests)
+
+    def _placed(
+        self, data: list[memoryview], checked: bool
+    ) -> tuple[tuple[Place, ...], list[memoryview], tuple[str, ...]]:
+        """Return where bytes lie, views of them there, and their digests; what lies elsewhere is copied there."""
+        found = [self.pool.find(part) for part in data]
+        loose = [part for part, place in zip(data, found, strict=True) if place is None]
+        views = [part for part, place in zip(data, found, strict=True) if place is not None]
+        if loose:
+            size = sum(part.nbytes for part in loose)
+            packed = self.pool.take(1 << max(size - 1, _LEAST - 1).bit_length())
+            views.append(packed)
+            at = self.pool.find(packed)
+            assert at is not None
+            np.concatenate([np.frombuffer(part, np.uint8) for part in loose], out=np.frombuffer(packed, np.uint8, size))
+            starts = itertools.accumulate((part.nbytes for part in loose), initial=at.offset)
+            found = [place or Place(at.block, next(starts)) for place in found]
+        return tuple(place for place in found if place), views, digests_of(data) if checked else ()
+
+    def _end(self, number: int) -> None:
+        lease = self._leases.pop(number, None)
+        if lease is not None:
+            lease.expiry.cancel()
+
+
+class PlacedLine(Line):
+    """Reads what a source's calls say where it lies. seen: what ``reach`` keeps for the pull."""
+
+    def __init__(self, transport: PlacedTransport, client: RpcClient, version: Version, *, checked: bool) -> None:
+        self.seen: dict[int, memoryview] = {}
+        self._transport = transport
+        self._client = client
+        self._version = version
+        self._checked = checked
+        self._done: list[int] = []
+
+    async def open(self) -> None:
+        """Do nothing: the first call reaches the source."""
+
+    async def bring(self, pieces: Sequence[Region]) -> Chunk:
+        """Ask where pieces lie, and read them there."""
+        placed = await self._ask(pieces, timeout=_CALL_S)
+        if len(placed.places) != len(pieces):
+            raise ProtocolError(f"{self._version}: the answer is not to what was asked", where=self._client.name)
+        sizes = [region.nbytes for region in pieces]
+        frames = await self._transport.reach(placed.door, placed.places, sizes, self)
+        return Chunk(frames, placed.digests, placed.lease)
+
+    def release(self, chunk: Chunk) -> None:
+        """End the lease of a chunk with the next call."""
+        self._done.append(chunk.lease)
+
+    async def end(self) -> None:
+        """End the leases that are left."""
+        self.seen.clear()
+        if self._done:
+            with contextlib.suppress(AsyncFlowError):
+                await self._ask((), timeout=END_S)
+
+    async def _ask(self, pieces: Sequence[Region], *, timeout: float) -> Placed:
+        done, self._done = self._done, []
+        request = PlaceRequest(
+            version=self._version.packed, regions=tuple(pieces), checked=self._checked, done=tuple(done)
+        )
+        return await self._client.call("weights.place", request, Placed, timeout=timeout)
