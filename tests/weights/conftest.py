@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from weights_world import World
+from weights_world import Worker, World
 
 
 @pytest.fixture
@@ -19,6 +21,25 @@ async def world() -> AsyncIterator[World]:
     await world.start_driver()
     yield world
     await world.close()
+
+
+@pytest.fixture
+async def spawn():
+    workers = []
+
+    async def start(*arguments) -> Worker:
+        script = Path(__file__).with_name("worker_process.py")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, str(script), *map(str, arguments), stdin=PIPE, stdout=PIPE
+        )
+        workers.append(Worker(process))
+        return workers[-1]
+
+    yield start
+    for worker in workers:
+        if worker.process.returncode is None:
+            worker.process.kill()
+        await worker.process.wait()
 
 
 @pytest.fixture

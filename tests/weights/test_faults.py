@@ -5,63 +5,16 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-import sys
-from asyncio.subprocess import PIPE, Process
-from pathlib import Path
 
 import numpy as np
 import pytest
-from weights_world import Relay, RelayedTransport, bulk, until
+from weights_world import Relay, RelayedTransport, bulk, receiver_that_prefers, until
 
 from asyncflow.identity import Version
 from asyncflow.weights.host_transport import HostTransport
 from asyncflow.weights.manifest import digest_of
-from asyncflow.weights.transfer import preference
 
 SOON = 40.0
-
-
-class Worker:
-    """A ``worker_process.py`` and its conversation."""
-
-    def __init__(self, process: Process) -> None:
-        self.process = process
-
-    async def says(self, expected: str) -> str:
-        async with asyncio.timeout(SOON):
-            while line := (await self.process.stdout.readline()).decode().strip():
-                if line.startswith(expected):
-                    return line
-        raise AssertionError(f"it ended before it said {expected!r}")
-
-    def tell(self, *words) -> None:
-        self.process.stdin.write((" ".join(map(str, words)) + "\n").encode())
-
-
-@pytest.fixture
-async def spawn():
-    workers = []
-
-    async def start(*arguments) -> Worker:
-        script = Path(__file__).with_name("worker_process.py")
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, str(script), *map(str, arguments), stdin=PIPE, stdout=PIPE
-        )
-        workers.append(Worker(process))
-        return workers[-1]
-
-    yield start
-    for worker in workers:
-        if worker.process.returncode is None:
-            worker.process.kill()
-        await worker.process.wait()
-
-
-def receiver_that_prefers(first: str, others: list[str], version: Version) -> str:
-    names = (f"rollout-{index}" for index in range(1000))
-    return next(
-        name for name in names if preference([first, *others], version=version, receiver=name, faults={})[0] == first
-    )
 
 
 @pytest.mark.process

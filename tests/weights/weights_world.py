@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from asyncio.subprocess import Process
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from asyncflow.identity import Version
 from asyncflow.rpc.addresses import host_and_port
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.server import RpcServer
@@ -17,6 +19,9 @@ from asyncflow.weights.host_transport import HostTransport
 from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.sender import WeightSender
 from asyncflow.weights.service import CatalogueService
+from asyncflow.weights.transfer import preference
+
+SOON = 40.0
 
 
 @dataclass
@@ -136,6 +141,30 @@ class RelayedTransport(HostTransport):
     async def close(self) -> None:
         await self._relay.close()
         await super().close()
+
+
+class Worker:
+    """A ``worker_process.py`` and its conversation."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+
+    async def says(self, expected: str) -> str:
+        async with asyncio.timeout(SOON):
+            while line := (await self.process.stdout.readline()).decode().strip():
+                if line.startswith(expected):
+                    return line
+        raise AssertionError(f"it ended before it said {expected!r}")
+
+    def tell(self, *words) -> None:
+        self.process.stdin.write((" ".join(map(str, words)) + "\n").encode())
+
+
+def receiver_that_prefers(first: str, others: list[str], version: Version) -> str:
+    names = (f"rollout-{index}" for index in range(1000))
+    return next(
+        name for name in names if preference([first, *others], version=version, receiver=name, faults={})[0] == first
+    )
 
 
 async def until(predicate: Callable[[], bool], what: str) -> None:

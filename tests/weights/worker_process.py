@@ -1,7 +1,7 @@
 """A worker of its own process: reads commands from standard input, says on standard output what it did.
 
-Run as ``worker_process.py KIND ADDRESS NAME [LIMIT]``; KIND is driver (ADDRESS is where to listen), sender (what it
-serves stops after LIMIT bytes) or receiver. Ends at the end of its input.
+Run as ``worker_process.py KIND ADDRESS NAME [LIMIT [TRANSPORT]]``; KIND is driver (ADDRESS is where to listen), sender
+(what it serves stops after LIMIT bytes, or it serves by a fast TRANSPORT) or receiver. Ends at the end of its input.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from asyncflow.weights.manifest import digest_of
 from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.sender import WeightSender
 from asyncflow.weights.service import CatalogueService
+from asyncflow.weights.transport import Transport, open_transport
 
 
 def say(*words: Any) -> None:
@@ -42,14 +43,13 @@ async def drive(address: str) -> None:
         service.require(map(int, steps))
 
 
-async def send(link: Link, name: str, limit: int | None) -> None:
-    transport = RelayedTransport(relay=Relay(limit=limit), name=name)
+async def send(link: Link, name: str, transport: Transport) -> None:
     sender = WeightSender(membership=link, worker=name, transport=transport)
     await sender.start()
     say("ready")
     async for attempt, step in lines():
         await sender.publish(Version(int(attempt), int(step)), bulk(int(step)), timeout=30)
-        say("published", step)
+        say("published", step, sender.address)
 
 
 async def receive(link: Link, name: str) -> None:
@@ -69,13 +69,14 @@ async def receive(link: Link, name: str) -> None:
     task.cancel()
 
 
-async def main(kind: str, address: str, name: str, limit: str = "") -> None:
+async def main(kind: str, address: str, name: str, limit: str = "", fast: str = "") -> None:
     if kind == "driver":
         await drive(address)
         return
     link = Link(driver=RpcClient(name=name, resolve=address))
     if kind == "sender":
-        await send(link, name, int(limit) if limit else None)
+        relayed = RelayedTransport(relay=Relay(limit=int(limit) if limit else None), name=name)
+        await send(link, name, open_transport(fast, name=name) if fast else relayed)
     else:
         await receive(link, name)
 

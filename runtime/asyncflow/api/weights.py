@@ -17,8 +17,11 @@ PublishedDtype = Literal["float32", "bfloat16"]
 class WeightsSpec(Spec):
     """Transport of weights."""
 
-    transport: Literal["host", "mooncake", "nccl", "hccl"] = "host"
-    """``host``: pulled over the network into host memory, from any peer that has them."""
+    transport: Literal["host", "mooncake", "pairs", "ipc"] = "host"
+    """``host``: pulled over the network into host memory, from any peer that has them. The others are faster ways, with
+    ``host`` behind them for what they do not bring: ``mooncake``: read one-sided by Mooncake's Transfer Engine, over
+    TCP, RDMA or Ascend's links; ``pairs``: sent over process groups of two, by the accelerator's own library (NCCL,
+    HCCL) or gloo; ``ipc``: mapped by processes of the same host."""
 
     frozen_fields: ClassVar[tuple[Frozen, ...]] = (
         Frozen(reads="transport", why="holders and receivers agree on it when they start"),

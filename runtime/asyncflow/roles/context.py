@@ -49,6 +49,7 @@ from asyncflow.api.names import (
     STORE_SECRET,
     TOKEN_FILE_ENV,
 )
+from asyncflow.api.placement import PROFILES, AcceleratorSpec
 from asyncflow.api.queue import QueueSpec, TransferQueue
 from asyncflow.errors import AsyncFlowError, CheckpointError, Diverged, LedgerCorrupt, ManifestError, RowsLost
 from asyncflow.plan.roles import DISRUPTED, REFUSED
@@ -59,6 +60,7 @@ from asyncflow.rpc.membership import AGE, Directives, Member, Membership, Status
 from asyncflow.rpc.tls import Credentials
 from asyncflow.telemetry.logs import setup_logging
 from asyncflow.telemetry.metrics import RoleMetrics
+from asyncflow.weights.transport import Transport, open_transport
 
 log = logging.getLogger(__name__)
 
@@ -234,6 +236,19 @@ class JobContext(ProcessContext):
         self.access = Access(ranks=spec.trainer.local_ranks)
         self.owner, self.start_s = self.job.partition, spec.limits.start_seconds
         self.queue, self.ledger = spec.transfer_queue, spec.storage.ledger
+
+    def transport(self, accelerator: AcceleratorSpec) -> Transport:
+        """Open the transport of weights of this worker, which has devices of ``accelerator``."""
+        profile = PROFILES[accelerator.profile]
+        device = profile.device if profile.device == "cpu" else f"{profile.device}:{self.options.local_rank or 0}"
+        return open_transport(
+            self.job.spec.weight_sync.transport,
+            device=device,
+            collective=profile.collective,
+            name=f"{self.options.role}-{self.options.index}",
+            bind=self.bind,
+            credentials=self.credentials,
+        )
 
     def control(self, routes: Iterable[web.RouteDef], *, refused: Callable[[str, str], None]) -> HttpServer | None:
         """Return the service by which a supervisor or a person directs this process, not yet started.

@@ -24,7 +24,6 @@ from asyncflow.rpc.membership import Status
 from asyncflow.telemetry.metrics import RolloutMetrics
 from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.transfer import TransferRecord
-from asyncflow.weights.transport import open_transport
 from asyncflow.weights.turns import SwapTurns
 
 _EXACT, _ROUNDED = 1e-3, 0.25
@@ -83,6 +82,7 @@ async def serve(context: JobContext) -> None:
 
     def pulled(record: TransferRecord) -> None:
         metrics.pull_seconds.observe(record.finished - record.started)
+        metrics.pull_fallbacks.inc(record.fallbacks)
         last_pull["pull_s"] = record.finished - record.started
 
     async with contextlib.AsyncExitStack() as stack:
@@ -94,16 +94,10 @@ async def serve(context: JobContext) -> None:
         stack.push_async_callback(membership.close)
         queue = QueueClient.of(membership, credentials=context.credentials)
         stack.push_async_callback(queue.close)
-        transport = open_transport(
-            spec.weight_sync.transport,
-            name=f"rollout-{options.index}",
-            bind=context.bind,
-            credentials=context.credentials,
-        )
         receiver = WeightReceiver(
             membership=membership,
             worker=context.worker,
-            transport=transport,
+            transport=context.transport(accelerator),
             want=wanted_by(instance),
             on_transfer=pulled,
         )

@@ -47,7 +47,6 @@ from asyncflow.training.report import ReportReply, TrainReport
 from asyncflow.training.settings import TrainerSettings
 from asyncflow.training.trainer import Trainer
 from asyncflow.weights.sender import WeightSender
-from asyncflow.weights.transport import open_transport
 
 log = logging.getLogger(__name__)
 
@@ -105,13 +104,10 @@ async def serve(context: JobContext) -> None:
 
     membership = await context.join(metrics=metrics, address=address, status=status, ready=ready)
     group = _group(context, membership)
-    transport = open_transport(
-        spec.weight_sync.transport, name=f"trainer-{options.index}", bind=context.bind, credentials=context.credentials
-    )
     sender = WeightSender(
         membership=membership,
         worker=context.worker,
-        transport=transport,
+        transport=context.transport(spec.trainer.accelerator),
         part=options.index,
         parts=spec.trainer.ranks,
     )

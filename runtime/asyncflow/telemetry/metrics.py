@@ -280,6 +280,7 @@ class RolloutMetrics(RoleMetrics):
             "probe_gap", "largest difference of the engine's log-probs to those published with its weights, last swap"
         )
         self.pull_seconds = self.histogram("pull_seconds", "time to pull a version into host memory")
+        self.pull_fallbacks = self.counter("pull_fallbacks", "pulls that went over the host network instead")
         self.reward_seconds = self.histogram("reward_seconds", "time to score one sample")
         self.rewards_failed = self.counter("rewards_failed", "samples that got no reward", "failure")
 

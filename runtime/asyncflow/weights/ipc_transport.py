@@ -146,10 +146,10 @@ async def _mapped(door: str, block: int) -> memoryview:
 
 async def _received(loop: asyncio.AbstractEventLoop, peer: socket.socket) -> tuple[bytes, int | None]:
     """Wait for a byte and the descriptor that may come with it."""
-    ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(peer, lambda: ready.done() or ready.set_result(None))
+    ready = asyncio.Event()
+    loop.add_reader(peer, ready.set)
     try:
-        await ready
+        await ready.wait()
     finally:
         loop.remove_reader(peer)
     said, files, _, _ = socket.recv_fds(peer, len(_GIVEN), 1, socket.MSG_CMSG_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Weights by Mooncake's Transfer Engine: a peer reads registered memory one-sided, over TCP, RDMA or Ascend's own links.
+"""Weights by Mooncake's Transfer Engine: a peer reads registered memory one-sided, over TCP, RDMA or Ascend's links.
 
 The environment says how, by Mooncake's own names: ``MOONCAKE_PROTOCOL`` (``tcp`` by default; ``rdma``, ``ascend``) and
 ``MOONCAKE_DEVICE`` (its network devices, all by default). The traps: a read that fails says nothing but -1; too many

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
 from asyncflow.errors import AsyncFlowError, ManifestError, PeerLost, ProtocolError, Refused
 from asyncflow.identity import Version

@@ -37,7 +37,7 @@ _CALL_S = 600.0
 
 
 class Block(NamedTuple):
-    """Memory of a pool. address: where it begins in this process, by which peers name it; file: its descriptor or -1."""
+    """Memory of a pool. address: where it begins in this process, its name for peers; file: its descriptor, or -1."""
 
     mapping: mmap
     address: int

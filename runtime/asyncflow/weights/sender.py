@@ -68,6 +68,11 @@ class WeightSender:
         return sorted(self._holder.copies)
 
     @property
+    def address(self) -> str:
+        """The address that peers pull from, "" before ``start``."""
+        return self._holder.address
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the versions held here."""
         return sum(copy.arena.nbytes for copy in self._holder.copies.values())

