@@ -15,7 +15,7 @@ from asyncflow.weights.pairs_transport import PairsTransport
 from asyncflow.weights.transport import Transport
 
 FAST: dict[str, type[FastTransport]] = {"ipc": IpcTransport, "pairs": PairsTransport, "mooncake": MooncakeTransport}
-QUICK_S = 1.5
+QUICK_S = 4.0
 """Deadline where a peer is to be found dead."""
 
 
