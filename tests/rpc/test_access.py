@@ -76,6 +76,9 @@ def test_a_rollout_claims_writes_and_pulls_and_no_more():
         "weights.turn",
         "weights.turned",
         "weights.fetch",
+        "weights.place",
+        "weights.pair",
+        "weights.send",
     }
 
 

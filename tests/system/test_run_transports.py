@@ -20,7 +20,8 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(
-    "transport", ["ipc", pytest.param("pairs", marks=pytest.mark.slow), pytest.param("mooncake", marks=pytest.mark.slow)]
+    "transport",
+    ["ipc", pytest.param("pairs", marks=pytest.mark.slow), pytest.param("mooncake", marks=pytest.mark.slow)],
 )
 def test_every_sample_counts_once_and_nothing_goes_over_the_host_network(tmp_path: Path, transport: str) -> None:
     folder = tmp_path / "run"

@@ -229,6 +229,17 @@ async def test_a_source_that_was_doubted_is_asked_over_the_host_network(world):
     assert not ended
 
 
+async def test_a_pair_that_the_devices_library_refuses_goes_over_the_host_network(world):
+    """No device is here, as NCCL says; on one device it refuses, too."""
+    given = {"device": "cuda:0", "collective": "nccl"}
+    sender = await world.sender(transport=with_host("pairs", "trainer", **given))
+    receiver = await world.receiver(transport=with_host("pairs", "rollout", **given))
+    await sender.publish(VERSION, bulk(1, 1), timeout=SOON)
+    await receiver.ensure(1, timeout=SOON)
+    assert (receiver.transfers[0].fallbacks, receiver.transfers[0].faults) == (1, 0)
+    same(receiver.take(1)[1], bulk(1, 1))
+
+
 async def test_memory_is_used_again_and_only_when_nobody_reads_it(opened):
     """A lease keeps the memory of a version that its holder has dropped, until the peer is done."""
     holder, source, arena = await opened("ipc", "holder", filled)

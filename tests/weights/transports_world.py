@@ -27,9 +27,7 @@ def with_host(kind: str, name: str, **options: Any) -> WithHost:
     return WithHost(fast(kind, name, **options), HostTransport(name=name, patience_s=QUICK_S))
 
 
-def strike(
-    transport: Transport, *, after: int, blow: Callable[[], None]
-) -> list[tuple[float, AsyncFlowError | None]]:
+def strike(transport: Transport, *, after: int, blow: Callable[[], None]) -> list[tuple[float, AsyncFlowError | None]]:
     """Have ``blow`` happen when the pulls of ``transport`` have brought that many pieces.
 
     The list that is returned gets, for each pull, the seconds from the blow to its end, and how it failed.

@@ -131,7 +131,7 @@ class PairsTransport(FastTransport):
         return self._make(reply)
 
     def in_thread(self, work: Callable[..., T], *given: Any) -> asyncio.Future[T]:
-        """Do what blocks, until the deadline at most, in a thread. Raises PeerLost where torch says RuntimeError."""
+        """Do what blocks, until the deadline at most, in a thread. Raises PeerLost for what torch raises."""
         return asyncio.get_running_loop().run_in_executor(self._threads, _translated, work, *given)
 
     def _make(self, reply: PairReply, **listener: Any) -> asyncio.Future[Any]:
@@ -250,8 +250,8 @@ def _torch() -> Any:
 def _translated(work: Callable[..., T], *given: Any) -> T:
     try:
         return work(*given)
-    except RuntimeError as error:
-        raise PeerLost(f"the pair failed: {str(error).splitlines()[0]}") from error
+    except (RuntimeError, ValueError, AttributeError, ImportError, OSError) as error:
+        raise PeerLost(f"the pair failed: {f'{error}'.partition(chr(10))[0]}") from error
 
 
 def _close(pair: Any) -> None:
