@@ -137,7 +137,7 @@ class Pulling:
             self.source,
             VERSION,
             regions,
-            sink=lambda region, data: target.write(region.tensor, region.box, data),
+            sink=lambda region, data, **_: target.write(region.tensor, region.box, data),
             checked=checked,
         )
         seconds, used = time.perf_counter() - begun, self._cpu() - used

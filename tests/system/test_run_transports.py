@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import debian
 import pytest
 from one_run import counted_once, finish, start
+
+import debian
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 

@@ -76,7 +76,7 @@ async def pulled(transport, source, regions, *, checked=False, version=VERSION) 
     target = Arena(boxes, allocate=transport.allocate)
     counts = Arena({name: ("uint8", box) for name, (_, box) in boxes.items()})
 
-    def sink(region, data):
+    def sink(region, data, *, sent=None):
         target.write(region.tensor, region.box, data)
         counts.write(region.tensor, region.box, memoryview(bytes([1] * region.box.volume)))
         sizes.append(data.nbytes)
@@ -161,19 +161,19 @@ async def test_a_fast_way_that_changes_bytes_loses_no_version(world, kind):
 @fast_kinds
 async def test_sharded_layouts_feed_one_another(world, kind):
     """Rows of four ranks, as FSDP cuts them, become columns of two, as tensor parallelism does."""
-    whole = np.random.default_rng(3).standard_normal((64, 48)).astype(np.float32)
+    whole = np.random.default_rng(3).standard_normal((640, 480)).astype(np.float32)
     for part in range(4):
         sender = await world.sender(f"trainer-{part}", transport=with_host(kind, f"t{part}"), part=part, parts=4)
-        rows = slice(16 * part, 16 * part + 16)
+        rows = slice(160 * part, 160 * part + 160)
         await sender.publish(
-            VERSION, {"w": PublishedSlice(array=whole[rows], offset=(16 * part, 0), shape=(64, 48))}, timeout=SOON
+            VERSION, {"w": PublishedSlice(array=whole[rows], offset=(160 * part, 0), shape=(640, 480))}, timeout=SOON
         )
     for half in range(2):
-        box = Box((0, 24 * half), (64, 24))
+        box = Box((0, 240 * half), (640, 240))
         transport = with_host(kind, f"r{half}")
         receiver = await world.receiver(transport=transport, layout=lambda _name, _shape, box=box: box)
         await receiver.ensure(1, timeout=SOON)
-        assert np.array_equal(receiver.take(1)[1]["w"], whole[:, 24 * half : 24 * half + 24])
+        assert np.array_equal(receiver.take(1)[1]["w"], whole[:, 240 * half : 240 * half + 240])
         assert receiver.transfers[0].fallbacks == 0
 
 
@@ -266,9 +266,9 @@ async def test_requests_that_make_no_sense_are_refused(opened, kind):
     huge = Region(tensor="w", box=Box((0, 0), (1 << 20, 1 << 20)), itemsize=8)
     for regions in ([small] * (MOST_PIECES + 1), [huge], [Region(tensor="w", box=small.box, itemsize=0)]):
         with pytest.raises(ProtocolError, match="at once up to"):
-            holder.read(VERSION.packed, regions)
+            await holder.read(VERSION.packed, regions, wait_s=0.0)
     with pytest.raises(ProtocolError, match="another size"):
-        holder.read(VERSION.packed, [Region(tensor="w", box=small.box, itemsize=4)])
+        await holder.read(VERSION.packed, [Region(tensor="w", box=small.box, itemsize=4)], wait_s=0.0)
 
 
 def test_chunks_keep_to_their_size_and_number():

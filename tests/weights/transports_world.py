@@ -37,10 +37,10 @@ def strike(transport: Transport, *, after: int, blow: Callable[[], None]) -> lis
     struck_at = 0.0
     ended: list[tuple[float, AsyncFlowError | None]] = []
 
-    async def struck(source, version, regions, *, sink, checked):
-        def counted(region, data):
+    async def struck(source, version, regions, *, sink, **more):
+        def counted(region, data, *, sent=None):
             nonlocal left, struck_at
-            sink(region, data)
+            sink(region, data, sent=sent)
             left -= 1
             if left == 0:
                 struck_at = time.monotonic()
@@ -48,7 +48,7 @@ def strike(transport: Transport, *, after: int, blow: Callable[[], None]) -> lis
 
         failed = None
         try:
-            await pull(source, version, regions, sink=counted, checked=checked)
+            await pull(source, version, regions, sink=counted, **more)
         except AsyncFlowError as error:
             failed = error
             raise

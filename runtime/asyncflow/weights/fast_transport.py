@@ -5,8 +5,9 @@ how the bytes of one chunk come. ``WithHost`` puts the host network behind one: 
 time and right, is pulled over the other.
 
 Invariants: who asks is known by its certificate, and a digest that a peer sends comes by a call, never by the fast way;
-every chunk has a deadline; a pull that failed leaves nothing that goes on for longer than that; a version is never lost
-because a fast way is broken, and each pull that had to leave it is counted.
+every chunk has a deadline, and a holder that waits for a piece itself says so before; a pull that failed leaves nothing
+that goes on for longer than that; a version is never lost because a fast way is broken, and each pull that had to leave
+it is counted.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from asyncflow.rpc.tls import Credentials
 from asyncflow.weights.host_transport import HostTransport
 from asyncflow.weights.manifest import digest_of
 from asyncflow.weights.slices import Box, split, subtract
-from asyncflow.weights.transport import Read, Region, Sink, Source, Transport
+from asyncflow.weights.transport import Read, Region, Sink, Source, Transport, Until, at_once
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +42,12 @@ CHUNK_BYTES = 8 << 20
 DEADLINE_S = 10.0
 END_S = 1.0
 """Seconds that a peer has to hear that a pull is over; it finds out by itself where it does not."""
+SMALL = 32 << 10
+"""Bytes of a pull up to which it goes over the host network."""
 MOST_PIECES = 256
 """Pieces of one chunk: Mooncake has room for some 2,000 on their way to one peer, and stops for good beyond."""
 _MOST_BYTES = 64 << 20
+_LONGEST_WAIT_S = 10.0
 _WINDOW = 2
 _DOUBT_S = 60.0
 _BESIDE = " "
@@ -103,6 +107,7 @@ class FastTransport(Transport):
         self._clients: set[RpcClient] = set()
         self._server = RpcServer(name=f"{name} weights", bind=bind, credentials=credentials, advertise=advertise)
         self._given: Read | None = None
+        self._until: Until = at_once
 
     @classmethod
     def of(cls, *, device: str, collective: str, **options: Any) -> Transport:
@@ -110,9 +115,10 @@ class FastTransport(Transport):
         del device, collective
         return WithHost(cls(**options), HostTransport(**options))
 
-    async def start(self, read: Read) -> str:
+    async def start(self, read: Read, *, until: Until = at_once) -> str:
         """Get the fast way ready, then serve what ``read`` gives; return the address of the calls."""
         self._given = read
+        self._until = until
         await self.prepare()
         return await self._server.start()
 
@@ -123,9 +129,17 @@ class FastTransport(Transport):
         await self._server.close()
 
     async def pull(
-        self, source: Source, version: Version, regions: Iterable[Region], *, sink: Sink, checked: bool
+        self,
+        source: Source,
+        version: Version,
+        regions: Iterable[Region],
+        *,
+        sink: Sink,
+        checked: bool,
+        base: Version | None = None,
     ) -> None:
-        """Pull with a few chunks on their way; see ``Transport.pull``."""
+        """Pull with a few chunks on their way, all bytes of them; see ``Transport.pull``."""
+        del base
         client = RpcClient(
             name=f"{self.name} pulls {version}",
             resolve=source.address,
@@ -169,18 +183,30 @@ class FastTransport(Transport):
     def line(self, client: RpcClient, version: Version, *, checked: bool) -> Line:
         """Return the line of a pull, whose calls go by ``client``."""
 
-    def read(self, packed: int, regions: Sequence[Region]) -> list[memoryview]:
-        """Return the bytes of the regions of a packed version. Raises StaleHandle or ProtocolError."""
+    async def read(self, packed: int, regions: Sequence[Region], *, wait_s: float) -> list[memoryview]:
+        """Return the bytes of the regions of a packed version, when they are here.
+
+        Raises StaleHandle where they are not held, or have not come within ``wait_s`` seconds; ProtocolError.
+        """
         sizes = [region.nbytes for region in regions]
         if len(sizes) > MOST_PIECES or min(sizes, default=1) < 1 or sum(sizes) > _MOST_BYTES:
             what = f"at once up to {MOST_PIECES} regions can be had, none empty, of {_MOST_BYTES} bytes together"
             raise ProtocolError(what, where=self.name)
         assert self._given is not None
         version = Version.unpack(packed)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(max(wait_s, 0.0), _LONGEST_WAIT_S)):
+                for region in regions:
+                    await self._until(version, [region])
         data = [self._given(version, region.tensor, region.box) for region in regions]
         if [part.nbytes for part in data] != sizes:
             raise ProtocolError(f"{version}: elements of another size are asked for", where=self.name)
         return data
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that a holder may wait for what it has not got yet itself."""
+        return self.deadline_s / 2
 
     @contextlib.asynccontextmanager
     async def _deadline(self, source: Source, version: Version) -> Any:
@@ -216,7 +242,8 @@ def digests_of(frames: Iterable[memoryview]) -> tuple[str, ...]:
 class WithHost(Transport):
     """A fast transport, and the host network for what that does not bring.
 
-    A source with which the fast way failed, or whose bytes were wrong, is asked over the host network for a minute.
+    A source with which the fast way failed, or whose bytes were wrong, is asked over the host network for a minute. So
+    is anyone for less than ``SMALL`` bytes, which a fast way takes longer to begin than to bring.
     """
 
     def __init__(self, fast: FastTransport, host: HostTransport) -> None:
@@ -226,14 +253,14 @@ class WithHost(Transport):
         self._host = host
         self._doubted: dict[str, float] = {}
 
-    async def start(self, read: Read) -> str:
+    async def start(self, read: Read, *, until: Until = at_once) -> str:
         """Serve what ``read`` gives in both ways; return both addresses, or the one where the fast way is broken.
 
         Raises ManifestError where the fast way lacks what it needs.
         """
-        address = await self._host.start(read)
+        address = await self._host.start(read, until=until)
         try:
-            return address + _BESIDE + await self._fast.start(read)
+            return address + _BESIDE + await self._fast.start(read, until=until)
         except ManifestError:
             raise
         except (AsyncFlowError, OSError) as error:
@@ -242,35 +269,54 @@ class WithHost(Transport):
             return address
 
     async def pull(
-        self, source: Source, version: Version, regions: Iterable[Region], *, sink: Sink, checked: bool
+        self,
+        source: Source,
+        version: Version,
+        regions: Iterable[Region],
+        *,
+        sink: Sink,
+        checked: bool,
+        base: Version | None = None,
     ) -> None:
         """Pull by the fast way, and over the host network what is left when that fails."""
         host, _, fast = source.address.partition(_BESIDE)
         left = list(regions)
-        if fast and self._doubted.get(source.worker, 0.0) <= clock.now():
-            given: dict[str, list[Box]] = defaultdict(list)
-
-            def taken(region: Region, data: memoryview) -> None:
-                sink(region, data)
-                given[region.tensor].append(region.box)
-
-            try:
-                await self._fast.pull(
-                    msgspec.structs.replace(source, address=fast), version, left, sink=taken, checked=checked
+        if sum(region.nbytes for region in left) > SMALL:
+            if fast and self._doubted.get(source.worker, 0.0) <= clock.now():
+                left = await self._fast_first(
+                    msgspec.structs.replace(source, address=fast), version, left, sink=sink, checked=checked
                 )
-                return
-            except StaleHandle:
-                raise
-            except (AsyncFlowError, OSError) as error:
-                self.doubt(source.worker)
-                log.warning("weights: %s from %s goes on over the host network: %s", version, source.worker, error)
-            left = [
-                msgspec.structs.replace(region, box=box)
-                for region in left
-                for box in subtract(region.box, given[region.tensor])
-            ]
-        self.fallbacks += 1
-        await self._host.pull(msgspec.structs.replace(source, address=host), version, left, sink=sink, checked=checked)
+                if not left:
+                    return
+            self.fallbacks += 1
+        await self._host.pull(
+            msgspec.structs.replace(source, address=host), version, left, sink=sink, checked=checked, base=base
+        )
+
+    async def _fast_first(
+        self, source: Source, version: Version, regions: Sequence[Region], *, sink: Sink, checked: bool
+    ) -> list[Region]:
+        """Pull by the fast way; return what it has not brought. Raises StaleHandle."""
+        given: dict[str, list[Box]] = defaultdict(list)
+
+        def taken(region: Region, data: memoryview, /, *, sent: int | None = None) -> None:
+            sink(region, data, sent=sent)
+            given[region.tensor].append(region.box)
+
+        try:
+            await self._fast.pull(source, version, regions, sink=taken, checked=checked)
+        except StaleHandle:
+            raise
+        except (AsyncFlowError, OSError) as error:
+            self.doubt(source.worker)
+            log.warning("weights: %s from %s goes on over the host network: %s", version, source.worker, error)
+        else:
+            return []
+        return [
+            msgspec.structs.replace(region, box=box)
+            for region in regions
+            for box in subtract(region.box, given[region.tensor])
+        ]
 
     def doubt(self, worker: str) -> None:
         """Ask ``worker`` over the host network for a while."""

@@ -57,13 +57,14 @@ class PairReply(msgspec.Struct, frozen=True, kw_only=True):
 class SendRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Request of ``weights.send``: send regions of a packed version over a pair; none: end it.
 
-    checked: and answer with the digest of each.
+    checked: and answer with the digest of each; wait_s: how long the holder may wait for what it has not got yet.
     """
 
     pair: int
     version: int
     regions: tuple[Region, ...]
     checked: bool
+    wait_s: float = 0.0
 
 
 class Sent(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,7 +171,7 @@ class PairsTransport(FastTransport):
             return Sent(digests=())
         serving.idle.cancel()
         serving.idle = self._ending(request.pair)
-        data = self.read(request.version, request.regions)
+        data = await self.read(request.version, request.regions, wait_s=request.wait_s)
         async with serving.turn:
             pair = await asyncio.shield(serving.making)
             await self.in_thread(pair.send, data)
@@ -231,7 +232,11 @@ class PairLine(Line):
 
     async def _ask(self, pieces: Sequence[Region], *, timeout: float) -> Sent:
         request = SendRequest(
-            pair=self._number, version=self._version.packed, regions=tuple(pieces), checked=self._checked
+            pair=self._number,
+            version=self._version.packed,
+            regions=tuple(pieces),
+            checked=self._checked,
+            wait_s=self._transport.wait_s,
         )
         return await self._client.call("weights.send", request, Sent, timeout=timeout)
 

@@ -93,14 +93,16 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlaceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request of ``weights.place``: where regions of a packed version lie. done: leases that are needed no more.
+    """Request of ``weights.place``: where regions of a packed version lie.
 
-    checked: with the digest of each.
+    checked: and the digest of each; wait_s: how long the holder may wait for what it has not got yet; done: leases that
+    are needed no more.
     """
 
     version: int
     regions: tuple[Region, ...]
     checked: bool
+    wait_s: float = 0.0
     done: tuple[int, ...] = ()
 
 
@@ -155,7 +157,7 @@ class PlacedTransport(FastTransport):
     async def _place(self, request: PlaceRequest, _frames: Sequence[memoryview]) -> Placed:
         for lease in request.done:
             self._end(lease)
-        data = self.read(request.version, request.regions)
+        data = await self.read(request.version, request.regions, wait_s=request.wait_s)
         places, views, digests = await asyncio.to_thread(self._placed, data, request.checked)
         lease = next(self._numbers)
         if views:
@@ -224,6 +226,10 @@ class PlacedLine(Line):
     async def _ask(self, pieces: Sequence[Region], *, timeout: float) -> Placed:
         done, self._done = self._done, []
         request = PlaceRequest(
-            version=self._version.packed, regions=tuple(pieces), checked=self._checked, done=tuple(done)
+            version=self._version.packed,
+            regions=tuple(pieces),
+            checked=self._checked,
+            wait_s=self._transport.wait_s,
+            done=tuple(done),
         )
         return await self._client.call("weights.place", request, Placed, timeout=timeout)
