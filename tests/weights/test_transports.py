@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 
@@ -124,6 +125,36 @@ async def test_what_is_not_held_is_refused_and_does_no_harm(opened, kind):
 
 
 @fast_kinds
+async def test_what_a_holder_is_still_getting_is_waited_for_and_not_for_ever(kind):
+    came = asyncio.Event()
+    holder, puller = fast(kind, "holder"), fast(kind, "puller", deadline_s=QUICK_S)
+    asked = asyncio.Event()
+
+    async def until(_version, _regions):
+        asked.set()
+        await came.wait()
+
+    def read(version, tensor, box):
+        if not came.is_set():
+            raise StaleHandle(f"{version} has not come yet")
+        return arena.read(tensor, box)
+
+    source = Source(worker="holder", address=await holder.start(read, until=until))
+    await puller.start(read)
+    arena = filled(holder.allocate)
+    region = region_of("w", WHOLE)
+    with pytest.raises(StaleHandle, match="has not come yet"):
+        await pulled(puller, source, [region])
+    asked.clear()
+    pulling = asyncio.create_task(pulled(puller, source, [region]))
+    await asked.wait()
+    came.set()
+    assert np.array_equal((await pulling).arrays["w"], arena.arrays["w"])
+    await puller.close()
+    await holder.close()
+
+
+@fast_kinds
 async def test_wrong_bytes_are_found_where_nobody_else_can(opened, kind):
     _, source, _ = await opened(kind, "holder", filled)
     puller, _, _ = await opened(kind, "puller")
@@ -194,7 +225,8 @@ async def test_a_holder_that_dies_in_the_middle_is_replaced_by_another(world, sp
     (seconds, error), *_ = ended
     assert isinstance(error, PeerLost | DeadlineExceeded)
     assert seconds < SOON / 2
-    assert (record.fallbacks, record.faults) == (1, 1)
+    assert record.fallbacks >= 1
+    assert record.faults >= 1
     assert 4 << 17 <= record.holders["victim"] < record.nbytes
     assert sum(record.holders.values()) == record.nbytes
     same(receiver.take(1)[1], bulk(1))
@@ -282,7 +314,7 @@ def test_chunks_keep_to_their_size_and_number():
 def test_transports_are_found_by_name_and_have_the_host_network_behind_them():
     assert isinstance(open_transport("host", device="cuda:0", collective="nccl", name="x"), HostTransport)
     for kind, made in FAST.items():
-        opened = open_transport(kind, device="cuda:0", collective="nccl", name="x")
+        opened = open_transport(kind, device="cuda:0", collective="nccl", name="x", delta=False)
         assert isinstance(opened, WithHost)
         assert isinstance(opened._fast, made)
     with pytest.raises(ManifestError, match="no installed package offers 'pigeon'"):

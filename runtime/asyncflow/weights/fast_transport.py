@@ -17,7 +17,7 @@ import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -87,8 +87,10 @@ class FastTransport(Transport):
     """Base of fast transports.
 
     name, bind, advertise, credentials: as in ``HostTransport``; chunk_bytes: most bytes that travel together;
-    deadline_s: seconds within which each chunk has to come.
+    deadline_s: seconds within which each chunk has to come. sends: whether bytes travel.
     """
+
+    sends = True
 
     def __init__(
         self,
@@ -111,9 +113,9 @@ class FastTransport(Transport):
 
     @classmethod
     def of(cls, *, device: str, collective: str, **options: Any) -> Transport:
-        """Make the transport with the host network behind it."""
+        """Make the transport with the host network behind it, which has all the ``options``."""
         del device, collective
-        return WithHost(cls(**options), HostTransport(**options))
+        return WithHost(cls(**own(options)), HostTransport(**options))
 
     async def start(self, read: Read, *, until: Until = at_once) -> str:
         """Get the fast way ready, then serve what ``read`` gives; return the address of the calls."""
@@ -164,7 +166,7 @@ class FastTransport(Transport):
                 if checked and await asyncio.to_thread(digests_of, chunk.frames) != tuple(chunk.digests):
                     raise ProtocolError(f"{version}: bytes changed on the way", where=source.address)
                 for region, frame in zip(pieces, chunk.frames, strict=True):
-                    sink(region, frame)
+                    sink(region, frame, sent=frame.nbytes if self.sends else 0)
                 line.release(chunk)
                 flying.popleft()
         finally:
@@ -216,6 +218,11 @@ class FastTransport(Transport):
         except TimeoutError:
             what = f"{source.worker} sent nothing of {version} for {self.deadline_s:g} s"
             raise DeadlineExceeded(what, where=source.address) from None
+
+
+def own(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that every transport has."""
+    return {name: options[name] for name in ("name", "bind", "advertise", "credentials") if name in options}
 
 
 def pieces_of(regions: Iterable[Region], *, most: int) -> Iterator[list[Region]]:

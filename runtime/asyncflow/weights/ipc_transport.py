@@ -35,6 +35,8 @@ _BACKLOG = 64
 class IpcTransport(PlacedTransport):
     """Weights between processes of one host, by shared memory. Options as in ``FastTransport``."""
 
+    sends = False
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._listener: socket.socket | None = None

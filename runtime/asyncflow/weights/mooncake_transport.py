@@ -55,9 +55,11 @@ class MooncakeTransport(PlacedTransport):
         self.door = f"{self._host}:{self._engine.get_rpc_port()}"
 
     async def close(self) -> None:
-        """Serve no longer. The engine ends with the last use of its memory."""
+        """Serve no longer: peers that read later are refused, so the memory may go when its last view is gone."""
         await super().close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.batch_unregister_memory, list(self.pool.blocks))
 
     def make(self, nbytes: int) -> Block:
         """Make memory and register it."""

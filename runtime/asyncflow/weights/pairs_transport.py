@@ -26,7 +26,7 @@ from asyncflow.identity import Version
 from asyncflow.plugins import importing
 from asyncflow.rpc.addresses import host_and_port
 from asyncflow.rpc.client import RpcClient
-from asyncflow.weights.fast_transport import END_S, Chunk, FastTransport, Line, WithHost, digests_of
+from asyncflow.weights.fast_transport import END_S, Chunk, FastTransport, Line, WithHost, digests_of, own
 from asyncflow.weights.host_transport import HostTransport
 from asyncflow.weights.transport import Region, Transport
 
@@ -101,8 +101,8 @@ class PairsTransport(FastTransport):
 
     @classmethod
     def of(cls, *, device: str, collective: str, **options: Any) -> Transport:
-        """Make the transport with the host network behind it."""
-        return WithHost(cls(device=device, collective=collective, **options), HostTransport(**options))
+        """Make the transport with the host network behind it, which has all the ``options``."""
+        return WithHost(cls(device=device, collective=collective, **own(options)), HostTransport(**options))
 
     async def prepare(self) -> None:
         """Import torch."""

@@ -13,7 +13,9 @@ then on; nothing is pickled; the bytes are neither encrypted nor authenticated.
 from __future__ import annotations
 
 import importlib
+import os
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -27,6 +29,10 @@ from asyncflow.weights.slices import AnyArray
 
 _BOTH = 2
 _POLL_S = 0.001
+_WATCHDOG = 10
+"""So many deadlines after which NCCL's own watchdog would find what has ended here long before."""
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_making = threading.Lock()
 
 GLOO: Final = "gloo"
 
@@ -115,9 +121,22 @@ def _group(collective: str, store: Any, rank: int, *, here: str, timeout: timede
             setattr(options, name, value)
         return dist.ProcessGroupGloo(store, rank, _BOTH, options)
     if collective == "nccl":
-        return dist.ProcessGroupNCCL(store, rank, _BOTH, timeout)
+        return _nccl(store, rank, timeout=timeout * _WATCHDOG)
     if collective == "hccl":
         library = importlib.import_module("torch_npu._C._distributed_c10d")
         return library.ProcessGroupHCCL(store, rank, _BOTH, timeout)
     what = f"a pair cannot be made with {collective!r}"
     raise RuntimeError(what)
+
+
+def _nccl(store: Any, rank: int, *, timeout: timedelta) -> Any:
+    """Make a group whose errors end a wait, and not the process, as those of a trainer's own groups do."""
+    with _making:
+        before = os.environ.get(_HANDLING)
+        os.environ[_HANDLING] = "0"
+        try:
+            return dist.ProcessGroupNCCL(store, rank, _BOTH, timeout)
+        finally:
+            del os.environ[_HANDLING]
+            if before is not None:
+                os.environ[_HANDLING] = before
