@@ -89,7 +89,7 @@ async def check(kind: str, options: argparse.Namespace) -> dict[str, Any]:
             Source(worker="trainer", address=said["address"]),
             VERSION,
             [region],
-            sink=lambda piece, data, **_: target.write("w", piece.box, data),
+            sink=lambda part, data, **_: target.write("w", part.box, data),
             checked=True,
         )
         pull = round(region.nbytes / (time.perf_counter() - begun) / 1e9, 3)

@@ -1,4 +1,4 @@
-"""How fast each transport of weights moves a version between two processes of this host.
+"""Comparison of the transports of weights: how fast each moves a version between two processes of this host.
 
     python benchmarks/weights/transports.py [--mebibytes 256] [--rounds 3] [--kinds host ipc ...] [--collective nccl]
 

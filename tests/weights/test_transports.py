@@ -16,10 +16,10 @@ from asyncflow.errors import DeadlineExceeded, ManifestError, PeerLost, Protocol
 from asyncflow.identity import Version
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.issuer import Issuer
-from asyncflow.weights.fast_transport import MOST_PIECES, WithHost, pieces_of
+from asyncflow.weights.fast_transport import MOST_REGIONS, WithHost, chunks_of
 from asyncflow.weights.host_transport import HostTransport
 from asyncflow.weights.manifest import digest_of
-from asyncflow.weights.placed_transport import Placed, PlaceRequest
+from asyncflow.weights.placed_transport import PlaceRequest, Pointers
 from asyncflow.weights.sender import PublishedSlice
 from asyncflow.weights.slices import Arena, Box, anonymous
 from asyncflow.weights.transport import Region, Source, open_transport
@@ -277,16 +277,16 @@ async def test_memory_is_used_again_and_only_when_nobody_reads_it(opened):
     holder, source, arena = await opened("ipc", "holder", filled)
     client = RpcClient(name="peer", resolve=source.address)
     asked = PlaceRequest(version=VERSION.packed, regions=(region_of("w", WHOLE),), checked=True)
-    placed = await client.call("weights.place", asked, Placed, timeout=5)
+    placed = await client.call("weights.place", asked, Pointers, timeout=5)
     assert placed.digests == (digest_of(arena.arrays["w"]),)
     data = arena.read("w", WHOLE)
-    assert holder.pool.find(data) == placed.places[0]
+    assert holder.pool.find(data) == placed.pointers[0]
     arena.arrays.clear()
     del arena, data
     first = holder.pool.take(WHOLE.volume * 8)
-    assert holder.pool.find(first).block != placed.places[0].block
+    assert holder.pool.find(first).block != placed.pointers[0].block
     done = PlaceRequest(version=VERSION.packed, regions=(), checked=False, done=(placed.lease,))
-    await client.call("weights.place", done, Placed, timeout=5)
+    await client.call("weights.place", done, Pointers, timeout=5)
     assert not holder._leases
     await client.close()
 
@@ -296,7 +296,7 @@ async def test_requests_that_make_no_sense_are_refused(opened, kind):
     holder, _, _ = await opened(kind, "holder", filled)
     small = region_of("w", Box((0, 0), (1, 1)))
     huge = Region(tensor="w", box=Box((0, 0), (1 << 20, 1 << 20)), itemsize=8)
-    for regions in ([small] * (MOST_PIECES + 1), [huge], [Region(tensor="w", box=small.box, itemsize=0)]):
+    for regions in ([small] * (MOST_REGIONS + 1), [huge], [Region(tensor="w", box=small.box, itemsize=0)]):
         with pytest.raises(ProtocolError, match="at once up to"):
             await holder.read(VERSION.packed, regions, wait_s=0.0)
     with pytest.raises(ProtocolError, match="another size"):
@@ -305,9 +305,9 @@ async def test_requests_that_make_no_sense_are_refused(opened, kind):
 
 def test_chunks_keep_to_their_size_and_number():
     regions = [region_of("w", WHOLE), *[region_of("b", Box((7,), (1,)))] * 600]
-    chunks = list(pieces_of(regions, most=10_000))
+    chunks = list(chunks_of(regions, most=10_000))
     assert all(sum(piece.nbytes for piece in chunk) <= 10_000 for chunk in chunks)
-    assert all(1 <= len(chunk) <= MOST_PIECES for chunk in chunks)
+    assert all(1 <= len(chunk) <= MOST_REGIONS for chunk in chunks)
     assert sum(piece.nbytes for chunk in chunks for piece in chunk) == sum(region.nbytes for region in regions)
 
 

@@ -1,13 +1,13 @@
-"""Fast transports: pieces are asked for by calls over TLS, and their bytes come by a faster way, which knows no keys.
+"""Fast transports: regions are asked for by calls over TLS, and their bytes come by a faster way, which knows no keys.
 
 ``FastTransport`` is what they have in common, a pull with a few chunks on their way; a subclass says with its ``Line``
 how the bytes of one chunk come. ``WithHost`` puts the host network behind one: what the fast way does not bring, in
 time and right, is pulled over the other.
 
 Invariants: who asks is known by its certificate, and a digest that a peer sends comes by a call, never by the fast way;
-every chunk has a deadline, and a holder that waits for a piece itself says so before; a pull that failed leaves nothing
-that goes on for longer than that; a version is never lost because a fast way is broken, and each pull that had to leave
-it is counted.
+every chunk has a deadline, and a holder that waits for a region itself says so before; a pull that failed leaves
+nothing that goes on for longer than that; a version is never lost because a fast way is broken, and each pull that had
+to leave it is counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -36,16 +36,14 @@ from asyncflow.weights.transport import Read, Region, Sink, Source, Transport, U
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 CHUNK_BYTES = 8 << 20
 DEADLINE_S = 10.0
 END_S = 1.0
 """Seconds that a peer has to hear that a pull is over; it finds out by itself where it does not."""
 SMALL = 32 << 10
 """Bytes of a pull up to which it goes over the host network."""
-MOST_PIECES = 256
-"""Pieces of one chunk: Mooncake has room for some 2,000 on their way to one peer, and stops for good beyond."""
+MOST_REGIONS = 256
+"""Regions of one chunk: Mooncake has room for some 2,000 on their way to one peer, and stops for good beyond."""
 _MOST_BYTES = 64 << 20
 _LONGEST_WAIT_S = 10.0
 _WINDOW = 2
@@ -54,7 +52,7 @@ _BESIDE = " "
 
 
 class Chunk(NamedTuple):
-    """Bytes of the pieces of one chunk, in their order, and their digests by the source, where the pull is checked.
+    """Bytes of the regions of one chunk, in their order, and their digests by the source, where the pull is checked.
 
     lease: by which the line knows it, 0 where it need not.
     """
@@ -72,8 +70,8 @@ class Line(ABC):
         """Reach the source."""
 
     @abstractmethod
-    async def bring(self, pieces: Sequence[Region]) -> Chunk:
-        """Bring the bytes of pieces; they are used until ``release``."""
+    async def bring(self, regions: Sequence[Region]) -> Chunk:
+        """Bring the bytes of regions; they are used until ``release``."""
 
     def release(self, chunk: Chunk) -> None:  # noqa: B027 - only memory that is lent has to be given back
         """Take back what ``bring`` gave."""
@@ -150,22 +148,22 @@ class FastTransport(Transport):
         )
         self._clients.add(client)
         line = self.line(client, version, checked=checked)
-        chunks = pieces_of(regions, most=self.chunk_bytes)
+        chunks = chunks_of(regions, most=self.chunk_bytes)
         flying: deque[tuple[list[Region], asyncio.Task[Chunk]]] = deque()
         try:
             async with self._deadline(source, version):
                 await line.open()
             while True:
-                while len(flying) < _WINDOW and (pieces := next(chunks, None)) is not None:
-                    flying.append((pieces, asyncio.create_task(line.bring(pieces))))
+                while len(flying) < _WINDOW and (asked := next(chunks, None)) is not None:
+                    flying.append((asked, asyncio.create_task(line.bring(asked))))
                 if not flying:
                     return
-                pieces, bringing = flying[0]
+                asked, bringing = flying[0]
                 async with self._deadline(source, version):
                     chunk = await bringing
                 if checked and await asyncio.to_thread(digests_of, chunk.frames) != tuple(chunk.digests):
                     raise ProtocolError(f"{version}: bytes changed on the way", where=source.address)
-                for region, frame in zip(pieces, chunk.frames, strict=True):
+                for region, frame in zip(asked, chunk.frames, strict=True):
                     sink(region, frame, sent=frame.nbytes if self.sends else 0)
                 line.release(chunk)
                 flying.popleft()
@@ -191,8 +189,8 @@ class FastTransport(Transport):
         Raises StaleHandle where they are not held, or have not come within ``wait_s`` seconds; ProtocolError.
         """
         sizes = [region.nbytes for region in regions]
-        if len(sizes) > MOST_PIECES or min(sizes, default=1) < 1 or sum(sizes) > _MOST_BYTES:
-            what = f"at once up to {MOST_PIECES} regions can be had, none empty, of {_MOST_BYTES} bytes together"
+        if len(sizes) > MOST_REGIONS or min(sizes, default=1) < 1 or sum(sizes) > _MOST_BYTES:
+            what = f"at once up to {MOST_REGIONS} regions can be had, none empty, of {_MOST_BYTES} bytes together"
             raise ProtocolError(what, where=self.name)
         assert self._given is not None
         version = Version.unpack(packed)
@@ -225,18 +223,18 @@ def own(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in ("name", "bind", "advertise", "credentials") if name in options}
 
 
-def pieces_of(regions: Iterable[Region], *, most: int) -> Iterator[list[Region]]:
-    """Cut regions into chunks of at most ``most`` bytes, or one element, and ``MOST_PIECES`` pieces."""
+def chunks_of(regions: Iterable[Region], *, most: int) -> Iterator[list[Region]]:
+    """Cut regions into chunks of at most ``most`` bytes, or one element, and ``MOST_REGIONS`` regions."""
     chunk: list[Region] = []
     room = most
     for region in regions:
         for box in split(region.box, max(1, most // region.itemsize)):
-            piece = msgspec.structs.replace(region, box=box)
-            if chunk and (piece.nbytes > room or len(chunk) == MOST_PIECES):
+            part = msgspec.structs.replace(region, box=box)
+            if chunk and (part.nbytes > room or len(chunk) == MOST_REGIONS):
                 yield chunk
                 chunk, room = [], most
-            chunk.append(piece)
-            room -= piece.nbytes
+            chunk.append(part)
+            room -= part.nbytes
     if chunk:
         yield chunk
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from asyncflow.errors import PeerLost, ProtocolError
 from asyncflow.rpc.shm import is_same_user
-from asyncflow.weights.placed_transport import Block, Place, PlacedLine, PlacedTransport, address_of
+from asyncflow.weights.placed_transport import Block, PlacedLine, PlacedTransport, Pointer, address_of
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _ASKED = struct.Struct("!Q")
@@ -76,18 +76,18 @@ class IpcTransport(PlacedTransport):
         return Block(mapping, address_of(memoryview(mapping)), nbytes, file)
 
     async def reach(
-        self, door: str, places: Sequence[Place], sizes: Sequence[int], line: PlacedLine
+        self, door: str, pointers: Sequence[Pointer], sizes: Sequence[int], line: PlacedLine
     ) -> list[memoryview]:
         """Return views of a peer's memory, which is mapped once a pull. Raises PeerLost or ProtocolError."""
-        for block in {place.block for place in places} - line.seen.keys():
+        for block in {pointer.block for pointer in pointers} - line.seen.keys():
             line.seen[block] = await _mapped(door, block)
         frames = [
-            line.seen[place.block][place.offset : place.offset + size]
-            for place, size in zip(places, sizes, strict=True)
-            if place.offset >= 0
+            line.seen[pointer.block][pointer.offset : pointer.offset + size]
+            for pointer, size in zip(pointers, sizes, strict=True)
+            if pointer.offset >= 0
         ]
         if [frame.nbytes for frame in frames] != list(sizes):
-            raise ProtocolError("the pieces do not lie inside the memory that was handed over", where=door)
+            raise ProtocolError("the regions do not lie inside the memory that was handed over", where=door)
         return frames
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -2,7 +2,7 @@
 
 The environment says how, by Mooncake's own names: ``MOONCAKE_PROTOCOL`` (``tcp`` by default; ``rdma``, ``ascend``) and
 ``MOONCAKE_DEVICE`` (its network devices, all by default). The traps: a read that fails says nothing but -1; too many
-pieces on their way to one peer end in -1 for ever; a peer that hangs is waited for by the library itself, 5 s without
+regions on their way to one peer end in -1 for ever; a peer that hangs is waited for by the library itself, 5 s without
 progress over TCP; its ports listen on all interfaces and know no keys.
 
 Invariants: a read is into memory of the pool, which is used again only when the library has returned; no call of the
@@ -24,7 +24,7 @@ from typing import Any
 
 from asyncflow.errors import AsyncFlowError, ManifestError, PeerLost
 from asyncflow.rpc.addresses import host_and_port
-from asyncflow.weights.placed_transport import Block, Place, PlacedLine, PlacedTransport, address_of
+from asyncflow.weights.placed_transport import Block, PlacedLine, PlacedTransport, Pointer, address_of
 
 log = logging.getLogger(__name__)
 
@@ -70,18 +70,18 @@ class MooncakeTransport(PlacedTransport):
         return block
 
     async def reach(
-        self, door: str, places: Sequence[Place], sizes: Sequence[int], line: PlacedLine
+        self, door: str, pointers: Sequence[Pointer], sizes: Sequence[int], line: PlacedLine
     ) -> list[memoryview]:
         """Read into memory of the pool. Raises PeerLost where the library says that it could not."""
         del line
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._read_there, door, places, sizes)
+        return await loop.run_in_executor(self._threads, self._read_there, door, pointers, sizes)
 
-    def _read_there(self, door: str, places: Sequence[Place], sizes: Sequence[int]) -> list[memoryview]:
+    def _read_there(self, door: str, pointers: Sequence[Pointer], sizes: Sequence[int]) -> list[memoryview]:
         buffer = self.pool.take(max(sum(sizes), self.chunk_bytes))
         starts = list(itertools.accumulate(sizes[:-1], initial=0))
         here = [address_of(buffer) + start for start in starts]
-        there = [place.block + place.offset for place in places]
+        there = [pointer.block + pointer.offset for pointer in pointers]
         if (code := self._engine.batch_transfer_sync_read(door, here, there, list(sizes))) != 0:
             raise PeerLost(f"Mooncake could not read {sum(sizes)} bytes: {code}", where=door)
         return [buffer[start : start + size] for start, size in zip(starts, sizes, strict=True)]

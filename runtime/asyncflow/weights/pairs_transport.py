@@ -210,13 +210,13 @@ class PairLine(Line):
         self._number = reply.pair
         self._pair = await self._transport.join(reply)
 
-    async def bring(self, pieces: Sequence[Region]) -> Chunk:
-        """Have pieces sent, and receive them."""
-        sizes = [region.nbytes for region in pieces]
+    async def bring(self, regions: Sequence[Region]) -> Chunk:
+        """Have regions sent, and receive them."""
+        sizes = [region.nbytes for region in regions]
         async with self._turn:
             coming = self._transport.in_thread(self._pair.receive, sum(sizes))
             coming.add_done_callback(_seen)
-            sent = await self._ask(pieces, timeout=_CALL_S)
+            sent = await self._ask(regions, timeout=_CALL_S)
             data = (await coming).data
         starts = itertools.accumulate(sizes[:-1], initial=0)
         frames = [data[start : start + size] for start, size in zip(starts, sizes, strict=True)]
@@ -230,11 +230,11 @@ class PairLine(Line):
         if self._pair is not None:
             _close(self._pair)
 
-    async def _ask(self, pieces: Sequence[Region], *, timeout: float) -> Sent:
+    async def _ask(self, regions: Sequence[Region], *, timeout: float) -> Sent:
         request = SendRequest(
             pair=self._number,
             version=self._version.packed,
-            regions=tuple(pieces),
+            regions=tuple(regions),
             checked=self._checked,
             wait_s=self._transport.wait_s,
         )

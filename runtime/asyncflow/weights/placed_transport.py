@@ -1,7 +1,7 @@
 """Weights that peers read where they lie, in memory that this process shares with them or has registered for them.
 
-A peer asks where its pieces lie, and is given a *lease*: the memory stays as it is until the peer says that it has read
-it, or ``LEASE_S`` seconds. Pieces whose bytes are not in one run (columns of a matrix) are packed for the peer.
+A peer asks where regions lie, and is given a *lease*: the memory stays as it is until the peer says that it has read
+it, or ``LEASE_S`` seconds. Regions whose bytes are not in one run (columns of a matrix) are packed for the peer.
 
 Invariants: all memory is made by ``Pool``, which keeps it until the transport is closed, and uses it again for later
 versions; so a peer that reads too late reads other bytes, which digests find, and never memory that is gone. Only a
@@ -71,12 +71,12 @@ class Pool:
         weakref.finalize(there, self._returned.append, block).atexit = False
         return there.data
 
-    def find(self, data: memoryview) -> Place | None:
+    def find(self, data: memoryview) -> Pointer | None:
         """Return where bytes lie; None where that is not in this pool."""
         address = address_of(data)
         for block in list(self.blocks.values()):
             if block.address <= address and address + data.nbytes <= block.address + block.nbytes:
-                return Place(block.address, address - block.address)
+                return Pointer(block.address, address - block.address)
         return None
 
 
@@ -85,7 +85,7 @@ def address_of(data: memoryview) -> int:
     return int(np.frombuffer(data, np.uint8).ctypes.data)
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class Pointer(msgspec.Struct, frozen=True, array_like=True):
     """Where bytes lie: in the block that begins at address ``block`` of its process, from ``offset`` on."""
 
     block: int
@@ -106,12 +106,12 @@ class PlaceRequest(msgspec.Struct, frozen=True, kw_only=True):
     done: tuple[int, ...] = ()
 
 
-class Placed(msgspec.Struct, frozen=True, kw_only=True):
+class Pointers(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to ``weights.place``. door: where the memory of that process can be reached."""
 
     lease: int
     door: str
-    places: tuple[Place, ...]
+    pointers: tuple[Pointer, ...]
     digests: tuple[str, ...]
 
 
@@ -123,7 +123,7 @@ class _Lease(NamedTuple):
 
 
 class PlacedTransport(FastTransport):
-    """Base of transports by which peers read memory where it lies. door: see ``Placed``, set by ``prepare``."""
+    """Base of transports by which peers read memory where it lies. door: see ``Pointers``, set by ``prepare``."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -146,32 +146,32 @@ class PlacedTransport(FastTransport):
 
     @abstractmethod
     async def reach(
-        self, door: str, places: Sequence[Place], sizes: Sequence[int], line: PlacedLine
+        self, door: str, pointers: Sequence[Pointer], sizes: Sequence[int], line: PlacedLine
     ) -> list[memoryview]:
-        """Return the bytes at places behind a peer's door: copies of them, or views. Raises PeerLost."""
+        """Return the bytes at pointers behind a peer's door: copies of them, or views. Raises PeerLost."""
 
     def line(self, client: RpcClient, version: Version, *, checked: bool) -> PlacedLine:
         """Return the line of a pull."""
         return PlacedLine(self, client, version, checked=checked)
 
-    async def _place(self, request: PlaceRequest, _frames: Sequence[memoryview]) -> Placed:
+    async def _place(self, request: PlaceRequest, _frames: Sequence[memoryview]) -> Pointers:
         for lease in request.done:
             self._end(lease)
         data = await self.read(request.version, request.regions, wait_s=request.wait_s)
-        places, views, digests = await asyncio.to_thread(self._placed, data, request.checked)
+        pointers, views, digests = await asyncio.to_thread(self._placed, data, request.checked)
         lease = next(self._numbers)
         if views:
             loop = asyncio.get_running_loop()
             self._leases[lease] = _Lease(views, loop.call_later(LEASE_S, self._end, lease))
-        return Placed(lease=lease, door=self.door, places=places, digests=digests)
+        return Pointers(lease=lease, door=self.door, pointers=pointers, digests=digests)
 
     def _placed(
         self, data: list[memoryview], checked: bool
-    ) -> tuple[tuple[Place, ...], list[memoryview], tuple[str, ...]]:
+    ) -> tuple[tuple[Pointer, ...], list[memoryview], tuple[str, ...]]:
         """Return where bytes lie, views of them there, and their digests; what lies elsewhere is copied there."""
         found = [self.pool.find(part) for part in data]
-        loose = [part for part, place in zip(data, found, strict=True) if place is None]
-        views = [part for part, place in zip(data, found, strict=True) if place is not None]
+        loose = [part for part, pointer in zip(data, found, strict=True) if pointer is None]
+        views = [part for part, pointer in zip(data, found, strict=True) if pointer is not None]
         if loose:
             size = sum(part.nbytes for part in loose)
             packed = self.pool.take(1 << max(size - 1, _LEAST - 1).bit_length())
@@ -180,8 +180,8 @@ class PlacedTransport(FastTransport):
             assert at is not None
             np.concatenate([np.frombuffer(part, np.uint8) for part in loose], out=np.frombuffer(packed, np.uint8, size))
             starts = itertools.accumulate((part.nbytes for part in loose), initial=at.offset)
-            found = [place or Place(at.block, next(starts)) for place in found]
-        return tuple(place for place in found if place), views, digests_of(data) if checked else ()
+            found = [Pointer(at.block, next(starts)) if pointer is None else pointer for pointer in found]
+        return tuple(pointer for pointer in found if pointer is not None), views, digests_of(data) if checked else ()
 
     def _end(self, number: int) -> None:
         lease = self._leases.pop(number, None)
@@ -203,14 +203,14 @@ class PlacedLine(Line):
     async def open(self) -> None:
         """Do nothing: the first call reaches the source."""
 
-    async def bring(self, pieces: Sequence[Region]) -> Chunk:
-        """Ask where pieces lie, and read them there."""
-        placed = await self._ask(pieces, timeout=_CALL_S)
-        if len(placed.places) != len(pieces):
+    async def bring(self, regions: Sequence[Region]) -> Chunk:
+        """Ask where regions lie, and read them there."""
+        found = await self._ask(regions, timeout=_CALL_S)
+        if len(found.pointers) != len(regions):
             raise ProtocolError(f"{self._version}: the answer is not to what was asked", where=self._client.name)
-        sizes = [region.nbytes for region in pieces]
-        frames = await self._transport.reach(placed.door, placed.places, sizes, self)
-        return Chunk(frames, placed.digests, placed.lease)
+        sizes = [region.nbytes for region in regions]
+        frames = await self._transport.reach(found.door, found.pointers, sizes, self)
+        return Chunk(frames, found.digests, found.lease)
 
     def release(self, chunk: Chunk) -> None:
         """End the lease of a chunk with the next call."""
@@ -223,13 +223,13 @@ class PlacedLine(Line):
             with contextlib.suppress(AsyncFlowError):
                 await self._ask((), timeout=END_S)
 
-    async def _ask(self, pieces: Sequence[Region], *, timeout: float) -> Placed:
+    async def _ask(self, regions: Sequence[Region], *, timeout: float) -> Pointers:
         done, self._done = self._done, []
         request = PlaceRequest(
             version=self._version.packed,
-            regions=tuple(pieces),
+            regions=tuple(regions),
             checked=self._checked,
             wait_s=self._transport.wait_s,
             done=tuple(done),
         )
-        return await self._client.call("weights.place", request, Placed, timeout=timeout)
+        return await self._client.call("weights.place", request, Pointers, timeout=timeout)
