@@ -23,7 +23,7 @@ SHARES = {f"asyncflow_driver_{name}_ratio" for name in ("eval_accuracy", "eval_p
 SHARES |= {f"asyncflow_driver_eval_set_{name}_ratio" for name in ("accuracy", "pass")}
 """What is between 0 and 1."""
 GROWING = re.compile(
-    "certificate_errors|tokens_|samples|lease_expiries|redeliveries|fenced_writes|moved_rows|put_bytes|fetched_bytes|budget_wait|swaps|"
+    "certificate_errors|tokens_|samples|lease_expiries|redeliveries|fenced_writes|moved_rows|put_bytes|fetched_bytes|budget_wait|swaps|fallbacks|"
     "sequences$|rewards|skipped|checkpoint_failures"
 )
 """What only grows while a process lives."""

@@ -40,7 +40,7 @@ CHUNK_BYTES = 8 << 20
 DEADLINE_S = 10.0
 END_S = 1.0
 """Seconds that a peer has to hear that a pull is over; it finds out by itself where it does not."""
-SMALL = 32 << 10
+SMALL = 128 << 10
 """Bytes of a pull up to which it goes over the host network."""
 MOST_REGIONS = 256
 """Regions of one chunk: Mooncake has room for some 2,000 on their way to one peer, and stops for good beyond."""
@@ -248,7 +248,7 @@ class WithHost(Transport):
     """A fast transport, and the host network for what that does not bring.
 
     A source with which the fast way failed, or whose bytes were wrong, is asked over the host network for a minute. So
-    is anyone for less than ``SMALL`` bytes, which a fast way takes longer to begin than to bring.
+    is anyone for up to ``SMALL`` bytes, which a fast way takes longer to begin than to bring.
     """
 
     def __init__(self, fast: FastTransport, host: HostTransport) -> None:
