@@ -31,7 +31,7 @@ import psutil
 
 from asyncflow.errors import AsyncFlowError
 from asyncflow.identity import Version
-from asyncflow.rpc.issuer import Issuer
+from asyncflow.local.issuer import Issuer
 from asyncflow.rpc.shm import SHARED_MEMORY_ENV
 from asyncflow.weights.fast_transport import FastTransport
 from asyncflow.weights.host_transport import HostTransport

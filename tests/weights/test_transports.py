@@ -14,8 +14,8 @@ from weights_world import SOON, bulk, receiver_that_prefers
 import debian
 from asyncflow.errors import DeadlineExceeded, ManifestError, PeerLost, ProtocolError, Refused, StaleHandle
 from asyncflow.identity import Version
+from asyncflow.local.issuer import Issuer
 from asyncflow.rpc.client import RpcClient
-from asyncflow.rpc.issuer import Issuer
 from asyncflow.weights.fast_transport import MOST_REGIONS, WithHost, chunks_of
 from asyncflow.weights.host_transport import HostTransport
 from asyncflow.weights.manifest import digest_of
