@@ -11,7 +11,17 @@ from typing import Final, Literal
 from asyncflow.api.base import GROUP
 
 RoleName = Literal[
-    "driver", "controller", "master", "holder", "storage", "rollout", "trainer", "reference", "reward", "critic"
+    "driver",
+    "controller",
+    "master",
+    "holder",
+    "storage",
+    "rollout",
+    "trainer",
+    "follower",
+    "reference",
+    "reward",
+    "critic",
 ]
 QUEUE_ROLES: Final[tuple[RoleName, ...]] = ("controller", "master", "holder", "storage")
 """Roles that belong to a TransferQueue. ``holder`` holds the bytes of storage units that do not hold them themselves,
@@ -41,6 +51,8 @@ VIEWER: Final = "viewer"
 """Role of a person who looks into a queue."""
 OPERATOR: Final = "operator"
 """Role of whoever supervises a job: it directs the driver, looks into the queue, and drains its storage units."""
+FOLLOWER: Final = "follower"
+"""Role of whoever receives the versions of a job and has no other part in it; any number may share one certificate."""
 STORE_PASSWORD_FILE: Final = f"{CONFIG_DIR}/store-password"
 """Path, in the pods of storage units, of the password of a store that others run."""
 STORE_PASSWORD_FILE_ENV: Final = "ASYNCFLOW_STORE_PASSWORD_FILE"  # noqa: S105 — a name, not a password

@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-from asyncflow.api.names import CLIENT, OPERATOR, VIEWER
+from asyncflow.api.names import CLIENT, FOLLOWER, OPERATOR, VIEWER
 from asyncflow.errors import Refused
 from asyncflow.identity import ProcessIdentity
 
 _PEOPLE: Final = (CLIENT, OPERATOR, VIEWER)
 _QUEUE: Final = ("driver", "controller", "storage", "trainer", "rollout", *_PEOPLE)
-_ALL: Final = (*_QUEUE, "master", "holder")
+_ALL: Final = (*_QUEUE, "master", "holder", FOLLOWER)
+_SHARED: Final = (_PEOPLE, (FOLLOWER,))
 _WEIGHTS: Final = ("weights.fetch", "weights.place", "weights.pair", "weights.send")
 HELD_BY: Final = "@"
 """Between the id of a lease and the process that holds it, in the name of a lease: ``1f@rollout-3``."""
@@ -97,7 +98,7 @@ def _table() -> dict[str, dict[str, Named]]:
     trains = _may(_nobody, "trainer", CLIENT)
     ranks = _may(_own("rank"), "trainer") | _may(_nobody, CLIENT)
     publishes = _may(_nobody, "trainer")
-    receives = _may(_own("worker"), "rollout", "trainer")
+    receives = _may(_own("worker"), "rollout", "trainer", FOLLOWER)
     units = _may(_own("session"), "storage")
     between = _may(_nobody, "controller")
     return {
@@ -113,9 +114,9 @@ def _table() -> dict[str, dict[str, Named]]:
         "weights.locate": receives,
         "weights.held": receives,
         "weights.dropped": receives,
-        "weights.turn": receives,
-        "weights.turned": receives,
-        **dict.fromkeys(_WEIGHTS, _may(_nobody, "rollout", "trainer")),
+        "weights.turn": _may(_own("worker"), "rollout"),
+        "weights.turned": _may(_own("worker"), "rollout"),
+        **dict.fromkeys(_WEIGHTS, _may(_nobody, "rollout", "trainer", FOLLOWER)),
         "queue.begin": trains,
         "queue.slot": ranks,
         "queue.step_done": ranks,
@@ -200,6 +201,6 @@ class Access:
         if place is None:
             return False
         role, index = place
-        if caller.role in _PEOPLE:
-            return role in _PEOPLE
+        if roles := next((shared for shared in _SHARED if caller.role in shared), ()):
+            return role in roles
         return (role, index // self._ranks if role == "trainer" else index) == (caller.role, caller.index)

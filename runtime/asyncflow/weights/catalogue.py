@@ -5,7 +5,8 @@ which releasable. One more holder of an available version is no such change, and
 
 Invariants:
 * ``newest`` never goes back, and an older trainer attempt publishes nothing once a newer one is known.
-* ``find`` and ``available`` speak only of versions of which live holders together have every byte.
+* ``find`` and ``available`` speak only of versions of which live holders inside the job together have every byte.
+* Nobody in the job is told to pull from a worker outside of it.
 * A version is releasable only if no required step needs it, it is not among the newest ``keep`` available ones, and the
   driver has said at least once what is required (a restarted driver knows nothing at first).
 """
@@ -27,11 +28,15 @@ _SEVERAL = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """Holding of a version by one worker, and where it serves it; ``regions`` None means all of it."""
+    """Holding of a version by one worker, and where it serves it; ``regions`` None means all of it.
+
+    outside: whether the worker is no part of the job, so that no version is available by what it holds.
+    """
 
     worker: str
     address: str
     regions: Mapping[str, Box] | None = None
+    outside: bool = False
 
 
 @dataclass(kw_only=True)
@@ -53,7 +58,12 @@ class _Record:
 
     def settle(self) -> None:
         """Compute again whether the holders together have every byte."""
-        self.available = self.manifest is not None and _cover(self.manifest, self.holders.values())
+        self.available = self.manifest is not None and _cover(self.manifest, self.inside)
+
+    @property
+    def inside(self) -> list[Holding]:
+        """The holdings of workers of the job."""
+        return [holding for holding in self.holders.values() if not holding.outside]
 
     def roots(self) -> list[Holding]:
         """Return the publishers that are there if these have every byte, else some who do, else all who hold any."""
@@ -61,8 +71,8 @@ class _Record:
         published = [self.holders[worker] for worker in sorted(self.publishers)]
         if _cover(self.manifest, published):
             return published
-        whole = [holding for holding in self.holders.values() if holding.regions is None]
-        return whole[:_SEVERAL] or list(self.holders.values())
+        whole = [holding for holding in self.inside if holding.regions is None]
+        return whole[:_SEVERAL] or self.inside
 
 
 def _cover(manifest: Manifest, holdings: Collection[Holding]) -> bool:
@@ -148,16 +158,23 @@ class Catalogue:
         return self._records[version].manifest_nbytes
 
     def place(
-        self, version: Version, worker: str, *, address: str, layout: str, failed: Collection[str] = ()
+        self,
+        version: Version,
+        worker: str,
+        *,
+        address: str,
+        layout: str,
+        failed: Collection[str] = (),
+        outside: bool = False,
     ) -> Assignment:
         """Return whom a receiver is to pull ``version`` from, and let others pull from it what it has got by then.
 
-        failed: whom it could get nothing from. Raises StaleHandle for a version that is unknown or not complete.
+        failed: whom it could get nothing from; outside: whether it is no part of the job. Raises StaleHandle for a version that is unknown or not complete.
         """
         self.manifest(version)
         record = self._records[version]
         record.arriving[worker] = address
-        parent = record.spread.place(worker, layout=layout, failed=failed)
+        parent = record.spread.place(worker, layout=_apart(layout, outside=outside), failed=failed)
         holding = record.holders.get(parent) if parent is not None else None
         if holding is not None:
             return Assignment(
@@ -217,7 +234,7 @@ class Catalogue:
         if holding.worker not in record.publishers:
             record.arriving.pop(holding.worker, None)
             layout = WHOLE if holding.regions is None else layout_key(holding.regions, known)
-            record.spread.finish(holding.worker, layout=layout)
+            record.spread.finish(holding.worker, layout=_apart(layout, outside=holding.outside))
         self._hold(version, record, holding)
 
     def drop(self, worker: str, version: Version) -> None:
@@ -285,6 +302,11 @@ class Catalogue:
         if told != self._told:
             self._told = told
             self.revision += 1
+
+
+def _apart(layout: str, *, outside: bool) -> str:
+    """Return the name of a layout in the tree of one version: what is no part of the job has a tree of its own."""
+    return f"outside {layout}" if outside else layout
 
 
 def _accept(part: ManifestPart, record: _Record) -> None:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from asyncflow.api.names import FOLLOWER
 from asyncflow.errors import DeadlineExceeded, ProtocolError, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.rpc.client import RpcClient
@@ -199,7 +200,7 @@ class HostTransport(Transport):
             name=f"{self._name} pulls {version}",
             resolve=source.address,
             credentials=self._credentials,
-            expects=("trainer", "rollout"),
+            expects=("trainer", "rollout", FOLLOWER),
         )
         self._clients.add(client)
         flying: set[asyncio.Task[_Chunk]] = set()

@@ -2,7 +2,8 @@
 
 Invariants: what all workers are told is encoded once a change, and every such change wakes every parked watch; changes
 that come while many are being told are told together; what concerns few wakes nobody. Nothing is pushed, so a worker
-that does not ask costs nothing and delays nobody.
+that does not ask costs nothing and delays nobody. A follower, which is no part of the job, introduces no version, and
+says nothing about others than followers.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from asyncflow.api.names import FOLLOWER
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.identity import Version
+from asyncflow.rpc.access import place_of
 from asyncflow.rpc.server import RpcServer
 from asyncflow.weights.catalogue import Catalogue, Holding
 from asyncflow.weights.manifest import ManifestPart
@@ -143,8 +146,14 @@ class CatalogueService:
         nbytes = self.catalogue.manifest_nbytes(version)
         if request.layout is None:
             return Located(peers=(), manifest_nbytes=nbytes, manifest=manifest)
+        outside = _follows(request.worker)
         placed = self.catalogue.place(
-            version, request.worker, address=request.address, layout=request.layout, failed=request.failed
+            version,
+            request.worker,
+            address=request.address,
+            layout=request.layout,
+            failed=[worker for worker in request.failed if not outside or _follows(worker)],
+            outside=outside,
         )
         return Located(
             peers=tuple(
@@ -156,12 +165,12 @@ class CatalogueService:
         )
 
     def _held(self, request: VersionsHeld, _frames: Sequence[memoryview]) -> VersionsHeldReply:
-        version = Version.unpack(request.version)
-        if self.catalogue.digest(version) is None and request.manifest is None:
+        version, outside = Version.unpack(request.version), _follows(request.worker)
+        if self.catalogue.digest(version) is None and (request.manifest is None or outside):
             return VersionsHeldReply(known=False)
         if request.manifest is not None:
             request.manifest.check()
-        holding = Holding(worker=request.worker, address=request.address, regions=request.regions)
+        holding = Holding(worker=request.worker, address=request.address, regions=request.regions, outside=outside)
         self.catalogue.hold(version, holding, manifest=request.manifest)
         self._wake()
         return VersionsHeldReply(known=True)
@@ -183,3 +192,8 @@ class CatalogueService:
         self._pending, self._revision = None, self.catalogue.revision
         for watch in list(self._watches):
             self._answer(watch)
+
+
+def _follows(worker: str) -> bool:
+    place = place_of(worker)
+    return place is not None and place[0] == FOLLOWER
