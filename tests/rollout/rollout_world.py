@@ -28,7 +28,8 @@ from asyncflow.rewards.pool import RewardPool
 from asyncflow.rewards.process import Scorer
 from asyncflow.rollout.engines import open_engine
 from asyncflow.rollout.job import RolloutSettings
-from asyncflow.rollout.worker import RolloutWorker, Weights, wanted_by
+from asyncflow.rollout.loading import Weights
+from asyncflow.rollout.worker import RolloutWorker, wanted_by
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.columns import Jagged
 from asyncflow.rpc.server import RpcServer

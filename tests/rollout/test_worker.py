@@ -152,7 +152,7 @@ async def test_quota_goes_back_for_rows_of_an_older_version(world):
     assert steps(rows, columns) == {1: {0}}
     await world.put([2], step=5, oldest=3)
     assert steps(*await world.made(4)) == {5: {3}}
-    assert rollout.worker.meter.swaps == 3
+    assert rollout.worker.loader.swaps == 3
 
 
 async def test_sequence_takes_new_versions_as_they_come_and_mixes_none(world):
@@ -163,7 +163,7 @@ async def test_sequence_takes_new_versions_as_they_come_and_mixes_none(world):
     for step in (1, 2):
         seen += (await world.made(8))[0]
         await world.publish(step)
-        await until(lambda step=step: rollout.worker.meter.swaps == step + 1, f"a swap to θ{step}")
+        await until(lambda step=step: rollout.worker.loader.swaps == step + 1, f"a swap to θ{step}")
     rest, _ = await world.made(120 - len(seen))
     rows = sorted([*seen, *rest], key=lambda row: row.meta.key)
     columns = await world.queue.fetch(rows, ["versions"], timeout=10)

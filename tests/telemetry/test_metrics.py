@@ -10,6 +10,7 @@ from asyncflow.telemetry.metrics import (
     BusyClock,
     ControllerMetrics,
     DriverMetrics,
+    FollowerMetrics,
     RoleMetrics,
     RolloutMetrics,
     StorageMetrics,
@@ -18,13 +19,20 @@ from asyncflow.telemetry.metrics import (
 )
 from asyncflow.training.report import TrainReport
 
-ROLES: list[type[RoleMetrics]] = [DriverMetrics, ControllerMetrics, StorageMetrics, RolloutMetrics, TrainerMetrics]
+ROLES: list[type[RoleMetrics]] = [
+    DriverMetrics,
+    ControllerMetrics,
+    StorageMetrics,
+    RolloutMetrics,
+    FollowerMetrics,
+    TrainerMetrics,
+]
 SHARES = {f"asyncflow_driver_{name}_ratio" for name in ("eval_accuracy", "eval_pass", "idle_share")}
 SHARES |= {f"asyncflow_driver_eval_set_{name}_ratio" for name in ("accuracy", "pass")}
 """What is between 0 and 1."""
 GROWING = re.compile(
-    "certificate_errors|tokens_|samples|lease_expiries|redeliveries|fenced_writes|moved_rows|put_bytes|fetched_bytes|budget_wait|swaps|fallbacks|"
-    "sequences$|rewards|skipped|checkpoint_failures"
+    "certificate_errors|tokens_|samples|lease_expiries|redeliveries|fenced_writes|moved_rows|put_bytes|fetched_bytes|pulled_bytes|"
+    "budget_wait|swaps|fallbacks|sequences$|rewards|skipped|checkpoint_failures"
 )
 """What only grows while a process lives."""
 

@@ -19,16 +19,13 @@ from asyncflow.roles.context import JobContext, RoleOptions, job_folder, run_rol
 from asyncflow.rollout.engines import open_engine
 from asyncflow.rollout.engines.base import Devices
 from asyncflow.rollout.job import RolloutSettings
+from asyncflow.rollout.loading import EXACT, ROUNDED
 from asyncflow.rollout.worker import RolloutWorker, wanted_by
 from asyncflow.rpc.membership import Status
 from asyncflow.telemetry.metrics import RolloutMetrics
 from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.transfer import TransferRecord
 from asyncflow.weights.turns import SwapTurns
-
-_EXACT, _ROUNDED = 1e-3, 0.25
-"""Most by which an engine's log-probs may differ on average from the trainer's for the same weights, in float32 and in
-bfloat16; those of other weights differ by whole units."""
 
 
 def main(options: RoleOptions) -> int:
@@ -71,10 +68,8 @@ async def serve(context: JobContext) -> None:
     )
     worker: RolloutWorker | None = None
 
-    last_pull: Status = {}
-
     def status() -> Status:
-        return {} if worker is None else {**worker.status(), **last_pull}
+        return {} if worker is None else worker.status()
 
     def ready() -> tuple[bool, str]:
         caught_up = engine.version is not None
@@ -83,10 +78,10 @@ async def serve(context: JobContext) -> None:
     def pulled(record: TransferRecord) -> None:
         metrics.pull_seconds.observe(record.finished - record.started)
         metrics.pull_fallbacks.inc(record.fallbacks)
-        last_pull["pull_s"] = record.finished - record.started
+        metrics.pulled.inc(sum(record.holders.values()))
 
     async with contextlib.AsyncExitStack() as stack:
-        merge = await asyncio.to_thread(_merge_of, spec, folder)
+        merge = await asyncio.to_thread(merge_of, spec, folder)
         stack.push_async_callback(engine.close)
         if not await context.unless_stopped(engine.start()):
             return
@@ -121,7 +116,7 @@ async def serve(context: JobContext) -> None:
                 lease_s=spec.rollout.lease_seconds,
                 drain_s=spec.rollout.drain_seconds,
                 mixes=spec.schedule.swap_at == "token",
-                probe_gap=_EXACT if _computes_exactly(spec) else _ROUNDED,
+                probe_gap=EXACT if computes_exactly(spec) else ROUNDED,
             ),
             metrics=metrics,
             merge=merge,
@@ -136,12 +131,12 @@ async def serve(context: JobContext) -> None:
             draining.cancel()
 
 
-def _computes_exactly(spec: RLJobSpec) -> bool:
+def computes_exactly(spec: RLJobSpec) -> bool:
     """Return whether trainer and engine compute in float32, with weights that were not rounded on their way."""
     return spec.rollout.engine.dtype == spec.published_dtype == spec.trainer.backend.precision == "float32"
 
 
-def _merge_of(spec: RLJobSpec, folder: Path) -> MergedWeights | None:
+def merge_of(spec: RLJobSpec, folder: Path) -> MergedWeights | None:
     """Read the model to which published adapters belong, None where whole weights are published. Blocks."""
     if spec.trainer.lora is None:
         return None

@@ -20,25 +20,22 @@ import functools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded
 from asyncflow.flow.instance import Instance
-from asyncflow.identity import SampleKey, Version
+from asyncflow.identity import SampleKey
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.queue.client import QueueClient
 from asyncflow.rewards.service import Rewards
 from asyncflow.rollout.engines.base import Completion, RolloutEngine
 from asyncflow.rollout.job import Job, RolloutSettings, SampleOutcome
 from asyncflow.rollout.leases import Claimer, Delivery, InFlightTable
+from asyncflow.rollout.loading import Merge, WeightLoader
 from asyncflow.rpc.membership import Status
 from asyncflow.telemetry.metrics import BusyClock, RolloutMetrics
 from asyncflow.weights.messages import CatalogueView
-from asyncflow.weights.probe import Proved, WeightProbe, refuted, split_probe
 from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.turns import SwapTurns
 
@@ -48,7 +45,6 @@ _WATCH_S = 3600.0
 _LEAVES = "the instance leaves"
 _AGAIN_S = 1.0
 """An engine may hear of a sequence only after it was told to end it."""
-Weights: TypeAlias = Mapping[str, NDArray[Any]]
 
 
 class SwapInterval(NamedTuple):
@@ -70,7 +66,6 @@ class RolloutMeter:
         self.occupied = BusyClock()
         self.fenced = 0
         self.delivered = 0
-        self.swaps = 0
         self._metrics = metrics
         self._generating = False
         self._waiting = False
@@ -107,18 +102,6 @@ class RolloutMeter:
         if completion.finish != "aborted":
             self._metrics.taken_over.inc(begun)
 
-    def swapped(self, step: int, seconds: float) -> None:
-        """Take in a swap to ``step``."""
-        self.swaps += 1
-        self._metrics.swaps.inc()
-        self._metrics.swap_seconds.observe(seconds)
-        self._metrics.version_step.set(step)
-
-    def probed(self, gaps: NDArray[np.float32]) -> float:
-        """Take in by how much the engine's log-probs differ after a swap; return the mean."""
-        self._metrics.probe_gap.set(float(gaps.max(initial=0.0)))
-        return float(gaps.mean()) if len(gaps) else 0.0
-
     def scored(self, outcome: SampleOutcome, seconds: float) -> None:
         """Take in a sample that got its reward."""
         self._metrics.reward_seconds.observe(seconds)
@@ -153,8 +136,7 @@ class RolloutWorker:
     """Runs one instance.
 
     receiver, made with ``want=wanted_by(instance)``, engine and rewards are started before and closed after by the
-    caller. merge: makes the engine's weights of what is published, called in another thread as soon as a version is
-    staged; None: they are the same. turns: of a staggered update, None where it changes weights when it can.
+    caller. merge: see ``WeightLoader``; turns: of a staggered update, None where it changes weights when it can.
     """
 
     def __init__(
@@ -168,21 +150,19 @@ class RolloutWorker:
         instance: Instance,
         settings: RolloutSettings,
         metrics: RolloutMetrics,
-        merge: Callable[[Weights], Weights] | None = None,
+        merge: Merge | None = None,
         turns: SwapTurns | None = None,
     ) -> None:
         self.meter = RolloutMeter(metrics)
+        self.loader = WeightLoader(receiver, engine, metrics=metrics, probe_gap=settings.probe_gap, merge=merge)
         self._receiver = receiver
         self._engine = engine
         self._rewards = rewards
         self._tokenizer = tokenizer
         self._instance = instance
         self._settings = settings
-        self._merge = merge
         self._turns = turns
         self._looked = asyncio.Event()
-        self._merging: tuple[Version, asyncio.Task[Weights]] | None = None
-        self._proved: Proved | None = None
         self._changed = asyncio.Event()
         self._leaving = asyncio.Event()
         self._failure: Exception | None = None
@@ -220,7 +200,7 @@ class RolloutWorker:
         """Work until ``drain``. Raises what makes going on senseless: weights or prompts that do not fit the engine."""
         for work in (
             self._steer(),
-            self._stage(),
+            self.loader.stage_all(),
             self._engine.ended(),
             self._watch(),
             self._in_flight.renew(),
@@ -237,12 +217,10 @@ class RolloutWorker:
             raise self._failure
 
     def status(self) -> Status:
-        """Return what heartbeats report. version, staged: packed, -1 for none; seconds and counts since the start."""
+        """Return what heartbeats report beside what ``WeightLoader`` says; seconds and counts since the start."""
         tokens = self._engine.stats().tokens
-        version, staged = self._engine.version, self._receiver.staged
         return {
-            "version": -1 if version is None else version.packed,
-            "staged": -1 if staged is None else staged.packed,
+            **self.loader.status(),
             "slots": self._engine.slots,
             "running": self._instance.running,
             "inflight": len(self._in_flight),
@@ -252,7 +230,6 @@ class RolloutWorker:
             "busy_s": self.meter.generate_s,
             "held_s": self.meter.occupied.total(),
             "swap_stall_s": self.meter.stall_s,
-            "swaps": self.meter.swaps,
             "delivered": self.meter.delivered,
             "fenced": self.meter.fenced,
             "lost": self._in_flight.lost,
@@ -318,19 +295,14 @@ class RolloutWorker:
                 stuck = [job for job in self._in_flight if job.task is None and job.needs(step, loaded=loaded)]
                 await self._in_flight.give_back(stuck, reason=f"version {step} cannot be had")
                 return
-            version, tensors = self._receiver.take(step)
-            weights, probe = await self._weights_of(version, tensors)
-            if self._merging is not None and self._merging[0] == version:
-                self._merging = None
+            prepared = await self.loader.prepare(step)
         began = time.monotonic() if self._instance.running else began
         with self._standing_still(unless=loaded is None):
-            await self._engine.load(version, weights)
-            if probe is not None:
-                await self._prove(version, probe)
-        self._instance.loaded(version)
+            await self.loader.load(prepared)
+        self._instance.loaded(prepared.version)
         seconds = time.monotonic() - began
-        self.meter.swapped(step, seconds)
-        log.info("swapped to %s in %.3f s; %s", version, seconds, self.meter.interval())
+        self.loader.swapped(step, seconds)
+        log.info("swapped to %s in %.3f s; %s", prepared.version, seconds, self.meter.interval())
 
     @contextlib.contextmanager
     def _standing_still(self, *, unless: bool) -> Iterator[None]:
@@ -341,43 +313,6 @@ class RolloutWorker:
         self.meter.running(0, waiting=False)
         with self.meter.busy("swap"):
             yield
-
-    async def _prove(self, version: Version, probe: WeightProbe) -> None:
-        """Compare the log-probs of the loaded weights with those that were published with them.
-
-        Raises AsyncFlowError where the engine has other weights than the catalogue says.
-        """
-        probe = probe.shortened(self._engine.max_length - 1)
-        found = await self._engine.probe(probe.ids.tolist())
-        if found is None:
-            return
-        gap = self.meter.probed(np.abs(found - probe.logprobs))
-        log.info("%s: log-probs of %d tokens differ by %.1e from those published with it", version, len(found), gap)
-        if (wrong := refuted(found, probe, before=self._proved, limit=self._settings.probe_gap)) is not None:
-            what = f"the engine does not have the weights of {version}: {wrong}"
-            raise AsyncFlowError(what, where="rollout.engine", hint="It has not loaded all tensors of this model")
-        self._proved = Proved(probe, gap)
-
-    async def _stage(self) -> None:
-        """Prepare each version that is complete here in the engine, while it generates with the one before."""
-        while True:
-            staged = self._receiver.staged
-            if staged is not None and self._engine.version is not None:
-                weights, _ = await self._weights_of(staged, self._receiver.tensors(staged))
-                await self._engine.stage(staged, weights)
-            with contextlib.suppress(DeadlineExceeded):
-                differs = functools.partial(lambda seen: self._receiver.staged != seen, staged)
-                await self._receiver.wait_for(differs, what="a version to prepare", timeout=_WATCH_S)
-
-    async def _weights_of(self, version: Version, tensors: Weights) -> tuple[Weights, WeightProbe | None]:
-        """Return what the engine loads of a held version, which is made in another thread and once, and its probe."""
-        published, probe = split_probe(tensors)
-        if self._merge is None:
-            return published, probe
-        if self._merging is None or self._merging[0] != version:
-            work = asyncio.to_thread(self._merge, published)
-            self._merging = version, asyncio.create_task(work, name=f"merge {version}")
-        return await asyncio.shield(self._merging[1]), probe
 
     async def _watch(self) -> None:
         """Wake the steering loop whenever other weights can be had."""
@@ -428,8 +363,7 @@ class RolloutWorker:
     async def _hand_back(self) -> None:
         """End all tasks: give back what is not begun, hand on what runs, deliver the rest, as far as time allows."""
         self._instance.drain()
-        if self._merging is not None:
-            self._merging[1].cancel()
+        self.loader.close()
         samples = {job.task for job in self._in_flight if job.task is not None}
         for task in self._tasks - samples:
             task.cancel()

@@ -262,25 +262,40 @@ class StorageMetrics(RoleMetrics):
         self.budget_waited = self.total("budget_waited_seconds", "time that puts waited for room")
 
 
-class RolloutMetrics(RoleMetrics):
+class LoadingMetrics(RoleMetrics):
+    """An engine that is given one version of the weights after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version_step = self.gauge("version_step", "optimizer step of the weights in use")
+        self.swaps = self.counter("swaps", "changes of weights")
+        self.swap_seconds = self.histogram("swap_seconds", "time that generation stood still for a change of weights")
+        self.stage_seconds = self.histogram("stage_seconds", "time to bring a version beside the running model")
+        self.pull_seconds = self.histogram("pull_seconds", "time to pull a version into host memory")
+        self.pull_fallbacks = self.counter("pull_fallbacks", "pulls that went over the host network instead")
+        self.pulled = self.counter("pulled_bytes", "bytes of versions that came from other processes")
+        self.probe_gap = self.gauge(
+            "probe_gap", "largest difference of the engine's log-probs to those published with its weights, last swap"
+        )
+
+
+class FollowerMetrics(LoadingMetrics):
+    """One follower."""
+
+    role = "follower"
+
+
+class RolloutMetrics(LoadingMetrics):
     """One rollout instance."""
 
     role = "rollout"
 
     def __init__(self) -> None:
         super().__init__()
-        self.version_step = self.gauge("version_step", "optimizer step of the weights in use")
         self.inflight = self.gauge("inflight_sequences", "sequences in generation")
         self.sequences = self.counter("sequences", "sequences ended", "finish")
         self.tokens = self.counter("tokens_generated", "tokens generated")
         self.taken_over = self.counter("tokens_taken_over", "tokens that another rollout made of responses ended here")
-        self.swaps = self.counter("swaps", "changes of weights")
-        self.swap_seconds = self.histogram("swap_seconds", "time that generation stood still for a change of weights")
-        self.probe_gap = self.gauge(
-            "probe_gap", "largest difference of the engine's log-probs to those published with its weights, last swap"
-        )
-        self.pull_seconds = self.histogram("pull_seconds", "time to pull a version into host memory")
-        self.pull_fallbacks = self.counter("pull_fallbacks", "pulls that went over the host network instead")
         self.reward_seconds = self.histogram("reward_seconds", "time to score one sample")
         self.rewards_failed = self.counter("rewards_failed", "samples that got no reward", "failure")
 

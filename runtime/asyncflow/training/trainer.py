@@ -143,9 +143,12 @@ class Trainer:
     def status(self) -> Status:
         """Return what heartbeats report. step: the last completed one; trained: samples of this rank in the next one.
 
-        publishing: step of the version that is being published, -1 for none; saving: whether a checkpoint is written.
+        publishing: step of the version that is being published, -1 for none; publish_s: seconds that the last one took,
+        left out before the first; saving: whether a checkpoint is written.
         """
+        took = {} if self._publication.seconds is None else {"publish_s": self._publication.seconds}
         return {
+            **took,
             "step": self.step,
             "trained": self._backend.trained // self._settings.epochs,
             "publishing": self._publication.underway,

@@ -169,7 +169,8 @@ class Catalogue:
     ) -> Assignment:
         """Return whom a receiver is to pull ``version`` from, and let others pull from it what it has got by then.
 
-        failed: whom it could get nothing from; outside: whether it is no part of the job. Raises StaleHandle for a version that is unknown or not complete.
+        failed: whom it could get nothing from; outside: whether it is no part of the job. Raises StaleHandle for a
+        version that is unknown or not complete.
         """
         self.manifest(version)
         record = self._records[version]

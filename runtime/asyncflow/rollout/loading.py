@@ -1,0 +1,165 @@
+"""The way of a version from the receiver into an engine: merged, staged beside the running model, loaded, proved.
+
+Rollouts and followers load in this way; when to is theirs to decide.
+
+Invariant: weights are prepared once a version, in another thread; what is loaded was compared with the log-probs that
+were published with it, where the engine can tell them, and an engine that has other weights is not used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded
+from asyncflow.identity import Version
+from asyncflow.rollout.engines.base import RolloutEngine
+from asyncflow.rpc.membership import Status
+from asyncflow.telemetry.metrics import LoadingMetrics
+from asyncflow.weights.probe import Proved, WeightProbe, refuted, split_probe
+from asyncflow.weights.receiver import WeightReceiver
+
+log = logging.getLogger(__name__)
+
+EXACT, ROUNDED = 1e-3, 0.25
+"""Most by which an engine's log-probs may differ on average from the trainer's for the same weights, in float32 and in
+bfloat16; those of other weights differ by whole units."""
+_WATCH_S = 3600.0
+
+Weights: TypeAlias = Mapping[str, NDArray[Any]]
+Merge: TypeAlias = Callable[[Weights], Weights]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedWeights:
+    """A version as its engine loads it, and the probe that was published with it."""
+
+    version: Version
+    weights: Weights
+    probe: WeightProbe | None
+
+
+class WeightLoader:
+    """Brings versions of ``receiver`` into ``engine``.
+
+    merge: makes the engine's weights of what is published, called in another thread as soon as a version is staged;
+    None: they are the same. probe_gap: most by which the engine's log-probs may differ on average.
+    """
+
+    def __init__(
+        self,
+        receiver: WeightReceiver,
+        engine: RolloutEngine,
+        *,
+        metrics: LoadingMetrics,
+        probe_gap: float,
+        merge: Merge | None = None,
+    ) -> None:
+        self._receiver = receiver
+        self._engine = engine
+        self._metrics = metrics
+        self._probe_gap = probe_gap
+        self._merge = merge
+        self._merging: tuple[Version, asyncio.Task[Weights]] | None = None
+        self._proved: Proved | None = None
+        self.swaps = 0
+        self._stage_s: float | None = None
+        self._swap_s: float | None = None
+
+    def status(self) -> Status:
+        """Return what heartbeats report of versions, which are packed, -1 for none.
+
+        received: share of ``receiving`` that is here; wire_bytes: received of the last version, what was here already
+        left out; transfer_s, stage_s, swap_s: seconds that the phases took last, left out before the first time.
+        """
+        version, staged, receiving = self._engine.version, self._receiver.staged, self._receiver.progress
+        last = self._receiver.transfers[-1] if self._receiver.transfers else None
+        known = {
+            "transfer_s": None if last is None else last.finished - last.started,
+            "wire_bytes": None if last is None else sum(last.holders.values()),
+            "stage_s": self._stage_s,
+            "swap_s": self._swap_s,
+        }
+        return {
+            "version": -1 if version is None else version.packed,
+            "staged": -1 if staged is None else staged.packed,
+            "receiving": -1 if receiving is None else receiving[0].packed,
+            "received": 0.0 if receiving is None else receiving[1] / max(1, receiving[2]),
+            "swaps": self.swaps,
+            **{name: value for name, value in known.items() if value is not None},
+        }
+
+    async def stage_all(self) -> None:
+        """Prepare each version that is complete here in the engine, while it works with the one before, for ever."""
+        while True:
+            staged = self._receiver.staged
+            if staged is not None and self._engine.version is not None:
+                began = time.monotonic()
+                weights, _ = await self._weights_of(staged, self._receiver.tensors(staged))
+                await self._engine.stage(staged, weights)
+                self._stage_s = time.monotonic() - began
+                self._metrics.stage_seconds.observe(self._stage_s)
+            with contextlib.suppress(DeadlineExceeded):
+                differs = functools.partial(lambda seen: self._receiver.staged != seen, staged)
+                await self._receiver.wait_for(differs, what="a version to prepare", timeout=_WATCH_S)
+
+    async def prepare(self, step: int) -> PreparedWeights:
+        """Take the version of ``step``, which the receiver holds: it is in use from now on."""
+        version, tensors = self._receiver.take(step)
+        weights, probe = await self._weights_of(version, tensors)
+        if self._merging is not None and self._merging[0] == version:
+            self._merging = None
+        return PreparedWeights(version=version, weights=weights, probe=probe)
+
+    async def load(self, prepared: PreparedWeights) -> None:
+        """Swap the engine to a version. Raises AsyncFlowError where it then has other weights than those published."""
+        await self._engine.load(prepared.version, prepared.weights)
+        if prepared.probe is not None:
+            await self._prove(prepared.version, prepared.probe)
+
+    def swapped(self, step: int, seconds: float) -> None:
+        """Take in that a swap to ``step`` held the engine up for ``seconds``."""
+        self.swaps += 1
+        self._swap_s = seconds
+        self._metrics.swaps.inc()
+        self._metrics.swap_seconds.observe(seconds)
+        self._metrics.version_step.set(step)
+
+    def close(self) -> None:
+        """Prepare nothing any more."""
+        if self._merging is not None:
+            self._merging[1].cancel()
+
+    async def _weights_of(self, version: Version, tensors: Weights) -> tuple[Weights, WeightProbe | None]:
+        """Return what the engine loads of a held version, which is made in another thread and once, and its probe."""
+        published, probe = split_probe(tensors)
+        if self._merge is None:
+            return published, probe
+        if self._merging is None or self._merging[0] != version:
+            work = asyncio.to_thread(self._merge, published)
+            self._merging = version, asyncio.create_task(work, name=f"merge {version}")
+        return await asyncio.shield(self._merging[1]), probe
+
+    async def _prove(self, version: Version, probe: WeightProbe) -> None:
+        """Compare the log-probs of the loaded weights with those that were published with them."""
+        probe = probe.shortened(self._engine.max_length - 1)
+        found = await self._engine.probe(probe.ids.tolist())
+        if found is None:
+            return
+        gaps = np.abs(found - probe.logprobs)
+        gap = float(gaps.mean()) if len(gaps) else 0.0
+        self._metrics.probe_gap.set(float(gaps.max(initial=0.0)))
+        log.info("%s: log-probs of %d tokens differ by %.1e from those published with it", version, len(found), gap)
+        if (wrong := refuted(found, probe, before=self._proved, limit=self._probe_gap)) is not None:
+            what = f"the engine does not have the weights of {version}: {wrong}"
+            raise AsyncFlowError(what, where="rollout.engine", hint="It has not loaded all tensors of this model")
+        self._proved = Proved(probe, gap)
