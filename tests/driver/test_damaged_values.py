@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_progress import AUDIT, step_line
 
 from asyncflow import clock
-from asyncflow.api.status import DriverStatus
+from asyncflow.api.status import DriverStatus, VersionsState
 from asyncflow.driver import journal
 from asyncflow.driver.ending import summarize
 from asyncflow.driver.evaluation import EvaluationResult
@@ -71,8 +71,7 @@ def started(folder: Path) -> tuple[RunProgress, DriverStatus, dict[str, Any]]:
         phase="Running",
         attempt=1,
         newest=None,
-        version_bytes=None,
-        transfer_seconds=None,
+        versions=VersionsState(),
         rollouts=(),
         stats=None,
         checkpoint=None,

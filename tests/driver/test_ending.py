@@ -34,6 +34,7 @@ class Job:
             queue=self,
             weights=weights,
             lives=Lives(),
+            swap_at="quota",
             memory=folder / "lives.json",
             started=0.0,
             changed=self.changes.notify,  # type: ignore[arg-type]

@@ -34,6 +34,7 @@ def members(directory: Directory, folder: Path, *, started: float = 0.0) -> Memb
         queue=queue,  # type: ignore[arg-type]
         weights=weights,  # type: ignore[arg-type]
         lives=Lives(opened=0.0),
+        swap_at="quota",
         memory=folder / "lives.json",
         started=started,
         changed=lambda: None,

@@ -6,7 +6,7 @@ from pathlib import Path
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.load import load_job
 from asyncflow.api.status import DriverStatus, SetState
-from asyncflow.driver.members import rollout_state
+from asyncflow.driver.instances import rollout_state
 from asyncflow.driver.progress import RunProgress
 from asyncflow.driver.status import show, waiting_for
 from asyncflow.identity import Version

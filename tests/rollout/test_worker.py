@@ -80,7 +80,7 @@ async def test_standing_still_for_weights_is_counted_and_other_idleness_is_not(w
     rollout = await world.rollout("r0", load_s=0.2)
     meter = rollout.worker.meter
     await world.publish(0)
-    await until(lambda: meter.swaps == 1, "θ0")
+    await until(lambda: rollout.worker.loader.swaps == 1, "θ0")
     await world.publish(1)
     await until(lambda: rollout.receiver.held == [0, 1], "θ1 to be staged")
     assert meter.stall_s == 0
@@ -98,7 +98,7 @@ async def test_a_rollout_is_occupied_while_it_has_rows_also_while_they_wait_for_
     rollout = await world.rollout("r0", load_s=0.2)
     meter = rollout.worker.meter
     await world.publish(0)
-    await until(lambda: meter.swaps == 1, "θ0")
+    await until(lambda: rollout.worker.loader.swaps == 1, "θ0")
     assert meter.occupied.total() == 0
     await world.publish(1)
     world.catalogue.require([1])

@@ -94,10 +94,17 @@ _RESOURCES = (
         columns=(
             _READY,
             _Column(name="Version", path=".status.version", kind="integer"),
+            _Column(name="Behind", path=".status.behind", kind="integer"),
+            _Column(name="Rollouts", path=".status.rollouts", kind="integer"),
+            _Column(name="Followers", path=".status.followers", kind="integer"),
             _Column(name="Bytes", path=".status.bytes", kind="integer"),
-            _Column(name="Seconds", path=".status.transferSeconds", kind="number"),
+            _Column(name="Transfer", path=".status.seconds.transfer", kind="number"),
+            _Column(name="Swap", path=".status.seconds.swap", kind="number"),
             _AGE,
+            _Column(name="Job", path=".status.job", priority=1),
             _Column(name="Attempt", path=".status.attempt", kind="integer", priority=1),
+            _Column(name="Publish", path=".status.seconds.publish", kind="number", priority=1),
+            _Column(name="Stage", path=".status.seconds.stage", kind="number", priority=1),
         ),
     ),
 )

@@ -1,6 +1,9 @@
 """WeightSync: how versions of weights reach those who need them, as part of a job and as a resource of its own.
 
-Invariant: a WeightSync owns no pods and serves one job; its status is bounded however many rollouts there are.
+A job has the fields itself or names a WeightSync that has them. One that names a source instead is for followers: what
+receives the versions of a job and has no other part in it.
+
+Invariant: a WeightSync owns no pods and serves one job; its status is bounded however many instances there are.
 """
 
 from __future__ import annotations
@@ -9,49 +12,113 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from asyncflow.api.base import API_VERSION, Conditions, Frozen, Name, ObjectMeta, Spec, Time
+from asyncflow.api.base import API_VERSION, Conditions, Frozen, Name, ObjectMeta, Quantity, Rule, Spec, Time
+from asyncflow.api.status import VersionsState
 
 PublishedDtype = Literal["float32", "bfloat16"]
+_LEAST_CHUNK, _LARGEST_CHUNK = 64 << 10, 256 << 20
 
 
 class WeightsSpec(Spec):
-    """Transport of weights."""
+    """Form in which versions are published, and how they travel."""
 
     transport: Literal["host", "mooncake", "pairs", "ipc"] = "host"
     """``host``: pulled over the network into host memory, from any peer that has them. The others are faster ways, with
     ``host`` behind them for what they do not bring: ``mooncake``: read one-sided by Mooncake's Transfer Engine, over
     TCP, RDMA or Ascend's links; ``pairs``: sent over process groups of two, by the accelerator's own library (NCCL,
     HCCL) or gloo; ``ipc``: mapped by processes of the same host."""
+    dtype: PublishedDtype | None = None
+    """Dtype to which published weights are rounded. Absent: bfloat16 where the engine computes in it, which
+    rounds them anyway, or the trainer holds them in it (``precision: bf16-stochastic``), else float32."""
+    stagger: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    """Most rollouts that swap at the same time. Absent: the update policy decides."""
+    chunk_bytes: Quantity = Quantity("1Mi")
+    """Most bytes of a version that one answer of a holder has."""
+    delta: bool = True
+    """Send only what differs from a version that both sides hold, where that is less."""
+    bandwidth: Quantity | None = None
+    """Bytes a second that one holder serves at most, to all receivers together. Absent: as many as it can."""
+    keep: Annotated[int, Field(ge=1, le=64)] = 2
+    """Newest versions that stay available although no step needs them any more."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            reads=("chunk_bytes",),
+            ok=lambda weights: _LEAST_CHUNK <= weights.chunk_bytes.bytes <= _LARGEST_CHUNK,
+            cel="quantity(string(self.chunkBytes)).compareTo(quantity('64Ki')) >= 0"
+            " && quantity(string(self.chunkBytes)).compareTo(quantity('256Mi')) <= 0",
+            why="small answers cost more calls than bytes, and several large ones do not fit into memory",
+            fix="Give 64Ki to 256Mi",
+        ),
+        Rule(
+            reads=("bandwidth",),
+            ok=lambda weights: weights.bandwidth is None or weights.bandwidth.bytes >= _LEAST_CHUNK,
+            cel="!has(self.bandwidth) || quantity(string(self.bandwidth)).compareTo(quantity('64Ki')) >= 0",
+            why="no version would ever arrive",
+            fix="Give bytes a second with a unit, 64Ki or more, e.g. 100Mi",
+        ),
+    )
     frozen_fields: ClassVar[tuple[Frozen, ...]] = (
         Frozen(reads="transport", why="holders and receivers agree on it when they start"),
     )
 
 
+_DEFAULTS_CEL = (
+    "self.transport == 'host' && !has(self.dtype) && !has(self.stagger) && self.delta && !has(self.bandwidth)"
+    " && self.keep == 2 && quantity(string(self.chunkBytes)).compareTo(quantity('1Mi')) == 0"
+)
+
+
 class JobWeightsSpec(WeightsSpec):
     """The weight versions of a job: of its own, or of an existing WeightSync by name."""
 
-    dtype: PublishedDtype | None = None
-    """Dtype to which published weights are rounded. Absent: bfloat16 where the engine computes in it, which
-    rounds them anyway, or the trainer holds them in it (``precision: bf16-stochastic``), else float32."""
-
     name: Name | None = None
-    """An existing WeightSync in the job's namespace. Absent: the job makes its own."""
+    """A WeightSync in the job's namespace, or in the file of the manifest, that has the fields above. Absent: the job
+    makes its own."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *WeightsSpec.rules,
+        Rule(
+            reads=("name", "transport", "dtype", "stagger", "chunk_bytes", "delta", "bandwidth", "keep"),
+            ok=lambda weights: weights.name is None or weights.own == WeightsSpec(),
+            cel=f"!has(self.name) || ({_DEFAULTS_CEL})",
+            why="the other fields are those of the WeightSync that it names",
+            fix="Set them there, or leave name out",
+        ),
+    )
+
+    @property
+    def own(self) -> WeightsSpec:
+        """The fields that a WeightSync has, too."""
+        return WeightsSpec.model_construct(**{field: getattr(self, field) for field in WeightsSpec.model_fields})
+
+    @classmethod
+    def of(cls, weights: WeightsSpec) -> JobWeightsSpec:
+        """Return the section of a job that has the fields of ``weights`` itself."""
+        return cls(**{field: getattr(weights, field) for field in WeightsSpec.model_fields})
 
 
-class Laggard(Spec):
-    """A rollout that is behind."""
+class WeightSourceSpec(Spec):
+    """Origin of versions that followers receive."""
 
-    id: Annotated[str, StringConstraints(max_length=128)]
-    """Its worker id."""
-    version: Annotated[int, Field(ge=0)]
-    """Step of the version that it serves."""
-    lag: Annotated[int, Field(ge=0)]
-    """Versions behind the newest."""
+    job: Name
+    """An RLJob of the namespace: what its trainer publishes."""
 
 
-class WeightsStatus(Spec):
-    """State of a WeightSync as the operator observed it."""
+class SyncSpec(WeightsSpec):
+    """The versions of the job that names this object, or of a source for followers."""
+
+    source: WeightSourceSpec | None = None
+    """Origin of the versions where this object is for followers. Absent: the trainer of the job that names it."""
+
+    frozen_fields: ClassVar[tuple[Frozen, ...]] = (
+        *WeightsSpec.frozen_fields,
+        Frozen(reads="source", why="followers have certificates of one source"),
+    )
+
+
+class WeightsStatus(VersionsState):
+    """State of a WeightSync as the operator observed it: what the driver says of versions, and about whose they are."""
 
     observed_generation: Annotated[int, Field(ge=0)] = 0
     """Generation of the spec that this status speaks of."""
@@ -59,18 +126,16 @@ class WeightsStatus(Spec):
     """Accepted, Ready, Lagging."""
     progress_time: Time | None = None
     """Time at which this status was written: its figures are as of then."""
+    job: Name | None = None
+    """The job whose versions these are; absent where there is none."""
     version: Annotated[int, Field(ge=0)] = 0
     """Step of the newest published version."""
     attempt: Annotated[int, Field(ge=0)] = 0
     """Trainer attempt that made it."""
-    lag: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=16)] = ()
-    """Histogram: entry i counts the rollouts that are i versions behind; the last entry, those further behind."""
-    laggards: Annotated[tuple[Laggard, ...], Field(max_length=10)] = ()
-    """The ten rollouts that are furthest behind."""
-    bytes: Annotated[int, Field(ge=0)] | None = None
-    """Bytes of one version; absent while unknown."""
-    transfer_seconds: Annotated[float, Field(ge=0)] | None = None
-    """Median duration of the rollouts' last transfers; absent while unknown."""
+    address: Annotated[str, StringConstraints(max_length=256)] | None = None
+    """Address that followers dial."""
+    certificate: Annotated[str, StringConstraints(max_length=253)] | None = None
+    """Secret with the certificate that followers show."""
 
 
 class WeightSync(Spec):
@@ -82,7 +147,7 @@ class WeightSync(Spec):
     """WeightSync."""
     metadata: ObjectMeta
     """Name, namespace, labels, annotations."""
-    spec: WeightsSpec = Field(default_factory=WeightsSpec)
+    spec: SyncSpec = Field(default_factory=SyncSpec)
     """Desired state."""
     status: WeightsStatus | None = None
     """Observed state; written by the operator."""

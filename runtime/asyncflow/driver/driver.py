@@ -168,7 +168,7 @@ class Driver:
         self.schedule = Schedule.of(spec)
         self.progress = RunProgress(folder, steps=spec.algorithm.steps, now=clock.now())
         self.assignment = PromptAssignment(prompts_per_step=spec.algorithm.prompts_per_step, steps=spec.algorithm.steps)
-        self.weights = CatalogueService(server)
+        self.weights = CatalogueService(server, catalogue=Catalogue(keep=spec.weight_sync.keep))
         self._turns: TurnService | None = None
         if spec.schedule.update == "staggered":
             turns = self._turns = TurnService(server, turns=Turns(), supply=self._supply)
@@ -184,6 +184,7 @@ class Driver:
             queue=queue,
             weights=self.weights,
             lives=self.lives,
+            swap_at=spec.schedule.swap_at,
             memory=folder / LIVES,
             started=self.progress.now,
             changed=self.changes.notify,
@@ -302,8 +303,7 @@ class Driver:
             phase=self.phase,
             attempt=self.members.trainer_attempt,
             newest=newest,
-            version_bytes=self.versions.nbytes,
-            transfer_seconds=self.members.transfer_seconds,
+            versions=self.members.versions(nbytes=self.versions.nbytes, newest=newest),
             rollouts=self.members.rollouts(newest=newest, lag=self.schedule.lag),
             stats=self._stats,
             checkpoint=self._ending.checkpoint,

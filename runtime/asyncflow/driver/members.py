@@ -2,27 +2,28 @@
 
 Invariant: directives are levels, so a member that missed one heartbeat misses nothing; a rollout that is gone loses its
 leases at once, and what it had produced until then stays counted, by the next driver too; a member is known to have
-lived, and to have worked, up to its last heartbeat and no further.
+lived, and to have worked, up to its last heartbeat and no further. Followers are told what all are told, and nothing
+waits for one of them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import statistics
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
-from asyncflow.api.status import RolloutState
+from asyncflow.api.names import FOLLOWER
+from asyncflow.api.status import RolloutState, VersionsState
+from asyncflow.driver.instances import rollout_state, versions_state
 from asyncflow.driver.journal import StateFile
 from asyncflow.driver.lives import Life, Lives
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, StaleHandle
-from asyncflow.identity import Version
+from asyncflow.flow.instance import SwapAt
 from asyncflow.queue.client import QueueClient
 from asyncflow.rpc.directory import Directory
 from asyncflow.rpc.membership import AGE, Best, Directives, Member, Status
@@ -35,14 +36,12 @@ LAST = (frozenset(("controller", "storage")), frozenset(("holder", "master")))
 """Roles that are dismissed last, because the others hand back to them, and those that they in turn rely on."""
 HEARTBEAT_POLL_S = 0.05
 
-Standing = Literal["starting", "ready", "lagging", "draining", "lost"]
-
 
 class Members:
     """Watches a directory.
 
-    lives: what is known of them, and was by earlier drivers, from ``memory``, a file. started: when this driver was,
-    by ``clock.now``. changed: called whenever a member came or went.
+    lives: what is known of them, and was by earlier drivers, from ``memory``, a file. swap_at: when rollouts do.
+    started: when this driver was, by ``clock.now``. changed: called whenever a member came or went.
     """
 
     def __init__(
@@ -52,12 +51,14 @@ class Members:
         queue: QueueClient,
         weights: CatalogueService,
         lives: Lives,
+        swap_at: SwapAt,
         memory: Path,
         started: float,
         changed: Callable[[], None],
     ) -> None:
         self.trainer_attempt = 0
         self.lives = lives
+        self._swap_at = swap_at
         self._memory = StateFile(memory)
         self.lives.restore(self._memory.read(dict[str, Life]) or {})
         self._started = started
@@ -94,11 +95,14 @@ class Members:
         """Number of members of each role."""
         return Counter(member.role for member in self._directory.members())
 
-    @property
-    def transfer_seconds(self) -> float | None:
-        """Median duration of the rollouts' last transfers of weights, None before there was one."""
-        lasted = [float(status["pull_s"]) for status in self.statuses("rollout") if "pull_s" in status]
-        return statistics.median(lasted) if lasted else None
+    def versions(self, *, nbytes: int | None, newest: int | None) -> VersionsState:
+        """Return how versions reach those that load them. nbytes, newest: size and step of the newest version."""
+        directory = self._directory
+        heard = [
+            (member, directory.status(member.incarnation), directory.silent_s(member.incarnation) or 0.0)
+            for member in directory.members()
+        ]
+        return versions_state(heard, nbytes=nbytes, newest=newest, swap_at=self._swap_at)
 
     def statuses(self, role: str) -> list[Status]:
         """Return what the members of a role reported in their last heartbeats."""
@@ -119,6 +123,11 @@ class Members:
             for member in self._directory.members("rollout")
         ]
 
+    @property
+    def _own(self) -> list[Member]:
+        """The members that are a part of the job: nothing waits for followers."""
+        return [member for member in self._directory.members() if member.role != FOLLOWER]
+
     async def gather(self, needed: Counter[str], *, changed: Callable[[], Awaitable[None]], within_s: float) -> None:
         """Wait until so many of each role are there. Raises DeadlineExceeded."""
         deadline = time.monotonic() + within_s
@@ -135,7 +144,7 @@ class Members:
         """Wait until everybody who is there has sent another heartbeat, at most ``within_s`` seconds."""
         asked = time.monotonic()
         while (waited := time.monotonic() - asked) < within_s:
-            silent = [self._directory.silent_s(member.incarnation) or 0.0 for member in self._directory.members()]
+            silent = [self._directory.silent_s(member.incarnation) or 0.0 for member in self._own]
             if max(silent, default=0.0) < waited:
                 return
             await asyncio.sleep(HEARTBEAT_POLL_S)
@@ -148,7 +157,7 @@ class Members:
     def observe(self, now: float) -> None:
         """Record what members reported in their last heartbeats, and that this driver lives; now: ``clock.now()``."""
         self.lives.observe(f"driver {self._started}", role="driver", started=self._started, now=now)
-        for member in self._directory.members():
+        for member in self._own:
             status = self._directory.status(member.incarnation)
             seen = now - (self._directory.silent_s(member.incarnation) or 0.0)
             self.lives.observe(
@@ -173,15 +182,15 @@ class Members:
         self._checkpoints_asked += 1
 
     async def dismiss(self, *, within_s: float) -> None:
-        """Direct all members to stop, and wait until they have left, at most ``within_s`` seconds."""
+        """Direct all members to stop, and wait until the job's own have left, at most ``within_s`` seconds."""
         self._stopping = True
         try:
             async with asyncio.timeout(within_s):
-                while self._directory.members():
+                while self._own:
                     self._somebody_left.clear()
                     await self._somebody_left.wait()
         except TimeoutError:
-            rest = ", ".join(str(member) for member in self._directory.members())
+            rest = ", ".join(map(str, self._own))
             log.warning("these members have not left within %g s: %s", within_s, rest)
 
     def _directives(self, member: Member) -> Directives:
@@ -194,7 +203,7 @@ class Members:
         )
 
     def _may_go(self, member: Member) -> bool:
-        return self._turn(member) <= min(map(self._turn, self._directory.members()))
+        return self._turn(member) <= min(map(self._turn, self._own), default=0)
 
     def _turn(self, member: Member) -> int:
         return next((1 + turn for turn, roles in enumerate(LAST) if member.role in roles), 0)
@@ -220,23 +229,3 @@ class Members:
             await self._queue.expire(worker=member.incarnation, timeout=EXPIRE_S)
         except AsyncFlowError as error:
             log.warning("the leases of %s end by themselves: %s", member, error)
-
-
-def rollout_state(member: Member, status: Status, *, newest: int | None, lag: int) -> RolloutState:
-    """Return one rollout's state from its last heartbeat; it lags when it is further behind than the schedule says."""
-    packed = status.get("version")
-    version = Version.unpack(packed).step if isinstance(packed, int) and packed >= 0 else None
-    standing: Standing = "ready"
-    if status.get("draining"):
-        standing = "draining"
-    elif version is None:
-        standing = "starting"
-    elif newest is not None and newest - version > lag + 1:
-        standing = "lagging"
-    return RolloutState(
-        id=member.incarnation,
-        index=member.index,
-        state=standing,
-        version=version or 0,
-        inflight=int(status.get("inflight", 0)),
-    )

@@ -26,6 +26,7 @@ from asyncflow.api.status import (
     SetState,
     Staleness,
     StepProgress,
+    VersionsState,
 )
 from asyncflow.driver.evaluation import SetResult
 from asyncflow.driver.progress import RunProgress
@@ -46,8 +47,7 @@ def build_status(
     phase: Phase,
     attempt: int,
     newest: int | None,
-    version_bytes: int | None,
-    transfer_seconds: float | None,
+    versions: VersionsState,
     rollouts: Sequence[RolloutState],
     stats: QueueStats | None,
     checkpoint: tuple[int, float] | None,
@@ -62,10 +62,9 @@ def build_status(
 ) -> DriverStatus:
     """Put together what is known now.
 
-    newest: step of the newest version; version_bytes: its size; transfer_seconds: what its transfers take; checkpoint:
-    step and when, by ``clock.now``; best: what the trainer keeps as the best; recent: what the elastic policy goes by;
-    prompts_skipped: those that were too long; step_progress: how far the next step is; clock_ahead_s: by how much the
-    system clock is ahead of ``clock.now``.
+    newest: step of the newest version; checkpoint: step and when, by ``clock.now``; best: what the trainer keeps as the
+    best; recent: what the elastic policy goes by; prompts_skipped: those that were too long; step_progress: how far the
+    next step is; clock_ahead_s: by how much the system clock is ahead of ``clock.now``.
     """
     last: dict[str, Any] = progress.lines[-1] if progress.lines else {}
     evaluation = progress.evaluations[max(progress.evaluations)] if progress.evaluations else None
@@ -87,8 +86,7 @@ def build_status(
         step_p95=progress.step_p95(),
         staleness=_staleness(last) if last else Staleness(),
         version=newest or 0,
-        version_bytes=version_bytes,
-        transfer_seconds=transfer_seconds,
+        versions=versions,
         queue=_depth(stats),
         trainer_wait_share=progress.wait_share(),
         recent=recent,

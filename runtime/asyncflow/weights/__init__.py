@@ -1,1 +1,22 @@
-"""Weights: immutable versions that a trainer publishes and every rollout pulls for itself."""
+"""Weights: immutable versions that a trainer publishes and every rollout pulls for itself.
+
+``follow`` is for inference processes of others: every new version of a job, as tensors.
+
+Invariant: importing the package loads nothing heavy; each name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncflow.weights.follow import Follower, follow
+
+__all__ = ["Follower", "follow"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("asyncflow.weights.follow"), name)

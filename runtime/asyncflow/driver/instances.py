@@ -1,0 +1,127 @@
+"""What heartbeats tell of rollouts and followers: which version each serves, how far behind that is, and why. Pure.
+
+Invariant: what is returned of all of them together is bounded, however many there are; a cause is only what a heartbeat
+says, or that there was none.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, Literal
+
+from asyncflow.api.names import FOLLOWER
+from asyncflow.api.status import LAG_BUCKETS, MOST_LAGGARDS, Laggard, PhaseSeconds, RolloutState, VersionsState
+from asyncflow.flow.instance import SwapAt
+from asyncflow.identity import Version
+from asyncflow.rpc.membership import Member, Status
+
+SILENT_S: Final = 2.5
+"""Seconds without a heartbeat after which that is the reason for what an instance has not done."""
+_SWAPS_WHEN: Final[Mapping[SwapAt, str]] = MappingProxyType(
+    {"quota": "generating until its share is done", "sequence": "generating until its sequences end"}
+)
+
+Standing = Literal["starting", "ready", "lagging", "draining", "lost"]
+Heard = tuple[Member, Status, float]
+"""A member, what it said in its last heartbeat, and the seconds since."""
+
+
+def rollout_state(member: Member, status: Status, *, newest: int | None, lag: int) -> RolloutState:
+    """Return one rollout's state from its last heartbeat; it lags when it is further behind than the schedule says."""
+    version = _step_of(status, "version")
+    standing: Standing = "ready"
+    if status.get("draining"):
+        standing = "draining"
+    elif version is None:
+        standing = "starting"
+    elif newest is not None and newest - version > lag + 1:
+        standing = "lagging"
+    return RolloutState(
+        id=member.incarnation,
+        index=member.index,
+        state=standing,
+        version=version or 0,
+        inflight=int(status.get("inflight", 0)),
+    )
+
+
+def versions_state(heard: Sequence[Heard], *, nbytes: int | None, newest: int | None, swap_at: SwapAt) -> VersionsState:
+    """Return how versions reach those that load them.
+
+    heard: all members; nbytes, newest: size and step of the newest version; swap_at: when rollouts swap.
+    """
+    trainers = [status for member, status, _ in heard if member.role == "trainer"]
+    loading = [each for each in heard if each[0].role in ("rollout", FOLLOWER)]
+    serving = [each for each in loading if _step_of(each[1], "version") is not None]
+    behind = {member.incarnation: _lag(status, newest) for member, status, _ in serving}
+    late = sorted((each for each in serving if behind[each[0].incarnation]), key=lambda each: _order(each, behind))
+    counts = Counter(member.role for member, _, _ in serving)
+    told = [status for _, status, _ in loading]
+    wire_bytes = median("wire_bytes", told)
+    return VersionsState(
+        rollouts=counts["rollout"],
+        followers=counts[FOLLOWER],
+        behind=len(late),
+        lag=histogram(behind.values()),
+        laggards=tuple(
+            Laggard(
+                id=member.incarnation,
+                version=_step_of(status, "version") or 0,
+                lag=behind[member.incarnation],
+                cause=cause(status, silent_s, swap_at=swap_at if member.role == "rollout" else "token"),
+            )
+            for member, status, silent_s in late[:MOST_LAGGARDS]
+        ),
+        bytes=nbytes,
+        wire_bytes=None if wire_bytes is None else int(wire_bytes),
+        seconds=PhaseSeconds(
+            publish=median("publish_s", trainers),
+            transfer=median("transfer_s", told),
+            stage=median("stage_s", told),
+            swap=median("swap_s", told),
+        ),
+    )
+
+
+def histogram(lags: Collection[int]) -> tuple[int, ...]:
+    """Count instances by how many versions they are behind; the last entry that there can be counts those further."""
+    counts = Counter(min(lag, LAG_BUCKETS - 1) for lag in lags)
+    return tuple(counts[lag] for lag in range(max(counts, default=-1) + 1))
+
+
+def median(figure: str, statuses: Iterable[Status]) -> float | None:
+    """Return the median of a figure over those that report it, None where nobody does."""
+    told = [float(status[figure]) for status in statuses if figure in status]
+    return statistics.median(told) if told else None
+
+
+def cause(status: Status, silent_s: float, *, swap_at: SwapAt) -> str:
+    """Return why an instance does not serve the newest version, as far as its heartbeat ``silent_s`` ago tells."""
+    current, staged, receiving = (_step_of(status, which) for which in ("version", "staged", "receiving"))
+    if silent_s > SILENT_S:
+        return f"no heartbeat for {silent_s:.0f} s"
+    if status.get("draining"):
+        return "draining"
+    if staged is not None and staged != current:
+        when = _SWAPS_WHEN.get(swap_at) if status.get("running") else None
+        return f"θ_{staged} is here; {when or 'about to swap'}"
+    if receiving is not None:
+        return f"receiving θ_{receiving}, {float(status.get('received', 0.0)):.0%} of it here"
+    return "has not begun to receive a newer version"
+
+
+def _order(heard: Heard, behind: Mapping[str, int]) -> tuple[int, str, int]:
+    member = heard[0]
+    return -behind[member.incarnation], member.role, member.index
+
+
+def _lag(status: Status, newest: int | None) -> int:
+    return max(0, (newest or 0) - (_step_of(status, "version") or 0))
+
+
+def _step_of(status: Status, which: str) -> int | None:
+    packed = status.get(which)
+    return Version.unpack(packed).step if isinstance(packed, int) and packed >= 0 else None

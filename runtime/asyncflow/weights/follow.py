@@ -1,0 +1,140 @@
+"""Following a job from outside: a member of it that receives every new version and has no other part in it.
+
+    async with follow("tcp://...", tls=folder) as versions:
+        async for version, tensors in versions:
+            ...  # tensors: by name, read-only
+
+Versions come in the order in which they were published, the newest each time: one that was not taken before the next
+had come is left out. A trainer that is started again publishes again from its checkpoint on, as a newer attempt.
+
+Invariant: the job waits for no follower and pulls from none. What a follower is given was checked against the digests
+of the trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Final, Self
+
+from asyncflow.api.names import FOLLOWER
+from asyncflow.errors import DeadlineExceeded
+from asyncflow.identity import Version
+from asyncflow.rpc.access import worker_name
+from asyncflow.rpc.membership import Directives, Member, Membership, Status
+from asyncflow.rpc.tls import Credentials
+from asyncflow.weights.probe import split_probe
+from asyncflow.weights.receiver import Layout, WeightReceiver, whole
+from asyncflow.weights.slices import AnyArray
+from asyncflow.weights.transfer import TransferRecord
+from asyncflow.weights.transport import Transport, open_transport
+
+JOIN_S: Final = 60.0
+"""Seconds for which a driver that does not answer is waited for."""
+_PLACES: Final = 1 << 29
+"""Followers take a place at random, so that any number of them need not know each other."""
+_WATCH_S: Final = 3600.0
+
+
+class Follower:
+    """A follower of the job whose driver is at ``driver``; an asynchronous iterator of versions and their tensors.
+
+    transport: made for this follower alone; http: where it serves metrics, "" where it serves none; status: what
+    heartbeats report, see ``Membership``; layout: what is needed of each tensor; on_transfer: called with the record of
+    every finished transfer. receiver: that which holds the versions. ended: True once the driver has said that the job
+    ends, or that another process has this place.
+    """
+
+    def __init__(
+        self,
+        *,
+        driver: str,
+        transport: Transport,
+        credentials: Credentials | None = None,
+        http: str = "",
+        status: Callable[[], Status] = dict,
+        layout: Layout = whole,
+        on_transfer: Callable[[TransferRecord], None] | None = None,
+    ) -> None:
+        place = secrets.randbelow(_PLACES)
+        worker = worker_name(FOLLOWER, place, uuid.uuid4().hex)
+        member = Member(role=FOLLOWER, index=place, incarnation=worker, http=http)
+        self.ended = False
+        self._membership = Membership(driver=driver, member=member, credentials=credentials, status=status)
+        self._membership.on_directives.append(self._obey)
+        self.receiver = WeightReceiver(
+            membership=self._membership, worker=worker, transport=transport, layout=layout, on_transfer=on_transfer
+        )
+
+    async def start(self, *, within_s: float) -> None:
+        """Join the job and begin to receive. Raises DeadlineExceeded where its driver does not answer."""
+        try:
+            await self._membership.join(within_s)
+        except BaseException:
+            await self._membership.close()
+            raise
+        await self.receiver.start()
+
+    async def close(self) -> None:
+        """Leave. Tensors that were given stay valid for as long as they are referenced."""
+        await self.receiver.close()
+        await self._membership.close()
+
+    async def newer(self) -> Version | None:
+        """Wait until a version is here that is newer than the one taken last; None where the job ends instead."""
+        while (staged := self.receiver.staged) is None and not self.ended:
+            with contextlib.suppress(DeadlineExceeded):
+                await self.receiver.wait_for(self._changed, what="a version to follow", timeout=_WATCH_S)
+        return staged
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[Version, Mapping[str, AnyArray]]:
+        version = await self.newer()
+        if version is None:
+            raise StopAsyncIteration
+        taken, tensors = self.receiver.take(version.step)
+        return taken, split_probe(tensors)[0]
+
+    def _changed(self) -> bool:
+        return self.receiver.staged is not None or self.ended
+
+    def _obey(self, directives: Directives) -> None:
+        if directives.stop:
+            self.ended = True
+            self.receiver.notify()
+
+
+@contextlib.asynccontextmanager
+async def follow(
+    driver: str,
+    *,
+    tls: Path | str | None = None,
+    transport: str = "host",
+    host: str = "127.0.0.1",
+    layout: Layout = whole,
+    join_s: float = JOIN_S,
+) -> AsyncIterator[Follower]:
+    """Follow the job whose driver is at the address ``driver``: iterate over what this yields.
+
+    tls: folder with a certificate of the role ``follower`` of that job, as ``ASYNCFLOW_TLS`` names one; host: the
+    address at which this process is reached by other followers; transport: that of the job's ``spec.weightSync``;
+    layout: which box of each tensor is needed (name, shape), all of it by default. Tensors are read-only numpy arrays,
+    bfloat16 as its bits in uint16; those of a job with LoRA are its adapters.
+
+    The event loop must stay free: load what is given in a thread. A process that does not run for some seconds counts
+    as lost, and joins again by itself. Raises ManifestError for a certificate that cannot be used, DeadlineExceeded
+    where the driver does not answer within ``join_s`` seconds, Refused where it lets no follower in.
+    """
+    credentials = Credentials.of_environment() if tls is None else Credentials(Path(tls))
+    opened = open_transport(transport, name=FOLLOWER, bind=f"tcp://{host}:*", credentials=credentials)
+    follower = Follower(driver=driver, transport=opened, credentials=credentials, layout=layout)
+    await follower.start(within_s=join_s)
+    try:
+        yield follower
+    finally:
+        await follower.close()
