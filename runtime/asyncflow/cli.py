@@ -106,6 +106,20 @@ def audit(directory: Path) -> int:
     return inspect.audit(directory)
 
 
+@app.command()
+@click.argument("directory", metavar="RUN", type=_DIRECTORY)
+@click.option("--http-port", type=click.IntRange(0, 65535), default=0, help="Port of /metrics; 0 is any.")
+@click.option("--serve-port", type=click.IntRange(0, 65535), default=0, help="Port of the inference service; 0 is any.")
+def follow(directory: Path, http_port: int, serve_port: int) -> int:
+    """Serve the newest weights of a run with an engine of its own, until Ctrl-C."""
+    from asyncflow.plugins import importing
+
+    with importing():
+        from asyncflow.commands import follow as command
+
+    return command.follow(directory, http_port=http_port, serve_port=serve_port)
+
+
 @app.command(hidden=True)
 @click.option("--check", is_flag=True, help="Write nothing; exit status 1 where a file is not what it should be.")
 @click.option("--directory", type=_DIRECTORY, default=Path("crds"), show_default=True, help="Where the files are.")
@@ -137,11 +151,12 @@ def reference(check: bool, file: Path) -> int:
 @click.argument("name")
 @click.option("--job", type=_DIRECTORY, required=True, help="The manifest, of a job or a TransferQueue.")
 @click.option("--driver", required=True, metavar="ADDRESS", help="The address that all dial, e.g. tcp://10.0.0.7:5571.")
-@click.option("--index", type=click.IntRange(min=0), required=True, help="Which replica, or rank.")
-@click.option("--attempt", type=click.IntRange(min=0), required=True, help="Grows with every restart.")
+@click.option("--index", type=click.IntRange(min=0), default=0, help="Which replica, or rank.")
+@click.option("--attempt", type=click.IntRange(min=0), default=0, help="Grows with every restart.")
 @click.option("--workdir", type=_DIRECTORY, required=True, help="Folder of the run.")
 @click.option("--http-port", type=click.IntRange(0, 65535), default=0, help="Port of /metrics; 0 is any.")
 @click.option("--control-port", type=click.IntRange(0, 65535), default=0, help="Port to direct a driver at; 0 is any.")
+@click.option("--serve-port", type=click.IntRange(0, 65535), default=0, help="Port of a follower's inference service.")
 @click.option("--http-socket", type=click.IntRange(min=3), hidden=True, help="Descriptor of a bound socket instead.")
 @click.option(
     "--insecure", is_flag=True, help="Serve other hosts without a certificate: whoever reaches it may do all."

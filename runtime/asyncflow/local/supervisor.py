@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncflow.api.names import CLIENT, OPERATOR, VIEWER
+from asyncflow.api.names import CLIENT, FOLLOWER, OPERATOR, VIEWER
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, DiskError, RoleFailed
 from asyncflow.local import reaper
 from asyncflow.local.folder import Placed, Record, RoleLog, RunFolder, attempts_in_logs, load_record, open_log
@@ -415,4 +415,5 @@ def local_site(roles: Sequence[Role], *, folder: RunFolder, limits: Limits, port
         people = issuer.issue(VIEWER if is_job else CLIENT)
         if is_job:
             issuer.issue(OPERATOR)
+            issuer.issue(FOLLOWER)
         yield LocalSite(supervisor=supervisor, address=address, http_port=http_port, certificate=people)

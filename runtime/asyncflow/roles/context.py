@@ -77,9 +77,9 @@ class RoleOptions:
     """The command line of a role.
 
     job: the manifest, a job's or a queue's; driver: the address that all dial, the own one of whoever leads; http_port:
-    0 is any, as is control_port, of the driver's control service; http_socket: descriptor of a bound socket to serve it
-    at instead; local_rank: which rank of its replica this process is, None for a replica itself, which is its only rank
-    or starts several.
+    0 is any, as are control_port, of the driver's control service, and serve_port, of a follower's inference service;
+    http_socket: descriptor of a bound socket to serve HTTP at instead; local_rank: which rank of its replica this
+    process is, None for a replica itself, which is its only rank or starts several.
     """
 
     role: str
@@ -91,6 +91,7 @@ class RoleOptions:
     http_port: int = 0
     control_port: int = 0
     http_socket: int | None = None
+    serve_port: int = 0
     local_rank: int | None = None
 
 
@@ -239,15 +240,18 @@ class JobContext(ProcessContext):
 
     def transport(self, accelerator: AcceleratorSpec) -> Transport:
         """Open the transport of weights of this worker, which has devices of ``accelerator``."""
-        profile = PROFILES[accelerator.profile]
+        weights, profile = self.job.spec.weight_sync, PROFILES[accelerator.profile]
         device = profile.device if profile.device == "cpu" else f"{profile.device}:{self.options.local_rank or 0}"
         return open_transport(
-            self.job.spec.weight_sync.transport,
+            weights.transport,
             device=device,
             collective=profile.collective,
             name=f"{self.options.role}-{self.options.index}",
             bind=self.bind,
             credentials=self.credentials,
+            chunk_bytes=weights.chunk_bytes.bytes,
+            delta=weights.delta,
+            bandwidth=None if weights.bandwidth is None else weights.bandwidth.bytes,
         )
 
     def control(self, routes: Iterable[web.RouteDef], *, refused: Callable[[str, str], None]) -> HttpServer | None:

@@ -17,7 +17,7 @@ from asyncflow.queue.client import QueueClient
 from asyncflow.rewards.service import open_rewards
 from asyncflow.roles.context import JobContext, RoleOptions, job_folder, run_role
 from asyncflow.rollout.engines import open_engine
-from asyncflow.rollout.engines.base import Devices
+from asyncflow.rollout.engines.base import Devices, RolloutEngine
 from asyncflow.rollout.job import RolloutSettings
 from asyncflow.rollout.loading import EXACT, ROUNDED
 from asyncflow.rollout.worker import RolloutWorker, wanted_by
@@ -35,25 +35,11 @@ def main(options: RoleOptions) -> int:
 
 async def serve(context: JobContext) -> None:
     """Generate until told to stop or to drain."""
-    spec, options, accelerator = context.job.spec, context.options, context.job.spec.rollout.accelerator
+    spec, options = context.job.spec, context.options
     metrics = RolloutMetrics()
     folder = materialize_config(spec.model.source, options.workdir)
     tokenizer = Tokenizer.load(folder)
-    engine = open_engine(
-        spec.rollout.engine.name,
-        folder=folder,
-        slots=spec.rollout.engine.slots,
-        max_length=spec.sampling.max_prompt_tokens + spec.sampling.max_tokens,
-        threads=spec.rollout.threads,
-        dtype=spec.rollout.engine.dtype,
-        seed=spec.algorithm.seed,
-        options=spec.rollout.engine.options,
-        decode=partial(tokenizer.decode, skip_special_tokens=False),
-        devices=Devices(
-            kind=PROFILES[accelerator.profile].device, count=max(1, accelerator.count), share=accelerator.share
-        ),
-        deterministic=spec.schedule.deterministic,
-    )
+    engine = engine_of(spec, folder, tokenizer)
     metrics.relay(engine.metrics)
     special = {text: tokenizer.special_id(text) for text in spec.sampling.stop}
     rewards = open_rewards(
@@ -78,7 +64,7 @@ async def serve(context: JobContext) -> None:
     def pulled(record: TransferRecord) -> None:
         metrics.pull_seconds.observe(record.finished - record.started)
         metrics.pull_fallbacks.inc(record.fallbacks)
-        metrics.pulled.inc(sum(record.holders.values()))
+        metrics.pulled.inc(record.sent)
 
     async with contextlib.AsyncExitStack() as stack:
         merge = await asyncio.to_thread(merge_of, spec, folder)
@@ -92,7 +78,7 @@ async def serve(context: JobContext) -> None:
         receiver = WeightReceiver(
             membership=membership,
             worker=context.worker,
-            transport=context.transport(accelerator),
+            transport=context.transport(spec.rollout.accelerator),
             want=wanted_by(instance),
             on_transfer=pulled,
         )
@@ -116,7 +102,7 @@ async def serve(context: JobContext) -> None:
                 lease_s=spec.rollout.lease_seconds,
                 drain_s=spec.rollout.drain_seconds,
                 mixes=spec.schedule.swap_at == "token",
-                probe_gap=EXACT if computes_exactly(spec) else ROUNDED,
+                probe_gap=probe_gap_of(spec),
             ),
             metrics=metrics,
             merge=merge,
@@ -131,9 +117,30 @@ async def serve(context: JobContext) -> None:
             draining.cancel()
 
 
-def computes_exactly(spec: RLJobSpec) -> bool:
-    """Return whether trainer and engine compute in float32, with weights that were not rounded on their way."""
-    return spec.rollout.engine.dtype == spec.published_dtype == spec.trainer.backend.precision == "float32"
+def engine_of(spec: RLJobSpec, folder: Path, tokenizer: Tokenizer) -> RolloutEngine:
+    """Return the engine of the job's rollouts for the model in ``folder``, not started."""
+    accelerator = spec.rollout.accelerator
+    return open_engine(
+        spec.rollout.engine.name,
+        folder=folder,
+        slots=spec.rollout.engine.slots,
+        max_length=spec.longest,
+        threads=spec.rollout.threads,
+        dtype=spec.rollout.engine.dtype,
+        seed=spec.algorithm.seed,
+        options=spec.rollout.engine.options,
+        decode=partial(tokenizer.decode, skip_special_tokens=False),
+        devices=Devices(
+            kind=PROFILES[accelerator.profile].device, count=max(1, accelerator.count), share=accelerator.share
+        ),
+        deterministic=spec.schedule.deterministic,
+    )
+
+
+def probe_gap_of(spec: RLJobSpec) -> float:
+    """Return by how much an engine's log-probs may differ from the trainer's, where it has the same weights."""
+    exact = spec.rollout.engine.dtype == spec.published_dtype == spec.trainer.backend.precision == "float32"
+    return EXACT if exact else ROUNDED
 
 
 def merge_of(spec: RLJobSpec, folder: Path) -> MergedWeights | None:

@@ -76,26 +76,17 @@ class WeightLoader:
         self._swap_s: float | None = None
 
     def status(self) -> Status:
-        """Return what heartbeats report of versions, which are packed, -1 for none.
+        """Return what heartbeats report: what the receiver does, but of the version that is loaded.
 
-        received: share of ``receiving`` that is here; wire_bytes: received of the last version, what was here already
-        left out; transfer_s, stage_s, swap_s: seconds that the phases took last, left out before the first time.
+        stage_s, swap_s: seconds that the phases took last, left out before the first time.
         """
-        version, staged, receiving = self._engine.version, self._receiver.staged, self._receiver.progress
-        last = self._receiver.transfers[-1] if self._receiver.transfers else None
-        known = {
-            "transfer_s": None if last is None else last.finished - last.started,
-            "wire_bytes": None if last is None else sum(last.holders.values()),
-            "stage_s": self._stage_s,
-            "swap_s": self._swap_s,
-        }
+        version = self._engine.version
+        took = {"stage_s": self._stage_s, "swap_s": self._swap_s}
         return {
+            **self._receiver.status(),
             "version": -1 if version is None else version.packed,
-            "staged": -1 if staged is None else staged.packed,
-            "receiving": -1 if receiving is None else receiving[0].packed,
-            "received": 0.0 if receiving is None else receiving[1] / max(1, receiving[2]),
             "swaps": self.swaps,
-            **{name: value for name, value in known.items() if value is not None},
+            **{phase: seconds for phase, seconds in took.items() if seconds is not None},
         }
 
     async def stage_all(self) -> None:

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncflow.weights.follow import Follower, follow
+    from asyncflow.weights.follower import Follower, follow
 
 __all__ = ["Follower", "follow"]
 
@@ -19,4 +19,4 @@ __all__ = ["Follower", "follow"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("asyncflow.weights.follow"), name)
+    return getattr(import_module("asyncflow.weights.follower"), name)

@@ -14,6 +14,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from asyncflow.errors import AsyncFlowError, ProtocolError, StaleHandle
 from asyncflow.identity import Version
@@ -130,6 +131,24 @@ class WeightReceiver:
         if self._transfer is None:
             return None
         return self._transfer.version, self._transfer.nbytes - self._transfer.missing, self._transfer.nbytes
+
+    def status(self) -> dict[str, Any]:
+        """Return what heartbeats report of versions, which are packed, -1 for none.
+
+        version: that which was taken last; received: share of ``receiving`` that is here; transfer_s, wire_bytes: seconds
+        that the last transfer took, and bytes that travelled for it, left out before the first.
+        """
+        progress = self.progress
+        status = {
+            "version": -1 if self.current is None else self.current.packed,
+            "staged": -1 if self.staged is None else self.staged.packed,
+            "receiving": -1 if progress is None else progress[0].packed,
+            "received": 0.0 if progress is None else progress[1] / max(1, progress[2]),
+        }
+        if self.transfers:
+            last = self.transfers[-1]
+            status |= {"transfer_s": last.finished - last.started, "wire_bytes": last.sent}
+        return status
 
     def available(self) -> list[int]:
         """Return the steps that are held or could be loaded, in order."""

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -24,6 +24,9 @@ from numpy.typing import NDArray
 
 from asyncflow.errors import ManifestError, NotYetError
 from asyncflow.identity import SampleKey, Version
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 Decode = Callable[[Sequence[int]], str]
 """Return the text of ids, special tokens included."""
@@ -259,6 +262,13 @@ class RolloutEngine(ABC):
     async def ended(self) -> None:
         """Wait until the engine can no longer work, and raise why; by default for ever."""
         await asyncio.Event().wait()
+
+    def routes(self) -> Iterable[web.RouteDef]:
+        """Return the routes of the engine's own inference service; by default it has none.
+
+        They answer 503 before the first version is loaded.
+        """
+        return ()
 
     async def metrics(self) -> str:
         """Return the engine's own metrics in Prometheus' text format; by default it has none."""

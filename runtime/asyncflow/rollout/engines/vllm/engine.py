@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from aiohttp import web
 from numpy.typing import NDArray
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -45,6 +46,8 @@ from asyncflow.rollout.sampling import stream
 log = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
+OPENAI = ("completions", "chat/completions")
+"""Paths below /v1 of what others may ask for."""
 _SAYS_VERSIONS = "/update_weight_version"
 _CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -288,6 +291,16 @@ class VllmEngine(RolloutEngine):
         answer = await self._server.call("POST", GENERATE, body=body, within_s=_CALL_S)
         pairs = zip(answer["prompt_logprobs"][1:], list(ids)[1:], strict=True)
         return np.array([given[str(id_)]["logprob"] for given, id_ in pairs], dtype=np.float32)
+
+    def routes(self) -> Iterable[web.RouteDef]:
+        """Return vLLM's OpenAI-compatible routes; those that change weights are nobody's but this process's."""
+
+        async def relay(request: web.Request) -> web.StreamResponse:
+            if self.version is None:
+                raise web.HTTPServiceUnavailable(text="no weights are loaded yet")
+            return await self._server.relay(request)
+
+        return (web.get("/v1/models", relay), *(web.post(f"/v1/{path}", relay) for path in OPENAI))
 
     async def metrics(self) -> str:
         """Return vLLM's own metrics, those of its process left out."""

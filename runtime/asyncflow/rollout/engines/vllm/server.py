@@ -23,6 +23,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from aiohttp import web
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, PeerLost
 from asyncflow.process import PARENT
@@ -35,6 +36,8 @@ _POLL_S = 0.25
 _END_S = 10.0
 _QUOTED = 500
 _LONGEST_FOLDER = 70
+_RELAYED = ("Accept", "Content-Type")
+"""Headers of others' requests that are passed on."""
 _ALWAYS = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -135,6 +138,22 @@ class VllmServer:
         Raises PeerLost where it ends meanwhile, DeadlineExceeded, and AsyncFlowError for an answer that is an error.
         """
         return msgspec.json.decode(await self._fetch(method, path, body, query, within_s) or b"{}", type=dict[str, Any])
+
+    async def relay(self, request: web.Request) -> web.StreamResponse:
+        """Ask the server what was asked here, and pass on its answer as it comes. Raises PeerLost if it has ended."""
+        assert self._session is not None
+        self.check()
+        headers = {name: request.headers[name] for name in _RELAYED if name in request.headers}
+        body = await request.read() if request.can_read_body else None
+        async with self._session.request(request.method, request.rel_url, data=body, headers=headers) as answer:
+            response = web.StreamResponse(
+                status=answer.status, headers={"Content-Type": answer.headers["Content-Type"]}
+            )
+            await response.prepare(request)
+            async for piece in answer.content.iter_any():
+                await response.write(piece)
+            await response.write_eof()
+            return response
 
     async def text(self, path: str, *, within_s: float) -> str:
         """Return the answer to GET ``path`` as text; raises as ``call`` does."""

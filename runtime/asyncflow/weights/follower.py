@@ -43,7 +43,7 @@ class Follower:
     """A follower of the job whose driver is at ``driver``; an asynchronous iterator of versions and their tensors.
 
     transport: made for this follower alone; http: where it serves metrics, "" where it serves none; status: what
-    heartbeats report, see ``Membership``; layout: what is needed of each tensor; on_transfer: called with the record of
+    heartbeats report, by default what the receiver does; layout: what is needed of each tensor; on_transfer: called with the record of
     every finished transfer. receiver: that which holds the versions. ended: True once the driver has said that the job
     ends, or that another process has this place.
     """
@@ -55,7 +55,7 @@ class Follower:
         transport: Transport,
         credentials: Credentials | None = None,
         http: str = "",
-        status: Callable[[], Status] = dict,
+        status: Callable[[], Status] | None = None,
         layout: Layout = whole,
         on_transfer: Callable[[TransferRecord], None] | None = None,
     ) -> None:
@@ -63,7 +63,9 @@ class Follower:
         worker = worker_name(FOLLOWER, place, uuid.uuid4().hex)
         member = Member(role=FOLLOWER, index=place, incarnation=worker, http=http)
         self.ended = False
-        self._membership = Membership(driver=driver, member=member, credentials=credentials, status=status)
+        self._membership = Membership(
+            driver=driver, member=member, credentials=credentials, status=status or self._status
+        )
         self._membership.on_directives.append(self._obey)
         self.receiver = WeightReceiver(
             membership=self._membership, worker=worker, transport=transport, layout=layout, on_transfer=on_transfer
@@ -99,6 +101,9 @@ class Follower:
             raise StopAsyncIteration
         taken, tensors = self.receiver.take(version.step)
         return taken, split_probe(tensors)[0]
+
+    def _status(self) -> Status:
+        return self.receiver.status()
 
     def _changed(self) -> bool:
         return self.receiver.staged is not None or self.ended

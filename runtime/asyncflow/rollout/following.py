@@ -1,0 +1,82 @@
+"""An engine that follows a job: it loads each new version as soon as that is here, and serves whoever asks.
+
+Invariant: the engine is changed by nothing but the versions of the job; where the job ends, the last one stays loaded,
+and when the job goes on, so does the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from asyncflow.errors import AsyncFlowError
+from asyncflow.rollout.engines.base import RolloutEngine
+from asyncflow.rollout.loading import WeightLoader
+from asyncflow.rpc.membership import Status
+from asyncflow.weights.follower import Follower
+
+log = logging.getLogger(__name__)
+
+_AGAIN_S = 5.0
+
+
+class FollowingEngine:
+    """Loads the versions of followers that ``join`` makes, one after another, into ``engine``.
+
+    join: returns a follower that is not started, and the loader that brings its versions into the engine; join_s: for
+    how long a driver is waited for before it is said that it does not answer.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        *,
+        join: Callable[[Callable[[], Status]], tuple[Follower, WeightLoader]],
+        join_s: float,
+    ) -> None:
+        self._engine = engine
+        self._join = join
+        self._join_s = join_s
+        self._loader: WeightLoader | None = None
+
+    async def run(self) -> None:
+        """Follow for ever. Raises what ends the engine: an error of its own, weights that do not fit it."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._engine.ended())
+            while True:
+                await self._follow()
+                await asyncio.sleep(_AGAIN_S)
+
+    def _status(self) -> Status:
+        return {} if self._loader is None else self._loader.status()
+
+    async def _follow(self) -> None:
+        """Follow one life of the driver, from when it answers to when it says that the job ends."""
+        follower, self._loader = self._join(self._status)
+        try:
+            await follower.start(within_s=self._join_s)
+        except AsyncFlowError as error:
+            log.warning("nothing to follow yet: %s", error)
+            return
+        staging = asyncio.create_task(self._loader.stage_all())
+        try:
+            while (version := await follower.newer()) is not None:
+                if staging.done():
+                    staging.result()
+                await self._load(self._loader, version.step)
+            log.info("the job ends; %s stays loaded", self._engine.version)
+        finally:
+            staging.cancel()
+            await asyncio.gather(staging, return_exceptions=True)
+            self._loader.close()
+            await follower.close()
+
+    async def _load(self, loader: WeightLoader, step: int) -> None:
+        prepared = await loader.prepare(step)
+        began = time.monotonic()
+        await loader.load(prepared)
+        seconds = time.monotonic() - began
+        loader.swapped(step, seconds)
+        log.info("swapped to %s in %.3f s", prepared.version, seconds)
