@@ -69,7 +69,8 @@ def test_a_run_is_followed_and_waits_for_no_follower(tmp_path: Path, begun: list
     for command in (outside, outside, outside, engine):
         begun.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
     read, killed, stopped, served = begun
-    until_seen(folder, "followers", 4)
+    seconds = until_seen(folder, "followers", 4)["seconds"]
+    assert all(seconds[phase] >= 0 for phase in ("publish", "transfer", "swap"))
     for each in (killed, stopped):
         assert each.stdout is not None
         assert each.stdout.readline()

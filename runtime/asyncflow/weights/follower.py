@@ -43,9 +43,9 @@ class Follower:
     """A follower of the job whose driver is at ``driver``; an asynchronous iterator of versions and their tensors.
 
     transport: made for this follower alone; http: where it serves metrics, "" where it serves none; status: what
-    heartbeats report, by default what the receiver does; layout: what is needed of each tensor; on_transfer: called with the record of
-    every finished transfer. receiver: that which holds the versions. ended: True once the driver has said that the job
-    ends, or that another process has this place.
+    heartbeats report, by default what the receiver does; layout: what is needed of each tensor; on_transfer: called
+    with the record of every finished transfer. receiver: that which holds the versions. ended: True once the driver has
+    said that the job ends, or that another process has this place.
     """
 
     def __init__(

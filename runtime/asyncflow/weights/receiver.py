@@ -135,8 +135,8 @@ class WeightReceiver:
     def status(self) -> dict[str, Any]:
         """Return what heartbeats report of versions, which are packed, -1 for none.
 
-        version: that which was taken last; received: share of ``receiving`` that is here; transfer_s, wire_bytes: seconds
-        that the last transfer took, and bytes that travelled for it, left out before the first.
+        version: that which was taken last; received: share of ``receiving`` that is here; transfer_s, wire_bytes:
+        seconds that the last transfer took, and bytes that travelled for it, left out before the first.
         """
         progress = self.progress
         status = {
