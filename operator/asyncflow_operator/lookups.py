@@ -21,8 +21,8 @@ from typing import Any, Final, Never
 from asyncflow.api.base import Quantity
 from asyncflow_operator.cluster.client import Api, ApiError
 from asyncflow_operator.cluster.kinds import NODE, POD, REFERRED
-from asyncflow_operator.observe import Key
 from asyncflow_operator.observed import NodeFree, Ref, ReferredObject
+from asyncflow_operator.references import Key
 
 Json = Mapping[str, Any]
 

@@ -10,11 +10,15 @@ import random
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+from asyncflow.api.job import RLJob
+from asyncflow.api.weights import JobWeightsSpec, WeightsSpec
 from asyncflow_operator.cluster.kinds import CUSTOM_KINDS, POD, QUEUE, RLJOB
 from asyncflow_operator.cluster.owners import CustomResource
 from asyncflow_operator.cluster.store import Entry, ObjectGroup, ObjectStore
+from asyncflow_operator.decide.naming import NamedSync, weights_for
+from asyncflow_operator.decide.progress import FINISHED
 from asyncflow_operator.desired.gang import refers_to
 from asyncflow_operator.observed import (
     Denial,
@@ -29,21 +33,12 @@ from asyncflow_operator.observed import (
     SyncState,
     TransferQueueState,
 )
+from asyncflow_operator.references import Key, References, named_by
 from asyncflow_operator.worklist import backoff
 
 ENDING_S: Final = 30.0
+NO_SYNC: Final = "NoWeightSync"
 _CUSTOM: Final = frozenset(kind.name for kind in CUSTOM_KINDS)
-
-
-class Key(NamedTuple):
-    """Key of a custom resource."""
-
-    kind: str
-    namespace: str
-    name: str
-
-    def __str__(self) -> str:
-        return "/".join(self)
 
 
 @dataclass(slots=True)
@@ -131,7 +126,7 @@ class Observer:
     """Reader of the store.
 
     probe: returns a driver's last answer by the job's UID; nodes: returns what the nodes have left; find: returns what
-    was read of an object of the cluster that a job refers to, None where it has yet to be.
+    was read of an object of the cluster that a job refers to, None where it has yet to be; references: who names whom.
     """
 
     def __init__(
@@ -142,16 +137,21 @@ class Observer:
         nodes: Callable[[], tuple[NodeFree, ...] | None],
         refused: RefusalRecord,
         find: Callable[[Ref, Key], ReferredObject | None] = lambda *_: None,
+        references: References | None = None,
     ) -> None:
         self._store = store
         self._probe = probe
         self._nodes = nodes
         self._refused = refused
         self._find = find
+        self._references = references or References()
+        self._resolved: dict[Key, _Resolved] = {}
 
     def resource(self, key: Key) -> CustomResource | None:
         """Return a custom resource, None where there is none."""
         entry = self._store.get(*key)
+        if entry is None:
+            self._resolved.pop(key, None)
         return None if entry is None else entry.view
 
     def job(self, resource: CustomResource) -> JobState:
@@ -160,11 +160,12 @@ class Observer:
         entries = self._store.of(ObjectGroup(owner.namespace, owner.kind, owner.name))
         queues = {entry.uid: entry.view for entry in entries if entry.kind == QUEUE.name and entry.owner == owner.uid}
         pods, objects = _members(entries, {owner.uid} | queues.keys())
+        job, problem, problem_reason = self._with_weights(resource)
         return JobState(
             owner=owner,
-            job=resource.model,
-            problem=resource.problem,
-            problem_reason=resource.problem_reason,
+            job=job,
+            problem=problem,
+            problem_reason=problem_reason,
             status=resource.status,
             queue=next((queue.status for queue in queues.values()), None),
             pods=pods,
@@ -176,7 +177,7 @@ class Observer:
                 denial for each in (resource, *queues.values()) for denial in self._refused.denied(_key(each))
             ),
             nodes=self._nodes() if any(pod.unschedulable for pod in pods) else None,
-            found=self._found(resource, objects),
+            found=self._found(resource, job, objects),
         )
 
     def queue(self, resource: CustomResource) -> TransferQueueState:
@@ -202,6 +203,8 @@ class Observer:
     def sync(self, resource: CustomResource) -> SyncState:
         """Return the state of the weight versions of a job."""
         owner, job = self._with_job(resource)
+        if resource.controller[0] != RLJOB.name and resource.model is not None:
+            job = self._served(resource)
         return SyncState(
             owner=owner,
             sync=resource.model,
@@ -211,9 +214,62 @@ class Observer:
             job=job,
         )
 
-    def _found(self, resource: CustomResource, objects: Mapping[Ref, ObjectView]) -> dict[Ref, ReferredObject]:
+    def _with_weights(self, resource: CustomResource) -> tuple[RLJob | None, str, str]:
+        """Return the spec in force with the fields of the WeightSync that it names, and why the newest is refused.
+
+        Where that is not to be had, a job that has begun goes on with those that it had.
+        """
+        job, status = resource.model, resource.status
+        named = None if job is None else named_by(job, resource.owner.namespace)
+        if named is None:
+            return job, resource.problem, resource.problem_reason
+        weights, refusal = weights_for(
+            resource.owner.name, self._sync(named), begun=status.weights if status.begun else None
+        )
+        if weights is None:
+            return None, refusal, NO_SYNC
+        key = _key(resource)
+        known = self._resolved.get(key)
+        if known is None or known.job is not job or known.weights != weights:
+            known = self._resolved[key] = _Resolved(job, weights, _resolved(job, weights))
+        if resource.problem or not refusal:
+            return known.resolved, resource.problem, resource.problem_reason
+        return known.resolved, refusal, NO_SYNC
+
+    def _sync(self, named: Key) -> NamedSync:
+        """Return what is seen of a WeightSync that a job names."""
+        entry, user = self._store.get(*named), self._user(named)
+        if entry is None:
+            return NamedSync(name=named.name)
+        sync: CustomResource = entry.view
+        return NamedSync(
+            name=named.name,
+            exists=True,
+            spec=None if sync.owner.deleting or sync.model is None else sync.model.spec,
+            owned=sync.controller[0] == RLJOB.name,
+            user="" if user is None else user.owner.name,
+        )
+
+    def _user(self, named: Key) -> CustomResource | None:
+        """Return the job that has a WeightSync: the oldest of those that name it and are not over."""
+        entries = (self._store.get(*key) for key in self._references.by(named))
+        jobs = [entry.view for entry in entries if entry is not None and entry.view.status.phase not in FINISHED]
+        return min(jobs, key=lambda job: (job.owner.created, job.owner.name), default=None)
+
+    def _served(self, resource: CustomResource) -> JobState | None:
+        """Return the job whose versions a WeightSync without an owner shows: its source, or the job that has it."""
+        source, job = named_by(resource.model, resource.owner.namespace), None
+        if source is None:
+            job = self._user(_key(resource))
+        elif (entry := self._store.get(*source)) is not None:
+            job = entry.view
+        return None if job is None else self.job(job)
+
+    def _found(
+        self, resource: CustomResource, job: RLJob | None, objects: Mapping[Ref, ObjectView]
+    ) -> dict[Ref, ReferredObject]:
         """Return the cluster's objects that a job refers to, as far as they have been read."""
-        refs = refers_to(resource.model, resource.owner, objects) if resource.model is not None else ()
+        refs = refers_to(job, resource.owner, objects) if job is not None else ()
         read = {ref: self._find(ref, _key(resource)) for ref in refs}
         return {ref: found for ref, found in read.items() if found is not None}
 
@@ -227,6 +283,21 @@ class Observer:
         if entry is None or job is None or entry.owner != job.uid:
             return replace(owner, deleting=True), None
         return owner, self.job(job.view)
+
+
+@dataclass(frozen=True, slots=True)
+class _Resolved:
+    """A job with the fields of the WeightSync that it names, one object as long as both stay."""
+
+    job: RLJob
+    weights: WeightsSpec
+    resolved: RLJob
+
+
+def _resolved(job: RLJob, weights: WeightsSpec) -> RLJob:
+    fields = {field: getattr(weights, field) for field in WeightsSpec.model_fields}
+    section = JobWeightsSpec.model_construct(name=job.spec.weight_sync.name, **fields)
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"weight_sync": section})})
 
 
 def _key(resource: CustomResource) -> Key:

@@ -26,9 +26,10 @@ from asyncflow_operator.desired import Desired, DesiredSettings, Registry
 from asyncflow_operator.drivers import Drivers, RunningDriver
 from asyncflow_operator.leader import Leader
 from asyncflow_operator.lookups import Capacity, Lookups
-from asyncflow_operator.observe import Key, Observer, RefusalRecord
+from asyncflow_operator.observe import Observer, RefusalRecord
 from asyncflow_operator.observed import Owner, PodView
 from asyncflow_operator.reconcile import CachedDesired, ReconcileOutcome, Reconciler
+from asyncflow_operator.references import Key
 from asyncflow_operator.settings import Settings
 from asyncflow_operator.telemetry import HealthChecks, Http, Metrics, update_gauges
 from asyncflow_operator.watch import ClusterWatch, run_kopf
@@ -98,11 +99,12 @@ class Operator:
                 nodes=lambda: self._capacity.nodes,
                 refused=refused,
                 find=lambda ref, key: self._lookups.find(ref, by=key),
+                references=self._watch.references,
             ),
             decide={
                 "RLJob": lambda state, now: decide_job(state, now=now, desired=cached),
                 "TransferQueue": lambda state, now: decide_queue(state, now=now, desired=cached),
-                "WeightSync": lambda state, now: decide_sync(state, now=now),
+                "WeightSync": lambda state, now: decide_sync(state, now=now, desired=desired),
             },
             executor=PlanExecutor(api, self._watch.store, self._drivers, acted=metrics.acted),
             recorder=Recorder(api, reporter=settings.identity),

@@ -21,8 +21,9 @@ from asyncflow_operator.cluster.apply import Failures, PlanExecutor
 from asyncflow_operator.cluster.events import Recorder
 from asyncflow_operator.cluster.owners import CustomResource
 from asyncflow_operator.desired import Desired
-from asyncflow_operator.observe import Key, Observer, RefusalRecord
+from asyncflow_operator.observe import Observer, RefusalRecord
 from asyncflow_operator.observed import JobState, Manifest, Owner, Ref, ReferredObject, SyncState, TransferQueueState
+from asyncflow_operator.references import Key
 from asyncflow_operator.telemetry import Metrics
 
 MOST: Final = 1024

@@ -26,7 +26,7 @@ from asyncflow_operator.cluster.kinds import CONFIG, CUSTOM_KINDS, MEMBERS, QUEU
 from asyncflow_operator.cluster.owners import begun, custom_resource, recover_accepted
 from asyncflow_operator.cluster.store import ObjectGroup, ObjectStore
 from asyncflow_operator.cluster.views import controller_of, object_view, pod_view
-from asyncflow_operator.observe import Key
+from asyncflow_operator.references import Key, References
 
 _SERVER_S: Final = 300
 _CLIENT_S: Final = 310
@@ -142,6 +142,7 @@ class ClusterWatch:
         self._renew = renew
         self._resync_s = resync_s
         self.store = ObjectStore(project, self._changed)
+        self.references = References()
         self._listed = asyncio.Event()
         self._informers = [
             Informer(api, self.store, kind, namespace=namespace, labels=_LABELS)
@@ -225,8 +226,13 @@ class ClusterWatch:
                 self._mark(Key(entry.kind, group.namespace, entry.view.owner.name))
         if kind in _CUSTOM:
             owner = (after or before).owner
+            key = Key(kind, group.namespace, owner.name)
+            affected_too = self.references.around(key)
+            self.references.note(key, None if after is None else after.model)
+            for other in affected_too | self.references.around(key):
+                self._mark(other)
             renewed = before is None or after is None or before.owner.generation != owner.generation
-            (self._renew if renewed else self._mark)(Key(kind, group.namespace, owner.name))
+            (self._renew if renewed else self._mark)(key)
 
 
 _CUSTOM: Final = frozenset(kind.name for kind in CUSTOM_KINDS)

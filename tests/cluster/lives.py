@@ -22,9 +22,10 @@ from asyncflow_operator.decide.job import decide_job
 from asyncflow_operator.decide.queue import decide_queue
 from asyncflow_operator.decide.weights import decide_sync
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
-from asyncflow_operator.observe import Key, Observer, RefusalRecord
+from asyncflow_operator.observe import Observer, RefusalRecord
 from asyncflow_operator.observed import DriverProbe, Owner
 from asyncflow_operator.reconcile import Reconciler
+from asyncflow_operator.references import Key
 from asyncflow_operator.telemetry import Metrics
 from asyncflow_operator.watch import ClusterWatch
 
@@ -72,13 +73,19 @@ class Cluster:
         self.server.news.clear()
         self._watch = ClusterWatch(self._api, namespaces=(), mark=self._mark, renew=self._mark, resync_s=600.0)
         refused = RefusalRecord()
-        observer = Observer(self._watch.store, probe=self.drivers.probe, nodes=lambda: None, refused=refused)
+        observer = Observer(
+            self._watch.store,
+            probe=self.drivers.probe,
+            nodes=lambda: None,
+            refused=refused,
+            references=self._watch.references,
+        )
         self._reconciler = Reconciler(
             observer=observer,
             decide={
                 "RLJob": lambda state, now: decide_job(state, now=now, desired=_DESIRED),
                 "TransferQueue": lambda state, now: decide_queue(state, now=now, desired=_DESIRED),
-                "WeightSync": lambda state, now: decide_sync(state, now=now),
+                "WeightSync": lambda state, now: decide_sync(state, now=now, desired=_DESIRED),
             },
             executor=PlanExecutor(self._api, self._watch.store, self.drivers),
             recorder=Recorder(self._api, reporter="test"),

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from test_progress import AUDIT, step_line
 
 from asyncflow import clock
-from asyncflow.api.status import DriverStatus, VersionsState
+from asyncflow.api.status import DriverStatus
+from asyncflow.api.versions import VersionsState
 from asyncflow.driver import journal
 from asyncflow.driver.ending import summarize
 from asyncflow.driver.evaluation import EvaluationResult

@@ -94,7 +94,7 @@ class World(Cluster):
             return decide_job(state, now=self.now, desired=DESIRED)
         if isinstance(state, TransferQueueState):
             return decide_queue(state, now=self.now, desired=DESIRED)
-        return decide_sync(state, now=self.now)
+        return decide_sync(state, now=self.now, desired=DESIRED)
 
     def reconcile(self, ref: Ref, *, killed_after: int | None = None) -> Plan:
         """Decide and carry out. killed_after: writes after which the operator dies."""

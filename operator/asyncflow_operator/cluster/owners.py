@@ -127,8 +127,10 @@ def _obeyed(accepted: Any, raw: Json, status: Any) -> Any:
         asked = (newest.get("rollout") or {}).get("replicas")
         within = type(asked) is int and spec.rollout.min_replicas <= asked <= spec.rollout.max_replicas
         rollout = spec.rollout.model_copy(update={"replicas": asked}) if within else spec.rollout
+        named = (newest.get("weightSync") or {}).get("name")
+        weights = spec.weight_sync.model_copy(update={"name": named}) if named else spec.weight_sync
         suspend = spec.suspend or newest.get("suspend") is True or status.phase in ("Suspending", "Suspended")
-        changed = {"rollout": rollout, "suspend": suspend}
+        changed = {"rollout": rollout, "suspend": suspend, "weight_sync": weights}
     else:
         asked = newest.get("storageUnits")
         changed = {"storage_units": asked} if type(asked) is int and asked >= 1 else {}

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from asyncflow.api.base import GROUP
 from asyncflow.api.job import RLJob
-from asyncflow.api.names import QUEUE_ROLES, VIEWER, labels
+from asyncflow.api.names import FOLLOWER, QUEUE_ROLES, VIEWER, labels
 from asyncflow.api.status import JobStatus, RoleRecord
 from asyncflow.plan import plan as plan_of
 from asyncflow.plan.roles import Role
@@ -108,6 +108,8 @@ class _Running:
         self._may_make = not state.namespace_ending and admitted(state)
         if not state.status.images:
             draft.fields |= {"images": desired.images(job)}
+        if job.spec.weight_sync.name is not None:
+            draft.fields |= {"weights": job.spec.weight_sync.own}
         self._pinned = replace(state, status=draft.after())
         supporting = desired.supporting(self._pinned)
         self._outgrown = outgrown(supporting, state.objects)
@@ -206,7 +208,7 @@ class _Running:
         secrets = secret_upkeep(
             state.owner,
             self._roles,
-            person=VIEWER,
+            people=(VIEWER, FOLLOWER),
             pods=state.pods,
             made=moves.make,
             records=state.status.secrets,

@@ -12,7 +12,8 @@ from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from asyncflow.api.durability import LimitsSpec
-from asyncflow.api.status import MOST_COUNTED, DriverStatus, JobStatus, Phase
+from asyncflow.api.status import DriverStatus, JobStatus, Phase
+from asyncflow.api.versions import MOST_COUNTED
 from asyncflow.plan.describe import duration
 from asyncflow.plan.roles import Role
 from asyncflow_operator.decide.draft import ConditionSet

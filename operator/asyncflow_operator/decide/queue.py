@@ -135,7 +135,7 @@ def _act(
         secrets = secret_upkeep(
             state.owner,
             setting.roles,
-            person=CLIENT,
+            people=(CLIENT,),
             pods=state.pods,
             made=make,
             records=state.status.secrets,

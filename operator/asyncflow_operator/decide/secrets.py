@@ -65,7 +65,7 @@ def secret_upkeep(
     owner: Owner,
     roles: Sequence[Role],
     *,
-    person: str,
+    people: Sequence[str],
     pods: Collection[PodView],
     made: Iterable[PodReplica] = (),
     records: Mapping[str, SecretRecord],
@@ -74,7 +74,8 @@ def secret_upkeep(
 ) -> SecretUpkeep:
     """Compare the Secrets of a job or a queue with what is on record.
 
-    person: role of people who get a certificate; pods, made: those that are there, and those that are made now.
+    people: roles of people, each of which gets a certificate; pods, made: those that are there, and those that are made
+    now.
     """
     names, write = desired.secrets(owner), []
     needed: dict[Ref, Manifest] = {}
@@ -83,7 +84,7 @@ def secret_upkeep(
     highest: dict[str, int] = {role.name: -1 for role in roles}
     for role, index in ((each.role, each.index) for several in (pods, made) for each in several):
         highest[role] = max(highest.get(role, -1), index)
-    for part in _parts(roles, person, highest, period=_period(owner, alarm)):
+    for part in _parts(roles, people, highest, period=_period(owner, alarm)):
         record, name, usable = records.get(part.name), names.name(part.name), False
         if record is not None:
             kept[part.name] = record
@@ -106,13 +107,16 @@ def has_certificate(records: Mapping[str, SecretRecord], role: str, index: int) 
     return record is not None and index % LEAVES < record.leaves
 
 
-def _parts(roles: Sequence[Role], person: str, highest: Mapping[str, int], *, period: int) -> Iterator[SecretPart]:
+def _parts(
+    roles: Sequence[Role], people: Sequence[str], highest: Mapping[str, int], *, period: int
+) -> Iterator[SecretPart]:
     """Yield what is to be written: of a role all that it may have, but of later parts only those that are begun.
 
     highest: by role, the highest index of a pod.
     """
     yield SecretPart(role=KEYS)
-    yield SecretPart(role=person, leaves=1, period=period)
+    for person in people:
+        yield SecretPart(role=person, leaves=1, period=period)
     for role in roles:
         last = max(role.replicas - 1, highest[role.name], 0)
         count = max(role.most, last + 1)

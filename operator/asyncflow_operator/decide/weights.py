@@ -1,28 +1,38 @@
-"""Status of one WeightSync: versions, how far behind rollouts are, and which are furthest.
+"""Status of one WeightSync: versions, how they reach instances, which of these are behind and why, and how to follow.
 
-Invariant: it owns nothing, so its plan is a status and no more; that status is bounded however many rollouts there are.
+What there is of versions is the driver's to say. Invariant: it owns nothing, so its plan is a status and no more; that
+status is bounded however many instances there are.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection
-from typing import Final
+from typing import Final, Protocol
 
-from asyncflow.api.status import DriverStatus, RolloutState
-from asyncflow.api.weights import Laggard, WeightsStatus
+from asyncflow.api.names import FOLLOWER
+from asyncflow.api.status import DriverStatus
+from asyncflow.api.versions import LAG_BUCKETS, VersionsState
+from asyncflow.api.weights import WeightsStatus
 from asyncflow_operator.actions import Plan
 from asyncflow_operator.decide.draft import Draft, refuse
 from asyncflow_operator.decide.progress import ACTIVE
-from asyncflow_operator.observed import SyncState
+from asyncflow_operator.observed import Owner, SyncState
 
-BUCKETS: Final = 16
-LAGGARDS: Final = 10
-FIGURES: Final = frozenset(("version", "attempt", "lag", "laggards", "bytes", "transfer_seconds"))
-"""Fields of its status that may wait: all of them."""
+_OF_DRIVER: Final = tuple(VersionsState.model_fields)
+FIGURES: Final = frozenset((*_OF_DRIVER, "version", "attempt"))
+"""Fields of its status that may wait."""
 
 
-def decide_sync(state: SyncState, *, now: float) -> Plan:
+class DesiredFollowing(Protocol):
+    """What whoever follows a job has to know."""
+
+    def address(self, owner: Owner) -> str:
+        """Return the address of a job's driver."""
+
+    def certificate(self, owner: Owner, role: str) -> str:
+        """Return the name of the Secret with a certificate of people of ``role``."""
+
+
+def decide_sync(state: SyncState, *, now: float, desired: DesiredFollowing) -> Plan:
     """Return the plan for a WeightSync as it is at ``now`` (unix seconds)."""
     if state.owner.deleting:
         return Plan()
@@ -30,47 +40,52 @@ def decide_sync(state: SyncState, *, now: float) -> Plan:
     if state.sync is None:
         return refuse(draft, problem=state.problem, reason=state.problem_reason)
     draft.conditions.set("Accepted", True, "Accepted")
+    draft.fields |= dict.fromkeys(("job", "address", "certificate"))
+    if state.job is not None:
+        job = state.job.owner
+        draft.fields |= {
+            "job": job.name,
+            "address": desired.address(job),
+            "certificate": desired.certificate(job, FOLLOWER),
+        }
     seen = state.job.probe.status if state.job is not None else None
     if state.job is None or state.job.status.phase not in ACTIVE:
-        reason = "NoJob" if state.job is None else state.job.status.phase
-        draft.conditions.set("Ready", False, reason, "No job publishes versions here now")
-        draft.fields |= {"lag": (), "laggards": ()}
+        draft.conditions.set("Ready", False, *_why_none(state))
+        draft.fields |= {"rollouts": 0, "followers": 0, "behind": 0, "lag": (), "laggards": ()}
     elif seen is None and (state.job.probe.asked or not draft.conditions.has("Ready")):
         draft.conditions.set("Ready", False, "NoVersion", "The driver has not said which versions there are")
     elif seen is not None:
-        _report(draft, seen, allowed=state.job.job.spec.schedule.max_staleness if state.job.job is not None else 0)
+        allowed = state.job.job.spec.schedule.max_staleness if state.job.job is not None else 0
+        _report(draft, seen, allowed=allowed, followed=state.sync.spec.source is not None)
     return draft.plan(figures=FIGURES)
 
 
-def _report(draft: Draft[WeightsStatus], seen: DriverStatus, *, allowed: int) -> None:
-    serving = [each for each in seen.rollouts if each.state in ("ready", "lagging", "draining")]
-    behind = {each.id: max(seen.version - each.version, 0) for each in serving}
-    draft.fields |= {
-        "version": seen.version,
-        "attempt": seen.attempt,
-        "lag": histogram(behind.values()),
-        "laggards": furthest(serving, behind),
-        "bytes": seen.version_bytes,
-        "transfer_seconds": seen.transfer_seconds,
-    }
-    ready = any(each.state == "ready" for each in serving)
-    draft.conditions.set("Ready", ready, "Serving" if ready else "NoRollout", f"{len(serving)} rollouts have a version")
-    worst = max(behind.values(), default=0)
+def _why_none(state: SyncState) -> tuple[str, str]:
+    """Return why no versions come, in a word and in a sentence."""
+    if state.job is not None:
+        return state.job.status.phase, f"RLJob {state.job.owner.name} publishes no versions now"
+    source = state.sync.spec.source if state.sync is not None else None
+    if source is not None:
+        return "NoSource", f"spec.source.job = {source.job!r}: there is no such RLJob in this namespace"
+    return "NoJob", "No RLJob names it in spec.weightSync.name"
+
+
+def _report(draft: Draft[WeightsStatus], seen: DriverStatus, *, allowed: int, followed: bool) -> None:
+    versions = seen.versions
+    draft.fields |= {name: getattr(versions, name) for name in _OF_DRIVER}
+    draft.fields |= {"version": seen.version, "attempt": seen.attempt}
+    who, serving = ("follower", versions.followers) if followed else ("rollout", versions.rollouts)
+    many = f"{serving} {who}{'' if serving == 1 else 's'} {'has' if serving == 1 else 'have'} a version"
+    draft.conditions.set("Ready", serving > 0, "Serving" if serving else f"No{who.title()}", many)
+    worst = max((each.lag for each in versions.laggards), default=0)
     lagged = any(each.type == "Lagging" and each.status == "True" for each in draft.before.conditions)
     if worst > allowed + (0 if lagged else 1):
-        many = sum(lag > allowed for lag in behind.values())
-        draft.conditions.set("Lagging", True, "Behind", f"{many} rollouts are more than {allowed} versions behind")
+        late = sum(versions.lag[min(allowed + 1, LAG_BUCKETS - 1) :])
+        first = versions.laggards[0]
+        cause = f"{first.id} by {first.lag}: {first.cause}"
+        message = (
+            f"{late} {'instance is' if late == 1 else 'instances are'} more than {allowed} versions behind, {cause}"
+        )
+        draft.conditions.set("Lagging", True, "Behind", message)
     else:
         draft.conditions.set("Lagging", False, "CaughtUp")
-
-
-def histogram(lags: Collection[int]) -> tuple[int, ...]:
-    """Count rollouts by how many versions they are behind; the last of ``BUCKETS`` entries counts those further."""
-    counts = Counter(min(lag, BUCKETS - 1) for lag in lags)
-    return tuple(counts[lag] for lag in range(max(counts, default=-1) + 1))
-
-
-def furthest(serving: Collection[RolloutState], behind: dict[str, int]) -> tuple[Laggard, ...]:
-    """Return the rollouts that are behind, the furthest first, ten at most."""
-    late = sorted((each for each in serving if behind[each.id]), key=lambda each: (-behind[each.id], each.index))
-    return tuple(Laggard(id=each.id, version=each.version, lag=behind[each.id]) for each in late[:LAGGARDS])

@@ -153,7 +153,7 @@ def job_blueprint(
         templates=used,
         requested=requested_by_job(job, name),
         image=image_of(role, templates=used, pinned=pinned, registry=registry),
-        leader=f"tcp://{service(family.name, 'driver')}.{family.namespace}.svc:{RPC_PORT}",
+        leader=leader_address(family, "driver"),
         leads=name == "driver",
         labels={LABEL_QUEUE: family.name} if name in QUEUE_ROLES else {},
         mounts=job_mounts(job, role),
@@ -182,7 +182,7 @@ def queue_blueprint(
         templates=(spec.template,),
         requested=requested_by_queue(queue),
         image=image_of(role, templates=(spec.template,), pinned={}, registry=registry),
-        leader=f"tcp://{service(family.name, 'controller')}.{family.namespace}.svc:{RPC_PORT}",
+        leader=leader_address(family, "controller"),
         leads=name == "controller",
         labels={},
         mounts=queue_mounts(queue, role),
@@ -191,6 +191,11 @@ def queue_blueprint(
         store=spec.store if name == "storage" else None,
         first_replica=_before(role, queue_roles(queue)),
     )
+
+
+def leader_address(family: Family, role: RoleName) -> str:
+    """Return the address that all of a family dial."""
+    return f"tcp://{service(family.name, role)}.{family.namespace}.svc:{RPC_PORT}"
 
 
 def templates_of(job: RLJob, name: RoleName) -> tuple[TemplateSpec, ...]:

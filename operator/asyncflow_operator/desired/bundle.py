@@ -19,6 +19,7 @@ from asyncflow_operator.desired.blueprint import (
     Registry,
     image_of,
     job_blueprint,
+    leader_address,
     queue_blueprint,
     templates_of,
 )
@@ -134,6 +135,14 @@ class Desired:
     def secrets(self, owner: Owner) -> OwnerSecrets:
         """Return the secrets of a job or of a queue that stands alone."""
         return OwnerSecrets(owner, self.settings.master)
+
+    def address(self, owner: Owner) -> str:
+        """Return the address of a job's driver."""
+        return leader_address(job_family(owner), "driver")
+
+    def certificate(self, owner: Owner, role: str) -> str:
+        """Return the name of the Secret with the certificate of people of ``role``."""
+        return self.secrets(owner).name(role)
 
     def _of_job(self, state: JobState, role: RoleName, *, owner: Owner) -> Blueprint:
         return job_blueprint(

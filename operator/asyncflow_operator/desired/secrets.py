@@ -29,6 +29,7 @@ from typing import Final
 from asyncflow.api.names import (
     CERTIFICATE_FILES,
     CLIENT,
+    FOLLOWER,
     LABEL_ROLE,
     OPERATOR,
     STORE_SECRET,
@@ -44,8 +45,8 @@ LEAVES: Final = 256
 """Certificates in one Secret: 250 KB, of the 1 MiB that one may have."""
 KEYS: Final = "keys"
 """Part with the bearer token and the password of the store."""
-PEOPLE: Final = (CLIENT, VIEWER)
-"""Roles of people, who have a certificate and no pod."""
+PEOPLE: Final = (CLIENT, VIEWER, FOLLOWER)
+"""Roles of people and of what they run, which have a certificate and no pod of this operator."""
 _MARK_DIGITS: Final = 16
 _TOKEN: Final = TOKEN_FILE.rpartition("/")[2]
 

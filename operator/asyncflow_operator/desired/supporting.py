@@ -1,8 +1,9 @@
 """Objects beside the pods of a family: its manifest, its queue and versions, its addresses, and its policies.
 
-The manifest is what the spec says, without what the API server and the operator add to an object. It is written as
-JSON, which is YAML too and is made in a fraction of the time. What has its default value is left out, so that a job
-that began with an older image can read what a newer operator wrote: no field is there that it does not know.
+The manifest is what the spec says, without what the API server and the operator add to an object, and with the fields
+of a WeightSync that a job names in place of the name. It is written as JSON, which is YAML too and is made in a
+fraction of the time. What has its default value is left out, so that a job that began with an older image can read what
+a newer operator wrote: no field is there that it does not know.
 
 Invariants: the manifest changes only when the spec does, and a job that is suspended has the same as one that runs; a
 job that names an existing WeightSync makes none; an address is there as soon as its process is, ready or not, because
@@ -35,7 +36,6 @@ from asyncflow.api.names import (
     service,
 )
 from asyncflow.api.queue import TransferQueue
-from asyncflow.api.weights import WeightsSpec
 from asyncflow_operator.desired.objects import Family, make_object, stamped
 from asyncflow_operator.observed import Manifest
 
@@ -58,6 +58,8 @@ def make_config(manifest: RLJob | TransferQueue, family: Family) -> Manifest:
 def _whole(manifest: RLJob | TransferQueue, family: Family) -> Manifest:
     spec = _stated(manifest.spec)
     spec.pop("suspend", None)
+    if (weights := spec.get("weightSync")) is not None:
+        weights.pop("name", None)
     metadata = {"name": family.name, "namespace": family.namespace, "uid": family.owner.uid}
     return {"apiVersion": manifest.api_version, "kind": manifest.kind, "metadata": metadata, "spec": spec}
 
@@ -83,7 +85,7 @@ def make_children(job: RLJob, family: Family) -> tuple[Manifest, ...]:
     queue["storageUnits"] = spec.transfer_queue.storage_units
     made = [make_object(API_VERSION, "TransferQueue", family, name=family.name, body={"spec": queue})]
     if spec.weight_sync.name is None:
-        weights = _stated(WeightsSpec(transport=spec.weight_sync.transport))
+        weights = _stated(spec.weight_sync.own)
         made.append(make_object(API_VERSION, "WeightSync", family, name=family.name, body={"spec": weights}))
     return tuple(map(stamped, made))
 

@@ -12,7 +12,8 @@ from pydantic import Field, StringConstraints
 from asyncflow.api.base import API_VERSION, Conditions, Frozen, Name, ObjectMeta, PluginName, Quantity, Rule, Spec, Time
 from asyncflow.api.durability import LedgerSpec
 from asyncflow.api.placement import ResourcesSpec, TemplateSpec
-from asyncflow.api.status import Count, RoleRecord, SecretRecords
+from asyncflow.api.status import RoleRecord, SecretRecords
+from asyncflow.api.versions import Count
 
 LEAST_BYTES = 1 << 20
 """No unit holds less: whoever looks for room for at most so much never hears that it can never be had."""

@@ -8,36 +8,22 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, FailFast, Field, StringConstraints
+from pydantic import FailFast, Field, StringConstraints
 
 from asyncflow.api.base import Conditions, Name, Spec, Time
+from asyncflow.api.versions import Count, Span, VersionsState, Wire, WorkerId
+from asyncflow.api.weights import WeightsSpec
 
 Phase = Literal["Pending", "Starting", "Running", "Paused", "Suspending", "Suspended", "Succeeded", "Failed"]
 MOST_ROLLOUTS = 10_000
-LAG_BUCKETS = 16
-MOST_LAGGARDS = 10
-MOST_COUNTED = 2**53 - 1
-Count = Annotated[int, Field(ge=0, le=MOST_COUNTED)]
-"""A number that every reader of JSON keeps exactly, the API server too."""
 Attempt = Annotated[int, Field(ge=0, le=1_000_000_000)]
 """An attempt as a driver says it: whatever it says, there are more to come."""
-Span = Annotated[float, Field(ge=0, le=1e12)]
-"""A duration in seconds as a driver measures or expects it."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Line = Annotated[str, StringConstraints(max_length=1024)]
-WorkerId = Annotated[str, StringConstraints(pattern=r"^[-.:_A-Za-z0-9]+$", max_length=128)]
 RoleKey = Annotated[str, StringConstraints(max_length=64)]
-Cause = Annotated[str, StringConstraints(max_length=128)]
-"""A reason in a few words."""
 ShortWord = Annotated[str, StringConstraints(max_length=32)]
 PassAt = Annotated[dict[Annotated[str, StringConstraints(pattern="^[0-9]{1,4}$")], Share], Field(max_length=8)]
 Uid = Annotated[str, StringConstraints(max_length=64)]
-
-
-class Wire(Spec):
-    """Base of what the driver answers: a reader passes over fields that a newer driver added."""
-
-    model_config = ConfigDict(extra="ignore")
 
 
 class Staleness(Wire):
@@ -79,53 +65,6 @@ class RolloutState(Wire):
     """Step of the version that it serves."""
     inflight: Count = 0
     """Sequences in generation."""
-
-
-class PhaseSeconds(Wire):
-    """Seconds of the phases in which a version reaches an engine: medians of what each process measured last."""
-
-    publish: Span | None = None
-    """Of a trainer rank: to copy what it holds of a version aside, digest and announce it, beside the training."""
-    transfer: Span | None = None
-    """Of an instance: to receive it into host memory, beside the generation."""
-    stage: Span | None = None
-    """Of an instance: to bring it beside the running model, beside the generation."""
-    swap: Span | None = None
-    """Of an instance: that generation stood still."""
-
-
-class Laggard(Wire):
-    """A rollout or a follower that does not serve the newest version."""
-
-    id: WorkerId
-    """Its worker id."""
-    version: Count
-    """Step of the version that it serves."""
-    lag: Count
-    """Versions behind the newest."""
-    cause: Cause = ""
-    """What it waits for, or does meanwhile."""
-
-
-class VersionsState(Wire):
-    """The versions of weights on their way to instances: rollouts, and followers, which are no part of the job."""
-
-    rollouts: Count = 0
-    """Rollouts that serve a version."""
-    followers: Count = 0
-    """Followers that serve a version."""
-    behind: Count = 0
-    """Instances of both that do not serve the newest version."""
-    lag: Annotated[tuple[Count, ...], Field(max_length=LAG_BUCKETS)] = ()
-    """Histogram: entry i counts the instances that are i versions behind; the last entry, those further behind."""
-    laggards: Annotated[tuple[Laggard, ...], Field(max_length=MOST_LAGGARDS)] = ()
-    """The instances that are furthest behind."""
-    bytes: Count | None = None
-    """Bytes of the newest published version; absent while unknown."""
-    wire_bytes: Count | None = None
-    """Bytes that an instance received of the last one, median; absent while unknown."""
-    seconds: PhaseSeconds = Field(default_factory=PhaseSeconds)
-    """Seconds by phase."""
 
 
 class RewardState(Wire):
@@ -428,6 +367,8 @@ class JobStatus(Spec):
         default_factory=dict
     )
     """By role, and of what scores: image, pinned when the job began."""
+    weights: WeightsSpec | None = None
+    """Fields of the WeightSync that the job names, as they were last: should it go, the job goes on with them."""
     secrets: SecretRecords = Field(default_factory=dict)
     """By role: Secrets with certificates; ``keys``: that with the bearer token and the password of the store."""
 

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, StringConstraints
 
 from asyncflow.api.base import API_VERSION, Conditions, Frozen, Name, ObjectMeta, Quantity, Rule, Spec, Time
-from asyncflow.api.status import VersionsState
+from asyncflow.api.versions import VersionsState
 
 PublishedDtype = Literal["float32", "bfloat16"]
 _LEAST_CHUNK, _LARGEST_CHUNK = 64 << 10, 256 << 20

@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 from asyncflow.api.names import FOLLOWER
-from asyncflow.api.status import LAG_BUCKETS, MOST_LAGGARDS, Laggard, PhaseSeconds, RolloutState, VersionsState
+from asyncflow.api.status import RolloutState
+from asyncflow.api.versions import LAG_BUCKETS, MOST_LAGGARDS, Laggard, PhaseSeconds, VersionsState
 from asyncflow.flow.instance import SwapAt
 from asyncflow.identity import Version
 from asyncflow.rpc.membership import Member, Status

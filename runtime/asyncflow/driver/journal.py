@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from asyncflow import durable
-from asyncflow.api.status import MOST_COUNTED
+from asyncflow.api.versions import MOST_COUNTED
 from asyncflow.errors import AsyncFlowError
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,8 @@ from pathlib import Path
 import msgspec
 
 from asyncflow.api.names import FOLLOWER
-from asyncflow.api.status import RolloutState, VersionsState
+from asyncflow.api.status import RolloutState
+from asyncflow.api.versions import VersionsState
 from asyncflow.driver.instances import rollout_state, versions_state
 from asyncflow.driver.journal import StateFile
 from asyncflow.driver.lives import Life, Lives

@@ -26,8 +26,8 @@ from asyncflow.api.status import (
     SetState,
     Staleness,
     StepProgress,
-    VersionsState,
 )
+from asyncflow.api.versions import VersionsState
 from asyncflow.driver.evaluation import SetResult
 from asyncflow.driver.progress import RunProgress
 from asyncflow.plan.queue import holders

@@ -23,6 +23,7 @@ from asyncflow.api.status import (
     Staleness,
     StepProgress,
 )
+from asyncflow.api.versions import LAG_BUCKETS, MOST_LAGGARDS, Laggard, PhaseSeconds, VersionsState
 from asyncflow.plan.certificates import period_of
 from asyncflow_operator import drivers
 from asyncflow_operator.desired.objects import job_family
@@ -269,6 +270,7 @@ async def test_drivers_that_keep_one_waiting_have_slots_of_their_own(world: Worl
 def largest(rollouts: int) -> DriverStatus:
     """Return the longest status that is legal."""
     state = RolloutState(id="r" * 128, index=LARGEST, state="starting", version=LARGEST, inflight=LARGEST)
+    late = Laggard(id="r" * 128, version=LARGEST, lag=LARGEST, cause="\x00" * 128)
     longest, line = -1.2345678901234567e-300, "\x00" * 1024
     depth = QueueDepth(ready=LARGEST, leased=LARGEST, staged=LARGEST, bytes=LARGEST, limit=LARGEST)
     failed = {f"{number:02}" + "\x00" * 30: LARGEST for number in range(16)}
@@ -308,8 +310,16 @@ def largest(rollouts: int) -> DriverStatus:
         step_progress=progress,
         waiting_for=line,
         desired_rollouts=LARGEST,
-        version_bytes=LARGEST,
-        transfer_seconds=-longest,
+        versions=VersionsState(
+            rollouts=LARGEST,
+            followers=LARGEST,
+            behind=LARGEST,
+            lag=(LARGEST,) * LAG_BUCKETS,
+            laggards=(late,) * MOST_LAGGARDS,
+            bytes=LARGEST,
+            wire_bytes=LARGEST,
+            seconds=PhaseSeconds(publish=-longest, transfer=-longest, stage=-longest, swap=-longest),
+        ),
     )
 
 

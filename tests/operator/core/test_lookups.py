@@ -10,8 +10,8 @@ from asyncflow_operator import lookups
 from asyncflow_operator.cluster.client import Refusal
 from asyncflow_operator.cluster.kinds import Kind
 from asyncflow_operator.lookups import Lookups
-from asyncflow_operator.observe import Key
 from asyncflow_operator.observed import Ref, ReferredObject
+from asyncflow_operator.references import Key
 
 FLAVOR = Ref("ResourceFlavor", "big")
 CLASS = Ref("PriorityClass", "none")

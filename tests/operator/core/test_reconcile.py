@@ -14,9 +14,10 @@ from asyncflow_operator.cluster.client import Api
 from asyncflow_operator.cluster.events import Recorder
 from asyncflow_operator.cluster.store import ObjectStore
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
-from asyncflow_operator.observe import ENDING_S, Key, Observer, RefusalRecord
+from asyncflow_operator.observe import ENDING_S, Observer, RefusalRecord
 from asyncflow_operator.observed import Denial, DriverProbe, Owner, Ref
 from asyncflow_operator.reconcile import CachedDesired, Reconciler
+from asyncflow_operator.references import Key
 from asyncflow_operator.telemetry import Metrics
 from asyncflow_operator.watch import project
 

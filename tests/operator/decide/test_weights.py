@@ -1,80 +1,141 @@
-"""A WeightSync: how far behind rollouts are, in a bounded status."""
+"""A WeightSync: whose it is, what its status says of versions, and which job may have the fields of one."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
-import hypothesis.strategies as st
-from hypothesis import given
+import pytest
 from model_samples import START, job_of
 
-from asyncflow.api.status import DriverStatus, JobStatus, RolloutState
-from asyncflow.api.weights import WeightsStatus, WeightSync
+from asyncflow.api.status import DriverStatus, JobStatus
+from asyncflow.api.versions import Laggard, PhaseSeconds, VersionsState
+from asyncflow.api.weights import SyncSpec, WeightsSpec, WeightsStatus, WeightSync
 from asyncflow_operator.actions import Plan
 from asyncflow_operator.decide import decide_sync
-from asyncflow_operator.decide.weights import histogram
+from asyncflow_operator.decide.naming import NamedSync, weights_for
 from asyncflow_operator.observed import DriverProbe, JobState, Owner, SyncState
 
 OWNER = Owner(kind="WeightSync", namespace="team", name="demo", uid="uid-sync", generation=1)
 SYNC = WeightSync.model_validate({"metadata": {"name": "demo", "namespace": "team"}})
+FOLLOWED = WeightSync.model_validate({"metadata": {"name": "demo"}, "spec": {"source": {"job": "training"}}})
+DESIRED = SimpleNamespace(
+    address=lambda job: f"tcp://{job.name}-driver", certificate=lambda job, role: f"{job.name}-{role}"
+)
+SECONDS = PhaseSeconds(publish=0.1, transfer=0.5, stage=0.2, swap=0.01)
 
 
-def state(*versions: int, newest: int = 20, status: WeightsStatus | None = None, phase: str = "Running") -> SyncState:
-    rollouts = tuple(
-        RolloutState(id=f"w{index}", index=index, version=version, state="ready")
-        for index, version in enumerate(versions)
+def state(
+    *lags: int, sync: WeightSync = SYNC, status: WeightsStatus | None = None, phase: str = "Running", followers: int = 0
+) -> SyncState:
+    """Return the state of a job with a rollout that is so many versions behind for each of ``lags``."""
+    versions = VersionsState(
+        rollouts=len(lags),
+        followers=followers,
+        behind=sum(lag > 0 for lag in lags),
+        lag=tuple(lags.count(lag) for lag in range(max(lags, default=-1) + 1)),
+        laggards=tuple(
+            Laggard(id=f"rollout-{lag}", version=20 - lag, lag=lag, cause="receiving θ_20, 40% of it here")
+            for lag in sorted(lags, reverse=True)
+            if lag
+        ),
+        bytes=1000,
+        wire_bytes=100,
+        seconds=SECONDS,
     )
-    seen = DriverStatus(version=newest, attempt=2, rollouts=rollouts, version_bytes=1000, transfer_seconds=0.5)
     job = JobState(
         owner=replace(OWNER, kind="RLJob"),
         job=job_of(),
         status=JobStatus(phase=phase),
-        probe=DriverProbe(status=seen, at=START),
+        probe=DriverProbe(status=DriverStatus(version=20, attempt=2, versions=versions), at=START),
     )
-    return SyncState(owner=OWNER, sync=SYNC, status=status or WeightsStatus(), job=job)
+    return SyncState(owner=OWNER, sync=sync, status=status or WeightsStatus(), job=job)
+
+
+def decided(state: SyncState, *, now: float = START) -> Plan:
+    return decide_sync(state, now=now, desired=DESIRED)
 
 
 def conditions(plan: Plan) -> dict[str, tuple[str, str]]:
     return {each["type"]: (each["status"], each["reason"]) for each in plan.status["conditions"]}
 
 
-def test_the_histogram_and_the_ten_furthest():
-    plan = decide_sync(state(*range(1, 21)), now=START)
-    assert plan.status["lag"] == [1] * 15 + [5]
-    assert [each["lag"] for each in plan.status["laggards"]] == list(range(19, 9, -1))
-    assert (plan.status["version"], plan.status["attempt"]) == (20, 2)
-    assert (plan.status["bytes"], plan.status["transferSeconds"]) == (1000, 0.5)
+def test_the_status_says_what_the_driver_says_and_how_to_follow():
+    plan = decided(state(0, 0, 1, followers=2))
+    status = plan.status
+    assert (status["version"], status["attempt"], status["rollouts"], status["followers"]) == (20, 2, 3, 2)
+    assert (status["behind"], status["lag"]) == (1, [2, 1])
+    assert status["laggards"] == [
+        {"id": "rollout-1", "version": 19, "lag": 1, "cause": "receiving θ_20, 40% of it here"}
+    ]
+    assert (status["bytes"], status["wireBytes"]) == (1000, 100)
+    assert status["seconds"] == {"publish": 0.1, "transfer": 0.5, "stage": 0.2, "swap": 0.01}
+    assert (status["job"], status["address"], status["certificate"]) == ("demo", "tcp://demo-driver", "demo-follower")
     assert plan.stages == ()
 
 
-@given(st.lists(st.integers(0, 1000), max_size=200))
-def test_a_histogram_counts_everybody_once(lags):
-    counts = histogram(lags)
-    assert sum(counts) == len(lags)
-    assert len(counts) <= 16
-
-
 def test_lagging_begins_late_and_ends_when_all_have_caught_up():
-    assert conditions(decide_sync(state(20, 18), now=START))["Lagging"] == ("False", "CaughtUp")
-    behind = decide_sync(state(20, 17), now=START)
+    assert conditions(decided(state(0, 2)))["Lagging"] == ("False", "CaughtUp")
+    behind = decided(state(0, 3))
     assert conditions(behind)["Lagging"] == ("True", "Behind")
+    said = next(each["message"] for each in behind.status["conditions"] if each["type"] == "Lagging")
+    assert said == "1 instance is more than 1 versions behind, rollout-3 by 3: receiving θ_20, 40% of it here"
     lagged = WeightsStatus.model_validate(behind.status, by_name=False)
-    still = decide_sync(state(20, 18, status=lagged), now=START + 60)
-    assert conditions(still)["Lagging"] == ("True", "Behind")
-    done = decide_sync(state(20, 19, status=lagged), now=START + 60)
-    assert conditions(done)["Lagging"] == ("False", "CaughtUp")
+    assert conditions(decided(state(0, 2, status=lagged), now=START + 60))["Lagging"] == ("True", "Behind")
+    assert conditions(decided(state(0, 1, status=lagged), now=START + 60))["Lagging"] == ("False", "CaughtUp")
 
 
 def test_without_a_job_or_an_answer_it_says_so():
-    assert conditions(decide_sync(replace(state(), job=None), now=START))["Ready"] == ("False", "NoJob")
-    assert conditions(decide_sync(state(phase="Suspended"), now=START))["Ready"] == ("False", "Suspended")
+    assert conditions(decided(replace(state(), job=None)))["Ready"] == ("False", "NoJob")
+    assert conditions(decided(replace(state(sync=FOLLOWED), job=None)))["Ready"] == ("False", "NoSource")
+    assert conditions(decided(state(phase="Suspended")))["Ready"] == ("False", "Suspended")
     silent = replace(state(), job=replace(state().job, probe=DriverProbe()))
-    assert conditions(decide_sync(silent, now=START))["Ready"] == ("False", "NoVersion")
-    assert conditions(decide_sync(state(20), now=START))["Ready"] == ("True", "Serving")
+    assert conditions(decided(silent))["Ready"] == ("False", "NoVersion")
+    assert conditions(decided(state(0)))["Ready"] == ("True", "Serving")
+
+
+def test_one_for_followers_is_ready_when_one_of_them_serves():
+    assert conditions(decided(state(0, 0, sync=FOLLOWED)))["Ready"] == ("False", "NoFollower")
+    assert conditions(decided(state(0, 0, sync=FOLLOWED, followers=1)))["Ready"] == ("True", "Serving")
 
 
 def test_an_unchanged_status_is_not_written_and_a_refused_spec_is_reported():
-    plan = decide_sync(state(20, 19), now=START)
+    plan = decided(state(0, 1))
     known = WeightsStatus.model_validate(plan.status, by_name=False)
-    assert decide_sync(state(20, 19, status=known), now=START + 3600) == Plan()
+    assert decided(state(0, 1, status=known), now=START + 3600) == Plan()
     bad = replace(state(), sync=None, problem="spec.transport: not yet", problem_reason="NotYet")
-    assert conditions(decide_sync(bad, now=START))["Accepted"] == ("False", "NotYet")
-    assert decide_sync(replace(state(), owner=replace(OWNER, deleting=True)), now=START) == Plan()
+    assert conditions(decided(bad))["Accepted"] == ("False", "NotYet")
+    assert decided(replace(state(), owner=replace(OWNER, deleting=True))) == Plan()
+
+
+FIELDS = SyncSpec(keep=3, stagger=2)
+BEGUN = WeightsSpec(keep=7)
+
+
+@pytest.mark.parametrize(
+    ("sync", "reason"),
+    [
+        (NamedSync(name="shared"), "no such WeightSync"),
+        (NamedSync(name="shared", exists=True), "refused"),
+        (NamedSync(name="shared", exists=True, spec=FIELDS, owned=True), "another job"),
+        (NamedSync(name="shared", exists=True, spec=FOLLOWED.spec), "another job"),
+        (NamedSync(name="shared", exists=True, spec=FIELDS, user="first"), "RLJob first has"),
+    ],
+)
+def test_a_job_begins_only_with_a_weight_sync_that_it_may_have(sync: NamedSync, reason: str):
+    weights, why = weights_for("second", sync, begun=None)
+    assert weights is None
+    assert why.startswith("spec.weightSync.name = 'shared': ")
+    assert reason in why
+    assert weights_for("second", sync, begun=BEGUN) == (BEGUN, why), "one that has begun goes on"
+
+
+def test_a_job_has_the_fields_of_its_weight_sync_and_follows_changes_of_them():
+    sync = NamedSync(name="shared", exists=True, spec=FIELDS, user="first")
+    assert weights_for("first", sync, begun=None) == (WeightsSpec(keep=3, stagger=2), "")
+    assert weights_for("first", sync, begun=BEGUN) == (WeightsSpec(keep=3, stagger=2), "")
+
+
+def test_the_transport_stays_although_the_weight_sync_is_made_anew():
+    sync = NamedSync(name="shared", exists=True, spec=SyncSpec(transport="mooncake"), user="first")
+    weights, why = weights_for("first", sync, begun=BEGUN)
+    assert weights == BEGUN
+    assert "its transport is mooncake, and was host when the job began" in why

@@ -1,0 +1,60 @@
+"""Which custom resources name others: a job its WeightSync, a WeightSync for followers its job.
+
+Invariant: an object is found by what its spec in force names, whether or not that exists.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+from asyncflow.api.job import RLJob
+from asyncflow.api.weights import WeightSync
+
+
+class Key(NamedTuple):
+    """Key of a custom resource."""
+
+    kind: str
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return "/".join(self)
+
+
+def named_by(model: Any, namespace: str) -> Key | None:
+    """Return what a spec in force names, None for nothing."""
+    if isinstance(model, RLJob) and (name := model.spec.weight_sync.name) is not None:
+        return Key("WeightSync", namespace, name)
+    if isinstance(model, WeightSync) and model.spec.source is not None:
+        return Key("RLJob", namespace, model.spec.source.job)
+    return None
+
+
+class References:
+    """References between custom resources, kept as these change."""
+
+    def __init__(self) -> None:
+        self._named: dict[Key, Key] = {}
+        self._by: defaultdict[Key, set[Key]] = defaultdict(set)
+
+    def note(self, key: Key, model: Any) -> None:
+        """Take in the spec in force of an object, None for one that is gone or never had any."""
+        named, before = named_by(model, key.namespace), self._named.pop(key, None)
+        if before is not None:
+            self._by[before].discard(key)
+            if not self._by[before]:
+                del self._by[before]
+        if named is not None:
+            self._named[key] = named
+            self._by[named].add(key)
+
+    def by(self, key: Key) -> frozenset[Key]:
+        """Return the objects that name this one."""
+        return frozenset(self._by.get(key, ()))
+
+    def around(self, key: Key) -> frozenset[Key]:
+        """Return the objects whose decisions depend on this one: who names it, what it names, and who does, too."""
+        named = self._named.get(key)
+        return self.by(key) if named is None else self.by(key) | {named} | self.by(named) - {key}
