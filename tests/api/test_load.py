@@ -9,6 +9,7 @@ import pytest
 from asyncflow.api import RLJob, check_files, load_job
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.schedule import ScheduleSpec
+from asyncflow.commands.preflight import runnable_job
 from asyncflow.errors import ManifestError, NotYetError
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
@@ -110,7 +111,6 @@ def test_a_bad_override_is_refused_like_a_bad_file(override: str, reason: str) -
         ["reference={replicas: 1}", "algorithm.kl.coefficient=0.1"],
         ["critic={replicas: 1}"],
         ["reward.config={scale: 2}"],
-        ["weightSync.name=shared"],
     ],
     ids=", ".join,
 )
@@ -240,3 +240,42 @@ def test_rules_hold_for_jobs_built_in_python_too() -> None:
 def test_a_job_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         minimal().spec.algorithm.steps = 4  # type: ignore[misc]
+
+
+SHARED = """
+apiVersion: asyncflow.dev/v1alpha1
+kind: WeightSync
+metadata: {name: shared}
+spec: {keep: 5, bandwidth: 100Mi}
+"""
+NAMES = f"{MINIMAL}  weightSync: {{name: shared}}\n"
+
+
+@pytest.mark.parametrize("text", [f"{NAMES}---{SHARED}", f"{SHARED}---{NAMES}"], ids=["behind", "in front"])
+def test_a_job_has_the_fields_of_the_weight_sync_in_its_file(text: str) -> None:
+    section = load_job(io.StringIO(text), ["algorithm.steps=4"]).spec.weight_sync
+    assert (section.name, section.keep, section.bandwidth) == (None, 5, "100Mi")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (f"{MINIMAL}---{SHARED}", "line 12: a WeightSync that no job in this file names.*spec.weightSync.name: shared"),
+        (f"{NAMES}---{SHARED.replace('shared', 'other')}", "no job in this file names"),
+        (f"{NAMES}---{SHARED}---{SHARED}", "a second document"),
+        (f"{MINIMAL}---{MINIMAL}", "a second document"),
+        (f"{NAMES}---\n", "an empty document"),
+        (f"{NAMES}---{SHARED.replace('keep: 5', 'keep: 0')}", r"spec.keep = 0 \(line 16\): is too small"),
+    ],
+)
+def test_other_documents_beside_a_job_are_refused(text: str, reason: str) -> None:
+    with pytest.raises(ManifestError, match=reason):
+        load_job(io.StringIO(text))
+
+
+def test_a_job_that_names_an_object_of_a_cluster_is_legal_and_does_not_run_here(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(NAMES)
+    assert load_job(file).spec.weight_sync.name == "shared"
+    with pytest.raises(ManifestError, match=r"names the WeightSync 'shared'.*same file"):
+        runnable_job(file)

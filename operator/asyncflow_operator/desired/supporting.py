@@ -8,7 +8,8 @@ a newer operator wrote: no field is there that it does not know.
 Invariants: the manifest changes only when the spec does, and a job that is suspended has the same as one that runs; a
 job that names an existing WeightSync makes none; an address is there as soon as its process is, ready or not, because
 peers that dial in decide when it is ready, and a probe that asks why it is not must reach it; pods have no right at the
-API server, and no pod but those of their family reaches more of them than the port with metrics and status. Orders to
+API server, and no pod but those of their family, and those that by their label follow it, reaches more of them than the
+port with metrics and status. Orders to
 the driver come from the operator: no other pod reaches that port, not even one of the family.
 """
 
@@ -28,6 +29,7 @@ from asyncflow.api.names import (
     GANG_PORT,
     HTTP_PORT,
     JOB_FILE,
+    LABEL_FOLLOWS,
     LABEL_INDEX,
     LABEL_ROLE,
     REWARD_FILE,
@@ -148,12 +150,13 @@ def make_egress_policy(family: Family, *, network: bool) -> Manifest:
 
 
 def make_network_policy(family: Family, *, watchers: Sequence[str], open_to_namespace: bool = False) -> Manifest:
-    """Return the policy by which a family's pods reach each other, and the namespaces ``watchers`` read metrics.
+    """Return the policy by which a family's pods reach each other, followers reach those that have weights, and the
+    namespaces ``watchers`` read metrics.
 
     That of a driver is ``make_driver_policy``. watchers: namespaces of the operator and of monitoring;
     open_to_namespace: whether all pods of the namespace may talk to them, where certificates decide who is heard.
     """
-    peers = [{"podSelector": {} if open_to_namespace else {"matchLabels": dict(family.selector)}}]
+    peers = [{"podSelector": {}}] if open_to_namespace else [*_family(family), _followers(family)]
     others = [{"key": LABEL_ROLE, "operator": "NotIn", "values": ["driver"]}]
     selector = {"matchLabels": dict(family.selector), "matchExpressions": others}
     return _ingress_policy(family, family.name, selector, {"from": peers}, *_watching(watchers))
@@ -163,12 +166,21 @@ def make_driver_policy(family: Family, *, watchers: Sequence[str], operator: str
     """Return the policy by which the operator, in the namespace of that name, gives orders to the driver, and nobody
     else; the family calls it, and ``watchers`` read metrics and status.
     """
-    called = {"from": [{"podSelector": {"matchLabels": dict(family.selector)}}], "ports": _ports("rpc", "http")}
+    called = {"from": [*_family(family), _followers(family)], "ports": _ports("rpc", "http")}
     place = {"matchLabels": {_NAMESPACE_NAME: operator}}
     peer = {"namespaceSelector": place, "podSelector": {"matchLabels": dict(_OPERATOR)}}
     ordered = {"from": [peer], "ports": _ports("control")}
     selector = {"matchLabels": {**family.selector, LABEL_ROLE: "driver"}}
     return _ingress_policy(family, f"{family.name}.driver", selector, called, ordered, *_watching(watchers))
+
+
+def _family(family: Family) -> list[Manifest]:
+    return [{"podSelector": {"matchLabels": dict(family.selector)}}]
+
+
+def _followers(family: Family) -> Manifest:
+    """Return the pods of the namespace that say they follow the job: certificates decide what they are told."""
+    return {"podSelector": {"matchLabels": {LABEL_FOLLOWS: family.name}}}
 
 
 def _watching(watchers: Sequence[str]) -> list[Manifest]:

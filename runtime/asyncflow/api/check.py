@@ -147,7 +147,6 @@ _PLANNED: Final[Mapping[str, tuple[tuple[str, Callable[[Any], bool], str], ...]]
         ("spec.reference", bool, "nothing: the trainer computes the reference itself"),
         ("spec.critic", bool, "nothing"),
         ("spec.reward.config", bool, "nothing: a function is given response, prompt, answer and meta"),
-        ("spec.weight_sync.name", bool, "nothing: the job keeps its own versions"),
     ),
 }
 """Fields that the schema names for features that are planned, by kind: the attribute path, whether a value asks for

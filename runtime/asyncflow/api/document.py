@@ -1,4 +1,4 @@
-"""One YAML document as plain data, with the line of every value; changes by ``--set path=value``; plain data as YAML.
+"""YAML documents as plain data, with the line of every value; changes by ``--set path=value``; plain data as YAML.
 
 Only what JSON can say is accepted: no tags, no dates, no octal numbers; ``5e-4`` is a number, as it is for kubectl.
 
@@ -52,6 +52,11 @@ class Document:
     data: Any
     lines: dict[Place, int] = field(default_factory=dict)
 
+    @property
+    def begin(self) -> int:
+        """The line at which it begins."""
+        return self.lines[()]
+
     def line(self, path: Place) -> int:
         """Return the line of ``path``, or of the nearest part of it that was written; 0 where there is none."""
         return next((self.lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.lines), 0)
@@ -59,8 +64,17 @@ class Document:
 
 def parse(text: str, *, source: str) -> Document:
     """Read exactly one document. Raises ManifestError where there is none, a second one, or it breaks a limit."""
+    first, *more = parse_all(text, source=source)
+    if more:
+        where = f"{source}, line {more[0].begin}"
+        raise ManifestError("a second document", where=where, hint="Keep one manifest in a file")
+    return first
+
+
+def parse_all(text: str, *, source: str) -> list[Document]:
+    """Read one or more documents. Raises ManifestError where there is none, one is empty, or they break a limit."""
     try:
-        return _Reader(text, source).document()
+        return _Reader(text, source).documents()
     except yaml.YAMLError as error:
         mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
         line = f", line {mark.line + 1}" if mark else ""
@@ -79,16 +93,17 @@ class _Reader:
         self._nodes = 0
         self._aliases = 0
 
-    def document(self) -> Document:
-        found: Document | None = None
+    def documents(self) -> list[Document]:
+        found: list[Document] = []
         for event in self._events:
-            if not isinstance(event, yaml.DocumentStartEvent):
-                continue
-            if found is not None:
-                raise self._refuse(event, "a second document", "Keep one manifest in a file")
-            found = Document(self._node(next(self._events), ()), self._lines)
-        if found is None or found.data is None:
+            if isinstance(event, yaml.DocumentStartEvent):
+                self._anchors, self._lines = {}, {}
+                found.append(Document(self._node(next(self._events), ()), self._lines))
+        if not found or found[0].data is None:
             raise ManifestError("the file is empty", where=self._source, hint="Write a manifest into it")
+        if empty := next((each for each in found if each.data is None), None):
+            where = f"{self._source}, line {empty.begin}"
+            raise ManifestError("an empty document", where=where, hint="Remove the --- around it")
         return found
 
     def _node(self, event: Any, path: Place) -> Any:

@@ -1,7 +1,8 @@
 """From a file to a checked object: the only way in which a manifest enters the program.
 
 Invariant: what ``load`` returns keeps every rule and asks for nothing that this version does not do; what it refuses
-costs one ManifestError with every problem, and has changed nothing.
+costs one ManifestError with every problem, and has changed nothing. A file has one manifest; beside a job it may have
+the WeightSync that the job names, whose fields the job then has itself.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from urllib.parse import urlsplit
 
 from asyncflow.api.base import API_VERSION
 from asyncflow.api.check import MISSING, Problem, inspect, refusal
-from asyncflow.api.document import MAX_BYTES, Document, Place, apply, dump, parse
+from asyncflow.api.document import MAX_BYTES, Document, Place, apply, dump, parse, parse_all
 from asyncflow.api.job import RLJob
 from asyncflow.api.learning import FILE_SCHEMES, RewardSpec
 from asyncflow.api.queue import TransferQueue
-from asyncflow.api.weights import WeightSync
+from asyncflow.api.weights import JobWeightsSpec, WeightSync
 from asyncflow.errors import ManifestError
 
 Manifest = RLJob | TransferQueue | WeightSync
@@ -32,13 +33,19 @@ KINDS: dict[str, type[RLJob] | type[TransferQueue] | type[WeightSync]] = {
 def load(source: Path | str | IO[Any], overrides: Sequence[str] = ()) -> Manifest:
     """Read and check the manifest in a file (path) or stream. Raises ManifestError; NotYetError for what is planned."""
     name = str(source) if isinstance(source, (str, Path)) else str(getattr(source, "name", "manifest"))
-    document = parse(_text(source, name), source=name)
-    kind = _kind(document, name)
+    document, beside = _read(source, name)
     apply(document, overrides)
-    built, problems = inspect(KINDS[kind], document.data)
-    if built is None or problems:
-        raise refusal(sorted(_located(problems, document), key=lambda problem: problem.line), source=name)
-    return built
+    built = _built(document, name)
+    if beside is None:
+        return built
+    sync = _built(beside, name)
+    if not isinstance(built, RLJob) or built.spec.weight_sync.name != sync.metadata.name:
+        where = f"{name}, line {beside.begin}"
+        hint = f"Name it in the job: spec.weightSync.name: {sync.metadata.name}"
+        raise ManifestError("a WeightSync that no job in this file names", where=where, hint=hint)
+    assert isinstance(sync, WeightSync)
+    section = JobWeightsSpec.of(sync.spec)
+    return built.model_copy(update={"spec": built.spec.model_copy(update={"weight_sync": section})})
 
 
 def load_job(source: Path | str | IO[Any], overrides: Sequence[str] = ()) -> RLJob:
@@ -60,13 +67,12 @@ def load_reward(source: Path) -> RewardSpec:
 
 def kind_of(source: Path) -> str:
     """Return the kind of a manifest, whatever else is wrong with it. Raises ManifestError."""
-    return _kind(parse(_text(source, str(source)), source=str(source)), str(source))
+    return _kind(_read(source, str(source))[0], str(source))
 
 
 def name_of(source: Path, overrides: Sequence[str] = ()) -> str:
     """Return the name that a manifest gives its object, whatever else is wrong with it. Raises ManifestError."""
-    document = parse(_text(source, str(source)), source=str(source))
-    _kind(document, str(source))
+    document, _ = _read(source, str(source))
     apply(document, overrides)
     metadata = document.data.get("metadata")
     name = metadata.get("name") if isinstance(metadata, dict) else None
@@ -109,6 +115,27 @@ def _lacks(place: Place, source: str, base: Path, folder: bool) -> Problem | Non
         return None
     reason = f"there is no file {needed}"
     return Problem(place=place, value=source, reason=reason, fix="Give a path that starts at the manifest's folder")
+
+
+def _read(source: Path | str | IO[Any], name: str) -> tuple[Document, Document | None]:
+    """Return the manifest in a file, and the WeightSync beside it. Raises ManifestError for what is neither."""
+    documents = parse_all(_text(source, name), source=name)
+    kinds = [_kind(document, name) for document in documents]
+    if len(documents) == 1:
+        return documents[0], None
+    if sorted(kinds) != ["RLJob", "WeightSync"]:
+        where = f"{name}, line {documents[1].begin}"
+        hint = "Keep one manifest in a file, or one job and the WeightSync that it names"
+        raise ManifestError("a second document", where=where, hint=hint)
+    job = kinds.index("RLJob")
+    return documents[job], documents[1 - job]
+
+
+def _built(document: Document, name: str) -> Manifest:
+    built, problems = inspect(KINDS[_kind(document, name)], document.data)
+    if built is None or problems:
+        raise refusal(sorted(_located(problems, document), key=lambda problem: problem.line), source=name)
+    return built
 
 
 def _text(source: Path | str | IO[Any], name: str) -> str:

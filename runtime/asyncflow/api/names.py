@@ -92,6 +92,8 @@ GANG_PORT: Final = 29571
 LABEL_JOB: Final = f"{GROUP}/job"
 LABEL_QUEUE: Final = f"{GROUP}/queue"
 """Label of what a TransferQueue owns, its own name; also where the queue belongs to a job."""
+LABEL_FOLLOWS: Final = f"{GROUP}/follows"
+"""Label of pods that somebody else runs: the job whose versions they follow."""
 LABEL_ROLE: Final = f"{GROUP}/role"
 LABEL_INDEX: Final = f"{GROUP}/index"
 LABEL_ATTEMPT: Final = f"{GROUP}/attempt"

@@ -92,6 +92,9 @@ def runnable_job(source: Path | str | RLJob, overrides: Sequence[str] = ()) -> R
     where = f"job {source.name}" if isinstance(source, RLJob) else str(source)
     if not isinstance(manifest, RLJob):
         raise ManifestError(f"kind = {manifest.kind!r}: not a job", where=where, hint="Give an RLJob")
+    if (named := manifest.spec.weight_sync.name) is not None:
+        what = f"the job names the WeightSync {named!r}, which is an object of a cluster"
+        raise ManifestError(what, where=where, hint="Put it into the same file, behind a line with ---")
     if manifest.spec.suspend:
         raise ManifestError("the job is suspended", where=where, hint="Run it with --set suspend=false")
     return manifest

@@ -171,7 +171,7 @@ class Driver:
         self.weights = CatalogueService(server, catalogue=Catalogue(keep=spec.weight_sync.keep))
         self._turns: TurnService | None = None
         if spec.schedule.update == "staggered":
-            turns = self._turns = TurnService(server, turns=Turns(), supply=self._supply)
+            turns = self._turns = TurnService(server, turns=Turns(most=spec.weight_sync.stagger), supply=self._supply)
             directory.on_leave.append(lambda member, _reason: turns.leave(member.incarnation))
         self.changes = ChangeSignal()
         done = self.progress.done >= self.progress.steps

@@ -107,8 +107,8 @@ def cause(status: Status, silent_s: float, *, swap_at: SwapAt) -> str:
     if status.get("draining"):
         return "draining"
     if staged is not None and staged != current:
-        when = _SWAPS_WHEN.get(swap_at) if status.get("running") else None
-        return f"θ_{staged} is here; {when or 'about to swap'}"
+        when = "waits for its turn" if status.get("waits_turn") else _SWAPS_WHEN.get(swap_at)
+        return f"θ_{staged} is here; {when if when and status.get('running') else 'about to swap'}"
     if receiving is not None:
         return f"receiving θ_{receiving}, {float(status.get('received', 0.0)):.0%} of it here"
     return "has not begun to receive a newer version"

@@ -221,6 +221,7 @@ class RolloutWorker:
         tokens = self._engine.stats().tokens
         return {
             **self.loader.status(),
+            "waits_turn": self._turns is not None and self._instance.wants_turn,
             "slots": self._engine.slots,
             "running": self._instance.running,
             "inflight": len(self._in_flight),

@@ -1,6 +1,8 @@
 """Everything around the pods."""
 
+import json
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,10 +62,14 @@ def test_the_budget_lets_one_of_the_core_go(desired: Desired, job_state: JobStat
     assert roles["values"] == ["driver", "controller", "storage", "trainer"]
 
 
-def test_only_the_family_talks_to_pods_and_watchers_reach_one_port(desired: Desired, job_state: JobStates):
+FAMILY = [{"podSelector": {"matchLabels": {"asyncflow.dev/job": "math"}}}]
+FOLLOWERS = {"podSelector": {"matchLabels": {"asyncflow.dev/follows": "math"}}}
+
+
+def test_only_the_family_and_followers_talk_to_pods_and_watchers_reach_one_port(desired: Desired, job_state: JobStates):
     spec = by_name(desired.supporting(job_state()))["NetworkPolicy/math"]["spec"]
     family, watchers = spec["ingress"]
-    assert family == {"from": [{"podSelector": {"matchLabels": {"asyncflow.dev/job": "math"}}}]}
+    assert family == {"from": [*FAMILY, FOLLOWERS]}
     (namespaces,) = watchers["from"][0]["namespaceSelector"]["matchExpressions"]
     assert namespaces["values"] == ["asyncflow-system", "monitoring"]
     assert watchers["ports"] == [{"protocol": "TCP", "port": "http"}]
@@ -76,7 +82,7 @@ def test_orders_reach_the_driver_from_the_operator_alone(desired: Desired, job_s
     spec = made["NetworkPolicy/math.driver"]["spec"]
     assert spec["podSelector"] == {"matchLabels": {"asyncflow.dev/job": "math", "asyncflow.dev/role": "driver"}}
     open_to = {port["port"]: each["from"] for each in spec["ingress"] for port in each["ports"]}
-    assert open_to["rpc"] == [{"podSelector": {"matchLabels": {"asyncflow.dev/job": "math"}}}]
+    assert open_to["rpc"] == [*FAMILY, FOLLOWERS]
     assert open_to["control"] == [
         {
             "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "asyncflow-system"}},
@@ -160,11 +166,17 @@ def test_the_children_have_the_settings_of_the_job(desired: Desired, job_state: 
     assert queue.spec.template == state.job.spec.template
     assert queue.spec.model_dump(exclude={"ledger", "template"}) == state.job.spec.transfer_queue.model_dump()
     sync = WeightSync.model_validate(made["WeightSync/math"] | {"metadata": {"name": "math"}})
-    assert sync.spec.transport == "host"
+    assert sync.spec.dtype == "bfloat16"
 
 
 def test_a_job_that_names_a_weight_sync_makes_none(desired: Desired, job_state: JobStates):
-    assert list(by_name(desired.children(job_state(weightSync={"name": "theirs"})))) == ["TransferQueue/math"]
+    state = job_state(weightSync={"name": "theirs"})
+    assert state.job is not None
+    assert list(by_name(desired.children(state))) == ["TransferQueue/math"]
+    section = state.job.spec.weight_sync.model_copy(update={"keep": 5})
+    job = state.job.model_copy(update={"spec": state.job.spec.model_copy(update={"weight_sync": section})})
+    written = json.loads(config_of(desired, replace(state, job=job)))
+    assert written["spec"]["weightSync"] == {"keep": 5}, "its fields, for those who cannot look it up"
 
 
 def test_every_object_is_stamped_and_owned(desired: Desired, job_state: JobStates, queue_state):
