@@ -238,6 +238,8 @@ class Operator:
         for entry in self._watch.store.of(group):
             if entry.kind in _CUSTOM:
                 self._worklist.mark(Key(entry.kind, job.namespace, entry.view.owner.name))
+        for key in self._watch.references.around(Key(job.kind, job.namespace, job.name)):
+            self._worklist.mark(key)
 
     def _waiting(self) -> Iterator[Key]:
         """Yield the jobs and queues with a pod that finds no place."""

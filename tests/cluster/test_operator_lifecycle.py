@@ -60,7 +60,9 @@ def test_what_the_driver_says_is_what_kubectl_shows(jobs: dict[str, OneJob]) -> 
     job.driver.say(
         step=3, reward=0.5, tokens_per_second=1234.0, eta_seconds=8000.0, version=3, staleness={"start": 1.0}
     )
-    job.driver.say(queue={"ready": 7, "leased": 2, "bytes": 1000, "limit": 5000}, version_bytes=99)
+    late = {"id": "worker-1", "version": 1, "lag": 2, "cause": "receiving θ_3, 40% of it here"}
+    job.driver.say(queue={"ready": 7, "leased": 2, "bytes": 1000, "limit": 5000})
+    job.driver.say(versions={"rollouts": 2, "behind": 1, "lag": (1, 0, 1), "laggards": (late,), "bytes": 99})
     job.driver.say(rollouts=[rollout(0, 3), rollout(1, 1)])
     job.until(lambda: job.status().get("step") == 3, "the step to be seen", timeout_s=30)
     status = job.status()
@@ -70,7 +72,7 @@ def test_what_the_driver_says_is_what_kubectl_shows(jobs: dict[str, OneJob]) -> 
         assert figure in shown
     job.until(lambda: job.child("weightsyncs").get("status", {}).get("lag") == [1, 0, 1], "the histogram", timeout_s=30)
     versions = job.child("weightsyncs")["status"]
-    assert versions["laggards"] == [{"id": "worker-1", "version": 1, "lag": 2}]
+    assert versions["laggards"] == [late]
     assert versions["bytes"] == 99
     queue = job.child("transferqueues")["status"]
     assert (queue["rows"], queue["readyUnits"]) == (9, 2)
