@@ -15,7 +15,7 @@ from asyncflow.plugins import installed
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 SETUPS = sorted((ROOT / "docs" / "guide" / "setups").glob("*.yaml"))
-OTHERS = {"kubernetes/autoscaler.yaml"}
+OTHERS = {"kubernetes/autoscaler.yaml", "kubernetes/follow.yaml"}
 """Manifests of other kinds than ours."""
 OURS = sorted({str(file.relative_to(EXAMPLES)) for file in EXAMPLES.rglob("*.yaml")} - OTHERS)
 

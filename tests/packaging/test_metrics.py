@@ -20,6 +20,7 @@ from asyncflow.telemetry.metrics import (
     BusyClock,
     ControllerMetrics,
     DriverMetrics,
+    FollowerMetrics,
     RolloutMetrics,
     StorageMetrics,
     TrainerMetrics,
@@ -50,6 +51,7 @@ def registries() -> Iterator[CollectorRegistry]:
     for worker in (rollout, trainer):
         worker.watch_busy(BusyClock())
         yield worker.registry
+    yield FollowerMetrics().registry
     yield Metrics().registry
 
 
