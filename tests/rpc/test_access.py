@@ -111,7 +111,7 @@ FOR_ITSELF = sorted(
     (method, role)
     for method, roles in ACCESS.items()
     for role, named in roles.items()
-    if list(named(WHOLE)) and method != "replicas.reach" and role not in ("client", "operator", "viewer")
+    if list(named(WHOLE)) and method != "replicas.reach" and role not in ("client", "operator", "viewer", "follower")
 )
 
 
@@ -173,6 +173,14 @@ def test_clients_share_one_certificate_under_any_index():
     )
 
 
+def test_followers_share_one_certificate_and_receive_weights_and_no_more():
+    Access().check(_caller("follower", 0), "weights.held", Request(worker="follower-77-ab"))
+    with pytest.raises(Refused, match=r"follower-0 may not call weights\.held on behalf of rollout-1"):
+        Access().check(_caller("follower", 0), "weights.held", Request(worker="rollout-1-ab"))
+    weights = {"watch", "locate", "held", "dropped", "fetch", "place", "pair", "send"}
+    assert _allowed("follower") == DIRECTORY | {f"weights.{what}" for what in weights}
+
+
 def test_a_worker_is_named_after_its_process():
     assert worker_name("rollout", 3, "ab") == "rollout-3-ab"
     assert place_of(worker_name("rollout", 3, "ab")) == ("rollout", 3)
@@ -192,7 +200,7 @@ _ROLES = set().union(*ACCESS.values())
 
 def _row(method):
     roles, own = ACCESS[method], {role for role, named in ACCESS[method].items() if list(named(WHOLE))}
-    everybody = {len(_ROLES): "all", len(_ROLES) - 2: "all of the queue"}.get(len(roles), "")
+    everybody = {len(_ROLES): "all", len(_ROLES) - 3: "all of the queue"}.get(len(roles), "")
     names = everybody or ", ".join(role + " (own)" * (role in own) for role in sorted(roles))
     return f"| `{method}` | {names}{' (own)' * bool(everybody and own)} |\n"
 
