@@ -117,3 +117,14 @@ async def test_hearing_ends_when_everybody_was_heard_since(tmp_path: Path) -> No
     beat(directory, "b")
     await hearing
     await there.await_heartbeats(within_s=0.1)
+
+
+async def test_nobody_waits_for_a_follower_at_the_end(tmp_path: Path) -> None:
+    directory = Directory()
+    there = members(directory, tmp_path)
+    directory.register(Member(role="follower", index=9, incarnation="follower-9-a"))
+    await there.dismiss(within_s=60.0)
+    told = directory.heartbeat(Beat(incarnation="follower-9-a", revision=0))
+    assert told.directives.stop
+    there.observe(1.0)
+    assert "follower" not in there.lives.idle_shares(1.0)

@@ -11,6 +11,7 @@ from asyncflow.errors import Fenced, ProtocolError, Refused, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.weights.catalogue import Catalogue, Holding
 from asyncflow.weights.manifest import HASH, ManifestPart, Slice, TensorEntry, merge
+from asyncflow.weights.messages import WHOLE
 from asyncflow.weights.slices import Box
 
 ROWS = 4
@@ -212,3 +213,32 @@ def test_holders_of_a_lost_newest_version_keep_the_one_before():
     catalogue.leave("t0.0")
     assert catalogue.releasable == []
     assert (catalogue.find(1), catalogue.find(2), catalogue.newest) == (Version(0, 1), None, Version(0, 2))
+
+
+def located(catalogue: Catalogue, version: Version, worker: str, *, outside: bool = False) -> list[str]:
+    placed = catalogue.place(version, worker, address=f"tcp://{worker}", layout=WHOLE, outside=outside)
+    return [source.worker for source in placed.sources]
+
+
+def test_a_version_does_not_live_on_by_what_is_held_outside_of_the_job():
+    catalogue, version = Catalogue(), Version(0, 1)
+    catalogue.publish(part(version))
+    catalogue.hold(version, Holding(worker="f", address="tcp://f", outside=True))
+    assert catalogue.available(version)
+    catalogue.leave("t0.0")
+    assert not catalogue.available(version)
+    assert catalogue.find(1) is None
+
+
+def test_nobody_in_the_job_pulls_from_outside_and_those_outside_pull_from_each_other():
+    catalogue, version = Catalogue(), Version(0, 1)
+    catalogue.publish(part(version))
+    for worker in ("f0", "f1"):
+        assert located(catalogue, version, worker, outside=True) == ["t0.0"], "the first two"
+        catalogue.hold(version, Holding(worker=worker, address=f"tcp://{worker}", outside=True))
+    assert located(catalogue, version, "f2", outside=True)[0] in ("f0", "f1")
+    for worker in ("r0", "r1", "r2", "r3"):
+        assert not set(located(catalogue, version, worker)) & {"f0", "f1", "f2"}
+    catalogue.hold(version, holding("r0"))
+    catalogue.leave("t0.0")
+    assert located(catalogue, version, "r1") == ["r0"]

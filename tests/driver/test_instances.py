@@ -1,0 +1,54 @@
+"""What heartbeats tell of instances: how far behind each is, and why."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncflow.api.versions import LAG_BUCKETS
+from asyncflow.driver.instances import cause, histogram, versions_state
+from asyncflow.identity import Version
+from asyncflow.rpc.membership import Member
+
+
+def at(**steps: int) -> dict[str, Any]:
+    return {which: Version(0, step).packed for which, step in steps.items()}
+
+
+@pytest.mark.parametrize(
+    ("status", "silent_s", "why"),
+    [
+        (at(version=4, receiving=5) | {"staged": -1, "received": 0.4}, 1.0, "receiving θ_5, 40% of it here"),
+        (at(version=4, staged=5) | {"running": 3}, 1.0, "θ_5 is here; generating until its share is done"),
+        (at(version=4, staged=5) | {"running": 3, "waits_turn": True}, 1.0, "θ_5 is here; waits for its turn"),
+        (at(version=4, staged=5) | {"running": 0}, 1.0, "θ_5 is here; about to swap"),
+        (at(version=4, staged=5, receiving=6) | {"running": 1}, 4.2, "no heartbeat for 4 s"),
+        (at(version=4) | {"draining": True}, 0.1, "draining"),
+        (at(version=4) | {"staged": -1, "receiving": -1}, 0.1, "has not begun to receive a newer version"),
+    ],
+)
+def test_a_cause_is_what_the_last_heartbeat_tells(status: dict[str, Any], silent_s: float, why: str) -> None:
+    assert cause(status, silent_s, swap_at="quota") == why
+
+
+def test_of_many_instances_the_ten_furthest_are_named_and_all_are_counted() -> None:
+    rollouts = [
+        (Member(role="rollout", index=step, incarnation=f"rollout-{step}-a"), at(version=step), 0.0)
+        for step in range(1, 21)
+    ]
+    follower = (Member(role="follower", index=7, incarnation="follower-7-a"), at(version=0) | {"swap_s": 0.5}, 0.0)
+    starting = (Member(role="rollout", index=50, incarnation="rollout-50-a"), {"version": -1}, 0.0)
+    trainer = (Member(role="trainer", index=0, incarnation="trainer-0-a"), {"publish_s": 0.25}, 0.0)
+    seen = versions_state([*rollouts, follower, starting, trainer], nbytes=99, newest=20, swap_at="quota")
+    assert (seen.rollouts, seen.followers, seen.behind, seen.bytes) == (20, 1, 20, 99)
+    assert seen.lag == (1,) * 15 + (6,)
+    assert [each.id for each in seen.laggards] == ["follower-7-a", *(f"rollout-{step}-a" for step in range(1, 10))]
+    assert (seen.seconds.publish, seen.seconds.swap, seen.seconds.transfer) == (0.25, 0.5, None)
+
+
+@given(st.lists(st.integers(0, 1000), max_size=200))
+def test_a_histogram_counts_everybody_once(lags: list[int]) -> None:
+    counts = histogram(lags)
+    assert sum(counts) == len(lags)
+    assert len(counts) <= LAG_BUCKETS
