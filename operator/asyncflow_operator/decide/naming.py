@@ -15,7 +15,7 @@ _NAMED = "spec.weightSync.name"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedSync:
-    """What is seen of the WeightSync ``name``.
+    """View of the WeightSync ``name``.
 
     exists: whether there is one; spec: the one in force, None for none; owned: whether it was made for a job; user: the
     job that has it, "" for none, which is the oldest of those that name it and are not over.

@@ -23,7 +23,7 @@ FIGURES: Final = frozenset((*_OF_DRIVER, "version", "attempt"))
 
 
 class DesiredFollowing(Protocol):
-    """What whoever follows a job has to know."""
+    """Facts that whoever follows a job has to know."""
 
     def address(self, owner: Owner) -> str:
         """Return the address of a job's driver."""

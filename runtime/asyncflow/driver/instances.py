@@ -1,4 +1,4 @@
-"""What heartbeats tell of rollouts and followers: which version each serves, how far behind that is, and why. Pure.
+"""State of rollouts and followers by their heartbeats: the version of each, how far behind it is, and why. Pure.
 
 Invariant: what is returned of all of them together is bounded, however many there are; a cause is only what a heartbeat
 says, or that there was none.
