@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from asyncflow.errors import AsyncFlowError
+from asyncflow.identity import Version
 from asyncflow.rollout.engines.base import RolloutEngine
 from asyncflow.rollout.loading import WeightLoader
 from asyncflow.rpc.membership import Status
@@ -60,23 +61,20 @@ class FollowingEngine:
         except AsyncFlowError as error:
             log.warning("nothing to follow yet: %s", error)
             return
-        staging = asyncio.create_task(self._loader.stage_all())
         try:
             while (version := await follower.newer()) is not None:
-                if staging.done():
-                    staging.result()
-                await self._load(self._loader, version.step)
+                await self._load(self._loader, version)
             log.info("the job ends; %s stays loaded", self._engine.version)
         finally:
-            staging.cancel()
-            await asyncio.gather(staging, return_exceptions=True)
             self._loader.close()
             await follower.close()
 
-    async def _load(self, loader: WeightLoader, step: int) -> None:
-        prepared = await loader.prepare(step)
+    async def _load(self, loader: WeightLoader, version: Version) -> None:
+        if self._engine.version is not None:
+            await loader.stage(version)
+        prepared = await loader.prepare(version.step)
         began = time.monotonic()
         await loader.load(prepared)
         seconds = time.monotonic() - began
-        loader.swapped(step, seconds)
+        loader.swapped(version.step, seconds)
         log.info("swapped to %s in %.3f s", prepared.version, seconds)

@@ -89,16 +89,20 @@ class WeightLoader:
             **{phase: seconds for phase, seconds in took.items() if seconds is not None},
         }
 
+    async def stage(self, version: Version) -> None:
+        """Prepare a version that is complete here in the engine, while it works with the one before."""
+        began = time.monotonic()
+        weights, _ = await self._weights_of(version, self._receiver.tensors(version))
+        await self._engine.stage(version, weights)
+        self._stage_s = time.monotonic() - began
+        self._metrics.stage_seconds.observe(self._stage_s)
+
     async def stage_all(self) -> None:
         """Prepare each version that is complete here in the engine, while it works with the one before, for ever."""
         while True:
             staged = self._receiver.staged
             if staged is not None and self._engine.version is not None:
-                began = time.monotonic()
-                weights, _ = await self._weights_of(staged, self._receiver.tensors(staged))
-                await self._engine.stage(staged, weights)
-                self._stage_s = time.monotonic() - began
-                self._metrics.stage_seconds.observe(self._stage_s)
+                await self.stage(staged)
             with contextlib.suppress(DeadlineExceeded):
                 differs = functools.partial(lambda seen: self._receiver.staged != seen, staged)
                 await self._receiver.wait_for(differs, what="a version to prepare", timeout=_WATCH_S)
