@@ -62,7 +62,7 @@ class Unit:
     async def store(self, rows, columns, *, lease="1", reason="", tags=()):
         made = {name: Jagged.from_rows([np.full(n, v) for n, v in cells], "int64") for name, cells in columns.items()}
         blob = await self.holdings.store(made, rows=rows, lease=lease, partial=made if reason else (), timeout=0)
-        entry = NewCells(lease=lease, rows=rows, cells=blob.cells, tags=list(tags), reason=reason)
+        entry = NewCells(lease, rows, blob.cells, list(tags), reason, unfinished=bool(reason))
         return self.holdings.propose(entry, blob)
 
     async def write(self, rows, columns, *, ok=None, **how):

@@ -149,13 +149,13 @@ class QueueMachine(RuleBasedStateMachine):
                 self.queue.table.training.open_step(P, step, self.groups[step], SIZE)
 
     @precondition(lambda self: self.leases)
-    @rule(data=st.data(), partial=st.booleans())
-    def give_back(self, data, partial):
+    @rule(data=st.data(), partial=st.booleans(), reason=st.sampled_from(["test", None]))
+    def give_back_or_save(self, data, partial, reason):
         task, rows = data.draw(st.sampled_from(self.leases))
         numbers = [row.row for row in rows]
         expected = [self.in_force(task, row) for row in rows]
         cells = self.queue.cells(len(rows), WRITES[task]) if partial else None
-        assert self.queue.table.give_back(rows[0].lease, numbers, "test", cells) == expected
+        assert self.queue.table.give_back(rows[0].lease, numbers, reason, cells) == expected
         if partial:
             kept = [number for number, ok in zip(numbers, expected, strict=True) if ok]
             self.queue.keep(kept, [WRITES[task]], partial=True)

@@ -18,7 +18,7 @@ from asyncflow.queue.protocol.unit_calls import Cells, Held, NewRows
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.replication import decode, encode
 from asyncflow.queue.table.report import consumed, find, listing, peek
-from asyncflow.queue.table.rows import expect, list_rows, put, reset, write
+from asyncflow.queue.table.rows import list_rows, put, reset, write
 from asyncflow.queue.table.snapshot import snapshot
 from asyncflow.queue.table.state import RowState
 from asyncflow.queue.table.table import Table
@@ -169,7 +169,7 @@ class OpenMachine(RuleBasedStateMachine):
 
     @rule(total=st.integers(0, 9))
     def expect(self, total):
-        expect(self.table.state, self.partition, total)
+        self.table.expect(P, total)
         self.expected = total
 
     @rule(task=TASK)

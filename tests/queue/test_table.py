@@ -1,5 +1,7 @@
 """The pure table: readiness, claims, leases, fencing, windows of versions."""
 
+import functools
+
 import msgspec
 import pytest
 
@@ -162,6 +164,23 @@ def test_what_was_given_back_unfinished_goes_to_the_next_holder_and_makes_nothin
     again = queue.claim("rollout")
     assert [row.bytes for row in again] == [{"prompt": 8, "response": 8}] * 2
     assert [row.attempt for row in again] == [1, 1]
+    assert queue.complete(again, "response") == [True, True]
+    assert len(queue.claim("score")) == 2
+
+
+def test_what_a_holder_saves_stays_with_it_until_its_lease_ends_and_goes_to_the_next(queue):
+    queue.create(0)
+    rows = queue.claim("rollout")
+    ids = [row.row for row in rows]
+    save = functools.partial(queue.table.give_back, rows[0].lease, ids, None, queue.cells(2, "response"))
+    before = len(queue.table.state.outbox)
+    assert save() == save() == [True, True]
+    assert len(queue.table.state.outbox) == before, "the ledger has nothing of it"
+    assert queue.claim("rollout") == queue.claim("score") == []
+    queue.table.claims.expire(1e9)
+    again = queue.claim("rollout")
+    assert [(row.attempt, row.bytes) for row in again] == [(1, {"prompt": 8, "response": 8})] * 2
+    assert save() == [False, False], "it comes too late"
     assert queue.complete(again, "response") == [True, True]
     assert len(queue.claim("score")) == 2
 

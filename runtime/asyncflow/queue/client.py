@@ -280,6 +280,13 @@ class QueueClient:
             return await self._write(rows, [row.lease for row in rows], columns, reason=reason, timeout=timeout)
         return await self._end(rows, reason=reason, drop=False, timeout=timeout)
 
+    async def save(self, rows: Sequence[LeasedRow], columns: Mapping[str, Jagged], *, timeout: float) -> list[bool]:
+        """Keep what there is so far of leased rows for whoever holds them next; their leases go on.
+
+        It takes the place of what was saved before. False where there is no room now, or the lease has ended.
+        """
+        return await self._write(rows, [row.lease for row in rows], columns, reason="", timeout=timeout)
+
     async def drop(self, rows: Sequence[LeasedRow], *, reason: str, timeout: float) -> list[bool]:
         """Drop leased rows for ever; they count as filtered if ``reason`` begins so, else as dropped."""
         return await self._end(rows, reason=reason, drop=True, timeout=timeout)
@@ -438,12 +445,12 @@ class QueueClient:
         columns: Mapping[str, Jagged],
         *,
         tags: Tags | None = None,
-        reason: str = "",
+        reason: str | None = None,
         timeout: float,
     ) -> list[bool]:
         """Write to ``rows``, each under its lease, and return whether each was written.
 
-        reason: why they are returned unfinished, if they are.
+        reason: why they are returned unfinished; empty where they are held on to, None where they are finished.
         """
         ids, units = located(rows)
         check_rows(columns, tags, rows=len(ids))
@@ -455,8 +462,9 @@ class QueueClient:
                 rows=[ids[i] for i in indices],
                 header=header,
                 tags=[dict(tags[i]) for i in indices] if tags is not None else [],
-                reason=reason,
+                reason=reason or "",
                 wait_s=0.9 * seconds,
+                unfinished=reason is not None,
             )
             return (await self.peers.call(unit, "unit.write", request, list[bool], timeout=seconds, frames=frames))[0]
 
@@ -469,7 +477,7 @@ class QueueClient:
         async def send(indices: Sequence[int]) -> list[bool]:
             lease = rows[indices[0]].lease
             request = calls.EndRows(lease, [rows[i].row for i in indices], reason, drop)
-            peer = _controller_of(lease)
+            peer = Peer(CONTROLLER.role, controller_of(lease))
             return await self.ask("queue.end", request, list[bool], timeout=timeout, peer=peer)
 
         return await scatter((row.lease for row in rows), send)
@@ -499,10 +507,6 @@ async def aconnect(
             yield queue
     finally:
         await membership.close()
-
-
-def _controller_of(lease: str) -> Peer:
-    return Peer(CONTROLLER.role, controller_of(lease))
 
 
 def check_once(names: Sequence[int] | Sequence[str], what: str) -> None:

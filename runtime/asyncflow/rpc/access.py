@@ -78,10 +78,6 @@ def _member(request: Any) -> Iterable[Place | None]:
     return (request.role, request.index), place_of(request.incarnation)
 
 
-def _first_controller(_request: Any) -> Iterable[Place | None]:
-    return (("controller", 0),)
-
-
 _nobody = _own()
 
 
@@ -158,7 +154,7 @@ def _table() -> dict[str, dict[str, Named]]:
         "replicas.follow": _may(_own("replica"), "controller"),
         "replicas.type": _may(_own("replica"), "controller"),
         "replicas.drop": _may(_own("replica"), "controller"),
-        "replicas.reach": _may(_first_controller, "controller"),
+        "replicas.reach": _may(lambda _: [("controller", 0)], "controller"),
         "replicas.admit": _may(_own("unit"), "storage"),
         "unit.put": directs,
         "unit.write": lease,

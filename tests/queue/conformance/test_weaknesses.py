@@ -14,6 +14,7 @@ from asyncflow.identity import RowPlace
 from asyncflow.queue.blocking import BlockingPartition, BlockingQueue
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.peers import GRACE_S
+from asyncflow.queue.values import encode_columns
 
 
 async def test_w01_who_waits_delays_nobody(two_units, scores):
@@ -45,6 +46,20 @@ async def test_w02_rows_of_a_dead_consumer_are_handed_out_again(two_units, score
     assert await dead.complete(held) == [False] * 4
     assert all(await scores.complete(again))
     assert (await scores.consumed("grade")).all
+
+
+async def test_w02_what_a_dead_consumer_saved_goes_to_the_next_and_its_late_save_is_refused(two_units, scores):
+    await scores.declare("grade", ["text"], writes=["score"], lease_s=0.3)
+    await scores.put({"text": ["a", "b"]})
+    dead = two_units.partition("scores", worker="dead")
+    held = await dead.claim("grade", 2, timeout=5)
+    for score in (1, 2):
+        assert all(await dead.queue.save(held, encode_columns({"score": np.full(2, score)}), timeout=10))
+    again = await scores.claim("grade", 2, timeout=10)
+    assert await dead.queue.save(held, encode_columns({"score": np.full(2, 3)}), timeout=10) == [False] * 2
+    assert (await scores.get(again, ["score"]))["score"].tolist() == [2, 2]
+    assert all(await scores.complete(again, {"score": np.full(2, 4)}))
+    assert (await scores.get(again, ["score"]))["score"].tolist() == [4, 4]
 
 
 async def test_w03_calls_to_a_dead_controller_end_in_time_and_handles_still_read(two_units, scores):

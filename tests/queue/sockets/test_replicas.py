@@ -270,6 +270,16 @@ async def test_what_was_given_back_unfinished_comes_with_the_next_lease(queue):
     assert (row.attempt, row.bytes["score"]) == (1, 8)
 
 
+async def test_what_was_saved_of_a_row_comes_with_the_next_lease(queue):
+    await queue.put(1)
+    leased = await queue.claim("grade")
+    assert await queue.client.save(leased, {"score": Jagged.from_rows([[5]], "int64")}, timeout=10) == [True]
+    await queue.client.expire(worker="test", timeout=10)
+    (row,) = await queue.claim("grade")
+    assert (row.attempt, row.bytes["score"]) == (1, 8)
+    assert await queue.client.save(leased, {"score": Jagged.from_rows([[6]], "int64")}, timeout=10) == [False]
+
+
 async def test_leases_are_renewed_completed_and_expired_where_they_are(queue):
     reading = TaskSpec(partition=P, name="count", needs=["text"])
     await queue.client.declare([reading], timeout=10)

@@ -176,6 +176,42 @@ async def test_unfinished_columns_go_to_the_next_holder(cluster):
         assert len(await queue.claim("score")) == 2
 
 
+async def test_what_a_holder_saves_goes_to_the_next_and_nothing_that_comes_later(cluster):
+    async with cluster() as queue:
+        await queue.create(0)
+        rows = await queue.claim("rollout")
+        for length in (1, 3):
+            so_far = {"response": Jagged.from_rows([[7] * length] * 2, "int32")}
+            assert await queue.client.save(rows, so_far, timeout=10) == [True, True]
+        held = sum(unit.holdings.budget.used for unit in queue.units.values())
+        await queue.stop_controller()
+        await queue.start_controller()
+        await queue.client.expire(worker="test", timeout=10)
+        again = await queue.claim("rollout", client=queue.connect("other"))
+        assert [(row.attempt, row.bytes["response"]) for row in again] == [(1, 12), (1, 12)]
+        assert (await queue.client.fetch(again, ["response"], timeout=10))["response"] == so_far["response"]
+        late = {"response": Jagged.from_rows([[8]] * 2, "int32")}
+        assert await queue.client.save(rows, late, timeout=10) == [False, False]
+        assert sum(unit.holdings.budget.used for unit in queue.units.values()) == held
+        assert (await queue.client.fetch(again, ["response"], timeout=10))["response"] == so_far["response"]
+
+
+async def test_what_is_saved_takes_no_room_that_others_wait_for(cluster):
+    async with cluster(units=1, limit=300) as queue:
+        await queue.create(0, outputs={"response": 8})
+        rows = await queue.claim("rollout")
+        columns = {"response": Jagged.from_rows([[7] * 8] * 2, "int32")}
+        budget = queue.units[0].holdings.budget
+        large = {"text": Jagged.from_rows([[1] * (budget.limit - budget.used - budget.promised + 1)], "uint8")}
+        waiting = asyncio.create_task(queue.client.put("other", large, timeout=60))
+        async with asyncio.timeout(10):
+            while not len(budget):
+                await asyncio.sleep(0.01)
+        assert await queue.client.save(rows, columns, timeout=60) == [False, False], "at once"
+        assert all(await queue.complete(rows, "response"))
+        waiting.cancel()
+
+
 async def test_tags_are_merged_and_travel(cluster):
     async with cluster() as queue:
         await queue.create(0)

@@ -79,9 +79,9 @@ class Handlers:
         }
 
     def admit_cells(self, entry: NewCells) -> list[bool]:
-        """Complete rows under a lease of this controller, or give them back."""
-        if entry.reason:
-            return self.table.give_back(entry.lease, entry.rows, entry.reason, entry.cells)
+        """Complete rows under a lease of this controller, or keep what there is of them and perhaps give them back."""
+        if entry.unfinished:
+            return self.table.give_back(entry.lease, entry.rows, entry.reason or None, entry.cells)
         return self.table.complete(entry.lease, entry.rows, entry.cells, entry.tags)
 
     def asked(self, name: str) -> PartitionState:

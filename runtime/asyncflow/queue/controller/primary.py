@@ -37,7 +37,7 @@ from asyncflow.queue.protocol.messages import (
 )
 from asyncflow.queue.table.replication import FEED, ChangeFeed, WorkerLost
 from asyncflow.queue.table.report import find, listing, merge_snapshots, merge_stats, merge_views
-from asyncflow.queue.table.rows import expect, list_rows, put, write
+from asyncflow.queue.table.rows import list_rows, put, write
 from asyncflow.queue.table.state import RowState
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.tls import Credentials
@@ -116,7 +116,7 @@ class Primary(Handlers):
             "queue.units": (calls.Nothing, lambda _: sessions.views(self.controller.now())),
             "open.list": (calls.InPartition, lambda call: listing(list_rows(self.asked(call.partition)))),
             "open.find": (calls.FindRows, lambda call: find(self.asked(call.partition), call.keys)),
-            "open.expect": (calls.Expect, self._expect),
+            "open.expect": (calls.Expect, spread(table.expect)),
             "open.clear": (calls.ClearRows, lambda call: sum(table.clear_rows(call.partition, call.rows))),
             "open.partitions": (calls.Nothing, self._partitions),
             "units.hello": (unit_calls.Hello, lambda hello: sessions.greet(hello, self.controller.now())),
@@ -169,9 +169,6 @@ class Primary(Handlers):
     async def _sync(self, _call: calls.Nothing) -> calls.Done:
         await self.controller.synced()
         return calls.Done()
-
-    def _expect(self, call: calls.Expect) -> None:
-        expect(self.state, self.state.partition(call.partition), call.total)
 
     def _partitions(self, _call: calls.Nothing) -> dict[str, int]:
         return {name: partition.counts.total() for name, partition in sorted(self.state.partitions.items())}

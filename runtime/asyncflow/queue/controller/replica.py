@@ -141,23 +141,21 @@ class Replica(Handlers):
     async def _enter_types(self, entry: unit_calls.NewCells, until: float) -> None:
         """Enter at the primary the columns of a completion that its partition does not know yet."""
         lease = self.table.claims.holder(entry.lease)
-        if lease is None or entry.reason:
+        if lease is None or entry.unfinished:
             return
         known = self.state.partitions[lease.partition].schema
         if new := {name: dtype for name, dtype in entry.cells.dtypes.items() if name not in known}:
             self.controller.settle()
-            enter = calls.EnterTypes(self.state.index, lease.partition, new)
+            enter = calls.EnterTypes(lease.partition, self.state.index, new)
             await self._primary.call("replicas.type", enter, calls.Done, timeout=until - self.controller.now())
 
     def _end(self, call: calls.EndRows) -> Soon[list[bool]]:
         return self._drop(call) if call.drop else super()._end(call)
 
     async def _drop(self, call: calls.EndRows) -> list[bool]:
-        lease = self.table.claims.holder(call.lease)
-        held = [row for row in dict.fromkeys(call.rows) if lease is not None and row in lease.rows]
-        if lease is None or not held:
+        if not (held := self.table.claims.held(call.lease, call.rows)):
             return [False] * len(call.rows)
-        drop = calls.DropRows(self.state.index, lease.partition, held, call.reason)
+        drop = calls.DropRows(self.state.rows[held[0]].group.partition, self.state.index, held, call.reason)
         ok = await self._primary.call("replicas.drop", drop, list[bool], timeout=_CALL_S)
         dropped = {row for row, gone in zip(held, ok, strict=True) if gone}
         return [row in dropped for row in call.rows]

@@ -203,10 +203,7 @@ class Sessions:
             return "leaving"
         if not unit.synced:
             return "away"
-        return "silent" if self._silent(unit, now) else "serving"
-
-    def _silent(self, unit: _Unit, now: float) -> bool:
-        return now - unit.seen > _SILENT * self._watch_s
+        return "silent" if now - unit.seen > _SILENT * self._watch_s else "serving"
 
     def drain(self, drain: Drain) -> None:
         """Have a unit leave."""
@@ -219,8 +216,8 @@ class Sessions:
         self.check(ask.session, now)
         rooms = {
             index: Room(unit.held, unit.limit - unit.used)
-            for index, unit in self._taking()
-            if index != ask.session.unit
+            for index, unit in self._units.items()
+            if index != ask.session.unit and unit.synced and not self._leaving(unit)
         }
         rows = ask.rows
         order = self._table.moves.next_order(
@@ -233,10 +230,6 @@ class Sessions:
         elif order.rows:
             self._units[order.unit].held += len(order.rows)
         return order
-
-    def _taking(self) -> list[tuple[int, _Unit]]:
-        """Return the units to which rows may go."""
-        return [(index, unit) for index, unit in self._units.items() if unit.synced and not self._leaving(unit)]
 
     def lose_silent(self, now: float) -> None:
         """End the sessions of the units that have been silent for too long."""

@@ -273,18 +273,16 @@ class Reach(Struct, frozen=True):
     wait_s: Seconds
 
 
-class EnterTypes(Struct, frozen=True):
+class EnterTypes(InPartition, frozen=True):
     """New columns of a partition, with their dtypes, that ``replica`` was given."""
 
     replica: _Count
-    partition: str
     dtypes: dict[str, str]
 
 
-class DropRows(Struct, frozen=True):
+class DropRows(InPartition, frozen=True):
     """Rows whose holder, who has them from ``replica``, gives them up for ever."""
 
     replica: _Count
-    partition: str
     rows: list[int]
     reason: str

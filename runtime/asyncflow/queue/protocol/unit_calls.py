@@ -77,7 +77,11 @@ class RowIds(Struct, frozen=True):
 
 
 class WriteRows(Struct, frozen=True):
-    """Put columns of leased rows. reason: empty to complete them, else to give them back with what there is."""
+    """Put columns of leased rows, which completes them.
+
+    unfinished: they are kept for the next holder instead; reason: why the rows are given back, empty where they are
+    completed, or unfinished and held on to. What is held on to waits for no room.
+    """
 
     lease: str
     rows: list[int]
@@ -85,6 +89,7 @@ class WriteRows(Struct, frozen=True):
     tags: list[dict[str, Tag]]
     reason: str
     wait_s: Seconds
+    unfinished: bool = False
 
 
 class FetchRows(Struct, frozen=True):
@@ -158,13 +163,14 @@ class NewRows(Struct, frozen=True, tag="new"):
 
 
 class NewCells(Struct, frozen=True, tag="cells"):
-    """Columns of leased rows that a unit was given, to complete them or, with a reason, to give them back."""
+    """Columns of leased rows that a unit was given; see ``WriteRows``."""
 
     lease: str
     rows: list[int]
     cells: Cells
     tags: list[dict[str, Tag]]
     reason: str
+    unfinished: bool = False
 
 
 class MovedRows(Struct, frozen=True, tag="moved"):

@@ -192,14 +192,15 @@ class StorageUnit:
         columns = self._columns(call.header, frames, rows=len(rows))
         if call.tags and len(call.tags) != len(rows):
             raise ProtocolError(f"{len(rows)} rows came with {len(call.tags)} sets of tags")
-        if not self._session.knows(call.lease):
+        size, saves = sum([column.values.nbytes for column in columns.values()]), call.unfinished and not call.reason
+        if not self._session.knows(call.lease) or (saves and not self.holdings.budget.fits(size)):
             return [False] * len(rows)
         self._moving.check(rows, write=True)
         blob = await self.holdings.store(
             columns,
             rows=rows,
             lease=call.lease,
-            partial=columns if call.reason else (),
+            partial=columns if call.unfinished else (),
             timeout=call.wait_s,
         )
         try:
@@ -208,7 +209,7 @@ class StorageUnit:
             self.holdings.discard(blob, len(rows))
             raise
         self.put_bytes += blob.size
-        entry = NewCells(lease=call.lease, rows=call.rows, cells=blob.cells, tags=call.tags, reason=call.reason)
+        entry = NewCells(call.lease, rows, blob.cells, call.tags, call.reason, call.unfinished)
         return (await self._session.submit(entry, blob).decided()).ok
 
     async def _fetch(self, call: FetchRows, _: Frames) -> tuple[BatchHeader, list[Buffer]]:

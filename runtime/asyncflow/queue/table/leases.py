@@ -152,7 +152,7 @@ class Claims:
     def complete(self, lease: str, rows: Sequence[int]) -> list[bool]:
         """Complete those of ``rows`` that the lease holds, or has completed already; False for the others."""
         number, _ = parse_lease(lease)
-        held = self._held(lease, rows)
+        held = self.held(lease, rows)
         if held:
             self._state.record(ev.Completed(number, held))
         done = {*held, *self.completed(lease, rows)} if len(held) < len(rows) else set(held)
@@ -160,15 +160,16 @@ class Claims:
         self.fenced += admitted.count(False)
         return admitted
 
-    def give_back(self, lease: str, rows: Sequence[int], reason: str) -> list[bool]:
-        """Return those of ``rows`` that the lease holds to the task; False for the others."""
-        if held := self._held(lease, rows):
+    def give_back(self, lease: str, rows: Sequence[int], reason: str | None) -> list[bool]:
+        """Return those of ``rows`` that the lease holds, unless ``reason`` is None; False for the others."""
+        held = self.held(lease, rows)
+        if held and reason is not None:
             self._state.record(ev.Returned(parse_lease(lease)[0], held, reason))
         return [row in set(held) for row in rows]
 
     def drop(self, lease: str, rows: Sequence[int], reason: str) -> list[bool]:
         """Drop for ever those of ``rows`` that the lease holds; False for the others."""
-        if held := self._held(lease, rows):
+        if held := self.held(lease, rows):
             self._state.record(ev.RowsDropped(self._state.rows[held[0]].group.partition, held, reason))
         return [row in set(held) for row in rows]
 
@@ -217,7 +218,8 @@ class Claims:
         queue = self._state.partitions[lease.partition].queues[lease.task]
         self._state.leases.extend(lease, until=now + queue.spec.lease_s)
 
-    def _held(self, name: str, rows: Sequence[int]) -> list[int]:
+    def held(self, name: str, rows: Sequence[int]) -> list[int]:
+        """Return those of ``rows`` that the lease holds, each once."""
         lease = self.holder(name)
         return [row for row in dict.fromkeys(rows) if row in lease.rows] if lease is not None else []
 

@@ -177,13 +177,12 @@ def oldest_unready(partition: PartitionState) -> dict[str, Row]:
 
 
 def _unready(partition: PartitionState, task: str, row: Row, now: float) -> Unready:
-    lacks = set(partition.queues[task].spec.needs) - row.columns.keys()
     return Unready(
         row=row.row,
         serial=row.group.serial,
         sample=row.sample,
         seconds=max(0.0, now - row.since),
-        lacks=sorted(lacks),
+        lacks=sorted(partition.queues[task].needs - row.columns.keys()),
     )
 
 
@@ -220,7 +219,7 @@ def peek(state: QueueState, partition: PartitionState, task: str, rows: Sequence
         seen.leased.append(bool(work.lease))
         seen.done.append(bool(work.done))
         seen.attempts.append(work.attempt)
-        seen.lacks.append(sorted(set(queue.spec.needs) - row.columns.keys()) if queue is not None else [])
+        seen.lacks.append(sorted(queue.needs - row.columns.keys()) if queue is not None else [])
         for name, size in row.sizes.items():
             seen.sizes.setdefault(name, [-1] * len(rows))[index] = size
     if rows:

@@ -247,9 +247,3 @@ def reset(state: QueueState, partition: PartitionState, task: str | None) -> int
             state.record(ev.TaskReset(partition.name, name, had))
             count += had
     return count
-
-
-def expect(state: QueueState, partition: PartitionState, total: int) -> None:
-    """Say how many rows there will be in all; may change."""
-    if partition.expected != total:
-        state.record(ev.PartitionSet(partition.name, "expected", total))

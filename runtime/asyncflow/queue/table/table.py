@@ -200,8 +200,11 @@ class Table:
         add_cells(self.state, changes)
         return admitted
 
-    def give_back(self, lease: str, rows: Sequence[int], reason: str, cells: Cells | None = None) -> list[bool]:
-        """Make rows ready again with attempt + 1, keeping what was written so far for the next holder."""
+    def give_back(self, lease: str, rows: Sequence[int], reason: str | None, cells: Cells | None = None) -> list[bool]:
+        """Make rows ready again with attempt + 1, keeping what was written so far for the next holder.
+
+        reason: None where their lease goes on, and only what was written is kept.
+        """
         columns = by_row(cells, len(rows)) if cells is not None else [{} for _ in rows]
         returned = self.claims.give_back(lease, rows, reason)
         told = zip(rows, columns, returned, strict=True)
@@ -227,6 +230,11 @@ class Table:
         """Mark a run complete: nothing of steps up to ``step`` should be unfinished; an open partition gets no rows."""
         if self.state.partition(partition).closed != step:
             self.state.record(ev.PartitionSet(partition, "closed", step))
+
+    def expect(self, partition: str, total: int) -> None:
+        """Say how many rows there will be in all; may change."""
+        if self.state.partition(partition).expected != total:
+            self.state.record(ev.PartitionSet(partition, "expected", total))
 
 
 def _bare(row: Row) -> RowMeta:
