@@ -72,6 +72,26 @@ async def test_what_runs_stands_still_while_weights_are_loaded_and_goes_on_under
     assert engine.stats().tokens["train"] == 128
 
 
+async def test_what_there_is_of_a_sequence_is_told_while_it_runs_and_counts_however_it_ends():
+    engine, other = simulated(4, token_s=0.02, tokens=40), simulated(4, tokens=40)
+    for each in (engine, other):
+        await each.load(Version(0, 0), {})
+    whole = await other.generate(request(1))
+    running = asyncio.create_task(engine.generate(request(1)))
+    while not engine.stats().tokens.get("train"):
+        await asyncio.sleep(0.01)
+    (so_far,) = engine.unfinished().values()
+    assert so_far.finish == "aborted"
+    assert 0 < len(so_far) < len(whole)
+    assert np.array_equal(so_far.ids, whole.ids[: len(so_far)])
+    ended = await other.generate(request(1, continues=so_far))
+    assert np.array_equal(ended.ids, whole.ids)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert engine.unfinished() == {}
+    assert engine.stats().tokens["train"] >= len(so_far)
+
+
 async def test_slots_bound_what_runs_and_loading_waits_for_nobody():
     engine = simulated(3, token_s=1.0)
     with pytest.raises(Refused):

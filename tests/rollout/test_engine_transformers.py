@@ -133,6 +133,49 @@ async def test_a_response_that_is_handed_on_twice_loses_no_token(tiny):
     await engine.close()
 
 
+async def test_what_there_is_of_a_sequence_while_it_runs_is_a_beginning_of_it(tiny):
+    weights = random_weights(tiny, seed=1)
+    engine, other = make_engine(tiny, max_length=250), make_engine(tiny, max_length=250)
+    await engine.start()
+    await engine.load(V1, weights)
+    requests = [request(s, stop_ids=(), max_tokens=150 + s) for s in range(10)]
+    running = [asyncio.create_task(engine.generate(r)) for r in requests]
+    seen = {("train", r.key): [] for r in requests}
+    counts = [0]
+    while not all(each.done() for each in running):
+        for name, so_far in engine.unfinished().items():
+            seen[name].append(so_far)
+        counts.append(engine.stats().tokens.get("train", 0))
+        await asyncio.sleep(0.005)
+    whole = [each.result() for each in running]
+    assert engine.unfinished() == {}
+    await engine.close()
+    assert counts == sorted(counts)
+    assert 0 < counts[len(counts) // 2] < sum(map(len, whole))
+    last = {}
+    for r, ended in zip(requests, whole, strict=True):
+        lengths = [len(so_far) for so_far in seen["train", r.key]]
+        assert lengths == sorted(lengths)
+        assert lengths[-1] < len(ended)
+        assert all(same(so_far, beginning(ended, len(so_far))) for so_far in seen["train", r.key])
+        last[r.key] = seen["train", r.key][-1]
+    await other.start()
+    await other.load(V1, weights)
+    rest = await generate_all(other, [replace(r, continues=last[r.key]) for r in requests])
+    await other.close()
+    assert all(same(a, b) for a, b in zip(whole, rest, strict=True))
+
+
+def test_a_token_that_ends_a_response_is_not_among_what_there_is_while_it_runs():
+    sequence = Sequence(request(1, max_tokens=3, stop_ids=(7,)))
+    assert len(sequence.so_far()) == 0
+    for token in (5, 7):
+        sequence.append(token, -1.0, V1.packed)
+    assert sequence.so_far().ids.tolist() == [5]
+    assert sequence.completion().unended().ids.tolist() == [5]
+    assert sequence.completion().unended().finish == sequence.so_far().finish == "aborted"
+
+
 async def test_a_group_is_prefilled_once(tiny):
     engine = make_engine(tiny, slots=4)
     await engine.start()

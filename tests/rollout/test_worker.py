@@ -14,7 +14,7 @@ from asyncflow.identity import Version
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta
 from asyncflow.rollout.engines.base import Completion
 from asyncflow.rollout.engines.simulated import SimulatedEngine
-from asyncflow.rollout.job import RESPONSE, Job, RolloutSettings
+from asyncflow.rollout.job import RESPONSE, Job, RolloutSettings, worth_saving
 from asyncflow.weights.probe import WeightProbe, probe_ids
 
 from .conftest import random_weights
@@ -257,14 +257,18 @@ def test_what_was_begun_is_continued_where_versions_and_length_allow(mixes, vers
     job = leased(purpose="train", there=RESPONSE)
     assert job.was_begun
     assert not leased(purpose="train", there=(*RESPONSE, "reward")).was_begun, "it was finished"
-    packed = np.array([Version(0, step).packed for step in versions])
-    job.begun = Completion(ids=np.array([5, 6]), logprobs=np.zeros(2, np.float32), versions=packed, finish="aborted")
+    job.begun = beginning(2, versions)
     assert job.request(settings, loaded=Version(0, 3), continues=True).begun == (2 if continued else 0)
     assert job.request(settings, loaded=Version(0, 3), continues=False).begun == 0
     judged = leased(purpose="eval", there=RESPONSE)
     judged.begun = job.begun
     same = set(versions) == {3} and max_tokens > 2
     assert judged.request(settings, loaded=Version(0, 3), continues=True).begun == (2 if same else 0)
+
+
+def beginning(tokens, versions=()):
+    packed = np.array([Version(0, step).packed for step in versions or (0,) * tokens])
+    return Completion(ids=np.arange(tokens), logprobs=np.zeros(tokens, np.float32), versions=packed, finish="aborted")
 
 
 def leased(*, purpose, there):
@@ -377,6 +381,61 @@ async def test_a_lost_lease_ends_its_sequences(tmp_path):
         await world.made(4)
         await until(lambda: slow.worker.status()["lost"] == 4, "lost leases")
         assert slow.instance.running == 0
+
+
+async def test_what_was_saved_when_a_lease_is_lost_is_continued(tmp_path):
+    async with running_world(tmp_path, lease_s=1.5) as world:
+        slow = await at_work(world, token_s=0.5)
+        slow.instance.drain()
+        rows = world.controller.table.state.rows.values()
+        await until(lambda: all(row.partial for row in rows), "what is saved")
+        saved = sum(row.partial["response_ids"] // 4 for row in rows)
+        assert saved >= 8
+        fast = await world.rollout("fast")
+        await world.queue.expire(worker="slow", timeout=10)
+        _, columns = await world.made(8)
+        assert fast.worker.status()["tokens_generated"] <= sum(map(len, columns["response_ids"])) - saved
+        assert not any(row.partial for row in rows)
+
+
+async def test_a_response_whose_reward_takes_long_is_saved_but_for_its_last_token(tmp_path):
+    async with running_world(tmp_path, lease_s=1.5) as world:
+        stuck = await world.rollout("stuck", reward="rollout_reward:stuck_on_three")
+        await world.publish(0)
+        await world.put([3], step=1, oldest=0, group=1)
+        (row,) = world.controller.table.state.rows.values()
+        await until(lambda: row.partial, "what is saved")
+        stuck.instance.drain()
+        fast = await world.rollout("fast")
+        await world.queue.expire(worker="stuck", timeout=10)
+        _, columns = await world.made(1)
+        assert len(columns["response_ids"][0]) > 1
+        assert fast.worker.status()["tokens_generated"] == 1
+
+
+async def test_generation_goes_on_where_nothing_can_be_saved(tmp_path, monkeypatch):
+    async with running_world(tmp_path, lease_s=1.5) as world:
+        rollout = await world.rollout("r0", token_s=0.15)
+        tried = asyncio.Event()
+
+        async def without_room(rows, columns, *, timeout):
+            tried.set()
+            raise DeadlineExceeded("a unit is away", where="here")
+
+        monkeypatch.setattr(rollout.queue, "save", without_room)
+        await world.publish(0)
+        await world.put(range(2), step=1, oldest=0)
+        assert len((await world.made(8))[0]) == 8
+        assert tried.is_set()
+        assert rollout.worker.status()["tokens_generated"] == 8 * 12
+
+
+def test_what_is_saved_has_been_under_way_since_the_look_before_and_has_grown():
+    young, old, grown = (leased(purpose="train", there=()) for _ in range(3))
+    old.kept = grown.kept = 2
+    made = {young: beginning(9), old: beginning(2), grown: beginning(3)}
+    assert worth_saving(made, before={old, grown}) == [grown]
+    assert worth_saving(made, before=set(made)) == [young, grown]
 
 
 async def test_the_controller_may_go_away_for_a_while(world):

@@ -7,7 +7,7 @@ nothing of the instance enters the request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -65,14 +65,16 @@ class RolloutSettings:
 class Job:
     """A leased row. prompt is None until it is fetched; ``gone`` once it is no longer here; ``task`` makes it.
 
-    begun: the beginning of the response, as an earlier holder left it.
+    begun: the beginning of the response, as an earlier holder left it; made: the response, once it is generated; kept:
+    how many of its tokens are where the next holder finds them.
     """
 
     row: LeasedRow
     prompt_ids: tuple[int, ...] = ()
     prompt: Prompt | None = None
     begun: Completion = NOTHING
-    generated: bool = False
+    made: Completion | None = None
+    kept: int = 0
     gone: bool = False
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
@@ -81,6 +83,11 @@ class Job:
         window = self.work.window
         here = loaded is not None and window.oldest <= loaded.step <= window.newest
         return window.oldest <= step <= window.newest and not here
+
+    @property
+    def generated(self) -> bool:
+        """True once the response is generated."""
+        return self.made is not None
 
     @property
     def purpose(self) -> Literal["train", "eval"]:
@@ -154,6 +161,14 @@ class SampleOutcome:
             "version_min": min(steps),
             "version_max": max(steps),
         }
+
+
+def worth_saving(there: Mapping[Job, Completion], *, before: Collection[Job]) -> list[Job]:
+    """Return the jobs whose responses are to be saved, as far as they are ``there``.
+
+    before: those that were under way at the look before; what is younger may soon be delivered.
+    """
+    return [job for job, so_far in there.items() if job in before and len(so_far) > job.kept]
 
 
 def response_columns(made: Sequence[Completion]) -> dict[str, Jagged]:

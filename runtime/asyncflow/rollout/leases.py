@@ -2,14 +2,15 @@
 
 ``Claimer`` keeps one claim parked at the queue that says what the instance wants now; when the instance has swapped,
 filled up or staged another version, it is withdrawn and a new one takes its place, so that nothing waits for a claim to
-time out. ``InFlightTable`` holds the rows, fetches their prompts and renews their leases. ``Delivery`` writes finished
+time out. ``InFlightTable`` holds the rows, fetches their prompts, renews their leases, and saves what there is of long
+responses, so that whoever has the rows next goes on behind it, however this instance ends. ``Delivery`` writes finished
 samples: one write at a time to each storage unit, with all that has piled up for it.
 
 Invariants: at most one claim of a purpose is out; whatever it gives reaches ``got``, also when it was being withdrawn;
 a row that is held has its lease renewed until it is delivered, given back or lost; a row whose lease went to another is
 forgotten at once, its sequence with it; a sample is delivered, refused, or its lease is lost, and ``settled`` is called
 once with which; what the queue cannot be told ends with its lease; a unit that is away holds up only what belongs
-there.
+there; no sequence waits for anything to be saved, and a response is saved only as far as somebody can go on behind it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import asyncio
 import logging
 import uuid
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import Any
 
 from asyncflow.data.base import Prompt
@@ -26,7 +27,7 @@ from asyncflow.errors import AsyncFlowError, Refused
 from asyncflow.flow.instance import Ask, Instance, Purpose
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow
-from asyncflow.rollout.engines.base import NOTHING, Completion
+from asyncflow.rollout.engines.base import Completion, SequenceName
 from asyncflow.rollout.job import (
     INPUTS,
     RESPONSE,
@@ -36,6 +37,7 @@ from asyncflow.rollout.job import (
     begun_of,
     columns,
     response_columns,
+    worth_saving,
 )
 from asyncflow.rpc.retry import Outage
 
@@ -155,7 +157,8 @@ class InFlightTable:
     """Holds the jobs of one instance.
 
     changed: called whenever something may now begin or be claimed; holding: called with how many rows are here whenever
-    that changes; spawn: runs a coroutine as a task of the worker. lost: rows whose lease ended here.
+    that changes; spawn: runs a coroutine as a task of the worker; unfinished: see ``RolloutEngine``. lost: rows whose
+    lease ended here.
     """
 
     def __init__(
@@ -167,6 +170,7 @@ class InFlightTable:
         changed: Callable[[], None],
         holding: Callable[[int], None],
         spawn: Spawn,
+        unfinished: Callable[[], Mapping[SequenceName, Completion]] = dict,
     ) -> None:
         self.lost = 0
         self._queue = queue
@@ -175,6 +179,7 @@ class InFlightTable:
         self._changed = changed
         self._holding = holding
         self._spawn = spawn
+        self._unfinished = unfinished
         self._jobs: set[Job] = set()
 
     def __len__(self) -> int:
@@ -247,26 +252,63 @@ class InFlightTable:
                 self.lost += 1
                 self.forget(job)
 
-    async def give_back(self, jobs: Iterable[Job], *, reason: str, begun: Completion = NOTHING) -> None:
+    def there(self) -> dict[Job, Completion]:
+        """Return what there is of each response that is not delivered, as far as others can go on behind it."""
+        running = self._unfinished()
+        found = {
+            job: running.get((job.purpose, job.row.meta.key)) if job.made is None else job.made.unended()
+            for job in self._jobs
+        }
+        return {job: so_far for job, so_far in found.items() if so_far is not None}
+
+    def unsaved(self) -> int:
+        """Return how many of the tokens that were made here would be made again if this instance ended now."""
+        return sum(max(0, len(so_far) - job.kept) for job, so_far in self.there().items())
+
+    async def save(self) -> None:
+        """Save at intervals, for ever, what there is of responses that have been under way since the last time."""
+        before: set[Job] = set()
+        while True:
+            await asyncio.sleep(self._settings.lease_s / 3)
+            there = self.there()
+            if due := worth_saving(there, before=before):
+                await self._save({job: there[job] for job in due})
+            before = set(there)
+
+    async def _save(self, there: Mapping[Job, Completion]) -> None:
+        rows, columns = [job.row for job in there], response_columns(list(there.values()))
+        try:
+            saved = await self._queue.save(rows, columns, timeout=self._settings.lease_s / 3)
+        except AsyncFlowError as error:
+            log.info("%d responses in the making are not saved: %s", len(rows), error)
+            return
+        for (job, so_far), ok in zip(there.items(), saved, strict=True):
+            job.kept = len(so_far) if ok else job.kept
+        if refused := sum(not ok and not job.gone for job, ok in zip(there, saved, strict=True)):
+            log.info("%d of %d responses in the making are not saved: there is no room", refused, len(rows))
+
+    async def give_back(
+        self, jobs: Iterable[Job], *, reason: str, there: Mapping[Job, Completion] | None = None
+    ) -> None:
         """Return rows of which nothing is delivered to the queue, so that others may claim them.
 
-        begun: the beginning of the response to the only one, from which the next holder goes on.
+        there: beginnings of responses, from which the next holders go on.
         """
         held = [job for job in jobs if not job.gone]
         for job in held:
             self.forget(job)
+        begun = {job: so_far for job in held if there and (so_far := there.get(job)) and len(so_far) > job.kept}
+        if begun:
+            rows, columns = [job.row for job in begun], response_columns(list(begun.values()))
+            try:
+                await self._queue.give_back(rows, reason=reason, columns=columns, timeout=self._settings.call_s / 2)
+                held = [job for job in held if job not in begun]
+            except AsyncFlowError as error:
+                log.info("%d responses that were begun are not handed on: %s", len(begun), error)
         if not held:
             return
-        rows = [job.row for job in held]
-        if len(begun):
-            try:
-                columns, half_s = response_columns([begun]), self._settings.call_s / 2
-                await self._queue.give_back(rows, reason=reason, columns=columns, timeout=half_s)
-                return
-            except AsyncFlowError as error:
-                log.info("%d tokens that were begun are not handed on: %s", len(begun), error)
         try:
-            await self._queue.give_back(rows, reason=reason, timeout=self._settings.call_s)
+            await self._queue.give_back([job.row for job in held], reason=reason, timeout=self._settings.call_s)
         except AsyncFlowError as error:
             log.info("%d rows wait for their leases to end: %s", len(held), error)
 

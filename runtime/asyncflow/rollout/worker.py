@@ -98,7 +98,6 @@ class RolloutMeter:
     def generated(self, completion: Completion, *, begun: int) -> None:
         """Take in a sequence that ended, of which another instance had made ``begun`` tokens."""
         self._metrics.sequences.labels(completion.finish).inc()
-        self._metrics.tokens.inc(len(completion) - begun)
         if completion.finish != "aborted":
             self._metrics.taken_over.inc(begun)
 
@@ -155,6 +154,7 @@ class RolloutWorker:
     ) -> None:
         self.meter = RolloutMeter(metrics)
         self.loader = WeightLoader(receiver, engine, metrics=metrics, probe_gap=settings.probe_gap, merge=merge)
+        metrics.refreshed.append(functools.partial(self._count, metrics))
         self._receiver = receiver
         self._engine = engine
         self._rewards = rewards
@@ -175,6 +175,7 @@ class RolloutWorker:
             changed=self._changed.set,
             holding=self.meter.holding,
             spawn=self._spawn,
+            unfinished=engine.unfinished,
         )
         self._delivery = Delivery(queue, settled=self._settled, call_s=settings.call_s)
         self._claimers = [
@@ -204,6 +205,7 @@ class RolloutWorker:
             self._engine.ended(),
             self._watch(),
             self._in_flight.renew(),
+            *([self._in_flight.save()] if self._engine.may_continue else []),
             *(claimer.run() for claimer in self._claimers),
         ):
             self._spawn(work)
@@ -236,6 +238,11 @@ class RolloutWorker:
             "lost": self._in_flight.lost,
             "draining": self._leaving.is_set(),
         }
+
+    async def _count(self, metrics: RolloutMetrics) -> None:
+        """Have ``metrics`` show what is counted elsewhere."""
+        metrics.tokens.set(sum(self._engine.stats().tokens.values()))
+        metrics.unsaved.set(self._in_flight.unsaved())
 
     async def _steer(self) -> None:
         """Begin and swap, whenever anything has changed."""
@@ -335,6 +342,7 @@ class RolloutWorker:
         """Generate one response, have it scored, and hand it to delivery; hand on one that was ended unfinished."""
         assert self._instance.current is not None
         request = job.request(self._settings, loaded=self._instance.current, continues=self._engine.may_continue)
+        job.kept = request.begun
         try:
             completion = await self._engine.generate(request)
         finally:
@@ -342,9 +350,9 @@ class RolloutWorker:
             self._changed.set()
         self.meter.generated(completion, begun=request.begun)
         if completion.finish == "aborted":
-            await self._in_flight.give_back([job], reason=_LEAVES, begun=completion)
+            await self._in_flight.give_back([job], reason=_LEAVES, there={job: completion})
             return
-        job.generated = True
+        job.made = completion
         ids = completion.ids[:-1] if completion.finish == "stop" else completion.ids
         began = time.monotonic()
         reward = await self._rewards.score(job.example(self._tokenizer.decode(ids.tolist())))
@@ -383,12 +391,13 @@ class RolloutWorker:
             _, samples = await asyncio.wait(samples, timeout=min(left, _AGAIN_S))
         await giving_back
         await self._delivery.flush(timeout=max(0.1, until - time.monotonic()))
+        there = self._in_flight.there()
         while self._tasks:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks)
         self.meter.running(0, waiting=False)
-        await self._in_flight.give_back(list(self._in_flight), reason=_LEAVES)
+        await self._in_flight.give_back(list(self._in_flight), reason=_LEAVES, there=there)
         log.info("left; %d tokens were made here", sum(self._engine.stats().tokens.values()))
 
     async def _abort(self, jobs: Iterable[Job], *, within_s: float) -> None:

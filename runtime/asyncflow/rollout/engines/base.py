@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -35,6 +35,8 @@ _MARGIN = 2
 """Tokens more than a text has bytes: a tokenizer may drop a space in front of the first of them."""
 
 Finish = Literal["stop", "length", "aborted"]
+SequenceName: TypeAlias = tuple[str, SampleKey]
+"""The purpose of a sequence, and whose response it is."""
 OPTIONS = "spec.rollout.engine.options"
 """Field of a manifest with the engine's own options."""
 
@@ -71,6 +73,12 @@ class Completion:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def unended(self) -> Completion:
+        """Return the response without its last token, behind which whoever goes on makes that token again."""
+        if self.finish == "aborted":
+            return self
+        return Completion(ids=self.ids[:-1], logprobs=self.logprobs[:-1], versions=self.versions[:-1], finish="aborted")
 
     def followed_by(self, rest: Completion) -> Completion:
         """Return the response that begins with this and goes on with ``rest``."""
@@ -141,7 +149,7 @@ class GenerationRequest:
 class EngineStats:
     """Counts of an engine's work so far.
 
-    busy_s: seconds with at least one running sequence; tokens: responses' by purpose.
+    busy_s: seconds with at least one running sequence; tokens: made so far, by purpose.
     """
 
     running: int = 0
@@ -251,6 +259,13 @@ class RolloutEngine(ABC):
     @abstractmethod
     async def abort(self, keys: Iterable[SampleKey], *, purpose: str = "train") -> None:
         """End these sequences at the next step: their ``generate`` returns what there is, finish ``aborted``."""
+
+    def unfinished(self) -> Mapping[SequenceName, Completion]:
+        """Return what there is of each sequence that runs: so much that whoever goes on behind it makes the rest.
+
+        By default nothing: the engine cannot tell before they end.
+        """
+        return {}
 
     async def probe(self, ids: Sequence[int]) -> NDArray[np.float32] | None:  # noqa: ARG002
         """Return log p(ids[i] | ids[:i]) for i >= 1 under the loaded weights at temperature 1, float32[n - 1].

@@ -72,7 +72,10 @@ def _inverse(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 class Sequence:
-    """One response in the making. ``aborted`` may be set from any thread and is honoured at the next step."""
+    """One response in the making.
+
+    ``aborted`` may be set from any thread and is honoured at the next step; ``so_far`` may be asked from any.
+    """
 
     def __init__(self, request: GenerationRequest, *, stops: StopTexts | None = None) -> None:
         self.request = request
@@ -100,19 +103,30 @@ class Sequence:
         """Take one token; sets ``finish`` where it is the last."""
         self._ids.append(token)
         self._logprobs.append(logprob)
-        self._versions.append(version)
         if token in self.request.stop_ids or (self._stops is not None and self._stops.met(self._ids)):
             self.finish = "stop"
         elif len(self._ids) == self.request.max_tokens:
             self.finish = "length"
+        self._versions.append(version)
+
+    def so_far(self) -> Completion:
+        """Return what there is while it runs; of one that has just ended, less than all.
+
+        A token counts as there with its version, which is noted last.
+        """
+        there = len(self._versions)
+        return self._completion(there if self.finish is None else max(0, there - 1), "aborted")
 
     def completion(self) -> Completion:
         """Return what there is."""
+        return self._completion(len(self._ids), self.finish or "aborted")
+
+    def _completion(self, tokens: int, finish: Finish) -> Completion:
         return Completion(
-            ids=np.array(self._ids, dtype=np.int32),
-            logprobs=np.array(self._logprobs, dtype=np.float32),
-            versions=np.array(self._versions, dtype=np.int64),
-            finish=self.finish or "aborted",
+            ids=np.array(self._ids[:tokens], dtype=np.int32),
+            logprobs=np.array(self._logprobs[:tokens], dtype=np.float32),
+            versions=np.array(self._versions[:tokens], dtype=np.int64),
+            finish=finish,
         )
 
 

@@ -24,7 +24,15 @@ from numpy.typing import NDArray
 from asyncflow.errors import Refused
 from asyncflow.identity import SampleKey, Version
 from asyncflow.plugins import read_options
-from asyncflow.rollout.engines.base import OPTIONS, Completion, EngineStats, Finish, GenerationRequest, RolloutEngine
+from asyncflow.rollout.engines.base import (
+    OPTIONS,
+    Completion,
+    EngineStats,
+    Finish,
+    GenerationRequest,
+    RolloutEngine,
+    SequenceName,
+)
 from asyncflow.rollout.sampling import stream, uniforms
 
 _LENGTH_POSITIONS = (2**40, 2**40 + 1)
@@ -57,12 +65,12 @@ class _Sequence:
     """
 
     def __init__(self, request: GenerationRequest, *, left: int) -> None:
-        self.name = request.purpose, request.key
+        self.request = request
         self.slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.aborted = asyncio.Event()
         self.began = self.ends = math.inf
         self.marks: list[tuple[int, int]] = []
-        self._left = left
+        self.left = left
 
     def begin(self, version: Version, *, seconds: float) -> None:
         """Begin under ``version``."""
@@ -80,7 +88,7 @@ class _Sequence:
         """Return how many tokens there are at a time; one is never the last before the end."""
         if at < self.began:
             return 0
-        return self._left if at >= self.ends else int(self._left * (at - self.began) / (self.ends - self.began))
+        return self.left if at >= self.ends else int(self.left * (at - self.began) / (self.ends - self.began))
 
     def carry_over(self, version: Version, *, stopped: float) -> None:
         """Go on under ``version`` after standing still since ``stopped``."""
@@ -103,6 +111,7 @@ class SimulatedEngine(RolloutEngine):
         self._running: set[_Sequence] = set()
         self._waiting: dict[_Sequence, None] = {}
         self._loading = asyncio.Lock()
+        self._stopped = math.inf
         self._tokens: Counter[str] = Counter()
         self._busy_s = 0.0
         self._busy_since = 0.0
@@ -114,14 +123,15 @@ class SimulatedEngine(RolloutEngine):
     async def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
         """Copy any tensors; only the version counts."""
         async with self._loading:
-            stopped = time.monotonic()
+            self._stopped = time.monotonic()
             try:
                 copied = await asyncio.to_thread(lambda: {name: tensor.copy() for name, tensor in tensors.items()})
                 await asyncio.sleep(self._set.load_s * self._set.time_scale)
                 self.weights, self.version = copied, version
             finally:
                 for sequence in [each for each in self._running if each.marks]:
-                    sequence.carry_over(self.version or version, stopped=stopped)
+                    sequence.carry_over(self.version or version, stopped=self._stopped)
+                self._stopped = math.inf
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sleep as long as the response would take, then make it up."""
@@ -137,11 +147,14 @@ class SimulatedEngine(RolloutEngine):
                 await self._run(sequence, left)
         finally:
             self._leave(sequence)
-        finish: Finish = "length" if length == request.max_tokens else "stop"
-        if sequence.aborted.is_set() and (made := sequence.tokens(time.monotonic())) < left:
-            left, finish = made, "aborted"
-        self._tokens[request.purpose] += left
-        return request.continues.followed_by(self._made_up(request, left, sequence.marks, finish))
+            made = sequence.tokens(self._now())
+            self._tokens[request.purpose] += made
+        finish: Finish = "aborted" if made < left else "length" if length == request.max_tokens else "stop"
+        return request.continues.followed_by(self._made_up(sequence, made, finish))
+
+    def _now(self) -> float:
+        """Return the time up to which sequences have run, monotonic."""
+        return min(time.monotonic(), self._stopped)
 
     def _admit(self) -> None:
         """Assign free slots to those that wait, in order."""
@@ -183,12 +196,10 @@ class SimulatedEngine(RolloutEngine):
         normal = math.sqrt(-2 * math.log(1 - first)) * math.cos(2 * math.pi * second)
         return max(1, min(request.max_tokens, round(typical * math.exp(self._set.sigma * normal))))
 
-    def _made_up(
-        self, request: GenerationRequest, length: int, marks: Iterable[tuple[int, int]], finish: Finish
-    ) -> Completion:
-        """Return ``length`` tokens behind those that are there already. marks: see ``_Sequence``."""
-        versions = np.empty(length, dtype=np.int64)
-        for start, version in marks:
+    def _made_up(self, sequence: _Sequence, length: int, finish: Finish) -> Completion:
+        """Return ``length`` tokens behind those that were there already."""
+        request, versions = sequence.request, np.empty(length, dtype=np.int64)
+        for start, version in sequence.marks:
             versions[start:] = version
         state = np.array([stream(seed=request.seed, key=request.key)], dtype=np.uint64)
         numbers = uniforms(state, request.begun + np.arange(length))
@@ -203,16 +214,28 @@ class SimulatedEngine(RolloutEngine):
         """End these sequences now."""
         ended = {(purpose, key) for key in keys}
         for sequence in (*self._running, *self._waiting):
-            if sequence.name in ended:
+            if (sequence.request.purpose, sequence.request.key) in ended:
                 sequence.abort()
+
+    def unfinished(self) -> Mapping[SequenceName, Completion]:
+        """Return what there is of each sequence now."""
+        return {
+            (each.request.purpose, each.request.key): each.request.continues.followed_by(
+                self._made_up(each, min(each.tokens(self._now()), each.left - 1), "aborted")
+            )
+            for each in self._running
+        }
 
     def stats(self) -> EngineStats:
         """Return the counters."""
+        tokens = self._tokens.copy()
+        for sequence in self._running:
+            tokens[sequence.request.purpose] += sequence.tokens(self._now())
         ongoing = time.monotonic() - self._busy_since if self._running else 0.0
         return EngineStats(
             running=len(self._running),
             waiting=len(self._waiting),
-            tokens=dict(self._tokens),
+            tokens=dict(tokens),
             busy_s=self._busy_s + ongoing,
         )
 

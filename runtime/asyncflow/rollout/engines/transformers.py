@@ -23,7 +23,14 @@ from numpy.typing import NDArray
 from asyncflow.errors import ManifestError, Refused
 from asyncflow.identity import SampleKey, Version
 from asyncflow.plugins import NoOptions, read_options
-from asyncflow.rollout.engines.base import OPTIONS, Completion, EngineStats, GenerationRequest, RolloutEngine
+from asyncflow.rollout.engines.base import (
+    OPTIONS,
+    Completion,
+    EngineStats,
+    GenerationRequest,
+    RolloutEngine,
+    SequenceName,
+)
 from asyncflow.rollout.engines.batch import DecodeBatch, Sequence
 from asyncflow.rollout.engines.model import CausalModel
 
@@ -104,15 +111,24 @@ class TransformersEngine(RolloutEngine):
                 if (sequence.request.purpose, sequence.request.key) in wanted:
                     sequence.aborted = True
 
+    def unfinished(self) -> Mapping[SequenceName, Completion]:
+        """Return what there is of each sequence, as it runs on."""
+        with self._wake:
+            sequences = list(self._open)
+        return {(each.request.purpose, each.request.key): each.so_far() for each in sequences}
+
     def stats(self) -> EngineStats:
         """Return the counters."""
         with self._wake:
             since = self._busy_since
+            tokens = self._tokens.copy()
+            for sequence in self._open:
+                tokens[sequence.request.purpose] += sequence.made
             open_, running = len(self._open), self._batch.running if self._batch else 0
             return EngineStats(
                 running=min(running, open_),
                 waiting=max(0, open_ - running),
-                tokens=dict(self._tokens),
+                tokens=dict(tokens),
                 prefilled=self._batch.prefilled if self._batch else 0,
                 steps=self._batch.steps if self._batch else 0,
                 busy_s=self._busy_s + (time.monotonic() - since if since is not None else 0.0),
