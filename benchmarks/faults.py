@@ -3,11 +3,11 @@
     python benchmarks/faults.py examples/counting.yaml --kills 50 --seed 1
     python benchmarks/faults.py examples/quickstart.yaml --kills 5 --seed 1 --eval-at-least 0.85
     python benchmarks/faults.py examples/quickstart-vllm.yaml --kills 6 --roles engine rollout trainer --pause 5 15
-    python benchmarks/faults.py examples/counting.yaml --kills 100 --roles drain --set evaluation=null
+    python benchmarks/faults.py examples/counting.yaml --kills 100 --roles drain rollout scale --set evaluation=null
 
 The victims are drawn from a seeded generator, every role in turn before any comes again. The witnesses are the audit of
 the ledger, the run's own summary, and, with the counting trainer, the weights in the last checkpoint themselves. Where
-no rollout is killed and nothing is evaluated, the tokens that rollouts made are compared with those of the samples.
+only rollouts are disturbed and nothing is evaluated, every token that they made is accounted for (``token_account``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+from token_account import Account, Killed, ask, kept, made_in_order
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load_job
@@ -36,11 +36,12 @@ ENGINE = "engine"
 """As a role: any process that a rollout has started, a vLLM server or its engine, say."""
 DRAIN = "drain"
 """As a role: a rollout that is told to end, as when it is evicted or scaled down."""
-AS_ROLLOUT = {ENGINE, DRAIN, "rollout"}
-ROLES = ["rollout", "storage", "controller", "trainer", "driver"]
+SCALE = "scale"
+"""As a role: another number of rollouts, from the fewest to the most that the manifest allows."""
+ROLLOUT = "rollout"
+AS_ROLLOUT = {ENGINE, DRAIN, ROLLOUT}
+ROLES = [ROLLOUT, "storage", "controller", "trainer", "driver"]
 SETTLED_S = 600.0
-MOST_AGAIN = 0.02
-"""Share of the tokens that may be made in vain."""
 
 
 def processes(folder: Path) -> list[dict[str, object]]:
@@ -61,9 +62,21 @@ def steps_done(folder: Path) -> int:
         return 0
 
 
-def kill_one(folder: Path, role: str, dice: random.Random) -> dict[str, object] | None:
-    """SIGKILL one process of ``role``, or end it by SIGTERM for a drain; None while there is none."""
-    alive = [entry for entry in processes(folder) if entry["role"] == ("rollout" if role in AS_ROLLOUT else role)]
+def scale(folder: Path, job: RLJob, dice: random.Random) -> dict[str, object] | None:
+    """Have another number of rollouts; None while that cannot be asked for."""
+    rollout = job.spec.rollout
+    number = dice.randint(max(1, rollout.min_replicas), rollout.max_replicas)
+    command = [sys.executable, "-m", "asyncflow", "scale", str(folder), f"rollout={number}"]
+    asked = subprocess.run(command, check=False, capture_output=True, text=True)
+    return {"role": SCALE, "index": number} if asked.returncode == 0 else None
+
+
+def kill_one(folder: Path, role: str, dice: random.Random, killed: list[Killed]) -> dict[str, object] | None:
+    """SIGKILL one process of ``role``, or end it by SIGTERM for a drain; None while there is none.
+
+    killed: gets what a rollout had made when it was killed.
+    """
+    alive = [entry for entry in processes(folder) if entry["role"] == (ROLLOUT if role in AS_ROLLOUT else role)]
     if not alive:
         return None
     victim = dice.choice(alive)
@@ -73,19 +86,14 @@ def kill_one(folder: Path, role: str, dice: random.Random) -> dict[str, object] 
             return None
         victim = {**victim, "pid": dice.choice(started)}
     victim = {**victim, "role": role}
+    last = ask(f"rollout-{victim['index']}", str(victim["http"])) if role == ROLLOUT else None
     try:
         os.kill(int(str(victim["pid"])), signal.SIGTERM if role == DRAIN else signal.SIGKILL)
     except ProcessLookupError:
         return None
+    if last is not None:
+        killed.append(last)
     return victim
-
-
-def tokens(folder: Path) -> tuple[int, int]:
-    """Return the tokens that rollouts have made which left in peace, and those of the samples that were trained."""
-    logs = "".join(log.read_text() for log in (folder / "logs").glob("rollout-*.log"))
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    by_step = {line["step"]: int(line["response_tokens"]) for line in lines}
-    return sum(map(int, re.findall(r"left; (\d+) tokens were made here", logs))), sum(by_step.values())
 
 
 def count_errors(job: RLJob, folder: Path) -> list[str]:
@@ -132,24 +140,26 @@ def main() -> int:
     ]
     for change in options.set:
         command += ["--set", change]
+    job = load_job(options.manifest, options.set)
     log = options.output.with_name(options.output.name + ".log")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as stream:
         run = subprocess.Popen(command, stdout=stream, stderr=stream)
         kills: list[str] = []
+        killed: list[Killed] = []
         bag: list[str] = []
         while run.poll() is None and len(kills) < options.kills:
             time.sleep(dice.uniform(*options.pause))
             if steps_done(options.output) < 1 and not kills:
                 continue
             bag = bag or dice.sample(options.roles, len(options.roles))
-            victim = kill_one(options.output, bag[-1], dice)
+            role = bag[-1]
+            victim = scale(options.output, job, dice) if role == SCALE else kill_one(options.output, role, dice, killed)
             if victim is not None:
                 bag.pop()
                 kills.append(f"{victim['role']}-{victim['index']}")
                 print(f"step {steps_done(options.output)}: killed {kills[-1]}", flush=True)
         status = run.wait(timeout=SETTLED_S)
-    job = load_job(options.output / "job.yaml")
     audit = audit_ledger(options.output / "ledger")
     problems = [] if status == 0 else [f"the run ended with status {status}, see {log}"]
     problems += audit.problems
@@ -170,11 +180,15 @@ def main() -> int:
         f"unfinished {audit.unfinished}, lost {audit.lost}, duplicated {audit.duplicated}; attempts {audit.attempts}; "
         f"accuracy {accuracy}"
     )
-    if not {"rollout", ENGINE} & set(options.roles) and job.spec.evaluation is None:
-        made, kept = tokens(options.output)
-        print(f"tokens made {made}, of which {made - kept} ({(made - kept) / max(1, made):.2%}) are in no sample")
-        if not made or made - kept > MOST_AGAIN * made:
-            problems.append(f"more than {MOST_AGAIN:.0%} of the tokens were made again")
+    if {DRAIN, ROLLOUT, SCALE} >= set(options.roles) and job.spec.evaluation is None:
+        account = Account(
+            in_order=made_in_order(options.output),
+            killed=killed,
+            kept=kept(options.output),
+            lease_s=job.spec.rollout.lease_seconds,
+        )
+        print(account)
+        problems += account.problems()
     for problem in problems:
         print(f"PROBLEM {problem}")
     return 1 if problems or not audit.ok else 0

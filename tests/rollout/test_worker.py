@@ -431,11 +431,11 @@ async def test_generation_goes_on_where_nothing_can_be_saved(tmp_path, monkeypat
 
 
 def test_what_is_saved_has_been_under_way_since_the_look_before_and_has_grown():
-    young, old, grown = (leased(purpose="train", there=()) for _ in range(3))
-    old.kept = grown.kept = 2
-    made = {young: beginning(9), old: beginning(2), grown: beginning(3)}
-    assert worth_saving(made, before={old, grown}) == [grown]
-    assert worth_saving(made, before=set(made)) == [young, grown]
+    young, old, grown, taken_over = (leased(purpose="train", there=()) for _ in range(4))
+    old.kept = grown.kept = taken_over.kept = 2
+    made = {young: beginning(9), old: beginning(2), grown: beginning(3), taken_over: beginning(3)}
+    assert worth_saving(made, before={old, grown}) == [grown, taken_over]
+    assert worth_saving(made, before=set(made)) == [young, grown, taken_over]
 
 
 async def test_the_controller_may_go_away_for_a_while(world):

@@ -166,9 +166,9 @@ class SampleOutcome:
 def worth_saving(there: Mapping[Job, Completion], *, before: Collection[Job]) -> list[Job]:
     """Return the jobs whose responses are to be saved, as far as they are ``there``.
 
-    before: those that were under way at the look before; what is younger may soon be delivered.
+    before: those that were under way at the look before; what is younger, and was begun here, may soon be delivered.
     """
-    return [job for job, so_far in there.items() if job in before and len(so_far) > job.kept]
+    return [job for job, so_far in there.items() if len(so_far) > job.kept and (job.kept or job in before)]
 
 
 def response_columns(made: Sequence[Completion]) -> dict[str, Jagged]:

@@ -1,0 +1,111 @@
+"""The account of the tokens that the rollouts of a run make: each is kept in a trained sample, or made again.
+
+A rollout that leaves in order logs how many it made. One that is killed is asked a moment before, also for those that
+nobody can go on from; it may lose no more than it made within one lease.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+MOST_AGAIN = 0.02
+"""Share of the tokens that may be made again beside those that kills cost."""
+_LEFT = re.compile(r"left; (\d+) tokens were made here")
+_ASK_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Killed:
+    """A rollout when it was killed. made: its tokens; unsaved: those that others make again; busy_s: it generated."""
+
+    name: str
+    made: int = 0
+    unsaved: int = 0
+    busy_s: float = 0.0
+
+    def of_a_lease(self, lease_s: float) -> float:
+        """Return the tokens that it made in so many seconds, all of them where it lived for less."""
+        return self.made * min(1.0, lease_s / self.busy_s) if self.busy_s else float(self.made)
+
+
+def ask(name: str, http: str) -> Killed:
+    """Ask a rollout at ``http`` how far it is; one that does not serve yet has made nothing."""
+    try:
+        with urllib.request.urlopen(f"{http}/metrics", timeout=_ASK_S) as answer:
+            text = answer.read().decode()
+    except (urllib.error.URLError, OSError):
+        return Killed(name=name)
+    said = {
+        (sample.name.removeprefix("asyncflow_rollout_"), sample.labels.get("cause", "")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    return Killed(
+        name=name,
+        made=int(said["tokens_generated_total", ""]),
+        unsaved=int(said["unsaved_tokens", ""]),
+        busy_s=said.get(("busy_seconds_total", "generate"), 0.0),
+    )
+
+
+def made_in_order(folder: Path) -> int:
+    """Return the tokens of rollouts that left in order, as they logged them."""
+    logs = "".join(log.read_text() for log in (folder / "logs").glob("rollout-*.log"))
+    return sum(map(int, _LEFT.findall(logs)))
+
+
+def kept(folder: Path) -> int:
+    """Return the tokens of the samples that were trained, each step as it was made last."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return sum({line["step"]: int(line["response_tokens"]) for line in lines}.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """The account of one run. in_order: tokens of rollouts that left so; killed: the others; kept: in samples."""
+
+    in_order: int
+    killed: Sequence[Killed]
+    kept: int
+    lease_s: float
+
+    @property
+    def made(self) -> int:
+        """All tokens."""
+        return self.in_order + sum(each.made for each in self.killed)
+
+    @property
+    def unsaved(self) -> int:
+        """Tokens that kills cost."""
+        return sum(each.unsaved for each in self.killed)
+
+    @property
+    def others(self) -> int:
+        """Tokens that were made again although nobody was killed who had them."""
+        return self.made - self.kept - self.unsaved
+
+    def __str__(self) -> str:
+        share = max((each.unsaved / max(1.0, each.of_a_lease(self.lease_s)) for each in self.killed), default=0.0)
+        kills = f"{len(self.killed)} kills cost {self.unsaved}, one at most {share:.2f} of what it made in a lease"
+        again = f"{self.made - self.kept} ({(self.made - self.kept) / max(1, self.made):.2%})"
+        others = f"{self.others} ({self.others / max(1, self.made):.2%})"
+        return f"tokens made {self.made}, kept {self.kept}, made again {again}: {kills}; everything else {others}"
+
+    def problems(self) -> list[str]:
+        """Return what is not as it should be."""
+        found = [
+            f"{each.name} lost {each.unsaved} tokens, and made {each.of_a_lease(self.lease_s):.0f} within a lease"
+            for each in self.killed
+            if each.unsaved > each.of_a_lease(self.lease_s)
+        ]
+        if not self.made or abs(self.others) > MOST_AGAIN * self.made:
+            found.append(f"{self.others} of {self.made} tokens, more than {MOST_AGAIN:.0%}, are not accounted for")
+        return found
