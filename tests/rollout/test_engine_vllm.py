@@ -9,6 +9,7 @@ import signal
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -115,6 +116,26 @@ async def test_a_sequence_is_the_same_whatever_runs_beside_it(engine, weights):
     assert np.array_equal(alone.ids, crowd[3].ids)
     assert np.abs(alone.logprobs - crowd[3].logprobs).max() < 1e-5
     assert len({tuple(each.ids.tolist()) for each in crowd}) == SLOTS
+
+
+async def test_what_there_is_of_a_sequence_is_told_while_it_runs_and_can_be_gone_on_from(engine, weights, reference):
+    await engine.load(V1, weights[V1])
+    asked = request(8, max_tokens=250, seed=9)
+    before = engine.stats().tokens.get("train", 0)
+    running = asyncio.create_task(engine.generate(asked))
+    while not (there := engine.unfinished()):
+        await asyncio.sleep(0.001)
+    assert engine.stats().tokens["train"] > before
+    made = await running
+    so_far = there["train", asked.key]
+    assert 0 < len(so_far) < len(made)
+    assert np.array_equal(so_far.ids, made.ids[: len(so_far)])
+    assert np.array_equal(so_far.logprobs, made.logprobs[: len(so_far)])
+    assert set(so_far.versions.tolist()) == {V1.packed}
+    assert engine.unfinished() == {}
+    rest = await engine.generate(replace(asked, continues=so_far))
+    expected = reference(whole(asked, rest), weights[V1])
+    assert np.abs(rest.logprobs - expected[len(PROMPT) - 1 :]).max() < 1e-4
 
 
 async def test_tokens_that_were_made_before_and_after_a_swap_say_so(engine, weights, reference):

@@ -10,7 +10,7 @@ from asyncflow.errors import AsyncFlowError, ManifestError
 from asyncflow.identity import SampleKey, Version
 from asyncflow.plugins import read_options
 from asyncflow.rollout.engines.base import GenerationRequest, StopTexts
-from asyncflow.rollout.engines.vllm.engine import _asked, _completion, _Open, _versions
+from asyncflow.rollout.engines.vllm.engine import _asked, _Open
 from asyncflow.rollout.engines.vllm.program import VllmOptions
 
 V1, V2, V3 = (Version(0, step) for step in (1, 2, 3))
@@ -18,6 +18,11 @@ V1, V2, V3 = (Version(0, step) for step in (1, 2, 3))
 
 def request_begun(version: Version) -> _Open:
     return _Open(GenerationRequest(key=SampleKey(1, 0), prompt_ids=(1, 2), max_tokens=8), version)
+
+
+def completed(said, open_, stops=None, *, spans=False):
+    open_.take(said)
+    return open_.completion(stops, spans=spans)
 
 
 def answer(ids, *, finish="stop", **more):
@@ -33,39 +38,55 @@ def test_tokens_have_the_version_that_was_loaded_when_they_were_made() -> None:
     begun = request_begun(V1)
     begun.mark(2, V2)
     begun.mark(2, V3)
-    assert _versions(4, None, begun.marks).tolist() == [V1.packed, V1.packed, V3.packed, V3.packed]
+    begun.take(answer([3, 4, 5, 6]))
+    assert begun.completion(None, spans=False).versions.tolist() == [V1.packed, V1.packed, V3.packed, V3.packed]
     begun.mark(0, V2)
-    assert _versions(2, None, begun.marks).tolist() == [V2.packed] * 2
+    assert begun.completion(None, spans=False).versions.tolist() == [V2.packed] * 4
 
 
 def test_what_vllm_says_of_versions_counts_only_where_it_was_told_them() -> None:
     begun = request_begun(V1)
     spans = [{"version": str(V1.packed), "start": 0, "end": 1}, {"version": str(V2.packed), "start": 1, "end": 3}]
     said = answer([3, 4, 5], weight_versions=spans)
-    assert _completion(said, begun, None, spans=True).versions.tolist() == [V1.packed, V2.packed, V2.packed]
+    assert completed(said, begun, spans=True).versions.tolist() == [V1.packed, V2.packed, V2.packed]
     untold = answer([3, 4, 5], weight_versions=[{"version": "default", "start": 0, "end": 3}])
-    assert set(_completion(untold, begun, None, spans=False).versions.tolist()) == {V1.packed}
+    assert set(completed(untold, request_begun(V1)).versions.tolist()) == {V1.packed}
+
+
+def test_an_answer_that_comes_in_parts_is_there_as_far_as_it_came_but_for_the_token_that_ends_it() -> None:
+    begun = completed(answer([1, 2], finish="abort"), request_begun(V1))
+    rest = _Open(replace(request_begun(V1).request, continues=begun), V1)
+    assert rest.so_far().ids.tolist() == [1, 2]
+    rest.take(answer([3], finish=None))
+    rest.mark(1, V2)
+    rest.take(answer([4, 5], finish=None))
+    assert rest.so_far().ids.tolist() == [1, 2, 3, 4, 5]
+    assert rest.so_far().versions.tolist() == [V1.packed] * 3 + [V2.packed] * 2
+    rest.take(answer([6]))
+    assert rest.so_far().ids.tolist() == [1, 2, 3, 4, 5]
+    ended = rest.completion(None, spans=False)
+    assert (ended.ids.tolist(), ended.finish) == ([1, 2, 3, 4, 5, 6], "stop")
 
 
 def test_a_response_ends_with_the_token_that_completes_a_stop_text() -> None:
     stops = StopTexts(["c"], decode=lambda ids: "".join(chr(96 + id_) for id_ in ids))
-    cut = _completion(answer([1, 2, 3, 4], finish="length"), request_begun(V1), stops, spans=False)
+    cut = completed(answer([1, 2, 3, 4], finish="length"), request_begun(V1), stops)
     assert (cut.ids.tolist(), cut.finish) == ([1, 2, 3], "stop")
     assert cut.logprobs.tolist() == [-0.5, -1.0, -1.5]
-    assert _completion(answer([1, 2], finish="length"), request_begun(V1), stops, spans=False).finish == "length"
-    assert _completion(answer([1, 2], finish="abort"), request_begun(V1), stops, spans=False).finish == "aborted"
+    assert completed(answer([1, 2], finish="length"), request_begun(V1), stops).finish == "length"
+    assert completed(answer([1, 2], finish="abort"), request_begun(V1), stops).finish == "aborted"
 
 
 def test_the_rest_of_a_response_is_asked_for_behind_what_was_begun() -> None:
     stops = StopTexts(["bc"], decode=lambda ids: "".join(chr(96 + id_) for id_ in ids))
-    begun = _completion(answer([1, 2], finish="abort"), request_begun(V1), None, spans=False)
+    begun = completed(answer([1, 2], finish="abort"), request_begun(V1))
     whole = request_begun(V1).request
     rest = _Open(replace(whole, continues=begun), V2)
     body = _asked(rest)
     assert body["token_ids"] == [1, 2, 1, 2]
     assert body["sampling_params"]["max_tokens"] == 6
     assert body["sampling_params"]["seed"] != _asked(_Open(whole, V1))["sampling_params"]["seed"]
-    ended = _completion(answer([3, 4], finish="length"), rest, stops, spans=False)
+    ended = completed(answer([3, 4], finish="length"), rest, stops)
     assert (ended.ids.tolist(), ended.finish) == ([1, 2, 3], "stop"), "the text begins in what was begun"
     assert ended.logprobs.tolist() == [-0.5, -1.0, -1.5]
     assert ended.versions.tolist() == [V1.packed, V1.packed, V2.packed]
@@ -74,7 +95,7 @@ def test_the_rest_of_a_response_is_asked_for_behind_what_was_begun() -> None:
 @pytest.mark.parametrize("broken", [{"finish": "error"}, {"finish": "stop", "logprobs": {"content": []}}])
 def test_an_answer_that_is_not_whole_is_an_error_and_not_a_short_response(broken) -> None:
     with pytest.raises(AsyncFlowError, match="is not whole"):
-        _completion(answer([1, 2], **broken), request_begun(V1), None, spans=False)
+        completed(answer([1, 2], **broken), request_begun(V1))
 
 
 @pytest.mark.parametrize("name", ["model", "max-num-seqs", "config", "disable_log_stats", "data_parallel_size"])

@@ -18,7 +18,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from asyncflow.rollout.engines.base import (
     Finish,
     GenerationRequest,
     RolloutEngine,
+    SequenceName,
     StopTexts,
 )
 from asyncflow.rollout.engines.vllm.program import EXTENSION, VllmOptions
@@ -61,6 +62,8 @@ _CPU_STEP = 4096
 """Most tokens of one step of the engine on a CPU, unless a single sequence has more."""
 _USABLE = 0.9
 """Part of its share of a device that an engine plans to use; the rest is for the next weights."""
+_STREAMED = 16
+"""Tokens of which vLLM tells at once."""
 _CALL_S = 120.0
 _STAGED_POLL_S = 0.02
 _WATCH_S = 5.0
@@ -70,12 +73,47 @@ _PROGRESS = ("vllm:generation_tokens", "vllm:prompt_tokens")
 
 
 class _Open:
-    """A request that runs. marks: from which of its tokens on which version made them."""
+    """A request that runs. marks: from which of its tokens on which version made them; ids: the tokens so far."""
 
     def __init__(self, request: GenerationRequest, version: Version) -> None:
         self.id = uuid.uuid4().hex
         self.request = request
         self.marks: list[tuple[int, int]] = [(0, version.packed)]
+        self.ids: list[int] = []
+        self._content: list[Mapping[str, Any]] = []
+        self._last: Mapping[str, Any] = {}
+
+    def take(self, choice: Mapping[str, Any]) -> None:
+        """Take in the next part of the answer, or all of it."""
+        self.ids += choice["token_ids"]
+        self._content += (choice.get("logprobs") or {}).get("content") or []
+        self._last = choice
+
+    def so_far(self) -> Completion:
+        """Return what there is while it runs; of one that has just ended, all but the last token."""
+        there = max(0, min(len(self.ids), len(self._content)) - (self._last.get("finish_reason") is not None))
+        return self.request.continues.followed_by(_made(self.ids[:there], self._content, self.marks, finish="aborted"))
+
+    def completion(self, stops: StopTexts | None, *, spans: bool) -> Completion:
+        """Return the response, cut after the token that completes a stop text.
+
+        spans: whether vLLM says which version made which token. Raises AsyncFlowError for an answer that is not whole.
+        """
+        ids, content = self.ids, self._content
+        reason = str(self._last.get("finish_reason"))
+        finish = _FINISHES.get(reason)
+        if finish is None or len(content) < len(ids):
+            said = f"finish_reason {reason!r}, {len(content)} log-probs of {len(ids)} tokens"
+            raise AsyncFlowError(f"vLLM's answer is not whole: {said}", where="rollout.engine")
+        begun = self.request.continues
+        if stops is not None:
+            there = begun.ids.tolist()
+            ends = (end for end in range(1, len(ids) + 1) if stops.met([*there, *ids[:end]]))
+            if (end := next(ends, None)) is not None:
+                ids, finish = ids[:end], "stop"
+        told = self._last.get("weight_versions") if spans else None
+        starts = [(int(span["start"]), int(span["version"])) for span in told] if told else self.marks
+        return begun.followed_by(_made(ids, content, starts, finish=finish))
 
     def mark(self, tokens: int, version: Version) -> None:
         """Note that ``version`` makes the tokens from number ``tokens`` on."""
@@ -127,7 +165,12 @@ class VllmEngine(RolloutEngine):
             "worker_extension_cls": EXTENSION,
         }
         given = self._set.args
-        optional: dict[str, Any] = {"enable_scale_out": True, "uvicorn_log_level": "warning", "seed": self.seed % 2**31}
+        optional: dict[str, Any] = {
+            "enable_scale_out": True,
+            "uvicorn_log_level": "warning",
+            "seed": self.seed % 2**31,
+            "stream_interval": _STREAMED,
+        }
         if self.devices.kind == "cpu":
             # A seeded request whose prompt is read in two steps ends vLLM's CPU engine (0.32).
             optional |= {
@@ -264,14 +307,24 @@ class VllmEngine(RolloutEngine):
             self._busy_since = time.monotonic()
         self._open[open_.id] = open_
         try:
-            answer = await self._server.call("POST", GENERATE, body=_asked(open_), within_s=None)
+            await self._answer(open_)
         finally:
             del self._open[open_.id]
+            self._tokens[request.purpose] += len(open_.ids)
             if not self._open:
                 self._busy_s += time.monotonic() - self._busy_since
-        completion = _completion(answer["choices"][0], open_, stops, spans=self._says_versions)
-        self._tokens[request.purpose] += len(completion) - request.begun
-        return completion
+        return open_.completion(stops, spans=self._says_versions)
+
+    async def _answer(self, open_: _Open) -> None:
+        """Have vLLM answer a request: as it goes on where it can do that, which is known of those that say versions."""
+        body = _asked(open_)
+        if not self._says_versions:
+            open_.take((await self._server.call("POST", GENERATE, body=body, within_s=None))["choices"][0])
+            return
+        async with aclosing(self._server.events(GENERATE, body={**body, "stream": True})) as events:
+            async for event in events:
+                for choice in event["choices"]:
+                    open_.take(choice)
 
     async def abort(self, keys: Iterable[SampleKey], *, purpose: str = "train") -> None:
         """End these sequences: vLLM answers with what there is."""
@@ -307,13 +360,20 @@ class VllmEngine(RolloutEngine):
         text = await self._server.text("/metrics", within_s=_WATCH_S)
         return "".join(line + "\n" for line in text.splitlines() if _PREFIX in line.split("{")[0])
 
+    def unfinished(self) -> Mapping[SequenceName, Completion]:
+        """Return what vLLM has told of each sequence, up to ``_STREAMED`` tokens less than there are."""
+        return {(each.request.purpose, each.request.key): each.so_far() for each in self._open.values() if each.ids}
+
     def stats(self) -> EngineStats:
-        """Return the counters; tokens are counted when a response is complete."""
+        """Return the counters; tokens count as soon as vLLM tells of them."""
         running = len(self._open)
+        tokens = self._tokens.copy()
+        for open_ in self._open.values():
+            tokens[open_.request.purpose] += len(open_.ids)
         return EngineStats(
             running=min(running, self.slots),
             waiting=max(0, running - self.slots),
-            tokens=dict(self._tokens),
+            tokens=dict(tokens),
             busy_s=self._busy_s + (time.monotonic() - self._busy_since if running else 0.0),
         )
 
@@ -375,40 +435,23 @@ def _asked(open_: _Open) -> dict[str, Any]:
     return {"request_id": open_.id, "token_ids": [*request.prompt_ids, *there], "sampling_params": sampling}
 
 
-def _completion(choice: Mapping[str, Any], open_: _Open, stops: StopTexts | None, *, spans: bool) -> Completion:
-    """Return the response to a request, cut after the token that completes a stop text.
-
-    spans: whether vLLM says which version made which token. Raises AsyncFlowError for an answer that is not whole.
-    """
-    ids, content = list(choice["token_ids"]), (choice.get("logprobs") or {}).get("content") or []
-    finish = _FINISHES.get(choice["finish_reason"])
-    if finish is None or len(content) < len(ids):
-        said = f"finish_reason {choice['finish_reason']!r}, {len(content)} log-probs of {len(ids)} tokens"
-        raise AsyncFlowError(f"vLLM's answer is not whole: {said}", where="rollout.engine")
-    begun = open_.request.continues
-    if stops is not None:
-        there = begun.ids.tolist()
-        ends = (end for end in range(1, len(ids) + 1) if stops.met([*there, *ids[:end]]))
-        if (end := next(ends, None)) is not None:
-            ids, finish = ids[:end], "stop"
-    made = Completion(
-        ids=np.array(ids, dtype=np.int32),
-        logprobs=np.array([token["logprob"] for token in content[: len(ids)]], dtype=np.float32),
-        versions=_versions(len(ids), choice.get("weight_versions") if spans else None, open_.marks),
-        finish=finish,
-    )
-    return begun.followed_by(made)
-
-
-def _versions(
-    tokens: int, spans: Sequence[Mapping[str, Any]] | None, marks: Sequence[tuple[int, int]]
-) -> NDArray[np.int64]:
-    """Return the packed version of each token: by vLLM's own spans, else by the marks."""
-    starts = [(int(span["start"]), int(span["version"])) for span in spans] if spans else list(marks)
-    versions = np.empty(tokens, dtype=np.int64)
+def _made(
+    ids: Sequence[int],
+    content: Sequence[Mapping[str, Any]],
+    starts: Sequence[tuple[int, int]],
+    *,
+    finish: Finish,
+) -> Completion:
+    """Return the tokens that vLLM made. starts: from which of them on which version made them, packed."""
+    versions = np.empty(len(ids), dtype=np.int64)
     for start, version in starts:
         versions[start:] = version
-    return versions
+    return Completion(
+        ids=np.array(ids, dtype=np.int32),
+        logprobs=np.array([token["logprob"] for token in content[: len(ids)]], dtype=np.float32),
+        versions=versions,
+        finish=finish,
+    )
 
 
 def _layout(tensors: Mapping[str, NDArray[Any]]) -> tuple[list[dict[str, Any]], int]:

@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.25
 _END_S = 10.0
 _QUOTED = 500
+_EVENT, _LAST = b"data: ", b"data: [DONE]"
+_LINE = 1 << 20
+"""Bytes of the longest event."""
 _LONGEST_FOLDER = 70
 _RELAYED = ("Accept", "Content-Type")
 """Headers of others' requests that are passed on."""
@@ -92,6 +95,7 @@ class VllmServer:
             "http://vllm",
             connector=aiohttp.UnixConnector(path=str(socket), limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None),
+            read_bufsize=_LINE,
         )
         began = time.monotonic()
         while not await self._answers():
@@ -162,6 +166,27 @@ class VllmServer:
     async def _fetch(
         self, method: str, path: str, body: object, query: Mapping[str, str], within_s: float | None
     ) -> bytes:
+        async with self._answered(method, path, body, query, within_s) as answer:
+            return await answer.read()
+
+    async def events(self, path: str, *, body: object) -> AsyncGenerator[dict[str, Any]]:
+        """Call POST ``path`` and yield the events of its answer as they come; raises as ``call`` does."""
+        async with self._answered("POST", path, body, {}, None) as answer:
+            async for line in answer.content:
+                if not line.startswith(_EVENT) or line.startswith(_LAST):
+                    continue
+                event = msgspec.json.decode(line.removeprefix(_EVENT), type=dict[str, Any])
+                if "error" in event:
+                    await self._soon_ended()
+                    what = f"vLLM ended its answer to {path}: {str(event['error'])[:_QUOTED]}"
+                    raise AsyncFlowError(what, where="rollout.engine")
+                yield event
+
+    @contextlib.asynccontextmanager
+    async def _answered(
+        self, method: str, path: str, body: object, query: Mapping[str, str], within_s: float | None
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+        """Make a call, and yield its answer, which is no error, to be read."""
         assert self._session is not None
         self.check()
         content = None if body is None else msgspec.json.encode(body)
@@ -171,7 +196,11 @@ class VllmServer:
             async with self._session.request(
                 method, path, data=content, headers=headers, params=dict(query), timeout=timeout
             ) as answer:
-                got = await answer.read()
+                if answer.status != 200:
+                    said = (await answer.read()).decode(errors="replace")[:_QUOTED]
+                    await self._soon_ended()
+                    raise AsyncFlowError(f"vLLM answered {answer.status} to {path}: {said}", where="rollout.engine")
+                yield answer
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"vLLM did not answer {path} within {within_s:g} s", where="rollout.engine"
@@ -179,11 +208,6 @@ class VllmServer:
         except (aiohttp.ClientError, OSError) as error:
             await self._soon_ended()
             raise PeerLost(f"the vLLM server cannot be reached: {error}", where="rollout.engine") from error
-        if answer.status != 200:
-            await self._soon_ended()
-            said = got.decode(errors="replace")[:_QUOTED]
-            raise AsyncFlowError(f"vLLM answered {answer.status} to {path}: {said}", where="rollout.engine")
-        return got
 
     async def _soon_ended(self) -> None:
         """Raise PeerLost where a failed call is the first sign of a server that is ending."""
