@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -529,3 +530,32 @@ async def test_with_the_real_engine_who_generates_changes_nothing(tmp_path, tiny
         for alone, shared in zip(made[0][name], made[1][name], strict=True):
             assert np.array_equal(alone, shared)
     assert len({tuple(ids.tolist()) for ids in made[0]["response_ids"]}) > 5
+
+
+async def test_with_the_real_engine_what_a_lost_holder_saved_is_continued_to_the_same_bits(tmp_path, tiny):
+    made = []
+    for name in ("undisturbed", "lost"):
+        async with running_world(tmp_path / name, lease_s=1.5) as world:
+            await world.publish(0, random_weights(tiny, seed=4))
+            first = await world.rollout("first", engine="transformers", model=tiny, max_tokens=48)
+            if name == "lost":
+                step = first.worker._engine._batch.step
+                first.worker._engine._batch.step = lambda step=step: [time.sleep(0.1), step()][1]
+            await world.put(range(2), step=1, oldest=0)
+            if name == "lost":
+                rows = world.controller.table.state.rows.values()
+                await until(
+                    lambda rows=rows: len(rows) == 8 and all("response_ids" in row.sizes for row in rows),
+                    "what is saved",
+                )
+                assert any(row.partial for row in rows)
+                saved = sum(row.sizes["response_ids"] // 4 for row in rows)
+                first.instance.drain()
+                second = await world.rollout("second", engine="transformers", model=tiny, max_tokens=48)
+                await world.queue.expire(worker="first", timeout=10)
+            rows, columns = await world.made(8)
+            made.append(columns)
+    assert second.worker.status()["tokens_generated"] <= sum(map(len, made[0]["response_ids"])) - saved
+    for column in ("response_ids", "logprobs", "versions"):
+        for undisturbed, continued in zip(made[0][column], made[1][column], strict=True):
+            assert np.array_equal(undisturbed, continued)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pod_world import TOLD_TO_END, Pods, pods
+from pod_world import TOLD_TO_END, Pod, Pods, pods
 
 from asyncflow.api.load import load_job
 from asyncflow.plan import plan
@@ -114,6 +114,31 @@ def test_sequences_are_carried_over_and_handed_on_and_each_sample_counts_once(tm
     lines = [json.loads(line) for line in (made.pods["driver-0"].folder / "metrics.jsonl").read_text().splitlines()]
     assert max(line["staleness_start_max"] for line in lines) <= 2, "the promise"
     assert any(line["staleness_token_mean"] < line["staleness_start_mean"] for line in lines), "some mix versions"
+
+
+def test_what_a_killed_rollout_had_saved_is_gone_on_from(tmp_path: Path) -> None:
+    slowly = "rollout.engine={name: simulated, slots: 8, options: {token_s: 0.4}}"
+    small = ["algorithm.steps=2", "algorithm.promptsPerStep=4", "sampling.maxTokens=16", "rollout.leaseSeconds=3"]
+    with job(tmp_path, slowly, *small, "evaluation=null") as made:
+        victim = made.pods["rollout-0"]
+
+        def saved() -> float:
+            return counted(victim, "tokens_generated_total") - counted(victim, "unsaved_tokens")
+
+        made.until("what is saved", lambda: saved() > 0)
+        made.kill("rollout-0")
+        taken_over = "tokens_taken_over_total"
+        rollouts = [made.pods[name] for name in ("rollout-0", "rollout-1")]
+        made.until("who goes on", lambda: any(counted(pod, taken_over) > 0 for pod in rollouts))
+        assert set(made.finish(within_s=120).values()) == {0}, made.logs()
+        audit = audit_ledger(made.pods["controller-0"].folder / "ledger")
+        assert (audit.ok, audit.trained, audit.lost, audit.duplicated) == (True, 32, 0, 0)
+
+
+def counted(rollout: Pod, what: str) -> float:
+    found = re.search(rf"^asyncflow_rollout_{what} (\S+)$", rollout.ask("/metrics"), re.MULTILINE)
+    assert found is not None
+    return float(found[1])
 
 
 def returned(made: Pods) -> set[str]:
