@@ -45,8 +45,8 @@ class ByteBudget:
         return len(self._drawing) + len(self._reserving)
 
     def fits(self, size: int) -> bool:
-        """Return whether ``size`` bytes are neither used nor promised, and nobody waits for any."""
-        return not len(self) and self.used + self.promised + size <= self.limit
+        """Return whether a quarter of the limit is free beside ``size`` bytes, and nobody waits for any."""
+        return not len(self) and self.used + self.promised + size <= 0.75 * self.limit
 
     async def reserve(self, size: int, *, promise: int = 0, timeout: float) -> None:
         """Take ``size`` bytes and promise further ones, waiting for all of them if need be.
