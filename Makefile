@@ -56,11 +56,14 @@ controls: $(STAMP)
 faults: $(STAMP)
 	$(BIN)/python benchmarks/faults.py examples/counting.yaml --kills 50 --seed 1 --set algorithm.steps=400
 
-# Rollouts of long responses are told to end 100 times: what they have begun is continued by others.
+# Rollouts of long responses are told to end, killed, and made more or fewer, 100 times: others go on behind what there
+# is of these responses, and every token is accounted for.
 drains: $(STAMP)
-	$(BIN)/python benchmarks/faults.py examples/counting.yaml --kills 100 --seed 1 --roles drain --pause 0.5 2 --output runs/drains \
-		--set schedule.swapAt=token --set schedule.maxStaleness=2 --set evaluation=null --set sampling.maxTokens=200 \
-		--set 'rollout.engine={name: simulated, slots: 16, options: {token_s: 0.02, tokens: 60, sigma: 0.8}}'
+	$(BIN)/python benchmarks/faults.py examples/counting.yaml --kills 100 --seed 1 --roles drain rollout scale --pause 1.5 3 \
+		--output runs/drains --set schedule.swapAt=token --set schedule.maxStaleness=2 --set evaluation=null \
+		--set algorithm.steps=32 --set sampling.maxTokens=1200 --set rollout.replicas=4 --set rollout.maxReplicas=6 \
+		--set 'rollout.engine={name: simulated, slots: 16, options: {token_s: 0.02, tokens: 300, sigma: 0.8}}' \
+		--set failurePolicy.rollout.maxRestarts=1000
 
 # A queue that stands alone: its servers, producers, consumers and trainer are killed and stopped, 200 times.
 queue-faults: BACKEND = memory

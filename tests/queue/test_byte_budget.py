@@ -30,6 +30,20 @@ async def test_budget_is_first_come_first_served_and_forgets_those_who_left():
     assert budget.used == 0
 
 
+async def test_what_need_not_be_there_fits_where_a_quarter_stays_free_and_nobody_waits():
+    budget = ByteBudget(100, where="test")
+    await budget.reserve(20, promise=30, timeout=1)
+    assert [budget.fits(size) for size in (25, 26)] == [True, False]
+    waiting = asyncio.create_task(budget.reserve(60, timeout=60))
+    await asyncio.sleep(0)
+    assert not budget.fits(1)
+    budget.release(20)
+    await waiting
+    assert not budget.fits(1)
+    budget.release(60, promise=30)
+    assert budget.fits(75)
+
+
 async def test_the_largest_gets_its_turn_although_smaller_ones_would_fit():
     budget = ByteBudget(10, where="test")
     await budget.reserve(8, timeout=1)

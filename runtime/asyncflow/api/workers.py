@@ -72,7 +72,8 @@ class RolloutSpec(Spec):
     drain_seconds: Seconds = 30.0
     """Seconds that an instance has to finish or hand back its work when it is told to leave."""
     lease_seconds: Annotated[float, Field(gt=0, le=86_400)] = 60.0
-    """Seconds without renewal after which an instance's prompts go to another."""
+    """Seconds without renewal after which an instance's prompts go to another. Three times as often, what there is of
+    long responses is saved for it."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
