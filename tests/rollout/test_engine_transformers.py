@@ -18,8 +18,8 @@ from .conftest import random_weights, write_config
 V1, V2 = Version(0, 1), Version(0, 2)
 
 
-def make_engine(folder, *, slots=8, max_length=48, dtype="float32"):
-    return open_engine("transformers", folder=folder, slots=slots, max_length=max_length, dtype=dtype)
+def make_engine(folder, *, slots=8, max_length=48, dtype="float32", **settings):
+    return open_engine("transformers", folder=folder, slots=slots, max_length=max_length, dtype=dtype, **settings)
 
 
 def request(serial, sample=0, *, prompt=None, **changes):
@@ -116,6 +116,40 @@ async def test_running_sequences_go_on_under_weights_that_are_loaded(tiny):
         assert np.array_equal(each.ids[:begun], undisturbed.ids[:begun])
         assert same(await other.generate(replace(r, continues=beginning(each, begun))), each)
     await other.close()
+
+
+async def test_what_older_weights_made_of_running_sequences_may_be_kept(tiny):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+    weights = {V1: random_weights(tiny, seed=1), V2: random_weights(tiny, seed=2)}
+    engine = make_engine(tiny, max_length=250, keeps_prefix=True)
+    await engine.start()
+    await engine.load(V1, weights[V1])
+    requests = [request(s, stop_ids=(), max_tokens=100 + s) for s in range(10)]
+    running = [asyncio.create_task(engine.generate(r)) for r in requests]
+    await until_steps(engine, 2)
+    await engine.load(V2, weights[V2])
+    mixed = await asyncio.gather(*running)
+    begun = [int((each.versions == V1.packed).sum()) for each in mixed]
+    assert [n > 0 for n in begun] == [True] * 8 + [False] * 2, "the last two waited for a slot"
+    assert engine.stats().stale == sum(len(each) - n for each, n in zip(mixed, begun, strict=True) if n)
+    await engine.close()
+
+    def model(version):
+        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny), dtype=torch.float32).eval()
+        made.load_state_dict({k: torch.from_numpy(v) for k, v in weights[version].items()}, strict=False)
+        return made
+
+    old, new = model(V1), model(V2)
+    for r, n, each in zip(requests, begun, mixed, strict=True):
+        ids = torch.tensor([[*r.prompt_ids, *each.ids.tolist()]])
+        here = len(r.prompt_ids) + max(0, n - 1)
+        with torch.no_grad():
+            kept = old(ids[:, :here], past_key_values=DynamicCache()) if n else new(ids[:, :here])
+            logits = new(ids[:, here:-1], past_key_values=kept.past_key_values).logits[0]
+        expected = torch.log_softmax(logits, -1).gather(1, ids[0, here + 1 :, None])[:, 0].numpy()
+        assert np.abs(expected - each.logprobs[len(each) - len(expected) :]).max() < 2e-5
 
 
 async def test_a_response_that_is_handed_on_twice_loses_no_token(tiny):

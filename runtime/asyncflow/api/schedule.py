@@ -15,6 +15,7 @@ from asyncflow.api.base import Rule, Spec
 Mode = Literal["sync", "periodic", "async"]
 Update = Literal["sync", "delayed", "staggered"]
 SwapAt = Literal["quota", "sequence", "token"]
+Prefix = Literal["recompute", "keep"]
 
 _SYNC = "(has(self.schedule.update) ? self.schedule.update == 'sync' : self.schedule.mode != 'async')"
 _LEAST = f"(self.schedule.syncEvery - ({_SYNC} ? 1 : 0))"
@@ -59,6 +60,10 @@ class ScheduleSpec(Spec):
     swap_at: SwapAt = "quota"
     """Point where an instance changes weights: when its share of the step is done, between sequences, or between tokens
     (verl: ``partial_rollout``)."""
+    prefix: Prefix = "recompute"
+    """Treatment of what a running response has when weights change between tokens. ``recompute``: the new weights read
+    it again. ``keep``: the keys and values that older weights made of it stay: cheaper, and biased, as what follows is
+    then drawn from no version's distribution."""
     sync_every: Annotated[int, Field(ge=1, le=1000)] = 1
     """Optimizer steps between publications of weights (verl: ``trigger_parameter_sync_step``). With 4 the rollouts hear
     of new weights after every fourth step: fewer transfers, and samples up to 4 steps stale."""
@@ -141,6 +146,13 @@ class ScheduleSpec(Spec):
             cel="self.swapAt != 'quota' || self.syncEvery == 1",
             why="with quotas each step is generated with the version that an earlier step published",
             fix="Give syncEvery: 1, or mode: async with swapAt: sequence",
+        ),
+        Rule(
+            reads=("prefix", "swap_at"),
+            ok=lambda schedule: schedule.prefix == "recompute" or schedule.swap_at == "token",
+            cel="self.prefix == 'recompute' || self.swapAt == 'token'",
+            why="otherwise nothing runs while weights change",
+            fix="Give swapAt: token, or prefix: recompute",
         ),
         Rule(
             reads=("deterministic", "swap_at"),

@@ -134,6 +134,7 @@ def engine_of(spec: RLJobSpec, folder: Path, tokenizer: Tokenizer) -> RolloutEng
             kind=PROFILES[accelerator.profile].device, count=max(1, accelerator.count), share=accelerator.share
         ),
         deterministic=spec.schedule.deterministic,
+        keeps_prefix=spec.schedule.prefix == "keep",
     )
 
 

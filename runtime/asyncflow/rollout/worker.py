@@ -242,7 +242,9 @@ class RolloutWorker:
     async def _count(self, metrics: RolloutMetrics) -> None:
         """Have ``metrics`` show what is counted elsewhere; all that is unsaved was made before it is counted."""
         metrics.unsaved.set(self._in_flight.unsaved())
-        metrics.tokens.set(sum(self._engine.stats().tokens.values()))
+        stats = self._engine.stats()
+        metrics.tokens.set(sum(stats.tokens.values()))
+        metrics.stale.set(stats.stale)
 
     async def _steer(self) -> None:
         """Begin and swap, whenever anything has changed."""

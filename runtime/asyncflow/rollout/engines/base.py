@@ -149,12 +149,14 @@ class GenerationRequest:
 class EngineStats:
     """Counts of an engine's work so far.
 
-    busy_s: seconds with at least one running sequence; tokens: made so far, by purpose.
+    busy_s: seconds with at least one running sequence; tokens: made so far, by purpose; stale: of these, made behind
+    keys and values of older weights.
     """
 
     running: int = 0
     waiting: int = 0
     tokens: Mapping[str, int] = field(default_factory=dict)
+    stale: int = 0
     prefilled: int = 0
     steps: int = 0
     busy_s: float = 0.0
@@ -176,13 +178,16 @@ class RolloutEngine(ABC):
     sequences that run at once; max_length: prompt and response tokens of a sequence; options: the engine's own, with a
     ManifestError for one that it does not know; decode: gives the text of ids, which stop texts need; devices: those
     that it computes on; deterministic: whether what a sequence becomes may depend on nothing but its request and the
-    weights, to the bit. ``Options``: the shape of the options, each field with a default, so that they are checked
-    before anything starts; None: the engine alone can tell. ``can_be_deterministic``: whether it knows how;
+    weights, to the bit; keeps_prefix: whether sequences that run when weights are loaded go on behind the keys and
+    values of the older ones. ``Options``: the shape of the options, each field with a default, so that they are checked
+    before anything starts; None: the engine alone can tell. ``can_be_deterministic``, ``can_keep_prefix``: whether it
+    knows how;
     ``continues_exactly``: whether what another engine began ends here, under the same weights, as it would have there.
     """
 
     Options: ClassVar[type[msgspec.Struct] | None] = None
     can_be_deterministic: ClassVar[bool] = False
+    can_keep_prefix: ClassVar[bool] = False
     continues_exactly: ClassVar[bool] = False
     version: Version | None = None
 
@@ -199,12 +204,19 @@ class RolloutEngine(ABC):
         decode: Decode | None = None,
         devices: Devices | None = None,
         deterministic: bool = False,
+        keeps_prefix: bool = False,
     ) -> None:
         if deterministic and not self.can_be_deterministic:
             raise ManifestError(
                 f"the engine {type(self).__name__} does not promise the same bits whatever runs beside a sequence",
                 where="spec.schedule.deterministic",
                 hint="Use the engine transformers, or vllm on a GPU; or leave deterministic out",
+            )
+        if keeps_prefix and not self.can_keep_prefix:
+            raise ManifestError(
+                f"the engine {type(self).__name__} computes anew what there is of a response when weights change",
+                where="spec.schedule.prefix",
+                hint="Give prefix: recompute, or use the engine transformers or vllm",
             )
         if slots < 1 or max_length < 2 or threads < 1:
             raise ManifestError(
@@ -220,6 +232,7 @@ class RolloutEngine(ABC):
         self.decode = decode
         self.devices = devices or Devices()
         self.deterministic = deterministic
+        self.keeps_prefix = keeps_prefix
 
     @property
     def may_continue(self) -> bool:
@@ -246,7 +259,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Swap to ``version``. Sequences that run go on under it; what they have so far is computed anew.
+        """Swap to ``version``. Sequences that run go on under it; what they have so far is computed anew, or kept.
 
         tensors: by parameter name; bfloat16 as its uint16 bits. Raises ManifestError where names or shapes do not fit
         the model; then nothing was overwritten.

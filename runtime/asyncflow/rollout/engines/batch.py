@@ -131,16 +131,22 @@ class Sequence:
 
 
 class DecodeBatch:
-    """The running sequences of one model; call from one thread under ``torch.inference_mode``."""
+    """The running sequences of one model; call from one thread under ``torch.inference_mode``.
 
-    def __init__(self, model: CausalModel, *, slots: int, max_length: int) -> None:
+    keeps_prefix: see ``RolloutEngine``. stale: tokens that were drawn behind keys and values of older weights.
+    """
+
+    def __init__(self, model: CausalModel, *, slots: int, max_length: int, keeps_prefix: bool = False) -> None:
         self._model = model
+        self._keeps_prefix = keeps_prefix
         self._cache = model.cache(slots=slots, max_length=max_length)
         self._logits = torch.zeros(slots, model.config.vocab_size)
         self._temperatures = torch.zeros(slots)
         self._streams = np.zeros(slots, dtype=np.uint64)
         self._positions = np.zeros(slots, dtype=np.int64)
         self._tokens = np.zeros(slots, dtype=np.int64)
+        self._oldest = np.zeros(slots, dtype=np.int64)
+        self._newest = np.zeros(slots, dtype=np.int64)
         self._free = list(range(slots))
         self._active: dict[int, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
@@ -148,6 +154,7 @@ class DecodeBatch:
         self._version: Version | None = None
         self.prefilled = 0
         self.steps = 0
+        self.stale = 0
 
     @property
     def running(self) -> int:
@@ -160,12 +167,16 @@ class DecodeBatch:
         return len(self._waiting)
 
     def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Take the weights of ``version``, and compute anew what the running sequences have so far."""
+        """Take the weights of ``version``, and compute anew what the running sequences have so far, or keep it.
+
+        The tokens that older weights are about to draw are still theirs.
+        """
         self._model.load(tensors)
         self._prefixes.clear()
         self._version = version
-        for slot, sequence in self._active.items():
-            self._place(slot, sequence)
+        if not self._keeps_prefix:
+            for slot, sequence in self._active.items():
+                self._place(slot, sequence)
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence for a slot."""
@@ -179,10 +190,12 @@ class DecodeBatch:
             return ended
         ended += self._draw()
         if self._active:
-            active = torch.tensor(list(self._active))
+            assert self._version is not None
+            active = list(self._active)
             self._cache.open()
             self._logits = self._model.decode(self._cache, torch.from_numpy(self._tokens)).float()
-            self._cache.close(active)
+            self._cache.close(torch.tensor(active))
+            self._newest[active] = self._version.packed
         self.steps += 1
         return ended
 
@@ -220,6 +233,7 @@ class DecodeBatch:
         self._cache.begin(slot, prefix)
         self._logits[slot] = prefix.logits
         self._positions[slot] = len(there)
+        self._oldest[slot] = self._newest[slot] = self._version.packed
 
     def _prefix(self, prompt_ids: tuple[int, ...]) -> Prefix:
         """Prefill a prompt, or find it among the last few: the members of a group follow each other."""
@@ -233,11 +247,10 @@ class DecodeBatch:
         return prefix
 
     def _draw(self) -> list[Sequence]:
-        assert self._version is not None
         numbers = torch.from_numpy(uniforms(self._streams, self._positions))
         ids, logprobs = draw(self._logits, temperatures=self._temperatures, uniforms=numbers)
         self._tokens = ids.numpy()
-        tokens, values, version = ids.tolist(), logprobs.tolist(), self._version.packed
+        tokens, values, versions = ids.tolist(), logprobs.tolist(), self._newest.tolist()
         positions = self._positions.tolist()
         self._positions += 1
         ended = []
@@ -245,7 +258,8 @@ class DecodeBatch:
             if (there := sequence.token(positions[slot])) is not None:
                 self._tokens[slot] = there
                 continue
-            sequence.append(tokens[slot], values[slot], version)
+            sequence.append(tokens[slot], values[slot], versions[slot])
+            self.stale += int(self._oldest[slot] != versions[slot])
             if sequence.finish is not None:
                 self._release(slot)
                 ended.append(sequence)

@@ -90,6 +90,10 @@ class _Sequence:
             return 0
         return self.left if at >= self.ends else int(self.left * (at - self.began) / (self.ends - self.began))
 
+    def stale(self, at: float) -> int:
+        """Return how many of the tokens there are at a time were made since it was first carried over."""
+        return self.tokens(at) - self.marks[1][0] if len(self.marks) > 1 else 0
+
     def carry_over(self, version: Version, *, stopped: float) -> None:
         """Go on under ``version`` after standing still since ``stopped``."""
         still = time.monotonic() - max(stopped, self.began)
@@ -102,6 +106,7 @@ class SimulatedEngine(RolloutEngine):
 
     Options = SimulatedOptions
     can_be_deterministic = True
+    can_keep_prefix = True
     continues_exactly = True
 
     def __init__(self, **settings: Any) -> None:
@@ -113,6 +118,7 @@ class SimulatedEngine(RolloutEngine):
         self._loading = asyncio.Lock()
         self._stopped = math.inf
         self._tokens: Counter[str] = Counter()
+        self._stale = 0
         self._busy_s = 0.0
         self._busy_since = 0.0
         self._closed = False
@@ -149,6 +155,7 @@ class SimulatedEngine(RolloutEngine):
             self._leave(sequence)
             made = sequence.tokens(self._now())
             self._tokens[request.purpose] += made
+            self._stale += sequence.stale(self._now())
         finish: Finish = "aborted" if made < left else "length" if length == request.max_tokens else "stop"
         return request.continues.followed_by(self._made_up(sequence, made, finish))
 
@@ -236,6 +243,7 @@ class SimulatedEngine(RolloutEngine):
             running=len(self._running),
             waiting=len(self._waiting),
             tokens=dict(tokens),
+            stale=self._stale if self.keeps_prefix else 0,
             busy_s=self._busy_s + ongoing,
         )
 

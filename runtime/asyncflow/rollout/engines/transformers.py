@@ -46,6 +46,7 @@ class TransformersEngine(RolloutEngine):
 
     Options = NoOptions
     can_be_deterministic = True
+    can_keep_prefix = True
     continues_exactly = True
 
     def __init__(self, **settings: Any) -> None:
@@ -129,6 +130,7 @@ class TransformersEngine(RolloutEngine):
                 running=min(running, open_),
                 waiting=max(0, open_ - running),
                 tokens=dict(tokens),
+                stale=self._batch.stale if self._batch else 0,
                 prefilled=self._batch.prefilled if self._batch else 0,
                 steps=self._batch.steps if self._batch else 0,
                 busy_s=self._busy_s + (time.monotonic() - since if since is not None else 0.0),
@@ -158,6 +160,7 @@ class TransformersEngine(RolloutEngine):
                     CausalModel(self._folder, dtype=self.dtype, longest=self.max_length),
                     slots=self.slots,
                     max_length=self.max_length,
+                    keeps_prefix=self.keeps_prefix,
                 )
             except Exception as error:  # noqa: BLE001 - raised by start(), which waits for it
                 self._fail(error)

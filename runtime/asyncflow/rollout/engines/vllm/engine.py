@@ -89,6 +89,11 @@ class _Open:
         self._content += (choice.get("logprobs") or {}).get("content") or []
         self._last = choice
 
+    @property
+    def stale(self) -> int:
+        """Tokens so far that were made after weights were loaded under way."""
+        return max(0, len(self.ids) - self.marks[1][0]) if len(self.marks) > 1 else 0
+
     def so_far(self) -> Completion:
         """Return what there is while it runs; of one that has just ended, all but the last token."""
         there = max(0, min(len(self.ids), len(self._content)) - (self._last.get("finish_reason") is not None))
@@ -128,6 +133,7 @@ class VllmEngine(RolloutEngine):
 
     Options = VllmOptions
     can_be_deterministic = True
+    can_keep_prefix = True
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -140,6 +146,7 @@ class VllmEngine(RolloutEngine):
         self._staged: Version | None = None
         self._loading = asyncio.Lock()
         self._tokens: Counter[str] = Counter()
+        self._stale = 0
         self._busy_s, self._busy_since = 0.0, 0.0
         self._watching: asyncio.Task[None] | None = None
         self._closed = False
@@ -170,6 +177,7 @@ class VllmEngine(RolloutEngine):
             "uvicorn_log_level": "warning",
             "seed": self.seed % 2**31,
             "stream_interval": _STREAMED,
+            **({"enable_prefix_caching": False} if self.keeps_prefix else {}),
         }
         if self.devices.kind == "cpu":
             # A seeded request whose prompt is read in two steps ends vLLM's CPU engine (0.32).
@@ -247,14 +255,14 @@ class VllmEngine(RolloutEngine):
     async def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
         """Swap to ``version`` between two steps of the engine; sequences that run go on under it.
 
-        Their cache is computed anew with the new weights. A swap that fails ends the server: part of the weights may
-        have been overwritten.
+        Their cache is computed anew with the new weights, or kept: then no other sequence shares it. A swap that fails
+        ends the server: part of the weights may have been overwritten.
         """
         async with self._loading:
             self.version = None if self.version == version else self.version
             await self._stage(version, tensors)
-            began = time.monotonic()
-            await self._server.call("POST", "/pause", within_s=_CALL_S, mode="keep", clear_cache="true")
+            began, clear = time.monotonic(), "false" if self.keeps_prefix else "true"
+            await self._server.call("POST", "/pause", within_s=_CALL_S, mode="keep", clear_cache=clear)
             paused = time.monotonic()
             try:
                 states = await self._rpc("asyncflow_swap")
@@ -311,6 +319,7 @@ class VllmEngine(RolloutEngine):
         finally:
             del self._open[open_.id]
             self._tokens[request.purpose] += len(open_.ids)
+            self._stale += open_.stale
             if not self._open:
                 self._busy_s += time.monotonic() - self._busy_since
         return open_.completion(stops, spans=self._says_versions)
@@ -374,6 +383,7 @@ class VllmEngine(RolloutEngine):
             running=min(running, self.slots),
             waiting=max(0, running - self.slots),
             tokens=dict(tokens),
+            stale=self._stale if self.keeps_prefix else 0,
             busy_s=self._busy_s + (time.monotonic() - self._busy_since if running else 0.0),
         )
 
