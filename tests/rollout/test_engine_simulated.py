@@ -12,6 +12,7 @@ from asyncflow.errors import ManifestError, Refused
 from asyncflow.identity import SampleKey, Version
 from asyncflow.rollout.engines import open_engine
 from asyncflow.rollout.engines.base import GenerationRequest
+from asyncflow.rollout.engines.simulated import SimulatedEngine
 
 
 def simulated(slots=4, **options):
@@ -55,8 +56,10 @@ async def test_a_response_that_was_begun_elsewhere_takes_the_time_of_its_rest():
     assert second.stats().tokens == {"train": 40 - len(begun)}
 
 
-async def test_what_runs_stands_still_while_weights_are_loaded_and_goes_on_under_them():
-    engine = simulated(4, token_s=0.02, load_s=0.2)
+@pytest.mark.parametrize("keeps_prefix", [False, True])
+async def test_what_runs_stands_still_while_weights_are_loaded_and_goes_on_under_them(keeps_prefix):
+    options = {"token_s": 0.02, "load_s": 0.2}
+    engine = open_engine("simulated", folder=None, slots=4, max_length=128, options=options, keeps_prefix=keeps_prefix)
     await engine.load(Version(0, 0), {})
     whole = await engine.generate(request(1))
     began = time.monotonic()
@@ -70,6 +73,7 @@ async def test_what_runs_stands_still_while_weights_are_loaded_and_goes_on_under
     assert 0 < old < 64
     assert set(mixed.versions[old:].tolist()) == {Version(0, 1).packed}
     assert engine.stats().tokens["train"] == 128
+    assert engine.stats().stale == (64 - old if keeps_prefix else 0)
 
 
 async def test_what_there_is_of_a_sequence_is_told_while_it_runs_and_counts_however_it_ends():
@@ -112,6 +116,14 @@ async def test_slots_bound_what_runs_and_loading_waits_for_nobody():
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert engine.stats().running == engine.stats().waiting == 0
+
+
+def test_a_prefix_is_kept_by_engines_that_know_how():
+    class Other(SimulatedEngine):
+        can_keep_prefix = False
+
+    with pytest.raises(ManifestError, match="computes anew"):
+        Other(folder=None, slots=1, max_length=8, keeps_prefix=True)
 
 
 def test_options_are_checked():

@@ -295,7 +295,7 @@ class RolloutMetrics(LoadingMetrics):
         self.inflight = self.gauge("inflight_sequences", "sequences in generation")
         self.sequences = self.counter("sequences", "sequences ended", "finish")
         self.tokens = self.total("tokens_generated", "tokens generated")
-        self.stale = self.total("stale_prefix_tokens", "tokens made behind keys and values of older weights")
+        self.stale = self.total("tokens_on_kept_prefix", "tokens made behind keys and values of older weights")
         self.unsaved = self.gauge("unsaved_tokens", "tokens made here that are neither delivered nor saved")
         self.taken_over = self.counter("tokens_taken_over", "tokens that another rollout made of responses ended here")
         self.reward_seconds = self.histogram("reward_seconds", "time to score one sample")
