@@ -86,7 +86,9 @@ def kill_one(folder: Path, role: str, dice: random.Random, killed: list[Killed])
             return None
         victim = {**victim, "pid": dice.choice(started)}
     victim = {**victim, "role": role}
-    last = ask(f"rollout-{victim['index']}", str(victim["http"])) if role == ROLLOUT else None
+    last = None
+    if role == ROLLOUT and (last := ask(f"rollout-{victim['index']}", str(victim["http"]))) is None:
+        return None
     try:
         os.kill(int(str(victim["pid"])), signal.SIGTERM if role == DRAIN else signal.SIGKILL)
     except ProcessLookupError:
@@ -158,7 +160,8 @@ def main() -> int:
             if victim is not None:
                 bag.pop()
                 kills.append(f"{victim['role']}-{victim['index']}")
-                print(f"step {steps_done(options.output)}: killed {kills[-1]}", flush=True)
+                what = killed[-1] if role == ROLLOUT else kills[-1]
+                print(f"step {steps_done(options.output)}: killed {what}", flush=True)
         status = run.wait(timeout=SETTLED_S)
     audit = audit_ledger(options.output / "ledger")
     problems = [] if status == 0 else [f"the run ended with status {status}, see {log}"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,18 +30,22 @@ class Killed:
     unsaved: int = 0
     busy_s: float = 0.0
 
+    def __str__(self) -> str:
+        return f"{self.name}, which had made {self.made} tokens in {self.busy_s:.1f} s, {self.unsaved} of them unsaved"
+
     def of_a_lease(self, lease_s: float) -> float:
         """Return the tokens that it made in so many seconds, all of them where it lived for less."""
         return self.made * min(1.0, lease_s / self.busy_s) if self.busy_s else float(self.made)
 
 
-def ask(name: str, http: str) -> Killed:
-    """Ask a rollout at ``http`` how far it is; one that does not serve yet has made nothing."""
+def ask(name: str, http: str) -> Killed | None:
+    """Ask a rollout at ``http`` how far it is; one that does not serve yet has made nothing. None: it does not say."""
     try:
         with urllib.request.urlopen(f"{http}/metrics", timeout=_ASK_S) as answer:
             text = answer.read().decode()
-    except (urllib.error.URLError, OSError):
-        return Killed(name=name)
+    except OSError as error:
+        refused = isinstance(getattr(error, "reason", error), ConnectionRefusedError)
+        return Killed(name=name) if refused else None
     said = {
         (sample.name.removeprefix("asyncflow_rollout_"), sample.labels.get("cause", "")): sample.value
         for family in text_string_to_metric_families(text)
