@@ -120,6 +120,19 @@ def follow(directory: Path, http_port: int, serve_port: int) -> int:
     return command.follow(directory, http_port=http_port, serve_port=serve_port)
 
 
+@app.command()
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@click.argument("wish", metavar="[ROLE=N]", required=False)
+def scale(directory: Path, wish: str | None) -> None:
+    """Have N rollouts in a run on this machine: asyncflow scale runs/NAME rollout=4.
+
+    rollout=auto leaves their number to the built-in policy, or to the manifest, again. Without ROLE=N it is only shown.
+    """
+    from asyncflow.commands import scale as command
+
+    command.scale(directory, wish)
+
+
 @app.command(hidden=True)
 @click.option("--check", is_flag=True, help="Write nothing; exit status 1 where a file is not what it should be.")
 @click.option("--directory", type=_DIRECTORY, default=Path("crds"), show_default=True, help="Where the files are.")

@@ -12,9 +12,9 @@ ROLE = str(Path(__file__).with_name("standin_role.py"))
 def install(steps: str, pause_s: str) -> None:
     """Have roles be stand-ins that make ``steps`` steps, of ``pause_s`` seconds each."""
 
-    def launcher(_roles, *, folder, issuer, driver, http_ports, control_port):
+    def launcher(_roles, *, folder, issuer, driver, places, control_port):
         def launch(seat, attempt):
-            port = str(http_ports[seat])
+            port = str(places.port(seat))
             argv = [sys.executable, ROLE, seat.role, port, str(folder.path), steps, pause_s]
             return Launch(argv=argv, env={}, http=f"http://127.0.0.1:{port}")
 

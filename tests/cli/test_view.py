@@ -160,7 +160,7 @@ def test_nothing_is_silent_for_more_than_ten_seconds(monkeypatch, tmp_path, answ
         now += seconds
 
     def ask(*_):
-        passed(2 * live._ANSWER_S)
+        passed(2 * live.ANSWER_S)
         return RUNNING.model_copy(update={"step_progress": INSIDE}) if answers else None
 
     def collect(_):

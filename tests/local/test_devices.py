@@ -11,7 +11,7 @@ from asyncflow.api.names import RoleName
 from asyncflow.api.placement import PROFILES
 from asyncflow.errors import ManifestError
 from asyncflow.local.lifecycle import LocalReplica
-from asyncflow.local.placement import assign_devices, devices_of, resolve
+from asyncflow.local.placement import DeviceRoom, devices_of, resolve
 from asyncflow.plan import plan
 from asyncflow.plan.roles import Readiness, Resources, RestartPolicy, Role
 
@@ -32,7 +32,7 @@ def role(name: RoleName, replicas: int = 1, *, count: int = 1, share: float = 1.
 
 
 def handed(*roles: Role, devices: int) -> dict[str, str]:
-    given = assign_devices(roles, find=lambda _: [str(index) for index in range(devices)])
+    given = DeviceRoom(roles, find=lambda _: [str(index) for index in range(devices)]).given
     return {str(replica): value for replica, variables in given.items() for value in variables.values()}
 
 
@@ -98,7 +98,7 @@ def test_auto_is_the_cpu_only_where_no_device_was_asked_for_and_says_so() -> Non
     assert resolved(AUTO, visible=CUDA, devices=4, backend={"name": "counting"})[:2] == ("cpu", 0)
     asked, _ = resolve(job(AUTO | {"count": 2}, {}), find=lambda _: [])
     with pytest.raises(ManifestError, match="0 NVIDIA devices, too few for trainer 1 x 2"):
-        assign_devices(plan(asked).roles, find=lambda _: [])
+        DeviceRoom(plan(asked).roles, find=lambda _: [])
 
 
 def test_what_auto_stands_for_keeps_the_rules() -> None:
@@ -118,7 +118,7 @@ def test_too_few_are_refused_with_what_all_roles_ask_for() -> None:
 def test_vendors_do_not_mix_and_profiles_of_one_vendor_do() -> None:
     chips = {"CUDA_VISIBLE_DEVICES": ["a"], "ASCEND_RT_VISIBLE_DEVICES": ["0", "1"]}
     roles = role("trainer", profile="ascend-a2"), role("rollout", profile="ascend-a3"), role("critic")
-    assert assign_devices(roles, find=lambda facts: chips[facts.visible]) == {
+    assert DeviceRoom(roles, find=lambda facts: chips[facts.visible]).given == {
         LocalReplica("trainer", 0): {"ASCEND_RT_VISIBLE_DEVICES": "0"},
         LocalReplica("rollout", 0): {"ASCEND_RT_VISIBLE_DEVICES": "1"},
         LocalReplica("critic", 0): {"CUDA_VISIBLE_DEVICES": "a"},

@@ -7,7 +7,7 @@ from asyncflow.identity import ProcessIdentity
 from asyncflow.local.folder import RunFolder
 from asyncflow.local.issuer import Issuer
 from asyncflow.local.lifecycle import LocalReplica
-from asyncflow.local.placement import launcher, replicas_of
+from asyncflow.local.placement import Places, launcher, replicas_of
 from asyncflow.plan.job import plan
 from asyncflow.rpc.tls import Credentials
 
@@ -28,9 +28,13 @@ ROLES = plan(JOB).roles
 PORTS = dict(zip(replicas_of(ROLES), range(16000, 16005), strict=True))
 
 
+def places() -> Places:
+    return Places(ROLES, ports=PORTS, another_port=iter(range(17000, 17009)).__next__)
+
+
 def test_every_seat_gets_the_command_line_of_the_plan(tmp_path):
     folder = RunFolder(tmp_path, lock=-1)
-    launch = launcher(ROLES, folder=folder, issuer=Issuer(folder.tls), driver="tcp://127.0.0.1:15001", http_ports=PORTS)
+    launch = launcher(ROLES, folder=folder, issuer=Issuer(folder.tls), driver="tcp://127.0.0.1:15001", places=places())
     trainer = launch(LocalReplica("trainer", 0), 4)
     expected = f"-m asyncflow role trainer --job {folder.job} --driver tcp://127.0.0.1:15001 --index 0 --attempt 4"
     assert " ".join(trainer.argv) == f"{sys.executable} {expected} --workdir {tmp_path} --http-port 16003"
@@ -46,7 +50,7 @@ def test_every_seat_serves_at_a_port_of_its_own_that_stays(tmp_path):
         folder=RunFolder(tmp_path, lock=-1),
         issuer=Issuer(tmp_path),
         driver="tcp://127.0.0.1:15001",
-        http_ports=PORTS,
+        places=places(),
         control_port=15002,
     )
     for attempt in (0, 7):
@@ -55,3 +59,19 @@ def test_every_seat_serves_at_a_port_of_its_own_that_stays(tmp_path):
         for port, each in zip(range(16000, 16005), served, strict=True):
             assert each.argv[each.argv.index("--http-port") + 1] == str(port)
         assert [each.argv[-2:] == ["--control-port", "15002"] for each in served] == [True, *[False] * 4]
+
+
+def test_a_replica_that_joins_is_given_a_port_and_keeps_it(tmp_path):
+    given = places()
+    launch = launcher(
+        ROLES,
+        folder=RunFolder(tmp_path, lock=-1),
+        issuer=Issuer(tmp_path),
+        driver="tcp://127.0.0.1:15001",
+        places=given,
+    )
+    for _ in range(2):
+        for index in range(3):
+            given.give(LocalReplica("rollout", index))
+    served = [launch(LocalReplica("rollout", index), 0).http for index in range(3)]
+    assert served == ["http://127.0.0.1:16004", "http://127.0.0.1:17000", "http://127.0.0.1:17001"]

@@ -144,3 +144,8 @@ class ElasticitySpec(Spec):
     """Finished samples in the queue, in optimizer steps, above which rollouts are taken away."""
     stabilization_seconds: Annotated[float, Field(ge=0, le=86_400)] = 60.0
     """Seconds for which a recommendation must last before it is followed."""
+
+    @property
+    def acts(self) -> bool:
+        """True where the policy decides, unless somebody else does."""
+        return self.enabled and not self.dry_run

@@ -33,7 +33,7 @@ from asyncflow.api.names import FOLDER
 from asyncflow.data.prompter import Encoder, Prompter, survey
 from asyncflow.data.sources import open_held_out, open_training
 from asyncflow.errors import AsyncFlowError, ManifestError
-from asyncflow.local.placement import assign_devices
+from asyncflow.local.placement import DeviceRoom
 from asyncflow.plan.job import plan
 from asyncflow.plugins import NoOptions, installed, load_plugin, read_options
 from asyncflow.queue.storage.backend import BACKENDS, Backend
@@ -187,11 +187,9 @@ def preflight(job: RLJob, folder: Path, *, source: str, elsewhere: bool = False)
     """
     spec, findings = job.spec, _Findings()
     if spec.rollout.replicas == 0:
-        waits = "nothing is generated until somebody adds rollouts: spec.rollout.replicas is 0"
-        if not elsewhere:
-            hint = "Nobody does on one machine: give at least 1"
-            raise ManifestError(waits, where=source, hint=hint)
-        findings.notes.append(f"{waits} (kubectl scale)")
+        findings.notes.append(
+            "nothing is generated until somebody adds rollouts: spec.rollout.replicas is 0 (asyncflow scale, kubectl scale)"
+        )
     if spec.data.held_out and spec.evaluation is None:
         unused = "data.eval is" if spec.data.eval is not None else "data.evalSets are"
         findings.notes.append(unused + " not used: there is no `evaluation`. Add e.g. evaluation: {every: 10}")
@@ -238,7 +236,7 @@ def _check_store(spec: RLJobSpec, findings: _Findings, *, elsewhere: bool) -> No
 def _check_devices(job: RLJob, findings: _Findings, *, elsewhere: bool) -> None:
     """Find a device of this machine for each process that asks for one. Raises ManifestError."""
     try:
-        assign_devices(plan(job).roles)
+        DeviceRoom(plan(job).roles)
     except ManifestError as error:
         _lacking(error, findings, elsewhere=elsewhere)
 

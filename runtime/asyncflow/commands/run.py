@@ -39,7 +39,8 @@ from asyncflow.durable import write_whole
 from asyncflow.errors import AsyncFlowError, CheckpointError, ManifestError
 from asyncflow.local.folder import QUEUE, RunFolder, differences, saved_overrides
 from asyncflow.local.placement import resolve
-from asyncflow.local.supervisor import Limits, LocalSite, RunOutcome, local_site
+from asyncflow.local.scaling import write_wish
+from asyncflow.local.supervisor import Elastic, Limits, LocalSite, RunOutcome, local_site
 from asyncflow.plan.job import plan
 from asyncflow.plan.queue import queue_roles
 from asyncflow.plugins import load_plugin
@@ -52,6 +53,8 @@ V = TypeVar("V", bound=LiveView)
 
 _SIGNALLED = 128
 """Exit code of a run that a signal ended, less the number of the signal."""
+_REPLICAS = ("spec", "rollout", "replicas")
+"""A change of it is newer than what ``asyncflow scale`` has asked for."""
 RUNS = Path("runs")
 """Folder of the runs that are given none, each under its name."""
 
@@ -188,6 +191,8 @@ def _carry_out(
         if resume:
             for difference in differences(load_job(folder.job), job):
                 tell(f"changed: {difference}")
+                if difference.place == _REPLICAS:
+                    write_wish(folder.wishes, "rollout", None)
         if folder.moved_to:
             tell(f"the run that was there is now in {folder.moved_to}")
         outcome, view = _supervise(job, folder, overrides, make_view=make_view, tell=tell)
@@ -276,7 +281,8 @@ def _supervise(
     write_whole(folder.job, to_yaml(job).encode())
     folder.write_token()
     limits = Limits(active_s=job.spec.limits.active_deadline_seconds, end_s=job.spec.limits.stop_seconds)
-    with local_site(plan(job).roles, folder=folder, limits=limits) as here:
+    elastic = Elastic(policy=job.spec.elasticity.acts, drain_s=job.spec.rollout.drain_seconds)
+    with local_site(plan(job).roles, folder=folder, limits=limits, elastic=elastic) as here:
         if ignored := _only_on_a_cluster(job.spec):
             tell(f"of no effect on one machine: {', '.join(ignored)}")
         view = make_view(
@@ -303,7 +309,6 @@ def _attended(here: LocalSite, view: LiveView) -> RunOutcome:
 
 def _only_on_a_cluster(spec: RLJobSpec) -> list[str]:
     asked = {
-        "spec.elasticity": spec.elasticity.enabled or spec.elasticity.dry_run,
         "spec.scheduling.gang": spec.scheduling.gang != "none",
     }
     return [place for place, given in asked.items() if given]

@@ -1,7 +1,7 @@
 """The folder of one run: which process may write there, where everything lies, and how another start goes on with it.
 
     DIR/job.yaml  metrics.jsonl  summary.json  ledger/  checkpoints/  logs/<role>-<index>.log
-    DIR/run/      lock  token  processes.json  tls/   (mode 0700; of the supervisor)
+    DIR/run/      lock  token  processes.json  scale.json  tls/   (mode 0700; of the supervisor)
 
 Invariants: at most one supervisor holds a folder, by a lock that ends with its process; a run that is already there is
 never written over: it is continued on request (``resume``), or moved aside whole (``fresh``), never deleted. A start
@@ -41,6 +41,7 @@ from asyncflow.driver.journal import ASIDE, EVENTS, FILES, METRICS, SUMMARY
 from asyncflow.durable import write_whole
 from asyncflow.errors import ManifestError
 from asyncflow.local import reaper
+from asyncflow.local.scaling import Scale
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ LEAST_FREE = 16 << 20
 """Bytes that must be free where a run begins: its logs, its ledger and its first checkpoint would not fit into less."""
 _RUN_ENTRIES = (*(JOB, QUEUE, "ledger", "checkpoints"), *FILES, *(f"{name}{ASIDE}" for name in FILES))
 """Entries that make a folder one that holds a run: nothing of this is there when a run begins in it."""
-_SUPERVISORS = ("lock", "token", "processes.json", f"processes.json{ASIDE}", "overrides.json", "reaper.log")
+_SUPERVISORS = ("lock", "token", "processes.json", f"processes.json{ASIDE}", "overrides.json", "scale.json", "reaper.log")
 """Files that the supervisor makes in ``run``."""
 _LOG = re.compile(rf"(supervisor|({'|'.join(get_args(RoleName))})-\d+)\.log")
 _EVALUATION = b"evaluation"
@@ -88,7 +89,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Everything placed by one supervisor.
 
     mark: what its processes carry in their environment; http: where the first serves its status; control: where a
-    driver is directed, "" where there is none.
+    driver is directed, "" where there is none; scales: how many replicas of elastic roles are wanted.
     """
 
     mark: str
@@ -98,6 +99,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     http: str
     control: str = ""
     processes: list[Placed] = []
+    scales: list[Scale] = []
 
     def save(self, path: Path) -> None:
         """Write the record in one step."""
@@ -320,6 +322,11 @@ class RunFolder:
         return self.path / "run" / "overrides.json"
 
     @property
+    def wishes(self) -> Path:
+        """What persons have asked for by ``asyncflow scale``."""
+        return wishes_of(self.path)
+
+    @property
     def summary(self) -> Path:
         """Path of the summary, which the driver writes before it ends."""
         return self.path / SUMMARY
@@ -377,6 +384,19 @@ def saved_overrides(path: Path) -> list[str]:
         ) from error
 
 
+def wishes_of(path: Path) -> Path:
+    """Return the file of what persons have asked for by ``asyncflow scale``, in the folder of a run."""
+    return path / "run" / "scale.json"
+
+
+def record_of(path: Path) -> Record:
+    """Return the record of the supervisor that holds the folder ``path`` now. Raises ManifestError where none does."""
+    if _is_held(path) and (record := load_record(path / "run" / "processes.json")) is not None:
+        return record
+    hint = "Continue it with asyncflow run FILE --resume" if holds_run(path) else "Give the folder of a run"
+    raise ManifestError("no run is going on there", where=str(path), hint=hint)
+
+
 def holds_run(path: Path) -> bool:
     """Return whether a run has left something at ``path`` that must not be written over."""
     return any((path / entry).exists() for entry in _RUN_ENTRIES)
@@ -426,16 +446,23 @@ def _check_room(path: Path) -> None:
 
 def _check_unused(path: Path) -> None:
     """Raise ManifestError where another supervisor holds the folder; leave it as it is."""
+    if _is_held(path):
+        raise _in_use(path)
+
+
+def _is_held(path: Path) -> bool:
+    """Return whether a supervisor holds the folder."""
     try:
         descriptor = os.open(path / "run" / "lock", os.O_RDONLY)
     except OSError:
-        return
+        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise _in_use(path) from error
+    except BlockingIOError:
+        return True
     finally:
         os.close(descriptor)
+    return False
 
 
 def _in_use(path: Path) -> ManifestError:

@@ -3,8 +3,10 @@
 The caller reads the clock and carries out what is decided here; ``Event`` says what has happened.
 
 A *restart group* is what starts and ends together: one replica, or all ranks of a gang. When a member of it dies, the
-others are told to end, and the whole group starts again with the next attempt. At the end of a job rollouts hand back
-what they hold, then trainers may write a checkpoint, then the driver ends, and last those on whom all others rely.
+others are told to end, and the whole group starts again with the next attempt. Of a role that is scaled the replicas
+with the lowest indices run: one that is not wanted any more *leaves*, which is no failure, and starts again, as the next
+attempt, only when it is wanted again. At the end of a job rollouts hand back what they hold, then trainers may write a
+checkpoint, then the driver ends, and last those on whom all others rely.
 
 Invariants: the attempt of a replica only grows, and no two processes of one replica are ever alive together: a group
 starts only when all its replicas are down. No interval of a policy's ``window_s`` seconds ever holds more than
@@ -117,12 +119,18 @@ class LocalReplica:
 
 
 class ProcessState(StrEnum):
-    """State of a replica. done: it ended well by itself; ended: with the job, whose result was given before."""
+    """State of a replica.
+
+    leaving: told to end because fewer are wanted, and left: ended so; done: it ended well by itself; ended: with the
+    job, whose result was given before.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
     ENDING = "ending"
     DOWN = "down"
+    LEAVING = "leaving"
+    LEFT = "left"
     DONE = "done"
     ENDED = "ended"
 
@@ -170,7 +178,9 @@ class ProcessTable:
 
     def __init__(self, roles: Sequence[Role], *, now: float, attempts: Mapping[str, int] | None = None) -> None:
         """Enter every replica, to be started at ``now``; ``attempts`` names the roles whose first attempt is not 0."""
-        first = attempts or {}
+        self._first = dict(attempts or {})
+        self._roles: dict[str, Role] = {role.name: role for role in roles}
+        self._wanted: dict[str, int] = {role.name: role.replicas for role in roles}
         self._budgets: dict[str, RestartBudget] = {role.name: RestartBudget(role.restart) for role in roles}
         self._disruptions: dict[str, RestartBudget] = {
             role.name: RestartBudget(replace(role.restart, max_restarts=MOST_DISRUPTIONS)) for role in roles
@@ -181,9 +191,12 @@ class ProcessTable:
         for role in roles:
             replicas = [LocalReplica(role.name, index) for index in range(role.replicas)]
             for members in [replicas] if role.gang else [[replica] for replica in replicas]:
-                states = dict.fromkeys(members, ProcessState.WAITING)
-                group = _RestartGroup(role, first.get(role.name, 0), states, start_at=now)
-                self._group_of.update(dict.fromkeys(members, group))
+                self._enter(role, members, now)
+
+    def _enter(self, role: Role, members: Sequence[LocalReplica], now: float) -> None:
+        states = dict.fromkeys(members, ProcessState.WAITING)
+        group = _RestartGroup(role, self._first.get(role.name, 0), states, start_at=now)
+        self._group_of.update(dict.fromkeys(members, group))
 
     @property
     def result(self) -> JobResult | None:
@@ -198,6 +211,36 @@ class ProcessTable:
     def stop(self, reason: str) -> None:
         """End the job from outside, for ``reason``: nothing starts any more. Without effect once there is a result."""
         self._result = self._result or JobResult(ok=False, reason=reason)
+
+    def scale(self, name: str, replicas: int, now: float) -> list[LocalReplica]:
+        """Have the replicas 0 to ``replicas`` - 1 of a role that is no gang; return those to be told to end.
+
+        Said twice it is said once. Without effect once there is a result.
+        """
+        if self._result is not None:
+            return []
+        self._wanted[name] = replicas
+        for index in range(replicas):
+            self._join(LocalReplica(name, index), now)
+        leaving = []
+        for replica, group in self._group_of.items():
+            if replica.role != name or replica.index < replicas:
+                continue
+            if group.states[replica] is ProcessState.RUNNING:
+                group.states[replica] = ProcessState.LEAVING
+                leaving.append(replica)
+            elif group.states[replica] is ProcessState.WAITING:
+                group.states[replica] = ProcessState.LEFT
+        return leaving
+
+    def _join(self, replica: LocalReplica, now: float) -> None:
+        """Start a replica that is not there; one that still leaves is started when it has left."""
+        group = self._group_of.get(replica)
+        if group is None:
+            self._enter(self._roles[replica.role], [replica], now)
+        elif group.states[replica] is ProcessState.LEFT:
+            group.states[replica] = ProcessState.WAITING
+            group.attempt, group.start_at, group.failures = group.attempt + 1, now, 0
 
     def wake_at(self) -> float | None:
         """Return the time at which ``due`` has something to start, or None."""
@@ -230,6 +273,11 @@ class ProcessTable:
         if self._result is not None:
             group.states[replica] = ProcessState.DONE if status.ok else ProcessState.ENDED
             return [], None
+        if group.states[replica] is ProcessState.LEAVING:
+            group.states[replica] = ProcessState.LEFT
+            if replica.index < self._wanted[replica.role]:
+                self._join(replica, now)
+            return [], None
         if group.states[replica] is ProcessState.ENDING:
             group.states[replica] = ProcessState.DOWN
             self._restart_if_down(group, now)
@@ -242,7 +290,8 @@ class ProcessTable:
         return self._failed(group, replica, status, now)
 
     def _judge_done(self, role: Role) -> None:
-        all_done = all(group.states[replica] is ProcessState.DONE for replica, group in self._group_of.items())
+        gone = (ProcessState.DONE, ProcessState.LEFT)
+        all_done = all(group.states[replica] in gone for replica, group in self._group_of.items())
         if role.leader or (all_done and not self._led):
             self._result = JobResult(ok=True)
 
@@ -332,10 +381,20 @@ class Restarting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Scaled:
+    """Another number of replicas is wanted; why: who asked for it, or why there are not more."""
+
+    role: str
+    before: int
+    after: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Stopping:
     """Everything is told to end, for this reason."""
 
     reason: str
 
 
-Event = ProcessStarted | ProcessEnded | Restarting | Stopping
+Event = ProcessStarted | ProcessEnded | Restarting | Scaled | Stopping

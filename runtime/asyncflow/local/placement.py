@@ -3,8 +3,8 @@
 What is added to the plan is what only this machine knows: paths, ports, devices, the interpreter, and which kind of
 device ``profile: auto`` stands for.
 
-Invariants: a process has the same devices and serves at the same ports however often it starts again. The shares of a
-device sum to at most 1, and no two ranks of a gang have the same device; devices that a template names are given to no
+Invariants: a process has the same devices and serves at the same ports however often it starts again, and however many
+replicas join it. The shares of a device sum to at most 1, and no two ranks of a gang have the same device; devices that a template names are given to no
 other role. A port lies below the range from which the kernel picks ports for outgoing connections, so that no
 connection takes it while the driver is down; and no two supervisors of one machine hold the same port: each holds an
 abstract Unix socket named after it, which the kernel takes back when the supervisor ends, however it ends.
@@ -17,7 +17,7 @@ import random
 import socket
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -54,16 +54,25 @@ class PortReservation:
                 raise AsyncFlowError(
                     f"port {first} of 127.0.0.1 is taken", hint="Give another port; 0 takes a free one"
                 )
-        below = _ephemeral_low()
-        candidates = list(range(min(_LOWEST, below // 2), below))
-        random.shuffle(candidates)
-        for port in candidates:
-            if len(self.ports) == count:
-                return
-            self._try(port)
-        if len(self.ports) < count:
+        self._below = _ephemeral_low()
+        self._candidates = list(range(min(_LOWEST, self._below // 2), self._below))
+        random.shuffle(self._candidates)
+        try:
+            while len(self.ports) < count:
+                self.another()
+        except AsyncFlowError:
             self.close()
-            raise AsyncFlowError(f"fewer than {count} free loopback ports below {below}", hint="End other servers")
+            raise
+
+    def another(self) -> int:
+        """Reserve one more port, and return it. Raises AsyncFlowError where none is free."""
+        before = len(self.ports)
+        while self._candidates:
+            self._try(self._candidates.pop())
+            if len(self.ports) > before:
+                return self.ports[-1]
+        what = f"there are only {before} free loopback ports below {self._below}"
+        raise AsyncFlowError(what, hint="End other servers")
 
     def __enter__(self) -> list[int]:
         return self.ports
@@ -156,32 +165,47 @@ def _found(count: int, find: Callable[[Profile], Sequence[str]]) -> str | None:
     return next((name for name in here if count in PROFILES[name].legal_counts), here[0] if here else None)
 
 
-def assign_devices(
-    roles: Sequence[Role], *, find: Callable[[Profile], Sequence[str]] = devices_of
-) -> dict[LocalReplica, dict[str, str]]:
-    """Return the variables by which each process that asks for devices sees its own.
+class DeviceRoom:
+    """The devices of this machine, given to the processes that ask for some.
 
-    A role whose template names its devices has those, and nobody else is given them. Raises ManifestError where the
-    machine or a template has too few, or where a template names the same devices for all processes of a gang.
+    A role whose template names its devices has those, and nobody else is given them.
     """
-    asking = [role for role in roles if role.resources.accelerators]
-    room = {facts.visible: dict.fromkeys(find(facts), 1.0) for facts in map(_facts, asking)}
-    for role in asking:
-        visible = _facts(role).visible
-        if visible in role.env:
-            room[visible].update(dict.fromkeys(_own(role), 0.0))
-    given: dict[LocalReplica, dict[str, str]] = {}
-    for role in sorted(asking, key=lambda role: -role.resources.share * role.resources.accelerators):
-        visible, wanted, taken = _facts(role).visible, role.resources, set[str]()
-        for index in range(role.replicas if visible not in role.env else 0):
-            chosen = _roomiest(room[visible], count=wanted.accelerators, share=wanted.share, without=taken)
-            if len(chosen) < wanted.accelerators:
-                raise _too_few(role, asking, found=len(room[visible]))
-            taken.update(chosen if role.gang else ())
-            for device in chosen:
-                room[visible][device] -= wanted.share
-            given[LocalReplica(role.name, index)] = {visible: ",".join(chosen)}
-    return given
+
+    def __init__(self, roles: Sequence[Role], *, find: Callable[[Profile], Sequence[str]] = devices_of) -> None:
+        """Give every replica of ``roles`` its devices.
+
+        Raises ManifestError where the machine or a template has too few, or where a template names the same devices
+        for all processes of a gang.
+        """
+        self._asking: dict[str, Role] = {role.name: role for role in roles if role.resources.accelerators}
+        self._room = {facts.visible: dict.fromkeys(find(facts), 1.0) for facts in map(_facts, self._asking.values())}
+        self.given: dict[LocalReplica, dict[str, str]] = {}
+        for role in self._asking.values():
+            visible = _facts(role).visible
+            if visible in role.env:
+                self._room[visible].update(dict.fromkeys(_own(role), 0.0))
+        for role in sorted(self._asking.values(), key=lambda role: -role.resources.share * role.resources.accelerators):
+            for index in range(role.replicas):
+                self.give(LocalReplica(role.name, index))
+
+    def give(self, replica: LocalReplica) -> None:
+        """Give a replica its devices, unless it has them. Raises ManifestError where there are too few."""
+        role = self._asking.get(replica.role)
+        if role is None or replica in self.given or _facts(role).visible in role.env:
+            return
+        visible, wanted = _facts(role).visible, role.resources
+        room, peers = self._room[visible], [each for each in self.given if role.gang and each.role == role.name]
+        taken = {device for peer in peers for device in self.given[peer][visible].split(",")}
+        chosen = _roomiest(room, count=wanted.accelerators, share=wanted.share, without=taken)
+        if len(chosen) < wanted.accelerators:
+            asking = [replace(each, replicas=max(each.replicas, self._most(each, replica))) for each in self._asking.values()]
+            raise _too_few(role, asking, found=len(room))
+        for device in chosen:
+            room[device] -= wanted.share
+        self.given[replica] = {visible: ",".join(chosen)}
+
+    def _most(self, role: Role, asking: LocalReplica) -> int:
+        return asking.index + 1 if role.name == asking.role else 0
 
 
 def _own(role: Role) -> tuple[str, ...]:
@@ -256,39 +280,66 @@ def replicas_of(roles: Sequence[Role]) -> list[LocalReplica]:
     return [LocalReplica(role.name, index) for role in roles for index in range(role.replicas)]
 
 
+class Places:
+    """Port and devices of each replica.
+
+    ports: where each of ``roles``' replicas serves /metrics, and the first one its status; another_port: reserves one
+    for a replica that joins. Raises ManifestError where this machine has too few devices.
+    """
+
+    def __init__(
+        self, roles: Sequence[Role], *, ports: Mapping[LocalReplica, int], another_port: Callable[[], int]
+    ) -> None:
+        self._ports = dict(ports)
+        self._another_port = another_port
+        self._devices = DeviceRoom(roles)
+
+    def give(self, replica: LocalReplica) -> None:
+        """Give a replica its place, unless it has one. Raises AsyncFlowError where this machine has none."""
+        self._devices.give(replica)
+        if replica not in self._ports:
+            self._ports[replica] = self._another_port()
+
+    def port(self, replica: LocalReplica) -> int:
+        """Return the port at which a replica that has a place serves /metrics."""
+        return self._ports[replica]
+
+    def devices(self, replica: LocalReplica) -> Mapping[str, str]:
+        """Return the variables by which a replica sees its devices."""
+        return self._devices.given.get(replica, {})
+
+
 def launcher(
     roles: Sequence[Role],
     *,
     folder: RunFolder,
     issuer: Issuer,
     driver: str,
-    http_ports: Mapping[LocalReplica, int],
+    places: Places,
     control_port: int | None = None,
 ) -> Callable[[LocalReplica, int], Launch]:
-    """Return the function that says how to start a replica as an attempt.
+    """Return the function that says how to start a replica that has a place, as an attempt.
 
-    issuer: of the certificates of all replicas; driver: the address that all dial; http_ports: where each replica
-    serves /metrics, and the first one its status; control_port: where a driver is directed. Raises ManifestError where
-    this machine has too few devices.
+    issuer: of the certificates of all replicas; driver: the address that all dial; control_port: where a driver is
+    directed.
     """
-    devices = assign_devices(roles)
     own = {TOKEN_FILE_ENV: str(folder.token), "PYTHONSAFEPATH": "1"}
     named: dict[str, Role] = {role.name: role for role in roles}
 
     def launch(replica: LocalReplica, attempt: int) -> Launch:
-        role = named[replica.role]
+        role, port = named[replica.role], places.port(replica)
         argv = role.command(
             index=replica.index,
             attempt=attempt,
             driver=driver,
             job=str(folder.job),
             workdir=str(folder.path),
-            http_port=http_ports[replica],
+            http_port=port,
             control_port=control_port if replica.role == "driver" else None,
             python=sys.executable,
         )
-        http = f"http://127.0.0.1:{http_ports[replica]}"
         tls = {TLS_ENV: str(issuer.issue(replica.role, replica.index))}
-        return Launch(argv=argv, env={**own, **tls, **devices.get(replica, {}), **role.env}, http=http)
+        env = {**own, **tls, **places.devices(replica), **role.env}
+        return Launch(argv=argv, env=env, http=f"http://127.0.0.1:{port}")
 
     return launch

@@ -1,6 +1,6 @@
 """The supervisor: places each replica as a process, starts again what may start again, ends everything in order.
 
-It only carries out what ``lifecycle`` decides. Invariants: when ``run`` returns or raises, no process of the run is
+It only carries out what ``lifecycle`` decides, and what ``scaling`` says of the number of rollouts. Invariants: when ``run`` returns or raises, no process of the run is
 alive; when this process is killed instead, its roles die with it and the reaper ends the rest; a disk that fails
 for a while puts off what must be on record first, and nothing else; the ports that a run was given stay its own,
 through all restarts, for as long as the context ``local_site`` lasts.
@@ -16,8 +16,8 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -40,12 +40,14 @@ from asyncflow.local.lifecycle import (
     ProcessState,
     ProcessTable,
     Restarting,
+    Scaled,
     Start,
     Stopping,
     end_stages,
 )
-from asyncflow.local.placement import Launch, PortReservation, launcher, replicas_of
+from asyncflow.local.placement import Launch, Places, PortReservation, launcher, replicas_of
 from asyncflow.local.process import Process, Watchdog
+from asyncflow.local.scaling import Scale, Scaling
 from asyncflow.plan.roles import Role
 from asyncflow.process import PARENT, adopt_orphans
 from asyncflow.rpc.addresses import address_of
@@ -58,6 +60,10 @@ GRACE_S = 3.0
 """Seconds that the other roles have to end by themselves once the job has succeeded."""
 DISK_S = 300.0
 """Seconds for which the disk may refuse the record before the job ends."""
+LOOK_S = 0.5
+"""Seconds between two looks at how many replicas are wanted."""
+LEAVE_S = 10.0
+"""Seconds beyond the time that it has to hand on its work after which a replica that leaves is killed."""
 _AGAIN_S = 0.2
 _GANG_END_S = 2.0
 _LAST_S = 1.0
@@ -81,6 +87,20 @@ class RunOutcome:
     exit_code: int
     failure: AsyncFlowError | None = None
     refused: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fleet:
+    """The role whose number of replicas changes while the run goes on.
+
+    place: gives a replica its place, or raises AsyncFlowError; port: of the driver's service; drain_s: seconds that a
+    replica has to hand on its work.
+    """
+
+    scaling: Scaling
+    place: Callable[[LocalReplica], None]
+    port: int
+    drain_s: float
 
 
 @dataclass(slots=True)
@@ -108,13 +128,17 @@ class Supervisor:
         http: str = "",
         control: str = "",
         limits: Limits | None = None,
+        fleet: Fleet | None = None,
     ) -> None:
         """Prepare; nothing starts yet.
 
-        launch: how to start a replica as an attempt; driver, http, control: addresses to note in the record. Raises
-        ManifestError where an earlier run's record cannot be read now.
+        launch: how to start a replica as an attempt; driver, http, control: addresses to note in the record; fleet:
+        what is scaled, if anything is. Raises ManifestError where an earlier run's record cannot be read now.
         """
         self._launch = launch
+        self._fleet = fleet
+        self._asked: Scale | None = None
+        self._scale: Scale | None = None
         self._folder = folder
         self.observe: Callable[[Event], None] = lambda _: None
         self._limits = limits or Limits()
@@ -129,11 +153,12 @@ class Supervisor:
             http=http,
             control=control,
         )
-        self._first = {replica: attempt for replica, (_, attempt) in self._table.replicas.items()}
-        self._started = dict.fromkeys(self._first, "")
-        self._http = dict.fromkeys(self._first, "")
+        self._first: dict[LocalReplica, int] = {}
+        self._started: dict[LocalReplica, str] = {}
+        self._http: dict[LocalReplica, str] = {}
+        self._logs: dict[LocalReplica, RoleLog] = {}
         self._running: dict[LocalReplica, _Running] = {}
-        self._logs = {replica: RoleLog(folder.log(str(replica))) for replica in self._first}
+        self._enter_new()
         self._changed = asyncio.Event()
         self._unsaved_since: float | None = None
         self._unwritable: DiskError | None = None
@@ -159,25 +184,83 @@ class Supervisor:
             self._watchdog = Watchdog(mark=self._record.mark, log=self._folder.path / "run" / "reaper.log")
             try:
                 with self._deadline():
-                    result = await self._follow()
+                    async with self._following_policy():
+                        result = await self._follow()
                 return await self._conclude(result)
             finally:
                 await self._leave_nothing()
                 await self._watchdog.close()
                 adopt_orphans(enabled=False)
 
+    def _enter_new(self) -> None:
+        """Begin to keep what there is to know of the replicas of the table."""
+        for replica, (_, attempt) in self._table.replicas.items():
+            if replica not in self._first:
+                self._first[replica] = attempt
+                self._started[replica] = self._http[replica] = ""
+                self._logs[replica] = RoleLog(self._folder.log(str(replica)))
+
+    def _rescale(self, fleet: Fleet) -> None:
+        """Have as many replicas as are wanted; where there is no place for some, as many as there is place for."""
+        asked, before = fleet.scaling.wanted(), self._scale
+        if asked == self._asked:
+            return
+        self._asked, name = asked, asked.role
+        for index in range(asked.wanted):
+            try:
+                fleet.place(LocalReplica(name, index))
+            except AsyncFlowError as error:
+                _log.warning("%s: %d wanted, and there is place for %d: %s", name, asked.wanted, index, error)
+                asked = msgspec.structs.replace(asked, wanted=index, problem=str(error))
+                break
+        self._scale = asked
+        leaving = self._table.scale(name, asked.wanted, time.monotonic())
+        self._enter_new()
+        self._terminate(leaving)
+        for replica in leaving:
+            process = self._running[replica].process
+            asyncio.get_running_loop().call_later(fleet.drain_s + LEAVE_S, process.kill)
+        if before is not None:
+            why = asked.problem or asked.why
+            _log.info("%s: %d wanted, not %d: %s", name, asked.wanted, before.wanted, why)
+            self.observe(Scaled(role=name, before=before.wanted, after=asked.wanted, why=why))
+        self._save()
+
+    @contextlib.asynccontextmanager
+    async def _following_policy(self) -> AsyncIterator[None]:
+        if self._fleet is None:
+            yield
+            return
+        following = asyncio.create_task(self._fleet.scaling.follow(self._fleet.port, self._changed.set))
+        try:
+            yield
+        finally:
+            following.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await following
+
     async def _follow(self) -> JobResult:
         """Start what is due, until there is a result."""
         while self._table.result is None:
+            if self._fleet is not None:
+                self._rescale(self._fleet)
             due_at = self._table.wake_at()
             is_due = due_at is not None and due_at <= time.monotonic()
             if (is_due or self._unsaved_since is not None) and self._save():
                 for start in self._table.due(time.monotonic()):
                     self._start(start)
                 self._save()
-            put_off = self._unsaved_since is not None
-            await self._wait_for_change(time.monotonic() + _AGAIN_S if put_off else self._table.wake_at())
+            await self._wait_for_change(self._look_at())
         return self._table.result
+
+    def _look_at(self) -> float | None:
+        """Return the time at which there is something to do although nothing has changed."""
+        soon = [] if (due_at := self._table.wake_at()) is None else [due_at]
+        if self._unsaved_since is not None:
+            soon = [time.monotonic() + _AGAIN_S]
+        if self._fleet is not None:
+            soon.append(time.monotonic() + LOOK_S)
+        return min(soon, default=None)
 
     async def _conclude(self, result: JobResult) -> RunOutcome:
         if result.ok:
@@ -309,7 +392,8 @@ class Supervisor:
             )
             for replica, (state, attempt) in self._table.replicas.items()
         ]
-        self._record = msgspec.structs.replace(self._record, processes=processes)
+        scales = [] if self._scale is None else [self._scale]
+        self._record = msgspec.structs.replace(self._record, processes=processes, scales=scales)
         try:
             self._record.save(self._folder.processes)
         except OSError as error:
@@ -380,22 +464,39 @@ class LocalSite:
     certificate: Path
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Elastic:
+    """How the rollouts of a job are scaled. policy: whether the built-in policy is on; drain_s: see ``Fleet``."""
+
+    policy: bool
+    drain_s: float
+
+
 @contextlib.contextmanager
-def local_site(roles: Sequence[Role], *, folder: RunFolder, limits: Limits, port: int = 0) -> Iterator[LocalSite]:
+def local_site(
+    roles: Sequence[Role], *, folder: RunFolder, limits: Limits, port: int = 0, elastic: Elastic | None = None
+) -> Iterator[LocalSite]:
     """Yield what runs ``roles`` from ``folder``; all dial the first of them at ``port`` (0: any).
 
     Raises AsyncFlowError where a port or a device is not to be had.
     """
+    scaling = None if elastic is None else _scaling(roles, folder, policy=elastic.policy)
+    if scaling is not None:
+        begins = scaling.wanted().wanted
+        roles = [replace(role, replicas=begins) if role.name == scaling.role.name else role for role in roles]
     replicas = replicas_of(roles)
     reserved = PortReservation(2 + len(replicas), first=port)
     is_job = replicas[0].role == "driver"
     issuer = Issuer(folder.tls)
     with open_log(folder.log("supervisor")) as log, reserved as (rpc_port, control_port, *ports), issuer.renewing():
         setup_logging("supervisor", 0, stream=log)
-        http_ports = dict(zip(replicas, ports, strict=True))
-        http_port = http_ports[replicas[0]]
+        places = Places(roles, ports=dict(zip(replicas, ports, strict=True)), another_port=reserved.another)
+        http_port = places.port(replicas[0])
         named = {} if port else {"server": new_server()}
         address = address_of("127.0.0.1", rpc_port, **named)
+        fleet = None
+        if elastic is not None and scaling is not None:
+            fleet = Fleet(scaling=scaling, place=places.give, port=http_port, drain_s=elastic.drain_s)
         supervisor = Supervisor(
             roles=roles,
             launch=launcher(
@@ -403,7 +504,7 @@ def local_site(roles: Sequence[Role], *, folder: RunFolder, limits: Limits, port
                 folder=folder,
                 issuer=issuer,
                 driver=address,
-                http_ports=http_ports,
+                places=places,
                 control_port=control_port,
             ),
             folder=folder,
@@ -411,9 +512,20 @@ def local_site(roles: Sequence[Role], *, folder: RunFolder, limits: Limits, port
             http=f"http://127.0.0.1:{http_port}",
             control=f"https://127.0.0.1:{control_port}" if is_job else "",
             limits=limits,
+            fleet=fleet,
         )
         people = issuer.issue(VIEWER if is_job else CLIENT)
         if is_job:
             issuer.issue(OPERATOR)
             issuer.issue(FOLLOWER)
         yield LocalSite(supervisor=supervisor, address=address, http_port=http_port, certificate=people)
+
+
+def _scaling(roles: Sequence[Role], folder: RunFolder, *, policy: bool) -> Scaling | None:
+    """Return the scaling of the one role that is elastic, None where the manifest fixes its number."""
+    previous = load_record(folder.processes)
+    before = {scale.role: scale for scale in previous.scales} if previous is not None else {}
+    elastic = next((role for role in roles if role.elastic), None)
+    if elastic is None:
+        return None
+    return Scaling(role=elastic, file=folder.wishes, policy=policy, before=before.get(elastic.name))

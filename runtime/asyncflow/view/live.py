@@ -6,7 +6,6 @@ only one that writes, and it is not waited for for more than a few seconds.
 
 from __future__ import annotations
 
-import http.client
 import logging
 import queue
 import threading
@@ -18,12 +17,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from rich.console import Console
 from rich.live import Live
 
 from asyncflow.api.queue import QueueStatus
 from asyncflow.api.status import DriverStatus
+from asyncflow.local.asking import ANSWER_S, ask
 from asyncflow.local.folder import Placed
 from asyncflow.local.lifecycle import Event, Stopping
 from asyncflow.plan.describe import size
@@ -41,7 +41,6 @@ from asyncflow.view.render import (
 _log = logging.getLogger(__name__)
 
 _PERIOD_S = 0.5
-_ANSWER_S = 2.0
 _CLOSE_S = 1.0
 
 M = TypeVar("M", bound=BaseModel)
@@ -77,7 +76,7 @@ class LiveView(ABC):
     def close(self) -> None:
         """Show the end. ``closed`` stays False where the thread hangs, in a write of output that is not read."""
         self._events.put((time.monotonic(), None))
-        self._thread.join(_CLOSE_S + _ANSWER_S)
+        self._thread.join(_CLOSE_S + ANSWER_S)
         self.closed = not self._thread.is_alive()
 
     @abstractmethod
@@ -105,17 +104,8 @@ class LiveView(ABC):
         return True, events
 
     def _ask(self, shape: type[M]) -> M | None:
-        """Return the status of the first process; None where it does not answer in time, or answers nonsense."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._http_port, timeout=_ANSWER_S)
-        try:
-            connection.request("GET", "/v1/status")
-            response = connection.getresponse()
-            return shape.model_validate_json(response.read()) if response.status == http.HTTPStatus.OK else None
-        except (OSError, http.client.HTTPException, ValidationError) as error:
-            _log.debug("no status: %s", error)
-            return None
-        finally:
-            connection.close()
+        """Return the status of the first process; None where it says nothing that can be used."""
+        return ask(self._http_port, shape)
 
 
 class ProgressView(LiveView):

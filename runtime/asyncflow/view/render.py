@@ -22,7 +22,7 @@ from rich.text import Text
 
 from asyncflow.api.status import DriverStatus, SetState
 from asyncflow.local.folder import Placed
-from asyncflow.local.lifecycle import Event, ExitStatus, ProcessEnded, ProcessStarted, Restarting, Stopping
+from asyncflow.local.lifecycle import Event, ExitStatus, ProcessEnded, ProcessStarted, Restarting, Scaled, Stopping
 from asyncflow.plan.describe import ABSENT, duration, size
 
 
@@ -150,6 +150,8 @@ def event_line(event: Event) -> str | None:
         case Restarting(restart=restart):
             replicas = ", ".join(map(str, restart.replicas))
             return f"{replicas}: again in {restart.delay_s:.1f} s, as attempt {restart.attempt}"
+        case Scaled():
+            return f"{event.role}: {event.after} wanted, not {event.before}: {event.why}"
         case Stopping():
             return f"ending everything: {event.reason}"
 

@@ -1,0 +1,140 @@
+"""How many replicas of an elastic role are wanted, and who says so: a person, the built-in policy, or the manifest.
+
+A person's wish lies in the run's folder (``run/scale.json``), where ``asyncflow scale`` writes it and the supervisor
+looks at it again and again. What the policy wants is decided by the driver, which shows it in its status.
+
+Invariants: a wish is a level: written twice it counts once, and it counts for the next supervisor of the folder too; a
+person's wish switches the policy off for as long as it is there; what is wanted lies within the role's bounds. A policy
+that says nothing, since the driver is away or has seen too little, changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from asyncflow.api.status import DriverStatus
+from asyncflow.durable import write_whole
+from asyncflow.errors import ManifestError
+from asyncflow.local.asking import ask
+from asyncflow.plan.roles import Role
+
+_log = logging.getLogger(__name__)
+
+By = Literal["person", "policy", "manifest"]
+AUTO: Final = "auto"
+"""In place of a number: let the policy, or the manifest, say again."""
+_ASK_S: Final = 2.0
+
+
+class Scale(msgspec.Struct, frozen=True, kw_only=True):
+    """Replicas of one role that are wanted, within ``least`` and ``most``.
+
+    by: who says so; policy: whether the manifest has switched the built-in policy on; problem: why there are fewer.
+    """
+
+    role: str
+    wanted: int
+    least: int
+    most: int
+    by: By
+    policy: bool = False
+    problem: str = ""
+
+    @property
+    def why(self) -> str:
+        """Who wants that number, in words."""
+        if self.by == "person":
+            off = ", which switches the built-in policy off" if self.policy else ""
+            return f"asked for by asyncflow scale{off}"
+        return "the built-in policy" if self.by == "policy" else "the manifest says so"
+
+
+Wishes = dict[str, Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]]
+
+
+def read_wishes(path: Path) -> Mapping[str, int]:
+    """Return what persons have asked for, by role. Raises ManifestError where the file cannot be read."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Wishes)
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        hint = "Write it anew with asyncflow scale DIR rollout=N"
+        raise ManifestError(f"what was asked for cannot be read: {error}", where=str(path), hint=hint) from error
+
+
+def write_wish(path: Path, role: str, replicas: int | None) -> None:
+    """Write down that a person wants so many replicas of ``role``, or leaves it to others (None). Raises OSError."""
+    try:
+        wishes = dict(read_wishes(path))
+    except ManifestError:
+        wishes = {}
+    wishes.pop(role, None)
+    if replicas is not None:
+        wishes[role] = replicas
+    write_whole(path, msgspec.json.encode(wishes))
+
+
+@dataclass(kw_only=True)
+class Scaling:
+    """The wanted number of one elastic role. file: of a person's wishes; before: what a former supervisor had last."""
+
+    role: Role
+    file: Path
+    policy: bool = False
+    before: Scale | None = None
+
+    def __post_init__(self) -> None:
+        held = self.before is not None and self.before.by == "policy" and self.policy
+        self._decided = self.before.wanted if held and self.before is not None else None
+        self._wish: int | None = None
+        self._unreadable = False
+
+    def wanted(self) -> Scale:
+        """Return what is wanted now; a file that cannot be read leaves a person's wish as it was."""
+        try:
+            self._wish = read_wishes(self.file).get(self.role.name)
+            self._unreadable = False
+        except ManifestError as error:
+            (_log.debug if self._unreadable else _log.warning)("%s", error)
+            self._unreadable = True
+        if self._wish is not None:
+            return self._scale(self._wish, "person")
+        if self.policy and self._decided is not None:
+            return self._scale(self._decided, "policy")
+        return self._scale(self.role.replicas, "manifest")
+
+    def decide(self, status: DriverStatus | None) -> None:
+        """Take in what the driver says; nothing where it says nothing."""
+        if status is not None and status.desired_rollouts is not None:
+            self._decided = status.desired_rollouts
+
+    async def follow(self, port: int, changed: Callable[[], None]) -> None:
+        """Ask the driver, who serves at ``port``, again and again; call ``changed`` when it wants another number.
+
+        Returns at once where the manifest has not switched the policy on, and never otherwise.
+        """
+        while self.policy:
+            before = self._decided
+            self.decide(await asyncio.to_thread(ask, port, DriverStatus))
+            if self._decided != before:
+                changed()
+            await asyncio.sleep(_ASK_S)
+
+    def _scale(self, wanted: int, by: By) -> Scale:
+        within = max(self.role.core, min(wanted, self.role.most))
+        return Scale(
+            role=self.role.name,
+            wanted=within,
+            least=self.role.core,
+            most=self.role.most,
+            by=by,
+            policy=self.policy,
+        )
