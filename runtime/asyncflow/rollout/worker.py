@@ -110,6 +110,8 @@ class RolloutMeter:
     def settled(self, *, taken: bool) -> None:
         """Take in what became of a result at the queue."""
         if taken:
+            if not self.delivered:
+                log.info("the first sample is delivered")
             self.delivered += 1
         else:
             self.fenced += 1

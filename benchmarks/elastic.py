@@ -1,0 +1,239 @@
+"""Scales the rollouts of a running job again and again, and compares its throughput with that of fleets that stay.
+
+    python benchmarks/elastic.py --changes 100 --seed 1
+
+The engine is simulated: a rollout makes as many tokens a second as its slots allow, so that rollouts are what the job
+waits for, and twice as many make twice as much. First a job runs with each number of rollouts, for the throughput that
+belongs to it; then one job is scaled ``--changes`` times, by ``asyncflow scale``, to numbers from a seeded generator.
+
+After each change, once all rollouts that are wanted are ready and those that are not have left, one version is left out
+and the next ``--versions`` are measured. Bars: their throughput, all together and in the median, is at least 95 % of
+that of the fleet that stays; a joiner has delivered its first sample when at most one version was published since its
+process began to run; the trainer is never started again; each sample is trained once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from faults import count_errors, processes, steps_done
+
+from asyncflow.api.load import load_job
+from asyncflow.api.status import DriverStatus
+from asyncflow.local.asking import ask
+from asyncflow.queue.ledger.audit import audit_ledger
+
+ROOT = Path(__file__).parents[1]
+COUNTING = ROOT / "examples" / "counting.yaml"
+SETTINGS = (
+    "evaluation=null",
+    "schedule.swapAt=token",
+    "schedule.maxStaleness=2",
+    "schedule.stalenessThreshold=1.0",
+    "algorithm.promptsPerStep=16",
+    "sampling.maxTokens=64",
+    "rollout.engine={name: simulated, slots: 4, options: {token_s: 0.04, tokens: 15, sigma: 0.4}}",
+    "rollout.minReplicas=1",
+    "storage.checkpoints={every: 10, keep: 1}",
+    "trainer.backend.options={capacity: 1048576}",
+)
+BAR = 0.95
+WARM = 3
+"""Steps at the beginning of a run that are not measured."""
+WITHIN_S = 60.0
+"""Seconds for one thing to come about."""
+
+
+class Change(NamedTuple):
+    """One change. from, to: rollouts; settled_s: seconds until it was done; ratio: throughput of the versions measured
+    to that of the fleet that stays.
+    """
+
+    before: int
+    after: int
+    settled_s: float
+    ratio: float
+
+
+class Job:
+    """A job in a process of its own, in ``folder``."""
+
+    def __init__(self, folder: Path, *, rollouts: int, most: int, steps: int) -> None:
+        self.folder = folder
+        command = [sys.executable, "-m", "asyncflow", "run", str(COUNTING), "--output", str(folder), "--fresh"]
+        numbers = (f"rollout.replicas={rollouts}", f"rollout.maxReplicas={most}", f"algorithm.steps={steps}")
+        for setting in (*SETTINGS, *numbers):
+            command += ["--set", setting]
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with folder.with_name(f"{folder.name}.log").open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def until(self, condition: Callable[[], bool], what: str, *, within_s: float = WITHIN_S) -> None:
+        """Wait for ``condition``. Raises RuntimeError where it does not come about in time, or the job ends."""
+        deadline = time.monotonic() + within_s
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{self.folder}: waited {within_s:.0f} s for {what}, see its log")
+            time.sleep(0.05)
+
+    def until_step(self, step: int) -> None:
+        """Wait until so many steps were made."""
+        missing = max(1, step - steps_done(self.folder))
+        self.until(lambda: steps_done(self.folder) >= step, f"step {step}", within_s=WITHIN_S * missing)
+
+    def status(self) -> DriverStatus | None:
+        """Return the driver's status."""
+        driver = next((each for each in processes(self.folder) if each["role"] == "driver"), None)
+        return ask(int(str(driver["http"]).rpartition(":")[2]), DriverStatus) if driver else None
+
+    def generates_with(self, rollouts: int) -> bool:
+        """Return whether just so many rollouts are there, and all are ready."""
+        there = [each for each in processes(self.folder) if each["role"] == "rollout"]
+        status = self.status()
+        states = [each.state for each in status.rollouts] if status else []
+        return len(there) == len(states) == rollouts and all(state in ("ready", "lagging") for state in states)
+
+    def scale(self, rollouts: int) -> None:
+        """Ask for so many rollouts, as a person does."""
+        command = [sys.executable, "-m", "asyncflow", "scale", str(self.folder), f"rollout={rollouts}"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+    def lines(self) -> dict[int, dict[str, Any]]:
+        """Return the lines of ``metrics.jsonl`` by step."""
+        text = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return {line["step"]: line for line in map(json.loads, text)}
+
+    def end(self) -> None:
+        """End the job in order."""
+        self.process.terminate()
+        self.process.wait(timeout=WITHIN_S)
+
+
+def throughput(lines: dict[int, dict[str, Any]], first: int, last: int) -> float:
+    """Return the response tokens a second of the steps after ``first`` up to ``last``."""
+    tokens = sum(int(lines[step]["response_tokens"]) for step in range(first + 1, last + 1))
+    return tokens / (float(lines[last]["ended"]) - float(lines[first]["ended"]))
+
+
+def of_fleet(folder: Path, rollouts: int, *, steps: int, versions: int) -> tuple[float, list[float]]:
+    """Run a job with a number of rollouts that stays; return its throughput, and that of windows to the whole's."""
+    job = Job(folder, rollouts=rollouts, most=max(2, rollouts), steps=10_000)
+    job.until(lambda: job.generates_with(rollouts), f"{rollouts} rollouts")
+    first = steps_done(folder) + WARM
+    job.until_step(first + steps)
+    job.end()
+    lines = job.lines()
+    whole = throughput(lines, first, first + steps)
+    marks = range(first, first + steps + 1, versions)
+    return whole, [throughput(lines, a, b) / whole for a, b in pairwise(marks)]
+
+
+def one_change(job: Job, *, before: int, after: int, fleets: dict[int, float], versions: int) -> Change:
+    """Scale, and measure what comes out of it."""
+    asked = time.monotonic()
+    job.scale(after)
+    job.until(lambda: job.generates_with(after), f"{after} rollouts instead of {before}")
+    settled_s = time.monotonic() - asked
+    first = steps_done(job.folder) + 2  # what is under way belongs to neither fleet, then one version
+    job.until_step(first + versions)
+    return Change(before, after, settled_s, throughput(job.lines(), first, first + versions) / fleets[after])
+
+
+def joiners(folder: Path, published: Sequence[float]) -> list[tuple[float, int]]:
+    """Return, for each rollout that joined, the seconds from the beginning of its process to its first sample, and the
+    versions that were published between. The first rollouts of the job are left out.
+    """
+    found = []
+    for log in (folder / "logs").glob("rollout-*.log"):
+        began: float | None = None
+        for line in log.read_text().splitlines():
+            stamp = line.partition(" ")[0].replace("Z", "+00:00")
+            if re.search(r" attempt \d+, worker ", line):
+                began = datetime.fromisoformat(stamp).timestamp()
+            elif "the first sample is delivered" in line and began is not None:
+                at = datetime.fromisoformat(stamp).timestamp()
+                if began > published[0]:
+                    found.append((at - began, sum(began < version <= at for version in published)))
+                began = None
+    return found
+
+
+def main() -> int:
+    """Measure, print, and judge; return 0 where every bar is met."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("runs/elastic"))
+    parser.add_argument("--changes", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--least", type=int, default=2)
+    parser.add_argument("--most", type=int, default=4)
+    parser.add_argument("--versions", type=int, default=2, help="versions that are measured after each change")
+    parser.add_argument("--static-steps", type=int, default=20, help="steps of each fleet that stays")
+    options = parser.parse_args()
+    dice, numbers = random.Random(options.seed), range(options.least, options.most + 1)
+    fleets: dict[int, float] = {}
+    windows: list[float] = []
+    for rollouts in numbers:
+        folder = options.output / f"static-{rollouts}"
+        fleets[rollouts], some = of_fleet(folder, rollouts, steps=options.static_steps, versions=options.versions)
+        windows += some
+        print(f"{rollouts} rollouts that stay: {fleets[rollouts]:.0f} tokens/s", flush=True)
+    job = Job(options.output / "scaled", rollouts=options.least, most=options.most, steps=100_000)
+    job.until(lambda: job.generates_with(options.least), "the first rollouts")
+    job.until_step(WARM)
+    changes: list[Change] = []
+    now = options.least
+    while len(changes) < options.changes:
+        after = dice.choice([number for number in numbers if number != now])
+        changes.append(one_change(job, before=now, after=after, fleets=fleets, versions=options.versions))
+        now = after
+        print("{:3d}: {} -> {} in {:.1f} s, {:.3f} of the fleet that stays".format(len(changes), *changes[-1]), flush=True)
+    status = job.status()
+    job.end()
+    return judge(job, changes, windows, trainer_attempt=-1 if status is None else status.attempt)
+
+
+def judge(job: Job, changes: Sequence[Change], windows: Sequence[float], *, trainer_attempt: int) -> int:
+    """Print the figures, and what is not as it must be; return 0 where all is."""
+    ratios = sorted(change.ratio for change in changes)
+    lines = job.lines()
+    first_samples = joiners(job.folder, [float(line["at"]) for line in lines.values()])
+    audit = audit_ledger(job.folder / "ledger")
+    whole = statistics.fmean(ratios)
+    print(f"throughput to that of a fleet that stays: mean {whole:.3f}, {_spread(ratios)}; of windows of fleets that stay: {_spread(sorted(windows))}")
+    seconds, versions = [each[0] for each in first_samples], [each[1] for each in first_samples]
+    print(f"{len(first_samples)} joined: first sample after {_spread(sorted(seconds))} s, and at most {max(versions, default=0)} versions")
+    print(f"settled: {_spread(sorted(change.settled_s for change in changes))} s; trainer attempt {trainer_attempt}; "
+          f"trained {audit.trained}, lost {audit.lost}, duplicated {audit.duplicated}, redeliveries {audit.redeliveries}")
+    problems = [*audit.problems, *count_errors(load_job(job.folder / "job.yaml"), job.folder)]
+    if whole < BAR or statistics.median(ratios) < BAR:
+        problems.append(f"the throughput after a change is below {BAR:.0%} of that of a fleet that stays")
+    if max(versions, default=0) > 1:
+        problems.append(f"{sum(each > 1 for each in versions)} joiners needed more than one version for a sample")
+    if not first_samples:
+        problems.append("nobody joined")
+    if trainer_attempt != 0:
+        problems.append("the trainer was started again, or did not answer")
+    for problem in problems:
+        print(f"PROBLEM {problem}")
+    return 1 if problems or not audit.ok else 0
+
+
+def _spread(values: Sequence[float]) -> str:
+    """Return lowest, tenth, median and highest of sorted values."""
+    return f"least {values[0]:.3g}, p10 {values[len(values) // 10]:.3g}, median {statistics.median(values):.3g}, most {values[-1]:.3g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
