@@ -79,6 +79,7 @@ def started(folder: Path) -> tuple[RunProgress, DriverStatus, dict[str, Any]]:
         best=None,
         idle_share=lives.idle_shares(clock.now()),
         recent=None,
+        desired_rollouts=None,
         rewards=rewards.state,
         prompts_skipped=0,
         step_progress=None,

@@ -84,6 +84,9 @@ def figures(recent: RecentFigures | None) -> tuple[int, float, float]:
     return recent.since, round(recent.wait_share, 6), round(recent.busy_share, 6)
 
 
+COUNTS = {"samples": 8, "tokens": 240}
+
+
 class Course:
     """Steps of two rollouts, and what they and the trainer tell of them."""
 
@@ -104,7 +107,7 @@ class Course:
         self.number += 1
         self.held = {name: held_s + busy * wall_s for name, held_s in self.held.items()}
         self.tell()
-        self.laps.step({"step": self.number, "attempt": attempt, "wall_s": wall_s, "wait_s": wait * wall_s})
+        self.laps.step({"step": self.number, "attempt": attempt, "wall_s": wall_s, "wait_s": wait * wall_s} | COUNTS)
         return self.laps.recent()
 
 

@@ -9,20 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.flow.scaling import Elasticity, Recommendation, Signals, SignalWindow
+from asyncflow.flow.scaling import Elasticity, Recommendation, Shortage, Signals, SignalWindow
 
+HASTY = Elasticity(least=1, most=64, wait_share=0.1, queued_steps=2.0, lag=1.0, stabilization_s=0.0)
 POLICY = Elasticity(least=1, most=16, wait_share=0.1, queued_steps=2.0, lag=1.0, stabilization_s=60.0)
 
 
 def signals(**changes: float) -> Signals:
-    usual = {"rollouts": 4, "ready": 4, "step": 20, "since": 17, "wait_share": 0.05, "busy_share": 1.0}
+    usual = {"rollouts": 4, "ready": 4, "step": 20, "since": 17, "wait_share": 0.04, "busy_share": 1.0}
+    usual |= {"slot_share": 1.0, "tokens_per_second": 400.0, "handed_tokens": 0.0, "start_s": 0.0}
     return Signals(**(usual | {"queued_steps": 0.5, "lag": 1.0} | changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
-        ({}, 4),
+        ({"wait_share": 0.0}, 4),
         ({"wait_share": 0.28}, 5),
         ({"wait_share": 0.5}, 8),
         ({"wait_share": 0.4}, 6),
@@ -41,6 +43,11 @@ def signals(**changes: float) -> Signals:
         ({"rollouts": 1, "ready": 1, "queued_steps": 9.0, "busy_share": 0.0}, 1),
         ({"rollouts": 12, "ready": 12, "wait_share": 0.9}, 16),
         ({"rollouts": 40, "ready": 40}, 16),
+        ({"slot_share": 0.76}, 4),
+        ({"slot_share": 0.75}, 3),
+        ({"slot_share": 0.1, "rollouts": 12, "ready": 12}, 7),
+        ({"slot_share": 0.1, "rollouts": 2, "ready": 2}, 1),
+        ({"slot_share": 0.1, "wait_share": 0.06}, 4),
     ],
 )
 def test_what_suits(changes: dict[str, float], wanted: int) -> None:
@@ -58,7 +65,7 @@ def test_a_wish_is_followed_when_it_has_lasted() -> None:
     decided, window = POLICY.follow(starving, window=SignalWindow(4, 17), now=100.0)
     assert (decided, window) == (None, SignalWindow(4, 17, Recommendation("more", 100.0)))
     assert POLICY.follow(starving, window=window, now=159.0) == (None, window)
-    assert POLICY.follow(starving, window=window, now=160.0) == (8, SignalWindow(8, 20))
+    assert POLICY.follow(starving, window=window, now=160.0) == (8, SignalWindow(8, 20, shortage=Shortage(4, 800.0)))
 
 
 def test_a_wish_that_turns_or_ends_begins_anew() -> None:
@@ -88,6 +95,28 @@ def test_a_window_begins_when_all_that_were_added_are_there() -> None:
 def test_a_window_of_which_some_steps_are_older_than_the_change_decides_nothing() -> None:
     window = SignalWindow(4, 18, Recommendation("more", 0.0))
     assert POLICY.follow(signals(wait_share=0.5), window=window, now=1000.0) == (None, SignalWindow(4, 18))
+
+
+def test_what_was_too_few_is_not_tried_again_for_as_many_tokens() -> None:
+    starving = signals(wait_share=0.2, rollouts=2, ready=2)
+    _, window = HASTY.follow(starving, window=SignalWindow(2, 17), now=0.0)
+    assert window.shortage == Shortage(2, pytest.approx(500.0))
+    free = signals(slot_share=0.2, rollouts=3, ready=3, step=30, since=27, tokens_per_second=490.0)
+    rests = HASTY.follow(free, window=SignalWindow(3, 20, shortage=window.shortage), now=0.0)
+    assert rests == (3, SignalWindow(3, 20, shortage=window.shortage))
+    less = replace(free, tokens_per_second=230.0)
+    assert HASTY.follow(less, window=SignalWindow(3, 20, shortage=window.shortage), now=0.0)[0] == 2
+
+
+def test_what_a_drain_costs_is_saved_before_it_is_paid() -> None:
+    """A rollout makes 100 tokens a second: 30 s of start and 1,000 tokens to compute again are 40 s of it."""
+    idle = signals(busy_share=0.5, tokens_per_second=200.0, handed_tokens=1000.0, start_s=30.0)
+    decided, window = HASTY.follow(idle, window=SignalWindow(4, 17), now=100.0)
+    assert (decided, window.recommended) == (None, Recommendation("fewer", 100.0))
+    assert HASTY.follow(idle, window=window, now=139.9)[0] is None
+    assert HASTY.follow(idle, window=window, now=140.0)[0] == 2
+    starving = signals(wait_share=0.5, handed_tokens=1000.0, start_s=30.0)
+    assert HASTY.follow(starving, window=SignalWindow(4, 17), now=0.0)[0] == 8, "to add one costs no drain"
 
 
 class Run:
@@ -140,6 +169,10 @@ class Run:
             since=self.laps[0][0],
             wait_share=min(wait for _, wait, _ in self.laps),
             busy_share=max(busy for _, _, busy in self.laps),
+            slot_share=1.0,
+            tokens_per_second=1000.0,
+            handed_tokens=0.0,
+            start_s=0.0,
             queued_steps=0.0,
             lag=1.0,
         )
@@ -158,7 +191,6 @@ class Run:
         return self.had
 
 
-HASTY = Elasticity(least=1, most=64, wait_share=0.1, queued_steps=2.0, lag=1.0, stabilization_s=0.0)
 
 
 @pytest.mark.parametrize("train_s", [1.0, 20.0, 600.0])
@@ -202,6 +234,10 @@ figures = st.builds(
     since=st.integers(0, 100),
     wait_share=st.floats(0, 1),
     busy_share=st.floats(0, 1),
+    slot_share=st.floats(0, 1),
+    tokens_per_second=st.floats(0, 1e6),
+    handed_tokens=st.floats(0, 1e6),
+    start_s=st.floats(0, 100),
     queued_steps=st.floats(0, 100),
     lag=st.floats(0, 10),
 )
@@ -231,6 +267,10 @@ def test_bounds_patience_and_pace_hold_whatever_is_seen(
                 since=max(0, step - 3),
                 wait_share=each.wait_share,
                 busy_share=each.busy_share,
+                slot_share=each.slot_share,
+                tokens_per_second=each.tokens_per_second,
+                handed_tokens=each.handed_tokens,
+                start_s=each.start_s,
                 queued_steps=each.queued_steps,
                 lag=each.lag,
             ),

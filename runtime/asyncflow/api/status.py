@@ -145,6 +145,12 @@ class RecentFigures(Wire):
     """Share of its time that the trainer waited for samples, in the lap in which it waited least."""
     busy_share: Share = 1.0
     """Share of their time in which the rollouts had work, in the lap in which they had most."""
+    slot_share: Share = 1.0
+    """Share of the rollouts' slots that was in use at the busiest moment."""
+    tokens_per_second: Annotated[float, Field(ge=0)] = 0.0
+    """Tokens that the rollouts made in a second."""
+    tokens_per_sample: Annotated[float, Field(ge=0)] = 0.0
+    """Tokens of a sample, prompt and response."""
 
 
 class SetState(Wire):
@@ -220,7 +226,7 @@ class DriverStatus(Wire):
     waiting_for: Line = ""
     """Reason why the job waits, in one sentence; empty while it makes progress."""
     desired_rollouts: Count | None = None
-    """Rollouts that the built-in policy would have."""
+    """Rollouts that the built-in policy would have, before minReplicas and maxReplicas. Absent until it has decided."""
     versions: VersionsState = Field(default_factory=VersionsState)
     """The versions of weights on their way."""
 

@@ -27,11 +27,12 @@ from asyncflow.api.job import RLJob
 from asyncflow.api.status import DriverStatus, Phase, StepProgress
 from asyncflow.data.prompter import Prompter
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher, PromptAssignment, PromptColumns
+from asyncflow.driver.elastic import RolloutWish
 from asyncflow.driver.ending import Ending
 from asyncflow.driver.evaluation import Evaluation, EvaluationResult, best_of
 from asyncflow.driver.groups import AdvantageTask, GroupPolicy, RewardTally, Totals
 from asyncflow.driver.journal import LIVES, REWARDS, StateFile
-from asyncflow.driver.lives import Laps, Lives
+from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
 from asyncflow.driver.progress import RECENT_STEPS, RunProgress, StepWatch, line_of, log_progress
 from asyncflow.driver.status import build_status, count_step, show, waiting_for
@@ -178,7 +179,7 @@ class Driver:
         self.lives = Lives(
             opened=self.progress.at("first dispatch"), closed=self.progress.last_step_at if done else None
         )
-        self._laps = Laps(self.lives)
+        self.wish = RolloutWish(spec, lives=self.lives)
         self.members = Members(
             directory,
             queue=queue,
@@ -309,7 +310,8 @@ class Driver:
             checkpoint=self._ending.checkpoint,
             best=self.members.kept_best,
             idle_share=self.lives.idle_shares(clock.now()),
-            recent=self._laps.recent(),
+            recent=self.wish.recent,
+            desired_rollouts=self.wish.desired,
             rewards=self.rewards.state,
             prompts_skipped=self._dispatcher.skipped,
             step_progress=watched if watched and watched.step == self.progress.done + 1 else None,
@@ -403,11 +405,27 @@ class Driver:
                 log.warning("the queue is %.0f%% full: asking for a checkpoint", 100 * stats.bytes / stats.limit)
                 self._full_at = self.progress.done
                 self.checkpoint()
-            show(self.metrics, self.status(), stats=stats, members=self.members.counts)
+            status = self.status()
+            if self.phase == "Running":
+                self._look_at_rollouts(status)
+            show(self.metrics, status, stats=stats, members=self.members.counts)
             if self._turns is not None:
                 self._turns.look()
             self.changes.notify()
             await asyncio.sleep(PULSE_S)
+
+    def _look_at_rollouts(self, status: DriverStatus) -> None:
+        """Decide how many rollouts the built-in policy would have."""
+        told = [each for each in self.members.statuses("rollout") if int(each.get("version", -1)) >= 0]
+        self.wish.look(
+            status.rollouts,
+            running=sum(int(each.get("running", 0)) for each in told),
+            slots=sum(int(each.get("slots", 0)) for each in told),
+            queued=status.queue.ready,
+            step=status.step,
+            lag=status.staleness.start,
+            now=clock.now(),
+        )
 
     async def _watch_step(self) -> None:
         """Look into the step that is being made."""
@@ -467,7 +485,7 @@ class Driver:
         count_step(self.metrics, line)
         self.rewards.forget(report.step)
         self.members.observe(clock.now())
-        self._laps.step(line)
+        self.wish.step(line)
         self.lives.closed = self._moved if report.step >= self.schedule.steps else None
         self.changes.notify()
         return ReportReply()

@@ -13,6 +13,7 @@ attempt of the trainer, and of steps that followed one of the same attempt.
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -29,6 +30,7 @@ LAP_S: Final = 5.0
 """Least seconds of a lap: several heartbeats."""
 LAPS: Final = 3
 """Laps that the elastic policy looks at."""
+_LEAST_S: Final = 1e-6
 _ROLE: Final = f"^({'|'.join(get_args(RoleName))})$"
 
 
@@ -106,6 +108,15 @@ class Lives:
                 held += life.held_s
         return could, held
 
+    def start_seconds(self, role: str) -> float:
+        """Return the median of the seconds that a process of a role took to be able to work, 0 before one could."""
+        took = [
+            life.held_since - life.started
+            for life in self._lives.values()
+            if life.role == role and life.held_since is not None
+        ]
+        return max(0.0, statistics.median(took)) if took else 0.0
+
     @property
     def tokens_generated(self) -> int:
         """Response tokens that all rollouts have generated, those that are gone included."""
@@ -132,7 +143,9 @@ class Lives:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mark:
     """Sums at the end of a step: seconds of the steps, and of those that the trainer waited; seconds in which rollouts
-    could work, and of those in which they had something to do.
+    could work, and of those in which they had something to do; samples and tokens trained; tokens generated.
+
+    slot_share: share of the slots that was in use at the busiest moment since the mark before.
     """
 
     step: int
@@ -140,6 +153,10 @@ class _Mark:
     wait_s: float
     could_s: float
     held_s: float
+    samples: int
+    trained: int
+    generated: int
+    slot_share: float
 
 
 class Laps:
@@ -150,6 +167,12 @@ class Laps:
         self._marks: deque[_Mark] = deque(maxlen=LAPS + 1)
         self._attempt = -1
         self._wall_s = self._wait_s = 0.0
+        self._samples = self._trained = 0
+        self._slot_share = 0.0
+
+    def look(self, slot_share: float) -> None:
+        """Take in the share of all slots that is in use now."""
+        self._slot_share = max(self._slot_share, slot_share)
 
     def step(self, line: Mapping[str, Any]) -> None:
         """Take in an optimizer step, a line of ``metrics.jsonl``."""
@@ -159,21 +182,37 @@ class Laps:
         else:
             self._wall_s += line["wall_s"]
             self._wait_s += line["wait_s"]
+            self._samples += line["samples"]
+            self._trained += line["tokens"]
             if self._wall_s - self._marks[-1].wall_s < LAP_S:
                 return
         could_s, held_s = self._lives.occupied("rollout")
-        mark = _Mark(step=line["step"], wall_s=self._wall_s, wait_s=self._wait_s, could_s=could_s, held_s=held_s)
+        mark = _Mark(
+            step=line["step"],
+            wall_s=self._wall_s,
+            wait_s=self._wait_s,
+            could_s=could_s,
+            held_s=held_s,
+            samples=self._samples,
+            trained=self._trained,
+            generated=self._lives.tokens_generated,
+            slot_share=self._slot_share,
+        )
         self._marks.append(mark)
+        self._slot_share = 0.0
 
     def recent(self) -> RecentFigures | None:
         """Return the figures of the last ``LAPS`` laps, None before there are so many."""
         if len(self._marks) <= LAPS:
             return None
-        laps = list(pairwise(self._marks))
+        laps, first, last = list(pairwise(self._marks)), self._marks[0], self._marks[-1]
         return RecentFigures(
-            since=self._marks[0].step,
+            since=first.step,
             wait_share=min(_share(b.wait_s - a.wait_s, b.wall_s - a.wall_s, otherwise=0.0) for a, b in laps),
             busy_share=max(_share(b.held_s - a.held_s, b.could_s - a.could_s, otherwise=1.0) for a, b in laps),
+            slot_share=min(1.0, max(b.slot_share for _, b in laps)),
+            tokens_per_second=max(0, last.generated - first.generated) / max(last.wall_s - first.wall_s, _LEAST_S),
+            tokens_per_sample=(last.trained - first.trained) / max(last.samples - first.samples, 1),
         )
 
 

@@ -54,6 +54,7 @@ def build_status(
     best: Best | None,
     idle_share: Mapping[str, float],
     recent: RecentFigures | None,
+    desired_rollouts: int | None,
     rewards: RewardState,
     prompts_skipped: int,
     step_progress: StepProgress | None,
@@ -63,8 +64,9 @@ def build_status(
     """Put together what is known now.
 
     newest: step of the newest version; checkpoint: step and when, by ``clock.now``; best: what the trainer keeps as the
-    best; recent: what the elastic policy goes by; prompts_skipped: those that were too long; step_progress: how far the
-    next step is; clock_ahead_s: by how much the system clock is ahead of ``clock.now``.
+    best; recent: what the elastic policy goes by; desired_rollouts: how many it would have; prompts_skipped: those that
+    were too long; step_progress: how far the next step is; clock_ahead_s: by how much the system clock is ahead of
+    ``clock.now``.
     """
     last: dict[str, Any] = progress.lines[-1] if progress.lines else {}
     evaluation = progress.evaluations[max(progress.evaluations)] if progress.evaluations else None
@@ -90,6 +92,7 @@ def build_status(
         queue=_depth(stats),
         trainer_wait_share=progress.wait_share(),
         recent=recent,
+        desired_rollouts=desired_rollouts,
         idle_share=dict(idle_share),
         rewards=rewards,
         prompts_skipped=prompts_skipped,
@@ -193,6 +196,8 @@ def show(metrics: DriverMetrics, status: DriverStatus, *, stats: QueueStats, mem
     metrics.queue_bytes.set(stats.bytes)
     for role, share in status.idle_share.items():
         metrics.idle_share.labels(role).set(share)
+    undecided = status.desired_rollouts is None
+    metrics.desired_rollouts.set(members.get("rollout", 0) if undecided else status.desired_rollouts or 0)
     for role, count in members.items():
         metrics.members.labels(role).set(count)
 

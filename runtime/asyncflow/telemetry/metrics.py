@@ -209,6 +209,9 @@ class DriverMetrics(RoleMetrics):
         self.queue_bytes = self.gauge("queue_bytes", "bytes held by the queue")
         self.idle_share = self.gauge("idle_share_ratio", "share of time in which the role did no work", "of")
         self.members = self.gauge("members", "members of the job", "of")
+        self.desired_rollouts = self.gauge(
+            "desired_rollouts", "rollouts that the built-in policy would have; those that are there until it has decided"
+        )
 
     def watch_rewards(self, outcomes: Callable[[], Mapping[str, int]]) -> None:
         """Show what became of the samples that were judged as ``asyncflow_driver_rewards_total{outcome}``."""
