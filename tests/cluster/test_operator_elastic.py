@@ -11,16 +11,12 @@ from world import OURS
 from kube.plane import ControlPlane
 from operator_process import OperatorProcess
 
-AT_ONCE = {"stabilizationSeconds": 0, "targetTrainerWaitShare": 0.1}
 JOBS = {
     "drained": {"rollout": {"replicas": 3}},
-    "eager": {"rollout": {"replicas": 1, "maxReplicas": 3}, "elasticity": {"enabled": True} | AT_ONCE},
-    "watched": {"elasticity": {"dryRun": True} | AT_ONCE},
-    "owned": {"elasticity": {"enabled": True} | AT_ONCE},
+    "eager": {"rollout": {"replicas": 1, "maxReplicas": 3}, "elasticity": {"enabled": True}},
+    "watched": {"rollout": {"replicas": 2, "maxReplicas": 4}, "elasticity": {"dryRun": True}},
+    "owned": {"elasticity": {"enabled": True}},
 }
-WAITS = {"wait_share": 0.9, "busy_share": 1.0}
-WAITS_FOR_NOBODY = {"wait_share": 0.0, "busy_share": 0.2}
-WINDOW = 3
 ALONE = f"{OURS}/namespaces/jobs/transferqueues"
 
 
@@ -36,18 +32,17 @@ def jobs(
         job.delete()
 
 
-def until_wanted(job: OneJob, replicas: int, **recent: float) -> None:
-    """Let the job make steps with these figures until so many rollouts are wanted.
+def until_wanted(job: OneJob, replicas: int, *, decided: int) -> None:
+    """Let the driver have decided on a number, until so many rollouts are wanted.
 
     A rollout lags and catches up meanwhile: that is heard at once, where figures alone are looked at every 15 s.
     """
     states = itertools.cycle(("lagging", "ready"))
 
     def wanted() -> bool:
-        step = job.driver.status.get("step", 0) + WINDOW
         first, *others = job.driver.status["rollouts"]
         rollouts = [first | {"state": next(states)}, *others]
-        job.driver.say(step=step, recent={"since": step - WINDOW, **recent}, rollouts=rollouts)
+        job.driver.say(desiredRollouts=decided, rollouts=rollouts)
         return bool(job.status().get("desiredReplicas") == replicas)
 
     job.until(wanted, f"{replicas} rollouts to be wanted", timeout_s=30)
@@ -82,20 +77,20 @@ def test_who_has_least_to_hand_back_is_drained_and_then_deleted(jobs: dict[str, 
     until_there(job, "rollout-0", "rollout-1", "rollout-2")
 
 
-def test_a_trainer_that_waits_gets_more_and_rollouts_that_have_nothing_to_do_go(jobs: dict[str, OneJob]) -> None:
+def test_what_the_driver_has_decided_is_done_within_the_bounds(jobs: dict[str, OneJob]) -> None:
     job = jobs["eager"]
     job.until_phase("Running")
     trainer = job.uids("trainer")
     job.driver.say_rollouts((0, "ready"))
-    until_wanted(job, 2, **WAITS)
+    until_wanted(job, 2, decided=2)
     until_there(job, "rollout-0", "rollout-1")
     job.driver.say_rollouts((0, "ready"), (1, "ready"))
-    until_wanted(job, 3, **WAITS)
+    until_wanted(job, 3, decided=9)
     until_there(job, "rollout-0", "rollout-1", "rollout-2")
     assert job.condition("ElasticityActive")["status"] == "True"
     assert job.job()["spec"]["rollout"]["replicas"] == 1, "the spec is the user's"
     job.driver.say_rollouts((0, "ready"), (1, "ready"), (2, "ready"))
-    until_wanted(job, 1, **WAITS_FOR_NOBODY)
+    until_wanted(job, 1, decided=0)
     job.driver.say_rollouts()
     job.until(lambda: len(job.pods("rollout")) == 1, "the others to be gone")
     assert job.uids("trainer") == trainer
@@ -106,7 +101,7 @@ def test_a_dry_run_shows_what_it_would_do_and_does_nothing(jobs: dict[str, OneJo
     job.until_phase("Running")
     before = job.uids()
     job.driver.say_rollouts((0, "ready"), (1, "ready"))
-    until_wanted(job, 4, **WAITS)
+    until_wanted(job, 4, decided=4)
     job.until_says("ElasticityActive", "DryRun")
     assert job.uids() == before
 
@@ -117,7 +112,7 @@ def test_whoever_else_scales_switches_the_policy_off(jobs: dict[str, OneJob]) ->
     job.driver.say_rollouts((0, "ready"), (1, "ready"))
     job.scale(3)
     assert "kubectl" in job.until_says("ElasticityActive", "ForeignOwner")
-    job.driver.say(step=9, recent={"since": 6, **WAITS})
+    job.driver.say(step=9, desiredRollouts=2)
     until_there(job, "rollout-0", "rollout-1", "rollout-2")
     job.until(lambda: job.driver.heard > 3, "the figures to be heard")
     assert "desiredReplicas" not in job.status()

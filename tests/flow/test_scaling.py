@@ -15,6 +15,9 @@ HASTY = Elasticity(least=1, most=64, wait_share=0.1, queued_steps=2.0, lag=1.0, 
 POLICY = Elasticity(least=1, most=16, wait_share=0.1, queued_steps=2.0, lag=1.0, stabilization_s=60.0)
 
 
+FOUR_WERE_TOO_FEW = Shortage(rollouts=4, tried=8, made=400.0, pace=100.0, wait_share=0.5, missing=320.0)
+
+
 def signals(**changes: float) -> Signals:
     usual = {"rollouts": 4, "ready": 4, "step": 20, "since": 17, "wait_share": 0.04, "busy_share": 1.0}
     usual |= {"slot_share": 1.0, "tokens_per_second": 400.0, "handed_tokens": 0.0, "start_s": 0.0}
@@ -65,7 +68,7 @@ def test_a_wish_is_followed_when_it_has_lasted() -> None:
     decided, window = POLICY.follow(starving, window=SignalWindow(4, 17), now=100.0)
     assert (decided, window) == (None, SignalWindow(4, 17, Recommendation("more", 100.0)))
     assert POLICY.follow(starving, window=window, now=159.0) == (None, window)
-    assert POLICY.follow(starving, window=window, now=160.0) == (8, SignalWindow(8, 20, shortage=Shortage(4, 800.0)))
+    assert POLICY.follow(starving, window=window, now=160.0) == (8, SignalWindow(8, 20, shortage=FOUR_WERE_TOO_FEW))
 
 
 def test_a_wish_that_turns_or_ends_begins_anew() -> None:
@@ -100,7 +103,8 @@ def test_a_window_of_which_some_steps_are_older_than_the_change_decides_nothing(
 def test_what_was_too_few_is_not_tried_again_for_as_many_tokens() -> None:
     starving = signals(wait_share=0.2, rollouts=2, ready=2)
     _, window = HASTY.follow(starving, window=SignalWindow(2, 17), now=0.0)
-    assert window.shortage == Shortage(2, pytest.approx(500.0))
+    assert window.shortage is not None
+    assert window.shortage.demand == pytest.approx(500.0)
     free = signals(slot_share=0.2, rollouts=3, ready=3, step=30, since=27, tokens_per_second=490.0)
     rests = HASTY.follow(free, window=SignalWindow(3, 20, shortage=window.shortage), now=0.0)
     assert rests == (3, SignalWindow(3, 20, shortage=window.shortage))
@@ -143,7 +147,7 @@ class Run:
         self.now = 0.0
         self.step = 0
         self.window: SignalWindow | None = None
-        self.laps: deque[tuple[int, float, float]] = deque(maxlen=3)
+        self.laps: deque[tuple[int, float, float, float]] = deque(maxlen=3)
         self.joins: list[float] = []
         self.had = [rollouts]
         self.rng = random.Random(1)
@@ -155,7 +159,7 @@ class Run:
         train_s = self.train_s * vary
         generate_s = self.train_s * self.need / max(generating, 0.1) + self.tail_s
         wall_s = max(train_s, generate_s)
-        self.laps.append((self.step, (wall_s - train_s) / wall_s, generate_s / wall_s))
+        self.laps.append((self.step, (wall_s - train_s) / wall_s, generate_s / wall_s, wall_s))
         self.step += 1
         self.now += wall_s
 
@@ -167,10 +171,10 @@ class Run:
             ready=self.rollouts - len([at for at in self.joins if at > self.now]),
             step=self.step,
             since=self.laps[0][0],
-            wait_share=min(wait for _, wait, _ in self.laps),
-            busy_share=max(busy for _, _, busy in self.laps),
+            wait_share=min(wait for _, wait, *_ in self.laps),
+            busy_share=max(busy for _, _, busy, _ in self.laps),
             slot_share=1.0,
-            tokens_per_second=1000.0,
+            tokens_per_second=3000.0 / sum(wall_s for *_, wall_s in self.laps),
             handed_tokens=0.0,
             start_s=0.0,
             queued_steps=0.0,

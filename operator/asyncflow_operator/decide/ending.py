@@ -43,7 +43,7 @@ def finish(draft: Draft[JobStatus], state: JobState, failure: FailureResult | No
     phase: Phase = "Succeeded" if failure is None else "Failed"
     draft.fields |= figures(state.probe.status, ())
     draft.fields |= {"phase": phase, "completion_time": to_rfc3339(draft.now), "eta": "", "waiting_for": ""}
-    draft.fields |= {"draining": (), "ready_rollouts": 0, "replicas": 0, "elasticity": None}
+    draft.fields |= {"draining": (), "ready_rollouts": 0, "replicas": 0}
     if failure is None:
         draft.conditions.set("Complete", True, "Succeeded", "The driver has ended the run")
         draft.note("Succeeded", "The run is complete")
@@ -91,7 +91,7 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
         draft.add_first(delete_gang(state.objects) if spec.suspend else requeue(state.objects, now=draft.now))
     if done and status.phase != "Suspended":
         draft.fields |= {"phase": "Suspended", "start_time": None, "replicas": 0, "ready_rollouts": 0, "draining": ()}
-        draft.fields |= {"eta": "", "waiting_for": "", "elasticity": None}
+        draft.fields |= {"eta": "", "waiting_for": ""}
         draft.note("Suspended", "All pods are released; suspend: false resumes from the checkpoint")
     _state_suspended(draft, done=done or status.phase == "Suspended")
     return draft.plan(figures=FIGURES)

@@ -27,7 +27,7 @@ FINISHED: Final = frozenset[Phase](("Succeeded", "Failed"))
 FIGURES: Final = frozenset(
     (
         *("step", "steps", "progress", "reward", "eval", "tokens_per_second", "staleness", "version", "queue_depth"),
-        *("eta", "last_step_at", "checkpoint_step", "failed_rewards", "waiting_for", "ready_rollouts", "elasticity"),
+        *("eta", "last_step_at", "checkpoint_step", "failed_rewards", "waiting_for", "ready_rollouts"),
         *("eval_sets", "best_step"),
     )
 )

@@ -4,6 +4,8 @@ A rollout to drain is chosen once and put on record, then drained through the dr
 let it go, when it has ended, or when its time is over. A rollout that does not run, or that no driver knows, has no
 work to hand back.
 
+The built-in policy decides in the driver (``asyncflow.driver.elastic``), which sees the job.
+
 Invariants: ``replicas`` has one owner: where another manager scales, or the built-in policy only shows what it would
 do, the wanted number is shown and the spec's number is followed. Rollouts that stay are never touched, and what happens
 to rollouts never reads or changes another role.
@@ -12,12 +14,11 @@ to rollouts never reads or changes another role.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncflow.api.job import RLJobSpec
-from asyncflow.api.status import DrainingRollout, ElasticityRecord, JobStatus, RoleRecord, RolloutState
-from asyncflow.flow.scaling import Elasticity, Recommendation, Signals, SignalWindow
+from asyncflow.api.status import DrainingRollout, JobStatus, RoleRecord, RolloutState
 from asyncflow.plan.roles import Role
 from asyncflow_operator.actions import DriverOrder
 from asyncflow_operator.decide.failure import end_of, may_be_replaced
@@ -26,7 +27,7 @@ from asyncflow_operator.decide.times import Alarm, from_rfc3339, to_rfc3339
 from asyncflow_operator.observed import DriverProbe, JobState, PodView
 
 _FRESH_S: Final = 60.0
-_OFF: Final[dict[str, Any]] = {"desired_replicas": None, "elasticity": None}
+_OFF: Final[dict[str, Any]] = {"desired_replicas": None}
 LET_GO_S: Final = 10.0
 """Seconds beyond its drain time after which a rollout is deleted whatever the driver says."""
 FRESH_S: Final = 30.0
@@ -62,11 +63,11 @@ def target(spec: RLJobSpec, state: JobState, alarm: Alarm) -> Target:
             reason="ForeignOwner",
             message=f"{by} sets spec.rollout.replicas; the built-in policy leaves it alone",
         )
-    acts = spec.elasticity.enabled and not spec.elasticity.dry_run
-    wanted, fields = _followed(spec, state.status, state.probe, alarm, acts=acts)
-    if acts:
+    wanted = _wanted(spec, state.status, state.probe, alarm.now)
+    fields = {"desired_replicas": wanted}
+    if spec.elasticity.acts:
         return Target(
-            replicas=wanted,
+            replicas=asked if wanted is None else wanted,
             fields=fields,
             acts=True,
             reason="Following",
@@ -81,67 +82,16 @@ def target(spec: RLJobSpec, state: JobState, alarm: Alarm) -> Target:
     )
 
 
-def _followed(
-    spec: RLJobSpec, status: JobStatus, probe: DriverProbe, alarm: Alarm, *, acts: bool
-) -> tuple[int, dict[str, Any]]:
-    """Return the number that the policy wants, and the status fields that say so.
-
-    acts: whether it starts from the number that it wanted before.
+def _wanted(spec: RLJobSpec, status: JobStatus, probe: DriverProbe, now: float) -> int | None:
+    """Return the number that the policy in the driver has decided on, or had when the driver was last heard, within the
+    bounds of now; None before it has decided.
     """
-    rollout, elasticity = spec.rollout, spec.elasticity
-    before = status.desired_replicas if status.desired_replicas is not None else rollout.replicas
-    policy = Elasticity(
-        least=rollout.min_replicas,
-        most=rollout.max_replicas,
-        wait_share=elasticity.target_trainer_wait_share,
-        queued_steps=elasticity.max_queued_steps,
-        lag=spec.schedule.max_staleness,
-        stabilization_s=elasticity.stabilization_seconds,
-    )
-    signals = _signals(spec, probe, alarm.now, rollouts=before if acts else rollout.replicas)
-    if signals is None:
-        held = policy.within(before)
-        return held, {"desired_replicas": held} if status.desired_replicas is not None else {}
-    decided, window = policy.follow(signals, window=_window(status.elasticity), now=alarm.now)
-    if not acts:
-        window = replace(window, rollouts=policy.within(signals.rollouts))
-    if window.recommended is not None:
-        alarm.until(window.recommended.since + policy.stabilization_s)
-    wanted = policy.within(before) if decided is None else decided
-    return wanted, {"desired_replicas": wanted, "elasticity": _record(window)}
-
-
-def _window(record: ElasticityRecord | None) -> SignalWindow | None:
-    """Return the window that the status remembers."""
-    if record is None:
-        return None
-    since = from_rfc3339(record.wish_time)
-    recommended = Recommendation(record.wish, since) if record.wish is not None and since is not None else None
-    return SignalWindow(record.replicas, record.step, recommended)
-
-
-def _record(window: SignalWindow) -> ElasticityRecord:
-    """Return the window as the status remembers it."""
-    recommended = window.recommended
-    wish = {} if recommended is None else {"wish": recommended.direction, "wish_time": to_rfc3339(recommended.since)}
-    return ElasticityRecord.model_validate({"replicas": window.rollouts, "step": window.step, **wish})
-
-
-def _signals(spec: RLJobSpec, probe: DriverProbe, now: float, *, rollouts: int) -> Signals | None:
-    """Return the signals of the policy; None where the driver has no new ones, or too few steps were made."""
     seen = probe.status
-    if seen is None or now - probe.at > _FRESH_S or seen.phase != "Running" or seen.recent is None:
-        return None
-    return Signals(
-        rollouts=rollouts,
-        ready=sum(each.state in ("ready", "lagging") for each in seen.rollouts),
-        step=seen.step,
-        since=seen.recent.since,
-        wait_share=seen.recent.wait_share,
-        busy_share=seen.recent.busy_share,
-        queued_steps=seen.queue.ready / (spec.algorithm.prompts_per_step * spec.algorithm.group_size),
-        lag=seen.staleness.start,
-    )
+    silent = seen is None or now - probe.at > _FRESH_S or seen.phase != "Running"
+    said = status.desired_replicas if seen is None or silent else seen.desired_rollouts
+    if said is None:
+        said = status.desired_replicas
+    return None if said is None else max(spec.rollout.min_replicas, min(said, spec.rollout.max_replicas))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

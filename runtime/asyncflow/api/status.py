@@ -146,7 +146,7 @@ class RecentFigures(Wire):
     busy_share: Share = 1.0
     """Share of their time in which the rollouts had work, in the lap in which they had most."""
     slot_share: Share = 1.0
-    """Share of the rollouts' slots that was in use at the busiest moment."""
+    """Share of the rollouts' slots that was in use, in the lap in which it was largest."""
     tokens_per_second: Annotated[float, Field(ge=0)] = 0.0
     """Tokens that the rollouts made in a second."""
     tokens_per_sample: Annotated[float, Field(ge=0)] = 0.0
@@ -276,19 +276,6 @@ class SecretRecord(Spec):
 SecretRecords = Annotated[dict[RoleKey, SecretRecord], Field(max_length=128)]
 
 
-class ElasticityRecord(Spec):
-    """State that the elastic policy keeps between decisions."""
-
-    replicas: Count = 0
-    """Rollouts that are wanted."""
-    step: Count = 0
-    """Optimizer step from which on they were there."""
-    wish: Literal["more", "fewer"] | None = None
-    """Change that the policy recommends, and makes once it has recommended it for long enough."""
-    wish_time: Time | None = None
-    """Time since which it recommends that."""
-
-
 class DrainingRollout(Spec):
     """A rollout that is being drained."""
 
@@ -359,8 +346,6 @@ class JobStatus(Spec):
     """Rollouts that have caught up."""
     desired_replicas: Count | None = None
     """Rollouts that the built-in policy wants."""
-    elasticity: ElasticityRecord | None = None
-    """State that the built-in policy keeps between decisions."""
     draining: Annotated[tuple[DrainingRollout, ...], Field(max_length=256)] = ()
     """Rollouts on their way out."""
     selector: Annotated[str, StringConstraints(max_length=512)] = ""

@@ -145,7 +145,7 @@ class _Mark:
     """Sums at the end of a step: seconds of the steps, and of those that the trainer waited; seconds in which rollouts
     could work, and of those in which they had something to do; samples and tokens trained; tokens generated.
 
-    slot_share: share of the slots that was in use at the busiest moment since the mark before.
+    slot_share: mean share of the slots that was in use since the mark before.
     """
 
     step: int
@@ -168,11 +168,11 @@ class Laps:
         self._attempt = -1
         self._wall_s = self._wait_s = 0.0
         self._samples = self._trained = 0
-        self._slot_share = 0.0
+        self._slot_shares: list[float] = []
 
     def look(self, slot_share: float) -> None:
-        """Take in the share of all slots that is in use now."""
-        self._slot_share = max(self._slot_share, slot_share)
+        """Take in the share of all slots that is in use now; looked at in equal intervals."""
+        self._slot_shares.append(slot_share)
 
     def step(self, line: Mapping[str, Any]) -> None:
         """Take in an optimizer step, a line of ``metrics.jsonl``."""
@@ -196,10 +196,10 @@ class Laps:
             samples=self._samples,
             trained=self._trained,
             generated=self._lives.tokens_generated,
-            slot_share=self._slot_share,
+            slot_share=statistics.fmean(self._slot_shares or [1.0]),
         )
         self._marks.append(mark)
-        self._slot_share = 0.0
+        self._slot_shares.clear()
 
     def recent(self) -> RecentFigures | None:
         """Return the figures of the last ``LAPS`` laps, None before there are so many."""

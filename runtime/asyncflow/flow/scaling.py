@@ -2,15 +2,17 @@
 
 Rollouts are added while the trainer waits for samples. With r rollouts that make g tokens a second and a trainer that
 waits for a share w of its time, training could take g / (1 - w); to leave it waiting for the share t there are
-g * ((1 - t) / (1 - w) - 1) tokens a second *missing*, and each further rollout makes g / r of them.
+g * ((1 - t) / (1 - w) - 1) tokens a second *missing*, and each further rollout makes g / r of them. Those that were
+added in vain are given back: where the longest sequence of a step, or the number of samples that may be on their way,
+holds up the trainer, more rollouts make no more tokens. No more are tried then as long as figures stay as they are.
 
 Rollouts are taken away while they have too little to do, which shows in two ways. If they have something to do for a
 share b of their time, b * r rollouts would have work all the time, and the trainer would not wait. Where a schedule
-keeps a fixed number of samples on their way, every rollout has something to do, and *slots stay free*: if at the
-busiest moment the share s of all slots was in use, s * r rollouts hold as many sequences. How fast they are then is not
-known, so half of the way is gone at a time, and never again to a number that was too few for as many tokens a second.
-Between not waiting and waiting for the share t lies what figures vary by, so that what was taken away is not asked for
-again. Where finished samples pile up or grow old in the queue, rollouts are taken away one by one.
+keeps a fixed number of samples on their way, every rollout has something to do, and *slots stay free*: if the share s
+of all slots is in use, s * r rollouts hold as many sequences. How fast they are then is not known, so half of the way
+is gone at a time, and never again to a number that was too few for as many tokens a second. Between not waiting and
+waiting for the share t lies what figures vary by, so that what was taken away is not asked for again. Where finished
+samples pile up or grow old in the queue, rollouts are taken away one by one.
 
 To take one away has a price in tokens: prefixes of the sequences that it hands on, which are computed again, and what
 it would make while it starts, should it be asked for again. It is paid when that many tokens could have been made by
@@ -38,7 +40,7 @@ class Signals:
 
     rollouts: how many there are now; ready: how many of them generate; step: the last one made; since: the step after
     which the shares begin; wait_share: share of its time that the trainer waited for samples; busy_share: share of
-    their time in which rollouts had work; slot_share: share of their slots in use at the busiest moment;
+    their time in which rollouts had work; slot_share: share of their slots in use on average;
     tokens_per_second: of all rollouts; handed_tokens: those of the sequences that one of them would hand on; start_s:
     seconds until a new one generates; queued_steps: finished samples in the queue, in optimizer steps; lag: that of the
     last step.
@@ -66,7 +68,11 @@ class Signals:
     @property
     def demand(self) -> float:
         """Tokens a second that training could take."""
-        return self.tokens_per_second / (1.0 - min(self.wait_share, _ALWAYS))
+        return _demand(self.tokens_per_second, self.wait_share)
+
+
+def _demand(made: float, wait_share: float) -> float:
+    return made / (1.0 - min(wait_share, _ALWAYS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +83,42 @@ class Recommendation:
     since: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
-    """``rollouts`` were too few for a trainer that could take ``demand`` tokens a second."""
+    """``rollouts`` were too few, so ``tried`` were asked for.
+
+    made: tokens a second that they made, and ``pace`` that each of them made while it had something to do; wait_share:
+    of the trainer; missing: tokens a second that were missing; in_vain: whether ``tried`` made hardly more.
+    """
 
     rollouts: int
-    demand: float
+    tried: int
+    made: float
+    pace: float
+    wait_share: float
+    missing: float
+    in_vain: bool = False
+
+    @property
+    def demand(self) -> float:
+        """Tokens a second that training could take."""
+        return _demand(self.made, self.wait_share)
 
     def least(self, demand: float) -> int:
         """Return the fewest rollouts that may be enough for ``demand`` tokens a second."""
         if self.demand <= 0:
             return 0
         return math.floor(self.rollouts * demand / self.demand * _VARIES) + 1
+
+    def was_in_vain(self, made: float) -> bool:
+        """Return whether those that were tried, which make ``made`` tokens a second, make hardly more."""
+        could = self.made * (self.tried / max(self.rollouts, 1) - 1.0)
+        return made - self.made < max(_HELPS * min(self.missing, could), _NOISE * self.made)
+
+    def still(self, signals: Signals) -> bool:
+        """Return whether figures are about those of that time."""
+        similar = self.made / _SIMILAR <= signals.tokens_per_second <= self.made * _SIMILAR
+        return similar and abs(signals.wait_share - self.wait_share) < _SIMILAR_WAIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +146,13 @@ class Elasticity:
         """Return the rollouts that would suit ``signals``, were they to stay as they are."""
         now = self.within(signals.rollouts)
         if signals.wait_share > self.wait_share:
-            return self.within(self._enough(now, signals)) if signals.queued_steps < 1 else now
-        spare = min(self._occupied(now, signals), self._fitting(now, signals, shortage))
-        old = signals.lag > self.lag and signals.queued_steps >= 1
-        if signals.queued_steps > self.queued_steps or old:
-            spare = min(spare, now - 1)
-        return self.within(min(now, spare))
+            return now if signals.queued_steps >= 1 else self.within(self._more(now, signals, shortage))
+        fewer = self._fitting(now, signals)
+        if signals.queued_steps > self.queued_steps or (signals.lag > self.lag and signals.queued_steps >= 1):
+            fewer = min(fewer, now - 1)
+        if shortage is not None:
+            fewer = max(fewer, shortage.least(signals.demand))
+        return self.within(min(now, fewer, self._occupied(now, signals, shortage)))
 
     def follow(self, signals: Signals, *, window: SignalWindow | None, now: float) -> tuple[int | None, SignalWindow]:
         """Return the rollouts to have from ``now`` (unix seconds) on, None while that is not decided, and the window to
@@ -146,32 +177,51 @@ class Elasticity:
         if lasted < self.stabilization_s or (direction == "fewer" and not self._pays(signals, lasted)):
             return None, replace(window, recommended=recommended)
         if direction == "more":
-            shortage = Shortage(current, signals.demand)
+            shortage = Shortage(
+                rollouts=current,
+                tried=wanted,
+                made=signals.tokens_per_second,
+                pace=signals.pace,
+                wait_share=signals.wait_share,
+                missing=self._missing(signals),
+            )
+        elif shortage is not None and signals.wait_share > self.wait_share:
+            shortage = replace(shortage, in_vain=True)
         return wanted, SignalWindow(wanted, signals.step, shortage=shortage)
 
     def within(self, rollouts: int) -> int:
         """Return the number nearest to ``rollouts`` that is allowed."""
         return max(self.least, min(rollouts, self.most))
 
-    def _enough(self, rollouts: int, signals: Signals) -> int:
-        """Return the rollouts that make the missing tokens too, at most twice as many."""
+    def _missing(self, signals: Signals) -> float:
+        """Return the tokens a second that are missing."""
+        return max(0.0, signals.demand * (1.0 - self.wait_share) - signals.tokens_per_second)
+
+    def _more(self, rollouts: int, signals: Signals, shortage: Shortage | None) -> int:
+        """Return the rollouts that make the missing tokens too, at most twice as many; those that there were where more
+        make no more.
+        """
+        if shortage is not None and shortage.rollouts <= rollouts <= signals.ready:
+            judged = rollouts == shortage.tried and shortage.was_in_vain(signals.tokens_per_second)
+            if shortage.still(signals) if shortage.in_vain else judged:
+                return max(shortage.rollouts, math.ceil(rollouts / 2))
         each = signals.tokens_per_second / max(rollouts, 1)
-        missing = signals.demand * (1.0 - self.wait_share) - signals.tokens_per_second
-        more = missing / each if each > 0 else math.inf
+        more = self._missing(signals) / each if each > 0 else math.inf
         return max(rollouts + 1, math.ceil(min(rollouts + more, 2.0 * max(rollouts, 1)) - _ROUNDING))
 
-    def _occupied(self, rollouts: int, signals: Signals) -> int:
+    def _occupied(self, rollouts: int, signals: Signals, shortage: Shortage | None) -> int:
         """Return the rollouts that would have something to do all the time, at least half as many."""
-        needed = signals.busy_share * min(signals.ready, rollouts)
-        return max(math.ceil(needed - _ROUNDING), math.ceil(rollouts / 2))
+        needed = math.ceil(signals.busy_share * min(signals.ready, rollouts) - _ROUNDING)
+        if shortage is not None and signals.pace:
+            needed = max(needed, min(shortage.least(signals.demand * shortage.pace / signals.pace), rollouts))
+        return max(needed, math.ceil(rollouts / 2))
 
-    def _fitting(self, rollouts: int, signals: Signals, shortage: Shortage | None) -> int:
+    def _fitting(self, rollouts: int, signals: Signals) -> int:
         """Return the rollouts half way to those whose slots hold what runs; all while the trainer waits a little."""
         holding = math.ceil(signals.slot_share * min(signals.ready, rollouts) - _ROUNDING)
         if holding >= rollouts or signals.wait_share > self.wait_share / 2:
             return rollouts
-        enough = shortage.least(signals.demand) if shortage is not None else 0
-        return max(rollouts - max(1, (rollouts - holding) // 2), min(enough, rollouts))
+        return rollouts - max(1, (rollouts - holding) // 2)
 
     def _pays(self, signals: Signals, seconds: float) -> bool:
         """Return whether one rollout could have made the tokens that its drain costs in so many seconds."""
@@ -180,7 +230,13 @@ class Elasticity:
 
 _ROUNDING = 1e-6
 """Error that a share of seconds may have, so that it does not ask for one rollout more."""
-_VARIES = 1.05
+_VARIES = 1.1
 """By how much a demand varies that has not changed."""
+_NOISE = 0.025
+"""Part of the tokens made a second below which a difference is none."""
+_HELPS = 0.25
+"""Least part of the tokens that were expected of further rollouts for them not to be in vain."""
+_SIMILAR, _SIMILAR_WAIT = 1.25, 0.1
+"""By how much tokens a second, and the share that the trainer waits, differ where nothing has changed."""
 _ALWAYS = 0.999
 """Share of its time above which a trainer waits always, whatever it could take."""
