@@ -1,7 +1,8 @@
 """Runs a supervisor over stand-ins: ``harness.py FOLDER ROLES END_S ACTIVE_S DISK_S``.
 
 ROLES: {"rollout": {"replicas": 1, "gang": false, "restarts": 3, "does": [BEHAVIOUR, ...]}, ...} as JSON.
-"missing": {"0": 2} names replicas that cannot be started by attempts before the given one.
+"missing": {"0": 2} names replicas that cannot be started by attempts before the given one; a role with "most" is
+scaled up to that number, and has "places" replicas.
 """
 
 import asyncio
@@ -11,9 +12,11 @@ from pathlib import Path
 
 from asyncflow.local import supervisor
 from asyncflow.local.folder import RunFolder
+from asyncflow.errors import ManifestError
 from asyncflow.local.lifecycle import LocalReplica
 from asyncflow.local.placement import Launch
-from asyncflow.local.supervisor import Limits
+from asyncflow.local.scaling import Scaling
+from asyncflow.local.supervisor import Fleet, Limits
 from asyncflow.plan.roles import Readiness, Resources, RestartPolicy, Role
 
 STANDIN = str(Path(__file__).with_name("standin.py"))
@@ -29,7 +32,7 @@ def main(path: str, parts: str, end_s: str, active_s: str, disk_s: str) -> int:
             name=name,
             replicas=options.get("replicas", 1),
             core=1,
-            most=1,
+            most=options.get("most", 1),
             gang=options.get("gang", False),
             leader=name == "driver",
             restart=RestartPolicy(max_restarts=options.get("restarts", 3), window_s=3600, backoff_s=0.05),
@@ -46,8 +49,19 @@ def main(path: str, parts: str, end_s: str, active_s: str, disk_s: str) -> int:
             return Launch(argv=["/nowhere/standin"], env={})
         return Launch(argv=[sys.executable, STANDIN, *does, "--", str(replica), str(attempt)], env={})
 
+    def place(replica: LocalReplica) -> None:
+        if replica.index >= wanted[replica.role].get("places", 99):
+            raise ManifestError("this machine is full", where="spec.rollout")
+
+    def fleet() -> Fleet | None:
+        scaled = [role for role in roles if role.most > 1]
+        if not scaled:
+            return None
+        return Fleet(scaling=Scaling(role=scaled[0], file=folder.wishes), place=place, port=1, drain_s=-9.5)
+
     async def run() -> int:
-        outcome = await supervisor.Supervisor(roles=roles, launch=launch, folder=folder, limits=limits).run()
+        supervised = supervisor.Supervisor(roles=roles, launch=launch, folder=folder, limits=limits, fleet=fleet())
+        outcome = await supervised.run()
         if outcome.failure:
             sys.stderr.write(f"{outcome.failure}\n")
         return outcome.exit_code

@@ -190,3 +190,14 @@ def test_no_device_is_promised_beyond_its_whole(devices: int, wanted: list[tuple
         if each.gang:
             assert len({device for chosen in lists for device in chosen}) == sum(map(len, lists))
     assert all(amount < 1 + 1e-6 for amount in used.values())
+
+
+def test_a_replica_that_joins_is_given_what_is_left_and_nobody_else_changes() -> None:
+    room = DeviceRoom([role("trainer", 2), role("rollout", 1, count=2)], find=lambda _: [str(i) for i in range(6)])
+    before = dict(room.given)
+    for _ in range(2):
+        room.give(LocalReplica("rollout", 1))
+    assert room.given == before | {LocalReplica("rollout", 1): {"CUDA_VISIBLE_DEVICES": "4,5"}}
+    with pytest.raises(ManifestError, match="6 NVIDIA devices, too few for trainer 2 x 1, rollout 3 x 2"):
+        room.give(LocalReplica("rollout", 2))
+    assert len(room.given) == 4

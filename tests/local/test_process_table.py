@@ -222,3 +222,95 @@ def test_no_seat_ever_has_two_processes_and_attempts_only_grow(data):
 def test_an_exit_status_reads_the_word_of_waitpid(word, text, ok):
     status = ExitStatus.of(word)
     assert (str(status), status.ok) == (text, ok)
+
+
+def states(table, role="rollout"):
+    return {replica.index: (str(state), attempt) for replica, (state, attempt) in table.replicas.items() if replica.role == role}
+
+
+def test_those_that_are_wanted_beyond_start_and_those_that_are_not_wanted_leave():
+    table = started(role("driver", leader=True), role("rollout", 2))
+    assert table.scale("rollout", 3, 5.0) == []
+    assert table.wake_at() == 5.0
+    assert table.due(5.0) == [(LocalReplica("rollout", 2), 0)]
+    leaving = table.scale("rollout", 1, 6.0)
+    assert leaving == [LocalReplica("rollout", 1), LocalReplica("rollout", 2)]
+    assert states(table) == {0: ("running", 0), 1: ("leaving", 0), 2: ("leaving", 0)}
+    assert table.scale("rollout", 1, 7.0) == [], "asked twice is asked once"
+
+
+@pytest.mark.parametrize("status", [OK, KILLED, REFUSED, ExitStatus(status=143)])
+def test_the_end_of_one_that_leaves_is_no_failure_however_it_ends(status):
+    table = started(role("driver", leader=True), role("rollout", 2, restarts=0))
+    table.scale("rollout", 1, 1.0)
+    assert table.ended(LocalReplica("rollout", 1), status, 2.0) == ([], None)
+    assert table.result is None
+    assert states(table)[1] == ("left", 0)
+    assert table.wake_at() is None
+
+
+def test_one_that_is_wanted_again_starts_as_another_attempt_when_it_has_left():
+    table = started(role("driver", leader=True), role("rollout", 2))
+    table.scale("rollout", 1, 1.0)
+    table.scale("rollout", 2, 2.0)
+    assert table.due(2.0) == [], "two processes of one replica are never alive together"
+    table.ended(LocalReplica("rollout", 1), OK, 3.0)
+    assert table.due(3.0) == [(LocalReplica("rollout", 1), 1)]
+    table.scale("rollout", 1, 4.0)
+    table.ended(LocalReplica("rollout", 1), OK, 5.0)
+    table.scale("rollout", 2, 6.0)
+    assert table.due(6.0) == [(LocalReplica("rollout", 1), 2)]
+
+
+def test_one_that_waits_for_its_restart_leaves_at_once():
+    table = started(role("driver", leader=True), role("rollout", 2))
+    table.ended(LocalReplica("rollout", 1), KILLED, 1.0)
+    assert table.scale("rollout", 1, 1.5) == []
+    assert table.due(100.0) == []
+    assert states(table)[1] == ("left", 1)
+
+
+def test_a_driver_that_fails_starts_nobody_who_has_left():
+    table = started(role("driver", leader=True), role("rollout", 2))
+    table.scale("rollout", 1, 1.0)
+    table.ended(LocalReplica("rollout", 1), OK, 2.0)
+    table.ended(LocalReplica("driver", 0), KILLED, 3.0)
+    assert table.due(100.0) == [(LocalReplica("driver", 0), 1)]
+
+
+def test_nothing_is_scaled_once_the_job_is_over():
+    table = started(role("driver", leader=True), role("rollout", 1))
+    table.ended(LocalReplica("driver", 0), OK, 1.0)
+    assert table.scale("rollout", 0, 2.0) == []
+    assert table.scale("rollout", 5, 2.0) == []
+    assert states(table) == {0: ("running", 0)}
+
+
+@given(st.lists(st.one_of(st.tuples(st.just("scale"), st.integers(0, 5)), st.tuples(st.just("end"), st.integers(0, 5))), max_size=40))
+def test_just_those_that_are_wanted_run_in_the_end_and_attempts_only_grow(happens):
+    table = started(role("driver", leader=True), role("rollout", 2, restarts=1000, backoff_s=0.0))
+    now, wanted, used = 0.0, 2, {(0, 0), (1, 0)}
+    running = {LocalReplica("rollout", 0), LocalReplica("rollout", 1)}
+
+    def start():
+        for replica, attempt in table.due(now):
+            assert replica not in running
+            assert (replica.index, attempt) not in used
+            used.add((replica.index, attempt))
+            running.add(replica)
+
+    for what, number in happens:
+        now += 1.0
+        if what == "scale":
+            wanted = number
+            assert set(table.scale("rollout", wanted, now)) <= running
+        elif LocalReplica("rollout", number) in running:
+            running.discard(LocalReplica("rollout", number))
+            table.ended(LocalReplica("rollout", number), KILLED, now)
+        start()
+    for replica in [each for each in running if each.index >= wanted]:
+        running.discard(replica)
+        table.ended(replica, OK, now)
+    now += 100.0
+    start()
+    assert {replica.index for replica in running} == set(range(wanted))

@@ -5,6 +5,9 @@ import time
 
 import pytest
 
+from asyncflow.local.folder import wishes_of
+from asyncflow.local.scaling import write_wish
+
 pytestmark = pytest.mark.process
 
 
@@ -204,3 +207,62 @@ def test_what_a_killed_supervisor_left_has_ended_before_the_next_run_begins(star
     second.wait_until(lambda: not second.alive(unmarked), "the stopped reaper to do its work")
     second.process.send_signal(signal.SIGTERM)
     assert second.wait() == 143
+
+
+SCALED = {"driver": {}, "rollout": {"replicas": 1, "most": 4}}
+
+
+def ask(run, replicas):
+    write_wish(wishes_of(run.folder), "rollout", replicas)
+
+
+def test_rollouts_join_and_leave_and_nobody_else_is_touched(start):
+    run = start(**SCALED)
+    driver, first = run.pids("driver-0"), run.pids("rollout-0")
+    ask(run, 3)
+    second, third = run.pids("rollout-1"), run.pids("rollout-2")
+    run.wait_until(lambda: [(each.wanted, each.by) for each in run.record().scales] == [(3, "person")], "the record")
+    ask(run, 1)
+    run.wait_until(lambda: sorted(run.ended()) == ["rollout-1", "rollout-2"], "the others to leave in order")
+    run.wait_until(lambda: run.placed("rollout", 2).state == "left", "the record of it")
+    assert not any(map(run.alive, second + third))
+    ask(run, 2)
+    again = run.pids("rollout-1", 1)
+    os.kill(again[0], signal.SIGKILL)
+    run.pids("rollout-1", 2)
+    assert run.alive(driver[0])
+    assert run.alive(first[0])
+
+
+def test_one_that_does_not_leave_in_time_is_killed(start):
+    run = start(driver={}, rollout={"replicas": 2, "most": 2, "does": ["stubborn"]})
+    stubborn = run.pids("rollout-1")
+    run.pids("rollout-0")
+    ask(run, 1)
+    run.wait_until(lambda: not run.alive(stubborn[0]), "it to be killed")
+    run.wait_until(lambda: run.placed("rollout", 1).state == "left", "the record of it")
+    assert run.alive(run.pids("rollout-0")[0])
+
+
+def test_what_was_asked_for_counts_for_the_next_supervisor_too(start):
+    first = start(**SCALED)
+    first.pids("driver-0")
+    ask(first, 3)
+    first.pids("rollout-2")
+    first.process.kill()
+    first.wait()
+    second = start(**SCALED)
+    for index, attempt in ((0, 1), (1, 1), (2, 1)):
+        second.pids(f"rollout-{index}", attempt)
+
+
+def test_where_there_is_no_place_for_all_there_are_as_many_as_there_is_place_for(start):
+    run = start(driver={}, rollout={"replicas": 1, "most": 4, "places": 2})
+    run.pids("rollout-0")
+    ask(run, 4)
+    run.pids("rollout-1")
+    run.wait_until(lambda: run.record().scales[0].wanted == 2, "the record of it")
+    assert "this machine is full" in run.record().scales[0].problem
+    ask(run, 1)
+    run.wait_until(lambda: run.ended() == ["rollout-1"], "it to leave")
+    assert run.record().scales[0].problem == ""

@@ -71,7 +71,7 @@ class PortReservation:
             self._try(self._candidates.pop())
             if len(self.ports) > before:
                 return self.ports[-1]
-        what = f"there are only {before} free loopback ports below {self._below}"
+        what = f"fewer than {before + 1} free loopback ports below {self._below}"
         raise AsyncFlowError(what, hint="End other servers")
 
     def __enter__(self) -> list[int]:
