@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import FIELD_MANAGER, RoleName
@@ -40,6 +42,7 @@ PLURALS = {
     "PodGroup": "/apis/scheduling.volcano.sh/v1beta1/namespaces/{}/podgroups",
     "Workload": "/apis/kueue.x-k8s.io/v1beta1/namespaces/{}/workloads",
 }
+ROOT = Path(__file__).parents[2]
 V1BETA1 = "kueue.x-k8s.io/v1beta1"
 SEATS: dict[RoleName, tuple[int, ...]] = {
     "driver": (0,),
@@ -251,3 +254,13 @@ def test_the_budget_lets_one_pod_of_the_core_go_at_a_time(kwok_plane: ControlPla
         return tuple(status.get(name, 0) for name in ("expectedPods", "currentHealthy", "disruptionsAllowed"))
 
     kwok_plane.wait_until(lambda: seen() == (7, 7, 1), f"one of 7 pods to be allowed to go, not {seen()}", timeout_s=30)
+
+
+def test_the_autoscaler_of_the_examples_is_accepted(plane: ControlPlane) -> None:
+    hpa = yaml.safe_load((ROOT / "examples/kubernetes/hpa.yaml").read_text())
+    path = "/apis/autoscaling/v2/namespaces/default/horizontalpodautoscalers"
+    made = plane.api.create(path, hpa, query=DRY_RUN)
+    assert made["spec"]["metrics"] == hpa["spec"]["metrics"]
+    wrong = {**hpa, "spec": {**hpa["spec"], "targets": {}}}
+    with pytest.raises(Refused, match="targets"):
+        plane.api.create(path, wrong, query=DRY_RUN)

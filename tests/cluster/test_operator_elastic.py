@@ -16,6 +16,7 @@ JOBS = {
     "eager": {"rollout": {"replicas": 1, "maxReplicas": 3}, "elasticity": {"enabled": True}},
     "watched": {"rollout": {"replicas": 2, "maxReplicas": 4}, "elasticity": {"dryRun": True}},
     "owned": {"elasticity": {"enabled": True}},
+    "spot": {"rollout": {"replicas": 1, "template": {"podSpec": {"nodeSelector": {"price": "spot"}}}}},
 }
 ALONE = f"{OURS}/namespaces/jobs/transferqueues"
 
@@ -117,6 +118,29 @@ def test_whoever_else_scales_switches_the_policy_off(jobs: dict[str, OneJob]) ->
     job.until(lambda: job.driver.heard > 3, "the figures to be heard")
     assert "desiredReplicas" not in job.status()
     assert len(job.pods("rollout")) == 3
+
+
+def test_a_node_that_is_taken_back_takes_its_rollouts_with_it_and_nobody_else(
+    jobs: dict[str, OneJob], kwok_plane: ControlPlane
+) -> None:
+    """A notice of the end of a spot node is a taint, or a deletion of its pods: they are told to end, and drain."""
+    job = jobs["spot"]
+    (node,) = kwok_plane.add_nodes(1, labels={"price": "spot"})
+    job.until_phase("Running")
+    before = job.uids()
+    assert job.pods("rollout")["rollout-0"]["spec"]["nodeName"] == node
+    notice = {"key": "cloud.example/spot-ends", "effect": "NoExecute"}
+    kwok_plane.api.patch(f"/api/v1/nodes/{node}", {"spec": {"taints": [notice]}})
+    job.until(lambda: job.uids("rollout").get("rollout-0") not in (None, before["rollout-0"]), "another one")
+    waiting = job.pods("rollout")["rollout-0"]
+    assert "nodeName" not in waiting["spec"], "there is no other node of that kind"
+    job.until_says("WhyPending", "Unschedulable")
+    kwok_plane.api.patch(f"/api/v1/nodes/{node}", {"spec": {"taints": None}})
+    job.until(lambda: job.crew()["rollout"] == 1, "it to run")
+    after = job.uids()
+    assert {seat for seat in before if after[seat] != before[seat]} == {"rollout-0"}
+    assert job.status()["attempt"] == 0
+    assert not job.status().get("restarts"), "it is no failure"
 
 
 def test_a_queue_that_stands_alone_starts_in_order_heals_scales_and_goes(

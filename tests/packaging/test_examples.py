@@ -11,11 +11,12 @@ from asyncflow.api.document import parse
 from asyncflow.api.load import KINDS, load
 from asyncflow.api.placement import PROFILES
 from asyncflow.plugins import installed
+from asyncflow.telemetry.metrics import DriverMetrics
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 SETUPS = sorted((ROOT / "docs" / "guide" / "setups").glob("*.yaml"))
-OTHERS = {"kubernetes/autoscaler.yaml", "kubernetes/follow.yaml"}
+OTHERS = {"kubernetes/follow.yaml", "kubernetes/hpa.yaml", "kubernetes/keda.yaml"}
 """Manifests of other kinds than ours."""
 OURS = sorted({str(file.relative_to(EXAMPLES)) for file in EXAMPLES.rglob("*.yaml")} - OTHERS)
 
@@ -77,3 +78,32 @@ def test_a_job_is_named_as_its_file(file: Path) -> None:
     document = yaml.safe_load(file.read_text())
     if document["kind"] == "RLJob":
         assert document["metadata"]["name"] == file.stem
+
+
+TRIGGERS = {"serverAddress", "query", "threshold", "activationThreshold", "namespace", "ignoreNullValues", "timeout"}
+SCALED = {"scaleTargetRef", "pollingInterval", "minReplicaCount", "maxReplicaCount", "advanced", "triggers"}
+
+
+def test_autoscalers_scale_a_job_of_the_examples_within_its_bounds_on_what_its_driver_shows() -> None:
+    """KEDA's fields are those of keda.sh/docs/2.22, of the ScaledObject and of its trigger ``prometheus``."""
+    kubernetes = EXAMPLES / "kubernetes"
+    job = load(kubernetes / "cpu.yaml")
+    hpa, keda = (yaml.safe_load((kubernetes / name).read_text())["spec"] for name in ("hpa.yaml", "keda.yaml"))
+    gauge = DriverMetrics().desired_rollouts.describe()[0].name
+    for target in (hpa["scaleTargetRef"], keda["scaleTargetRef"]):
+        assert target == {"apiVersion": job.api_version, "kind": job.kind, "name": job.metadata.name}
+    for least, most in (
+        (hpa["minReplicas"], hpa["maxReplicas"]),
+        (keda["minReplicaCount"], keda["maxReplicaCount"]),
+    ):
+        assert job.spec.rollout.min_replicas <= least < most <= job.spec.rollout.max_replicas
+    assert set(keda) <= SCALED
+    (trigger,) = keda["triggers"]
+    assert set(trigger) <= {"type", "metricType", "metadata", "name", "authenticationRef", "useCachedMetrics"}
+    assert trigger["type"] == "prometheus"
+    assert set(trigger["metadata"]) <= TRIGGERS
+    assert all(isinstance(value, str) for value in trigger["metadata"].values()), "KEDA takes strings alone"
+    assert (trigger["metricType"], trigger["metadata"]["threshold"]) == ("AverageValue", "1")
+    assert f'max({gauge}{{namespace="default", rljob="{job.metadata.name}"}})' == trigger["metadata"]["query"]
+    assert f"seriesQuery: '{gauge}'" in (kubernetes / "hpa.yaml").read_text()
+    assert keda["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == hpa["behavior"]

@@ -67,16 +67,14 @@ def test_a_full_queue_and_a_silent_controller_are_told(scraped: Scraped) -> None
     told(scraped, steps, silent, minutes=30, firing=["AsyncFlowQueueControllerSilent"], controller="1")
 
 
-def test_what_the_autoscaler_follows_is_what_the_rollouts_have_to_do_now(scraped: Scraped) -> None:
-    """However little they had to do since the job began."""
-    autoscaler = yaml.safe_load((ROOT / "examples/kubernetes/autoscaler.yaml").read_text())
-    (metric,) = autoscaler["spec"]["metrics"]
-    assert metric["external"]["target"] == {"type": "AverageValue", "averageValue": "800m"}
-    recorded = f"rljob:{metric['external']['metric']['name']}:rate5m"
-    occupied = "asyncflow_rollout_occupied_seconds_total"
-    work = [Change(occupied, {"index": "0"}, by=60), Change(occupied, {"index": "1"}, by=15)]
-    check(course(scraped, minutes=30, changes=work), minutes=30, values={f"sum({recorded})": 1.25})
-    check(course(scraped, minutes=30), minutes=30, values={f"sum({recorded})": 0.0})
+def test_what_autoscalers_follow_is_what_the_driver_wants(scraped: Scraped) -> None:
+    gauge = "asyncflow_driver_desired_rollouts"
+    assert total(scraped, gauge) == 2, "as many as there are until it has decided"
+    keda = yaml.safe_load((ROOT / "examples/kubernetes/keda.yaml").read_text())
+    (trigger,) = keda["spec"]["triggers"]
+    query = trigger["metadata"]["query"].replace("default", JOB["namespace"]).replace('"cpu"', f'"{JOB["rljob"]}"')
+    wants = course(scraped, minutes=30, changes=[Change(gauge, {}, to=5)])
+    check(wants, minutes=30, values={query: 5.0})
 
 
 def test_a_rule_about_what_nobody_exposes_is_found_out(scraped: Scraped) -> None:
