@@ -11,7 +11,7 @@ PLAIN := benchmarks operator $(addprefix runtime/asyncflow/,algorithms api comma
 # A run and the tests start hundreds of processes, none of which should compile the same source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test docs vllm lint types contracts pytest kube controls faults drains delayed-update same-bits smollm2 smollm2-vllm e2e bench-queue queue-faults attacks fuzz
+.PHONY: run test docs vllm lint types contracts pytest kube controls faults drains elastic delayed-update same-bits smollm2 smollm2-vllm e2e bench-queue queue-faults attacks fuzz
 
 run: $(STAMP)
 	$(BIN)/asyncflow run examples/quickstart.yaml --fresh
@@ -64,6 +64,10 @@ drains: $(STAMP)
 		--set algorithm.steps=45 --set sampling.maxTokens=1200 --set rollout.replicas=4 --set rollout.maxReplicas=6 \
 		--set 'rollout.engine={name: simulated, slots: 16, options: {token_s: 0.02, tokens: 300, sigma: 0.8}}' \
 		--set failurePolicy.rollout.maxRestarts=1000
+
+# Rollouts join and leave 100 times; the throughput after each change beside that of a fleet that stays.
+elastic: $(STAMP)
+	$(BIN)/python benchmarks/elastic.py --changes 100 --seed 1
 
 # A queue that stands alone: its servers, producers, consumers and trainer are killed and stopped, 200 times.
 queue-faults: BACKEND = memory

@@ -22,13 +22,14 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from faults import count_errors, processes, steps_done
+from faults import processes, steps_done, weight_errors
 
 from asyncflow.api.load import load_job
 from asyncflow.api.status import DriverStatus
@@ -198,7 +199,8 @@ def main() -> int:
         after = dice.choice([number for number in numbers if number != now])
         changes.append(one_change(job, before=now, after=after, fleets=fleets, versions=options.versions))
         now = after
-        print("{:3d}: {} -> {} in {:.1f} s, {:.3f} of the fleet that stays".format(len(changes), *changes[-1]), flush=True)
+        made = changes[-1]
+        print(f"{len(changes):3d}: {made.before} -> {after} in {made.settled_s:.1f} s, {made.ratio:.3f}", flush=True)
     status = job.status()
     job.end()
     return judge(job, changes, windows, trainer_attempt=-1 if status is None else status.attempt)
@@ -206,23 +208,29 @@ def main() -> int:
 
 def judge(job: Job, changes: Sequence[Change], windows: Sequence[float], *, trainer_attempt: int) -> int:
     """Print the figures, and what is not as it must be; return 0 where all is."""
-    ratios = sorted(change.ratio for change in changes)
-    lines = job.lines()
-    first_samples = joiners(job.folder, [float(line["at"]) for line in lines.values()])
+    ratios, lines = [change.ratio for change in changes], job.lines()
+    whole, median = statistics.fmean(ratios), statistics.median(ratios)
+    joined = joiners(job.folder, [float(line["at"]) for line in lines.values()])
+    versions = [each for _, each in joined]
     audit = audit_ledger(job.folder / "ledger")
-    whole = statistics.fmean(ratios)
-    print(f"throughput to that of a fleet that stays: mean {whole:.3f}, {_spread(ratios)}; of windows of fleets that stay: {_spread(sorted(windows))}")
-    seconds, versions = [each[0] for each in first_samples], [each[1] for each in first_samples]
-    print(f"{len(first_samples)} joined: first sample after {_spread(sorted(seconds))} s, and at most {max(versions, default=0)} versions")
-    print(f"settled: {_spread(sorted(change.settled_s for change in changes))} s; trainer attempt {trainer_attempt}; "
-          f"trained {audit.trained}, lost {audit.lost}, duplicated {audit.duplicated}, redeliveries {audit.redeliveries}")
-    problems = [*audit.problems, *count_errors(load_job(job.folder / "job.yaml"), job.folder)]
-    if whole < BAR or statistics.median(ratios) < BAR:
+    print(f"throughput to that of a fleet that stays: mean {whole:.3f}, {_spread(ratios)}")
+    print(f"  as many versions of fleets that stay:   {_spread(windows)}")
+    for words, some in (
+        ("joined", [each.ratio for each in changes if each.after > each.before]),
+        ("left", [each.ratio for each in changes if each.after < each.before]),
+    ):
+        print(f"  after some {words}: mean {statistics.fmean(some or [0.0]):.3f} of {len(some)}")
+    print(
+        f"{len(joined)} joined: first sample {_spread([each for each, _ in joined])} s after the process began to run,"
+    )
+    print(f"  versions published meanwhile: {dict(sorted(Counter(versions).items()))}")
+    print(f"until all was as asked for: {_spread([change.settled_s for change in changes])} s")
+    print(f"trainer attempt {trainer_attempt}; trained {audit.trained}, lost {audit.lost}, twice {audit.duplicated}")
+    problems = [*audit.problems, *weight_errors(load_job(job.folder / "job.yaml"), job.folder)]
+    if whole < BAR or median < BAR:
         problems.append(f"the throughput after a change is below {BAR:.0%} of that of a fleet that stays")
-    if max(versions, default=0) > 1:
-        problems.append(f"{sum(each > 1 for each in versions)} joiners needed more than one version for a sample")
-    if not first_samples:
-        problems.append("nobody joined")
+    if not joined or max(versions) > 1:
+        problems.append(f"{sum(each > 1 for each in versions)} of {len(joined)} joiners needed more than one version")
     if trainer_attempt != 0:
         problems.append("the trainer was started again, or did not answer")
     for problem in problems:
@@ -231,8 +239,10 @@ def judge(job: Job, changes: Sequence[Change], windows: Sequence[float], *, trai
 
 
 def _spread(values: Sequence[float]) -> str:
-    """Return lowest, tenth, median and highest of sorted values."""
-    return f"least {values[0]:.3g}, p10 {values[len(values) // 10]:.3g}, median {statistics.median(values):.3g}, most {values[-1]:.3g}"
+    """Return the lowest, the tenth, the median and the highest of the values."""
+    values = sorted(values) or [0.0]
+    middle = statistics.median(values)
+    return f"least {values[0]:.3g}, p10 {values[len(values) // 10]:.3g}, median {middle:.3g}, most {values[-1]:.3g}"
 
 
 if __name__ == "__main__":

@@ -21,9 +21,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
+from numpy.typing import NDArray
 from token_account import Account, Killed, ask, kept, made_in_order
 
 from asyncflow.api.job import RLJob
@@ -98,11 +100,9 @@ def kill_one(folder: Path, role: str, dice: random.Random, killed: list[Killed])
     return victim
 
 
-def count_errors(job: RLJob, folder: Path) -> list[str]:
+def weight_errors(job: RLJob, folder: Path) -> list[str]:
     """Compare the counting trainer's weights with the ledger: 1 exactly where it says trained, and nowhere else."""
-    newest = max((folder / "checkpoints").glob("step-*/manifest.json")).parent
-    counts = np.load(newest / "counts.npy", allow_pickle=False)
-    group = job.spec.algorithm.group_size
+    counts, group = newest_counts(folder), job.spec.algorithm.group_size
     expected = np.zeros_like(counts)
     auditor = Auditor()
     for event in read_ledger(folder / "ledger"):
@@ -110,8 +110,20 @@ def count_errors(job: RLJob, folder: Path) -> list[str]:
     for (serial, sample), times in auditor.trained(TRAIN).items():
         expected[serial * group + sample] = times
     wrong = np.flatnonzero(counts != expected)
-    found = [f"sample {i // group}.{i % group}: {counts[i]} in the weights, {expected[i]} in the ledger" for i in wrong]
-    samples = job.spec.algorithm.steps * job.spec.algorithm.prompts_per_step * group
+    return [f"sample {i // group}.{i % group}: {counts[i]} in the weights, {expected[i]} in the ledger" for i in wrong]
+
+
+def newest_counts(folder: Path) -> NDArray[Any]:
+    """Return the counting trainer's weights of the newest checkpoint."""
+    newest = max((folder / "checkpoints").glob("step-*/manifest.json")).parent
+    counts: NDArray[Any] = np.load(newest / "counts.npy", allow_pickle=False)
+    return counts
+
+
+def count_errors(job: RLJob, folder: Path) -> list[str]:
+    """Compare the counting trainer's weights with the ledger, and with the samples of a whole run."""
+    found, counts = weight_errors(job, folder), newest_counts(folder)
+    samples = job.spec.algorithm.steps * job.spec.algorithm.prompts_per_step * job.spec.algorithm.group_size
     if job.spec.algorithm.filter_zero_variance == "keep" and not (counts[:samples] == 1).all():
         found.append(f"{np.count_nonzero(counts[:samples] != 1)} of {samples} samples are not counted once")
     return found

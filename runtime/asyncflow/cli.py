@@ -122,15 +122,15 @@ def follow(directory: Path, http_port: int, serve_port: int) -> int:
 
 @app.command()
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
-@click.argument("wish", metavar="[ROLE=N]", required=False)
-def scale(directory: Path, wish: str | None) -> None:
+@click.argument("request", metavar="[ROLE=N]", required=False)
+def scale(directory: Path, request: str | None) -> None:
     """Have N rollouts in a run on this machine: asyncflow scale runs/NAME rollout=4.
 
     rollout=auto leaves their number to the built-in policy, or to the manifest, again. Without ROLE=N it is only shown.
     """
     from asyncflow.commands import scale as command
 
-    command.scale(directory, wish)
+    command.scale(directory, request)
 
 
 @app.command(hidden=True)

@@ -9,8 +9,8 @@ import pytest
 
 from asyncflow.api.load import load_job, to_yaml
 from asyncflow.cli import invoke
-from asyncflow.local.folder import Placed, Record, RunFolder, wishes_of
-from asyncflow.local.scaling import Scale, read_wishes
+from asyncflow.local.folder import Placed, Record, RunFolder, requests_of
+from asyncflow.local.scaling import Scale, read_requests
 
 HERE = Path(__file__).parents[2]
 
@@ -40,16 +40,16 @@ def test_it_shows_what_is_wanted_by_whom_and_what_is_there(running, capsys):
 def test_what_is_asked_for_is_a_level_that_switches_the_policy_off_until_it_is_given_back(running, capsys):
     for _ in range(2):
         assert invoke(["scale", str(running), "rollout=3"]) == 0
-        assert read_wishes(wishes_of(running)) == {"rollout": 3}
+        assert read_requests(requests_of(running)) == {"rollout": 3}
     off = "asked for by asyncflow scale, which switches the built-in policy off"
     assert f"rollout: 3 wanted of 1 to 4 ({off}); 1 run, 1 leave" in capsys.readouterr().out
     assert invoke(["scale", str(running), "rollout=auto"]) == 0
-    assert read_wishes(wishes_of(running)) == {}
+    assert read_requests(requests_of(running)) == {}
     assert "(the built-in policy)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("wish", "words"),
+    ("request", "words"),
     [
         ("rollout=0", "rollout=0 is below rollout.minReplicas, 1. Give 1 to 4"),
         ("rollout=5", "rollout=5 is above rollout.maxReplicas, 4. Give 1 to 4, or continue with --resume"),
@@ -62,10 +62,10 @@ def test_what_is_asked_for_is_a_level_that_switches_the_policy_off_until_it_is_g
         ("=4", "'=4' is not ROLE=NUMBER"),
     ],
 )
-def test_what_cannot_be_done_is_refused_and_changes_nothing(running, capsys, wish, words):
-    assert invoke(["scale", str(running), wish]) == 2
+def test_what_cannot_be_done_is_refused_and_changes_nothing(running, capsys, request, words):
+    assert invoke(["scale", str(running), request]) == 2
     assert words in capsys.readouterr().err
-    assert read_wishes(wishes_of(running)) == {}
+    assert read_requests(requests_of(running)) == {}
 
 
 def test_a_run_whose_number_is_fixed_says_which_field_fixes_it(running, capsys):
@@ -82,7 +82,7 @@ def test_where_no_run_goes_on_nothing_is_asked_for(running, tmp_path, capsys):
     subprocess.run([sys.executable, "-c", ENDED, str(over)], check=True)
     assert invoke(["scale", str(over), "rollout=2"]) == 2
     assert "no run is going on there. Continue it with asyncflow run FILE --resume" in capsys.readouterr().err
-    assert not wishes_of(over).exists()
+    assert not requests_of(over).exists()
 
 
 ENDED = """

@@ -1,6 +1,6 @@
 """The elastic policy, driven by what a simulated run tells the driver: it converges, shrinks and rests.
 
-The objects are those of the driver (``RolloutWish``, which drives ``flow.scaling.Elasticity``); simulated are the
+The objects are those of the driver (``DesiredRollouts``, which drives ``flow.scaling.Elasticity``); simulated are the
 trainer, the rollouts and the samples on their way, whose lengths are lognormal, keyed by a seed.
 """
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.status import RolloutState
-from asyncflow.driver.elastic import RolloutWish
+from asyncflow.driver.elastic import DesiredRollouts
 from asyncflow.driver.lives import LAPS, Lives
 
 TICK_S = 1.0
@@ -71,12 +71,10 @@ class Run:
     elsewhere, behind a prefix that takes a second to compute.
     """
 
-    def __init__(
-        self, *, train_s: float, most: float = 1e9, ahead: int = 1, rollouts: int, seed: int
-    ) -> None:
+    def __init__(self, *, train_s: float, most: float = 1e9, ahead: int = 1, rollouts: int, seed: int) -> None:
         self.train_s, self.most, self.ahead = train_s, most, ahead
         self.lives = Lives(opened=0.0)
-        self.wish = RolloutWish(job(ahead).spec, lives=self.lives)
+        self.elastic = DesiredRollouts(job(ahead).spec, lives=self.lives)
         self.lengths = np.random.default_rng(seed)
         self.now = 0.0
         self.steps = 0
@@ -149,7 +147,7 @@ class Run:
                 held_s=member.held_s if member.ready <= self.now else None,
                 tokens=int(member.tokens),
             )
-        self.wish.step(
+        self.elastic.step(
             {
                 "step": self.steps,
                 "attempt": 0,
@@ -166,7 +164,7 @@ class Run:
         states = [
             RolloutState(id=each.name, state="ready" if each.ready <= self.now else "starting") for each in self.members
         ]
-        self.wish.look(
+        self.elastic.look(
             states,
             running=sum(len(each.left) for each in ready),
             slots=SLOTS * len(ready),
@@ -175,7 +173,7 @@ class Run:
             lag=1.0,
             now=self.now,
         )
-        wanted = self.wish.desired
+        wanted = self.elastic.desired
         if wanted is None or wanted == len(self.members):
             return
         self.had.append((self.steps, wanted))
@@ -230,8 +228,8 @@ def test_rollouts_that_make_no_more_tokens_are_given_back() -> None:
     run.go(100)
     had = [number for _, number in run.had]
     assert max(had) <= 12, had
-    assert run.wish.recent is not None
-    assert run.wish.recent.wait_share > 0.1
+    assert run.elastic.recent is not None
+    assert run.elastic.recent.wait_share > 0.1
     assert turns(had[1:]) <= 1, had
 
 

@@ -195,8 +195,6 @@ class Run:
         return self.had
 
 
-
-
 @pytest.mark.parametrize("train_s", [1.0, 20.0, 600.0])
 @pytest.mark.parametrize("start_s", [0.0, 300.0])
 def test_it_finds_what_is_needed_and_no_more_and_gives_back_what_is_not(train_s: float, start_s: float) -> None:

@@ -10,9 +10,9 @@ import json
 import sys
 from pathlib import Path
 
+from asyncflow.errors import ManifestError
 from asyncflow.local import supervisor
 from asyncflow.local.folder import RunFolder
-from asyncflow.errors import ManifestError
 from asyncflow.local.lifecycle import LocalReplica
 from asyncflow.local.placement import Launch
 from asyncflow.local.scaling import Scaling
@@ -57,7 +57,7 @@ def main(path: str, parts: str, end_s: str, active_s: str, disk_s: str) -> int:
         scaled = [role for role in roles if role.most > 1]
         if not scaled:
             return None
-        return Fleet(scaling=Scaling(role=scaled[0], file=folder.wishes), place=place, port=1, drain_s=-9.5)
+        return Fleet(scaling=Scaling(role=scaled[0], file=folder.requests), place=place, port=1, drain_s=-9.5)
 
     async def run() -> int:
         supervised = supervisor.Supervisor(roles=roles, launch=launch, folder=folder, limits=limits, fleet=fleet())

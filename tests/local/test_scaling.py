@@ -4,7 +4,7 @@ import pytest
 
 from asyncflow.api.status import DriverStatus
 from asyncflow.errors import ManifestError
-from asyncflow.local.scaling import Scale, Scaling, read_wishes, write_wish
+from asyncflow.local.scaling import Scale, Scaling, read_requests, write_request
 from asyncflow.plan.roles import Readiness, Resources, RestartPolicy, Role
 
 ROLE = Role(
@@ -34,10 +34,10 @@ def test_a_person_counts_before_the_policy_and_that_before_the_manifest(tmp_path
     scaling.decide(says(None))
     scaling.decide(None)
     assert seen(scaling.wanted()) == (4, "policy"), "a driver that says nothing changes nothing"
-    write_wish(tmp_path / "scale.json", "rollout", 3)
+    write_request(tmp_path / "scale.json", "rollout", 3)
     assert seen(scaling.wanted()) == (3, "person")
     assert scaling.wanted().why == "asked for by asyncflow scale, which switches the built-in policy off"
-    write_wish(tmp_path / "scale.json", "rollout", None)
+    write_request(tmp_path / "scale.json", "rollout", None)
     assert seen(scaling.wanted()) == (4, "policy")
 
 
@@ -49,7 +49,7 @@ def test_a_policy_that_the_manifest_has_not_switched_on_changes_nothing(tmp_path
 
 @pytest.mark.parametrize(("asked", "wanted"), [(0, 1), (9, 6)])
 def test_bounds_that_have_changed_since_it_was_asked_for_are_kept(tmp_path, asked, wanted):
-    write_wish(tmp_path / "scale.json", "rollout", asked)
+    write_request(tmp_path / "scale.json", "rollout", asked)
     assert seen(Scaling(role=ROLE, file=tmp_path / "scale.json").wanted()) == (wanted, "person")
 
 
@@ -62,14 +62,14 @@ def test_the_next_supervisor_begins_with_what_the_policy_wanted_last(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"rollout": -1}', b'{"rollout": "4"}', b"\xff"])
-def test_a_wish_that_cannot_be_read_leaves_what_was_asked_for_and_is_written_anew(tmp_path, content):
+def test_a_request_that_cannot_be_read_leaves_what_was_asked_for_and_is_written_anew(tmp_path, content):
     file = tmp_path / "scale.json"
-    write_wish(file, "rollout", 3)
+    write_request(file, "rollout", 3)
     scaling = Scaling(role=ROLE, file=file)
     assert seen(scaling.wanted()) == (3, "person")
     file.write_bytes(content)
     with pytest.raises(ManifestError, match="Write it anew with asyncflow scale"):
-        read_wishes(file)
+        read_requests(file)
     assert seen(scaling.wanted()) == (3, "person")
-    write_wish(file, "rollout", 4)
+    write_request(file, "rollout", 4)
     assert seen(scaling.wanted()) == (4, "person")

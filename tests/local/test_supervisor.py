@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from asyncflow.local.folder import wishes_of
-from asyncflow.local.scaling import write_wish
+from asyncflow.local.folder import requests_of
+from asyncflow.local.scaling import write_request
 
 pytestmark = pytest.mark.process
 
@@ -213,7 +213,7 @@ SCALED = {"driver": {}, "rollout": {"replicas": 1, "most": 4}}
 
 
 def ask(run, replicas):
-    write_wish(wishes_of(run.folder), "rollout", replicas)
+    write_request(requests_of(run.folder), "rollout", replicas)
 
 
 def test_rollouts_join_and_leave_and_nobody_else_is_touched(start):

@@ -187,9 +187,8 @@ def preflight(job: RLJob, folder: Path, *, source: str, elsewhere: bool = False)
     """
     spec, findings = job.spec, _Findings()
     if spec.rollout.replicas == 0:
-        findings.notes.append(
-            "nothing is generated until somebody adds rollouts: spec.rollout.replicas is 0 (asyncflow scale, kubectl scale)"
-        )
+        waits = "nothing is generated until somebody adds rollouts: spec.rollout.replicas is 0"
+        findings.notes.append(f"{waits} (asyncflow scale, kubectl scale)")
     if spec.data.held_out and spec.evaluation is None:
         unused = "data.eval is" if spec.data.eval is not None else "data.evalSets are"
         findings.notes.append(unused + " not used: there is no `evaluation`. Add e.g. evaluation: {every: 10}")

@@ -39,7 +39,7 @@ from asyncflow.durable import write_whole
 from asyncflow.errors import AsyncFlowError, CheckpointError, ManifestError
 from asyncflow.local.folder import QUEUE, RunFolder, differences, saved_overrides
 from asyncflow.local.placement import resolve
-from asyncflow.local.scaling import write_wish
+from asyncflow.local.scaling import write_request
 from asyncflow.local.supervisor import Elastic, Limits, LocalSite, RunOutcome, local_site
 from asyncflow.plan.job import plan
 from asyncflow.plan.queue import queue_roles
@@ -192,7 +192,7 @@ def _carry_out(
             for difference in differences(load_job(folder.job), job):
                 tell(f"changed: {difference}")
                 if difference.place == _REPLICAS:
-                    write_wish(folder.wishes, "rollout", None)
+                    write_request(folder.requests, "rollout", None)
         if folder.moved_to:
             tell(f"the run that was there is now in {folder.moved_to}")
         outcome, view = _supervise(job, folder, overrides, make_view=make_view, tell=tell)

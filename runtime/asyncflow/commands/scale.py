@@ -13,9 +13,9 @@ import click
 
 from asyncflow.api.load import load_job
 from asyncflow.errors import ManifestError
-from asyncflow.local.folder import JOB, QUEUE, Record, record_of, wishes_of
+from asyncflow.local.folder import JOB, QUEUE, Record, record_of, requests_of
 from asyncflow.local.lifecycle import ProcessState
-from asyncflow.local.scaling import AUTO, Scale, read_wishes, write_wish
+from asyncflow.local.scaling import AUTO, Scale, read_requests, write_request
 from asyncflow.plan.job import plan
 from asyncflow.plan.roles import Role
 
@@ -29,9 +29,9 @@ _NOW = {
 }
 
 
-def scale(directory: Path, wish: str | None) -> None:
-    """Write down ``wish`` (``ROLE=N``, or ``ROLE=auto``) for the run in ``directory``, if there is one, and print how
-    many are wanted and there. Raises ManifestError where no run goes on there or the wish cannot be done.
+def scale(directory: Path, request: str | None) -> None:
+    """Write down ``request`` (``ROLE=N``, or ``ROLE=auto``; None: nothing) for the run in ``directory``, and print how
+    many are wanted and there. Raises ManifestError where no run goes on there or the request cannot be done.
     """
     if (directory / QUEUE).is_file() and not (directory / JOB).is_file():
         hint = "asyncflow queue drain takes the rows of a unit to others"
@@ -39,23 +39,23 @@ def scale(directory: Path, wish: str | None) -> None:
     record = record_of(directory)
     job = load_job(directory / JOB)
     elastic = {role.name: role for role in plan(job).roles if role.elastic and not role.gang}
-    if wish is not None:
-        name, asked = _asked(wish)
+    if request is not None:
+        name, asked = _asked(request)
         if name not in elastic:
             raise _cannot(name, {role.name: role for role in plan(job).roles})
         if asked is not None:
             _check_bounds(asked, elastic[name])
-        write_wish(wishes_of(directory), name, asked)
+        write_request(requests_of(directory), name, asked)
     for role in elastic.values():
-        click.echo(_words(role, record, asked=read_wishes(wishes_of(directory)).get(role.name)))
+        click.echo(_words(role, record, asked=read_requests(requests_of(directory)).get(role.name)))
 
 
-def _asked(wish: str) -> tuple[str, int | None]:
+def _asked(request: str) -> tuple[str, int | None]:
     """Return role and number, None for ``auto``. Raises ManifestError."""
-    name, equals, number = wish.partition("=")
-    if equals and name and (number == AUTO or number.isascii() and number.isdecimal() and len(number) < 7):
+    name, equals, number = request.partition("=")
+    if equals and name and (number == AUTO or (number.isascii() and number.isdecimal() and len(number) < 7)):
         return name, None if number == AUTO else int(number)
-    raise ManifestError(f"{wish!r} is not ROLE=NUMBER", where=_WHERE, hint="Give e.g. rollout=4, or rollout=auto")
+    raise ManifestError(f"{request!r} is not ROLE=NUMBER", where=_WHERE, hint="Give e.g. rollout=4, or rollout=auto")
 
 
 def _cannot(name: str, roles: dict[str, Role]) -> ManifestError:
@@ -88,9 +88,7 @@ def _words(role: Role, record: Record, *, asked: int | None) -> str:
     usual = Scale(role=role.name, wanted=role.replicas, least=role.core, most=role.most, by="manifest")
     shown = usual if followed is None else followed
     if asked is not None and (shown.by, shown.wanted) != ("person", asked) and not shown.problem:
-        shown = Scale(
-            role=role.name, wanted=asked, least=role.core, most=role.most, by="person", policy=shown.policy
-        )
+        shown = Scale(role=role.name, wanted=asked, least=role.core, most=role.most, by="person", policy=shown.policy)
     states = Counter(ProcessState(placed.state) for placed in record.processes if placed.role == role.name)
     there = ", ".join(f"{states[state]} {words}" for state, words in _NOW.items() if states[state]) or "none is there"
     trouble = f"\n  {shown.problem}" if shown.problem else ""

@@ -27,7 +27,7 @@ from asyncflow.api.job import RLJob
 from asyncflow.api.status import DriverStatus, Phase, StepProgress
 from asyncflow.data.prompter import Prompter
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher, PromptAssignment, PromptColumns
-from asyncflow.driver.elastic import RolloutWish
+from asyncflow.driver.elastic import DesiredRollouts
 from asyncflow.driver.ending import Ending
 from asyncflow.driver.evaluation import Evaluation, EvaluationResult, best_of
 from asyncflow.driver.groups import AdvantageTask, GroupPolicy, RewardTally, Totals
@@ -179,7 +179,7 @@ class Driver:
         self.lives = Lives(
             opened=self.progress.at("first dispatch"), closed=self.progress.last_step_at if done else None
         )
-        self.wish = RolloutWish(spec, lives=self.lives)
+        self.elastic = DesiredRollouts(spec, lives=self.lives)
         self.members = Members(
             directory,
             queue=queue,
@@ -310,8 +310,8 @@ class Driver:
             checkpoint=self._ending.checkpoint,
             best=self.members.kept_best,
             idle_share=self.lives.idle_shares(clock.now()),
-            recent=self.wish.recent,
-            desired_rollouts=self.wish.desired,
+            recent=self.elastic.recent,
+            desired_rollouts=self.elastic.desired,
             rewards=self.rewards.state,
             prompts_skipped=self._dispatcher.skipped,
             step_progress=watched if watched and watched.step == self.progress.done + 1 else None,
@@ -417,7 +417,7 @@ class Driver:
     def _look_at_rollouts(self, status: DriverStatus) -> None:
         """Decide how many rollouts the built-in policy would have."""
         told = [each for each in self.members.statuses("rollout") if int(each.get("version", -1)) >= 0]
-        self.wish.look(
+        self.elastic.look(
             status.rollouts,
             running=sum(int(each.get("running", 0)) for each in told),
             slots=sum(int(each.get("slots", 0)) for each in told),
@@ -485,7 +485,7 @@ class Driver:
         count_step(self.metrics, line)
         self.rewards.forget(report.step)
         self.members.observe(clock.now())
-        self.wish.step(line)
+        self.elastic.step(line)
         self.lives.closed = self._moved if report.step >= self.schedule.steps else None
         self.changes.notify()
         return ReportReply()

@@ -1,4 +1,4 @@
-"""How many rollouts the built-in policy would have: ``flow.scaling`` fed with what the driver sees.
+"""The number of rollouts that the built-in policy would have: ``flow.scaling`` fed with what the driver sees.
 
 The supervisor of one machine and the operator follow this number where the manifest says so, an autoscaler the gauge
 that shows it. So the driver neither knows nor asks who scales: it goes by the rollouts that are there.
@@ -20,7 +20,7 @@ from asyncflow.flow.scaling import Elasticity, Signals, SignalWindow
 _MOST: Final = 10_000
 
 
-class RolloutWish:
+class DesiredRollouts:
     """The policy of one job. desired: the rollouts that it would have."""
 
     def __init__(self, spec: RLJobSpec, *, lives: Lives) -> None:

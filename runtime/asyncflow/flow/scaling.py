@@ -21,7 +21,7 @@ those that have nothing to do (the rule of the ski rental, which never costs mor
 Every decision rests on figures of steps that were made with the present number of rollouts, and begins a new window of
 steps: what a change does is seen before the next one.
 
-Invariant: the answer lies within ``least`` and ``most``, moves only in a direction that was wished for without a break
+Invariant: the answer lies within ``least`` and ``most``, moves only in a direction that was wanted without a break
 for ``stabilization_s`` seconds, at most doubles and at most halves, and moves once a window.
 """
 
@@ -77,7 +77,7 @@ def _demand(made: float, wait_share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """A direction that is wished for since ``since`` (unix seconds)."""
+    """A direction that is wanted since ``since`` (unix seconds)."""
 
     direction: Direction
     since: float

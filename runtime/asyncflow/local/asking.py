@@ -1,4 +1,4 @@
-"""The status that the first process of a run serves, asked from this machine; nothing that it answers ends the caller."""
+"""The status that the first process of a run serves, asked from this machine. No answer ends the caller."""
 
 from __future__ import annotations
 

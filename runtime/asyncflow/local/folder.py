@@ -61,7 +61,15 @@ LEAST_FREE = 16 << 20
 """Bytes that must be free where a run begins: its logs, its ledger and its first checkpoint would not fit into less."""
 _RUN_ENTRIES = (*(JOB, QUEUE, "ledger", "checkpoints"), *FILES, *(f"{name}{ASIDE}" for name in FILES))
 """Entries that make a folder one that holds a run: nothing of this is there when a run begins in it."""
-_SUPERVISORS = ("lock", "token", "processes.json", f"processes.json{ASIDE}", "overrides.json", "scale.json", "reaper.log")
+_SUPERVISORS = (
+    "lock",
+    "token",
+    "processes.json",
+    f"processes.json{ASIDE}",
+    "overrides.json",
+    "scale.json",
+    "reaper.log",
+)
 """Files that the supervisor makes in ``run``."""
 _LOG = re.compile(rf"(supervisor|({'|'.join(get_args(RoleName))})-\d+)\.log")
 _EVALUATION = b"evaluation"
@@ -322,9 +330,9 @@ class RunFolder:
         return self.path / "run" / "overrides.json"
 
     @property
-    def wishes(self) -> Path:
-        """What persons have asked for by ``asyncflow scale``."""
-        return wishes_of(self.path)
+    def requests(self) -> Path:
+        """Numbers of rollouts that persons have asked for by ``asyncflow scale``."""
+        return requests_of(self.path)
 
     @property
     def summary(self) -> Path:
@@ -384,7 +392,7 @@ def saved_overrides(path: Path) -> list[str]:
         ) from error
 
 
-def wishes_of(path: Path) -> Path:
+def requests_of(path: Path) -> Path:
     """Return the file of what persons have asked for by ``asyncflow scale``, in the folder of a run."""
     return path / "run" / "scale.json"
 

@@ -4,9 +4,9 @@ The caller reads the clock and carries out what is decided here; ``Event`` says 
 
 A *restart group* is what starts and ends together: one replica, or all ranks of a gang. When a member of it dies, the
 others are told to end, and the whole group starts again with the next attempt. Of a role that is scaled the replicas
-with the lowest indices run: one that is not wanted any more *leaves*, which is no failure, and starts again, as the next
-attempt, only when it is wanted again. At the end of a job rollouts hand back what they hold, then trainers may write a
-checkpoint, then the driver ends, and last those on whom all others rely.
+with the lowest indices run: one that is not wanted any more *leaves*, which is no failure, and starts again, as the
+next attempt, only when it is wanted again. At the end of a job rollouts hand back what they hold, then trainers may
+write a checkpoint, then the driver ends, and last those on whom all others rely.
 
 Invariants: the attempt of a replica only grows, and no two processes of one replica are ever alive together: a group
 starts only when all its replicas are down. No interval of a policy's ``window_s`` seconds ever holds more than

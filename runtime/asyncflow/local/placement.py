@@ -4,10 +4,11 @@ What is added to the plan is what only this machine knows: paths, ports, devices
 device ``profile: auto`` stands for.
 
 Invariants: a process has the same devices and serves at the same ports however often it starts again, and however many
-replicas join it. The shares of a device sum to at most 1, and no two ranks of a gang have the same device; devices that a template names are given to no
-other role. A port lies below the range from which the kernel picks ports for outgoing connections, so that no
-connection takes it while the driver is down; and no two supervisors of one machine hold the same port: each holds an
-abstract Unix socket named after it, which the kernel takes back when the supervisor ends, however it ends.
+replicas join it. The shares of a device sum to at most 1, and no two ranks of a gang have the same device; devices that
+a template names are given to no other role. A port lies below the range from which the kernel picks ports for outgoing
+connections, so that no connection takes it while the driver is down; and no two supervisors of one machine hold the
+same port: each holds an abstract Unix socket named after it, which the kernel takes back when the supervisor ends,
+however it ends.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ class DeviceRoom:
     """
 
     def __init__(self, roles: Sequence[Role], *, find: Callable[[Profile], Sequence[str]] = devices_of) -> None:
-        """Give every replica of ``roles`` its devices.
+        """Assign devices to every replica of ``roles``.
 
         Raises ManifestError where the machine or a template has too few, or where a template names the same devices
         for all processes of a gang.
@@ -189,7 +190,7 @@ class DeviceRoom:
                 self.give(LocalReplica(role.name, index))
 
     def give(self, replica: LocalReplica) -> None:
-        """Give a replica its devices, unless it has them. Raises ManifestError where there are too few."""
+        """Assign devices to a replica, unless it has them. Raises ManifestError where there are too few."""
         role = self._asking.get(replica.role)
         if role is None or replica in self.given or _facts(role).visible in role.env:
             return
@@ -198,14 +199,12 @@ class DeviceRoom:
         taken = {device for peer in peers for device in self.given[peer][visible].split(",")}
         chosen = _roomiest(room, count=wanted.accelerators, share=wanted.share, without=taken)
         if len(chosen) < wanted.accelerators:
-            asking = [replace(each, replicas=max(each.replicas, self._most(each, replica))) for each in self._asking.values()]
+            grown = replace(role, replicas=max(role.replicas, replica.index + 1))
+            asking = [grown if each.name == role.name else each for each in self._asking.values()]
             raise _too_few(role, asking, found=len(room))
         for device in chosen:
             room[device] -= wanted.share
         self.given[replica] = {visible: ",".join(chosen)}
-
-    def _most(self, role: Role, asking: LocalReplica) -> int:
-        return asking.index + 1 if role.name == asking.role else 0
 
 
 def _own(role: Role) -> tuple[str, ...]:
@@ -295,7 +294,7 @@ class Places:
         self._devices = DeviceRoom(roles)
 
     def give(self, replica: LocalReplica) -> None:
-        """Give a replica its place, unless it has one. Raises AsyncFlowError where this machine has none."""
+        """Assign a place to a replica, unless it has one. Raises AsyncFlowError where this machine has none."""
         self._devices.give(replica)
         if replica not in self._ports:
             self._ports[replica] = self._another_port()

@@ -1,11 +1,11 @@
-"""How many replicas of an elastic role are wanted, and who says so: a person, the built-in policy, or the manifest.
+"""The wanted number of replicas of an elastic role, and who says so: a person, the built-in policy, or the manifest.
 
-A person's wish lies in the run's folder (``run/scale.json``), where ``asyncflow scale`` writes it and the supervisor
+A person's request lies in the run's folder (``run/scale.json``), where ``asyncflow scale`` writes it and the supervisor
 looks at it again and again. What the policy wants is decided by the driver, which shows it in its status.
 
-Invariants: a wish is a level: written twice it counts once, and it counts for the next supervisor of the folder too; a
-person's wish switches the policy off for as long as it is there; what is wanted lies within the role's bounds. A policy
-that says nothing, since the driver is away or has seen too little, changes nothing.
+Invariants: a request is a level: written twice it counts once, and it counts for the next supervisor of the folder
+too; a person's request switches the policy off for as long as it is there; what is wanted lies within the role's
+bounds. A policy that says nothing, since the driver is away or has seen too little, changes nothing.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def why(self) -> str:
-        """Who wants that number, in words."""
+        """Words for who wants that number."""
         if self.by == "person":
             off = ", which switches the built-in policy off" if self.policy else ""
             return f"asked for by asyncflow scale{off}"
         return "the built-in policy" if self.by == "policy" else "the manifest says so"
 
 
-Wishes = dict[str, Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]]
+Requests = dict[str, Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]]
 
 
-def read_wishes(path: Path) -> Mapping[str, int]:
+def read_requests(path: Path) -> Mapping[str, int]:
     """Return what persons have asked for, by role. Raises ManifestError where the file cannot be read."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Wishes)
+        return msgspec.json.decode(path.read_bytes(), type=Requests)
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -70,21 +70,21 @@ def read_wishes(path: Path) -> Mapping[str, int]:
         raise ManifestError(f"what was asked for cannot be read: {error}", where=str(path), hint=hint) from error
 
 
-def write_wish(path: Path, role: str, replicas: int | None) -> None:
+def write_request(path: Path, role: str, replicas: int | None) -> None:
     """Write down that a person wants so many replicas of ``role``, or leaves it to others (None). Raises OSError."""
     try:
-        wishes = dict(read_wishes(path))
+        requests = dict(read_requests(path))
     except ManifestError:
-        wishes = {}
-    wishes.pop(role, None)
+        requests = {}
+    requests.pop(role, None)
     if replicas is not None:
-        wishes[role] = replicas
-    write_whole(path, msgspec.json.encode(wishes))
+        requests[role] = replicas
+    write_whole(path, msgspec.json.encode(requests))
 
 
 @dataclass(kw_only=True)
 class Scaling:
-    """The wanted number of one elastic role. file: of a person's wishes; before: what a former supervisor had last."""
+    """The wanted number of one elastic role. file: of persons' requests; before: what the last supervisor had."""
 
     role: Role
     file: Path
@@ -94,19 +94,19 @@ class Scaling:
     def __post_init__(self) -> None:
         held = self.before is not None and self.before.by == "policy" and self.policy
         self._decided = self.before.wanted if held and self.before is not None else None
-        self._wish: int | None = None
+        self._request: int | None = None
         self._unreadable = False
 
     def wanted(self) -> Scale:
-        """Return what is wanted now; a file that cannot be read leaves a person's wish as it was."""
+        """Return what is wanted now; a file that cannot be read leaves a person's request as it was."""
         try:
-            self._wish = read_wishes(self.file).get(self.role.name)
+            self._request = read_requests(self.file).get(self.role.name)
             self._unreadable = False
         except ManifestError as error:
             (_log.debug if self._unreadable else _log.warning)("%s", error)
             self._unreadable = True
-        if self._wish is not None:
-            return self._scale(self._wish, "person")
+        if self._request is not None:
+            return self._scale(self._request, "person")
         if self.policy and self._decided is not None:
             return self._scale(self._decided, "policy")
         return self._scale(self.role.replicas, "manifest")

@@ -1,9 +1,10 @@
 """The supervisor: places each replica as a process, starts again what may start again, ends everything in order.
 
-It only carries out what ``lifecycle`` decides, and what ``scaling`` says of the number of rollouts. Invariants: when ``run`` returns or raises, no process of the run is
-alive; when this process is killed instead, its roles die with it and the reaper ends the rest; a disk that fails
-for a while puts off what must be on record first, and nothing else; the ports that a run was given stay its own,
-through all restarts, for as long as the context ``local_site`` lasts.
+It only carries out what ``lifecycle`` decides, and what ``scaling`` says of the number of rollouts. Invariants: when
+``run`` returns or raises, no process of the run is alive; when this process is killed instead, its roles die with it
+and the reaper ends the rest; a disk that fails for a while puts off what must be on record first, and nothing else; the
+ports that a run was given stay its own, through all restarts, for as long as the context ``local_site`` lasts; a
+replica that is not wanted any more is given its time to hand on its work.
 """
 
 from __future__ import annotations
@@ -466,7 +467,7 @@ class LocalSite:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Elastic:
-    """How the rollouts of a job are scaled. policy: whether the built-in policy is on; drain_s: see ``Fleet``."""
+    """Scaling of a job's rollouts. policy: whether the built-in policy is on; drain_s: see ``Fleet``."""
 
     policy: bool
     drain_s: float
@@ -528,4 +529,4 @@ def _scaling(roles: Sequence[Role], folder: RunFolder, *, policy: bool) -> Scali
     elastic = next((role for role in roles if role.elastic), None)
     if elastic is None:
         return None
-    return Scaling(role=elastic, file=folder.wishes, policy=policy, before=before.get(elastic.name))
+    return Scaling(role=elastic, file=folder.requests, policy=policy, before=before.get(elastic.name))

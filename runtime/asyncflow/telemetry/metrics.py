@@ -210,7 +210,8 @@ class DriverMetrics(RoleMetrics):
         self.idle_share = self.gauge("idle_share_ratio", "share of time in which the role did no work", "of")
         self.members = self.gauge("members", "members of the job", "of")
         self.desired_rollouts = self.gauge(
-            "desired_rollouts", "rollouts that the built-in policy would have; those that are there until it has decided"
+            "desired_rollouts",
+            "rollouts that the built-in policy would have; until it has decided, those there are",
         )
 
     def watch_rewards(self, outcomes: Callable[[], Mapping[str, int]]) -> None:
