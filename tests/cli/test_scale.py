@@ -49,7 +49,7 @@ def test_what_is_asked_for_is_a_level_that_switches_the_policy_off_until_it_is_g
 
 
 @pytest.mark.parametrize(
-    ("request", "words"),
+    ("asked", "words"),
     [
         ("rollout=0", "rollout=0 is below rollout.minReplicas, 1. Give 1 to 4"),
         ("rollout=5", "rollout=5 is above rollout.maxReplicas, 4. Give 1 to 4, or continue with --resume"),
@@ -62,8 +62,8 @@ def test_what_is_asked_for_is_a_level_that_switches_the_policy_off_until_it_is_g
         ("=4", "'=4' is not ROLE=NUMBER"),
     ],
 )
-def test_what_cannot_be_done_is_refused_and_changes_nothing(running, capsys, request, words):
-    assert invoke(["scale", str(running), request]) == 2
+def test_what_cannot_be_done_is_refused_and_changes_nothing(running, capsys, asked, words):
+    assert invoke(["scale", str(running), asked]) == 2
     assert words in capsys.readouterr().err
     assert read_requests(requests_of(running)) == {}
 
