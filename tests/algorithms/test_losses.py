@@ -4,7 +4,7 @@ import torch
 
 from asyncflow.algorithms.grpo import Aggregation, GrpoLoss, LossTotals
 from asyncflow.algorithms.losses import Clip, KlName, kl_penalty, ppo_clip
-from asyncflow.errors import ManifestError, NotYetError
+from asyncflow.errors import ManifestError
 
 
 def terms(ratio: float, advantage: float, clip: Clip) -> tuple[float, float, tuple[bool, bool, bool]]:
@@ -75,8 +75,6 @@ def test_expected_k2_gradient_is_that_of_the_divergence() -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ManifestError):
         kl_penalty(torch.zeros(1), torch.zeros(1), "k4")  # type: ignore[arg-type]
-    with pytest.raises(NotYetError, match="lagged"):
-        GrpoLoss(old="lagged")  # type: ignore[arg-type]
 
 
 def test_only_a_lone_policy_term_can_be_silent() -> None:

@@ -107,7 +107,6 @@ def test_a_bad_override_is_refused_like_a_bad_file(override: str, reason: str) -
     [
         ["algorithm.name=ppo"],
         ["algorithm.name=dapo"],
-        ["algorithm.old=lagged", "schedule.mode=periodic"],
         ["reference={replicas: 1}", "algorithm.kl.coefficient=0.1"],
         ["critic={replicas: 1}"],
         ["reward.config={scale: 2}"],
@@ -181,6 +180,13 @@ def test_so_many_batches_are_required_as_can_be_complete() -> None:
 @pytest.mark.parametrize("mode", ["sync", "periodic"])
 def test_recomputed_log_probs_are_taken_where_all_samples_are_of_the_newest_weights(mode: str) -> None:
     assert minimal("algorithm.old=recompute", f"schedule.mode={mode}").spec.algorithm.old == "recompute"
+
+
+def test_of_stale_samples_they_are_taken_with_a_correction() -> None:
+    stale = ["algorithm.old=recompute", "schedule.swapAt=token", "schedule.maxStaleness=2"]
+    with pytest.raises(ManifestError, match="without a correction"):
+        minimal(*stale)
+    assert minimal(*stale, "algorithm.correction={}").spec.algorithm.correction is not None
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from asyncflow.api.status import (
     CheckpointState,
+    CorrectionFigures,
     DriverStatus,
     QueueDepth,
     RolloutState,
@@ -93,6 +94,14 @@ def test_the_screen_says_what_is_missing():
     assert "the driver does not answer" in rendered(screen(frame(RUNNING, reachable=False)))
     waiting = RUNNING.model_copy(update={"waiting_for": "2 rollouts to register"})
     assert "waiting for 2 rollouts to register" in rendered(screen(frame(waiting)))
+
+
+def test_the_screen_shows_what_a_correction_leaves():
+    assert "effective samples" not in rendered(screen(frame(RUNNING)))
+    figures = CorrectionFigures(effective_share=0.875, bounded_share=0.043)
+    lines = rendered(screen(frame(RUNNING.model_copy(update={"correction": figures})))).splitlines()
+    (row,) = (line for line in lines if line.startswith("effective samples"))
+    assert row.split()[2:] == ["88%", "weights", "bounded", "4%"]
 
 
 def test_names_with_markup_are_shown_as_they_are():

@@ -6,6 +6,7 @@ The reference is naive on purpose: transformers on a right-padded batch, and eac
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from train_reference import (
     padded_logprobs,
     part,
     reference_gradient,
+    reference_weights,
     relative_error,
     samples,
 )
 from transformers import AutoModelForCausalLM
 
+from asyncflow.algorithms.correction import Correction
 from asyncflow.algorithms.grpo import Aggregation, AggregationName, GrpoLoss
 from asyncflow.algorithms.losses import Clip
 from asyncflow.identity import Version
@@ -99,6 +102,73 @@ def test_streamed_gradient_is_that_of_one_padded_batch(
         assert relative_error(trainer.kept, expected) < 1e-5, what
         assert metrics["skipped"] == 0
         assert metrics["clip_low"] + metrics["clip_high"] > 0 or chosen.old == "recompute"
+
+
+CORRECTED = {
+    "tokens truncated": GrpoLoss(old="recompute", correction=Correction(low=0.6, high=1.5)),
+    "responses truncated": GrpoLoss(old="recompute", correction=Correction(level="sequence", high=2.0)),
+    "responses masked": GrpoLoss(
+        old="recompute", correction=Correction(kind="mask", level="sequence", low=0.3, high=4)
+    ),
+    "geometric means masked, KL": GrpoLoss(
+        old="lagged", correction=Correction(kind="mask", level="geometric", low=0.8, high=1.2), kl=0.05, kl_name="k3"
+    ),
+    "behaviour, tokens masked": GrpoLoss(correction=Correction(kind="mask", low=0.5, high=2.0)),
+}
+
+
+@pytest.mark.parametrize("name", CORRECTED)
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+def test_a_corrected_gradient_and_its_figures_are_those_of_one_padded_batch(
+    tiny_folder: Path, aggregation: AggregationName, name: str
+) -> None:
+    loss = replace(CORRECTED[name], aggregation=Aggregation(name=aggregation, horizon=HORIZON))
+    batch, figures = samples(), []
+    expected = reference_gradient(tiny_folder, batch, loss)
+    for what, slots, more in cuts(batch):
+        trainer = backend(tiny_folder, loss, **more)
+        for slot in slots:
+            trainer.micro_batch(part(batch, slot), version=Version(0, 0).packed)
+        metrics = trainer.finish_step(1)
+        assert relative_error(trainer.kept, expected) < 1e-5, what
+        figures.append({key: value for key, value in metrics.items() if key.startswith("correction_")})
+    assert figures[0] == pytest.approx(corrected_figures(tiny_folder, batch, loss), rel=1e-4)
+    for each in figures[1:]:
+        assert each == pytest.approx(figures[0], rel=1e-5)
+    assert 0 < figures[0]["correction_high"] + figures[0]["correction_low"] < 1
+
+
+def corrected_figures(folder: Path, batch: MicroBatch, loss: GrpoLoss) -> dict[str, float]:
+    """The figures of importance weights, from one padded batch; what is silent is not computed, and not counted."""
+    assert batch.loss_mask is not None
+    assert loss.correction is not None
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    mask, behaviour = torch.zeros(len(batch), HORIZON), torch.zeros(len(batch), HORIZON)
+    for i in np.flatnonzero(~loss.silent(batch.advantages)).tolist():
+        mask[i, : len(batch.loss_mask.row(i))] = torch.from_numpy(batch.loss_mask.row(i).astype(np.float32))
+        behaviour[i, : len(batch.logprobs.row(i))] = torch.from_numpy(batch.logprobs.row(i).copy())
+    with torch.no_grad():
+        distance = (padded_logprobs(model, batch, HORIZON) - behaviour) * mask
+    counted = mask > 0
+    weights = reference_weights(distance, mask, loss)
+    unbounded = replace(loss, old="recompute", correction=Correction(level=loss.correction.level, high=1e9))
+    ratios = reference_weights(distance, mask, unbounded)
+    if loss.correction.level == "token":
+        weights, ratios = weights[counted], ratios[counted]
+    else:
+        first = [int(row.nonzero()[0]) for row in mask if row.any()]
+        weights, ratios = (each[counted.any(1), first] for each in (weights, ratios))
+    distance = distance[counted]
+    return {
+        "correction_ess": (weights.sum() ** 2 / (len(weights) * weights.square().sum())).item(),
+        "correction_mean": weights.mean().item(),
+        "correction_max": weights.max().item(),
+        "correction_min": weights.min().item(),
+        "correction_high": (ratios > loss.correction.high).float().mean().item(),
+        "correction_low": (ratios < loss.correction.low).float().mean().item(),
+        "correction_k1": -distance.mean().item(),
+        "correction_k3": (distance.exp() - 1 - distance).mean().item(),
+    }
 
 
 @pytest.mark.slow

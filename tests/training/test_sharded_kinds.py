@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from rank_process import gang
-from train_kinds import COMPUTES, MIXTURES, MODELS, SMOOTH, Found, adapters_run, all_runs, make_models
+from train_kinds import COMPUTES, MIXTURES, MODELS, SMOOTH, STEPS, Found, adapters_run, all_runs, is_figure, make_models
 from train_reference import reference_gradient, relative_error, samples
 
 from asyncflow.training.ranks import SingleProcess
@@ -81,6 +81,18 @@ def test_adapters_with_several_updates_a_step_are_those_of_one_rank(two: list[Fo
     for name, array in first.items():
         np.testing.assert_array_equal(array, second[name], err_msg=name)
     assert_close(first, of(one, "mini-batches"))
+
+
+def test_an_old_policy_of_one_step_behind_and_its_correction_are_those_of_one_rank(
+    two: list[Found], one: Found
+) -> None:
+    figures = [name for name in of(one, "lagged") if is_figure(name.rpartition("/")[2])]
+    assert len(figures) == STEPS * 9
+    assert one[f"lagged/step{STEPS}/ratio_max"] > 1.001
+    for rank in two:
+        for name in figures:
+            assert rank[f"lagged/{name}"] == pytest.approx(one[f"lagged/{name}"], rel=1e-4), name
+        assert_close(of(rank, "lagged/weights"), of(one, "lagged/weights"))
 
 
 @pytest.mark.parametrize("model", MIXTURES)

@@ -22,11 +22,13 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from asyncflow.algorithms.correction import Correction
 from asyncflow.algorithms.grpo import GrpoLoss
 from asyncflow.api.workers import LoraSpec
 from asyncflow.training.ranks import ProcessGroup
 from asyncflow.training.settings import BackendSettings, OptimizerSettings
 from asyncflow.training.torch.backend import TorchBackend
+from asyncflow.weights.sender import PublishedSlice
 
 Found: TypeAlias = dict[str, NDArray[Any]]
 
@@ -141,6 +143,34 @@ def adapters_run(folder: Path, group: ProcessGroup, **more: Any) -> Found:
     return run(folder / "dense", group, lora=LORA, loss=GrpoLoss(kl=0.5, kl_name="k2"), **more)
 
 
+def lagged_run(model: Path, group: ProcessGroup) -> Found:
+    """Train with the old policy of one step behind, and a correction by the products over responses."""
+    loss = GrpoLoss(old="lagged", correction=Correction(level="sequence", low=0.1, high=3.0))
+    backend, found = TorchBackend(settings(loss=loss), group=group), dict[str, NDArray[Any]]()
+    backend.load(model, checkpoint=None)
+    batch, before = samples(), held(backend)
+    mine = [i for i in range(len(batch)) if i % group.world == group.rank]
+    for step in range(1, STEPS + 1):
+        now = held(backend)
+        for slot in (mine[: 1 + group.rank], mine[1 + group.rank :]):
+            backend.micro_batch(backend.prepare(part(batch, slot), weights=before), version=None)
+        metrics, before = backend.finish_step(step), now
+        found |= named(f"step{step}", {name: np.array(value) for name, value in metrics.items() if is_figure(name)})
+    found |= whole(backend, "weights")
+    backend.close()
+    return found
+
+
+def is_figure(name: str) -> bool:
+    return name.startswith("correction_") or name == "ratio_max"
+
+
+def held(backend: TorchBackend) -> Found:
+    return {
+        name: np.array(given.array if isinstance(given, PublishedSlice) else given) for name, given in backend.tensors()
+    }
+
+
 def compiled_run(folder: Path, group: ProcessGroup) -> Found:
     """Return the gradient of one step, of layers as they are and compiled, in each precision."""
     found: Found = {}
@@ -173,6 +203,7 @@ def all_runs(folder: Path, group: ProcessGroup) -> Found:
     # Rank 1 has no sample of the second mini-batch.
     mine = [i for i in range(len(samples())) if group.world == 1 or (i < 6 and i % 2 == 0) == group.rank]
     found |= named("mini-batches", adapter_steps(folder / "dense", group, mine))
+    found |= named("lagged", lagged_run(folder / "dense", group))
     for model in MIXTURES:
         found |= named(model, run(folder / model, group, watch=watched_experts))
     for compute in COMPUTES:

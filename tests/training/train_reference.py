@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from asyncflow.algorithms.grpo import GrpoLoss
+from asyncflow.algorithms.losses import MAX_LOG_RATIO
 from asyncflow.api.workers import LoraSpec
 from asyncflow.identity import SampleKey
 from asyncflow.rpc.columns import Jagged
@@ -98,11 +99,14 @@ def reference_gradient(folder: Path, batch: MicroBatch, loss: GrpoLoss) -> dict[
         mask[i, :length] = torch.from_numpy(batch.loss_mask.row(i).astype(np.float32))
         old[i, :length] = torch.from_numpy(batch.logprobs.row(i).copy())
     advantages = torch.from_numpy(batch.advantages)[:, None]
-    ratio = torch.exp(logprobs - (old if loss.old == "behaviour" else logprobs.detach()))
+    behaviour, own = old, logprobs.detach()
+    ratio = torch.exp(logprobs - (old if loss.old == "behaviour" else own))
     clipped = torch.clamp(ratio, 1 - loss.clip.low, 1 + loss.clip.high)
     tokens = torch.maximum(-advantages * ratio, -advantages * clipped)
     if loss.clip.dual is not None:
         tokens = torch.where(advantages < 0, torch.minimum(tokens, -advantages * loss.clip.dual), tokens)
+    if loss.correction is not None:
+        tokens = tokens * reference_weights(own - behaviour, mask, loss)
     if loss.kl:
         with torch.no_grad():
             distance = padded_logprobs(anchor, batch, longest) - logprobs.detach()
@@ -120,6 +124,22 @@ def reference_gradient(folder: Path, batch: MicroBatch, loss: GrpoLoss) -> dict[
     }[loss.aggregation.name]()
     value.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def reference_weights(distance: torch.Tensor, mask: torch.Tensor, loss: GrpoLoss) -> torch.Tensor:
+    """Importance weights, [n, longest], of samples whose policies are ``distance`` apart; 0 beyond a response."""
+    correction = loss.correction
+    assert correction is not None
+    weights = torch.zeros_like(mask)
+    for i, j in mask.nonzero().tolist():
+        whole = distance[i][mask[i] > 0]
+        exponent = {"token": distance[i, j], "sequence": whole.sum(), "geometric": whole.mean()}[correction.level]
+        ratio = exponent.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        if correction.low <= ratio <= correction.high:
+            weights[i, j] = 1 if loss.old == "behaviour" else ratio
+        elif correction.kind == "truncate":
+            weights[i, j] = min(max(ratio, torch.tensor(correction.low)), torch.tensor(correction.high))
+    return weights
 
 
 STOCHASTIC: dict[str, Any] = {"compute": "bfloat16", "weights": "bfloat16"}

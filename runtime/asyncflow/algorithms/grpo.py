@@ -1,12 +1,14 @@
 """The loss of the group-relative family (GRPO, Dr. GRPO, RLOO differ in advantage and aggregation only), whole.
 
-    loss = sum_t weight_t * ( clip(ratio_t, A) + kl * KL_t - entropy * H_t ) / divisor
+    loss = sum_t weight_t * ( correction_t * clip(ratio_t, A) + kl * KL_t - entropy * H_t ) / divisor
 
-Invariants: a token's term and its weight need its own sequence and nothing else of the batch, and the divisor the whole
-step only. So samples may be trained as they stream in, and gradients of unnormalised sums accumulated in any order,
-over any split into micro-batches and ranks, and divided once: exactly the gradient of one big batch. A sequence without
-any loss token is counted nowhere; a sample that is ``silent`` contributes exactly nothing to the gradient and may be
-left out of the computation, but not out of the divisor.
+correction_t is 1 unless a ``Correction`` says otherwise.
+
+Invariants: a token's term and its weights need its own sequence and nothing else of the batch, and the divisor the
+whole step only. So samples may be trained as they stream in, and gradients of unnormalised sums accumulated in any
+order, over any split into micro-batches and ranks, and divided once: exactly the gradient of one big batch. A sequence
+without any loss token is counted nowhere; a sample that is ``silent`` contributes exactly nothing to the gradient and
+may be left out of the computation, but not out of the divisor, in which tokens that a correction masks stay too.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncflow.algorithms.correction import Correction, CorrectionTerms
 from asyncflow.algorithms.losses import Clip, KlName, PolicyTerms, kl_penalty, ppo_clip
-from asyncflow.errors import ManifestError, NotYetError
+from asyncflow.errors import ManifestError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,7 +75,7 @@ class Aggregation:
         return float(max(1, totals.tokens if self.name == "token-mean" else totals.sequences))
 
 
-OldName = Literal["behaviour", "recompute"]
+OldName = Literal["behaviour", "recompute", "lagged"]
 
 
 class TokenLoss(NamedTuple):
@@ -81,6 +84,7 @@ class TokenLoss(NamedTuple):
     total: Tensor
     policy: PolicyTerms
     kl: Tensor | None
+    correction: CorrectionTerms | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,21 +92,26 @@ class GrpoLoss:
     """A loss, as the job describes it.
 
     old: the denominator of the ratio: ``behaviour`` = the log-probs of the engine that sampled, ``recompute`` = the
-    trainer's own at the start of the step, which at its first update is the policy itself (ratio 1).
+    trainer's own at the start of the step, which at its first update is the policy itself (ratio 1), ``lagged`` = those
+    of the weights one step before (Periodic Asynchrony: of θ_{k-2} in step k, whose policy is θ_{k-1}).
+    correction: what the samples' distance from the old policy is corrected by, None for nothing.
     kl: weight of the divergence from θ_0; entropy: weight of the entropy bonus; 0 switches either off.
     """
 
     clip: Clip = field(default_factory=Clip)
     aggregation: Aggregation = field(default_factory=Aggregation)
     old: OldName = "behaviour"
+    correction: Correction | None = None
     kl: float = 0.0
     kl_name: KlName = "k3+"
     entropy: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.old not in ("behaviour", "recompute"):
-            raise NotYetError(
-                f"old: {self.old} does not work yet", where="spec.algorithm.old", hint="Use behaviour or recompute."
+        if self.old == "behaviour" and self.correction is not None and self.correction.kind == "truncate":
+            raise ManifestError(
+                "the ratio of the loss is the importance weight already, and would count twice",
+                where="spec.algorithm.correction.kind",
+                hint="Give mask, or old: recompute.",
             )
 
     def silent(self, advantages: NDArray[np.float32]) -> NDArray[np.bool_]:
@@ -119,22 +128,30 @@ class GrpoLoss:
         reference: Tensor | None,
         entropy: Tensor | None,
         before: Tensor | None = None,
+        counted: Tensor | None = None,
+        sequences: Tensor | None = None,
     ) -> TokenLoss:
         """Return the loss of N tokens, each argument [N]: the policy's, the engine's and the reference's log-probs.
 
-        before: the policy's at the start of the step, which ``recompute`` needs once an update has been made.
+        before: the old policy's, None where that is the policy itself: ``recompute`` before the first update of a step,
+        ``lagged`` where nothing is older. counted, sequences: as of ``Correction.terms``, needed where there is one.
 
         ``advantages`` is that of each token's sample. ``reference`` may be None where ``kl`` is 0, and ``entropy``,
         of the policy's distribution at that token, where its weight is 0.
         """
-        old = behaviour
-        if self.old == "recompute":
-            old = logprobs.detach() if before is None else before
+        own = logprobs.detach()
+        old = behaviour if self.old == "behaviour" else own if before is None else before
         policy = ppo_clip(logprobs, old, advantages, self.clip)
-        total, divergence = policy.loss, None
+        total, divergence, correction = policy.loss, None, None
+        if self.correction is not None and counted is not None and sequences is not None:
+            weighed = own if self.old == "behaviour" else old
+            correction = self.correction.terms(weighed, behaviour, counted=counted, sequences=sequences)
+            if self.old == "behaviour":
+                correction = correction._replace(weight=(correction.weight > 0).to(total.dtype))
+            total = total * correction.weight
         if reference is not None:
             divergence = kl_penalty(logprobs, reference, self.kl_name)
             total = total + self.kl * divergence
         if entropy is not None:
             total = total - self.entropy * entropy
-        return TokenLoss(total, policy, divergence)
+        return TokenLoss(total, policy, divergence, correction)

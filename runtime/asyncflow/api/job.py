@@ -226,16 +226,19 @@ class RLJobSpec(Spec):
         Rule(
             reads=(
                 "algorithm.old",
+                "algorithm.correction",
                 "schedule.mode",
                 "schedule.update",
                 "schedule.swap_at",
                 "schedule.max_staleness",
                 "schedule.sync_every",
             ),
-            ok=lambda job: job.algorithm.old != "recompute" or job.schedule.lag == 0,
-            cel=f"self.algorithm.old != 'recompute' || {LAG_CEL} == 0",
+            ok=lambda job: (
+                job.algorithm.old != "recompute" or job.algorithm.correction is not None or job.schedule.lag == 0
+            ),
+            cel=f"self.algorithm.old != 'recompute' || has(self.algorithm.correction) || {LAG_CEL} == 0",
             why="samples are of older weights, and without a correction for them the ratio would be 1 for all",
-            fix="Give algorithm.old: behaviour, or schedule.mode: sync or periodic",
+            fix="Give algorithm.correction, algorithm.old: behaviour, or schedule.mode: sync or periodic",
         ),
         Rule(
             reads=("algorithm.filter_zero_variance", "schedule.deterministic"),

@@ -221,6 +221,24 @@ class KlSpec(Spec):
     )
 
 
+class CorrectionSpec(Spec):
+    """Importance weights, by which the policy loss is multiplied.
+
+    The ratio of a token is its probability under the old policy of the loss, divided by that under the sampler's.
+    """
+
+    kind: Literal["truncate", "mask"] = "truncate"
+    """Treatment of a ratio out of bounds: it becomes the bound, or its tokens add nothing to the loss, but stay in its
+    divisor. With ``old: behaviour``, whose loss has the ratio already, tokens are only masked, by the policy's
+    probability divided by the sampler's."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Ratio that is bounded, and the weight: of each token, the product over a response, or its geometric mean."""
+    low: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Least weight; 0 is no bound."""
+    high: Annotated[float, Field(ge=1, le=1e6)] = 2.0
+    """Greatest weight (verl: ``rollout_is_threshold``; AReaL: ``behave_imp_weight_cap``)."""
+
+
 class AlgorithmSpec(Spec):
     """The learning algorithm. Step k takes promptsPerStep groups of groupSize samples."""
 
@@ -265,7 +283,11 @@ class AlgorithmSpec(Spec):
     entropy: Annotated[float, Field(ge=0, le=100)] = 0.0
     """Weight of the entropy bonus in the loss; 0 is off."""
     old: Literal["behaviour", "recompute", "lagged"] = "behaviour"
-    """Denominator of the ratio: log-probs of the sampler, of the trainer before the step, or of one step behind."""
+    """Denominator of the ratio: log-probs of the sampler, of the trainer before the step, or of the weights one step
+    before those (mode periodic). The second needs ``correction`` where samples may be stale."""
+    correction: CorrectionSpec | None = None
+    """Correction for samples of another policy than ``old``; with ``old: recompute`` the decoupled objective of AReaL,
+    and verl's rollout correction. Absent: none."""
     filter_zero_variance: Literal["keep", "drop"] = "keep"
     """Treatment of groups whose rewards are all equal; dropped ones are counted and refilled."""
     max_filtered_batches: Annotated[int, Field(ge=1, le=100_000)] = 10
@@ -288,6 +310,15 @@ class AlgorithmSpec(Spec):
             cel="self.promptsPerStep % self.miniBatches == 0",
             why="the groups of a step cannot be divided evenly",
             fix="Give a divisor of promptsPerStep",
+        ),
+        Rule(
+            reads=("correction", "old"),
+            ok=lambda algorithm: (
+                algorithm.correction is None or algorithm.old != "behaviour" or algorithm.correction.kind == "mask"
+            ),
+            cel="!has(self.correction) || self.old != 'behaviour' || self.correction.kind == 'mask'",
+            why="the ratio to the sampler's log-probs is the importance weight already, and would count twice",
+            fix="Give correction.kind: mask, or old: recompute",
         ),
         Rule(
             reads=("warmup_steps", "steps"),

@@ -37,6 +37,15 @@ class Staleness(Wire):
     """Mean over tokens."""
 
 
+class CorrectionFigures(Wire):
+    """Importance weights w of the last step's n tokens or responses, see ``algorithm.correction``."""
+
+    effective_share: float = 0.0
+    """Effective sample size as a share of n: (Σw)² / (n Σw²)."""
+    bounded_share: float = 0.0
+    """Share of them that were beyond a bound, and so truncated or masked."""
+
+
 class QueueDepth(Wire):
     """The queue."""
 
@@ -203,6 +212,8 @@ class DriverStatus(Wire):
     """95th percentile of the seconds between steps."""
     staleness: Staleness = Field(default_factory=Staleness)
     """Staleness of the last step's samples."""
+    correction: CorrectionFigures | None = None
+    """Importance weights of the last step. Absent: the job has none."""
     version: Count = 0
     """Step of the newest published version."""
     queue: QueueDepth = Field(default_factory=QueueDepth)

@@ -66,6 +66,9 @@ class _Step(Struct, kw_only=True):
     staleness_end_max: _Versions
     staleness_token_mean: _Versions
     logprob_gap_p99: Finite | None = None
+    correction_ess: Finite | None = None
+    correction_high: Finite = 0.0
+    correction_low: Finite = 0.0
     wall_s: Seconds
     wait_s: Seconds
     skipped: Annotated[float, Meta(ge=0, le=1e9)] = 0.0

@@ -17,6 +17,7 @@ from asyncflow.api.job import RLJobSpec
 from asyncflow.api.status import (
     BestState,
     CheckpointState,
+    CorrectionFigures,
     DriverStatus,
     Phase,
     QueueDepth,
@@ -87,6 +88,7 @@ def build_status(
         last_step_at=timestamp(last["at"] + clock_ahead_s) if last else None,
         step_p95=progress.step_p95(),
         staleness=_staleness(last) if last else Staleness(),
+        correction=_correction(last),
         version=newest or 0,
         versions=versions,
         queue=_depth(stats),
@@ -151,6 +153,13 @@ def waiting_for(
 
 def _set_state(result: SetResult) -> SetState:
     return SetState(accuracy=result.accuracy, greedy=result.greedy, reward=result.reward, pass_at=result.pass_at)
+
+
+def _correction(line: Mapping[str, Any]) -> CorrectionFigures | None:
+    if line.get("correction_ess") is None:
+        return None
+    bounded = line.get("correction_high", 0.0) + line.get("correction_low", 0.0)
+    return CorrectionFigures(effective_share=line["correction_ess"], bounded_share=bounded)
 
 
 def _staleness(line: Mapping[str, Any]) -> Staleness:

@@ -9,9 +9,11 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
+from asyncflow.algorithms.correction import Correction
 from asyncflow.algorithms.grpo import Aggregation, GrpoLoss
 from asyncflow.algorithms.losses import Clip
 from asyncflow.api.job import RLJobSpec
+from asyncflow.api.learning import CorrectionSpec
 from asyncflow.api.placement import PROFILES
 from asyncflow.errors import ManifestError
 from asyncflow.models.folder import export_folder
@@ -53,7 +55,8 @@ def backend_settings(spec: RLJobSpec, *, host: str, local_rank: int = 0) -> Back
         loss=GrpoLoss(
             clip=Clip(low=algorithm.clip.low, high=algorithm.clip.high, dual=algorithm.clip.dual),
             aggregation=Aggregation(name=algorithm.aggregation, horizon=spec.sampling.max_tokens),
-            old="recompute" if algorithm.old == "recompute" else "behaviour",
+            old=algorithm.old,
+            correction=_correction(algorithm.correction),
             kl=algorithm.kl.coefficient,
             kl_name=algorithm.kl.estimator,
             entropy=algorithm.entropy,
@@ -75,6 +78,10 @@ def backend_settings(spec: RLJobSpec, *, host: str, local_rank: int = 0) -> Back
         deterministic=spec.schedule.deterministic,
         options=backend.options,
     )
+
+
+def _correction(spec: CorrectionSpec | None) -> Correction | None:
+    return None if spec is None else Correction(kind=spec.kind, level=spec.level, low=spec.low, high=spec.high)
 
 
 def export_checkpoint(spec: RLJobSpec, *, run: Path, step: str, target: Path) -> int:

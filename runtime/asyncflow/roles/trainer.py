@@ -183,6 +183,9 @@ async def _report(membership: Membership, metrics: TrainerMetrics, report: Train
     for name, gauge in (("loss", metrics.loss), ("grad_norm", metrics.grad_norm), ("approx_kl", metrics.approx_kl)):
         if name in report.metrics:
             gauge.set(report.metrics[name])
+    for name, value in report.metrics.items():
+        if name.startswith("correction_"):
+            metrics.correction.labels(name.removeprefix("correction_")).set(value)
     await membership.driver.call("driver.report", report, ReportReply, timeout=REPORT_S)
 
 

@@ -317,6 +317,9 @@ class TrainerMetrics(RoleMetrics):
         self.loss = self.gauge("loss", "loss of the last step")
         self.grad_norm = self.gauge("grad_norm", "norm of the last gradient before clipping")
         self.approx_kl = self.gauge("approx_kl", "estimate of the KL divergence from the sampling policy, last step")
+        self.correction = self.gauge(
+            "correction", "importance weights of algorithm.correction, last step: a figure of metrics.jsonl", "figure"
+        )
         self.tokens = self.counter("tokens_trained", "tokens trained", "kind")
         self.steps_skipped = self.counter("steps_skipped", "optimizer steps left out: their gradient was not finite")
         self.wait_seconds = self.histogram("wait_seconds", "time a slot was waited for")

@@ -58,10 +58,12 @@ class TrainerBackend(ABC):
         none) it may read by itself; rank 0 sees all. Raises CheckpointError where what is there does not fit.
         """
 
-    def prepare(self, batch: MicroBatch) -> MicroBatch:
-        """Return ``batch`` with what the loss needs of the weights as they are before the updates of a step.
+    def prepare(self, batch: MicroBatch, *, weights: Mapping[str, NDArray[Any]] | None = None) -> MicroBatch:  # noqa: ARG002
+        """Return ``batch`` with what the loss needs of its old policy.
 
-        Called where a step makes several updates. By default nothing is needed.
+        weights: the old policy's, as ``tensors`` gave them on this rank then; None: those before the updates of the
+        step, which are the weights as they are. Called on every rank, where a step makes several updates, or the loss
+        has the old policy ``lagged``. By default nothing is needed.
         """
         return batch
 

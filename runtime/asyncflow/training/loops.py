@@ -42,8 +42,14 @@ _REMIND_S = 60.0
 COMPUTED_TOKENS = "computed_tokens"
 COUNTS = ("silent_samples", COMPUTED_TOKENS, "packed_tokens")
 """Metrics that add up over the updates of a step."""
-TOKEN_MEANS = ("kl", "entropy", "surprise", "ratio", "approx_kl", "clip_low", "clip_high", "clip_dual")
+TOKEN_MEANS = (
+    "kl", "entropy", "surprise", "ratio", "approx_kl", "clip_low", "clip_high", "clip_dual",
+    "correction_ess", "correction_mean", "correction_high", "correction_low", "correction_k1", "correction_k3",
+)  # fmt: skip
 """Metrics that are means over the computed tokens of an update."""
+MAXIMA = ("ratio_max", "correction_max")
+MINIMA = ("skipped", "correction_min")
+"""Metrics of which the greatest or the smallest of all updates counts."""
 MEASURED_FIRST = "logprob_gap"
 """Metrics that begin so compare with the weights before the step, which only the first update has."""
 
@@ -184,9 +190,9 @@ def mini_batches(serials: NDArray[np.int64], *, groups: NDArray[np.int64], count
 def combined(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the metrics of a step out of those of its updates, at least one.
 
-    ``COUNTS`` are sums, ``TOKEN_MEANS`` means over the tokens of all updates, ``ratio_max`` is the maximum, ``skipped``
-    is 1 where no update moved the weights, and what begins with ``MEASURED_FIRST`` is that of the first update.
-    Everything else is a mean over the updates that have it.
+    ``COUNTS`` are sums, ``TOKEN_MEANS`` means over the tokens of all updates, ``MAXIMA`` and ``MINIMA`` what they say
+    (so ``skipped`` is 1 where no update moved the weights), and what begins with ``MEASURED_FIRST`` is that of the
+    first update. Everything else is a mean over the updates that have it.
     """
     first = updates[0]
     if len(updates) == 1:
@@ -200,9 +206,9 @@ def _combined(name: str, updates: Sequence[Mapping[str, float]]) -> float:
     values = [update[name] for update in updates]
     if name in COUNTS:
         return sum(values)
-    if name == "ratio_max":
+    if name in MAXIMA:
         return max(values)
-    if name == "skipped":
+    if name in MINIMA:
         return min(values)
     weights = [update[COMPUTED_TOKENS] if name in TOKEN_MEANS else 1.0 for update in updates]
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / max(1.0, sum(weights))

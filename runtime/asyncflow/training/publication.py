@@ -6,7 +6,8 @@ along.
 
 Copying, digesting and announcing go on beside the training, which waits only where it would change weights that are not
 copied yet, or begin the next publication before the last one is announced. Older versions that are at hand also serve
-to measure the engine: a sample's log-probs are computed again with the weights that made it.
+to measure the engine: a sample's log-probs are computed again with the weights that made it. Where the loss's old
+policy is the one a step behind (``lagged``), θ_{j-1} is kept and carried too.
 
 Every rank of a gang publishes what it holds of each version, its slices; no rank gathers them.
 
@@ -67,9 +68,9 @@ class Publisher(Protocol):
 class Publication:
     """One rank's versions of one attempt, published one after another while the trainer goes on.
 
-    patience_s: how long the driver may be away; ended: called for each publication that is finished with the seconds
-    that it took. began_at: the step at which the attempt began, -1 before it has. seconds: what the last publication
-    took that was finished, None before the first.
+    patience_s: how long the driver may be away; lagged: whether θ_{j-1} is kept beside θ_j, for the loss; ended: called
+    for each publication that is finished with the seconds that it took. began_at: the step at which the attempt began,
+    -1 before it has. seconds: what the last publication took that was finished, None before the first.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Publication:
         schedule: Schedule,
         attempt: int,
         patience_s: float,
+        lagged: bool,
         ended: Callable[[float], None],
     ) -> None:
         self.began_at = -1
@@ -87,6 +89,7 @@ class Publication:
         self._schedule = schedule
         self._attempt = attempt
         self._patience_s = patience_s
+        self._lagged = lagged
         self._ended = ended
         self._held: dict[int, Copied] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
@@ -189,8 +192,9 @@ class Publication:
         return set(window[: _AFFORDABLE_BYTES // max(1, held[newest].arena.nbytes)])
 
     def _needed(self, step: int) -> set[int]:
-        """The versions up to about θ_step that D_{step+1} or later may only be generated with."""
-        return self._schedule.required(set(range(step + 1, step + 1 + self._schedule.lag + self._schedule.sync_every)))
+        """The versions up to about θ_step that later steps need: to generate their samples, or as the old policy."""
+        later = set(range(step + 1, step + 1 + self._schedule.lag + self._schedule.sync_every))
+        return self._schedule.required(later) | ({step - 1} if self._lagged else set())
 
     @staticmethod
     def save(folder: Path, step: int, tensors: Tensors, *, rank: int) -> None:

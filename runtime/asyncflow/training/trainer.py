@@ -107,6 +107,7 @@ class Trainer:
             schedule=settings.schedule,
             attempt=settings.attempt,
             patience_s=settings.patience_s,
+            lagged=backend.settings.loss.old == "lagged",
             ended=announced,
         )
         self._backend = backend
@@ -210,11 +211,10 @@ class Trainer:
     async def accumulate(self, step: int, slot: FilledSlot) -> None:
         """Compute the gradient of one slot."""
         self._tally.add(slot.batch, step=step)
-        version = self._version(step - 1)
         if self._group.rank == 0:
-            self._keep_aged(slot.batch, current=version)
+            self._keep_aged(slot.batch, current=self._version(step - 1))
         with self.busy("compute"):
-            await self._compute(self._backend.micro_batch, slot.batch, version=version)
+            await self._compute(self._add, step, slot.batch)
 
     async def revisit(self, step: int, slots: Sequence[FilledSlot]) -> None:
         """Make all updates of a step but the last, whose gradient is computed.
@@ -320,6 +320,24 @@ class Trainer:
         checkpoint = found.folder if found is not None else None
         self._backend.load(self._folder, checkpoint=checkpoint)
         return checkpoint, carried
+
+    def _add(self, step: int, batch: MicroBatch) -> None:
+        if self._backend.settings.loss.old == "lagged":
+            batch = self._lagging(step, batch)
+        self._backend.micro_batch(batch, version=self._version(step - 1))
+
+    def _lagging(self, step: int, batch: MicroBatch) -> MicroBatch:
+        """Return ``batch`` with the log-probs under θ_{step-2}, as it was published; collective.
+
+        Without them, so that the old policy is the policy itself, in step 1, and where a rank does not have its part:
+        in the first step after a resume of ranks that do not share their folder, or from a checkpoint without it.
+        """
+        weights = self._publication.weights_of(Version(self._settings.attempt, step - 2)) if step > 1 else None
+        if self._group.gather(np.array([bool(weights)]), what=f"who has θ_{step - 2}").all():
+            return self._backend.prepare(batch, weights=weights)
+        if step > 1:
+            log.warning("step %d has no older weights: its old policy is θ_%d", step, step - 1)
+        return batch
 
     def _keep_aged(self, batch: MicroBatch, *, current: int) -> None:
         """Keep some samples of each older version for ``_measure_aged``."""

@@ -257,10 +257,17 @@ def _figures(status: DriverStatus) -> Table:
             f"{size(queue.bytes)} of {size(queue.limit)}",
         ),
         ("checkpoint", _checkpoint(status), "rewards failed", failures(status.rewards.failed)),
+        *_correction(status),
     )
     for name, value, other, other_value in rows:
         table.add_row(Text(name, style="dim"), value, Text(other, style="dim"), other_value)
     return table
+
+
+def _correction(status: DriverStatus) -> list[tuple[str, str, str, str]]:
+    if (figures := status.correction) is None:
+        return []
+    return [("effective samples", share(figures.effective_share), "weights bounded", share(figures.bounded_share))]
 
 
 def _evaluation(status: DriverStatus) -> str:

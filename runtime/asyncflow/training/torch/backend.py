@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -199,25 +199,36 @@ class TorchBackend(TrainerBackend):
         return TensorShard(_GENERATOR, state[None], row, (world, len(state)), cut=True)
 
     @collective()
-    def prepare(self, batch: MicroBatch) -> MicroBatch:
-        """See the base class: the log-probs that ``old: recompute`` divides by, 0 where no gradient needs them."""
-        if self.settings.loss.old != "recompute":
+    def prepare(self, batch: MicroBatch, *, weights: Mapping[str, NDArray[Any]] | None = None) -> MicroBatch:
+        """See the base class: the log-probs of the old policy, 0 where no gradient needs them.
+
+        Other weights are used as ``measure`` uses them; where they have to be copied, this is once in each call.
+        """
+        if self.settings.loss.old == "behaviour":
             return batch
         try:
-            return self._recomputed(batch)
+            return self._recomputed(batch, weights)
         except torch.OutOfMemoryError as full:
             self._make_packs_smaller(full)
-        return self._recomputed(batch)
+        return self._recomputed(batch, weights)
 
-    def _recomputed(self, batch: MicroBatch) -> MicroBatch:
+    def _recomputed(self, batch: MicroBatch, weights: Mapping[str, NDArray[Any]] | None) -> MicroBatch:
         logprobs = np.zeros(len(batch.responses.values), np.float32)
         active = np.flatnonzero(~self.settings.loss.silent(batch.advantages) & (batch.loss_lengths() > 0))
-        for pack in self._in_step(self._packs(batch, active)):
-            found = self._policy.evaluate(pack or smallest_pack()).cpu().numpy()
-            if pack is not None:
-                entries, _ = _entries(batch, pack, active[pack.samples])
-                logprobs[entries] = found
+        packs = self._packs(batch, active)
+        with nullcontext(self._policy.evaluate) if weights is None else self._under(weights) as evaluate:
+            for pack in self._in_step(packs):
+                found = evaluate(pack or smallest_pack()).cpu().numpy()
+                if pack is not None:
+                    entries, _ = _entries(batch, pack, active[pack.samples])
+                    logprobs[entries] = found
         return replace(batch, old=Jagged(logprobs, batch.responses.offsets))
+
+    @contextmanager
+    def _under(self, weights: Mapping[str, NDArray[Any]]) -> Iterator[Callable[[Pack], Tensor]]:
+        """Return what gives the log-probs of a pack under other weights; on every rank."""
+        with torch.no_grad(), older(self._policy, self._shards, weights, own=own_names(self._model)) as policy:
+            yield lambda pack: policy(pack, entropy=False)[0]
 
     @collective()
     def micro_batch(self, batch: MicroBatch, *, version: int | None) -> None:
@@ -314,9 +325,9 @@ class TorchBackend(TrainerBackend):
 
     def _measure_older(self, batch: MicroBatch, weights: Mapping[str, NDArray[Any]]) -> None:
         packs = self._packs(batch, np.arange(len(batch)))
-        with torch.no_grad(), older(self._policy, self._shards, weights, own=own_names(self._model)) as policy:
+        with self._under(weights) as evaluate:
             for pack in self._in_step(packs):
-                logprobs, _ = policy(smallest_pack() if pack is None else pack, entropy=False)
+                logprobs = evaluate(pack or smallest_pack())
                 if pack is not None:
                     entries, counted = _entries(batch, pack, pack.samples)
                     gap = (logprobs - self._tensor(batch.logprobs.values[entries])).abs().cpu().numpy()
@@ -357,6 +368,9 @@ class TorchBackend(TrainerBackend):
             with torch.no_grad():
                 reference, _ = self._reference(pack, entropy=False)
         logprobs, entropy = self._policy(pack, entropy=loss.entropy != 0)
+        counts, sequences = self._tensor(counted), None
+        if loss.correction is not None:
+            sequences = on_device(np.unique(pack.samples, return_inverse=True)[1], self._device)
         terms = loss.tokens(
             logprobs,
             behaviour=behaviour,
@@ -364,6 +378,8 @@ class TorchBackend(TrainerBackend):
             reference=reference,
             entropy=entropy,
             before=None if batch.old is None else self._tensor(batch.old.values[entries]),
+            counted=counts,
+            sequences=sequences,
         )
         value = (terms.total * weight).sum()
         value.backward()
@@ -373,7 +389,7 @@ class TorchBackend(TrainerBackend):
             logprobs=logprobs.detach(),
             behaviour=behaviour,
             entropy=entropy,
-            counted=self._tensor(counted),
+            counted=counts,
             on_policy=self._tensor(current[samples] & counted),
         )
 

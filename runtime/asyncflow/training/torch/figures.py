@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncflow.algorithms.correction import CorrectionTerms, effective_share
 from asyncflow.algorithms.grpo import TokenLoss
 from asyncflow.algorithms.losses import MAX_LOG_RATIO
 from asyncflow.training.ranks import ProcessGroup
@@ -23,7 +24,11 @@ from asyncflow.training.torch.optimizer import Applied
 _SUMS = (
     "tokens", "sequences", "computed", "loss", "kl", "entropy", "surprise", "ratio", "approx_kl",
     "clip_low", "clip_high", "clip_dual", "silent", "packed_tokens", "gap_tokens", "gap",
+    "correction_units", "correction_weights", "correction_squares", "correction_high", "correction_low",
+    "correction_k1", "correction_k3",
 )  # fmt: skip
+_MAXIMA = ("ratio_max", "correction_max", "correction_least")
+"""``correction_least`` is the smallest weight with its sign turned."""
 _MEANS = ("kl", "entropy", "surprise", "ratio", "approx_kl", "clip_low", "clip_high", "clip_dual")
 
 
@@ -75,6 +80,8 @@ class StepFigures:
             "gap_tokens": on_policy.sum(),
             "gap": (gap * on_policy).sum(),
         }
+        if terms.correction is not None:
+            values |= _correction(terms.correction, counted=counted)
         gaps = torch.where(on_policy > 0, gap, float("nan"))
         self._packs.append((tuple(values), torch.stack(list(values.values())), gaps))
 
@@ -116,8 +123,37 @@ def metrics_of(meter: StepMeter, *, divisor: float, applied: Applied) -> dict[st
         "logprob_gap": sums["gap"] / max(1.0, gap_tokens),
         "logprob_gap_p99": meter.histogram.quantile(0.99),
     }
+    if units := sums["correction_units"]:
+        metrics |= {
+            "correction_ess": effective_share(
+                units=units, weights=sums["correction_weights"], squares=sums["correction_squares"]
+            ),
+            "correction_mean": sums["correction_weights"] / units,
+            "correction_max": meter.maxima["correction_max"],
+            "correction_min": -meter.maxima["correction_least"],
+            "correction_high": sums["correction_high"] / units,
+            "correction_low": sums["correction_low"] / units,
+            "correction_k1": sums["correction_k1"] / computed,
+            "correction_k3": sums["correction_k3"] / computed,
+        }
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
+def _correction(terms: CorrectionTerms, *, counted: Tensor) -> dict[str, Tensor]:
+    """Return the figures of importance weights: sums over tokens or responses, whichever were weighed."""
+    weight, unit = terms.weight, terms.unit
+    return {
+        "correction_units": unit.sum(),
+        "correction_weights": (weight * unit).sum(),
+        "correction_squares": (weight.square() * unit).sum(),
+        "correction_max": (weight * counted).max(),
+        "correction_least": (-weight).where(counted > 0, float("-inf")).max(),
+        "correction_high": (terms.above * unit).sum(),
+        "correction_low": (terms.below * unit).sum(),
+        "correction_k1": (terms.k1 * counted).sum(),
+        "correction_k3": (terms.k3 * counted).sum(),
+    }
+
+
 def _meter() -> StepMeter:
-    return StepMeter(sums=_SUMS, maxima=("ratio_max",))
+    return StepMeter(sums=_SUMS, maxima=_MAXIMA)
