@@ -104,25 +104,33 @@ def test_streamed_gradient_is_that_of_one_padded_batch(
         assert metrics["clip_low"] + metrics["clip_high"] > 0 or chosen.old == "recompute"
 
 
-CORRECTED = {
-    "tokens truncated": GrpoLoss(old="recompute", correction=Correction(low=0.6, high=1.5)),
-    "responses truncated": GrpoLoss(old="recompute", correction=Correction(level="sequence", high=2.0)),
-    "responses masked": GrpoLoss(
-        old="recompute", correction=Correction(kind="mask", level="sequence", low=0.3, high=4)
+CORRECTED: dict[str, tuple[AggregationName, GrpoLoss]] = {
+    "tokens truncated": ("token-mean", GrpoLoss(old="recompute", correction=Correction(low=0.6, high=1.5))),
+    "responses truncated": (
+        "seq-mean-token-mean",
+        GrpoLoss(old="recompute", correction=Correction(level="sequence", high=2.0)),
     ),
-    "geometric means masked, KL": GrpoLoss(
-        old="lagged", correction=Correction(kind="mask", level="geometric", low=0.8, high=1.2), kl=0.05, kl_name="k3"
+    "responses masked": (
+        "token-mean",
+        GrpoLoss(old="recompute", correction=Correction(kind="mask", level="sequence", low=0.01, high=4.0)),
     ),
-    "behaviour, tokens masked": GrpoLoss(correction=Correction(kind="mask", low=0.5, high=2.0)),
+    "geometric means masked, KL": (
+        "seq-mean-token-sum",
+        GrpoLoss(
+            old="lagged",
+            correction=Correction(kind="mask", level="geometric", low=0.8, high=1.2),
+            kl=0.05,
+            kl_name="k3",
+        ),
+    ),
+    "behaviour, tokens masked": ("token-mean", GrpoLoss(correction=Correction(kind="mask", low=0.5, high=2.0))),
 }
 
 
 @pytest.mark.parametrize("name", CORRECTED)
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
-def test_a_corrected_gradient_and_its_figures_are_those_of_one_padded_batch(
-    tiny_folder: Path, aggregation: AggregationName, name: str
-) -> None:
-    loss = replace(CORRECTED[name], aggregation=Aggregation(name=aggregation, horizon=HORIZON))
+def test_a_corrected_gradient_and_its_figures_are_those_of_one_padded_batch(tiny_folder: Path, name: str) -> None:
+    aggregation, chosen = CORRECTED[name]
+    loss = replace(chosen, aggregation=Aggregation(name=aggregation, horizon=HORIZON))
     batch, figures = samples(), []
     expected = reference_gradient(tiny_folder, batch, loss)
     for what, slots, more in cuts(batch):

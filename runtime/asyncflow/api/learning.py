@@ -236,7 +236,7 @@ class CorrectionSpec(Spec):
     low: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Least weight; 0 is no bound."""
     high: Annotated[float, Field(ge=1, le=1e6)] = 2.0
-    """Greatest weight (verl: ``rollout_is_threshold``; AReaL: ``behave_imp_weight_cap``)."""
+    """Greatest weight (verl: ``rollout_is_threshold``)."""
 
 
 class AlgorithmSpec(Spec):
