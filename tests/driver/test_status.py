@@ -5,14 +5,15 @@ from pathlib import Path
 
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.load import load_job
-from asyncflow.api.status import DriverStatus, SetState
+from asyncflow.api.status import CorrectionFigures, DriverStatus, RewardState, SetState
 from asyncflow.driver.instances import rollout_state
-from asyncflow.driver.progress import RunProgress
-from asyncflow.driver.status import show, waiting_for
+from asyncflow.driver.progress import RunProgress, line_of
+from asyncflow.driver.status import build_status, show, waiting_for
 from asyncflow.identity import Version
 from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.rpc.membership import Member
 from asyncflow.telemetry.metrics import DriverMetrics
+from asyncflow.training.report import StepTally, describe
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 SPEC = load_job(EXAMPLE).spec
@@ -35,6 +36,32 @@ STATS = QueueStats(
     fenced=0,
     ledger_bytes=0,
 )
+
+REPORT = describe(
+    StepTally(),
+    {},
+    attempt=0,
+    ranks=1,
+    step=1,
+    published=True,
+    spent={},
+    publication_s=None,
+    busy_s=0.0,
+    started=0.0,
+    ended=1.0,
+)
+NOTHING = dict.fromkeys(
+    ("newest", "version_bytes", "transfer_seconds", "stats", "checkpoint", "best", "recent", "step_progress")
+) | {
+    "phase": "Running",
+    "attempt": 0,
+    "rollouts": (),
+    "idle_share": {},
+    "rewards": RewardState(),
+    "prompts_skipped": 0,
+    "waiting_for": "",
+    "clock_ahead_s": 0.0,
+}
 
 
 def words(
@@ -114,3 +141,14 @@ def test_what_prometheus_scrapes_of_an_evaluation_is_what_the_status_says() -> N
     assert value("asyncflow_driver_eval_set_accuracy_ratio", named) == 0.25
     assert value("asyncflow_driver_eval_set_reward", named) == 0.5
     assert value("asyncflow_driver_eval_set_pass_ratio", {**named, "k": "4"}) == 0.75
+
+
+def test_importance_weights_are_shown_where_the_job_has_them(tmp_path: Path) -> None:
+    line = line_of(REPORT, at=1.0)
+    with_them = {**line, "step": 2, "correction_ess": 0.75, "correction_high": 0.125, "correction_low": 0.0625}
+    progress = RunProgress(tmp_path, steps=60, now=0.0)
+    shown = []
+    for each in (line, with_them):
+        progress.step(each)
+        shown.append(build_status(progress, **NOTHING).correction)  # type: ignore[arg-type]
+    assert shown == [None, CorrectionFigures(effective_share=0.75, bounded_share=0.1875)]

@@ -89,7 +89,7 @@ def test_a_model_is_trained_and_the_run_goes_on_after_its_end(tmp_path: Path) ->
     assert (again["steps"], again["samples_trained"], again["samples_duplicated"]) == (4, 4 * 4 * 8, 0)
 
 
-def test_adapters_are_trained_in_several_updates_a_step(tmp_path: Path) -> None:
+def test_adapters_are_trained_in_several_updates_a_step_with_a_correction(tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -98,8 +98,13 @@ def test_adapters_are_trained_in_several_updates_a_step(tmp_path: Path) -> None:
     lora = [f"model.source={model}", "trainer.lora={rank: 4, targets: [q_proj, up_proj]}"]
     # Untrained, the model answers nothing right: the entropy bonus alone gives a gradient.
     updates = ["algorithm.epochs=2", "algorithm.miniBatches=2", "algorithm.entropy=0.1"]
-    finish(start("quickstart.yaml", folder, [*SMALL, *lora, *updates]), within_s=200)
+    correction = ["algorithm.old=recompute", "algorithm.correction={kind: mask, level: sequence, low: 0.5, high: 2.0}"]
+    finish(start("quickstart.yaml", folder, [*SMALL, *lora, *updates, *correction]), within_s=200)
     made = summary(folder)
+    every_figure_and_event_is_on_its_page(folder)
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        assert 0.9 < line["correction_min"] <= line["correction_mean"] <= line["correction_max"] < 1.1
+        assert (round(line["correction_ess"], 3), line["correction_high"], line["correction_low"]) == (1, 0, 0)
     assert (made["steps"], made["samples_trained"], made["samples_lost"]) == (3, 3 * 4 * 8, 0)
     assert made["logprob_gap_p99"] < 1e-4
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), folder / "export")

@@ -175,6 +175,12 @@ async def _leave_when_told(context: JobContext, trainer: Trainer) -> None:
 
 
 async def _report(membership: Membership, metrics: TrainerMetrics, report: TrainReport) -> None:
+    count_step(metrics, report)
+    await membership.driver.call("driver.report", report, ReportReply, timeout=REPORT_S)
+
+
+def count_step(metrics: TrainerMetrics, report: TrainReport) -> None:
+    """Count one optimizer step, and show its figures."""
     metrics.step.set(report.step)
     metrics.tokens.labels("prompt").inc(report.tokens - report.response_tokens)
     metrics.tokens.labels("response").inc(report.response_tokens)
@@ -186,7 +192,6 @@ async def _report(membership: Membership, metrics: TrainerMetrics, report: Train
     for name, value in report.metrics.items():
         if name.startswith("correction_"):
             metrics.correction.labels(name.removeprefix("correction_")).set(value)
-    await membership.driver.call("driver.report", report, ReportReply, timeout=REPORT_S)
 
 
 def _group(context: JobContext, membership: Membership) -> ProcessGroup:
