@@ -335,7 +335,7 @@ class Trainer:
         weights = self._publication.weights_of(Version(self._settings.attempt, step - 2)) if step > 1 else None
         if self._group.gather(np.array([bool(weights)]), what=f"who has θ_{step - 2}").all():
             return self._backend.prepare(batch, weights=weights)
-        if step > 1:
+        if step > 1 and not self._backend.trained:
             log.warning("step %d has no older weights: its old policy is θ_%d", step, step - 1)
         return batch
 
