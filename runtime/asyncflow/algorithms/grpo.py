@@ -143,7 +143,9 @@ class GrpoLoss:
         old = behaviour if self.old == "behaviour" else own if before is None else before
         policy = ppo_clip(logprobs, old, advantages, self.clip)
         total, divergence, correction = policy.loss, None, None
-        if self.correction is not None and counted is not None and sequences is not None:
+        if self.correction is not None:
+            if counted is None or sequences is None:
+                raise TypeError("a correction has to be told which tokens count, and to which response each belongs")
             weighed = own if self.old == "behaviour" else old
             correction = self.correction.terms(weighed, behaviour, counted=counted, sequences=sequences)
             if self.old == "behaviour":
