@@ -1,9 +1,11 @@
 """Cost of versions to the driver: its CPU time and the bytes it sends, for any number of receivers.
 
-The driver is a process of its own with a catalogue and nothing else. A sender and the receivers, whole ones that pull
-from one another, live in a few more processes. After each publication the required steps move on, as in a run, so that
-versions are released, too. Bytes are those of answers, without the few of frames, TLS and TCP; CPU time is that of the
-whole process, so the idle cost of as many connections is measured before, over as much time, and shown beside it.
+The driver is a process of its own with a catalogue and nothing else. A sender and the receivers live in a few more
+processes. The receivers make every call that real ones make, by the real ``Holder``, but move no weights, so that a
+thousand of them fit a small machine; with ``--pull`` they are whole receivers that pull from one another. After each
+publication the required steps move on, as in a run, so that versions are released, too. Bytes are those of answers,
+without the few of frames, TLS and TCP; CPU time is that of the whole process, and beside it stands what the same
+process spends in as long a time in which nothing is published.
 
     python benchmarks/weights/catalogue.py --receivers 1000
 """
@@ -20,14 +22,20 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
 from asyncflow.identity import Version
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.server import Caller, RpcServer
+from asyncflow.weights.holder import Copy, Holder
 from asyncflow.weights.host_transport import HostTransport
+from asyncflow.weights.manifest import Manifest
+from asyncflow.weights.messages import WHOLE, Locate, Located
 from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.sender import WeightSender
 from asyncflow.weights.service import CatalogueService
+from asyncflow.weights.slices import Arena, Box
+from asyncflow.weights.transport import Read, Transport, Until, at_once
 
 SOON = 300.0
 
@@ -80,6 +88,57 @@ async def drive() -> None:
                 made = Counter(server.counters.calls)
                 say(cpu_s=time.process_time() - cpu, sent=sent - before, calls=dict(made - calls))
                 cpu, before, calls = time.process_time(), sent, made
+
+
+class Still(Transport):
+    """Moves nothing."""
+
+    async def start(self, read: Read, *, until: Until = at_once) -> str:
+        """Serve nobody."""
+        del read, until
+        return "tcp://127.0.0.1:1"
+
+    async def pull(self, *_: object, **__: object) -> None:
+        """Pull nothing."""
+
+    async def close(self) -> None:
+        """Have nothing to close."""
+
+
+async def follow(holder: Holder, driver: RpcClient, manifests: dict[int, Manifest], alone: asyncio.Lock) -> None:
+    """Ask where each new version is and announce it at once, as if it had been pulled."""
+    while True:
+        changed, newest = holder.changed, max(holder.view.available, default=None)
+        if newest is None or newest in holder.copies:
+            await changed.wait()
+            continue
+        asked = Locate(worker=holder.worker, address=holder.address, version=newest.packed, layout=WHOLE, manifest=True)
+        located = await driver.call("weights.locate", asked, Located, timeout=SOON)
+        if located.manifest is not None:
+            manifests[newest.packed] = located.manifest
+        async with alone:
+            if newest.packed not in manifests:  # real receivers have it from one another
+                asked = replace(asked, layout=None)
+                located = await driver.call("weights.locate", asked, Located, timeout=SOON)
+                manifests[newest.packed] = located.manifest
+        manifest = manifests[newest.packed]
+        arena = Arena({entry.name: (entry.dtype, Box.whole(entry.shape)) for entry in manifest.tensors})
+        holder.add(newest, Copy(arena=arena, origin=manifest))
+
+
+async def announce(address: str, first: int, number: int) -> None:
+    """Be so many receivers that only make the calls of one."""
+    manifests: dict[int, Manifest] = {}
+    alone = asyncio.Lock()
+    for index in range(first, first + number):
+        name = f"rollout-{index}"
+        link = Link(RpcClient(name=name, resolve=address))
+        holder = Holder(membership=link, worker=name, transport=Still())
+        await holder.start()
+        holder.spawn(follow(holder, link.driver, manifests, alone))
+    say(ready=number)
+    async for _ in commands():
+        say(taken=number)
 
 
 async def receive(address: str, first: int, number: int) -> None:
@@ -135,14 +194,12 @@ class Child:
         await self._process.wait()
 
 
-async def measure(receivers: int, *, processes: int, versions: int, tensors: int) -> None:
+async def measure(receivers: int, *, kind: str, processes: int, versions: int, tensors: int) -> None:
     """Publish versions and say what each costs the driver."""
     driver = await Child.start("driver")
     address = str((await driver.hear())["address"])
     share = -(-receivers // processes)
-    groups = [
-        await Child.start("receivers", address, at, min(share, receivers - at)) for at in range(0, receivers, share)
-    ]
+    groups = [await Child.start(kind, address, at, min(share, receivers - at)) for at in range(0, receivers, share)]
     for group in groups:
         await group.hear()
     link = Link(RpcClient(name="trainer", resolve=address))
@@ -187,16 +244,25 @@ def main() -> None:
     options.add_argument("--processes", type=int, default=2)
     options.add_argument("--versions", type=int, default=4)
     options.add_argument("--tensors", type=int, default=100, help="of which the manifest, sent twice, consists")
+    options.add_argument("--pull", action="store_true", help="pull the weights, too")
     options.add_argument("--play", nargs="+", help=argparse.SUPPRESS)
     chosen = options.parse_args()
     match chosen.play:
         case ["driver"]:
             asyncio.run(drive())
-        case ["receivers", address, first, number]:
+        case ["pull", address, first, number]:
             asyncio.run(receive(address, int(first), int(number)))
+        case ["announce", address, first, number]:
+            asyncio.run(announce(address, int(first), int(number)))
         case _:
             asyncio.run(
-                measure(chosen.receivers, processes=chosen.processes, versions=chosen.versions, tensors=chosen.tensors)
+                measure(
+                    chosen.receivers,
+                    kind="pull" if chosen.pull else "announce",
+                    processes=chosen.processes,
+                    versions=chosen.versions,
+                    tensors=chosen.tensors,
+                )
             )
 
 

@@ -271,6 +271,24 @@ async def test_large_tensors_come_in_bounded_chunks(world):
     assert 1 << 17 < largest <= 1 << 18
 
 
+async def test_a_large_tensor_is_published_in_slices_that_every_rank_cuts_alike(world):
+    rng = np.random.default_rng(0)
+    tensors = {"big": rng.integers(0, 2**16, (3000, 1000), dtype=np.uint16), "small": np.ones(3, np.float32)}
+    huge = rng.integers(0, 2**16, (40_000, 500), dtype=np.uint16)
+    for rank in range(2):
+        sender = await world.sender(f"rank{rank}", part=rank, parts=2)
+        complete = await sender.publish(Version(0, 0), tensors | ({"huge": huge} if rank else {}), timeout=SOON)
+        assert complete == bool(rank)
+    slices = {entry.name: entry.slices for entry in world.service.catalogue.manifest(Version(0, 0)).tensors}
+    assert len(slices["small"]) == 1
+    assert 5 < len(slices["big"]) <= 6
+    assert all(each.nbytes <= 1 << 20 for each in slices["big"])
+    assert 16 <= len(slices["huge"]) <= 17
+    receiver = await world.receiver()
+    await receiver.ensure(0, timeout=SOON)
+    assert same(dict(receiver.take(0)[1]), tensors | {"huge": huge})
+
+
 async def test_a_watch_is_answered_at_once_by_another_catalogue_of_the_same_revision(world):
     driver = world.link("worker").driver
     known = world.service.view()

@@ -63,6 +63,8 @@ class Histories(RuleBasedStateMachine):
         receiver = data.draw(st.sampled_from(sorted(self.layouts)))
         self.spread.leave(receiver)
         self.sources.pop(receiver, None)
+        for child in [child for child, source in self.sources.items() if source == receiver]:
+            self.sources[child] = "one that has left"
         self.whole.discard(receiver)
         del self.layouts[receiver]
 

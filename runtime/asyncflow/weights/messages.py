@@ -20,7 +20,7 @@ WHOLE = ""
 """Key of the layout of a worker that needs all of every tensor."""
 
 
-class VersionView(msgspec.Struct, frozen=True, kw_only=True):
+class VersionView(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One version. digest: "" while parts are missing; available: whether its holders together have every byte."""
 
     version: int
@@ -28,7 +28,7 @@ class VersionView(msgspec.Struct, frozen=True, kw_only=True):
     available: bool
 
 
-class CatalogueView(msgspec.Struct, frozen=True, kw_only=True):
+class CatalogueView(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The catalogue as workers see it. Versions are packed and in order.
 
     newest: the newest version ever complete, -1 for none; required: steps that unfinished work needs; releasable: the
@@ -130,7 +130,7 @@ class Locate(msgspec.Struct, frozen=True, kw_only=True):
     manifest: bool = False
 
 
-class PeerView(msgspec.Struct, frozen=True, kw_only=True):
+class PeerView(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Whom to pull from.
 
     whole: whether it has what it offers already, or is getting it; regions: by tensor the box that it offers, None for

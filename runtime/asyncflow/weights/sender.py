@@ -2,7 +2,7 @@
 
 Invariant: when ``copy`` has returned, the trainer may change its tensors; what was published never changes, and is
 served until the catalogue releases it. Nobody's pull is ever waited for. A large tensor is published in several slices,
-so that receivers can check it, and pass it on, part by part.
+so that receivers can check it, and pass it on, part by part; all ranks that have the same box cut it in the same way.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from asyncflow.weights.manifest import ManifestPart, Slice, TensorEntry, digest_
 from asyncflow.weights.slices import AnyArray, Arena, Box, split, view
 from asyncflow.weights.transport import Transport
 
-_SLICE_BYTES = 16 << 20
-_MOST_SLICES = 32
+_SLICE_BYTES = 1 << 20
+_MOST_SLICES = 16
+"""Of one box: few, as manifests list them all, and many, as only a whole slice can be passed on."""
 
 
 @dataclass(frozen=True, kw_only=True)

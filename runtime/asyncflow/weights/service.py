@@ -39,7 +39,7 @@ from asyncflow.weights.messages import (
 log = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 30.0
-_TELLING_S = 50e-6
+_TELLING_S = 100e-6
 """Seconds that it takes to tell one worker: for so long a change waits for the next."""
 
 
@@ -52,7 +52,7 @@ class CatalogueService:
 
     def __init__(self, server: RpcServer, *, catalogue: Catalogue | None = None) -> None:
         self.catalogue = catalogue if catalogue is not None else Catalogue()
-        self._epoch = uuid.uuid4().hex
+        self._epoch = uuid.uuid4().hex[:16]
         self._changed = asyncio.Event()
         self._watches: dict[asyncio.Future[msgspec.Raw], str] = {}
         self._revision = -1
