@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from weights_world import small_steps
 
-from asyncflow.errors import ProtocolError
+from asyncflow.errors import ManifestError, ProtocolError
 from asyncflow.identity import Version
 from asyncflow.rpc.server import RpcServer
 from asyncflow.weights.deltas import difference, restored
@@ -151,6 +151,11 @@ async def test_a_liar_gets_nothing_written(frame, deltas, match):
         assert got == []
     await puller.close()
     await server.close()
+
+
+def test_a_bandwidth_at_which_peers_would_give_up_is_refused():
+    with pytest.raises(ManifestError, match="fewer than 1048576"):
+        HostTransport(name="holder", bandwidth=1000)
 
 
 async def test_what_is_sent_stays_below_the_bandwidth_over_all_peers():

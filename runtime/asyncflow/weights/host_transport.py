@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from asyncflow.api.names import FOLLOWER
-from asyncflow.errors import DeadlineExceeded, ProtocolError, StaleHandle
+from asyncflow.errors import DeadlineExceeded, ManifestError, ProtocolError, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.columns import Buffer
@@ -30,6 +30,9 @@ from asyncflow.weights.deltas import difference, restored
 from asyncflow.weights.manifest import digest_of
 from asyncflow.weights.slices import split, subtract
 from asyncflow.weights.transport import Read, Region, Sink, Source, Transport, Until, at_once
+
+LEAST_BANDWIDTH = 1 << 20
+"""Bytes a second, at which the first chunks of several peers come well within the usual patience."""
 
 _FIRST_CHUNK = 64 * 1024
 _CHUNK_S = 0.25
@@ -141,7 +144,8 @@ class HostTransport(Transport):
     name: this worker, in logs and errors; bind, advertise, credentials: as in ``RpcServer``; chunk_bytes: most bytes of
     one answer; window: answers in flight per pull; patience_s: a peer that sends nothing for so long (longer on a link
     that was measured to be slow) counts as stalled; delta: send and ask for differences from a version that both hold,
-    where these are shorter; bandwidth: most bytes a second that are served, to all peers together.
+    where these are shorter; bandwidth: most bytes a second that are served, to all peers together. Raises ManifestError
+    where that is so little that peers would take this worker for stalled.
     """
 
     def __init__(
@@ -157,6 +161,9 @@ class HostTransport(Transport):
         delta: bool = True,
         bandwidth: int | None = None,
     ) -> None:
+        if bandwidth is not None and bandwidth < LEAST_BANDWIDTH:
+            what = f"{bandwidth} bytes a second are fewer than {LEAST_BANDWIDTH}"
+            raise ManifestError(what, where="bandwidth", hint="A receiver would take its source for dead; give more.")
         self._name = name
         self._credentials = credentials
         self._chunk_bytes = chunk_bytes
