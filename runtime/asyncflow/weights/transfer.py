@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 _STREAMS = 4
 _REVIEW_S = 5.0
+_ASK_S = 0.5
 _SMALL = 64 * 1024
 """Bytes of a portion whose digest takes less time than to hand it to another thread."""
 
@@ -226,8 +227,9 @@ class Transfer:
 
     async def _are_others_better(self, peers: Sequence[PeerView]) -> bool:
         try:
-            found = await self._sources(frozenset())
-        except AsyncFlowError:
+            async with asyncio.timeout(_ASK_S):
+                found = await self._sources(frozenset())
+        except (AsyncFlowError, TimeoutError):
             return False
         return {peer.worker for peer in found} != {peer.worker for peer in peers}
 
