@@ -61,7 +61,7 @@ faults: $(STAMP)
 drains: $(STAMP)
 	$(BIN)/python benchmarks/faults.py examples/counting.yaml --kills 100 --seed 1 --roles drain rollout scale --pause 1.5 3 \
 		--output runs/drains --set schedule.swapAt=token --set schedule.maxStaleness=2 --set evaluation=null \
-		--set algorithm.steps=45 --set sampling.maxTokens=1200 --set rollout.replicas=4 --set rollout.maxReplicas=6 \
+		--set algorithm.steps=70 --set sampling.maxTokens=1200 --set rollout.replicas=4 --set rollout.maxReplicas=6 \
 		--set 'rollout.engine={name: simulated, slots: 16, options: {token_s: 0.02, tokens: 300, sigma: 0.8}}' \
 		--set failurePolicy.rollout.maxRestarts=1000
 
