@@ -1,4 +1,4 @@
-"""What each way to update weights costs behind a slow link: sync, delayed and staggered, each also behind a fast one.
+"""Cost of each way to update weights behind a slow link: sync, delayed and staggered, each also behind a fast one.
 
     sudo python benchmarks/update_modes.py [--engine simulated|transformers|vllm] [--modes sync delayed staggered]
 
