@@ -6,6 +6,7 @@ from pathlib import Path
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.load import load_job
 from asyncflow.api.status import CorrectionFigures, DriverStatus, RewardState, SetState
+from asyncflow.api.versions import VersionsState
 from asyncflow.driver.instances import rollout_state
 from asyncflow.driver.progress import RunProgress, line_of
 from asyncflow.driver.status import build_status, show, waiting_for
@@ -51,10 +52,11 @@ REPORT = describe(
     ended=1.0,
 )
 NOTHING = dict.fromkeys(
-    ("newest", "version_bytes", "transfer_seconds", "stats", "checkpoint", "best", "recent", "step_progress")
+    ("newest", "stats", "checkpoint", "best", "recent", "desired_rollouts", "step_progress")
 ) | {
     "phase": "Running",
     "attempt": 0,
+    "versions": VersionsState(),
     "rollouts": (),
     "idle_share": {},
     "rewards": RewardState(),
