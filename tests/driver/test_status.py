@@ -51,9 +51,7 @@ REPORT = describe(
     started=0.0,
     ended=1.0,
 )
-NOTHING = dict.fromkeys(
-    ("newest", "stats", "checkpoint", "best", "recent", "desired_rollouts", "step_progress")
-) | {
+NOTHING = dict.fromkeys(("newest", "stats", "checkpoint", "best", "recent", "desired_rollouts", "step_progress")) | {
     "phase": "Running",
     "attempt": 0,
     "versions": VersionsState(),

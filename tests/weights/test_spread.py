@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from weights_world import bulk
 
 from asyncflow.identity import Version
@@ -24,68 +24,65 @@ PATIENCE = 5
 REVIEW = 5
 
 
-class Histories(RuleBasedStateMachine):
-    """Receivers of two layouts that come, ask again, complain, finish and go in any order."""
+class History:
+    """Receivers of two layouts that come, ask again, complain, finish and go."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.spread = Spread()
         self.sources: dict[str, str | None] = {}
         self.layouts: dict[str, str] = {}
-        self.whole: set[str] = set()
 
-    @rule(receiver=st.sampled_from("abcdefgh"), layout=st.sampled_from(["", "half"]))
     def ask(self, receiver: str, layout: str) -> None:
         layout = self.layouts.setdefault(receiver, layout)
-        self.whole.discard(receiver)
         self.sources[receiver] = self.spread.place(receiver, layout=layout)
 
-    @precondition(lambda self: self.sources)
-    @rule(data=st.data())
-    def complain(self, data: st.DataObject) -> None:
-        receiver = data.draw(st.sampled_from(sorted(self.sources)))
-        source = self.sources[receiver]
-        failed = {"publisher"} if source is None else {source}
-        self.sources[receiver] = self.spread.place(receiver, layout=self.layouts[receiver], failed=failed)
-        assert source is None or self.sources[receiver] != source
+    def complain(self, receiver: str, _layout: str) -> None:
+        if receiver in self.sources:
+            source = self.sources[receiver]
+            failed = {"publisher"} if source is None else {source}
+            self.sources[receiver] = self.spread.place(receiver, layout=self.layouts[receiver], failed=failed)
+            assert source is None or self.sources[receiver] != source
 
-    @precondition(lambda self: self.layouts)
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        receiver = data.draw(st.sampled_from(sorted(self.layouts)))
-        self.spread.finish(receiver, layout=self.layouts[receiver])
-        self.whole.add(receiver)
-        self.sources.pop(receiver, None)
+    def finish(self, receiver: str, _layout: str) -> None:
+        if receiver in self.layouts:
+            self.spread.finish(receiver, layout=self.layouts[receiver])
+            self.sources.pop(receiver, None)
 
-    @precondition(lambda self: self.layouts)
-    @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
-        receiver = data.draw(st.sampled_from(sorted(self.layouts)))
-        self.spread.leave(receiver)
-        self.sources.pop(receiver, None)
-        for child in [child for child, source in self.sources.items() if source == receiver]:
-            self.sources[child] = "one that has left"
-        self.whole.discard(receiver)
-        del self.layouts[receiver]
+    def leave(self, receiver: str, _layout: str) -> None:
+        if self.layouts.pop(receiver, None) is not None:
+            self.spread.leave(receiver)
+            self.sources.pop(receiver, None)
+            for child in [child for child, source in self.sources.items() if source == receiver]:
+                self.sources[child] = "one that has left"
 
-    @invariant()
-    def nobody_waits_for_itself(self) -> None:
+    def check(self) -> None:
+        """Nobody waits for itself, and nobody serves too many, or another layout."""
         for receiver in self.sources:
             seen, at = [receiver], self.sources[receiver]
             while at is not None and at in self.sources:
                 assert at not in seen
                 seen.append(at)
                 at = self.sources[at]
-
-    @invariant()
-    def nobody_serves_too_many_nor_another_layout(self) -> None:
         there = Counter(source for source in self.sources.values() if source in self.layouts)
         assert all(count <= FANOUT for count in there.values())
         for receiver, source in self.sources.items():
             assert source not in self.layouts or self.layouts[source] == self.layouts[receiver]
 
 
-TestHistories = Histories.TestCase
+EVENTS = [History.ask, History.complain, History.finish, History.leave]
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.sampled_from(EVENTS), st.sampled_from("abcdefgh"), st.sampled_from(["", "half"]))))
+def test_in_any_history_nobody_waits_for_itself_nor_serves_too_many(
+    events: list[tuple[Callable[[History, str, str], None], str, str]],
+) -> None:
+    history = History()
+    for event, receiver, layout in events:
+        event(history, receiver, layout)
+        history.check()
+
+
 TestHistories.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
