@@ -83,9 +83,6 @@ def test_in_any_history_nobody_waits_for_itself_nor_serves_too_many(
         history.check()
 
 
-TestHistories.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-
-
 @dataclass
 class Swarm:
     """Receivers in steps of a second: each serves what it has, ``rate`` portions a second, to all it serves together.
