@@ -10,8 +10,11 @@ import asyncflow
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-INTERFACES = {"queue-backends.md": {"asyncflow.queue.storage.backend", "asyncflow.queue.storage.packed"}}
-"""By page: the modules with what a plug-in that it shows derives from."""
+INTERFACES = {
+    "queue-backends.md": {"asyncflow.queue.storage.backend", "asyncflow.queue.storage.packed"},
+    "weights.md": {"asyncflow.weights"},
+}
+"""By page: the modules with what a plug-in that it shows derives from, or the package that it is about."""
 BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

@@ -233,14 +233,14 @@ def schema_of(model: type[Spec]) -> Schema:
 
 
 def without_defaults(schema: Schema) -> Schema:
-    """Return ``schema`` without defaults, for what only a controller writes."""
+    """Return ``schema`` without defaults and rules, for what only a controller writes."""
     kept: Schema = {}
     for key, value in schema.items():
         if key == "properties":
             kept[key] = {name: without_defaults(part) for name, part in value.items()}
         elif key in ("items", "additionalProperties"):
             kept[key] = without_defaults(value)
-        elif key != "default":
+        elif key not in ("default", "x-kubernetes-validations"):
             kept[key] = value
     return kept
 
