@@ -17,6 +17,7 @@ from asyncflow.api.versions import VersionsState
 
 PublishedDtype = Literal["float32", "bfloat16"]
 _LEAST_CHUNK, _LARGEST_CHUNK = 64 << 10, 256 << 20
+_LEAST_BANDWIDTH = 1 << 20
 
 
 class WeightsSpec(Spec):
@@ -52,10 +53,10 @@ class WeightsSpec(Spec):
         ),
         Rule(
             reads=("bandwidth",),
-            ok=lambda weights: weights.bandwidth is None or weights.bandwidth.bytes >= _LEAST_CHUNK,
-            cel="!has(self.bandwidth) || quantity(string(self.bandwidth)).compareTo(quantity('64Ki')) >= 0",
-            why="no version would ever arrive",
-            fix="Give bytes a second with a unit, 64Ki or more, e.g. 100Mi",
+            ok=lambda weights: weights.bandwidth is None or weights.bandwidth.bytes >= _LEAST_BANDWIDTH,
+            cel="!has(self.bandwidth) || quantity(string(self.bandwidth)).compareTo(quantity('1Mi')) >= 0",
+            why="receivers would take a holder that is so slow for dead",
+            fix="Give bytes a second with a unit, 1Mi or more, e.g. 100Mi",
         ),
     )
     frozen_fields: ClassVar[tuple[Frozen, ...]] = (
