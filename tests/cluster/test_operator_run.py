@@ -287,7 +287,7 @@ def test_the_log_has_one_line_of_json_for_every_action_and_no_secret(start: Star
     made = {"Pod/quickstart-driver-0", "ConfigMap/quickstart"}
     assert made | {f"Secret/{each['metadata']['name']}" for each in secrets} <= done.keys()
     assert max(done.values()) == 1
-    assert len(secrets) == 7
+    assert len(secrets) == 8
     assert not any(value in operator.log for each in secrets for value in each["data"].values())
 
 

@@ -68,7 +68,7 @@ async def calling(
 
 
 def member(role: str, index: int) -> Member:
-    return Member(role=role, index=index, incarnation=worker_name(role, index, "a"))
+    return Member(role=role, index=index, incarnation=worker_name(role, index, "a"), address="tcp://127.0.0.1:1")
 
 
 @pytest.mark.usefixtures("way")

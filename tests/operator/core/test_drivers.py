@@ -14,6 +14,7 @@ from asyncflow.api.status import (
     MOST_ROLLOUTS,
     BestState,
     CheckpointState,
+    CorrectionFigures,
     DriverStatus,
     QueueDepth,
     RecentFigures,
@@ -317,6 +318,7 @@ def largest(rollouts: int) -> DriverStatus:
         step_progress=progress,
         waiting_for=line,
         desired_rollouts=LARGEST,
+        correction=CorrectionFigures(effective_share=-longest, bounded_share=-longest),
         versions=VersionsState(
             rollouts=LARGEST,
             followers=LARGEST,
