@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import selectors
 import subprocess
 import sys
 import time
@@ -17,6 +18,45 @@ from asyncflow.rollout.engines.simulated import SimulatedEngine
 
 def simulated(slots=4, **options):
     return open_engine("simulated", folder=None, slots=slots, max_length=128, options=options)
+
+
+class LeapingSelector(selectors.DefaultSelector):
+    """Lets the time of a loop leap to its next timer, instead of waiting for it."""
+
+    now = 0.0
+
+    def select(self, timeout=None):
+        found = super().select(None if timeout is None else 0)
+        self.now += 0.0 if timeout is None or found else timeout
+        return found
+
+
+def leaping_loop():
+    selector = LeapingSelector()
+    loop = asyncio.SelectorEventLoop(selector)
+    loop.time = lambda: selector.now
+    return loop
+
+
+def leaping(work):
+    with asyncio.Runner(loop_factory=leaping_loop) as runner:
+        return runner.run(work)
+
+
+async def ends(engine, requests, *, meanwhile=None):
+    """Return (tokens, seconds from the start) of each request, all of which begin together."""
+    loop = asyncio.get_running_loop()
+    await engine.load(Version(0, 0), {})
+    began = loop.time()
+
+    async def one(each):
+        made = await engine.generate(each)
+        return len(made), loop.time() - began
+
+    tasks = [asyncio.create_task(one(each)) for each in requests]
+    if meanwhile is not None:
+        await meanwhile()
+    return await asyncio.gather(*tasks)
 
 
 def request(serial, sample=0, **changes):
@@ -127,7 +167,7 @@ def test_a_prefix_is_kept_by_engines_that_know_how():
 
 
 def test_options_are_checked():
-    for options in ({"speed": 1}, {"token_s": -1.0}, {"token_s": "fast"}, {"sigma": float("inf")}):
+    for options in ({"speed": 1}, {"token_s": -1.0}, {"token_s": "fast"}, {"sigma": float("inf")}, {"share_s": 1.0}):
         with pytest.raises(ManifestError, match="options"):
             simulated(**options)
 
@@ -143,3 +183,55 @@ async def test_a_sample_that_was_claimed_again_may_run_twice_at_once():
     first, second = await asyncio.gather(engine.generate(request(0)), engine.generate(request(0)))
     assert first.ids.tolist() == second.ids.tolist()
     assert engine.stats().running == 0
+
+
+@pytest.mark.parametrize("share_s", [0.0, 0.003])
+def test_each_further_sequence_slows_all_and_each_end_makes_the_rest_faster(share_s):
+    engine = simulated(64, tokens=20, sigma=0.8, token_s=0.01, share_s=share_s, time_scale=2.0)
+    found = sorted(leaping(ends(engine, [request(serial) for serial in range(40)])))
+    at, before = 0.0, 0
+    for index, (tokens, seconds) in enumerate(found):
+        at += 2.0 * (tokens - before) * (0.01 + share_s * (len(found) - index - 1))
+        before = tokens
+        assert seconds == pytest.approx(at, abs=1e-6)
+
+
+def test_sequences_that_share_stand_still_while_weights_are_loaded():
+    engine = simulated(3, token_s=0.01, share_s=0.005, load_s=0.5)
+
+    async def load():
+        await asyncio.sleep(0.3)
+        await engine.load(Version(0, 1), {})
+
+    found = leaping(ends(engine, [request(serial) for serial in range(4)], meanwhile=load))
+    three, one = 64 * 0.02, 64 * 0.01
+    assert [seconds for _, seconds in found] == pytest.approx([three + 0.5] * 3 + [three + 0.5 + one], abs=1e-6)
+
+
+def test_a_sequence_that_is_ended_makes_the_rest_faster():
+    engine = simulated(2, token_s=0.01, share_s=0.01)
+
+    async def abort():
+        await asyncio.sleep(0.32)
+        await engine.abort([SampleKey(1, 0)])
+
+    (whole, last), (some, first) = leaping(ends(engine, [request(0), request(1)], meanwhile=abort))
+    assert (some, whole) == (16, 64)
+    assert (first, last) == pytest.approx((0.32, 0.32 + 48 * 0.01), abs=1e-6)
+
+
+async def test_lengths_of_a_group_go_together_as_far_as_rho_says():
+    spread = {}
+    for rho in (0.0, 0.6):
+        engine = open_engine(
+            "simulated", folder=None, slots=999, max_length=100_000, options={"tokens": 1000, "sigma": 0.5, "rho": rho}
+        )
+        await engine.load(Version(0, 0), {})
+        keys = [SampleKey(serial, sample) for serial in range(150) for sample in range(4)]
+        asked = [GenerationRequest(key=key, prompt_ids=(1,), max_tokens=50_000) for key in keys]
+        made = await asyncio.gather(*map(engine.generate, asked))
+        logs = np.log([len(each) for each in made]).reshape(150, 4)
+        assert logs.std() == pytest.approx(0.5, abs=0.06)
+        spread[rho] = np.corrcoef(logs[:, 0], logs[:, 1])[0, 1]
+    assert abs(spread[0.0]) < 0.2
+    assert spread[0.6] == pytest.approx(0.6, abs=0.15)

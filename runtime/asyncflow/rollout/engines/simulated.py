@@ -1,16 +1,17 @@
 """The simulated engine: service times from distributions, made-up tokens, no torch.
 
 A response's length, ids and log-probabilities are keyed by its sample like real ones, so that runs can be compared;
-only the time that it takes is simulated, by one sleep a sequence. Weights are copied as into a device's memory, though
-nothing is computed with them.
+only the time that it takes is simulated, by one timer for whichever sequence ends next. Weights are copied as into a
+device's memory, though nothing is computed with them.
 
-Invariant: a sequence never holds the event loop, and at most ``slots`` run at once; those that run stand still while
-weights are loaded.
+Invariant: a sequence never holds the event loop, and at most ``slots`` run at once; those that run advance at one
+common rate (``_Clock``), and stand still while weights are loaded.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 import time
 from collections import Counter
@@ -37,6 +38,11 @@ from asyncflow.rollout.sampling import stream, uniforms
 
 _LENGTH_POSITIONS = (2**40, 2**40 + 1)
 """Positions, never a token's, whose uniforms decide the length."""
+_GROUP_POSITIONS = (2**40 + 2, 2**40 + 3)
+"""The same, of the first sample of a prompt, for what the lengths of all its samples have in common."""
+
+_RESOLUTION_S = 1e-9
+"""Timers are no more exact than this."""
 
 _Amount = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
@@ -45,47 +51,53 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the simulated engine.
 
     tokens: mean response length (the median where sigma > 0; 0: max_tokens, always); sigma: of the log of the length
-    (lognormal); token_s, prefill_s, load_s: seconds per token, per response and per load; time_scale: multiplies all
-    three; vocab: ids are below it.
+    (lognormal); rho: correlation of the logs within a group; token_s, prefill_s, load_s: seconds per token, per
+    response and per load; share_s: seconds more per token for each further sequence that runs, so that n of them take
+    token_s + share_s * (n - 1) for a token of each; time_scale: multiplies all seconds; vocab: ids are below it.
+    Source of the shape: decoding is bound by memory, reading weights (token_s) and each sequence's cache (share_s).
     """
 
     tokens: _Amount = 0.0
     sigma: _Amount = 0.0
+    rho: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     token_s: _Amount = 0.0
+    share_s: _Amount = 0.0
     prefill_s: _Amount = 0.0
     load_s: _Amount = 0.0
     time_scale: _Amount = 1.0
     vocab: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)] = 97
 
+    def __post_init__(self) -> None:
+        """Refuse to share what takes no time."""
+        if self.share_s and not self.token_s:
+            raise ValueError("share_s without token_s: a sequence that runs alone must take time, too")
+
 
 class _Sequence:
-    """A sequence that waits for its slot, then makes ``left`` tokens from ``began`` to ``ends`` (monotonic).
+    """A sequence that waits for its slot, then makes ``left`` tokens from ``began`` to ``ends`` of the engine's clock.
 
-    slot: done when it has one; aborted: set to end it; marks: from which of those tokens on which version makes them.
+    slot: done when it has one; ended: done when it has all tokens, or is aborted; marks: from which of those tokens on
+    which version makes them.
     """
 
     def __init__(self, request: GenerationRequest, *, left: int) -> None:
         self.request = request
         self.slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.aborted = asyncio.Event()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.aborted = False
         self.began = self.ends = math.inf
         self.marks: list[tuple[int, int]] = []
         self.left = left
 
-    def begin(self, version: Version, *, seconds: float) -> None:
-        """Begin under ``version``."""
-        self.began = time.monotonic()
-        self.ends = self.began + seconds
-        self.marks = [(0, version.packed)]
-
     def abort(self) -> None:
         """End it, whether it runs or waits."""
-        self.aborted.set()
-        if not self.slot.done():
-            self.slot.set_result(None)
+        self.aborted = True
+        for future in (self.slot, self.ended):
+            if not future.done():
+                future.set_result(None)
 
     def tokens(self, at: float) -> int:
-        """Return how many tokens there are at a time; one is never the last before the end."""
+        """Return how many tokens there are at a time of the clock; one is never the last before the end."""
         if at < self.began:
             return 0
         return self.left if at >= self.ends else int(self.left * (at - self.began) / (self.ends - self.began))
@@ -94,11 +106,88 @@ class _Sequence:
         """Return how many of the tokens there are at a time were made since it was first carried over."""
         return self.tokens(at) - self.marks[1][0] if len(self.marks) > 1 else 0
 
-    def carry_over(self, version: Version, *, stopped: float) -> None:
-        """Go on under ``version`` after standing still since ``stopped``."""
-        still = time.monotonic() - max(stopped, self.began)
-        self.marks.append((self.tokens(stopped), version.packed))
-        self.began, self.ends = self.began + still, self.ends + still
+    def carry_over(self, version: Version, *, at: float) -> None:
+        """Go on under ``version`` from a time of the clock on."""
+        self.marks.append((self.tokens(at), version.packed))
+
+
+class _Clock:
+    """The common time of all sequences that run, in seconds as they would be for one that runs alone.
+
+    share: by how much each further one slows it down. Each end makes the others faster from that moment on, however
+    late the event loop hears of it. The clock does not go on while it is stopped.
+    """
+
+    def __init__(self, *, share: float) -> None:
+        self._share = share
+        self._running: list[tuple[float, int, _Sequence]] = []
+        self._begun = 0
+        self._value = 0.0
+        self._since = 0.0
+        self._stopped = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def now(self) -> float:
+        """Return its time; what has ended by then is told so."""
+        now = asyncio.get_running_loop().time()
+        left, self._since = now - self._since, now
+        if self._stopped:
+            return self._value
+        while self._running and (needed := self._until_next()) <= left + _RESOLUTION_S:
+            self._value, _, sequence = heapq.heappop(self._running)
+            left = max(0.0, left - max(0.0, needed))
+            if not sequence.ended.done():
+                sequence.ended.set_result(None)
+        self._value += left / self._slowdown()
+        return self._value
+
+    def begin(self, sequence: _Sequence, *, seconds: float) -> None:
+        """Let a sequence run that takes so long alone."""
+        sequence.began = self.now()
+        sequence.ends = sequence.began + seconds
+        self._begun += 1
+        heapq.heappush(self._running, (sequence.ends, self._begun, sequence))
+        self._wake()
+
+    def leave(self, sequence: _Sequence) -> float:
+        """Let a sequence go, ended or not; return the time."""
+        now = self.now()
+        if any(sequence is each for _, _, each in self._running):
+            self._running = [each for each in self._running if each[2] is not sequence]
+            heapq.heapify(self._running)
+        self._wake()
+        return now
+
+    def stop(self) -> None:
+        """Stand still."""
+        self.now()
+        self._stopped = True
+        self._wake()
+
+    def go_on(self) -> None:
+        """Stand still no more."""
+        self.now()
+        self._stopped = False
+        self._wake()
+
+    def _slowdown(self) -> float:
+        return 1 + self._share * max(0, len(self._running) - 1)
+
+    def _until_next(self) -> float:
+        """Return the seconds until the next of them ends."""
+        return (self._running[0][0] - self._value) * self._slowdown()
+
+    def _wake(self) -> None:
+        """Look again when the next of them ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._running and not self._stopped:
+            self._timer = asyncio.get_running_loop().call_at(self._since + self._until_next(), self._ring)
+
+    def _ring(self) -> None:
+        self.now()
+        self._wake()
 
 
 class SimulatedEngine(RolloutEngine):
@@ -116,7 +205,7 @@ class SimulatedEngine(RolloutEngine):
         self._running: set[_Sequence] = set()
         self._waiting: dict[_Sequence, None] = {}
         self._loading = asyncio.Lock()
-        self._stopped = math.inf
+        self._clock = _Clock(share=self._set.share_s / self._set.token_s if self._set.share_s else 0.0)
         self._tokens: Counter[str] = Counter()
         self._stale = 0
         self._busy_s = 0.0
@@ -129,18 +218,18 @@ class SimulatedEngine(RolloutEngine):
     async def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
         """Copy any tensors; only the version counts."""
         async with self._loading:
-            self._stopped = time.monotonic()
+            self._clock.stop()
             try:
                 copied = await asyncio.to_thread(lambda: {name: tensor.copy() for name, tensor in tensors.items()})
                 await asyncio.sleep(self._set.load_s * self._set.time_scale)
                 self.weights, self.version = copied, version
             finally:
                 for sequence in [each for each in self._running if each.marks]:
-                    sequence.carry_over(self.version or version, stopped=self._stopped)
-                self._stopped = math.inf
+                    sequence.carry_over(self.version or version, at=self._clock.now())
+                self._clock.go_on()
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Sleep as long as the response would take, then make it up."""
+        """Wait as long as the response would take, then make it up."""
         request.check(max_length=self.max_length)
         length = max(request.begun + 1, self._length(request))
         left = length - request.begun
@@ -149,19 +238,16 @@ class SimulatedEngine(RolloutEngine):
         self._admit()
         try:
             await sequence.slot
-            if not sequence.aborted.is_set():
+            if not sequence.aborted:
                 await self._run(sequence, left)
         finally:
+            at = self._clock.leave(sequence)
+            made = sequence.tokens(at)
             self._leave(sequence)
-            made = sequence.tokens(self._now())
             self._tokens[request.purpose] += made
-            self._stale += sequence.stale(self._now())
+            self._stale += sequence.stale(at)
         finish: Finish = "aborted" if made < left else "length" if length == request.max_tokens else "stop"
         return request.continues.followed_by(self._made_up(sequence, made, finish))
-
-    def _now(self) -> float:
-        """Return the time up to which sequences have run, monotonic."""
-        return min(time.monotonic(), self._stopped)
 
     def _admit(self) -> None:
         """Assign free slots to those that wait, in order."""
@@ -188,19 +274,17 @@ class SimulatedEngine(RolloutEngine):
                 "no weights were loaded yet" if not self._closed else "the engine is closed", where="generate"
             )
         seconds = (self._set.prefill_s + tokens * self._set.token_s) * self._set.time_scale
-        sequence.begin(self.version, seconds=seconds)
-        while True:
-            await _sleep_unless(sequence.aborted, sequence.ends - time.monotonic())
-            async with self._loading:
-                if sequence.aborted.is_set() or sequence.ends <= time.monotonic():
-                    return
+        sequence.marks = [(0, self.version.packed)]
+        self._clock.begin(sequence, seconds=seconds)
+        await sequence.ended
 
     def _length(self, request: GenerationRequest) -> int:
-        """Return the response's length: lognormal by Box and Muller from two uniforms keyed by the sample."""
-        typical = self._set.tokens or request.max_tokens
-        state = np.array([stream(seed=request.seed, key=request.key)], dtype=np.uint64)
-        first, second = uniforms(state, np.array(_LENGTH_POSITIONS)).tolist()
-        normal = math.sqrt(-2 * math.log(1 - first)) * math.cos(2 * math.pi * second)
+        """Return the response's length: lognormal, from normals keyed by the sample and by the prompt."""
+        typical, rho = self._set.tokens or request.max_tokens, self._set.rho
+        normal = _normal(request.seed, request.key, _LENGTH_POSITIONS)
+        if rho:
+            common = _normal(request.seed, SampleKey(request.key.serial, 0), _GROUP_POSITIONS)
+            normal = math.sqrt(rho) * common + math.sqrt(1 - rho) * normal
         return max(1, min(request.max_tokens, round(typical * math.exp(self._set.sigma * normal))))
 
     def _made_up(self, sequence: _Sequence, length: int, finish: Finish) -> Completion:
@@ -228,7 +312,7 @@ class SimulatedEngine(RolloutEngine):
         """Return what there is of each sequence now."""
         return {
             (each.request.purpose, each.request.key): each.request.continues.followed_by(
-                self._made_up(each, min(each.tokens(self._now()), each.left - 1), "aborted")
+                self._made_up(each, min(each.tokens(self._clock.now()), each.left - 1), "aborted")
             )
             for each in self._running
         }
@@ -237,7 +321,7 @@ class SimulatedEngine(RolloutEngine):
         """Return the counters."""
         tokens = self._tokens.copy()
         for sequence in self._running:
-            tokens[sequence.request.purpose] += sequence.tokens(self._now())
+            tokens[sequence.request.purpose] += sequence.tokens(self._clock.now())
         ongoing = time.monotonic() - self._busy_since if self._running else 0.0
         return EngineStats(
             running=len(self._running),
@@ -254,13 +338,8 @@ class SimulatedEngine(RolloutEngine):
             sequence.abort()
 
 
-async def _sleep_unless(event: asyncio.Event, seconds: float) -> None:
-    """Sleep ``seconds``, or until ``event`` is set."""
-    if seconds <= 0:
-        await asyncio.sleep(0)
-        return
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        return
+def _normal(seed: int, key: SampleKey, positions: tuple[int, int]) -> float:
+    """Return a standard normal by Box and Muller from the two uniforms of ``key`` at ``positions``."""
+    state = np.array([stream(seed=seed, key=key)], dtype=np.uint64)
+    first, second = uniforms(state, np.array(positions)).tolist()
+    return math.sqrt(-2 * math.log(1 - first)) * math.cos(2 * math.pi * second)
