@@ -43,6 +43,7 @@ def specs(draw: st.DrawFn) -> dict[str, object]:
                 {"mode": "periodic", "update": "sync"},
                 {"mode": "async", "update": "delayed", "swapAt": "quota", "maxStaleness": 1},
                 {"swapAt": "sequence", "maxStaleness": 3, "stalenessThreshold": 0.5, "maxInflight": 100},
+                {"swapAt": "token", "fill": "completion"},
                 {"mode": "async", "swapAt": "sequence", "syncEvery": 4, "maxStaleness": 4},
             ]
         )

@@ -164,3 +164,28 @@ def test_it_is_refused_where_the_manifest_says_so() -> None:
 def test_data_in_which_nothing_fits_end_the_job() -> None:
     with pytest.raises(ManifestError, match="prompts in a row"):
         asyncio.run(dispatcher(Puts(), [17]).run())
+
+
+def test_a_group_that_is_early_goes_to_the_lowest_step_that_waits_and_may_have_it() -> None:
+    assignment = PromptAssignment(prompts_per_step=2, steps=4)
+    for _ in range(8):
+        assignment.issue()
+    alike = (0, 0, 1, 1, 1).__getitem__
+    assert assignment.late(7, alike=alike) is None, "nothing is out yet"
+    assignment.out(range(8))
+    assignment.finish(7)
+    assert assignment.late(7, alike=alike) == (2, 3), "other versions begin D_1"
+    assignment.exchange(7, 3)
+    assignment.finish(2)
+    assert assignment.complete(2)
+    assert not assignment.complete(4)
+    assignment.finish(6)
+    assert assignment.late(6, alike=alike) == (3, 5)
+    assignment.exchange(6, 5)
+    assert assignment.late(3, alike=alike) == (3, 4), "what was late may be early itself"
+    for serial in (4, 3, 5):
+        assignment.finish(serial)
+    assert all(map(assignment.complete, (2, 3, 4)))
+    assert assignment.running == 2
+    assignment.finish(1)
+    assert assignment.late(1, alike=alike) is None, "its own step waits, and no lower one"

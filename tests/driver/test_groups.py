@@ -290,3 +290,52 @@ def test_steps_that_stay_below_the_limit_go_on() -> None:
     with pytest.raises(TimeoutError):
         asyncio.run(groups_of(queue, limit=20).run())
     assert len(queue.dropped) == 40
+
+
+async def test_what_is_complete_first_is_trained_first_where_completion_fills_the_steps(tmp_path: Path) -> None:
+    spec = load_job(
+        EXAMPLE,
+        [
+            f"algorithm.groupSize={SIZE}",
+            "algorithm.promptsPerStep=1",
+            "algorithm.steps=3",
+            "schedule={mode: async, swapAt: token, maxStaleness: 9, fill: completion}",
+        ],
+    ).spec
+    schedule, assignment = Schedule.of(spec), PromptAssignment(prompts_per_step=1, steps=3)
+    async with queue_of(spec, tmp_path) as (queue, _):
+        groups = AdvantageTask(
+            queue=queue,
+            policy=GroupPolicy.of(spec),
+            rewards=RewardTally(needed=SIZE, keep=lambda totals: None),
+            finished=assignment.finish,
+            excluded=assignment.exclude,
+            together=schedule.together,
+            complete=assignment.complete,
+            late=lambda serial: assignment.late(serial, alike=schedule.window),
+            exchanged=assignment.exchange,
+        )
+        for step in (1, 2, 3):
+            assert assignment.issue() == (step - 1, step)
+            await queue.open_step(partition=TRAIN, step=step, groups=1, group_size=SIZE, timeout=10)
+            cells = {name: Jagged.from_rows([[1]] * SIZE, kind) for name, kind in INPUTS.items()}
+            await queue.put(TRAIN, cells, group_size=SIZE, samples=Samples(serials=[step - 1], step=step), timeout=10)
+        assignment.out(range(3))
+        rows = await claim_all(queue, partition=TRAIN, rows=3 * SIZE)
+        work = asyncio.create_task(groups.run())
+        await queue.begin(partition=TRAIN, attempt=0, step=0, world=1, timeout=10)
+        trained = []
+        async with asyncio.timeout(20):
+            for step, serial in enumerate((2, 0, 1), 1):
+                mine = [row for row in rows if row.meta.serial == serial]
+                assert all(await answer_all(queue, mine, [{"reward": float(row.meta.sample)} for row in mine]))
+                slot = None
+                while slot is None:
+                    slot = await queue.slot(
+                        partition=TRAIN, attempt=0, step=step, slot=0, rank=0, tokens=1 << 20, timeout=5
+                    )
+                assert slot.last
+                trained.append({(row.meta.serial, row.meta.step) for row in slot.rows})
+        work.cancel()
+        await asyncio.wait([work])
+    assert trained == [{(2, 1)}, {(0, 2)}, {(1, 3)}]

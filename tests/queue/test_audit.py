@@ -57,6 +57,26 @@ def test_a_sound_ledger(events, tmp_path):
     assert (report.unfinished, report.lost, report.duplicated, report.last_committed_step) == (0, 0, 0, 2)
 
 
+def test_an_audit_follows_groups_that_change_their_steps(queue):
+    training = queue.table.training
+    training.begin(P, 0, 0, 1)
+    for step in (1, 2):
+        training.open_step(P, step, 1, 2)
+        queue.create(step, step=step)
+    training.exchange(P, 2, 1, 1)
+    queue.through()
+    training.slot(P, attempt=0, step=1, slot=0, rank=0, tokens=100)
+    training.step_done(P, 0, 1, 0)
+    training.commit(P, 0, 1)
+    events = list(queue.events())
+    queue.table.close(P, 1)
+    closed = list(queue.events())
+    assert audit(closed).trained == 2
+    assert not [problem for problem in audit(closed).problems if "was never finished" in problem]
+    assert "sample (1, 0) of step 1 was never finished" in audit(without(closed, ev.Exchanged)).problems
+    assert audit(events).unfinished == 2
+
+
 def test_no_ledger(tmp_path):
     with pytest.raises(FileNotFoundError):
         audit_ledger(tmp_path / "nowhere")

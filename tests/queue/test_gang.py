@@ -308,3 +308,23 @@ def test_whole_steps_do_not_depend_on_the_order_of_arrival(make_queue, first, se
         return train(queue, 1, world=2, tokens=15)
 
     assert run(first) == run(second)
+
+
+def test_a_group_that_is_early_takes_the_place_of_one_that_is_late(queue):
+    training = queue.table.training
+    training.begin(P, 0, 0, 1)
+    for step in (1, 2):
+        training.open_step(P, step, 2, 2)
+    queue.create(0, 1, step=1)
+    queue.create(2, 3, step=2)
+    training.exchange(P, 3, 1, 0)
+    training.exchange(P, 3, 1, 0)
+    queue.through()
+    with pytest.raises(Refused, match="group 3 is of step 1"):
+        training.exchange(P, 1, 2, 3)
+    assert [key[0] for key in flat(train(queue, 1)[0])] == [1, 1, 3, 3]
+    with pytest.raises(Refused, match="in a slot"):
+        training.exchange(P, 2, 1, 3)
+    with pytest.raises(Refused, match="have ended"):
+        training.exchange(P, 9, 2, 0)
+    assert [key[0] for key in flat(train(queue, 2)[0])] == [0, 0, 2, 2]

@@ -32,6 +32,7 @@ def history(queue):
     queue.create(0, 1)
     queue.create(2, 3, step=2)
     queue.through(upto="score")
+    training.exchange(P, 2, 1, 1)
     rows = queue.claim("advantage", rows=2)
     queue.table.claims.drop(rows[0].lease, [rows[0].row], "filtered:test")
     queue.table.give_back(rows[1].lease, [rows[1].row], "test")

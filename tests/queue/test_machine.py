@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from asyncflow.errors import Fenced
+from asyncflow.errors import Fenced, Refused
 from asyncflow.queue.ledger.audit import Auditor
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.table.apply import QueueState
@@ -48,6 +48,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.leases = []
         self.created = set()
+        self.steps = {serial: 1 + serial // GROUPS for serial in range(SERIALS)}
         self.filtered = set()
         self.groups = dict.fromkeys(range(1, STEPS + 1), GROUPS)
         self.attempt, self.step, self.slot = -1, 1, 0
@@ -61,7 +62,20 @@ class QueueMachine(RuleBasedStateMachine):
     # --- data
 
     def step_of(self, serial):
-        return 1 + serial // GROUPS
+        return self.steps[serial]
+
+    @rule(early=st.integers(0, SERIALS - 1), late=st.integers(0, SERIALS - 1))
+    def exchange(self, early, late):
+        step, own = self.steps[late], self.steps[early]
+        partition = self.queue.table.state.partitions[P]
+        bound = {serial for step in partition.gang.steps.values() for serial in step.bound}
+        there = {early, late} <= partition.groups.keys()
+        if there and (step == own or not bound & {early, late}):
+            self.queue.table.training.exchange(P, early, step, late)
+            self.steps[early], self.steps[late] = step, own
+        else:
+            with pytest.raises(Refused):
+                self.queue.table.training.exchange(P, early, step, late)
 
     @rule(serial=st.integers(0, SERIALS - 1))
     def create(self, serial):

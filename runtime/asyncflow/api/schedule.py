@@ -77,6 +77,10 @@ class ScheduleSpec(Spec):
     require_batches: Annotated[int, Field(ge=0, le=1000)] = 0
     """Batches that must be complete before training begins (verl: ``require_batches``): 0 streams micro-batches,
     1 waits for the whole D_k, n for that of n steps, which are then trained one after another."""
+    fill: Literal["order", "completion"] = "order"
+    """Groups of which D_k is made. ``order``: those of the prompts that were put out for it, so the longest of them is
+    waited for. ``completion``: those that are complete first, as in verl; a group that is early takes the place of one
+    that is late, where the same versions may begin both, so that ``maxStaleness`` holds as before."""
     max_inflight: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     """Most prompts in flight, over all rollouts (AReaL: ``max_concurrent``). Absent: no bound beside staleness."""
     deterministic: bool = False
@@ -160,6 +164,15 @@ class ScheduleSpec(Spec):
             cel="!self.deterministic || self.swapAt == 'quota'",
             why="which version generates a sample then depends on arrival times",
             fix="Give swapAt: quota, or deterministic: false",
+        ),
+        Rule(
+            reads=("fill", "swap_at", "deterministic"),
+            ok=lambda schedule: (
+                schedule.fill == "order" or (schedule.swap_at != "quota" and not schedule.deterministic)
+            ),
+            cel="self.fill == 'order' || (self.swapAt != 'quota' && !self.deterministic)",
+            why="which samples a step has then depends on arrival times and not on k alone",
+            fix="Give swapAt: sequence or token and no deterministic, or fill: order",
         ),
         Rule(
             reads=("require_batches", "mode"),

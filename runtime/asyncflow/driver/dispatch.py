@@ -1,7 +1,8 @@
 """Prompts on their way to the queue: which step each belongs to, which columns it has, and when it is put.
 
 ``PromptAssignment`` assigns serials to steps: in data order, each to the lowest step that is short of prompts; a group
-that was filtered or dropped leaves its step short, and the next serial takes its place. ``PromptColumns`` makes the
+that was filtered or dropped leaves its step short, and the next serial takes its place. Under ``fill: completion`` a
+group that is finished early changes steps with one that is late. ``PromptColumns`` makes the
 columns of a prompt's rows. ``Dispatcher`` puts them as fast as admission allows. Its loop is level-triggered: it looks
 at what is published, dispatched and trained, and puts what is missing. Putting is idempotent by SampleKey, so a driver
 that was killed half-way through simply puts again. Which prompts are too long, and so which step every other one
@@ -19,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
@@ -60,6 +61,7 @@ class PromptAssignment:
     _excluded: set[int] = field(default_factory=set)
     _finished: set[int] = field(default_factory=set)
     _undecided: Counter[int] = field(default_factory=Counter)
+    _out: dict[int, set[int]] = field(default_factory=dict)
     _missing: list[int] = field(default_factory=list)
     _lowest: int = 1
 
@@ -94,6 +96,40 @@ class PromptAssignment:
             self._finished.add(serial)
             step = self._step_of[serial]
             self._undecided[step] = max(0, self._undecided[step] - 1)
+            self._no_longer_out(serial)
+
+    def out(self, serials: Iterable[int]) -> None:
+        """Record that these prompts were put: until they are finished, others may take their place (``late``)."""
+        for serial in serials:
+            if serial not in self._finished:
+                self._out.setdefault(self._step_of[serial], set()).add(serial)
+
+    def late(self, serial: int, *, alike: Callable[[int], object]) -> tuple[int, int] | None:
+        """Return the step to which a finished group may go that is early, and the group there that is late.
+
+        It is the lowest step that still waits for a group, of those below the group's own to which ``alike`` says the
+        same; None where there is none. Prompts that an earlier driver put are never late.
+        """
+        own = self._step_of[serial]
+        steps = [step for step in self._out if step < own and alike(step) == alike(own)]
+        return (min(steps), max(self._out[min(steps)])) if steps else None
+
+    def exchange(self, serial: int, late: int) -> None:
+        """Record that a finished group and an unfinished one have changed their steps."""
+        own, step = self._step_of[serial], self._step_of[late]
+        self._no_longer_out(late)
+        self._step_of[serial], self._step_of[late] = step, own
+        self._undecided[step] -= 1
+        self._undecided[own] += 1
+        self.out([late])
+
+    def _no_longer_out(self, serial: int) -> None:
+        step = self._step_of[serial]
+        out = self._out.get(step, set()) - {serial}
+        if out:
+            self._out[step] = out
+        else:
+            self._out.pop(step, None)
 
     def exclude(self, serial: int) -> None:
         """Record that the group was filtered or dropped: its step is short of a prompt again."""
@@ -254,6 +290,7 @@ class Dispatcher:
                 await self._issue(0 if flow is None else min(admit(self.policies, flow), PROMPTS_PER_PUT))
             if self._issued:
                 await self.put(self._issued)
+                self.assignment.out(prompt.serial for prompt in self._issued)
                 self._issued = []
             else:
                 await self.changed()

@@ -229,6 +229,8 @@ class Driver:
             excluded=self._exclude,
             together=self.schedule.together,
             complete=self.assignment.complete,
+            late=self._late if spec.schedule.fill == "completion" else None,
+            exchanged=self.assignment.exchange,
         )
         self.versions = Versions(
             catalogue=self.weights.catalogue,
@@ -465,6 +467,9 @@ class Driver:
     def _finished(self, serial: int) -> None:
         self.assignment.finish(serial)
         self.changes.notify()
+
+    def _late(self, serial: int) -> tuple[int, int] | None:
+        return self.assignment.late(serial, alike=self.schedule.window)
 
     def _exclude(self, serial: int) -> None:
         self.assignment.exclude(serial)

@@ -209,7 +209,9 @@ class AdvantageTask:
     """Runs the advantage task.
 
     finished: called with the serial of each group that was generated; excluded: of one that the trainer will not see;
-    together: returns the steps that must be complete before a step is trained; complete: whether a step is.
+    together: returns the steps that must be complete before a step is trained; complete: whether a step is. late:
+    returns the step to which a finished group may go, and the group that is late there; exchanged: called when the two
+    have changed their steps. Both are None where D_k waits for the prompts that were put out for it.
     filtered: groups of each step without variance, those that an earlier driver dropped included.
     """
 
@@ -220,6 +222,8 @@ class AdvantageTask:
     excluded: Callable[[int], None]
     together: Callable[[int], Sequence[int]]
     complete: Callable[[int], bool]
+    late: Callable[[int], tuple[int, int] | None] | None = None
+    exchanged: Callable[[int, int], None] | None = None
     filtered: Counter[int] = field(default_factory=Counter)
     _held: dict[int, dict[int, DecidedGroup]] = field(default_factory=dict)
 
@@ -281,7 +285,16 @@ class AdvantageTask:
                 self._count_filtered(group[0].meta.step, reward=rewards[0])
             return
         decided = DecidedGroup(kept, self.policy.advantages(serial, rewards))
-        self._held.setdefault(group[0].meta.step, {})[serial] = decided
+        self._held.setdefault(await self._step_of(serial, group[0].meta.step), {})[serial] = decided
+
+    async def _step_of(self, serial: int, step: int) -> int:
+        """Return the step that has a finished group, once it has taken the place of one that is late."""
+        if self.late is None or self.exchanged is None or (place := self.late(serial)) is None:
+            return step
+        step, late = place
+        await self.queue.exchange(partition=TRAIN, serial=serial, step=step, late=late, timeout=CALL_TIMEOUT_S)
+        self.exchanged(serial, late)
+        return step
 
     async def _drop_failed(self, rows: list[LeasedRow]) -> None:
         for failure, alike in groupby(sorted(rows, key=failure_of), key=failure_of):

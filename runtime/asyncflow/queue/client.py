@@ -361,6 +361,11 @@ class QueueClient:
         request = calls.OpenStep(partition, step, groups, group_size)
         await self.ask("queue.open_step", request, calls.Done, timeout=timeout)
 
+    async def exchange(self, *, partition: str, serial: int, step: int, late: int, timeout: float) -> None:
+        """Let D_step have a group in place of ``late``, which takes its step; neither may be in a slot."""
+        request = calls.Exchange(partition, serial, step, late)
+        await self.ask("queue.exchange", request, calls.Done, timeout=timeout)
+
     async def begin(self, *, partition: str, attempt: int, step: int, world: int, timeout: float) -> None:
         """Say that a trainer begins whose weights are θ_step; every rank may say it.
 

@@ -118,6 +118,7 @@ def _table() -> dict[str, dict[str, Named]]:
         "queue.step_done": ranks,
         "queue.commit": trains,
         "queue.open_step": directs,
+        "queue.exchange": directs,
         "queue.wanted": directs,
         "queue.take_over": directs,
         "queue.clear": directs,

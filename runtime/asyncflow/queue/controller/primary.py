@@ -102,6 +102,7 @@ class Primary(Handlers):
             **super().routes(),
             "queue.declare": (calls.Declare, spread(table.declare)),
             "queue.open_step": (calls.OpenStep, spread(training.open_step)),
+            "queue.exchange": (calls.Exchange, spread(training.exchange)),
             "queue.begin": (calls.Begin, spread(training.begin)),
             "queue.slot": (calls.AskSlot, self._slot),
             "queue.step_done": (calls.StepDone, spread(training.step_done)),

@@ -171,6 +171,7 @@ class Auditor:
             ),
             ev.Began: self._began,
             ev.SlotDecided: self._slotted,
+            ev.Exchanged: self._exchanged,
             ev.Committed: self._committed,
             ev.Cleared: self._cleared,
             ev.PartitionSet: self._partition_set,
@@ -340,6 +341,11 @@ class Auditor:
     def _slotted(self, event: ev.SlotDecided) -> None:
         history = self._histories[event.partition]
         history.slots[event.step] += [history.keys[row] for rank in event.ranks for row in rank]
+
+    def _exchanged(self, event: ev.Exchanged) -> None:
+        groups, (one, other) = self._histories[event.partition].groups, event.serials
+        (size, step), (other_size, other_step) = groups[one], groups[other]
+        groups[one], groups[other] = (size, other_step), (other_size, step)
 
     def _committed(self, event: ev.Committed) -> None:
         history = self._histories[event.partition]

@@ -164,6 +164,13 @@ class SlotDecided(Struct, frozen=True, array_like=True, tag="slot"):
     response_tokens: int
 
 
+class Exchanged(Struct, frozen=True, array_like=True, tag="exchange"):
+    """Two groups changed their steps with each other."""
+
+    partition: str
+    serials: tuple[int, int]
+
+
 class RankDone(Struct, frozen=True, array_like=True, tag="rank"):
     """A rank finished the optimizer step."""
 
@@ -314,6 +321,7 @@ Event: TypeAlias = (
     | Opened
     | Began
     | SlotDecided
+    | Exchanged
     | RankDone
     | Committed
     | Cleared

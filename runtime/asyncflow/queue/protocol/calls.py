@@ -118,6 +118,14 @@ class OpenStep(InPartition, frozen=True):
     group_size: int
 
 
+class Exchange(InPartition, frozen=True):
+    """D_step has a group in place of another one, which is late."""
+
+    serial: int
+    step: int
+    late: int
+
+
 class Begin(TrainerStep, frozen=True):
     """A trainer attempt begins with weights θ_step."""
 

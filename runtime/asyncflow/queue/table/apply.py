@@ -332,6 +332,17 @@ def _slotted(state: QueueState, event: ev.SlotDecided) -> None:
     step.slots.append(Decision(ranks, event.last, totals))
 
 
+def _exchanged(state: QueueState, event: ev.Exchanged) -> None:
+    partition = state.partition(event.partition)
+    one, other = map(partition.groups.__getitem__, event.serials)
+    one.step, other.step = other.step, one.step
+    partition.revision += any(row.state is RowState.WANTED for row in (*one.rows, *other.rows))
+    for queue in partition.queues.values():
+        queue.taken([*one.rows, *other.rows])
+    partition.refresh(one)
+    partition.refresh(other)
+
+
 def _commit(state: QueueState, partition: PartitionState, upto: int) -> None:
     gang = partition.gang
     for number in sorted(number for number in gang.steps if gang.committed < number <= upto):
@@ -434,6 +445,7 @@ APPLY: Final[dict[type, Apply]] = {
     ev.Opened: _opened,
     ev.Began: _began,
     ev.SlotDecided: _slotted,
+    ev.Exchanged: _exchanged,
     ev.RankDone: lambda state, event: state.partition(event.partition).gang.step(event.step).ranks_done.add(event.rank),
     ev.Committed: lambda state, event: _commit(state, state.partition(event.partition), event.step),
     ev.Numbered: _numbered,

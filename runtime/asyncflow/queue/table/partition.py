@@ -9,8 +9,8 @@ is the creator of a job's partition, who gives serials itself. Clients count on,
 always one span, whatever became of the rows.
 
 Invariants: after ``refresh(group)`` the indexes of all tasks agree with the rows of that group; ``counts`` and
-``wanted`` always agree with the states of the rows; a group is bound to its own step only; no row is in two slots; a
-serial that was used is never taken for new, nor one that was not for used.
+``wanted`` always agree with the states of the rows; a group is bound to its own step only, and keeps that from then on;
+no row is in two slots; a serial that was used is never taken for new, nor one that was not for used.
 """
 
 from __future__ import annotations

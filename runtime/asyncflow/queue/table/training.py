@@ -60,6 +60,19 @@ class Training:
             raise Refused("the step is committed", where=where)
         self._state.record(ev.Opened(partition, step, groups, size))
 
+    def exchange(self, partition: str, serial: int, step: int, late: int) -> None:
+        """Let D_step have a group in place of ``late``; said again it changes nothing."""
+        known, where = self._state.partition(partition), f"{partition} step {step}"
+        groups, held = known.groups, {one: step for step in known.gang.steps.values() for one in step.bound}
+        pair = [groups[one] for one in (serial, late) if one in groups]
+        if len(pair) < 2 or pair[0].window != pair[1].window:
+            raise Refused(f"groups {serial} and {late} have ended, or are of different versions", where=where)
+        if pair[0].step == step:
+            return
+        if pair[1].step != step or {late, serial} & held.keys():
+            raise Refused(f"group {late} is of step {pair[1].step}, or one of the two is in a slot", where=where)
+        self._state.record(ev.Exchanged(partition, (serial, late)))
+
     def begin(self, partition: str, attempt: int, step: int, world: int) -> None:
         """Begin an attempt of a trainer whose weights are θ_step; see ``QueueClient.begin``."""
         held, where = self._gang(partition), f"{partition} begin"
