@@ -197,7 +197,7 @@ def test_each_further_sequence_slows_all_and_each_end_makes_the_rest_faster(shar
 
 
 def test_sequences_that_share_stand_still_while_weights_are_loaded():
-    engine = simulated(3, token_s=0.01, share_s=0.005, load_s=0.5)
+    engine = simulated(3, token_s=0.01, share_s=0.005, load_s=0.2, recompute_s=0.3 / (3 * 17))
 
     async def load():
         await asyncio.sleep(0.3)

@@ -53,8 +53,10 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
     tokens: mean response length (the median where sigma > 0; 0: max_tokens, always); sigma: of the log of the length
     (lognormal); rho: correlation of the logs within a group; token_s, prefill_s, load_s: seconds per token, per
     response and per load; share_s: seconds more per token for each further sequence that runs, so that n of them take
-    token_s + share_s * (n - 1) for a token of each; time_scale: multiplies all seconds; vocab: ids are below it.
-    Source of the shape: decoding is bound by memory, reading weights (token_s) and each sequence's cache (share_s).
+    token_s + share_s * (n - 1) for a token of each; recompute_s: seconds per token that is there already, where its
+    sequence goes on under other weights (all that run stand still for it) or after another instance; time_scale:
+    multiplies all seconds; vocab: ids are below it. Source of the shape: decoding is bound by memory, reading weights
+    (token_s) and the cache of each sequence (share_s); computing a cache again is bound by arithmetic.
     """
 
     tokens: _Amount = 0.0
@@ -62,6 +64,7 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
     rho: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     token_s: _Amount = 0.0
     share_s: _Amount = 0.0
+    recompute_s: _Amount = 0.0
     prefill_s: _Amount = 0.0
     load_s: _Amount = 0.0
     time_scale: _Amount = 1.0
@@ -221,7 +224,8 @@ class SimulatedEngine(RolloutEngine):
             self._clock.stop()
             try:
                 copied = await asyncio.to_thread(lambda: {name: tensor.copy() for name, tensor in tensors.items()})
-                await asyncio.sleep(self._set.load_s * self._set.time_scale)
+                again = self._set.recompute_s * sum(self._length_so_far(each) for each in self._running)
+                await asyncio.sleep((self._set.load_s + again) * self._set.time_scale)
                 self.weights, self.version = copied, version
             finally:
                 for sequence in [each for each in self._running if each.marks]:
@@ -273,10 +277,14 @@ class SimulatedEngine(RolloutEngine):
             raise Refused(
                 "no weights were loaded yet" if not self._closed else "the engine is closed", where="generate"
             )
-        seconds = (self._set.prefill_s + tokens * self._set.token_s) * self._set.time_scale
+        prefill_s = self._set.prefill_s + sequence.request.begun * self._set.recompute_s
+        seconds = (prefill_s + tokens * self._set.token_s) * self._set.time_scale
         sequence.marks = [(0, self.version.packed)]
         self._clock.begin(sequence, seconds=seconds)
         await sequence.ended
+
+    def _length_so_far(self, sequence: _Sequence) -> int:
+        return len(sequence.request.prompt_ids) + sequence.request.begun + sequence.tokens(self._clock.now())
 
     def _length(self, request: GenerationRequest) -> int:
         """Return the response's length: lognormal, from normals keyed by the sample and by the prompt."""
