@@ -191,9 +191,9 @@ class _Run:
 def simulate(
     engines: Engines, training: Training, policies: list[Admission], *, seed: int = 0, without: int = 2
 ) -> Cycle:
-    """Run to the end; the first ``without`` cycles do not count."""
+    """Run to the end; the first ``without`` cycles do not count, nor does the last, which no other overlaps."""
     run = _Run(engines, training, policies, seed=seed)
     run.run()
-    (began, before), (ended, waited) = run.cycles[without - 1], run.cycles[-1]
-    count = len(run.cycles) - without
+    (began, before), (ended, waited) = run.cycles[without - 1], run.cycles[-2]
+    count = len(run.cycles) - 1 - without
     return Cycle((ended - began) / count, (waited - before) / count)

@@ -1,0 +1,224 @@
+"""verl's table of ``staleness_threshold``, emulated: real driver, queue, weights and 17 processes; simulated engines.
+
+    python benchmarks/verl_rows.py            # the four rows; exit status 1 where a bar is missed
+    python benchmarks/verl_rows.py --fit      # fit the manifest to the rows of 0 and 0.1 with the model, offline
+    python benchmarks/verl_rows.py --model    # what the model says: of size, of the filling of steps, of what was given
+
+What is given and what is fitted is said in the manifest, ``verl_rows.yaml``. The trainer takes the time that the table
+says of the trainer of each row, ``step`` less ``gen``; how long it waits is what is emulated. Nothing was fitted to the
+rows of 0.3 and 0.5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from verl_model import Cycle, Engines, Training, simulate
+
+from asyncflow.api.load import load_job
+from asyncflow.flow.admission import admission_of
+from asyncflow.queue.ledger.audit import audit_ledger
+from asyncflow.rollout.engines.simulated import SimulatedOptions
+
+HERE = Path(__file__).parent
+WITHOUT = 2
+"""Cycles at the beginning that do not count; the last one, which no other overlaps, does not either."""
+SEEDS = range(3)
+FITTED = {"tokens": 100.0, "share_s": 0.0015}
+"""Options that are fitted, with where the search begins."""
+
+
+class Row(NamedTuple):
+    """A row of verl's table, in seconds of a cycle. bar: most relative error, None where it was fitted to."""
+
+    threshold: float
+    step: float
+    gen: float
+    bar: float | None = None
+
+
+ROWS = (Row(0.0, 231.34, 128.47), Row(0.1, 171.30, 58.17), Row(0.3, 146.11, 38.88, 0.05), Row(0.5, 150.63, 33.14, 0.12))
+"""verl, docs/advance/fully_async.md, "128-card Stale Ablation Experiment"; ``step`` and ``gen`` are means of 400."""
+
+
+def predicted(manifest: Path, row: Row, *, size: int = 1, seed: int = 0, **options: float) -> Cycle:
+    """Return what the model says of a row. size: times that of the manifest; options: of the engine, instead of its."""
+    spec = load_job(manifest).spec
+    settings = [
+        f"schedule.stalenessThreshold={row.threshold}",
+        f"schedule.maxInflight={size * (spec.schedule.max_inflight or 1)}",
+        f"algorithm.promptsPerStep={size * spec.algorithm.prompts_per_step}",
+        "transferQueue.bytesPerUnit=16Gi",
+    ]
+    spec = load_job(manifest, settings).spec
+    simulated = SimulatedOptions(**{**spec.rollout.engine.options, **options})  # type: ignore[arg-type]
+    engines = Engines(
+        replicas=spec.rollout.replicas,
+        slots=size * spec.rollout.engine.slots,
+        tokens=simulated.tokens,
+        sigma=simulated.sigma,
+        rho=simulated.rho,
+        token_s=simulated.token_s,
+        share_s=simulated.share_s / size,
+        recompute_s=simulated.recompute_s / size,
+        most=spec.sampling.max_tokens,
+    )
+    training = Training(
+        steps=spec.algorithm.steps,
+        prompts=spec.algorithm.prompts_per_step,
+        size=spec.algorithm.group_size,
+        step_s=(row.step - row.gen) / spec.schedule.sync_every,
+        sync_every=spec.schedule.sync_every,
+        completion=spec.schedule.fill == "completion",
+    )
+    return simulate(engines, training, admission_of(spec), seed=seed, without=WITHOUT)
+
+
+def usual(manifest: Path, row: Row, *, size: int = 1, **options: float) -> float:
+    """Return the seconds of a cycle, the mean over some seeds."""
+    return sum(predicted(manifest, row, size=size, seed=seed, **options).seconds for seed in SEEDS) / len(SEEDS)
+
+
+def fit(miss: Callable[[dict[str, float]], float], start: dict[str, float]) -> dict[str, float]:
+    """Return values at which ``miss`` is small: each is changed in turn by a factor, which comes closer to 1."""
+    best, least, factor = dict(start), miss(start), 1.3
+    while factor > 1.01:
+        tried = [best | {name: best[name] * by} for name in best for by in (factor, 1 / factor)]
+        missed = [miss(each) for each in tried]
+        if min(missed) < least:
+            best, least = tried[missed.index(min(missed))], min(missed)
+            print(f"  {least:.5f} " + ", ".join(f"{name} {value:.5g}" for name, value in best.items()), flush=True)
+        else:
+            factor **= 0.5
+    return best
+
+
+def fit_manifest(manifest: Path) -> None:
+    """Write into the manifest what fits the first two rows best, by the squares of their relative errors."""
+
+    def miss(options: dict[str, float]) -> float:
+        return sum((usual(manifest, row, **options) / row.step - 1) ** 2 for row in ROWS if row.bar is None)
+
+    text = manifest.read_text()
+    for name, value in fit(miss, FITTED).items():
+        text, count = re.subn(rf"\b{name}: [0-9.e-]+", f"{name}: {value:.4g}", text)
+        assert count == 1, f"{name} is {count} times in {manifest}"
+    manifest.write_text(text)
+
+
+def say(what: str, seconds: list[float]) -> None:
+    """Print what a way of predicting says of all rows."""
+    errors = "  ".join(f"{found:6.1f} {found / row.step - 1:+6.1%}" for row, found in zip(ROWS, seconds, strict=True))
+    print(f"{what:44} {errors}", flush=True)
+
+
+def show_model(manifest: Path) -> None:
+    """Print the model's rows, and how far they depend on what was chosen."""
+    say("published", [row.step for row in ROWS])
+    say("the manifest", [usual(manifest, row) for row in ROWS])
+    say("four times its size, which is verl's", [usual(manifest, row, size=4) for row in ROWS])
+    say("caches are not computed again", [usual(manifest, row, recompute_s=0.0) for row in ROWS])
+    order = manifest.with_name("order.yaml")
+    order.write_text(manifest.read_text().replace("fill: completion", "fill: order"))
+    try:
+        say("fill: order", [usual(order, row) for row in ROWS])
+    finally:
+        order.unlink()
+    mean = sum(row.step - row.gen for row in ROWS[:2]) / 2
+    same = [row._replace(gen=row.step - mean) for row in ROWS]
+    say("the trainer of the first two rows in all", [usual(manifest, row) for row in same])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emulated:
+    """A run. seconds, waited: of a cycle, in verl's time; lag: mean, in steps; cores: of this machine; lost: samples
+    that were not trained once.
+    """
+
+    seconds: float
+    waited: float
+    lag: float
+    cores: float
+    lost: int
+
+
+def emulate(manifest: Path, row: Row, folder: Path, settings: list[str], *, beside_s: float) -> Emulated:
+    """Make a run of a row; beside_s: what a step of the real trainer takes beside its sleep."""
+    spec = load_job(manifest, settings).spec
+    scale = float(str(spec.rollout.engine.options["time_scale"]))
+    step_s = scale * (row.step - row.gen) / spec.schedule.sync_every - beside_s
+    fields = [*settings, f"schedule.stalenessThreshold={row.threshold}", f"trainer.backend.options.sleep_s={step_s}"]
+    argv = ["-m", "asyncflow", "run", str(manifest), "--fresh", "--output", str(folder)]
+    argv += [part for field in fields for part in ("--set", field)]
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    with (folder.parent / f"{folder.name}.log").open("w") as log:
+        subprocess.run([sys.executable, *argv], check=True, stdout=log, stderr=log)
+    after, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - began
+    first = WITHOUT * spec.schedule.sync_every
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = lines[first : -spec.schedule.sync_every]
+    cycles = len(lines) / spec.schedule.sync_every
+    audit = audit_ledger(folder / "ledger")
+    samples = spec.algorithm.steps * spec.algorithm.prompts_per_step * spec.algorithm.group_size
+    return Emulated(
+        seconds=sum(line["wall_s"] for line in lines) / cycles / scale,
+        waited=sum(line["wait_s"] for line in lines) / cycles / scale,
+        lag=sum(line["staleness_start_mean"] for line in lines) / len(lines),
+        cores=(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / wall,
+        lost=samples - audit.trained + audit.duplicated + audit.lost,
+    )
+
+
+def main() -> int:
+    """Fit, or show the model, or make the runs and judge them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--manifest", type=Path, default=HERE / "verl_rows.yaml")
+    parser.add_argument("--output", type=Path, default=Path("runs/verl-rows"))
+    parser.add_argument("--set", action="append", default=[], help="as of asyncflow run, for all rows")
+    parser.add_argument("--beside", type=float, default=0.15, help="seconds of a step that the trainer does not sleep")
+    parser.add_argument("--fit", action="store_true", help="only write what fits the first two rows into the manifest")
+    parser.add_argument("--model", action="store_true", help="only say what the model says")
+    options = parser.parse_args()
+    if options.fit:
+        fit_manifest(options.manifest)
+    if options.fit or options.model:
+        show_model(options.manifest)
+        return 0
+    options.output.mkdir(parents=True, exist_ok=True)
+    good = True
+    print(
+        "threshold |     published    idle trainer |   model |   emulated   error    idle trainer | lag  lost  cores load"
+    )
+    for row in ROWS:
+        found = emulate(
+            options.manifest, row, options.output / f"{row.threshold:g}", options.set, beside_s=options.beside
+        )
+        error = found.seconds / row.step - 1
+        met = found.lost == 0 and (row.bar is None or abs(error) <= row.bar)
+        good = good and met
+        print(
+            f"{row.threshold:9g} | {row.step:12.1f} s {row.gen / row.step:7.1%} {row.step - row.gen:5.1f} s",
+            f"{usual(options.manifest, row):6.1f} s",
+            f"{found.seconds:9.1f} s {error:+7.1%} {found.waited / found.seconds:7.1%}"
+            f" {found.seconds - found.waited:5.1f} s",
+            f"{found.lag:3.1f} {found.lost:5} {found.cores:6.2f} {os.getloadavg()[0]:4.1f}",
+            "fitted to" if row.bar is None else f"within {row.bar:.0%}: {'yes' if met else 'NO'}",
+            sep=" | ",
+            flush=True,
+        )
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
