@@ -11,7 +11,7 @@ PLAIN := benchmarks operator $(addprefix runtime/asyncflow/,algorithms api comma
 # A run and the tests start hundreds of processes, none of which should compile the same source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test docs vllm lint types contracts pytest kube controls faults drains elastic delayed-update same-bits smollm2 smollm2-vllm e2e bench-queue queue-faults attacks fuzz
+.PHONY: run test docs vllm lint types contracts pytest kube controls faults drains elastic verl-rows delayed-update same-bits smollm2 smollm2-vllm e2e bench-queue queue-faults attacks fuzz
 
 run: $(STAMP)
 	$(BIN)/asyncflow run examples/quickstart.yaml --fresh
@@ -79,6 +79,10 @@ queue-faults: $(STAMP)
 attacks: SEEDS = 1 20
 attacks: $(STAMP)
 	$(BIN)/python benchmarks/attacks --seeds $(SEEDS)
+
+# verl's table of staleness_threshold, emulated: four runs, a quarter of an hour; two rows fitted, two held out.
+verl-rows: $(STAMP)
+	$(BIN)/python benchmarks/verl_rows.py
 
 delayed-update: $(STAMP)
 	$(BIN)/python benchmarks/delayed_update.py

@@ -198,7 +198,7 @@ def main() -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     good = True
     print(
-        "threshold |     published    idle trainer |   model |   emulated   error    idle trainer | lag  lost  cores load"
+        "threshold |    published    idle trainer |   model |   emulated   error    idle trainer | lag lost cores load"
     )
     for row in ROWS:
         found = emulate(
