@@ -38,6 +38,9 @@ SEEDS = range(3)
 FITTED = {"tokens": 100.0, "share_s": 0.0015}
 """Options that are fitted, with where the search begins."""
 
+CHOSEN = (("sigma", 0.8), ("sigma", 1.2), ("token_s", 0.048), ("token_s", 0.08), ("rho", 0.2))
+"""Other values of what was chosen before the fit."""
+
 
 class Row(NamedTuple):
     """A row of verl's table, in seconds of a cycle. bar: most relative error, None where it was fitted to."""
@@ -98,20 +101,25 @@ def fit(miss: Callable[[dict[str, float]], float], start: dict[str, float]) -> d
         missed = [miss(each) for each in tried]
         if min(missed) < least:
             best, least = tried[missed.index(min(missed))], min(missed)
-            print(f"  {least:.5f} " + ", ".join(f"{name} {value:.5g}" for name, value in best.items()), flush=True)
         else:
             factor **= 0.5
     return best
 
 
-def fit_manifest(manifest: Path) -> None:
-    """Write into the manifest what fits the first two rows best, by the squares of their relative errors."""
+def fitted(manifest: Path, **given: float) -> dict[str, float]:
+    """Return what fits the first two rows best, by the squares of their relative errors. given: other options."""
 
     def miss(options: dict[str, float]) -> float:
-        return sum((usual(manifest, row, **options) / row.step - 1) ** 2 for row in ROWS if row.bar is None)
+        found = [(row.step, usual(manifest, row, **given, **options)) for row in ROWS if row.bar is None]
+        return sum((seconds / step - 1) ** 2 for step, seconds in found)
 
+    return fit(miss, FITTED)
+
+
+def fit_manifest(manifest: Path) -> None:
+    """Write what fits best into the manifest."""
     text = manifest.read_text()
-    for name, value in fit(miss, FITTED).items():
+    for name, value in fitted(manifest).items():
         text, count = re.subn(rf"\b{name}: [0-9.e-]+", f"{name}: {value:.4g}", text)
         assert count == 1, f"{name} is {count} times in {manifest}"
     manifest.write_text(text)
@@ -138,6 +146,9 @@ def show_model(manifest: Path) -> None:
     mean = sum(row.step - row.gen for row in ROWS[:2]) / 2
     same = [row._replace(gen=row.step - mean) for row in ROWS]
     say("the trainer of the first two rows in all", [usual(manifest, row) for row in same])
+    for name, value in CHOSEN:
+        again = fitted(manifest, **{name: value})
+        say(f"{name} {value:g}, fitted anew", [usual(manifest, row, **{name: value}, **again) for row in ROWS])
 
 
 @dataclass(frozen=True, kw_only=True)
