@@ -197,7 +197,7 @@ def main() -> int:
     parser.add_argument("--manifest", type=Path, default=HERE / "verl_rows.yaml")
     parser.add_argument("--output", type=Path, default=Path("runs/verl-rows"))
     parser.add_argument("--set", action="append", default=[], help="as of asyncflow run, for all rows")
-    parser.add_argument("--beside", type=float, default=0.15, help="seconds of a step that the trainer does not sleep")
+    parser.add_argument("--beside", type=float, default=0.08, help="seconds of a step that the trainer does not sleep")
     parser.add_argument("--fit", action="store_true", help="only write what fits the first two rows into the manifest")
     parser.add_argument("--model", action="store_true", help="only say what the model says")
     options = parser.parse_args()
