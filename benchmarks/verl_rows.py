@@ -197,6 +197,7 @@ def main() -> int:
     parser.add_argument("--manifest", type=Path, default=HERE / "verl_rows.yaml")
     parser.add_argument("--output", type=Path, default=Path("runs/verl-rows"))
     parser.add_argument("--set", action="append", default=[], help="as of asyncflow run, for all rows")
+    parser.add_argument("--thresholds", nargs="+", type=float, default=[row.threshold for row in ROWS], metavar="TAU")
     parser.add_argument("--beside", type=float, default=0.08, help="seconds of a step that the trainer does not sleep")
     parser.add_argument("--fit", action="store_true", help="only write what fits the first two rows into the manifest")
     parser.add_argument("--model", action="store_true", help="only say what the model says")
@@ -211,7 +212,7 @@ def main() -> int:
     print(
         "threshold |    published    idle trainer |   model |   emulated   error    idle trainer | lag lost cores load"
     )
-    for row in ROWS:
+    for row in [row for row in ROWS if row.threshold in options.thresholds]:
         found = emulate(
             options.manifest, row, options.output / f"{row.threshold:g}", options.set, beside_s=options.beside
         )
