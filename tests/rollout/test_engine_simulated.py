@@ -16,8 +16,10 @@ from asyncflow.rollout.engines.base import GenerationRequest
 from asyncflow.rollout.engines.simulated import SimulatedEngine
 
 
-def simulated(slots=4, **options):
-    return open_engine("simulated", folder=None, slots=slots, max_length=128, options=options)
+def simulated(slots=4, *, keeps_prefix=False, **options):
+    return open_engine(
+        "simulated", folder=None, slots=slots, max_length=128, options=options, keeps_prefix=keeps_prefix
+    )
 
 
 class LeapingSelector(selectors.DefaultSelector):
@@ -196,8 +198,11 @@ def test_each_further_sequence_slows_all_and_each_end_makes_the_rest_faster(shar
         assert seconds == pytest.approx(at, abs=1e-6)
 
 
-def test_sequences_that_share_stand_still_while_weights_are_loaded():
-    engine = simulated(3, token_s=0.01, share_s=0.005, load_s=0.2, recompute_s=0.3 / (3 * 17))
+@pytest.mark.parametrize("kept", [False, True])
+def test_sequences_that_share_stand_still_while_weights_are_loaded_and_caches_computed(kept):
+    load_s = 0.5 if kept else 0.2
+    recompute_s = 0.3 / (3 * 17)
+    engine = simulated(3, keeps_prefix=kept, token_s=0.01, share_s=0.005, load_s=load_s, recompute_s=recompute_s)
 
     async def load():
         await asyncio.sleep(0.3)

@@ -54,7 +54,8 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
     (lognormal); rho: correlation of the logs within a group; token_s, prefill_s, load_s: seconds per token, per
     response and per load; share_s: seconds more per token for each further sequence that runs, so that n of them take
     token_s + share_s * (n - 1) for a token of each; recompute_s: seconds per token that is there already, where its
-    sequence goes on under other weights (all that run stand still for it) or after another instance; time_scale:
+    sequence goes on under other weights (all that run stand still for it, unless caches are
+    kept) or after another instance; time_scale:
     multiplies all seconds; vocab: ids are below it. Source of the shape: decoding is bound by memory, reading weights
     (token_s) and the cache of each sequence (share_s); computing a cache again is bound by arithmetic.
     """
@@ -224,7 +225,9 @@ class SimulatedEngine(RolloutEngine):
             self._clock.stop()
             try:
                 copied = await asyncio.to_thread(lambda: {name: tensor.copy() for name, tensor in tensors.items()})
-                again = self._set.recompute_s * sum(self._length_so_far(each) for each in self._running)
+                again = 0.0
+                if not self.keeps_prefix:
+                    again = self._set.recompute_s * sum(map(self._length_so_far, self._running))
                 await asyncio.sleep((self._set.load_s + again) * self._set.time_scale)
                 self.weights, self.version = copied, version
             finally:
