@@ -35,6 +35,8 @@ HERE = Path(__file__).parent
 WITHOUT = 2
 """Cycles at the beginning that do not count; the last one, which no other overlaps, does not either."""
 SEEDS = range(3)
+BEYOND = 1.036
+"""Times that the emulation takes, of the model, which knows no processes: 1.037 and 1.034 in the first two rows."""
 FITTED = {"tokens": 100.0, "share_s": 0.0015}
 """Options that are fitted, with where the search begins."""
 
@@ -89,8 +91,8 @@ def predicted(manifest: Path, row: Row, *, size: int = 1, seed: int = 0, **optio
 
 
 def usual(manifest: Path, row: Row, *, size: int = 1, **options: float) -> float:
-    """Return the seconds of a cycle, the mean over some seeds."""
-    return sum(predicted(manifest, row, size=size, seed=seed, **options).seconds for seed in SEEDS) / len(SEEDS)
+    """Return the seconds of a cycle as they are to be expected of an emulation, the mean over some seeds."""
+    return BEYOND * sum(predicted(manifest, row, size=size, seed=seed, **options).seconds for seed in SEEDS) / len(SEEDS)
 
 
 def fit(miss: Callable[[dict[str, float]], float], start: dict[str, float]) -> dict[str, float]:
