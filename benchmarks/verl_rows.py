@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 from verl_model import Cycle, Engines, Training, simulate
@@ -92,7 +93,7 @@ def predicted(manifest: Path, row: Row, *, size: int = 1, seed: int = 0, **optio
 
 def usual(manifest: Path, row: Row, *, size: int = 1, **options: float) -> float:
     """Return the seconds of a cycle as they are to be expected of an emulation, the mean over some seeds."""
-    return BEYOND * sum(predicted(manifest, row, size=size, seed=seed, **options).seconds for seed in SEEDS) / len(SEEDS)
+    return BEYOND * fmean(predicted(manifest, row, size=size, seed=seed, **options).seconds for seed in SEEDS)
 
 
 def fit(miss: Callable[[dict[str, float]], float], start: dict[str, float]) -> dict[str, float]:
