@@ -55,7 +55,7 @@ class Row(NamedTuple):
 
 
 ROWS = (Row(0.0, 231.34, 128.47), Row(0.1, 171.30, 58.17), Row(0.3, 146.11, 38.88, 0.05), Row(0.5, 150.63, 33.14, 0.12))
-"""verl, docs/advance/fully_async.md, "128-card Stale Ablation Experiment"; ``step`` and ``gen`` are means of 400."""
+"""verl's documentation of its fully asynchronous trainer, "128-card Stale Ablation Experiment"; means of 400 steps."""
 
 
 def predicted(manifest: Path, row: Row, *, size: int = 1, seed: int = 0, **options: float) -> Cycle:
