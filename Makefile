@@ -11,7 +11,7 @@ PLAIN := benchmarks operator $(addprefix runtime/asyncflow/,algorithms api comma
 # A run and the tests start hundreds of processes, none of which should compile the same source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test docs vllm lint types contracts pytest kube controls faults drains elastic verl-rows delayed-update same-bits smollm2 smollm2-vllm e2e bench-queue queue-faults attacks fuzz
+.PHONY: run test docs vllm lint types contracts pytest kube controls faults drains elastic verl-rows delayed-update update-modes same-bits smollm2 smollm2-vllm e2e bench-queue queue-faults attacks fuzz
 
 run: $(STAMP)
 	$(BIN)/asyncflow run examples/quickstart.yaml --fresh
@@ -86,6 +86,10 @@ verl-rows: $(STAMP)
 
 delayed-update: $(STAMP)
 	$(BIN)/python benchmarks/delayed_update.py
+
+# The same for all ways to update: seven runs.
+update-modes: $(STAMP)
+	$(BIN)/python benchmarks/update_modes.py
 
 same-bits: $(STAMP)
 	$(BIN)/python -m pytest tests/system/test_same_bits.py
