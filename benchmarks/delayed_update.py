@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from asyncflow.durable import write_whole
 from asyncflow.local.folder import RunFolder
 from asyncflow.local.issuer import Issuer
 from asyncflow.local.lifecycle import LocalReplica
-from asyncflow.local.placement import Launch, launcher, replicas_of
+from asyncflow.local.placement import Launch, Places, launcher, replicas_of
 from asyncflow.local.supervisor import Limits, RunOutcome, Supervisor
 from asyncflow.plan.job import plan
 
@@ -119,8 +120,9 @@ async def run(setting: Setting) -> Figures:
 async def supervise(setting: Setting, folder: RunFolder, network: Network) -> tuple[RunOutcome, Incident | None]:
     """Run all roles to their end under the project's own supervisor, and stop one meanwhile where asked."""
     roles, victim = plan(setting.job).roles, len(network.guests) - 1
-    ports = {replica: port for port, replica in enumerate(replicas_of(roles), HTTP_PORT)}
-    launch = launcher(roles, folder=folder, issuer=Issuer(folder.tls), driver=DRIVER, http_ports=ports)
+    ports = itertools.count(HTTP_PORT)
+    places = Places(roles, ports={replica: next(ports) for replica in replicas_of(roles)}, another_port=ports.__next__)
+    launch = launcher(roles, folder=folder, issuer=Issuer(folder.tls), driver=DRIVER, places=places)
     supervisor = Supervisor(
         roles=roles,
         launch=placed_in(network, launch),

@@ -265,4 +265,4 @@ def test_where_there_is_no_place_for_all_there_are_as_many_as_there_is_place_for
     assert "this machine is full" in run.record().scales[0].problem
     ask(run, 1)
     run.wait_until(lambda: run.ended() == ["rollout-1"], "it to leave")
-    assert run.record().scales[0].problem == ""
+    run.wait_until(lambda: run.record().scales[0].problem == "", "the record of that")
