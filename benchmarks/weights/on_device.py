@@ -28,7 +28,7 @@ import torch
 from asyncflow.errors import AsyncFlowError
 from asyncflow.identity import Version
 from asyncflow.weights.slices import AnyArray, Arena, Box
-from asyncflow.weights.transport import Region, Source, Transport, open_transport
+from asyncflow.weights.transport import Pull, Region, Source, Transport, open_transport
 
 KINDS = ("host", "ipc", "pairs")
 VERSION = Version(0, 1)
@@ -86,11 +86,8 @@ async def check(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         region = Region(tensor="w", box=Box.whole(expected.shape), itemsize=4)
         begun = time.perf_counter()
         await transport.pull(
-            Source(worker="trainer", address=said["address"]),
-            VERSION,
-            [region],
+            Pull(Source(worker="trainer", address=said["address"]), VERSION, [region], checked=True),
             sink=lambda part, data, **_: target.write("w", part.box, data),
-            checked=True,
         )
         pull = round(region.nbytes / (time.perf_counter() - begun) / 1e9, 3)
         there = torch.empty_like(expected)

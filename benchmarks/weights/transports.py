@@ -39,7 +39,7 @@ from asyncflow.weights.ipc_transport import IpcTransport
 from asyncflow.weights.mooncake_transport import MooncakeTransport
 from asyncflow.weights.pairs_transport import PairsTransport
 from asyncflow.weights.slices import Arena, Box
-from asyncflow.weights.transport import Region, Source, Transport
+from asyncflow.weights.transport import Pull, Region, Source, Transport
 
 KINDS = ("host", "host-tcp", "host-tls", "ipc", "pairs", "mooncake")
 FAST: dict[str, type[FastTransport]] = {"ipc": IpcTransport, "pairs": PairsTransport, "mooncake": MooncakeTransport}
@@ -134,11 +134,8 @@ class Pulling:
         begun, used = time.perf_counter(), self._cpu()
         target = arena_of(self.transport, boxes)
         await self.transport.pull(
-            self.source,
-            VERSION,
-            regions,
+            Pull(self.source, VERSION, regions, checked),
             sink=lambda region, data, **_: target.write(region.tensor, region.box, data),
-            checked=checked,
         )
         seconds, used = time.perf_counter() - begun, self._cpu() - used
         for name, box in boxes.items():

@@ -96,7 +96,7 @@ def test_what_is_granted_is_supplied_or_is_the_least(
     granted = turns.grant(known, now=0.0)
     assert 1 <= len(granted) <= min(len(rates), most or len(rates))
     assert granted == [f"r{i}" for i in range(len(granted))]
-    assert len(granted) <= known.least(turns.turn_s or 0.0) or known.suffices(set(granted), turn_s=turns.turn_s or 0.0)
+    assert len(granted) <= known.least(turn_s) or known.suffices(set(granted), turn_s=turn_s)
     again = turns.grant(known, now=0.0)
     assert again == [], "all that may is granted at once"
 

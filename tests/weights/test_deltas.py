@@ -17,7 +17,7 @@ from asyncflow.rpc.server import RpcServer
 from asyncflow.weights.deltas import difference, restored
 from asyncflow.weights.host_transport import Bucket, ChunkReply, ChunkRequest, HostTransport
 from asyncflow.weights.slices import Arena, Box
-from asyncflow.weights.transport import Region, Source
+from asyncflow.weights.transport import Pull, Region, Source
 
 SOON = 20.0
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -140,7 +140,7 @@ async def test_a_liar_gets_nothing_written(frame, deltas, match):
 
     def pull():
         sink = lambda region, data, *, sent: got.append((bytes(data), sent))  # noqa: E731
-        return puller.pull(source, Version(0, 1), [region], sink=sink, checked=False, base=Version(0, 0))
+        return puller.pull(Pull(source, Version(0, 1), [region], checked=False, base=Version(0, 0)), sink=sink)
 
     if match is None:
         await pull()

@@ -14,7 +14,7 @@ from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.server import RpcServer
 from asyncflow.weights.host_transport import ChunkReply, ChunkRequest, HostTransport
 from asyncflow.weights.slices import Arena, Box
-from asyncflow.weights.transport import Region, Source, open_transport
+from asyncflow.weights.transport import Pull, Region, Source, open_transport
 
 VERSION = Version(0, 1)
 WHOLE = Box.whole((300, 200))
@@ -45,7 +45,7 @@ async def pull(source, regions, *, checked=False, version=VERSION, **options) ->
     got: list[tuple[Region, bytes]] = []
     transport = HostTransport(name="puller", **options)
     await transport.pull(
-        source, version, regions, sink=lambda region, data, **_: got.append((region, bytes(data))), checked=checked
+        Pull(source, version, regions, checked), sink=lambda region, data, **_: got.append((region, bytes(data)))
     )
     return got
 

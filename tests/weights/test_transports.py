@@ -16,13 +16,14 @@ from asyncflow.errors import DeadlineExceeded, ManifestError, PeerLost, Protocol
 from asyncflow.identity import Version
 from asyncflow.local.issuer import Issuer
 from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.shm import SHARED_MEMORY_ENV
 from asyncflow.weights.fast_transport import MOST_REGIONS, WithHost, chunks_of
 from asyncflow.weights.host_transport import HostTransport
 from asyncflow.weights.manifest import digest_of
 from asyncflow.weights.placed_transport import PlaceRequest, Pointers
 from asyncflow.weights.sender import PublishedSlice
 from asyncflow.weights.slices import Arena, Box, anonymous
-from asyncflow.weights.transport import Region, Source, open_transport
+from asyncflow.weights.transport import Pull, Region, Source, open_transport
 
 VERSION = Version(0, 1)
 WHOLE = Box.whole((300, 200))
@@ -83,7 +84,7 @@ async def pulled(transport, source, regions, *, checked=False, version=VERSION) 
         sizes.append(data.nbytes)
 
     sizes: list[int] = []
-    await transport.pull(source, version, regions, sink=sink, checked=checked)
+    await transport.pull(Pull(source, version, regions, checked), sink=sink)
     assert sum(sizes) == sum(region.nbytes for region in regions)
     assert all((array == 1).all() for array in counts.arrays.values())
     return target
@@ -120,7 +121,7 @@ async def test_what_is_not_held_is_refused_and_does_no_harm(opened, kind):
         await pulled(puller, source, [small], version=Version(0, 2))
     for box in (Box((0, 0), (301, 1)), Box((-1, 0), (1, 1)), Box((0,), (1,))):
         with pytest.raises(StaleHandle):
-            await puller.pull(source, VERSION, [region_of("w", box)], sink=lambda *_: None, checked=False)
+            await puller.pull(Pull(source, VERSION, [region_of("w", box)], checked=False), sink=lambda *_: None)
     assert await pulled(puller, source, [small])
 
 
@@ -163,12 +164,14 @@ async def test_wrong_bytes_are_found_where_nobody_else_can(opened, kind):
         await pulled(puller, source, [region_of("w", WHOLE)], checked=True)
 
 
-@fast_kinds
-async def test_calls_go_under_the_certificate_of_the_job(opened, kind, tmp_path):
+@kinds
+@pytest.mark.parametrize(("there", "here"), [("trainer", "rollout"), ("follower", "follower")])
+async def test_calls_go_under_the_certificate_of_the_job(opened, monkeypatch, kind, there, here, tmp_path):
+    monkeypatch.setenv(SHARED_MEMORY_ENV, "off")  # as between two hosts, where certificates alone say who calls
     issuer = Issuer(tmp_path / "tls")
-    _, source, arena = await opened(kind, "holder", filled, credentials=issuer.credentials("trainer"))
-    puller, _, _ = await opened(kind, "puller", credentials=issuer.credentials("rollout"))
-    stranger, _, _ = await opened(kind, "stranger")
+    _, source, arena = await opened(kind, "holder", filled, credentials=issuer.credentials(there))
+    puller, _, _ = await opened(kind, "puller", credentials=issuer.credentials(here, 1))
+    stranger, _, _ = await opened(kind, "stranger", credentials=issuer.credentials("storage"))
     target = await pulled(puller, source, [region_of("w", WHOLE)])
     assert np.array_equal(target.arrays["w"], arena.arrays["w"])
     with pytest.raises(Refused, match="may not call"):

@@ -37,7 +37,7 @@ def strike(transport: Transport, *, after: int, blow: Callable[[], None]) -> lis
     struck_at = 0.0
     ended: list[tuple[float, AsyncFlowError | None]] = []
 
-    async def struck(source, version, regions, *, sink, **more):
+    async def struck(asked, *, sink):
         def counted(region, data, *, sent=None):
             nonlocal left, struck_at
             sink(region, data, sent=sent)
@@ -48,7 +48,7 @@ def strike(transport: Transport, *, after: int, blow: Callable[[], None]) -> lis
 
         failed = None
         try:
-            await pull(source, version, regions, sink=counted, **more)
+            await pull(asked, sink=counted)
         except AsyncFlowError as error:
             failed = error
             raise

@@ -169,10 +169,12 @@ def receiver_that_prefers(first: str, others: list[str], version: Version) -> st
 
 async def until(predicate: Callable[[], bool], what: str) -> None:
     """Wait for something that nobody announces."""
-    async with asyncio.timeout(30):
-        while not predicate():
-            await asyncio.sleep(0.01)
-    assert predicate(), what
+    try:
+        async with asyncio.timeout(30):
+            while not predicate():
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        raise AssertionError(f"did not happen: {what}") from None
 
 
 def bulk(seed: int, mebibytes: int = 4) -> dict[str, np.ndarray]:

@@ -34,11 +34,12 @@ class WeightsSpec(Spec):
     stagger: Annotated[int, Field(ge=1, le=10_000)] | None = None
     """Most rollouts that swap at the same time. Absent: the update policy decides."""
     chunk_bytes: Quantity = Quantity("1Mi")
-    """Most bytes of a version that one answer of a holder has."""
+    """Most bytes of a version that one answer of a holder has, over the host network."""
     delta: bool = True
-    """Send only what differs from a version that both sides hold, where that is less."""
+    """Send only what differs from a version that both sides hold, where that is less, over the host network."""
     bandwidth: Quantity | None = None
-    """Bytes a second that one holder serves at most, to all receivers together. Absent: as many as it can."""
+    """Bytes a second that one holder serves at most, to all receivers together, with transport ``host``. Absent: no
+    bound."""
     keep: Annotated[int, Field(ge=1, le=64)] = 2
     """Newest versions that stay available although no step needs them any more."""
 

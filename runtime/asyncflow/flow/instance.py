@@ -31,6 +31,9 @@ from asyncflow.identity import Version
 SwapAt = Literal["quota", "sequence", "token"]
 Purpose = Literal["train", "eval"]
 
+_EVAL_SHARE = 0.25
+"""Share of the slots that evaluation may take from training."""
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -54,20 +57,17 @@ class Instance:
     """The decisions of one instance; the caller tells what happened and then asks what to do.
 
     slots: sequences that the engine runs at once; ahead: how many more may be begun, so that a slot that becomes free
-    finds the next one waiting; eval_share: the share of the slots that evaluation may take from training; staggered:
-    whether it leaves a version for a newer one only when it has its turn (``has_turn``).
+    finds the next one waiting; staggered: whether it leaves a version for a newer one only when it has its turn.
     """
 
-    def __init__(
-        self, *, swap_at: SwapAt, slots: int, ahead: int = 0, eval_share: float = 0.25, staggered: bool = False
-    ) -> None:
+    def __init__(self, *, swap_at: SwapAt, slots: int, ahead: int = 0, staggered: bool = False) -> None:
         self._back = swap_at == "quota"
         self._carries = swap_at == "token"
-        self.has_turn = not staggered
+        self._has_turn = not staggered
         self._staggered = staggered
         self._slots = slots
         self._capacity = slots + ahead
-        self._eval_slots = max(1, int(slots * eval_share))
+        self._eval_slots = max(1, int(slots * _EVAL_SHARE))
         self._held: dict[Hashable, Work] = {}
         self._unready: set[Hashable] = set()
         self._running: dict[Hashable, Work] = {}
@@ -94,9 +94,14 @@ class Instance:
         """True while it generates with one version, a newer one is staged, and it has no turn to change to that."""
         return self._newer_staged() and not self._forward()
 
+    @property
+    def has_turn(self) -> bool:
+        """True from when it may change to what is staged until it has."""
+        return self._has_turn
+
     def take_turn(self) -> None:
         """Take in that it may change to what is staged."""
-        self.has_turn = True
+        self._has_turn = True
 
     def know(self, *, staged: Version | None, in_memory: Iterable[int], available: Iterable[int]) -> None:
         """Take in what can be loaded: the newest version staged, the steps in host memory, and those to be had."""
@@ -111,7 +116,7 @@ class Instance:
         self.current = version
         self._newest = version if self._newest is None else max(self._newest, version)
         self._eval_dry = False
-        self.has_turn = not self._staggered
+        self._has_turn = not self._staggered
 
     def take(self, works: Iterable[Work]) -> list[Work]:
         """Hold rows that a claim gave, not ready yet; gives those that this instance will never serve."""
@@ -252,7 +257,7 @@ class Instance:
 
     def _forward(self) -> bool:
         """Return whether it leaves the loaded version for a newer one that is staged."""
-        free = self.has_turn or self.current is None or self._behind() or not self._all()
+        free = self._has_turn or self.current is None or self._behind() or not self._all()
         return free and self._newer_staged()
 
     def _ahead(self, step: int) -> bool:

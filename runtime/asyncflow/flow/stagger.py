@@ -77,11 +77,6 @@ class Turns:
         """Those that have their turn."""
         return frozenset(self._out)
 
-    @property
-    def turn_s(self) -> float | None:
-        """Seconds that a turn takes, smoothed over the last ones; None before the first has ended."""
-        return self._turn_s
-
     def ask(self, name: str, *, version: int, now: float) -> None:
         """Take in that an instance with the weights of ``version`` (packed) waits for a turn."""
         since = self._waiting[name].since if name in self._waiting else now

@@ -299,7 +299,7 @@ class Catalogue:
     def _tell(self) -> None:
         """Count a change, if what all workers are told has changed."""
         known = [(version, record.manifest is not None, record.available) for version, record in self._records.items()]
-        told = (sorted(known), self._newest, self._required, self.releasable)
+        told = (sorted(known), self._required, self.releasable)
         if told != self._told:
             self._told = told
             self.revision += 1

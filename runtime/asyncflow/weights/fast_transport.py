@@ -17,22 +17,29 @@ import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from asyncflow import clock
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, ProtocolError, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.rpc.client import RpcClient
-from asyncflow.rpc.server import RpcServer
-from asyncflow.rpc.tls import Credentials
 from asyncflow.weights.host_transport import HostTransport
-from asyncflow.weights.manifest import digest_of
 from asyncflow.weights.slices import Box, split, subtract
-from asyncflow.weights.transport import Read, Region, Sink, Source, Transport, Until, at_once
+from asyncflow.weights.transport import (
+    LONGEST_WAIT_S,
+    CallTransport,
+    Pull,
+    Read,
+    Region,
+    Sink,
+    Transport,
+    Until,
+    at_once,
+    digests_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +52,6 @@ SMALL = 128 << 10
 MOST_REGIONS = 256
 """Regions of one chunk: Mooncake has room for some 2,000 on their way to one peer, and stops for good beyond."""
 _MOST_BYTES = 64 << 20
-_LONGEST_WAIT_S = 10.0
 _WINDOW = 2
 _DOUBT_S = 60.0
 _BESIDE = " "
@@ -81,99 +87,65 @@ class Line(ABC):
         """Let go of the source, which may be gone. Raises nothing."""
 
 
-class FastTransport(Transport):
+class FastTransport(CallTransport):
     """Base of fast transports.
 
-    name, bind, advertise, credentials: as in ``HostTransport``; chunk_bytes: most bytes that travel together;
-    deadline_s: seconds within which each chunk has to come. sends: whether bytes travel.
+    chunk_bytes: most bytes that travel together; deadline_s: seconds within which each chunk has to come; options: as
+    in ``CallTransport``. sends: whether bytes travel.
     """
 
     sends = True
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        bind: str = "tcp://127.0.0.1:*",
-        advertise: str = "",
-        credentials: Credentials | None = None,
-        chunk_bytes: int = CHUNK_BYTES,
-        deadline_s: float = DEADLINE_S,
-    ) -> None:
-        self.name = name
+    def __init__(self, *, chunk_bytes: int = CHUNK_BYTES, deadline_s: float = DEADLINE_S, **options: Any) -> None:
+        super().__init__(**options)
         self.chunk_bytes = chunk_bytes
         self.deadline_s = deadline_s
-        self._credentials = credentials
-        self._clients: set[RpcClient] = set()
-        self._server = RpcServer(name=f"{name} weights", bind=bind, credentials=credentials, advertise=advertise)
-        self._given: Read | None = None
-        self._until: Until = at_once
 
     @classmethod
     def of(cls, *, device: str, collective: str, **options: Any) -> Transport:
         """Make the transport with the host network behind it, which has all the ``options``."""
+        common = {name: options[name] for name in ("name", "bind", "advertise", "credentials") if name in options}
+        return WithHost(cls(**cls.device_options(device, collective), **common), HostTransport(**options))
+
+    @classmethod
+    def device_options(cls, device: str, collective: str) -> dict[str, Any]:
+        """Return the further options that follow from what ``open_transport`` says of the device."""
         del device, collective
-        return WithHost(cls(**own(options)), HostTransport(**options))
+        return {}
 
     async def start(self, read: Read, *, until: Until = at_once) -> str:
         """Get the fast way ready, then serve what ``read`` gives; return the address of the calls."""
-        self._given = read
-        self._until = until
         await self.prepare()
-        return await self._server.start()
+        return await super().start(read, until=until)
 
-    async def close(self) -> None:
-        """Close the server and every pull."""
-        for client in list(self._clients):
-            await client.close()
-        await self._server.close()
-
-    async def pull(
-        self,
-        source: Source,
-        version: Version,
-        regions: Iterable[Region],
-        *,
-        sink: Sink,
-        checked: bool,
-        base: Version | None = None,
-    ) -> None:
+    async def pull(self, pull: Pull, *, sink: Sink) -> None:
         """Pull with a few chunks on their way, all bytes of them; see ``Transport.pull``."""
-        del base
-        client = RpcClient(
-            name=f"{self.name} pulls {version}",
-            resolve=source.address,
-            credentials=self._credentials,
-            expects=("trainer", "rollout"),
-        )
-        self._clients.add(client)
-        line = self.line(client, version, checked=checked)
-        chunks = chunks_of(regions, most=self.chunk_bytes)
+        chunks = chunks_of(pull.regions, most=self.chunk_bytes)
         flying: deque[tuple[list[Region], asyncio.Task[Chunk]]] = deque()
-        try:
-            async with self._deadline(source, version):
-                await line.open()
-            while True:
-                while len(flying) < _WINDOW and (asked := next(chunks, None)) is not None:
-                    flying.append((asked, asyncio.create_task(line.bring(asked))))
-                if not flying:
-                    return
-                asked, bringing = flying[0]
-                async with self._deadline(source, version):
-                    chunk = await bringing
-                if checked and await asyncio.to_thread(digests_of, chunk.frames) != tuple(chunk.digests):
-                    raise ProtocolError(f"{version}: bytes changed on the way", where=source.address)
-                for region, frame in zip(asked, chunk.frames, strict=True):
-                    sink(region, frame, sent=frame.nbytes if self.sends else 0)
-                line.release(chunk)
-                flying.popleft()
-        finally:
-            for _, bringing in flying:
-                bringing.cancel()
-            await asyncio.gather(*(bringing for _, bringing in flying), return_exceptions=True)
-            await line.end()
-            self._clients.discard(client)
-            await client.close()
+        async with self._client(pull) as client:
+            line = self.line(client, pull.version, checked=pull.checked)
+            try:
+                async with self._deadline(pull):
+                    await line.open()
+                while True:
+                    while len(flying) < _WINDOW and (asked := next(chunks, None)) is not None:
+                        flying.append((asked, asyncio.create_task(line.bring(asked))))
+                    if not flying:
+                        return
+                    asked, bringing = flying[0]
+                    async with self._deadline(pull):
+                        chunk = await bringing
+                    if pull.checked and await asyncio.to_thread(digests_of, chunk.frames) != tuple(chunk.digests):
+                        raise ProtocolError(f"{pull.version}: bytes changed on the way", where=pull.source.address)
+                    for region, frame in zip(asked, chunk.frames, strict=True):
+                        sink(region, frame, sent=frame.nbytes if self.sends else 0)
+                    line.release(chunk)
+                    flying.popleft()
+            finally:
+                for _, bringing in flying:
+                    bringing.cancel()
+                await asyncio.gather(*(bringing for _, bringing in flying), return_exceptions=True)
+                await line.end()
 
     @abstractmethod
     async def prepare(self) -> None:
@@ -192,13 +164,13 @@ class FastTransport(Transport):
         if len(sizes) > MOST_REGIONS or min(sizes, default=1) < 1 or sum(sizes) > _MOST_BYTES:
             what = f"at once up to {MOST_REGIONS} regions can be had, none empty, of {_MOST_BYTES} bytes together"
             raise ProtocolError(what, where=self.name)
-        assert self._given is not None
+        assert self._read is not None
         version = Version.unpack(packed)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(max(wait_s, 0.0), _LONGEST_WAIT_S)):
+            async with asyncio.timeout(min(max(wait_s, 0.0), LONGEST_WAIT_S)):
                 for region in regions:
                     await self._until(version, [region])
-        data = [self._given(version, region.tensor, region.box) for region in regions]
+        data = [self._read(version, region.tensor, region.box) for region in regions]
         if [part.nbytes for part in data] != sizes:
             raise ProtocolError(f"{version}: elements of another size are asked for", where=self.name)
         return data
@@ -209,18 +181,13 @@ class FastTransport(Transport):
         return self.deadline_s / 2
 
     @contextlib.asynccontextmanager
-    async def _deadline(self, source: Source, version: Version) -> Any:
+    async def _deadline(self, pull: Pull) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(self.deadline_s):
                 yield
         except TimeoutError:
-            what = f"{source.worker} sent nothing of {version} for {self.deadline_s:g} s"
-            raise DeadlineExceeded(what, where=source.address) from None
-
-
-def own(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that every transport has."""
-    return {name: options[name] for name in ("name", "bind", "advertise", "credentials") if name in options}
+            what = f"{pull.source.worker} sent nothing of {pull.version} for {self.deadline_s:g} s"
+            raise DeadlineExceeded(what, where=pull.source.address) from None
 
 
 def chunks_of(regions: Iterable[Region], *, most: int) -> Iterator[list[Region]]:
@@ -237,11 +204,6 @@ def chunks_of(regions: Iterable[Region], *, most: int) -> Iterator[list[Region]]
             room -= part.nbytes
     if chunk:
         yield chunk
-
-
-def digests_of(frames: Iterable[memoryview]) -> tuple[str, ...]:
-    """Return the digest of each frame's bytes."""
-    return tuple(digest_of(np.frombuffer(frame, np.uint8)) for frame in frames)
 
 
 class WithHost(Transport):
@@ -273,34 +235,19 @@ class WithHost(Transport):
             self.allocate = self._host.allocate
             return address
 
-    async def pull(
-        self,
-        source: Source,
-        version: Version,
-        regions: Iterable[Region],
-        *,
-        sink: Sink,
-        checked: bool,
-        base: Version | None = None,
-    ) -> None:
+    async def pull(self, pull: Pull, *, sink: Sink) -> None:
         """Pull by the fast way, and over the host network what is left when that fails."""
-        host, _, fast = source.address.partition(_BESIDE)
-        left = list(regions)
-        if sum(region.nbytes for region in left) > SMALL:
-            if fast and self._doubted.get(source.worker, 0.0) <= clock.now():
-                left = await self._fast_first(
-                    msgspec.structs.replace(source, address=fast), version, left, sink=sink, checked=checked
-                )
+        host, _, fast = pull.source.address.partition(_BESIDE)
+        if sum(region.nbytes for region in pull.regions) > SMALL:
+            if fast and self._doubted.get(pull.source.worker, 0.0) <= clock.now():
+                left = await self._fast_first(_at(fast, pull), sink=sink)
                 if not left:
                     return
+                pull = pull._replace(regions=left)
             self.fallbacks += 1
-        await self._host.pull(
-            msgspec.structs.replace(source, address=host), version, left, sink=sink, checked=checked, base=base
-        )
+        await self._host.pull(_at(host, pull), sink=sink)
 
-    async def _fast_first(
-        self, source: Source, version: Version, regions: Sequence[Region], *, sink: Sink, checked: bool
-    ) -> list[Region]:
+    async def _fast_first(self, pull: Pull, *, sink: Sink) -> list[Region]:
         """Pull by the fast way; return what it has not brought. Raises StaleHandle."""
         given: dict[str, list[Box]] = defaultdict(list)
 
@@ -309,17 +256,18 @@ class WithHost(Transport):
             given[region.tensor].append(region.box)
 
         try:
-            await self._fast.pull(source, version, regions, sink=taken, checked=checked)
+            await self._fast.pull(pull, sink=taken)
         except StaleHandle:
             raise
         except (AsyncFlowError, OSError) as error:
-            self.doubt(source.worker)
-            log.warning("weights: %s from %s goes on over the host network: %s", version, source.worker, error)
+            self.doubt(pull.source.worker)
+            what = f"{pull.version} from {pull.source.worker}"
+            log.warning("weights: %s goes on over the host network: %s", what, error)
         else:
             return []
         return [
             msgspec.structs.replace(region, box=box)
-            for region in regions
+            for region in pull.regions
             for box in subtract(region.box, given[region.tensor])
         ]
 
@@ -333,3 +281,8 @@ class WithHost(Transport):
         """Serve no longer, in neither way; pulls in flight raise PeerLost."""
         await self._fast.close()
         await self._host.close()
+
+
+def _at(address: str, pull: Pull) -> Pull:
+    """Return a pull from the same source at one of its addresses."""
+    return pull._replace(source=msgspec.structs.replace(pull.source, address=address))

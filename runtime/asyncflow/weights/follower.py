@@ -75,10 +75,10 @@ class Follower:
         """Join the job and begin to receive. Raises DeadlineExceeded where its driver does not answer."""
         try:
             await self._membership.join(within_s)
+            await self.receiver.start()
         except BaseException:
-            await self._membership.close()
+            await self.close()
             raise
-        await self.receiver.start()
 
     async def close(self) -> None:
         """Leave. Tensors that were given stay valid for as long as they are referenced."""

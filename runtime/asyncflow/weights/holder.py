@@ -262,8 +262,9 @@ class Holder:
         reply = await self._driver.call("weights.held", request, VersionsHeldReply, timeout=_CALL_S)
         if not reply.known:
             told = msgspec.structs.replace(request, manifest=manifest)
-            await self._driver.call("weights.held", told, VersionsHeldReply, timeout=_CALL_S)
-        self._believed.add(Version.unpack(manifest.version))
+            reply = await self._driver.call("weights.held", told, VersionsHeldReply, timeout=_CALL_S)
+        if reply.known:
+            self._believed.add(Version.unpack(manifest.version))
 
 
 def _part(data: bytes, box: Box) -> memoryview:

@@ -13,23 +13,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
-from asyncflow.api.names import FOLLOWER
 from asyncflow.errors import DeadlineExceeded, ManifestError, ProtocolError, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.columns import Buffer
-from asyncflow.rpc.server import RpcServer
-from asyncflow.rpc.tls import Credentials
 from asyncflow.weights.deltas import difference, restored
-from asyncflow.weights.manifest import digest_of
 from asyncflow.weights.slices import split, subtract
-from asyncflow.weights.transport import Read, Region, Sink, Source, Transport, Until, at_once
+from asyncflow.weights.transport import (
+    LONGEST_WAIT_S,
+    CallTransport,
+    Pull,
+    Region,
+    Sink,
+    digests_of,
+)
 
 LEAST_BANDWIDTH = 1 << 20
 """Bytes a second, at which the first chunks of several peers come well within the usual patience."""
@@ -42,7 +44,6 @@ _SMOOTHING = 0.3
 _MOST_REGIONS = 1024
 _MOST_ELEMENTS = 64 << 20
 _CALL_S = 3600.0
-_LONGEST_WAIT_S = 10.0
 _AT_ONCE_S = 0.001
 _STARVED = 4.0
 """So many times its patience a puller waits for a peer that answers, but has got nothing itself."""
@@ -138,115 +139,81 @@ class _Chunk(NamedTuple):
     waited: bool
 
 
-class HostTransport(Transport):
+class HostTransport(CallTransport):
     """Weights over TCP, by calls to an ``RpcServer`` of its own.
 
-    name: this worker, in logs and errors; bind, advertise, credentials: as in ``RpcServer``; chunk_bytes: most bytes of
-    one answer; window: answers in flight per pull; patience_s: a peer that sends nothing for so long (longer on a link
-    that was measured to be slow) counts as stalled; delta: send and ask for differences from a version that both hold,
-    where these are shorter; bandwidth: most bytes a second that are served, to all peers together. Raises ManifestError
-    where that is so little that peers would take this worker for stalled.
+    chunk_bytes: most bytes of one answer; window: answers in flight per pull; patience_s: a peer that sends nothing for
+    so long (longer on a link that was measured to be slow) counts as stalled; delta: send and ask for differences from
+    a version that both hold, where these are shorter; bandwidth: most bytes a second that are served, to all peers
+    together; options: as in ``CallTransport``. Raises ManifestError where the bandwidth is so little that peers would
+    take this worker for stalled.
     """
 
     def __init__(
         self,
         *,
-        name: str,
-        bind: str = "tcp://127.0.0.1:*",
-        advertise: str = "",
-        credentials: Credentials | None = None,
         chunk_bytes: int = 1 << 20,
         window: int = 4,
         patience_s: float = 5.0,
         delta: bool = True,
         bandwidth: int | None = None,
+        **options: Any,
     ) -> None:
         if bandwidth is not None and bandwidth < LEAST_BANDWIDTH:
             what = f"{bandwidth} bytes a second are fewer than {LEAST_BANDWIDTH}"
             raise ManifestError(what, where="bandwidth", hint="A receiver would take its source for dead; give more.")
-        self._name = name
-        self._credentials = credentials
+        super().__init__(**options)
         self._chunk_bytes = chunk_bytes
         self._window = window
         self._patience_s = patience_s
         self._delta = delta
         self._bucket = Bucket(bandwidth)
-        self._clients: set[RpcClient] = set()
-        self._server = RpcServer(name=f"{name} weights", bind=bind, credentials=credentials, advertise=advertise)
         self._server.route("weights.fetch", ChunkRequest, self._fetch)
-        self._read: Read | None = None
-        self._until: Until = at_once
 
-    async def start(self, read: Read, *, until: Until = at_once) -> str:
-        """Serve what ``read`` gives; give the address."""
-        self._read = read
-        self._until = until
-        return await self._server.start()
-
-    async def close(self) -> None:
-        """Close the server and every pull."""
-        for client in list(self._clients):
-            await client.close()
-        await self._server.close()
-
-    async def pull(
-        self,
-        source: Source,
-        version: Version,
-        regions: Iterable[Region],
-        *,
-        sink: Sink,
-        checked: bool,
-        base: Version | None = None,
-    ) -> None:
+    async def pull(self, pull: Pull, *, sink: Sink) -> None:
         """Pull with ``window`` chunk requests in flight; see ``Transport.pull``."""
         loop = asyncio.get_running_loop()
         pace = Pace(most=self._chunk_bytes, window=self._window, patience_s=self._patience_s, now=loop.time())
-        left, came = deque(regions), loop.time()
-        client = RpcClient(
-            name=f"{self._name} pulls {version}",
-            resolve=source.address,
-            credentials=self._credentials,
-            expects=("trainer", "rollout", FOLLOWER),
-        )
-        self._clients.add(client)
+        worker, version, left, came = pull.source.worker, pull.version, deque(pull.regions), loop.time()
         flying: set[asyncio.Task[_Chunk]] = set()
         request = ChunkRequest(
             version=version.packed,
             regions=(),
-            checked=checked,
-            base=base.packed if base is not None and self._delta and self._read is not None else None,
+            checked=pull.checked,
+            base=pull.base.packed if pull.base is not None and self._delta and self._read is not None else None,
             wait_s=self._patience_s / _STARVED,
         )
-        try:
-            while left or flying:
-                while left and len(flying) < self._window:
-                    asked = msgspec.structs.replace(request, regions=tuple(_next_chunk(left, pace.chunk)))
-                    flying.add(loop.create_task(self._ask(client, asked)))
-                patience = pace.patience
-                done, _ = await asyncio.wait(flying, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-                if not done:
-                    what = f"{source.worker} sent nothing of {version} for {patience:.3g} s"
-                    raise DeadlineExceeded(what, where=source.address)
-                flying -= done
-                for chunk in [answer.result() for answer in done]:
-                    for region, data, sent in zip(chunk.regions, chunk.data, chunk.sent, strict=True):
-                        sink(region, data, sent=sent)
-                    left.extendleft(reversed(chunk.rest))
-                    if chunk.waited:
-                        pace.waited(now=loop.time())
-                    else:
-                        pace.arrived(sum(data.nbytes for data in chunk.data), sent=sum(chunk.sent), now=loop.time())
-                    came = loop.time() if chunk.data else came
-                if loop.time() - came > _STARVED * self._patience_s:
-                    what = f"{source.worker} itself has got nothing of {version} for {loop.time() - came:.3g} s"
-                    raise DeadlineExceeded(what, where=source.address)
-        finally:
-            for task in flying:
-                task.cancel()
-            await asyncio.gather(*flying, return_exceptions=True)
-            self._clients.discard(client)
-            await client.close()
+        async with self._client(pull) as client:
+            try:
+                while left or flying:
+                    while left and len(flying) < self._window:
+                        asked = msgspec.structs.replace(request, regions=tuple(_next_chunk(left, pace.chunk)))
+                        flying.add(loop.create_task(self._ask(client, asked)))
+                    patience = pace.patience
+                    done, flying = await asyncio.wait(flying, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                    if not done:
+                        what = f"{worker} sent nothing of {version} for {patience:.3g} s"
+                        raise DeadlineExceeded(what, where=pull.source.address)
+                    failed = [error for answer in done if (error := answer.exception()) is not None]
+                    for chunk in [answer.result() for answer in done if answer.exception() is None]:
+                        for region, data, sent in zip(chunk.regions, chunk.data, chunk.sent, strict=True):
+                            sink(region, data, sent=sent)
+                        left.extendleft(reversed(chunk.rest))
+                        if chunk.waited:
+                            pace.waited(now=loop.time())
+                        else:
+                            nbytes = sum(data.nbytes for data in chunk.data)
+                            pace.arrived(nbytes, sent=sum(chunk.sent), now=loop.time())
+                        came = loop.time() if chunk.data else came
+                    if failed:
+                        raise failed[0]
+                    if loop.time() - came > _STARVED * self._patience_s:
+                        what = f"{worker} itself has got nothing of {version} for {loop.time() - came:.3g} s"
+                        raise DeadlineExceeded(what, where=pull.source.address)
+            finally:
+                for task in flying:
+                    task.cancel()
+                await asyncio.gather(*flying, return_exceptions=True)
 
     async def _ask(self, client: RpcClient, request: ChunkRequest) -> _Chunk:
         version, regions = Version.unpack(request.version), request.regions
@@ -267,7 +234,7 @@ class HostTransport(Transport):
                 raise ProtocolError(f"{version}: a difference makes no sense: {error}", where=client.name) from error
         if [each.nbytes for each in data] != [region.nbytes for region in regions]:
             raise ProtocolError(f"{version}: the frames are not of the sizes asked for", where=client.name)
-        if request.checked and await asyncio.to_thread(_digests, data) != reply.digests:
+        if request.checked and await asyncio.to_thread(digests_of, data) != reply.digests:
             raise ProtocolError(f"{version}: bytes changed on the way", where=client.name)
         return _Chunk(regions, data, [frame.nbytes for frame in frames], rest, reply.waited)
 
@@ -277,17 +244,17 @@ class HostTransport(Transport):
             or sum(region.box.volume for region in request.regions) > _MOST_ELEMENTS
         ):
             what = f"no region, or more than {_MOST_REGIONS} or {_MOST_ELEMENTS} elements at once"
-            raise ProtocolError(what, where=self._name)
+            raise ProtocolError(what, where=self.name)
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            async with asyncio.timeout(min(max(request.wait_s, 0.0), _LONGEST_WAIT_S)):
+            async with asyncio.timeout(min(max(request.wait_s, 0.0), LONGEST_WAIT_S)):
                 await self._until(Version.unpack(request.version), request.regions)
         except TimeoutError:
             return ChunkReply(digests=(), waited=True), []
         waited = loop.time() - began > _AT_ONCE_S
         data = self._here(request)
-        digests = await asyncio.to_thread(_digests, data) if request.checked else ()
+        digests = await asyncio.to_thread(digests_of, data) if request.checked else ()
         frames: list[Buffer] = list(data)
         deltas = await self._differences(request, data) if request.base is not None and self._delta else {}
         for at, delta in deltas.items():
@@ -338,10 +305,6 @@ def _restore(
         restored(held[at], frame, itemsize=region.itemsize) if at in held else frame
         for at, (region, frame) in enumerate(zip(regions, frames, strict=True))
     ]
-
-
-def _digests(frames: Sequence[memoryview]) -> tuple[str, ...]:
-    return tuple(digest_of(np.frombuffer(frame, np.uint8)) for frame in frames)
 
 
 def _next_chunk(left: deque[Region], most: int) -> list[Region]:

@@ -31,14 +31,13 @@ class VersionView(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class CatalogueView(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The catalogue as workers see it. Versions are packed and in order.
 
-    newest: the newest version ever complete, -1 for none; required: steps that unfinished work needs; releasable: the
+    required: steps that unfinished work needs; releasable: the
     versions that whoever holds them may forget; held: those that the catalogue believes this worker to hold, where that
     is not what the worker said, else None.
     """
 
     epoch: str
     revision: int
-    newest: int
     required: tuple[int, ...]
     releasable: tuple[int, ...]
     versions: tuple[VersionView, ...]
@@ -58,7 +57,7 @@ class CatalogueView(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return [Version.unpack(known.version) for known in self.versions if known.available]
 
 
-EMPTY_VIEW = CatalogueView(epoch="", revision=-1, newest=-1, required=(), releasable=(), versions=())
+EMPTY_VIEW = CatalogueView(epoch="", revision=-1, required=(), releasable=(), versions=())
 
 
 def newest_step(view: CatalogueView) -> int | None:

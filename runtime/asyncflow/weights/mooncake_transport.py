@@ -57,7 +57,7 @@ class MooncakeTransport(PlacedTransport):
     async def close(self) -> None:
         """Serve no longer: peers that read later are refused, so the memory may go when its last view is gone."""
         await super().close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
         if self._engine is not None:
             await asyncio.to_thread(self._engine.batch_unregister_memory, list(self.pool.blocks))
 

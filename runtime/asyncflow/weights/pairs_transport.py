@@ -26,9 +26,8 @@ from asyncflow.identity import Version
 from asyncflow.plugins import importing
 from asyncflow.rpc.addresses import host_and_port
 from asyncflow.rpc.client import RpcClient
-from asyncflow.weights.fast_transport import END_S, Chunk, FastTransport, Line, WithHost, digests_of, own
-from asyncflow.weights.host_transport import HostTransport
-from asyncflow.weights.transport import Region, Transport
+from asyncflow.weights.fast_transport import END_S, Chunk, FastTransport, Line
+from asyncflow.weights.transport import Region, digests_of
 
 T = TypeVar("T")
 
@@ -93,6 +92,7 @@ class PairsTransport(FastTransport):
         self._device = device
         self._collectives = tuple(dict.fromkeys((collective, _GLOO)))
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights-pairs")
+        self._receiving = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights-receive")
         self._serving: dict[int, _Serving] = {}
         self._numbers = itertools.count(1)
         self._torch: Any = None
@@ -100,9 +100,9 @@ class PairsTransport(FastTransport):
         self._server.route("weights.send", SendRequest, self._send)
 
     @classmethod
-    def of(cls, *, device: str, collective: str, **options: Any) -> Transport:
-        """Make the transport with the host network behind it, which has all the ``options``."""
-        return WithHost(cls(device=device, collective=collective, **own(options)), HostTransport(**options))
+    def device_options(cls, device: str, collective: str) -> dict[str, Any]:
+        """Return both."""
+        return {"device": device, "collective": collective}
 
     async def prepare(self) -> None:
         """Import torch."""
@@ -114,6 +114,7 @@ class PairsTransport(FastTransport):
         for pair in list(self._serving):
             self._end(pair)
         self._threads.shutdown(wait=False)
+        self._receiving.shutdown(wait=False)
 
     def line(self, client: RpcClient, version: Version, *, checked: bool) -> PairLine:
         """Return the line of a pull."""
@@ -134,6 +135,10 @@ class PairsTransport(FastTransport):
     def in_thread(self, work: Callable[..., T], *given: Any) -> asyncio.Future[T]:
         """Do what blocks, until the deadline at most, in a thread. Raises PeerLost for what torch raises."""
         return asyncio.get_running_loop().run_in_executor(self._threads, _translated, work, *given)
+
+    def receive(self, pair: Any, nbytes: int) -> asyncio.Future[Any]:
+        """Receive bytes, in a thread of those that do nothing else: no pull of others takes one from what is sent."""
+        return asyncio.get_running_loop().run_in_executor(self._receiving, _translated, pair.receive, nbytes)
 
     def _make(self, reply: PairReply, **listener: Any) -> asyncio.Future[Any]:
         def make() -> Any:
@@ -214,7 +219,7 @@ class PairLine(Line):
         """Have regions sent, and receive them."""
         sizes = [region.nbytes for region in regions]
         async with self._turn:
-            coming = self._transport.in_thread(self._pair.receive, sum(sizes))
+            coming = self._transport.receive(self._pair, sum(sizes))
             coming.add_done_callback(_seen)
             sent = await self._ask(regions, timeout=_CALL_S)
             data = (await coming).data

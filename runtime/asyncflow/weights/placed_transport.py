@@ -27,8 +27,8 @@ import numpy as np
 from asyncflow.errors import AsyncFlowError, ProtocolError
 from asyncflow.identity import Version
 from asyncflow.rpc.client import RpcClient
-from asyncflow.weights.fast_transport import END_S, Chunk, FastTransport, Line, digests_of
-from asyncflow.weights.transport import Region
+from asyncflow.weights.fast_transport import END_S, Chunk, FastTransport, Line
+from asyncflow.weights.transport import Region, digests_of
 
 LEASE_S = 60.0
 _LEAST = 1 << 20
@@ -198,7 +198,8 @@ class PlacedLine(Line):
         self._client = client
         self._version = version
         self._checked = checked
-        self._done: list[int] = []
+        self._leases: set[int] = set()
+        self._ended: list[int] = []
 
     async def open(self) -> None:
         """Do nothing: the first call reaches the source."""
@@ -206,6 +207,7 @@ class PlacedLine(Line):
     async def bring(self, regions: Sequence[Region]) -> Chunk:
         """Ask where regions lie, and read them there."""
         found = await self._ask(regions, timeout=_CALL_S)
+        self._leases.add(found.lease)
         if len(found.pointers) != len(regions):
             raise ProtocolError(f"{self._version}: the answer is not to what was asked", where=self._client.name)
         sizes = [region.nbytes for region in regions]
@@ -214,17 +216,19 @@ class PlacedLine(Line):
 
     def release(self, chunk: Chunk) -> None:
         """End the lease of a chunk with the next call."""
-        self._done.append(chunk.lease)
+        self._leases.discard(chunk.lease)
+        self._ended.append(chunk.lease)
 
     async def end(self) -> None:
         """End the leases that are left."""
         self.seen.clear()
-        if self._done:
+        self._ended += self._leases
+        if self._ended:
             with contextlib.suppress(AsyncFlowError):
                 await self._ask((), timeout=END_S)
 
     async def _ask(self, regions: Sequence[Region], *, timeout: float) -> Pointers:
-        done, self._done = self._done, []
+        done, self._ended = self._ended, []
         request = PlaceRequest(
             version=self._version.packed,
             regions=tuple(regions),

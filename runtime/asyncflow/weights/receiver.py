@@ -24,7 +24,7 @@ from asyncflow.weights.manifest import MANIFEST, Manifest, decoded
 from asyncflow.weights.messages import WHOLE, CatalogueView, Locate, Located, PeerView, layout_key, newest_step
 from asyncflow.weights.slices import AnyArray, Arena, Box, subtract, view
 from asyncflow.weights.transfer import Transfer, TransferRecord
-from asyncflow.weights.transport import Region, Source, Transport
+from asyncflow.weights.transport import Pull, Region, Source, Transport
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +238,7 @@ class WeightReceiver:
         self._holder.arriving[version] = None
         try:
             record = await self._fill(version)
-        except AsyncFlowError as error:
+        except (AsyncFlowError, OSError) as error:
             await self._outage.wait(error)
             return
         finally:
@@ -253,7 +253,7 @@ class WeightReceiver:
 
     async def _fill(self, version: Version) -> TransferRecord:
         manifest, peers = await self._described(version)
-        arena = self._arena_of(manifest)
+        arena = await asyncio.to_thread(self._arena_of, manifest)
         key = layout_key(arena.boxes, manifest)
         if peers is None or key != self._layout_key:
             self._layout_key = key
@@ -317,7 +317,7 @@ class WeightReceiver:
         peer = located.peers[0]
         source = Source(worker=peer.worker, address=peer.address)
         try:
-            await self._holder.transport.pull(source, version, [whole], sink=sink, checked=False)
+            await self._holder.transport.pull(Pull(source, version, [whole], checked=False), sink=sink)
             return decoded(memoryview(data), version=version, digest=known.digest)
         except AsyncFlowError as error:
             log.info("weights: no manifest of %s from %s: %s", version, peer.worker, error)

@@ -73,11 +73,6 @@ class WeightSender:
         """The address that peers pull from, "" before ``start``."""
         return self._holder.address
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the versions held here."""
-        return sum(copy.arena.nbytes for copy in self._holder.copies.values())
-
     def held(self, version: Version) -> Mapping[str, AnyArray] | None:
         """Return the tensors of a version, or this rank's slices of them, None where it is not held any more.
 

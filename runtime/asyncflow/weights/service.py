@@ -82,7 +82,6 @@ class CatalogueService:
         return CatalogueView(
             epoch=self._epoch,
             revision=catalogue.revision,
-            newest=catalogue.newest.packed if catalogue.newest is not None else -1,
             required=tuple(sorted(catalogue.required)),
             releasable=tuple(version.packed for version in catalogue.releasable),
             versions=tuple(

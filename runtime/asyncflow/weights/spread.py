@@ -7,8 +7,8 @@ first few have the version, newcomers find it there.
 Invariants: nobody is, over any number of parents, its own source; the publishers are the source of at most ``ROOTS``
 receivers of a layout, not counting those that left unfinished, as long as another receiver has room, is not doubted and
 not below the one which asks; a receiver is the source of at most ``FANOUT`` that are not finished; one of which a child
-has complained gets no other child before it was heard again. A placement takes constant time, but for a receiver that
-moves.
+has complained gets no other child before it was heard again. A placement takes time by the depth of the
+tree, more for a receiver that moves.
 """
 
 from __future__ import annotations

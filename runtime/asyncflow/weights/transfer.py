@@ -28,7 +28,7 @@ from asyncflow.rpc.retry import delays
 from asyncflow.weights.manifest import Manifest, digest_of
 from asyncflow.weights.messages import PeerView
 from asyncflow.weights.slices import AnyArray, Arena, Box, intersect, route, subtract, view
-from asyncflow.weights.transport import Region, Source, Transport
+from asyncflow.weights.transport import Pull, Region, Source, Transport
 
 log = logging.getLogger(__name__)
 
@@ -140,10 +140,12 @@ class Transfer:
         await self._reuse()
         waits = delays()
         while self._unfinished():
-            changed, before = self._changed(), self.missing
-            await self._pull_from(self._peers)
+            changed, before, peers = self._changed(), self.missing, self._peers
+            await self._pull_from(peers)
             if not self._unfinished():
                 break
+            if self._peers is not peers:
+                continue
             if self.missing < before:
                 waits = delays()
             else:
@@ -215,7 +217,7 @@ class Transfer:
         try:
             while left:
                 done, left = await asyncio.wait(left, timeout=review_s)
-                if left and not done and await self._are_others_better(peers):
+                if left and not done and await self._has_better():
                     break
         finally:
             for stream in left:
@@ -225,13 +227,17 @@ class Transfer:
             stream.result()
         await asyncio.gather(*self._verifying)
 
-    async def _are_others_better(self, peers: Sequence[PeerView]) -> bool:
+    async def _has_better(self) -> bool:
+        """Ask whom to pull from, and return whether it is somebody else, from whom the rest is pulled then."""
         try:
             async with asyncio.timeout(_ASK_S):
                 found = await self._sources(frozenset())
         except (AsyncFlowError, TimeoutError):
             return False
-        return {peer.worker for peer in found} != {peer.worker for peer in peers}
+        if {peer.worker for peer in found} == {peer.worker for peer in self._peers}:
+            return False
+        self._peers = found
+        return True
 
     def _unfinished(self) -> list[_Portion]:
         return [portion for portions in self._portions.values() for portion in portions if portion.left]
@@ -277,7 +283,7 @@ class Transfer:
 
         async with gate:
             try:
-                await self._transport.pull(source, self.version, regions, sink=sink, checked=checked, base=base)
+                await self._transport.pull(Pull(source, self.version, regions, checked, base), sink=sink)
             except AsyncFlowError as error:
                 self._faults[source.worker] += 1
                 self._failed.add(source.worker)

@@ -5,23 +5,35 @@ gives it. One that has found wrong bytes is told so by ``doubt``, and may go ano
 
 Invariant: ``pull`` gives every region at most once to the sink, and those it gave stay given when it raises: the caller
 asks another peer only for the rest. A peer that is slow is waited for; one that makes no progress is not. What the sink
-gets is always the whole bytes of a region, whatever travelled for them.
+gets is always the whole bytes of a region, whatever travelled for them. Only trainers, rollouts and followers of the
+job are pulled from.
 """
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 
+from asyncflow.api.names import FOLLOWER
 from asyncflow.identity import Version
 from asyncflow.plugins import load_plugin
+from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.server import RpcServer
+from asyncflow.rpc.tls import Credentials
+from asyncflow.weights.manifest import digest_of
 from asyncflow.weights.slices import Allocate, Box, anonymous
 
 GROUP = "asyncflow.transports"
 """Entry-point group under which transports are registered."""
+
+LONGEST_WAIT_S = 10.0
+"""Seconds that a holder lets a peer wait at most for what it has not got yet itself."""
+_PEERS = ("trainer", "rollout", FOLLOWER)
 
 Read = Callable[[Version, str, Box], memoryview]
 """Returns the bytes of a box of a tensor of a version, in C order. Raises StaleHandle where it is not held."""
@@ -39,6 +51,11 @@ class Sink(Protocol):
 
 async def at_once(version: Version, regions: Sequence[Region]) -> None:
     """Wait for nothing: the ``Until`` of a worker that serves only what it has whole."""
+
+
+def digests_of(frames: Iterable[memoryview]) -> tuple[str, ...]:
+    """Return the digest of each frame's bytes."""
+    return tuple(digest_of(np.frombuffer(frame, np.uint8)) for frame in frames)
 
 
 class Region(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +76,21 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
     worker: str
     address: str
+
+
+class Pull(NamedTuple):
+    """Regions of a version to pull from a source.
+
+    checked: the receiver can check none of these bytes itself, so the source sends the digest of each chunk and the
+    transport compares. base: a version of which this worker holds the same regions, so that ``Read`` gives them: a
+    source that holds it too may send what differs instead.
+    """
+
+    source: Source
+    version: Version
+    regions: Sequence[Region]
+    checked: bool
+    base: Version | None = None
 
 
 class Transport(ABC):
@@ -88,28 +120,66 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    async def pull(
-        self,
-        source: Source,
-        version: Version,
-        regions: Iterable[Region],
-        *,
-        sink: Sink,
-        checked: bool,
-        base: Version | None = None,
-    ) -> None:
-        """Pull ``regions`` of ``version`` from ``source``, in chunks, and give each to ``sink``.
+    async def pull(self, pull: Pull, *, sink: Sink) -> None:
+        """Pull regions in chunks, which tile them, and give each to ``sink``.
 
-        The chunks tile the regions. checked: the receiver can check none of these bytes itself, so the source sends the
-        digest of each chunk and ``pull`` compares. base: a version of which this worker holds the same regions, so that
-        ``read`` gives them: a source that holds it too may send what differs instead. Raises PeerLost or
-        DeadlineExceeded when the source is gone or makes no progress, StaleHandle when it does not hold the version any
-        more, ProtocolError when it sends anything else.
+        Raises PeerLost or DeadlineExceeded when the source is gone or makes no progress, StaleHandle when it does not
+        hold the version any more, ProtocolError when it sends anything else.
         """
 
     @abstractmethod
     async def close(self) -> None:
         """Serve no longer; pulls in flight raise PeerLost."""
+
+
+class CallTransport(Transport):
+    """Base of transports that serve calls at an address of their own.
+
+    name: this worker, in logs and errors; bind, advertise, credentials: as in ``RpcServer``.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        bind: str = "tcp://127.0.0.1:*",
+        advertise: str = "",
+        credentials: Credentials | None = None,
+    ) -> None:
+        self.name = name
+        self._credentials = credentials
+        self._clients: set[RpcClient] = set()
+        self._server = RpcServer(name=f"{name} weights", bind=bind, credentials=credentials, advertise=advertise)
+        self._read: Read | None = None
+        self._until: Until = at_once
+
+    async def start(self, read: Read, *, until: Until = at_once) -> str:
+        """Serve what ``read`` gives; return the address."""
+        self._read = read
+        self._until = until
+        return await self._server.start()
+
+    async def close(self) -> None:
+        """Close the server and every pull."""
+        for client in list(self._clients):
+            await client.close()
+        await self._server.close()
+
+    @contextlib.asynccontextmanager
+    async def _client(self, pull: Pull) -> AsyncIterator[RpcClient]:
+        """Have a client to the source of a pull."""
+        client = RpcClient(
+            name=f"{self.name} pulls {pull.version}",
+            resolve=pull.source.address,
+            credentials=self._credentials,
+            expects=_PEERS,
+        )
+        self._clients.add(client)
+        try:
+            yield client
+        finally:
+            self._clients.discard(client)
+            await client.close()
 
 
 def open_transport(kind: str, /, *, device: str = "cpu", collective: str = "gloo", **options: Any) -> Transport:
