@@ -1,10 +1,14 @@
 """What is wanted: of a person, of the policy, of the manifest, in this order, within the bounds."""
 
+from dataclasses import replace
+
 import pytest
 
 from asyncflow.api.status import DriverStatus
 from asyncflow.errors import ManifestError
+from asyncflow.local.folder import RunFolder, load_record
 from asyncflow.local.scaling import Scale, Scaling, read_requests, write_request
+from asyncflow.local.supervisor import Elastic, Limits, local_site
 from asyncflow.plan.roles import Readiness, Resources, RestartPolicy, Role
 
 ROLE = Role(
@@ -73,3 +77,23 @@ def test_a_request_that_cannot_be_read_leaves_what_was_asked_for_and_is_written_
     assert seen(scaling.wanted()) == (3, "person")
     write_request(file, "rollout", 4)
     assert seen(scaling.wanted()) == (4, "person")
+
+
+def test_a_run_for_which_more_was_asked_than_there_are_devices_starts_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    folder = RunFolder.claim(tmp_path / "run")
+    driver = replace(ROLE, name="driver", replicas=1, core=1, most=1, leader=True)
+    rollout = replace(ROLE, replicas=1, resources=Resources(cpu=1, profile="nvidia", accelerators=1))
+    write_request(folder.requests, "rollout", 3)
+    elastic = Elastic(policy=False, drain_s=1)
+    with local_site([driver, rollout], folder=folder, limits=Limits(), elastic=elastic) as here:
+        fleet = here.supervisor._fleet
+        assert fleet is not None
+        here.supervisor._rescale(fleet)
+        rollouts = [placed.index for placed in here.supervisor.placed if placed.role == "rollout"]
+    folder.release()
+    record = load_record(folder.processes)
+    assert record is not None
+    assert rollouts == [0, 1]
+    assert [(scale.wanted, scale.by) for scale in record.scales] == [(2, "person")]
+    assert "too few for rollout 3 x 1" in record.scales[0].problem

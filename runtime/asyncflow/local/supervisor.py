@@ -479,11 +479,12 @@ def local_site(
 ) -> Iterator[LocalSite]:
     """Yield what runs ``roles`` from ``folder``; all dial the first of them at ``port`` (0: any).
 
-    Raises AsyncFlowError where a port or a device is not to be had.
+    It begins with no more replicas than the manifest says: those beyond get their places as any that join, as far as
+    there are some. Raises AsyncFlowError where a port or a device is not to be had.
     """
     scaling = None if elastic is None else _scaling(roles, folder, policy=elastic.policy)
     if scaling is not None:
-        begins = scaling.wanted().wanted
+        begins = min(scaling.role.replicas, scaling.wanted().wanted)
         roles = [replace(role, replicas=begins) if role.name == scaling.role.name else role for role in roles]
     replicas = replicas_of(roles)
     reserved = PortReservation(2 + len(replicas), first=port)
