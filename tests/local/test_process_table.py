@@ -279,6 +279,17 @@ def test_a_driver_that_fails_starts_nobody_who_has_left():
     assert table.due(100.0) == [(LocalReplica("driver", 0), 1)]
 
 
+def test_one_that_is_done_and_not_wanted_any_more_has_left_and_starts_only_when_it_is_wanted_again():
+    table = started(role("driver", leader=True), role("rollout", 2))
+    table.ended(LocalReplica("rollout", 1), OK, 1.0)
+    assert table.scale("rollout", 1, 2.0) == []
+    assert states(table)[1] == ("left", 0)
+    table.ended(LocalReplica("driver", 0), KILLED, 3.0)
+    assert table.due(100.0) == [(LocalReplica("driver", 0), 1)]
+    table.scale("rollout", 2, 101.0)
+    assert table.due(101.0) == [(LocalReplica("rollout", 1), 1)]
+
+
 def test_nothing_is_scaled_once_the_job_is_over():
     table = started(role("driver", leader=True), role("rollout", 1))
     table.ended(LocalReplica("driver", 0), OK, 1.0)

@@ -213,9 +213,9 @@ class ProcessTable:
         self._result = self._result or JobResult(ok=False, reason=reason)
 
     def scale(self, name: str, replicas: int, now: float) -> list[LocalReplica]:
-        """Have the replicas 0 to ``replicas`` - 1 of a role that is no gang; return those to be told to end.
+        """Set the number of replicas of a role that is no gang; return those to be told to end.
 
-        Said twice it is said once. Without effect once there is a result.
+        0 to ``replicas`` - 1 are wanted. Said twice it is said once. Without effect once there is a result.
         """
         if self._result is not None:
             return []
@@ -229,7 +229,7 @@ class ProcessTable:
             if group.states[replica] is ProcessState.RUNNING:
                 group.states[replica] = ProcessState.LEAVING
                 leaving.append(replica)
-            elif group.states[replica] is ProcessState.WAITING:
+            elif group.states[replica] in (ProcessState.WAITING, ProcessState.DONE):
                 group.states[replica] = ProcessState.LEFT
         return leaving
 
