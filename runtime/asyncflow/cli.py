@@ -124,7 +124,7 @@ def follow(directory: Path, http_port: int, serve_port: int) -> int:
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @click.argument("request", metavar="[ROLE=N]", required=False)
 def scale(directory: Path, request: str | None) -> None:
-    """Have N rollouts in a run on this machine: asyncflow scale runs/NAME rollout=4.
+    """Set the number of rollouts of a run on this machine: asyncflow scale runs/NAME rollout=4.
 
     rollout=auto leaves their number to the built-in policy, or to the manifest, again. Without ROLE=N it is only shown.
     """

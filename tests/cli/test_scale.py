@@ -2,15 +2,19 @@
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from asyncflow.api.load import load_job, to_yaml
 from asyncflow.cli import invoke
-from asyncflow.local.folder import Placed, Record, RunFolder, requests_of
-from asyncflow.local.scaling import Scale, read_requests
+from asyncflow.commands import scale as command
+from asyncflow.local.folder import Placed, Record, RunFolder, record_of, requests_of
+from asyncflow.local.scaling import Scale, Scaling, read_requests
+from asyncflow.plan.job import plan
 
 HERE = Path(__file__).parents[2]
 
@@ -25,11 +29,33 @@ def running(tmp_path: Path) -> Iterator[Path]:
         Placed(role="rollout", index=index, attempt=0, state=state)
         for index, state in enumerate(("running", "leaving", "left"))
     ]
-    scale = Scale(role="rollout", wanted=1, least=1, most=4, by="policy", policy=True)
+    scale = Scale(role="rollout", wanted=1, by="policy", policy=True)
     record = Record(mark="m", supervisor=1, started="", driver="", http="", processes=placed, scales=[scale])
     record.save(folder.processes)
     yield folder.path
     folder.release()
+
+
+@pytest.fixture
+def taken_up(running: Path) -> Iterator[None]:
+    """The run takes up what is asked for: it has room for two rollouts, and its policy wants one."""
+    role = next(role for role in plan(load_job(running / "job.yaml")).roles if role.name == "rollout")
+    before = Scale(role="rollout", wanted=1, by="policy", policy=True)
+    scaling = Scaling(role=role, file=requests_of(running), policy=True, before=before)
+    over = threading.Event()
+
+    def follow() -> None:
+        while not over.wait(0.02):
+            wanted = scaling.wanted()
+            if wanted.wanted > 2:
+                wanted = replace(wanted, wanted=2, problem=f"too few devices for {wanted.wanted}")
+            replace(record_of(running), scales=[wanted]).save(running / "run" / "processes.json")
+
+    following = threading.Thread(target=follow)
+    following.start()
+    yield
+    over.set()
+    following.join()
 
 
 def test_it_shows_what_is_wanted_by_whom_and_what_is_there(running, capsys):
@@ -37,15 +63,33 @@ def test_it_shows_what_is_wanted_by_whom_and_what_is_there(running, capsys):
     assert capsys.readouterr().out == "rollout: 1 wanted of 1 to 4 (the built-in policy); 1 run, 1 leave\n"
 
 
+@pytest.mark.usefixtures("taken_up")
 def test_what_is_asked_for_is_a_level_that_switches_the_policy_off_until_it_is_given_back(running, capsys):
-    for _ in range(2):
-        assert invoke(["scale", str(running), "rollout=3"]) == 0
-        assert read_requests(requests_of(running)) == {"rollout": 3}
     off = "asked for by asyncflow scale, which switches the built-in policy off"
-    assert f"rollout: 3 wanted of 1 to 4 ({off}); 1 run, 1 leave" in capsys.readouterr().out
+    for _ in range(2):
+        assert invoke(["scale", str(running), "rollout=2"]) == 0
+        assert read_requests(requests_of(running)) == {"rollout": 2}
+        assert capsys.readouterr().out == f"rollout: 2 wanted of 1 to 4 ({off}); 1 run, 1 leave\n"
     assert invoke(["scale", str(running), "rollout=auto"]) == 0
     assert read_requests(requests_of(running)) == {}
-    assert "(the built-in policy)" in capsys.readouterr().out
+    assert capsys.readouterr().out == "rollout: 1 wanted of 1 to 4 (the built-in policy); 1 run, 1 leave\n"
+
+
+@pytest.mark.usefixtures("taken_up")
+def test_where_there_is_no_room_it_says_why_and_of_this_request(running, capsys):
+    for asked in (4, 3):
+        assert invoke(["scale", str(running), f"rollout={asked}"]) == 0
+        said = capsys.readouterr().out
+        assert said.startswith("rollout: 2 wanted of 1 to 4 (asked for by asyncflow scale")
+        assert said.endswith(f"\n  too few devices for {asked}\n")
+
+
+def test_a_run_that_does_not_take_it_up_is_shown_as_it_is(running, capsys, monkeypatch):
+    monkeypatch.setattr(command, "TAKEN_UP_S", 0.0)
+    assert invoke(["scale", str(running), "rollout=3"]) == 0
+    shown, noted = capsys.readouterr().out.splitlines()
+    assert shown == "rollout: 1 wanted of 1 to 4 (the built-in policy); 1 run, 1 leave"
+    assert noted == "  rollout=3 is noted, and not taken up after 0 s"
 
 
 @pytest.mark.parametrize(
@@ -73,6 +117,9 @@ def test_a_run_whose_number_is_fixed_says_which_field_fixes_it(running, capsys):
     (running / "job.yaml").write_text(to_yaml(job))
     assert invoke(["scale", str(running), "rollout=2"]) == 2
     assert "rollout.minReplicas and rollout.maxReplicas are both 1" in capsys.readouterr().err
+    assert invoke(["scale", str(running)]) == 0
+    fixed = "rollout: 1, which is fixed (rollout.minReplicas and rollout.maxReplicas are both 1); 1 run, 1 leave\n"
+    assert capsys.readouterr().out == fixed
 
 
 def test_where_no_run_goes_on_nothing_is_asked_for(running, tmp_path, capsys):

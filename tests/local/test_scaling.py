@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from asyncflow.api.status import DriverStatus
@@ -58,9 +59,11 @@ def test_bounds_that_have_changed_since_it_was_asked_for_are_kept(tmp_path, aske
 
 
 def test_the_next_supervisor_begins_with_what_the_policy_wanted_last(tmp_path):
-    before = Scale(role="rollout", wanted=5, least=1, most=6, by="policy", policy=True)
+    before = Scale(role="rollout", wanted=5, by="policy", policy=True)
     again = Scaling(role=ROLE, file=tmp_path / "scale.json", policy=True, before=before)
     assert seen(again.wanted()) == (5, "policy")
+    older = msgspec.json.decode(b'{"role": "rollout", "wanted": 5, "least": 1, "most": 6, "by": "policy"}', type=Scale)
+    assert seen(Scaling(role=ROLE, file=tmp_path / "scale.json", policy=True, before=older).wanted()) == (5, "policy")
     switched_off = Scaling(role=ROLE, file=tmp_path / "scale.json", before=before)
     assert seen(switched_off.wanted()) == (2, "manifest")
 

@@ -1,13 +1,15 @@
 """``asyncflow scale DIR [ROLE=N]``: how many replicas of a role a run on this machine has, and how many it shall have.
 
 Invariant: what is asked for is refused at once where it could not be done, and else is a level in the run's folder,
-which the supervisor follows, and the next one as well.
+which the supervisor follows, and the next one as well; what is printed is what the supervisor says.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from pathlib import Path
+from typing import Final
 
 import click
 
@@ -15,11 +17,14 @@ from asyncflow.api.load import load_job
 from asyncflow.errors import ManifestError
 from asyncflow.local.folder import JOB, QUEUE, Record, record_of, requests_of
 from asyncflow.local.lifecycle import ProcessState
-from asyncflow.local.scaling import AUTO, Scale, read_requests, write_request
+from asyncflow.local.scaling import AUTO, Scale, write_request
 from asyncflow.plan.job import plan
 from asyncflow.plan.roles import Role
 
 _WHERE = "asyncflow scale"
+TAKEN_UP_S: Final = 2.0
+"""Seconds within which a run is to have taken up what was asked for."""
+_LOOK_S: Final = 0.1
 _NOW = {
     ProcessState.RUNNING: "run",
     ProcessState.WAITING: "start",
@@ -37,17 +42,18 @@ def scale(directory: Path, request: str | None) -> None:
         hint = "asyncflow queue drain takes the rows of a unit to others"
         raise ManifestError("it is a queue, whose number of units stays", where=str(directory), hint=hint)
     record = record_of(directory)
-    job = load_job(directory / JOB)
-    elastic = {role.name: role for role in plan(job).roles if role.elastic and not role.gang}
-    if request is not None:
-        name, asked = _asked(request)
-        if name not in elastic:
-            raise _cannot(name, {role.name: role for role in plan(job).roles})
-        if asked is not None:
-            _check_bounds(asked, elastic[name])
-        write_request(requests_of(directory), name, asked)
-    for role in elastic.values():
-        click.echo(_words(role, record, asked=read_requests(requests_of(directory)).get(role.name)))
+    roles = {role.name: role for role in plan(load_job(directory / JOB)).roles}
+    if request is None:
+        click.echo(_words(roles["rollout"], record))
+        return
+    name, asked = _asked(request)
+    role = roles.get(name)
+    if role is None or not role.elastic:
+        raise _cannot(name, roles)
+    if asked is not None:
+        _check_bounds(asked, role)
+    write_request(requests_of(directory), name, asked)
+    click.echo(_answer(directory, role, asked))
 
 
 def _asked(request: str) -> tuple[str, int | None]:
@@ -64,8 +70,7 @@ def _cannot(name: str, roles: dict[str, Role]) -> ManifestError:
         return ManifestError(f"there is no role {name!r}", where=_WHERE, hint=f"The job has {', '.join(roles)}")
     role = roles[name]
     if name == "rollout":
-        what = f"rollout.minReplicas and rollout.maxReplicas are both {role.core}"
-        return ManifestError(what, where=_WHERE, hint="Continue with --resume --set rollout.maxReplicas=N")
+        return ManifestError(_fixed(role), where=_WHERE, hint="Continue with --resume --set rollout.maxReplicas=N")
     if role.gang:
         what, hint = f"{name}: its ranks compute together", f"Continue with --resume --set {name}.replicas=N"
         return ManifestError(f"{what}, so their number stays while it runs", where=_WHERE, hint=hint)
@@ -82,14 +87,38 @@ def _check_bounds(asked: int, role: Role) -> None:
         raise ManifestError(what, where=_WHERE, hint=hint)
 
 
-def _words(role: Role, record: Record, *, asked: int | None) -> str:
-    """Return how many are wanted, why, and how many there are. asked: by a person, perhaps only just now."""
-    followed = next((scale for scale in record.scales if scale.role == role.name), None)
-    usual = Scale(role=role.name, wanted=role.replicas, least=role.core, most=role.most, by="manifest")
-    shown = usual if followed is None else followed
-    if asked is not None and (shown.by, shown.wanted) != ("person", asked) and not shown.problem:
-        shown = Scale(role=role.name, wanted=asked, least=role.core, most=role.most, by="person", policy=shown.policy)
+def _answer(directory: Path, role: Role, request: int | None) -> str:
+    """Return what the run makes of a request, as soon as it has taken it up, at the latest after ``TAKEN_UP_S``."""
+    deadline = time.monotonic() + TAKEN_UP_S
+    while not _taken_up(record := record_of(directory), role, request):
+        if time.monotonic() > deadline:
+            asked = AUTO if request is None else request
+            return f"{_words(role, record)}\n  {role.name}={asked} is noted, and not taken up after {TAKEN_UP_S:g} s"
+        time.sleep(_LOOK_S)
+    return _words(role, record)
+
+
+def _taken_up(record: Record, role: Role, request: int | None) -> bool:
+    shown = _followed(record, role)
+    return (shown.asked if shown.by == "person" else None) == request
+
+
+def _followed(record: Record, role: Role) -> Scale:
+    """Return the number that the run goes by."""
+    usual = Scale(role=role.name, wanted=role.replicas, by="manifest", asked=role.replicas)
+    return next((scale for scale in record.scales if scale.role == role.name), usual)
+
+
+def _words(role: Role, record: Record) -> str:
+    """Return how many are wanted, why, and how many there are."""
     states = Counter(ProcessState(placed.state) for placed in record.processes if placed.role == role.name)
     there = ", ".join(f"{states[state]} {words}" for state, words in _NOW.items() if states[state]) or "none is there"
+    if not role.elastic:
+        return f"{role.name}: {role.replicas}, which is fixed ({_fixed(role)}); {there}"
+    shown = _followed(record, role)
     trouble = f"\n  {shown.problem}" if shown.problem else ""
     return f"{role.name}: {shown.wanted} wanted of {role.core} to {role.most} ({shown.why}); {there}{trouble}"
+
+
+def _fixed(role: Role) -> str:
+    return f"rollout.minReplicas and rollout.maxReplicas are both {role.core}"

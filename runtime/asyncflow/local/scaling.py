@@ -34,16 +34,16 @@ _ASK_S: Final = 2.0
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):
-    """Replicas of one role that are wanted, within ``least`` and ``most``.
+    """Replicas of one role that are wanted.
 
-    by: who says so; policy: whether the manifest has switched the built-in policy on; problem: why there are fewer.
+    by: who says so; asked: how many that one asked for; problem: why fewer are wanted, "" where there is room for all;
+    policy: whether the manifest has switched the built-in policy on.
     """
 
     role: str
     wanted: int
-    least: int
-    most: int
     by: By
+    asked: int = 0
     policy: bool = False
     problem: str = ""
 
@@ -130,11 +130,4 @@ class Scaling:
 
     def _scale(self, wanted: int, by: By) -> Scale:
         within = max(self.role.core, min(wanted, self.role.most))
-        return Scale(
-            role=self.role.name,
-            wanted=within,
-            least=self.role.core,
-            most=self.role.most,
-            by=by,
-            policy=self.policy,
-        )
+        return Scale(role=self.role.name, wanted=within, by=by, asked=wanted, policy=self.policy)
