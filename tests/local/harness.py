@@ -2,12 +2,13 @@
 
 ROLES: {"rollout": {"replicas": 1, "gang": false, "restarts": 3, "does": [BEHAVIOUR, ...]}, ...} as JSON.
 "missing": {"0": 2} names replicas that cannot be started by attempts before the given one; a role with "most" is
-scaled up to that number, and has "places" replicas.
+scaled up to that number, and has "places" replicas; "deaf": it cannot follow the policy.
 """
 
 import asyncio
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from asyncflow.errors import ManifestError
@@ -20,6 +21,13 @@ from asyncflow.local.supervisor import Fleet, Limits
 from asyncflow.plan.roles import Readiness, Resources, RestartPolicy, Role
 
 STANDIN = str(Path(__file__).with_name("standin.py"))
+
+
+class Deaf(Scaling):
+    """Scaling that cannot follow the policy."""
+
+    async def follow(self, port: int, changed: Callable[[], None]) -> None:
+        raise RuntimeError(f"nobody can be asked at {port}")
 
 
 def main(path: str, parts: str, end_s: str, active_s: str, disk_s: str) -> int:
@@ -57,7 +65,8 @@ def main(path: str, parts: str, end_s: str, active_s: str, disk_s: str) -> int:
         scaled = [role for role in roles if role.most > 1]
         if not scaled:
             return None
-        return Fleet(scaling=Scaling(role=scaled[0], file=folder.requests), place=place, port=1, drain_s=-9.5)
+        kind = Deaf if wanted[scaled[0].name].get("deaf") else Scaling
+        return Fleet(scaling=kind(role=scaled[0], file=folder.requests), place=place, port=1, drain_s=-9.5)
 
     async def run() -> int:
         supervised = supervisor.Supervisor(roles=roles, launch=launch, folder=folder, limits=limits, fleet=fleet())

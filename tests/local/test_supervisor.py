@@ -266,3 +266,9 @@ def test_where_there_is_no_place_for_all_there_are_as_many_as_there_is_place_for
     ask(run, 1)
     run.wait_until(lambda: run.ended() == ["rollout-1"], "it to leave")
     run.wait_until(lambda: run.record().scales[0].problem == "", "the record of that")
+
+
+def test_a_policy_that_cannot_be_followed_is_told_and_the_run_goes_on(start):
+    run = start(driver={"does": ["done-after=0.5"]}, rollout={"replicas": 1, "most": 4, "deaf": True})
+    assert run.wait() == 0
+    assert "rollout: the built-in policy is not followed any more" in run.said()

@@ -194,7 +194,7 @@ class Supervisor:
                 adopt_orphans(enabled=False)
 
     def _enter_new(self) -> None:
-        """Begin to keep what there is to know of the replicas of the table."""
+        """Enter the new replicas of the table in the record."""
         for replica, (_, attempt) in self._table.replicas.items():
             if replica not in self._first:
                 self._first[replica] = attempt
@@ -202,7 +202,7 @@ class Supervisor:
                 self._logs[replica] = RoleLog(self._folder.log(str(replica)))
 
     def _rescale(self, fleet: Fleet) -> None:
-        """Have as many replicas as are wanted; where there is no place for some, as many as there is place for."""
+        """Set the number of replicas to what is wanted, or to what there is place for where that is less."""
         asked, before = fleet.scaling.wanted(), self._scale
         if asked == self._asked:
             return
@@ -232,13 +232,19 @@ class Supervisor:
         if self._fleet is None:
             yield
             return
-        following = asyncio.create_task(self._fleet.scaling.follow(self._fleet.port, self._changed.set))
+        following = asyncio.create_task(self._follow_policy(self._fleet))
         try:
             yield
         finally:
             following.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await following
+            await asyncio.wait([following])
+
+    async def _follow_policy(self, fleet: Fleet) -> None:
+        """Follow the built-in policy; where that fails, the run goes on with the number that it has."""
+        try:
+            await fleet.scaling.follow(fleet.port, self._changed.set)
+        except Exception:
+            _log.exception("%s: the built-in policy is not followed any more", fleet.scaling.role.name)
 
     async def _follow(self) -> JobResult:
         """Start what is due, until there is a result."""
