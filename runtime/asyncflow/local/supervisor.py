@@ -243,7 +243,7 @@ class Supervisor:
         """Follow the built-in policy; where that fails, the run goes on with the number that it has."""
         try:
             await fleet.scaling.follow(fleet.port, self._changed.set)
-        except Exception:
+        except Exception:  # noqa: BLE001  the run must not end because its policy did
             _log.exception("%s: the built-in policy is not followed any more", fleet.scaling.role.name)
 
     async def _follow(self) -> JobResult:
