@@ -59,8 +59,9 @@ def test_a_restarted_book_goes_on_where_the_old_one_stopped(per_step: int, steps
 def told(serials: list[int], *, generated: int, decided: int, filtered: int = 0) -> StepState:
     """A step of groups of two, of which so many were generated, given an advantage, or filtered."""
     done = {"rollout": 2 * generated, "advantage": 2 * decided}
+    undone = {task: len(serials) - filtered - count // 2 for task, count in done.items()}
     rest = {"bound": 0, "trained": 0, "dropped": 0, "excluded": filtered, "staged": False}
-    return StepState(groups=4, group_size=2, serials=serials, done=done, filtered=2 * filtered, **rest)
+    return StepState(groups=4, group_size=2, serials=serials, done=done, undone=undone, filtered=2 * filtered, **rest)
 
 
 def test_prompts_in_flight_are_those_that_nothing_was_decided_about_and_a_restart_forgets_none() -> None:

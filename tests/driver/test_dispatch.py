@@ -62,7 +62,8 @@ class Puts:
             next_serial=last + 1,
             missing=[serial for serial in range(last) if serial not in self.steps],
             steps={
-                step: StepState(groups=PER_STEP, group_size=4, serials=mine, **none) for step, mine in serials.items()
+                step: StepState(groups=PER_STEP, group_size=4, serials=mine, undone={"advantage": len(mine)}, **none)
+                for step, mine in serials.items()
             },
             attempt=0,
             last_committed_step=0,

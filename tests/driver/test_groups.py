@@ -174,6 +174,43 @@ async def test_what_is_decided_is_held_until_all_batches_that_are_required_are_c
         await asyncio.wait([work])
 
 
+async def test_a_driver_that_takes_over_knows_what_was_held_although_samples_of_it_were_dropped(tmp_path: Path) -> None:
+    settings = [f"algorithm.groupSize={SIZE}", "algorithm.promptsPerStep=4", "schedule.requireBatches=2"]
+    spec = load_job(EXAMPLE, settings).spec
+    async with queue_of(spec, tmp_path) as (queue, _):
+        excluded: list[int] = []
+        groups = AdvantageTask(
+            queue=queue,
+            policy=GroupPolicy.of(spec),
+            rewards=RewardTally(needed=4 * SIZE, keep=lambda totals: None),
+            finished=lambda _: None,
+            excluded=excluded.append,
+            together=Schedule.of(spec).together,
+            complete=lambda _: False,
+        )
+        await queue.open_step(partition=TRAIN, step=1, groups=4, group_size=SIZE, timeout=10)
+        cells = {name: Jagged.from_rows([[1]] * 4 * SIZE, kind) for name, kind in INPUTS.items()}
+        samples = Samples(serials=[0, 1, 2, 3], step=1)
+        await queue.put(TRAIN, cells, group_size=SIZE, samples=samples, timeout=10)
+        rows = await claim_all(queue, partition=TRAIN, rows=4 * SIZE)
+        tags: list[dict[str, Any]] = [
+            {"reward": float(row.meta.sample)} | ({} if row.meta.sample else {"failure": "raised"}) for row in rows
+        ]
+        assert all(await answer_all(queue, rows, tags))
+        work = asyncio.create_task(groups.run())
+        async with asyncio.timeout(20):
+            while (await queue.stats(timeout=10)).dropped < 4 or len(groups._held.get(1, ())) < 4:
+                await asyncio.sleep(0.01)
+        snapshot = await queue.snapshot(partition=TRAIN, timeout=10)
+        work.cancel()
+        await asyncio.wait([work])
+    assert excluded == []
+    assignment = PromptAssignment(prompts_per_step=4, steps=1)
+    assignment.restore(snapshot)
+    assert assignment.running == 4
+    assert not assignment.complete(1)
+
+
 async def test_what_is_held_keeps_its_leases_and_what_has_lost_one_is_claimed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

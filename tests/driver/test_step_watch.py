@@ -27,7 +27,7 @@ class Told:
         self.asked.append(step)
         done = {"rollout": 13, "advantage": 8}
         rest: dict[str, Any] = {"bound": 4, "trained": 0, "dropped": 0, "excluded": 2, "staged": False}
-        state = StepState(groups=8, group_size=4, serials=[0, 1, 2, 3, 4], done=done, filtered=8, **rest)
+        state = StepState(groups=8, group_size=4, serials=[0, 1, 2, 3, 4], done=done, undone={}, filtered=8, **rest)
         nothing = {"last_committed_step": 0, "wanted": 0, "closed": None}
         return PartitionSnapshot(
             next_serial=5, missing=[], steps={step: state}, attempt=1, last_staged_step=self.staged, **nothing

@@ -36,7 +36,7 @@ from asyncflow.errors import ManifestError
 from asyncflow.flow.admission import Admission, InFlight, admit
 from asyncflow.flow.schedule import Schedule
 from asyncflow.queue.client import QueueClient
-from asyncflow.queue.protocol.messages import PartitionSnapshot, Samples, StepState
+from asyncflow.queue.protocol.messages import PartitionSnapshot, Samples
 from asyncflow.rpc.columns import Jagged, batches
 
 log = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class PromptAssignment:
             self._counted[step] -= state.excluded
         self.next_serial = snapshot.next_serial
         self._missing = sorted(snapshot.missing)
-        self._undecided = Counter({step: _undecided(state) for step, state in snapshot.steps.items()})
+        self._undecided = Counter({step: state.undone["advantage"] for step, state in snapshot.steps.items()})
 
     @property
     def running(self) -> int:
@@ -175,12 +175,6 @@ class PromptAssignment:
     def unfinished(self, *, trained_step: int) -> set[int]:
         """Return the steps after ``trained_step`` that have prompts."""
         return {step for step, count in self._counted.items() if step > trained_step and count > 0}
-
-
-def _undecided(step: StepState) -> int:
-    """Return how many groups of a step are neither given an advantage nor final."""
-    decided = step.done.get("advantage", 0) + step.trained + step.filtered + step.dropped
-    return len(step.serials) - decided // (step.group_size or 1)
 
 
 class Overlong(ManifestError):

@@ -15,7 +15,7 @@ from asyncflow.queue.ledger.audit import audit_ledgers
 from asyncflow.queue.partition import Partition
 from asyncflow.queue.peers import Peer
 from asyncflow.queue.protocol.calls import LEASE_BITS, AskProgress
-from asyncflow.queue.protocol.messages import Progress, TaskSpec
+from asyncflow.queue.protocol.messages import Progress, Samples, TaskSpec
 from asyncflow.queue.storage.unit import StorageUnit
 from asyncflow.queue.values import encode
 from asyncflow.roles.controller import _show
@@ -294,6 +294,17 @@ async def test_leases_are_renewed_completed_and_expired_where_they_are(queue):
     assert (await Partition(queue.client, P).consumed("count", timeout=10)).all
     await queue.client.expire(worker="test", timeout=10)
     assert {row.row for row in await queue.claim_all("grade", 6)} >= {row.row for row in held}
+
+
+async def test_a_snapshot_counts_the_groups_that_a_task_has_yet_to_do_wherever_it_is(queue):
+    await queue.put(6, group_size=2, samples=Samples(serials=[0, 1, 2], step=1))
+    leased = await queue.claim_all("grade", 6)
+    kept = [row for row in leased if row.meta.sample or row.meta.serial == 2]
+    await queue.client.drop([row for row in leased if row not in kept], reason="dropped", timeout=10)
+    await queue.complete([row for row in kept if row.meta.serial != 1], "score")
+    step = (await queue.client.snapshot(partition=P, timeout=10)).steps[1]
+    assert step.undone == {"grade": 1, "check": 3, "read": 3}
+    assert step.done == {"grade": 3, "check": 0, "read": 0}
 
 
 async def test_questions_about_a_task_are_no_older_than_they_are(queue):

@@ -143,14 +143,15 @@ class Wanted(Struct, frozen=True, kw_only=True):
 class StepState(Struct, frozen=True, kw_only=True):
     """A step not yet committed: groups it was opened with (None: not yet), what was created and how far that came.
 
-    done: rows that a task has done and that are not final; trained, filtered, dropped: rows; excluded: groups that are
-    final and of which nothing is trained.
+    done: rows that a task has done and that are not final; undone: groups with a row that is neither; trained,
+    filtered, dropped: rows; excluded: groups that are final and of which nothing is trained.
     """
 
     groups: int | None
     group_size: int | None
     serials: list[int]
     done: dict[str, int]
+    undone: dict[str, int]
     bound: int
     trained: int
     filtered: int

@@ -95,6 +95,10 @@ def _step(partition: PartitionState, number: int) -> StepState:
     rows = [row for group in groups for row in group.rows]
     finished = {serial: f for serial, f in partition.finished.items() if f.step == number}
     outcomes = "".join(f.outcome for f in finished.values())
+    tasks = [task for task, queue in partition.queues.items() if queue.spec.kind == "lease"]
+
+    def is_done(row: Row, task: str) -> bool:
+        return row.work.get(task, IDLE).done > 0
 
     def count(state: RowState, letter: str) -> int:
         return sum(row.state is state for row in rows) + outcomes.count(letter)
@@ -103,10 +107,10 @@ def _step(partition: PartitionState, number: int) -> StepState:
         groups=step.groups if step else None,
         group_size=step.size if step else None,
         serials=sorted([*finished, *(group.serial for group in groups)]),
-        done={
-            task: sum(not row.state.final and bool((work := row.work.get(task)) and work.done) for row in rows)
-            for task, queue in partition.queues.items()
-            if queue.spec.kind == "lease"
+        done={task: sum(not row.state.final and is_done(row, task) for row in rows) for task in tasks},
+        undone={
+            task: sum(not all(row.state.final or is_done(row, task) for row in group.rows) for group in groups)
+            for task in tasks
         },
         bound=sum(row.state is RowState.BOUND for row in rows),
         trained=count(RowState.TRAINED, "t"),
@@ -283,7 +287,8 @@ def merge_snapshots(primary: PartitionSnapshot, replicas: Sequence[PartitionSnap
     steps = dict(primary.steps)
     for number, state in ((number, replica.steps[number]) for replica in replicas for number in replica.steps):
         if number in steps:
-            steps[number] = replace(steps[number], done=steps[number].done | state.done)
+            own = steps[number]
+            steps[number] = replace(own, done=own.done | state.done, undone=own.undone | state.undone)
     return replace(primary, steps=steps)
 
 
