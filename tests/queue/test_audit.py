@@ -77,6 +77,30 @@ def test_an_audit_follows_groups_that_change_their_steps(queue):
     assert audit(events).unfinished == 2
 
 
+@pytest.mark.parametrize("wrong", ["one step", "a version", "a slot", "the end", "nobody"])
+def test_an_exchange_of_groups_that_may_not_change_their_steps_is_a_problem(queue, wrong):
+    training = queue.table.training
+    training.begin(P, 0, 0, 1)
+    for step in (1, 2):
+        training.open_step(P, step, 1, 2)
+        queue.create(step, step=step)
+    queue.create(3, step=2)
+    queue.through()
+    if wrong in ("a slot", "the end"):
+        training.slot(P, attempt=0, step=1, slot=0, rank=0, tokens=100)
+    if wrong == "the end":
+        training.step_done(P, 0, 1, 0)
+        training.commit(P, 0, 1)
+    serials = {"one step": (2, 3), "nobody": (2, 9)}.get(wrong, (2, 1))
+    events = list(queue.events())
+    if wrong == "a version":
+        put = next(event for event in events if isinstance(event, ev.RowsPut) and event.serials == [1])
+        events = replaced(events, put, newest=7)
+    said = [one for one in audit([*events, ev.Exchanged(P, serials)]).problems if "changed their steps" in one]
+    why = "although of one step or of different versions, in a slot, ended, or not there"
+    assert said == [f"groups {serials} of {P} changed their steps, {why}"]
+
+
 def test_no_ledger(tmp_path):
     with pytest.raises(FileNotFoundError):
         audit_ledger(tmp_path / "nowhere")

@@ -70,10 +70,11 @@ class QueueMachine(RuleBasedStateMachine):
         partition = self.queue.table.state.partitions[P]
         bound = {serial for step in partition.gang.steps.values() for serial in step.bound}
         there = {early, late} <= partition.groups.keys()
-        if there and (step == own or not bound & {early, late}):
+        if there and step != own and not bound & {early, late}:
             self.queue.table.training.exchange(P, early, step, late)
             self.steps[early], self.steps[late] = step, own
-        else:
+            self.queue.table.training.exchange(P, early, step, late)
+        elif not there or step != own or partition.groups[early].instead_of != late:
             with pytest.raises(Refused):
                 self.queue.table.training.exchange(P, early, step, late)
 

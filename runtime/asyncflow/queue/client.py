@@ -362,7 +362,10 @@ class QueueClient:
         await self.ask("queue.open_step", request, calls.Done, timeout=timeout)
 
     async def exchange(self, *, partition: str, serial: int, step: int, late: int, timeout: float) -> None:
-        """Let D_step have a group in place of ``late``, which takes its step; neither may be in a slot."""
+        """Move a group into D_step in place of ``late``, which takes its step; the same pair again changes nothing.
+
+        Raises Refused where one is in a slot or has ended, or where they are of different versions.
+        """
         request = calls.Exchange(partition, serial, step, late)
         await self.ask("queue.exchange", request, calls.Done, timeout=timeout)
 

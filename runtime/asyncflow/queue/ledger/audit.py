@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
@@ -73,13 +73,21 @@ def merge_audits(primary: AuditReport, replicas: dict[int, AuditReport]) -> Audi
     )
 
 
+class _Group(NamedTuple):
+    """window: the oldest and the newest version that its samples may be of."""
+
+    size: int
+    step: int
+    window: tuple[int, int]
+
+
 @dataclass
 class _History:
     """The rows of one partition.
 
     place: the last id of each row, by serial and sample, 0 where it is to be put again; open rows are left out once
-    they are cleared or dropped; keys: the rows by all their ids; groups: size and step by serial; held, done: row ids
-    by task, those held with their lease.
+    they are cleared or dropped; keys: the rows by all their ids; groups: by serial; held, done: row ids by task, those
+    held with their lease.
 
     In a partition that is not open: ended: "filtered" or "dropped"; trained: how often a sample counts in the weights
     that survive; repeated: samples that were put or ended twice; slots: samples given to each step since its last
@@ -89,7 +97,7 @@ class _History:
     purpose: Purpose = "train"
     place: dict[Key, int] = field(default_factory=dict)
     keys: dict[int, Key] = field(default_factory=dict)
-    groups: dict[int, tuple[int, int]] = field(default_factory=dict)
+    groups: dict[int, _Group] = field(default_factory=dict)
     left: Counter[int] = field(default_factory=Counter)
     held: defaultdict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
     done: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -134,7 +142,7 @@ class _History:
     def uncommit(self, theta: int) -> None:
         """Forget what was trained after θ_theta: those weights are gone."""
         self.slots.clear()
-        for key in [key for key in self.trained if self.groups[key[0]][1] > theta]:
+        for key in [key for key in self.trained if self.groups[key[0]].step > theta]:
             del self.trained[key]
             self.place[key] = 0
 
@@ -230,7 +238,7 @@ class Auditor:
                 history.repeated.update(keys)
                 if event.purpose == "open":
                     self._problems.append(f"the group {serial} of {event.partition} was put twice")
-            history.groups[serial] = (event.size, event.step)
+            history.groups[serial] = _Group(event.size, event.step, (event.oldest, event.newest))
             for key in made:
                 self._enter(event.partition, history, key, event.rows[first + key[1]])
 
@@ -268,7 +276,8 @@ class Auditor:
     def _snapshot_groups(self, event: ev.SnapshotGroups) -> None:
         history = self._histories[event.partition]
         for group in event.groups:
-            history.groups[group.serial] = (len(group.rows or group.outcome), group.step)
+            size, window = len(group.rows or group.outcome), (group.oldest, group.newest)
+            history.groups[group.serial] = _Group(size, group.step, window)
             for sample, letter in enumerate(group.outcome):
                 history.place[group.serial, sample] = 0
                 history.end((group.serial, sample), ev.OUTCOMES[letter])
@@ -343,9 +352,16 @@ class Auditor:
         history.slots[event.step] += [history.keys[row] for rank in event.ranks for row in rank]
 
     def _exchanged(self, event: ev.Exchanged) -> None:
-        groups, (one, other) = self._histories[event.partition].groups, event.serials
-        (size, step), (other_size, other_step) = groups[one], groups[other]
-        groups[one], groups[other] = (size, other_step), (other_size, step)
+        history = self._histories[event.partition]
+        pair = {serial: history.groups[serial] for serial in event.serials if serial in history.groups}
+        steps, windows = {group.step for group in pair.values()}, {group.window for group in pair.values()}
+        given = {serial for keys in history.slots.values() for serial, _ in keys}
+        over = [one for one, group in pair.items() if all(history.final((one, n)) for n in range(group.size))]
+        if len(steps) < 2 or len(windows) > 1 or over or given & pair.keys():
+            why = "although of one step or of different versions, in a slot, ended, or not there"
+            self._problems.append(f"groups {event.serials} of {event.partition} changed their steps, {why}")
+        for one, group in pair.items():
+            history.groups[one] = group._replace(step=max(steps - {group.step}, default=group.step))
 
     def _committed(self, event: ev.Committed) -> None:
         history = self._histories[event.partition]
@@ -382,16 +398,16 @@ class _Finding:
 def _judge(history: _History) -> _Finding:
     """Compare what there is with what there should be, in a training partition."""
     over = max(history.committed, history.closed or 0)
-    steps = {serial: step for serial, (_, step) in history.groups.items()}
+    steps = {serial: group.step for serial, group in history.groups.items()}
     overdue = {key for key in history.place if steps[key[0]] <= over and not history.final(key)}
     twice = {key for key, times in history.trained.items() if times > 1} | history.repeated
     twice |= {key for key in history.ended if history.trained[key]}
     problems = [f"sample {key} of step {steps[key[0]]} was never finished" for key in sorted(overdue)]
     problems += [f"sample {key} was created or counted more than once" for key in sorted(twice)]
     absent = 0
-    usual = max((size for size, _ in history.groups.values()), default=1)
+    usual = max((group.size for group in history.groups.values()), default=1)
     for serial in range(max(history.groups, default=-1) + 1):
-        size, step = history.groups.get(serial, (usual, 0))
+        size, step, _ = history.groups.get(serial, (usual, 0, None))
         size = max(size, history.opened.get(step, (0, 0))[1])
         if gap := sum((serial, sample) not in history.place for sample in range(size)):
             absent += gap

@@ -165,7 +165,7 @@ class SlotDecided(Struct, frozen=True, array_like=True, tag="slot"):
 
 
 class Exchanged(Struct, frozen=True, array_like=True, tag="exchange"):
-    """Two groups changed their steps with each other."""
+    """Two groups changed their steps with each other: the one that took a place, and the one that was late there."""
 
     partition: str
     serials: tuple[int, int]
@@ -289,7 +289,7 @@ class RowRecord(Struct, frozen=True, array_like=True):
 
 
 class GroupRecord(Struct, frozen=True, array_like=True):
-    """A group: one that is finished has only an outcome, see ``OUTCOMES``, any other has only rows."""
+    """A group: one that is finished has only an outcome, see ``OUTCOMES``, any other rows; instead_of: ``RowGroup``."""
 
     serial: int
     step: int
@@ -297,6 +297,7 @@ class GroupRecord(Struct, frozen=True, array_like=True):
     newest: int
     outcome: str
     rows: list[RowRecord]
+    instead_of: int | None = None
 
 
 class SnapshotGroups(Struct, frozen=True, array_like=True, tag="snapshot_groups"):

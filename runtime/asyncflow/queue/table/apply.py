@@ -336,6 +336,7 @@ def _exchanged(state: QueueState, event: ev.Exchanged) -> None:
     partition = state.partition(event.partition)
     one, other = map(partition.groups.__getitem__, event.serials)
     one.step, other.step = other.step, one.step
+    one.instead_of, other.instead_of = other.serial, None
     partition.revision += any(row.state is RowState.WANTED for row in (*one.rows, *other.rows))
     for queue in partition.queues.values():
         queue.taken([*one.rows, *other.rows])
@@ -417,6 +418,7 @@ def _restore_groups(state: QueueState, record: ev.SnapshotGroups) -> None:
             partition.finished[serial] = Finished(told.step, window, told.outcome)
             continue
         group = partition.groups[serial] = RowGroup(record.partition, partition.purpose, serial, told.step, window)
+        group.instead_of = told.instead_of
         for sample, row in enumerate(told.rows):
             stand = RowState(row.state)
             work = {task: TaskWork(attempt, 0, done, holder) for task, attempt, done, holder in row.works}

@@ -85,7 +85,7 @@ def _group(group: RowGroup, *, works: bool) -> ev.GroupRecord:
         )
         for row in group.rows
     ]
-    return ev.GroupRecord(group.serial, group.step, *group.window, "", rows)
+    return ev.GroupRecord(group.serial, group.step, *group.window, "", rows, group.instead_of)
 
 
 def _step(name: str, step: Step) -> Iterator[ev.Event]:

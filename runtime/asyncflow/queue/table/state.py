@@ -170,7 +170,7 @@ class Row(Struct, eq=False):
 
 
 class RowGroup(Struct, eq=False):
-    """The samples of one prompt. rows: by sample number; all of them, in whatever state."""
+    """The samples of one prompt. rows: all, by sample number; instead_of: the group whose place in its step it took."""
 
     partition: str
     purpose: Purpose
@@ -178,6 +178,7 @@ class RowGroup(Struct, eq=False):
     step: int
     window: VersionWindow
     rows: list[Row] = []
+    instead_of: int | None = None
 
     @property
     def outcome(self) -> str:

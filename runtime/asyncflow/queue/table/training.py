@@ -61,14 +61,16 @@ class Training:
         self._state.record(ev.Opened(partition, step, groups, size))
 
     def exchange(self, partition: str, serial: int, step: int, late: int) -> None:
-        """Let D_step have a group in place of ``late``; said again it changes nothing."""
+        """Move a group into D_step in place of ``late``; the same pair again changes nothing."""
         known, where = self._state.partition(partition), f"{partition} step {step}"
         groups, held = known.groups, {one: step for step in known.gang.steps.values() for one in step.bound}
         pair = [groups[one] for one in (serial, late) if one in groups]
         if len(pair) < 2 or pair[0].window != pair[1].window:
             raise Refused(f"groups {serial} and {late} have ended, or are of different versions", where=where)
-        if pair[0].step == step:
+        if pair[0].step == step and pair[0].instead_of == late:
             return
+        if pair[0].step == step:
+            raise Refused(f"group {serial} is of that step already, and not in place of group {late}", where=where)
         if pair[1].step != step or {late, serial} & held.keys():
             raise Refused(f"group {late} is of step {pair[1].step}, or one of the two is in a slot", where=where)
         self._state.record(ev.Exchanged(partition, (serial, late)))
