@@ -15,7 +15,7 @@ from asyncflow.driver import groups as module
 from asyncflow.driver.dispatch import PromptAssignment
 from asyncflow.driver.groups import FILTERED_ZERO_VARIANCE, TOO_FEW_REWARDS, AdvantageTask, GroupPolicy, RewardTally
 from asyncflow.driver.tasks import TRAIN
-from asyncflow.errors import ManifestError
+from asyncflow.errors import ManifestError, PeerLost, Refused
 from asyncflow.flow.schedule import Schedule
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, Samples, Slot
@@ -24,7 +24,9 @@ from asyncflow.rpc.columns import Jagged
 EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
 SIZE = 4
 INPUTS = {"prompt_ids": np.int32, "task": np.uint8}
-AT_ONCE: dict[str, Any] = {"together": lambda step: [step], "complete": lambda _step: True}
+AS_PUT: dict[str, Any] = {"late": lambda _serial: None, "exchanged": lambda _serial, _late: None}
+"""No group takes the place of another."""
+AT_ONCE: dict[str, Any] = {"together": lambda step: [step], "complete": lambda _step: True} | AS_PUT
 """No step waits for another."""
 
 
@@ -79,8 +81,8 @@ async def test_of_a_group_the_trainer_sees_the_samples_that_have_a_reward(tmp_pa
             queue=queue,
             policy=GroupPolicy.of(spec),
             rewards=tally,
-            finished=lambda _: None,
-            excluded=excluded.append,
+            finished=lambda _: True,
+            excluded=lambda serial: excluded.append(serial) is None,
             **AT_ONCE,
         )
         await queue.open_step(partition=TRAIN, step=1, groups=2, group_size=SIZE, timeout=10)
@@ -140,6 +142,7 @@ async def test_what_is_decided_is_held_until_all_batches_that_are_required_are_c
             excluded=assignment.exclude,
             together=Schedule.of(spec).together,
             complete=assignment.complete,
+            **AS_PUT,
         )
         work = asyncio.create_task(groups.run())
 
@@ -183,10 +186,11 @@ async def test_a_driver_that_takes_over_knows_what_was_held_although_samples_of_
             queue=queue,
             policy=GroupPolicy.of(spec),
             rewards=RewardTally(needed=4 * SIZE, keep=lambda totals: None),
-            finished=lambda _: None,
-            excluded=excluded.append,
+            finished=lambda _: True,
+            excluded=lambda serial: excluded.append(serial) is None,
             together=Schedule.of(spec).together,
             complete=lambda _: False,
+            **AS_PUT,
         )
         await queue.open_step(partition=TRAIN, step=1, groups=4, group_size=SIZE, timeout=10)
         cells = {name: Jagged.from_rows([[1]] * 4 * SIZE, kind) for name, kind in INPUTS.items()}
@@ -211,10 +215,10 @@ async def test_a_driver_that_takes_over_knows_what_was_held_although_samples_of_
     assert not assignment.complete(1)
 
 
-async def test_what_is_held_keeps_its_leases_and_what_has_lost_one_is_claimed_again(
+async def test_what_is_held_is_renewed_at_once_and_what_has_lost_one_is_claimed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "DRIVER_LEASE_S", 0.03)
+    monkeypatch.setattr(module, "DRIVER_LEASE_S", 1000.0)
     renewed = asyncio.Event()
 
     class Queue(Finished):
@@ -249,8 +253,8 @@ async def test_where_nothing_may_take_a_groups_place_the_job_pauses(tmp_path: Pa
         queue=None,  # type: ignore[arg-type]
         policy=policy(refills=False),
         rewards=tally,
-        finished=lambda _: None,
-        excluded=lambda _: None,
+        finished=lambda _: True,
+        excluded=lambda _: True,
         **AT_ONCE,
     )
     groups._exclude(7, TOO_FEW_REWARDS)
@@ -297,8 +301,8 @@ def groups_of(queue: Finished, limit: int) -> AdvantageTask:
         queue=queue,  # type: ignore[arg-type]
         policy=drop,
         rewards=tally,
-        finished=lambda _: None,
-        excluded=lambda _: None,
+        finished=lambda _: True,
+        excluded=lambda _: True,
         **AT_ONCE,
     )
 
@@ -327,6 +331,55 @@ def test_steps_that_stay_below_the_limit_go_on() -> None:
     with pytest.raises(TimeoutError):
         asyncio.run(groups_of(queue, limit=20).run())
     assert len(queue.dropped) == 40
+
+
+def test_a_group_that_is_claimed_again_is_not_counted_again() -> None:
+    class Again(Finished):
+        """It gives the first group out three times."""
+
+        def _rows(self, reward: float, varied: frozenset[int], groups: int) -> Iterator[list[LeasedRow]]:
+            yield from [next(super()._rows(reward, varied, groups))] * 3
+
+    assignment = PromptAssignment(prompts_per_step=2, steps=1)
+    assignment.issue()
+    queue = Again(reward=1.0)
+    groups = groups_of(queue, limit=1)
+    groups.finished, groups.excluded = assignment.finish, assignment.exclude
+    with pytest.raises(TimeoutError):
+        asyncio.run(groups.run())
+    assert queue.dropped == [FILTERED_ZERO_VARIANCE] * 3
+    assert groups.rewards.outcomes() == {"scored": 2}
+    assert groups.filtered == {1: 1}
+    assert assignment.dispatched == 0
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_same_exchange_is_asked_for_until_there_is_an_answer(*, refused: bool) -> None:
+    """The first answer is lost; whatever would be late by then, the pair stays the same."""
+
+    class Exchanging(Finished):
+        def __init__(self) -> None:
+            super().__init__(reward=0.0, varied=frozenset((0,)), groups=1)
+            self.asked: list[tuple[int, int, int]] = []
+
+        async def exchange(self, *, partition: str, serial: int, step: int, late: int, timeout: float) -> None:
+            self.asked.append((serial, step, late))
+            if len(self.asked) == 1:
+                raise PeerLost("gone")
+            if refused:
+                raise Refused("group 5 is in a slot")
+
+    queue = Exchanging()
+    late, exchanged = iter([(1, 5), (1, 4)]), list[tuple[int, int]]()
+    groups = groups_of(queue, limit=1)
+    groups.late = lambda _serial: next(late)
+    groups.exchanged = lambda serial, late: exchanged.append((serial, late))
+    with pytest.raises(PeerLost):
+        asyncio.run(groups.run())
+    with pytest.raises(TimeoutError):
+        asyncio.run(groups.run())
+    assert queue.asked == [(0, 1, 5)] * 2
+    assert exchanged == ([] if refused else [(0, 5)])
 
 
 async def test_what_is_complete_first_is_trained_first_where_completion_fills_the_steps(tmp_path: Path) -> None:

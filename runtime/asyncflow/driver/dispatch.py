@@ -90,13 +90,15 @@ class PromptAssignment:
                 self.finish(serial)
                 self.exclude(serial)
 
-    def finish(self, serial: int) -> None:
-        """Record that the group was generated, and that it is decided what becomes of it; again changes nothing."""
-        if serial not in self._finished:
-            self._finished.add(serial)
-            step = self._step_of[serial]
-            self._undecided[step] = max(0, self._undecided[step] - 1)
-            self._no_longer_out(serial)
+    def finish(self, serial: int) -> bool:
+        """Record that the group was generated, and that it is decided what becomes of it; False: it was recorded."""
+        if serial in self._finished:
+            return False
+        self._finished.add(serial)
+        step = self._step_of[serial]
+        self._undecided[step] = max(0, self._undecided[step] - 1)
+        self._no_longer_out(serial)
+        return True
 
     def out(self, serials: Iterable[int]) -> None:
         """Record that these prompts were put: until they are finished, others may take their place (``late``)."""
@@ -131,14 +133,15 @@ class PromptAssignment:
         else:
             self._out.pop(step, None)
 
-    def exclude(self, serial: int) -> None:
-        """Record that the group was filtered or dropped: its step is short of a prompt again."""
+    def exclude(self, serial: int) -> bool:
+        """Record that the group was filtered or dropped: its step lacks a prompt again; False: it was recorded."""
         if serial in self._excluded:
-            return
+            return False
         self._excluded.add(serial)
         step = self._step_of[serial]
         self._counted[step] -= 1
         self._lowest = min(self._lowest, step)
+        return True
 
     def restore(self, snapshot: PartitionSnapshot) -> None:
         """Take over what the ledger knows; committed steps are full, serials that were never created come first."""

@@ -229,7 +229,7 @@ class Driver:
             excluded=self._exclude,
             together=self.schedule.together,
             complete=self.assignment.complete,
-            late=self._late if spec.schedule.fill == "completion" else None,
+            late=self._late if spec.schedule.fill == "completion" else lambda _serial: None,
             exchanged=self.assignment.exchange,
         )
         self.versions = Versions(
@@ -464,16 +464,18 @@ class Driver:
         log.info("evaluated θ_%d: %s", result.step, result.words)
         self.changes.notify()
 
-    def _finished(self, serial: int) -> None:
-        self.assignment.finish(serial)
+    def _finished(self, serial: int) -> bool:
+        first = self.assignment.finish(serial)
         self.changes.notify()
+        return first
 
     def _late(self, serial: int) -> tuple[int, int] | None:
         return self.assignment.late(serial, alike=self.schedule.window)
 
-    def _exclude(self, serial: int) -> None:
-        self.assignment.exclude(serial)
+    def _exclude(self, serial: int) -> bool:
+        first = self.assignment.exclude(serial)
         self.changes.notify()
+        return first
 
     def _first_dispatch(self) -> None:
         self._moved = clock.now()

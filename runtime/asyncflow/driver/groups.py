@@ -8,11 +8,12 @@ A sample without a reward is no sample: it is counted by why it has none, and ne
 group goes on with the others as long as these can be compared. When too many have none, the job pauses.
 
 Invariants: every sample that the rollouts finished is either given an advantage or dropped with a reason that is
-counted; a driver that takes over in the middle of a group decides as the one before would have; no sample of a step is
-ready to be trained before all of the steps that are to be complete with it are; a job pauses once more
-than half of the samples that one step needs have failed, and more than half of those that were judged for it; a timeout
-to which the manifest gives 0 does not count for that; the totals go on over restarts of the driver, but for the last
-seconds of one that was killed.
+counted; a driver that claims a group again, because its lease has ended or an answer was lost, does not count it again;
+a driver that takes over in the middle of a group decides as the one before would have; no sample of a step is ready to
+be trained before all of the steps that are to be complete with it are; a job pauses once more than half of the samples
+that one step needs have failed, and more than half of those that were judged for it; a timeout to which the manifest
+gives 0 does not count for that; the totals go on over restarts of the driver, but for the last seconds of one that was
+killed, and what one held when it ended is counted by the next one too.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from asyncflow.api.job import RLJobSpec
 from asyncflow.api.status import RewardState
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
 from asyncflow.driver.tasks import DRIVER_LEASE_S, TRAIN
-from asyncflow.errors import ManifestError
+from asyncflow.errors import ManifestError, Refused
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow
 from asyncflow.rpc.columns import Jagged
@@ -203,29 +204,43 @@ class DecidedGroup(NamedTuple):
     rows: list[LeasedRow]
     advantages: np.ndarray
 
+    @property
+    def leases(self) -> set[str]:
+        """The leases of its samples."""
+        return {row.lease for row in self.rows}
+
+
+class _Exchange(NamedTuple):
+    """A finished group, the step to which it is to go, and the group that is late there."""
+
+    serial: int
+    step: int
+    late: int
+
 
 @dataclass(kw_only=True)
 class AdvantageTask:
     """Runs the advantage task.
 
     finished: called with the serial of each group that was generated; excluded: of one that the trainer will not see;
-    together: returns the steps that must be complete before a step is trained; complete: whether a step is. late:
-    returns the step to which a finished group may go, and the group that is late there; exchanged: called when the two
-    have changed their steps. Both are None where D_k waits for the prompts that were put out for it.
+    both return whether this is the first time. together: returns the steps that must be complete before a step is
+    trained; complete: whether a step is. late: returns the step to which a finished group may go, and the group that is
+    late there, None where there is none; exchanged: called when the two have changed their steps.
     filtered: groups of each step without variance, those that an earlier driver dropped included.
     """
 
     queue: QueueClient
     policy: GroupPolicy
     rewards: RewardTally
-    finished: Callable[[int], None]
-    excluded: Callable[[int], None]
+    finished: Callable[[int], bool]
+    excluded: Callable[[int], bool]
     together: Callable[[int], Sequence[int]]
     complete: Callable[[int], bool]
-    late: Callable[[int], tuple[int, int] | None] | None = None
-    exchanged: Callable[[int, int], None] | None = None
+    late: Callable[[int], tuple[int, int] | None]
+    exchanged: Callable[[int, int], None]
     filtered: Counter[int] = field(default_factory=Counter)
     _held: dict[int, dict[int, DecidedGroup]] = field(default_factory=dict)
+    _asked: _Exchange | None = None
 
     async def run(self) -> None:
         """Serve the task for as long as the job lasts.
@@ -233,6 +248,7 @@ class AdvantageTask:
         Raises ManifestError when more groups of a step had no variance than the policy allows.
         """
         while True:
+            await self._exchange()
             await self._release()
             claimed = await self.queue.claim(
                 partition=TRAIN, task="advantage", max_rows=1 << 20, max_groups=GROUPS_PER_CLAIM, timeout=CALL_TIMEOUT_S
@@ -244,16 +260,14 @@ class AdvantageTask:
     async def renew(self) -> None:
         """Renew the leases of what is held, for ever; what was lost is claimed again by ``run``."""
         while True:
+            held = [group for groups in self._held.values() for group in groups.values()]
+            if leases := set().union(*(group.leases for group in held)):
+                lost = leases.difference(await self.queue.renew(sorted(leases), timeout=DRIVER_LEASE_S / 3))
+                for groups in self._held.values():
+                    for serial in [one for one, group in groups.items() if not lost.isdisjoint(group.leases)]:
+                        log.info("group %d is decided again: its lease has ended", serial)
+                        del groups[serial]
             await asyncio.sleep(DRIVER_LEASE_S / 3)
-            leases = {row.lease for groups in self._held.values() for group in groups.values() for row in group.rows}
-            if not leases:
-                continue
-            valid = set(await self.queue.renew(sorted(leases), timeout=DRIVER_LEASE_S / 3))
-            for groups in self._held.values():
-                lost = {row.lease for group in groups.values() for row in group.rows} & leases - valid
-                for serial in [one for one, group in groups.items() if any(row.lease in lost for row in group.rows)]:
-                    log.info("group %d is decided again: its lease has ended", serial)
-                    del groups[serial]
 
     async def _release(self) -> None:
         """Write the advantages of all steps of which enough are complete."""
@@ -269,9 +283,9 @@ class AdvantageTask:
             del self._held[step]
 
     async def _decide(self, serial: int, group: list[LeasedRow]) -> None:
-        for row in group:
-            self.rewards.take(row, step=row.meta.step)
-        self.finished(serial)
+        if self.finished(serial):
+            for row in group:
+                self.rewards.take(row, step=row.meta.step)
         await self._drop_failed([row for row in group if self.policy.drops(failure_of(row))])
         kept = [row for row in group if not self.policy.drops(failure_of(row))]
         rewards = np.array([float(row.meta.tags["reward"]) for row in kept], dtype=np.float64)
@@ -280,8 +294,7 @@ class AdvantageTask:
             log.info("group %d goes no further: %s", serial, reason)
             if kept:
                 await self.queue.drop(kept, reason=reason, timeout=CALL_TIMEOUT_S)
-            self._exclude(serial, reason)
-            if reason == FILTERED_ZERO_VARIANCE:
+            if self._exclude(serial, reason) and reason == FILTERED_ZERO_VARIANCE:
                 self._count_filtered(group[0].meta.step, reward=rewards[0])
             return
         decided = DecidedGroup(kept, self.policy.advantages(serial, rewards))
@@ -289,24 +302,41 @@ class AdvantageTask:
 
     async def _step_of(self, serial: int, step: int) -> int:
         """Return the step that has a finished group, once it has taken the place of one that is late."""
-        if self.late is None or self.exchanged is None or (place := self.late(serial)) is None:
+        if (place := self.late(serial)) is None:
             return step
-        step, late = place
-        await self.queue.exchange(partition=TRAIN, serial=serial, step=step, late=late, timeout=CALL_TIMEOUT_S)
-        self.exchanged(serial, late)
-        return step
+        self._asked = _Exchange(serial, *place)
+        return place[0] if await self._exchange() else step
+
+    async def _exchange(self) -> bool:
+        """Ask for the exchange that was not answered yet, if any; return whether it was made.
+
+        The same pair is asked for until there is an answer: the queue may have made an exchange that it did not answer.
+        """
+        if self._asked is None:
+            return False
+        serial, step, late = self._asked
+        try:
+            await self.queue.exchange(partition=TRAIN, serial=serial, step=step, late=late, timeout=CALL_TIMEOUT_S)
+            self.exchanged(serial, late)
+            made = True
+        except Refused as error:
+            log.warning("group %d stays in its step: %s", serial, error)
+            made = False
+        self._asked = None
+        return made
 
     async def _drop_failed(self, rows: list[LeasedRow]) -> None:
         for failure, alike in groupby(sorted(rows, key=failure_of), key=failure_of):
             await self.queue.drop(list(alike), reason=f"reward {failure}", timeout=CALL_TIMEOUT_S)
 
-    def _exclude(self, serial: int, reason: str) -> None:
-        self.excluded(serial)
+    def _exclude(self, serial: int, reason: str) -> bool:
+        first = self.excluded(serial)
         if not self.policy.refills:
             self.rewards.pause(
                 f"the reward to be mended: group {serial} goes no further ({reason}), and schedule.deterministic is "
                 "true: which prompt takes its place would depend on when that happened"
             )
+        return first
 
     def _count_filtered(self, step: int, *, reward: float) -> None:
         self.filtered[step] += 1
