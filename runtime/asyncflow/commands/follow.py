@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 
 from asyncflow.api.names import FOLLOWER, TLS_ENV
-from asyncflow.errors import ManifestError
-from asyncflow.local.folder import JOB, load_record
+from asyncflow.local.folder import JOB, record_of
 from asyncflow.roles.context import RoleOptions
 from asyncflow.roles.follower import main
 
@@ -15,13 +14,10 @@ from asyncflow.roles.follower import main
 def follow(run: Path, *, http_port: int, serve_port: int) -> int:
     """Follow the run in a folder until a signal ends this process, and return the exit status.
 
-    Raises ManifestError where nothing was ever run there.
+    Raises ManifestError where no run goes on there.
     """
-    folder = run.absolute() / "run"
-    record = load_record(folder / "processes.json")
-    if record is None:
-        raise ManifestError("nothing was run there", where=str(run), hint="Give the folder of a run: runs/NAME")
-    os.environ[TLS_ENV] = str(folder / "tls" / f"{FOLLOWER}-0")
+    record = record_of(run)
+    os.environ[TLS_ENV] = str(run.absolute() / "run" / "tls" / f"{FOLLOWER}-0")
     options = RoleOptions(
         role=FOLLOWER,
         job=run.absolute() / JOB,

@@ -1,0 +1,21 @@
+"""``asyncflow follow``: refused at once where no run goes on, which nothing would ever answer."""
+
+import shutil
+
+import pytest
+
+from asyncflow.cli import invoke
+from asyncflow.local.folder import Record, RunFolder
+
+
+@pytest.mark.parametrize("run", ["finished", "none"])
+def test_where_no_run_goes_on_there_is_nothing_to_follow(tmp_path, manifest, capsys, run):
+    if run == "finished":
+        folder = RunFolder.claim(tmp_path / "run")
+        shutil.copy(manifest, folder.job)
+        record = Record(mark="m", supervisor=1, started="", driver="tcp://127.0.0.1:9", http="")
+        record.save(folder.processes)
+        folder.release()
+    assert invoke(["follow", str(tmp_path / "run")]) == 2
+    hint = {"finished": "Continue it with asyncflow run FILE --resume", "none": "Give the folder of a run"}[run]
+    assert f"no run is going on there. {hint}" in capsys.readouterr().err
