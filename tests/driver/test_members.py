@@ -80,6 +80,16 @@ async def test_figures_survive_the_driver_and_those_who_died_before_it(tmp_path:
     assert second.lives.up_s(0.0, 60.0) == pytest.approx(60.0, abs=1.0), "b lived while there was no driver"
 
 
+async def test_a_role_that_has_left_counts_as_none_and_is_not_left_out(tmp_path: Path) -> None:
+    directory = Directory()
+    there = members(directory, tmp_path)
+    assert dict(there.counts) == {}
+    join(directory, "a")
+    assert dict(there.counts) == {"rollout": 1}
+    directory.leave("a", "killed")
+    assert dict(there.counts) == {"rollout": 0}
+
+
 LIFE = b'{"a":{"role":"rollout","started":0,"seen":1,"busy_s":-1}}'
 
 

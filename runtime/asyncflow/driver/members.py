@@ -67,6 +67,7 @@ class Members:
         self._queue = queue
         self._weights = weights
         self._changed = changed
+        self._roles: set[str] = set()
         self._drained: set[str] = set()
         self._checkpoints_asked = 0
         self.judged = -1
@@ -93,8 +94,9 @@ class Members:
 
     @property
     def counts(self) -> Counter[str]:
-        """Number of members of each role."""
-        return Counter(member.role for member in self._directory.members())
+        """Number of members of each role, 0 where all have left."""
+        there = Counter(member.role for member in self._directory.members())
+        return Counter({role: there[role] for role in self._roles | there.keys()})
 
     def versions(self, *, nbytes: int | None, newest: int | None) -> VersionsState:
         """Return how versions reach those that load them. nbytes, newest: size and step of the newest version."""
@@ -210,6 +212,7 @@ class Members:
         return next((1 + turn for turn, roles in enumerate(LAST) if member.role in roles), 0)
 
     def _joined(self, member: Member) -> None:
+        self._roles.add(member.role)
         if member.role == "trainer":
             self.trainer_attempt = max(self.trainer_attempt, member.attempt)
             self._weights.catalogue.fence(member.attempt)
