@@ -42,7 +42,7 @@ def scale(directory: Path, request: str | None) -> None:
         hint = "asyncflow queue drain takes the rows of a unit to others"
         raise ManifestError("it is a queue, whose number of units stays", where=str(directory), hint=hint)
     record = record_of(directory)
-    roles = {role.name: role for role in plan(load_job(directory / JOB)).roles}
+    roles: dict[str, Role] = {role.name: role for role in plan(load_job(directory / JOB)).roles}
     if request is None:
         click.echo(_words(roles["rollout"], record))
         return
