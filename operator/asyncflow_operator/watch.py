@@ -3,8 +3,9 @@
 kopf watches the three custom kinds and passes their events to the store; informers watch everything that the operator
 makes for them.
 
-Invariants: whatever changes, the object that it was made for is marked; and a list of all custom resources, at the
-start and now and then, finds what no watch has reported. kopf leaves no trace: there are handlers of raw events only,
+Invariants: whatever changes, the object that it was made for is marked, and those that refer to it where they may be
+decided in another way; and a list of all custom resources, at the start and now and then, finds what no watch has
+reported. kopf leaves no trace: there are handlers of raw events only,
 so that it writes neither finalizer nor annotation; it posts no events, looks for no peers, and remembers nothing.
 """
 
@@ -20,10 +21,11 @@ import kopf
 
 from asyncflow.api.base import GROUP, VERSION
 from asyncflow.api.names import FIELD_MANAGER, MANAGED
+from asyncflow.api.status import JobStatus
 from asyncflow_operator.cluster.client import Api, ApiError
 from asyncflow_operator.cluster.informer import Informer
 from asyncflow_operator.cluster.kinds import CONFIG, CUSTOM_KINDS, MEMBERS, QUEUE, RLJOB, SYNC, Kind
-from asyncflow_operator.cluster.owners import begun, custom_resource, recover_accepted
+from asyncflow_operator.cluster.owners import CustomResource, begun, custom_resource, recover_accepted
 from asyncflow_operator.cluster.store import ObjectGroup, ObjectStore
 from asyncflow_operator.cluster.views import controller_of, object_view, pod_view
 from asyncflow_operator.references import Key, References
@@ -227,12 +229,25 @@ class ClusterWatch:
         if kind in _CUSTOM:
             owner = (after or before).owner
             key = Key(kind, group.namespace, owner.name)
-            affected_too = self.references.around(key)
+            around = self.references.around(key)
             self.references.note(key, None if after is None else after.model)
-            for other in affected_too | self.references.around(key):
-                self._mark(other)
+            decisive = _decisive(before, after)
+            for other in around | self.references.around(key):
+                if decisive or (kind, other.kind) == (RLJOB.name, SYNC.name):
+                    self._mark(other)
             renewed = before is None or after is None or before.owner.generation != owner.generation
             (self._renew if renewed else self._mark)(key)
+
+
+def _decisive(before: CustomResource | None, after: CustomResource | None) -> bool:
+    """Return whether jobs and versions that refer to a custom resource may be decided in another way once it is so.
+
+    They go by its spec in force, its owners and, of a job, its phase; a WeightSync shows figures of its job besides.
+    """
+    if before is None or after is None or before.model is not after.model:
+        return True
+    phases = [each.status.phase for each in (before, after) if isinstance(each.status, JobStatus)]
+    return (before.owner, before.controller) != (after.owner, after.controller) or len(set(phases)) > 1
 
 
 _CUSTOM: Final = frozenset(kind.name for kind in CUSTOM_KINDS)
