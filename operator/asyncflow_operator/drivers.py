@@ -18,7 +18,8 @@ from typing import Final, Never
 
 from pydantic import ValidationError
 
-from asyncflow.api.status import MOST_ROLLOUTS, DriverStatus
+from asyncflow.api.base import MOST_REPLICAS
+from asyncflow.api.status import DriverStatus
 from asyncflow.errors import AsyncFlowError, ProtocolError, Refused
 from asyncflow.identity import ProcessIdentity
 from asyncflow_operator.exchange import HEAD_BYTES, TlsIdentities, exchange
@@ -37,7 +38,7 @@ MATTERS_S: Final = 15.0
 """Seconds after which a driver's progress counts as a change; its phase and its rollouts do at once."""
 ROLLOUT_BYTES: Final = 256
 STATUS_BYTES: Final = 4 * HEAD_BYTES
-"""Bytes of an answer: for each rollout in it, and for all the rest; 2.5 MiB at ``MOST_ROLLOUTS``."""
+"""Bytes of an answer: for each rollout in it, and for all the rest; 2.5 MiB at ``MOST_REPLICAS``."""
 SPARE_ROLLOUTS: Final = 64
 _ORDER_BYTES: Final = 2 * HEAD_BYTES
 _RETRY_S: Final = 2.0
@@ -226,7 +227,7 @@ class Drivers:
 
     async def _status(self, known: _Known, within_s: float) -> DriverStatus:
         """Return the driver's status. It knows rollouts that are gone a little longer than the API server."""
-        rollouts = min(2 * known.rollouts + SPARE_ROLLOUTS, MOST_ROLLOUTS)
+        rollouts = min(2 * known.rollouts + SPARE_ROLLOUTS, MOST_REPLICAS)
         most = STATUS_BYTES + rollouts * ROLLOUT_BYTES
         answer = await exchange("GET", f"{_at(self._url, known.driver)}/v1/status", most=most, within_s=within_s)
         if answer.status != 200:

@@ -295,8 +295,7 @@ class _Resolved:
 
 
 def _resolved(job: RLJob, weights: WeightsSpec) -> RLJob:
-    fields = {field: getattr(weights, field) for field in WeightsSpec.model_fields}
-    section = JobWeightsSpec.model_construct(name=job.spec.weight_sync.name, **fields)
+    section = JobWeightsSpec.model_construct(name=job.spec.weight_sync.name, **dict(weights.own))
     return job.model_copy(update={"spec": job.spec.model_copy(update={"weight_sync": section})})
 
 

@@ -45,5 +45,5 @@ def weights_for(job: str, sync: NamedSync, *, begun: WeightsSpec | None) -> tupl
     elif begun is not None and sync.spec.transport != begun.transport:
         why = f"its transport is {sync.spec.transport}, and was {begun.transport} when the job began. Make it so again"
     else:
-        weights = WeightsSpec.model_construct(**{name: getattr(sync.spec, name) for name in WeightsSpec.model_fields})
+        weights = sync.spec.own
     return weights or begun, f"{_NAMED} = {sync.name!r}: {why}" if why else ""

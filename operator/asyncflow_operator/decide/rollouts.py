@@ -26,7 +26,6 @@ from asyncflow_operator.decide.replicas import PodReplica, ReplicaMoves, removed
 from asyncflow_operator.decide.times import Alarm, from_rfc3339, to_rfc3339
 from asyncflow_operator.observed import DriverProbe, JobState, PodView
 
-_FRESH_S: Final = 60.0
 _OFF: Final[dict[str, Any]] = {"desired_replicas": None}
 LET_GO_S: Final = 10.0
 """Seconds beyond its drain time after which a rollout is deleted whatever the driver says."""
@@ -86,11 +85,9 @@ def _wanted(spec: RLJobSpec, status: JobStatus, probe: DriverProbe, now: float) 
     """Return the number that the policy in the driver has decided on, or had when the driver was last heard, within the
     bounds of now; None before it has decided.
     """
-    seen = probe.status
-    silent = seen is None or now - probe.at > _FRESH_S or seen.phase != "Running"
-    said = status.desired_replicas if seen is None or silent else seen.desired_rollouts
-    if said is None:
-        said = status.desired_replicas
+    said, seen = status.desired_replicas, probe.status
+    if seen is not None and seen.phase == "Running" and now - probe.at <= FRESH_S:
+        said = said if seen.desired_rollouts is None else seen.desired_rollouts
     return None if said is None else max(spec.rollout.min_replicas, min(said, spec.rollout.max_replicas))
 
 
@@ -115,7 +112,7 @@ class RegisteredRollouts:
         """Read the driver's last answer."""
         if probe.status is None or now - probe.at > FRESH_S:
             return cls(None, probe.at)
-        return cls({each.index: each for each in probe.status.rollouts if each.state != "lost"}, probe.at)
+        return cls({each.index: each for each in probe.status.rollouts}, probe.at)
 
 
 def still_draining(draining: Sequence[DrainingRollout], pods: Collection[PodView]) -> tuple[DrainingRollout, ...]:

@@ -121,7 +121,8 @@ Annotations = Annotated[dict[Qualified, Annotated[str, StringConstraints(max_len
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, Field(ge=0, le=31_536_000)]
 """A duration in seconds, at most a year."""
-Replicas = Annotated[int, Field(ge=0, le=10_000)]
+MOST_REPLICAS: Final = 10_000
+Replicas = Annotated[int, Field(ge=0, le=MOST_REPLICAS)]
 Steps = Annotated[int, Field(ge=0, le=10_000_000)]
 Threads = Annotated[int, Field(ge=1, le=1024)]
 

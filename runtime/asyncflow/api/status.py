@@ -10,12 +10,12 @@ from typing import Annotated, Literal
 
 from pydantic import FailFast, Field, StringConstraints
 
-from asyncflow.api.base import Conditions, Name, Spec, Time
+from asyncflow.api.base import MOST_REPLICAS, Conditions, Name, Spec, Time
 from asyncflow.api.versions import Count, Span, VersionsState, Wire, WorkerId
 from asyncflow.api.weights import WeightsSpec
 
 Phase = Literal["Pending", "Starting", "Running", "Paused", "Suspending", "Suspended", "Succeeded", "Failed"]
-MOST_ROLLOUTS = 10_000
+Standing = Literal["starting", "ready", "lagging", "draining"]
 Attempt = Annotated[int, Field(ge=0, le=1_000_000_000)]
 """An attempt as a driver says it: whatever it says, there are more to come."""
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -68,7 +68,7 @@ class RolloutState(Wire):
     """Worker id."""
     index: Count = 0
     """Index of the role."""
-    state: Literal["starting", "ready", "lagging", "draining", "lost"] = "starting"
+    state: Standing = "starting"
     """``ready`` once it has caught up."""
     version: Count = 0
     """Step of the version that it serves."""
@@ -226,7 +226,7 @@ class DriverStatus(Wire):
     """By role: share of their time in which instances did nothing."""
     prompts_skipped: Count = 0
     """Training prompts left out because they are too long, see ``data.overlong``."""
-    rollouts: Annotated[tuple[RolloutState, ...], Field(max_length=MOST_ROLLOUTS), FailFast()] = ()
+    rollouts: Annotated[tuple[RolloutState, ...], Field(max_length=MOST_REPLICAS), FailFast()] = ()
     """The rollouts."""
     rewards: RewardState = Field(default_factory=RewardState)
     """Samples judged so far, and why some have no reward."""

@@ -12,7 +12,18 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from asyncflow.api.base import API_VERSION, Conditions, Frozen, Name, ObjectMeta, Quantity, Rule, Spec, Time
+from asyncflow.api.base import (
+    API_VERSION,
+    MOST_REPLICAS,
+    Conditions,
+    Frozen,
+    Name,
+    ObjectMeta,
+    Quantity,
+    Rule,
+    Spec,
+    Time,
+)
 from asyncflow.api.versions import VersionsState
 
 PublishedDtype = Literal["float32", "bfloat16"]
@@ -31,7 +42,7 @@ class WeightsSpec(Spec):
     dtype: PublishedDtype | None = None
     """Dtype to which published weights are rounded. Absent: bfloat16 where the engine computes in it, which
     rounds them anyway, or the trainer holds them in it (``precision: bf16-stochastic``), else float32."""
-    stagger: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    stagger: Annotated[int, Field(ge=1, le=MOST_REPLICAS)] | None = None
     """Most rollouts that swap at the same time. Absent: the update policy decides."""
     chunk_bytes: Quantity = Quantity("1Mi")
     """Most bytes of a version that one answer of a holder has, over the host network."""
@@ -64,6 +75,11 @@ class WeightsSpec(Spec):
         Frozen(reads="transport", why="holders and receivers agree on it when they start"),
     )
 
+    @property
+    def own(self) -> WeightsSpec:
+        """These fields alone: those that a job's section and a WeightSync share."""
+        return WeightsSpec.model_construct(**{field: getattr(self, field) for field in WeightsSpec.model_fields})
+
 
 _DEFAULTS_CEL = (
     "self.transport == 'host' && !has(self.dtype) && !has(self.stagger) && self.delta && !has(self.bandwidth)"
@@ -89,15 +105,10 @@ class JobWeightsSpec(WeightsSpec):
         ),
     )
 
-    @property
-    def own(self) -> WeightsSpec:
-        """The fields that a WeightSync has, too."""
-        return WeightsSpec.model_construct(**{field: getattr(self, field) for field in WeightsSpec.model_fields})
-
     @classmethod
     def of(cls, weights: WeightsSpec) -> JobWeightsSpec:
         """Return the section of a job that has the fields of ``weights`` itself."""
-        return cls(**{field: getattr(weights, field) for field in WeightsSpec.model_fields})
+        return cls(**dict(weights.own))
 
 
 class WeightSourceSpec(Spec):

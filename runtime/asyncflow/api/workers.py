@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, StringConstraints
 
-from asyncflow.api.base import Options, PluginName, Replicas, Rule, Seconds, Spec, Threads
+from asyncflow.api.base import MOST_REPLICAS, Options, PluginName, Replicas, Rule, Seconds, Spec, Threads
 from asyncflow.api.placement import AUTO, PROFILES, AcceleratorSpec, ResourcesSpec, TemplateSpec, counted
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -57,7 +57,7 @@ class RolloutSpec(Spec):
     """Instances that are wanted; what ``kubectl scale`` changes."""
     min_replicas: Replicas = Field(default_factory=_usual_least)
     """Least number; these belong to the gang. Absent: 1, or 0 where replicas is 0."""
-    max_replicas: Annotated[int, Field(ge=1, le=10_000)] = Field(default_factory=_usual_most)
+    max_replicas: Annotated[int, Field(ge=1, le=MOST_REPLICAS)] = Field(default_factory=_usual_most)
     """Most instances. Absent: replicas."""
     engine: EngineSpec = Field(default_factory=EngineSpec)
     """Engine that generates."""

@@ -10,14 +10,13 @@ cluster they change while the driver runs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
+from asyncflow.api.base import MOST_REPLICAS
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.status import RecentFigures, RolloutState
 from asyncflow.driver.lives import Laps, Lives
 from asyncflow.flow.scaling import Elasticity, Signals, SignalWindow
-
-_MOST: Final = 10_000
 
 
 class DesiredRollouts:
@@ -31,7 +30,7 @@ class DesiredRollouts:
         self._samples = spec.algorithm.prompts_per_step * spec.algorithm.group_size
         self._policy = Elasticity(
             least=min(1, spec.rollout.min_replicas),
-            most=_MOST,
+            most=MOST_REPLICAS,
             wait_share=spec.elasticity.target_trainer_wait_share,
             queued_steps=spec.elasticity.max_queued_steps,
             lag=spec.schedule.max_staleness,
@@ -68,7 +67,7 @@ class DesiredRollouts:
         recent = self._laps.recent()
         if recent is None:
             return
-        there = [each for each in rollouts if each.state not in ("draining", "lost")]
+        there = [each for each in rollouts if each.state != "draining"]
         ready = sum(each.state != "starting" for each in there)
         signals = Signals(
             rollouts=len(there),

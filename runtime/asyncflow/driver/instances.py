@@ -10,10 +10,10 @@ import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final
 
 from asyncflow.api.names import FOLLOWER
-from asyncflow.api.status import RolloutState
+from asyncflow.api.status import RolloutState, Standing
 from asyncflow.api.versions import LAG_BUCKETS, MOST_LAGGARDS, Laggard, PhaseSeconds, VersionsState
 from asyncflow.flow.instance import SwapAt
 from asyncflow.identity import Version
@@ -25,7 +25,6 @@ _SWAPS_WHEN: Final[Mapping[SwapAt, str]] = MappingProxyType(
     {"quota": "generating until its share is done", "sequence": "generating until its sequences end"}
 )
 
-Standing = Literal["starting", "ready", "lagging", "draining", "lost"]
 Heard = tuple[Member, Status, float]
 """A member, what it said in its last heartbeat, and the seconds since."""
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from asyncflow.api.base import MOST_REPLICAS
 from asyncflow.api.status import (
-    MOST_ROLLOUTS,
     BestState,
     CheckpointState,
     CorrectionFigures,
@@ -332,7 +332,7 @@ def largest(rollouts: int) -> DriverStatus:
     )
 
 
-@pytest.mark.parametrize("rollouts", [0, 1, 100, MOST_ROLLOUTS])
+@pytest.mark.parametrize("rollouts", [0, 1, 100, MOST_REPLICAS])
 def test_the_longest_legal_status_of_a_job_with_so_many_rollouts_fits(rollouts: int) -> None:
     status = largest(rollouts)
     assert set(DriverStatus.model_fields) == status.model_fields_set

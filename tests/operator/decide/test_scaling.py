@@ -134,8 +134,7 @@ def test_remains_are_deleted_before_any_running_rollout():
 
 
 def test_an_old_answer_of_the_driver_is_no_answer():
-    rollouts = (RolloutState(id="a", index=0), RolloutState(id="b", index=1, state="lost"))
-    probe = DriverProbe(status=DriverStatus(rollouts=rollouts), at=START)
+    probe = DriverProbe(status=DriverStatus(rollouts=(RolloutState(id="a", index=0),)), at=START)
     assert list(RegisteredRollouts.of(probe, START + 30).by_index or {}) == [0]
     assert RegisteredRollouts.of(probe, START + 31).by_index is None
     assert RegisteredRollouts.of(DriverProbe(), START).by_index is None
