@@ -118,6 +118,11 @@ class GenerationRequest:
     continues: Completion = NOTHING
 
     @property
+    def name(self) -> SequenceName:
+        """Name of the sequence that it asks for."""
+        return self.purpose, self.key
+
+    @property
     def begun(self) -> int:
         """Tokens of the response that are there already."""
         return len(self.continues)

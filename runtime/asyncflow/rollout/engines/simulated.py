@@ -316,13 +316,13 @@ class SimulatedEngine(RolloutEngine):
         """End these sequences now."""
         ended = {(purpose, key) for key in keys}
         for sequence in (*self._running, *self._waiting):
-            if (sequence.request.purpose, sequence.request.key) in ended:
+            if sequence.request.name in ended:
                 sequence.abort()
 
     def unfinished(self) -> Mapping[SequenceName, Completion]:
         """Return what there is of each sequence now."""
         return {
-            (each.request.purpose, each.request.key): each.request.continues.followed_by(
+            each.request.name: each.request.continues.followed_by(
                 self._made_up(each, min(each.tokens(self._clock.now()), each.left - 1), "aborted")
             )
             for each in self._running

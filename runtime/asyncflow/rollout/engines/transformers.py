@@ -109,14 +109,14 @@ class TransformersEngine(RolloutEngine):
         wanted = {(purpose, key) for key in keys}
         with self._wake:
             for sequence in self._open:
-                if (sequence.request.purpose, sequence.request.key) in wanted:
+                if sequence.request.name in wanted:
                     sequence.aborted = True
 
     def unfinished(self) -> Mapping[SequenceName, Completion]:
         """Return what there is of each sequence, as it runs on."""
         with self._wake:
             sequences = list(self._open)
-        return {(each.request.purpose, each.request.key): each.so_far() for each in sequences}
+        return {each.request.name: each.so_far() for each in sequences}
 
     def stats(self) -> EngineStats:
         """Return the counters."""

@@ -338,11 +338,7 @@ class VllmEngine(RolloutEngine):
     async def abort(self, keys: Iterable[SampleKey], *, purpose: str = "train") -> None:
         """End these sequences: vLLM answers with what there is."""
         wanted = {(purpose, key) for key in keys}
-        ids = [
-            f"generate-tokens-{open_.id}"
-            for open_ in self._open.values()
-            if (open_.request.purpose, open_.request.key) in wanted
-        ]
+        ids = [f"generate-tokens-{open_.id}" for open_ in self._open.values() if open_.request.name in wanted]
         if ids:
             await self._server.call("POST", "/abort_requests", body={"request_ids": ids}, within_s=_CALL_S)
 
@@ -371,7 +367,7 @@ class VllmEngine(RolloutEngine):
 
     def unfinished(self) -> Mapping[SequenceName, Completion]:
         """Return what vLLM has told of each sequence, up to ``_STREAMED`` tokens less than there are."""
-        return {(each.request.purpose, each.request.key): each.so_far() for each in self._open.values() if each.ids}
+        return {each.request.name: each.so_far() for each in self._open.values() if each.ids}
 
     def stats(self) -> EngineStats:
         """Return the counters; tokens count as soon as vLLM tells of them."""
