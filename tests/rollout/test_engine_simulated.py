@@ -100,8 +100,7 @@ async def test_a_response_that_was_begun_elsewhere_takes_the_time_of_its_rest():
 
 @pytest.mark.parametrize("keeps_prefix", [False, True])
 async def test_what_runs_stands_still_while_weights_are_loaded_and_goes_on_under_them(keeps_prefix):
-    options = {"token_s": 0.02, "load_s": 0.2}
-    engine = open_engine("simulated", folder=None, slots=4, max_length=128, options=options, keeps_prefix=keeps_prefix)
+    engine = simulated(keeps_prefix=keeps_prefix, token_s=0.02, load_s=0.2)
     await engine.load(Version(0, 0), {})
     whole = await engine.generate(request(1))
     began = time.monotonic()
@@ -116,6 +115,52 @@ async def test_what_runs_stands_still_while_weights_are_loaded_and_goes_on_under
     assert set(mixed.versions[old:].tolist()) == {Version(0, 1).packed}
     assert engine.stats().tokens["train"] == 128
     assert engine.stats().stale == (64 - old if keeps_prefix else 0)
+
+
+def test_tokens_count_as_stale_while_their_sequence_runs():
+    async def work():
+        engine = simulated(keeps_prefix=True, token_s=0.01)
+        await engine.load(Version(0, 0), {})
+        running = asyncio.create_task(engine.generate(request(1)))
+        await asyncio.sleep(0.105)
+        await engine.load(Version(0, 1), {})
+        await asyncio.sleep(0.2)
+        return engine.stats().stale, await running, engine.stats().stale
+
+    while_it_runs, made, ended = leaping(work())
+    assert (while_it_runs, ended) == (20, 54)
+    assert made.versions.tolist() == [Version(0, 0).packed] * 10 + [Version(0, 1).packed] * 54
+
+
+def test_what_gets_its_slot_during_a_load_is_made_by_the_new_weights_alone():
+    async def work():
+        engine = simulated(1, keeps_prefix=True, token_s=0.01, load_s=0.1)
+        await engine.load(Version(0, 0), {})
+        running = [asyncio.create_task(engine.generate(request(serial))) for serial in (1, 2)]
+        loading = asyncio.create_task(engine.load(Version(0, 1), {}))
+        await asyncio.sleep(0.05)
+        await engine.abort([SampleKey(1, 0)])
+        await loading
+        return await running[1], engine.stats().stale
+
+    made, stale = leaping(work())
+    assert made.versions.tolist() == [Version(0, 1).packed] * 64
+    assert stale == 0
+
+
+def test_a_load_that_fails_makes_nothing_stale():
+    async def work():
+        engine = simulated(keeps_prefix=True, token_s=0.01)
+        await engine.load(Version(0, 0), {})
+        running = asyncio.create_task(engine.generate(request(1)))
+        await asyncio.sleep(0.1)
+        with pytest.raises(AttributeError):
+            await engine.load(Version(0, 1), {"w": "no tensor"})
+        return await running, engine.stats().stale
+
+    made, stale = leaping(work())
+    assert made.versions.tolist() == [Version(0, 0).packed] * 64
+    assert stale == 0
 
 
 async def test_what_there_is_of_a_sequence_is_told_while_it_runs_and_counts_however_it_ends():

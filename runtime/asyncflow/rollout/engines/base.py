@@ -96,6 +96,30 @@ NOTHING = Completion(
 """Response of which there is nothing yet."""
 
 
+class VersionMarks:
+    """Marks of the versions that make the tokens of a sequence, which ``version`` begins."""
+
+    def __init__(self, version: Version) -> None:
+        self._marks = [(0, version.packed)]
+
+    def mark(self, tokens: int, version: Version) -> None:
+        """Note that ``version`` makes the tokens from number ``tokens`` on, whatever was noted of those."""
+        marks = [mark for mark in self._marks if mark[0] < tokens]
+        same = marks and marks[-1][1] == version.packed
+        self._marks = marks if same else [*marks, (tokens, version.packed)]
+
+    def stale(self, tokens: int) -> int:
+        """Return how many of the first ``tokens`` were made since other weights came under way."""
+        return max(0, tokens - self._marks[1][0]) if len(self._marks) > 1 else 0
+
+    def versions(self, tokens: int) -> NDArray[np.int64]:
+        """Return ``Version.packed`` of what made each of the first ``tokens``, int64[tokens]."""
+        versions = np.empty(tokens, dtype=np.int64)
+        for start, version in self._marks:
+            versions[start:] = version
+        return versions
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
     """One response that is wanted.
@@ -154,8 +178,8 @@ class GenerationRequest:
 class EngineStats:
     """Counts of an engine's work so far.
 
-    busy_s: seconds with at least one running sequence; tokens: made so far, by purpose; stale: of these, made behind
-    keys and values of older weights.
+    busy_s: seconds with at least one running sequence; tokens: made so far, by purpose, those of sequences that run
+    included; stale: how many of these were made behind keys and values of older weights.
     """
 
     running: int = 0

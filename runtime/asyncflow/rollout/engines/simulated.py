@@ -33,6 +33,7 @@ from asyncflow.rollout.engines.base import (
     GenerationRequest,
     RolloutEngine,
     SequenceName,
+    VersionMarks,
 )
 from asyncflow.rollout.sampling import stream, uniforms
 
@@ -53,11 +54,11 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
     tokens: mean response length (the median where sigma > 0; 0: max_tokens, always); sigma: of the log of the length
     (lognormal); rho: correlation of the logs within a group; token_s, prefill_s, load_s: seconds per token, per
     response and per load; share_s: seconds more per token for each further sequence that runs, so that n of them take
-    token_s + share_s * (n - 1) for a token of each; recompute_s: seconds per token that is there already, where its
-    sequence goes on under other weights (all that run stand still for it, unless caches are
-    kept) or after another instance; time_scale:
-    multiplies all seconds; vocab: ids are below it. Source of the shape: decoding is bound by memory, reading weights
-    (token_s) and the cache of each sequence (share_s); computing a cache again is bound by arithmetic.
+    token_s + share_s * (n - 1) for a token of each; recompute_s: seconds per token whose cache is computed again: at a
+    load, unless caches are kept, of the prompts and tokens so far of all that run, which stand still for their sum; of
+    what another instance began, when it goes on here, the tokens of the response; time_scale: multiplies all seconds;
+    vocab: ids are below it. Source of the shape: decoding is bound by memory, reading weights (token_s) and the cache
+    of each sequence (share_s); computing a cache again is bound by arithmetic.
     """
 
     tokens: _Amount = 0.0
@@ -80,17 +81,17 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
 class _Sequence:
     """A sequence that waits for its slot, then makes ``left`` tokens from ``began`` to ``ends`` of the engine's clock.
 
-    slot: done when it has one; ended: done when it has all tokens, or is aborted; marks: from which of those tokens on
-    which version makes them.
+    slot: done when it has one; ended: done when it has all tokens, or is aborted; marks: which version makes which of
+    those tokens.
     """
 
-    def __init__(self, request: GenerationRequest, *, left: int) -> None:
+    def __init__(self, request: GenerationRequest, *, left: int, version: Version) -> None:
         self.request = request
         self.slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.aborted = False
         self.began = self.ends = math.inf
-        self.marks: list[tuple[int, int]] = []
+        self.marks = VersionMarks(version)
         self.left = left
 
     def abort(self) -> None:
@@ -106,13 +107,13 @@ class _Sequence:
             return 0
         return self.left if at >= self.ends else int(self.left * (at - self.began) / (self.ends - self.began))
 
+    def length(self, at: float) -> int:
+        """Return how many tokens there are at a time, with the prompt and what was there before it."""
+        return len(self.request.prompt_ids) + self.request.begun + self.tokens(at)
+
     def stale(self, at: float) -> int:
         """Return how many of the tokens there are at a time were made since it was first carried over."""
-        return self.tokens(at) - self.marks[1][0] if len(self.marks) > 1 else 0
-
-    def carry_over(self, version: Version, *, at: float) -> None:
-        """Go on under ``version`` from a time of the clock on."""
-        self.marks.append((self.tokens(at), version.packed))
+        return self.marks.stale(self.tokens(at))
 
 
 class _Clock:
@@ -146,7 +147,7 @@ class _Clock:
         return self._value
 
     def begin(self, sequence: _Sequence, *, seconds: float) -> None:
-        """Let a sequence run that takes so long alone."""
+        """Run a sequence, which takes ``seconds`` where it runs alone."""
         sequence.began = self.now()
         sequence.ends = sequence.began + seconds
         self._begun += 1
@@ -154,7 +155,7 @@ class _Clock:
         self._wake()
 
     def leave(self, sequence: _Sequence) -> float:
-        """Let a sequence go, ended or not; return the time."""
+        """Remove a sequence, ended or not, and return the time."""
         now = self.now()
         if any(sequence is each for _, _, each in self._running):
             self._running = [each for each in self._running if each[2] is not sequence]
@@ -226,21 +227,24 @@ class SimulatedEngine(RolloutEngine):
             try:
                 copied = await asyncio.to_thread(lambda: {name: tensor.copy() for name, tensor in tensors.items()})
                 again = 0.0
+                now = self._clock.now()
                 if not self.keeps_prefix:
-                    again = self._set.recompute_s * sum(map(self._length_so_far, self._running))
+                    again = self._set.recompute_s * sum(each.length(now) for each in self._running)
                 await asyncio.sleep((self._set.load_s + again) * self._set.time_scale)
                 self.weights, self.version = copied, version
+                for sequence in (*self._running, *self._waiting):
+                    sequence.marks.mark(sequence.tokens(now), version)
             finally:
-                for sequence in [each for each in self._running if each.marks]:
-                    sequence.carry_over(self.version or version, at=self._clock.now())
                 self._clock.go_on()
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Wait as long as the response would take, then make it up."""
         request.check(max_length=self.max_length)
+        if self.version is None or self._closed:
+            raise Refused("the engine is closed" if self._closed else "no weights were loaded yet", where="generate")
         length = max(request.begun + 1, self._length(request))
         left = length - request.begun
-        sequence = _Sequence(request, left=left)
+        sequence = _Sequence(request, left=left, version=self.version)
         self._waiting[sequence] = None
         self._admit()
         try:
@@ -276,18 +280,10 @@ class SimulatedEngine(RolloutEngine):
             self._admit()
 
     async def _run(self, sequence: _Sequence, tokens: int) -> None:
-        if self.version is None or self._closed:
-            raise Refused(
-                "no weights were loaded yet" if not self._closed else "the engine is closed", where="generate"
-            )
         prefill_s = self._set.prefill_s + sequence.request.begun * self._set.recompute_s
         seconds = (prefill_s + tokens * self._set.token_s) * self._set.time_scale
-        sequence.marks = [(0, self.version.packed)]
         self._clock.begin(sequence, seconds=seconds)
         await sequence.ended
-
-    def _length_so_far(self, sequence: _Sequence) -> int:
-        return len(sequence.request.prompt_ids) + sequence.request.begun + sequence.tokens(self._clock.now())
 
     def _length(self, request: GenerationRequest) -> int:
         """Return the response's length: lognormal, from normals keyed by the sample and by the prompt."""
@@ -300,15 +296,13 @@ class SimulatedEngine(RolloutEngine):
 
     def _made_up(self, sequence: _Sequence, length: int, finish: Finish) -> Completion:
         """Return ``length`` tokens behind those that were there already."""
-        request, versions = sequence.request, np.empty(length, dtype=np.int64)
-        for start, version in sequence.marks:
-            versions[start:] = version
+        request = sequence.request
         state = np.array([stream(seed=request.seed, key=request.key)], dtype=np.uint64)
         numbers = uniforms(state, request.begun + np.arange(length))
         return Completion(
             ids=(numbers * self._set.vocab).astype(np.int32),
             logprobs=np.full(length, -math.log(self._set.vocab), dtype=np.float32),
-            versions=versions,
+            versions=sequence.marks.versions(length),
             finish=finish,
         )
 
@@ -321,24 +315,26 @@ class SimulatedEngine(RolloutEngine):
 
     def unfinished(self) -> Mapping[SequenceName, Completion]:
         """Return what there is of each sequence now."""
+        now = self._clock.now()
         return {
             each.request.name: each.request.continues.followed_by(
-                self._made_up(each, min(each.tokens(self._clock.now()), each.left - 1), "aborted")
+                self._made_up(each, min(each.tokens(now), each.left - 1), "aborted")
             )
             for each in self._running
         }
 
     def stats(self) -> EngineStats:
         """Return the counters."""
-        tokens = self._tokens.copy()
+        now, tokens, stale = self._clock.now(), self._tokens.copy(), self._stale
         for sequence in self._running:
-            tokens[sequence.request.purpose] += sequence.tokens(self._clock.now())
+            tokens[sequence.request.purpose] += sequence.tokens(now)
+            stale += sequence.stale(now)
         ongoing = time.monotonic() - self._busy_since if self._running else 0.0
         return EngineStats(
             running=len(self._running),
             waiting=len(self._waiting),
             tokens=dict(tokens),
-            stale=self._stale if self.keeps_prefix else 0,
+            stale=stale if self.keeps_prefix else 0,
             busy_s=self._busy_s + ongoing,
         )
 
