@@ -10,19 +10,19 @@ from asyncflow.errors import AsyncFlowError, ManifestError
 from asyncflow.identity import SampleKey, Version
 from asyncflow.plugins import read_options
 from asyncflow.rollout.engines.base import GenerationRequest, StopTexts
-from asyncflow.rollout.engines.vllm.engine import _asked, _Open
+from asyncflow.rollout.engines.vllm.engine import VllmEngine, _asked, _Open
 from asyncflow.rollout.engines.vllm.program import VllmOptions
 
 V1, V2, V3 = (Version(0, step) for step in (1, 2, 3))
 
 
-def request_begun(version: Version) -> _Open:
-    return _Open(GenerationRequest(key=SampleKey(1, 0), prompt_ids=(1, 2), max_tokens=8), version)
+def request_begun(version: Version, *, spans: bool = False) -> _Open:
+    return _Open(GenerationRequest(key=SampleKey(1, 0), prompt_ids=(1, 2), max_tokens=8), version, spans=spans)
 
 
-def completed(said, open_, stops=None, *, spans=False):
+def completed(said, open_, stops=None):
     open_.take(said)
-    return open_.completion(stops, spans=spans)
+    return open_.completion(stops)
 
 
 def answer(ids, *, finish="stop", **more):
@@ -36,19 +36,53 @@ def answer(ids, *, finish="stop", **more):
 
 def test_tokens_have_the_version_that_was_loaded_when_they_were_made() -> None:
     begun = request_begun(V1)
-    begun.mark(2, V2)
-    begun.mark(2, V3)
+    begun.marks.mark(2, V2)
+    begun.marks.mark(2, V3)
     begun.take(answer([3, 4, 5, 6]))
-    assert begun.completion(None, spans=False).versions.tolist() == [V1.packed, V1.packed, V3.packed, V3.packed]
-    begun.mark(0, V2)
-    assert begun.completion(None, spans=False).versions.tolist() == [V2.packed] * 4
+    assert begun.completion(None).versions.tolist() == [V1.packed, V1.packed, V3.packed, V3.packed]
+    begun.marks.mark(0, V2)
+    assert begun.completion(None).versions.tolist() == [V2.packed] * 4
+
+
+async def test_requests_are_marked_by_vllm_s_own_ids_and_one_that_has_ended_is_not(tmp_path) -> None:
+    engine = VllmEngine(folder=tmp_path, slots=4, max_length=16)
+    running, waiting, ended = (request_begun(V1) for _ in range(3))
+    engine._open = {each.id: each for each in (running, waiting, ended)}
+    for each in (running, ended):
+        each.take(answer([3, 4, 5], finish=None))
+    engine._mark(V2, {f"generate-tokens-{running.id}-0-1a2b3c4d": 2, f"cmpl-{'0' * 32}": 1})
+    for each in (running, waiting, ended):
+        each.take(answer([6]))
+    assert running.completion(None).versions.tolist() == [V1.packed] * 2 + [V2.packed] * 2
+    assert waiting.completion(None).versions.tolist() == [V2.packed]
+    assert ended.completion(None).versions.tolist() == [V1.packed] * 4
+    await engine.close()
+
+
+async def test_tokens_whose_version_vllm_says_at_the_end_only_are_told_then(tmp_path) -> None:
+    engine = VllmEngine(folder=tmp_path, slots=4, max_length=16)
+    engine._server.paths = frozenset({"/update_weight_version"})
+    begun = request_begun(V1, spans=True)
+    engine._open = {begun.id: begun}
+    begun.take(answer([3, 4], finish=None))
+    engine._mark(V2, None)
+    begun.take(answer([5, 6], finish=None))
+    engine._mark(V3, None)
+    assert begun.so_far().ids.tolist() == [3, 4], "who made 5 and 6 is not known yet"
+    assert begun.so_far().versions.tolist() == [V1.packed] * 2
+    spans = [{"version": str(version.packed), "start": start} for version, start in ((V1, 0), (V2, 3), (V3, 4))]
+    begun.take(answer([7, 8], weight_versions=spans))
+    assert begun.so_far().ids.tolist() == [3, 4, 5, 6, 7]
+    assert begun.so_far().versions.tolist() == [V1.packed] * 3 + [V2.packed] + [V3.packed]
+    assert begun.completion(None).versions.tolist() == [V1.packed] * 3 + [V2.packed] + [V3.packed] * 2
+    await engine.close()
 
 
 def test_what_vllm_says_of_versions_counts_only_where_it_was_told_them() -> None:
-    begun = request_begun(V1)
+    begun = request_begun(V1, spans=True)
     spans = [{"version": str(V1.packed), "start": 0, "end": 1}, {"version": str(V2.packed), "start": 1, "end": 3}]
     said = answer([3, 4, 5], weight_versions=spans)
-    assert completed(said, begun, spans=True).versions.tolist() == [V1.packed, V2.packed, V2.packed]
+    assert completed(said, begun).versions.tolist() == [V1.packed, V2.packed, V2.packed]
     untold = answer([3, 4, 5], weight_versions=[{"version": "default", "start": 0, "end": 3}])
     assert set(completed(untold, request_begun(V1)).versions.tolist()) == {V1.packed}
 
@@ -58,13 +92,13 @@ def test_an_answer_that_comes_in_parts_is_there_as_far_as_it_came_but_for_the_to
     rest = _Open(replace(request_begun(V1).request, continues=begun), V1)
     assert rest.so_far().ids.tolist() == [1, 2]
     rest.take(answer([3], finish=None))
-    rest.mark(1, V2)
+    rest.marks.mark(1, V2)
     rest.take(answer([4, 5], finish=None))
     assert rest.so_far().ids.tolist() == [1, 2, 3, 4, 5]
     assert rest.so_far().versions.tolist() == [V1.packed] * 3 + [V2.packed] * 2
     rest.take(answer([6]))
     assert rest.so_far().ids.tolist() == [1, 2, 3, 4, 5]
-    ended = rest.completion(None, spans=False)
+    ended = rest.completion(None)
     assert (ended.ids.tolist(), ended.finish) == ([1, 2, 3, 4, 5, 6], "stop")
 
 

@@ -14,6 +14,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import time
 import uuid
 from collections import Counter
@@ -39,6 +40,7 @@ from asyncflow.rollout.engines.base import (
     RolloutEngine,
     SequenceName,
     StopTexts,
+    VersionMarks,
 )
 from asyncflow.rollout.engines.vllm.program import EXTENSION, VllmOptions
 from asyncflow.rollout.engines.vllm.server import VllmServer
@@ -62,6 +64,8 @@ _CPU_STEP = 4096
 """Most tokens of one step of the engine on a CPU, unless a single sequence has more."""
 _USABLE = 0.9
 """Part of its share of a device that an engine plans to use; the rest is for the next weights."""
+_ID = re.compile("[0-9a-f]{32}")
+"""A request's id, as it is here, in vLLM's own."""
 _STREAMED = 16
 """Tokens of which vLLM tells at once."""
 _CALL_S = 120.0
@@ -73,13 +77,18 @@ _PROGRESS = ("vllm:generation_tokens", "vllm:prompt_tokens")
 
 
 class _Open:
-    """A request that runs. marks: from which of its tokens on which version made them; ids: the tokens so far."""
+    """A request that runs. marks: which version makes which of its tokens; ids: the tokens so far.
 
-    def __init__(self, request: GenerationRequest, version: Version) -> None:
+    spans: whether vLLM says with the last of the answer which version made which token.
+    """
+
+    def __init__(self, request: GenerationRequest, version: Version, *, spans: bool = False) -> None:
         self.id = uuid.uuid4().hex
         self.request = request
-        self.marks: list[tuple[int, int]] = [(0, version.packed)]
+        self.marks = VersionMarks(version)
         self.ids: list[int] = []
+        self._spans = spans
+        self._certain: int | None = None
         self._content: list[Mapping[str, Any]] = []
         self._last: Mapping[str, Any] = {}
 
@@ -88,21 +97,30 @@ class _Open:
         self.ids += choice["token_ids"]
         self._content += (choice.get("logprobs") or {}).get("content") or []
         self._last = choice
+        if told := choice.get("weight_versions") if self._spans else None:
+            self._certain = None
+            for span in told:
+                self.marks.mark(int(span["start"]), Version.unpack(int(span["version"])))
+
+    def doubt(self) -> None:
+        """Note that other weights make some of the tokens that are still to come: vLLM says at the end which."""
+        self._certain = len(self.ids) if self._certain is None else self._certain
 
     @property
     def stale(self) -> int:
         """Tokens so far that were made after weights were loaded under way."""
-        return max(0, len(self.ids) - self.marks[1][0]) if len(self.marks) > 1 else 0
+        return self.marks.stale(len(self.ids))
 
     def so_far(self) -> Completion:
-        """Return what there is while it runs; of one that has just ended, all but the last token."""
+        """Return what there is while it runs and its versions are known; of one that has just ended, less than all."""
         there = max(0, min(len(self.ids), len(self._content)) - (self._last.get("finish_reason") is not None))
-        return self.request.continues.followed_by(_made(self.ids[:there], self._content, self.marks, finish="aborted"))
+        ids = self.ids[:there][: self._certain]
+        return self.request.continues.followed_by(_made(ids, self._content, self.marks, finish="aborted"))
 
-    def completion(self, stops: StopTexts | None, *, spans: bool) -> Completion:
+    def completion(self, stops: StopTexts | None) -> Completion:
         """Return the response, cut after the token that completes a stop text.
 
-        spans: whether vLLM says which version made which token. Raises AsyncFlowError for an answer that is not whole.
+        Raises AsyncFlowError for an answer that is not whole.
         """
         ids, content = self.ids, self._content
         reason = str(self._last.get("finish_reason"))
@@ -116,13 +134,7 @@ class _Open:
             ends = (end for end in range(1, len(ids) + 1) if stops.met([*there, *ids[:end]]))
             if (end := next(ends, None)) is not None:
                 ids, finish = ids[:end], "stop"
-        told = self._last.get("weight_versions") if spans else None
-        starts = [(int(span["start"]), int(span["version"])) for span in told] if told else self.marks
-        return begun.followed_by(_made(ids, content, starts, finish=finish))
-
-    def mark(self, tokens: int, version: Version) -> None:
-        """Note that ``version`` makes the tokens from number ``tokens`` on."""
-        self.marks = [mark for mark in self.marks if mark[0] < tokens] + [(tokens, version.packed)]
+        return begun.followed_by(_made(ids, content, self.marks, finish=finish))
 
 
 class VllmEngine(RolloutEngine):
@@ -293,16 +305,19 @@ class VllmEngine(RolloutEngine):
     def _mark(self, version: Version, tokens: Mapping[str, int] | None) -> None:
         """Note for each open request how many tokens it had when ``version`` came.
 
-        tokens: by vLLM's own ids; a request that is not among them has not begun. Raises AsyncFlowError where nobody
-        knows them.
+        tokens: by vLLM's own ids; a request that is not among them has not begun, or has ended if some of its tokens
+        are here. Raises AsyncFlowError where nobody knows them.
         """
         if tokens is None:
-            if self._says_versions or not self._open:
-                return
-            raise AsyncFlowError("this vLLM does not say which weights made a token", where="rollout.engine")
-        counts = {wanted: count for name, count in tokens.items() for wanted in self._open if wanted in name}
+            if self._open and not self._says_versions:
+                raise AsyncFlowError("this vLLM does not say which weights made a token", where="rollout.engine")
+            for open_ in self._open.values():
+                open_.doubt()
+            return
+        counts = {found[0]: count for name, count in tokens.items() if (found := _ID.search(name))}
         for id_, open_ in self._open.items():
-            open_.mark(counts.get(id_, 0), version)
+            if id_ in counts or not open_.ids:
+                open_.marks.mark(counts.get(id_, 0), version)
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Generate one response; cancelling closes the connection, at which vLLM drops the request."""
@@ -310,7 +325,7 @@ class VllmEngine(RolloutEngine):
         if self.version is None:
             raise Refused("no weights were loaded yet", where="generate")
         stops = self.stops_of(request)
-        open_ = _Open(request, self.version)
+        open_ = _Open(request, self.version, spans=self._says_versions)
         if not self._open:
             self._busy_since = time.monotonic()
         self._open[open_.id] = open_
@@ -322,10 +337,10 @@ class VllmEngine(RolloutEngine):
             self._stale += open_.stale
             if not self._open:
                 self._busy_s += time.monotonic() - self._busy_since
-        return open_.completion(stops, spans=self._says_versions)
+        return open_.completion(stops)
 
     async def _answer(self, open_: _Open) -> None:
-        """Have vLLM answer a request: as it goes on where it can do that, which is known of those that say versions."""
+        """Take vLLM's answer to a request: in parts as they come, from a vLLM that says versions, else all at once."""
         body = _asked(open_)
         if not self._says_versions:
             open_.take((await self._server.call("POST", GENERATE, body=body, within_s=None))["choices"][0])
@@ -372,14 +387,15 @@ class VllmEngine(RolloutEngine):
     def stats(self) -> EngineStats:
         """Return the counters; tokens count as soon as vLLM tells of them."""
         running = len(self._open)
-        tokens = self._tokens.copy()
+        tokens, stale = self._tokens.copy(), self._stale
         for open_ in self._open.values():
             tokens[open_.request.purpose] += len(open_.ids)
+            stale += open_.stale
         return EngineStats(
             running=min(running, self.slots),
             waiting=max(0, running - self.slots),
             tokens=dict(tokens),
-            stale=self._stale if self.keeps_prefix else 0,
+            stale=stale if self.keeps_prefix else 0,
             busy_s=self._busy_s + (time.monotonic() - self._busy_since if running else 0.0),
         )
 
@@ -444,18 +460,15 @@ def _asked(open_: _Open) -> dict[str, Any]:
 def _made(
     ids: Sequence[int],
     content: Sequence[Mapping[str, Any]],
-    starts: Sequence[tuple[int, int]],
+    marks: VersionMarks,
     *,
     finish: Finish,
 ) -> Completion:
-    """Return the tokens that vLLM made. starts: from which of them on which version made them, packed."""
-    versions = np.empty(len(ids), dtype=np.int64)
-    for start, version in starts:
-        versions[start:] = version
+    """Return the tokens that vLLM made."""
     return Completion(
         ids=np.array(ids, dtype=np.int32),
         logprobs=np.array([token["logprob"] for token in content[: len(ids)]], dtype=np.float32),
-        versions=versions,
+        versions=marks.versions(len(ids)),
         finish=finish,
     )
 
