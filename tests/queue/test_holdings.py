@@ -59,10 +59,11 @@ class Unit:
     async def move(self, rows, lengths, *, ok):
         self.holdings.decide(await self.send(rows, lengths), EntryResult(ok))
 
-    async def store(self, rows, columns, *, lease="1", reason="", tags=()):
+    async def store(self, rows, columns, *, lease="1", outcome="complete", tags=()):
         made = {name: Jagged.from_rows([np.full(n, v) for n, v in cells], "int64") for name, cells in columns.items()}
-        blob = await self.holdings.store(made, rows=rows, lease=lease, partial=made if reason else (), timeout=0)
-        entry = NewCells(lease, rows, blob.cells, list(tags), reason, unfinished=bool(reason))
+        partial = () if outcome == "complete" else made
+        blob = await self.holdings.store(made, rows=rows, lease=lease, partial=partial, timeout=0)
+        entry = NewCells(lease, rows, blob.cells, list(tags), outcome)
         return self.holdings.propose(entry, blob)
 
     async def write(self, rows, columns, *, ok=None, **how):
@@ -83,17 +84,17 @@ class Model:
         self.partial[row] = {name: (cell, "") for name, cell in partial.items()}
         self.about[row] = (tokens, tags)
 
-    def write(self, row, cells, lease, reason, tags):
+    def write(self, row, cells, lease, outcome, tags):
         whole, partial = self.whole.get(row), self.partial.get(row)
         if whole is None or any(whole[name][1] == lease for name in cells if name in whole):
             return
         for name, cell in cells.items():
-            if not reason:
+            if outcome == "complete":
                 whole[name] = (cell, lease)
                 partial.pop(name, None)
             elif name not in whole:
                 partial[name] = (cell, lease)
-        if not reason:
+        if outcome == "complete":
             self.about[row] = (self.about[row][0], self.about[row][1] | tags)
 
     def clear(self, row):
@@ -158,13 +159,14 @@ def test_rows_bytes_promises_and_tags_are_those_of_a_model_that_keeps_row_by_row
             elif action == "write":
                 rows = data.draw(some_of(sorted(known)))
                 cells, ok = data.draw(cell_lists), verdicts(rows)
-                lease, reason = data.draw(st.sampled_from("123")), data.draw(st.sampled_from(["", "", "tired"]))
+                lease = data.draw(st.sampled_from("123"))
+                outcome = data.draw(st.sampled_from(["complete", "complete", "return", "keep"]))
                 tags = data.draw(st.sampled_from([[], [{"n": number} for number, _ in enumerate(rows)]]))
                 columns = {name: [cell] * len(rows) for name, cell in cells.items()}
-                await unit.write(rows, columns, ok=ok, lease=lease, reason=reason, tags=tags)
+                await unit.write(rows, columns, ok=ok, lease=lease, outcome=outcome, tags=tags)
                 for row, admitted, told in zip(rows, ok, tags or [{}] * len(rows), strict=True):
                     if admitted:
-                        model.write(row, cells, lease, reason, told)
+                        model.write(row, cells, lease, outcome, told)
             else:
                 rows = data.draw(some_of(sorted(known)))
                 unit.holdings.clear(rows)

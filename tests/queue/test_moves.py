@@ -140,7 +140,7 @@ class Movement(RuleBasedStateMachine):
 
         async def store():
             blob = await unit.holdings.store(columns, rows=[number], lease=lease, timeout=0)
-            put = unit.holdings.propose(NewCells(lease, [number], blob.cells, [], ""), blob)
+            put = unit.holdings.propose(NewCells(lease, [number], blob.cells, [], "complete"), blob)
             unit.values[put] = {number: {name: value}}
             if unit.synced and answered:
                 await self.told(unit)
@@ -371,7 +371,7 @@ def write(queue, unit, number, value):
     async def store():
         columns = {"x": Jagged.from_rows([[value] * 2], "int64")}
         blob = await unit.holdings.store(columns, rows=[number], lease=f"write:{value}", timeout=0)
-        put = unit.holdings.propose(NewCells(f"write:{value}", [number], blob.cells, [], ""), blob)
+        put = unit.holdings.propose(NewCells(f"write:{value}", [number], blob.cells, [], "complete"), blob)
         unit.values[put] = {number: {"x": value}}
         await queue.told(unit)
 

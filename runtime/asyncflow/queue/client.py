@@ -277,7 +277,8 @@ class QueueClient:
         """Return leased rows, ready with attempt + 1. columns: what there is so far, kept for the next holder."""
         reason = reason or "given back"
         if columns:
-            return await self._write(rows, [row.lease for row in rows], columns, reason=reason, timeout=timeout)
+            leases = [row.lease for row in rows]
+            return await self._write(rows, leases, columns, outcome="return", reason=reason, timeout=timeout)
         return await self._end(rows, reason=reason, drop=False, timeout=timeout)
 
     async def save(self, rows: Sequence[LeasedRow], columns: Mapping[str, Jagged], *, timeout: float) -> list[bool]:
@@ -285,7 +286,7 @@ class QueueClient:
 
         It takes the place of what was saved before. False where there is no room now, or the lease has ended.
         """
-        return await self._write(rows, [row.lease for row in rows], columns, reason="", timeout=timeout)
+        return await self._write(rows, [row.lease for row in rows], columns, outcome="keep", timeout=timeout)
 
     async def drop(self, rows: Sequence[LeasedRow], *, reason: str, timeout: float) -> list[bool]:
         """Drop leased rows for ever; they count as filtered if ``reason`` begins so, else as dropped."""
@@ -453,13 +454,11 @@ class QueueClient:
         columns: Mapping[str, Jagged],
         *,
         tags: Tags | None = None,
-        reason: str | None = None,
+        outcome: unit_calls.Outcome = "complete",
+        reason: str = "",
         timeout: float,
     ) -> list[bool]:
-        """Write to ``rows``, each under its lease, and return whether each was written.
-
-        reason: why they are returned unfinished; empty where they are held on to, None where they are finished.
-        """
+        """Write to ``rows``, each under its lease, and return whether each was written. See ``WriteRows``."""
         ids, units = located(rows)
         check_rows(columns, tags, rows=len(ids))
 
@@ -470,9 +469,9 @@ class QueueClient:
                 rows=[ids[i] for i in indices],
                 header=header,
                 tags=[dict(tags[i]) for i in indices] if tags is not None else [],
-                reason=reason or "",
+                outcome=outcome,
                 wait_s=0.9 * seconds,
-                unfinished=reason is not None,
+                reason=reason,
             )
             return (await self.peers.call(unit, "unit.write", request, list[bool], timeout=seconds, frames=frames))[0]
 

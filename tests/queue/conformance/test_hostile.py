@@ -369,7 +369,7 @@ def requests():
     put = unit_calls.PutRows("scores", b"a client", 0, 1, header, [{"key": "x"}, {"n": 1}], {"later": 8}, 0.1)
     row = 1 << 44
     yield True, "unit.put", put, frames
-    yield True, "unit.write", unit_calls.WriteRows("write:1", [row, row + 1], header, [], "", 0.1), frames
+    yield True, "unit.write", unit_calls.WriteRows("write:1", [row, row + 1], header, [], "complete", 0.1), frames
     yield True, "unit.fetch", unit_calls.FetchRows([row, row + 1], ["n"]), []
     samples = Samples(serials=[1], step=1, tokens=[3, 4])
     put = unit_calls.PutRows("scores", b"a client", 0, 2, header, [], {"later": 8}, 0.1, samples=samples)

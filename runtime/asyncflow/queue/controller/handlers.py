@@ -80,9 +80,10 @@ class Handlers:
 
     def admit_cells(self, entry: NewCells) -> list[bool]:
         """Complete rows under a lease of this controller, or keep what there is of them and perhaps give them back."""
-        if entry.unfinished:
-            return self.table.give_back(entry.lease, entry.rows, entry.reason or None, entry.cells)
-        return self.table.complete(entry.lease, entry.rows, entry.cells, entry.tags)
+        if entry.outcome == "complete":
+            return self.table.complete(entry.lease, entry.rows, entry.cells, entry.tags)
+        reason = entry.reason if entry.outcome == "return" else None
+        return self.table.give_back(entry.lease, entry.rows, reason, entry.cells)
 
     def asked(self, name: str) -> PartitionState:
         """Return the partition for a question: one that nobody made stays unmade."""

@@ -141,7 +141,7 @@ class Replica(Handlers):
     async def _enter_types(self, entry: unit_calls.NewCells, until: float) -> None:
         """Enter at the primary the columns of a completion that its partition does not know yet."""
         lease = self.table.claims.holder(entry.lease)
-        if lease is None or entry.unfinished:
+        if lease is None or entry.outcome != "complete":
             return
         known = self.state.partitions[lease.partition].schema
         if new := {name: dtype for name, dtype in entry.cells.dtypes.items() if name not in known}:

@@ -9,7 +9,7 @@ Invariant: as in ``calls``, every call can be sent again after its answer was lo
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
@@ -24,6 +24,8 @@ MOST_ROWS = 1 << 20
 CellBytes = Annotated[int, Meta(ge=0, lt=1 << 32)]
 _GroupSize = Annotated[int, Meta(ge=1)]
 ClientName = Annotated[bytes, Meta(min_length=8, max_length=64)]
+Outcome: TypeAlias = Literal["complete", "return", "keep"]
+"""What a write does with leased rows: complete them, return them, or hold on to them."""
 GroupNumber = Annotated[int, Meta(ge=0, lt=1 << SERIAL_BITS)]
 
 
@@ -77,19 +79,18 @@ class RowIds(Struct, frozen=True):
 
 
 class WriteRows(Struct, frozen=True):
-    """Put columns of leased rows, which completes them.
+    """Put columns of leased rows; those that are not completed by it are unfinished, and kept for the next holder.
 
-    unfinished: they are kept for the next holder instead; reason: why the rows are given back, empty where they are
-    completed, or unfinished and held on to. What is held on to waits for no room.
+    reason: why the rows are returned, for the ledger. What is held on to waits for no room.
     """
 
     lease: str
     rows: list[int]
     header: BatchHeader
     tags: list[dict[str, Tag]]
-    reason: str
+    outcome: Outcome
     wait_s: Seconds
-    unfinished: bool = False
+    reason: str = ""
 
 
 class FetchRows(Struct, frozen=True):
@@ -169,8 +170,8 @@ class NewCells(Struct, frozen=True, tag="cells"):
     rows: list[int]
     cells: Cells
     tags: list[dict[str, Tag]]
-    reason: str
-    unfinished: bool = False
+    outcome: Outcome
+    reason: str = ""
 
 
 class MovedRows(Struct, frozen=True, tag="moved"):

@@ -290,7 +290,7 @@ class Holdings:
             promise = row.promise
             freed += row.write(part)
             kept += promise - row.promise
-            if entry.tags and not entry.reason:
+            if entry.tags and entry.outcome == "complete":
                 row.tags = row.tags | entry.tags[index]
         self._free(freed, promise=kept)
 

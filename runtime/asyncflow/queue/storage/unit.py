@@ -192,24 +192,19 @@ class StorageUnit:
         columns = self._columns(call.header, frames, rows=len(rows))
         if call.tags and len(call.tags) != len(rows):
             raise ProtocolError(f"{len(rows)} rows came with {len(call.tags)} sets of tags")
-        size, saves = sum([column.values.nbytes for column in columns.values()]), call.unfinished and not call.reason
-        if not self._session.knows(call.lease) or (saves and not self.holdings.budget.fits(size)):
+        size = sum([column.values.nbytes for column in columns.values()])
+        if not self._session.knows(call.lease) or (call.outcome == "keep" and not self.holdings.budget.fits(size)):
             return [False] * len(rows)
         self._moving.check(rows, write=True)
-        blob = await self.holdings.store(
-            columns,
-            rows=rows,
-            lease=call.lease,
-            partial=columns if call.unfinished else (),
-            timeout=call.wait_s,
-        )
+        partial = () if call.outcome == "complete" else columns
+        blob = await self.holdings.store(columns, rows=rows, lease=call.lease, partial=partial, timeout=call.wait_s)
         try:
             self._moving.check(rows, write=True)
         except Elsewhere:
             self.holdings.discard(blob, len(rows))
             raise
         self.put_bytes += blob.size
-        entry = NewCells(call.lease, rows, blob.cells, call.tags, call.reason, call.unfinished)
+        entry = NewCells(call.lease, rows, blob.cells, call.tags, call.outcome, call.reason)
         return (await self._session.submit(entry, blob).decided()).ok
 
     async def _fetch(self, call: FetchRows, _: Frames) -> tuple[BatchHeader, list[Buffer]]:
