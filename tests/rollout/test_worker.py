@@ -414,6 +414,29 @@ async def test_a_response_whose_reward_takes_long_is_saved_but_for_its_last_toke
         assert fast.worker.status()["tokens_generated"] == 1
 
 
+async def test_a_unit_that_is_away_holds_up_only_what_is_saved_and_handed_on_there(tmp_path, monkeypatch):
+    async with running_world(tmp_path, lease_s=1.5) as world:
+        slow = await at_work(world, token_s=0.5)
+        assert {job.row.unit for job in slow.worker._in_flight} == {0, 1}
+        given_back = set()
+        give_back = slow.queue.give_back
+
+        async def recorded(rows, *, reason, columns=None, timeout):
+            ok = await give_back(rows, reason=reason, columns=columns, timeout=timeout)
+            given_back.update((row.unit, columns is not None) for row in rows)
+            return ok
+
+        monkeypatch.setattr(slow.queue, "give_back", recorded)
+        del world.unit_addresses[1]
+        await until(lambda: sum(job.kept > 0 for job in slow.worker._in_flight) == 4, "what is saved")
+        assert {job.row.unit for job in slow.worker._in_flight if job.kept} == {0}
+        made = slow.worker.status()["tokens_generated"]
+        await until(lambda: slow.worker.status()["tokens_generated"] >= made + 8, "tokens that are not saved")
+        await slow.leave()
+        assert given_back == {(0, True), (1, False)}
+        assert (await world.queue.stats(timeout=10)).leased.get("train/rollout", 0) == 0
+
+
 async def test_generation_goes_on_where_nothing_can_be_saved(tmp_path, monkeypatch):
     async with running_world(tmp_path, lease_s=1.5) as world:
         rollout = await world.rollout("r0", token_s=0.15)

@@ -200,11 +200,7 @@ class InFlightTable:
         never = {work.id for work in self._instance.take([job.work for job in jobs])}
         if never:
             self._spawn(self.give_back([job for job in jobs if job in never], reason="it needs another version"))
-        by_unit: defaultdict[int, list[Job]] = defaultdict(list)
-        for job in jobs:
-            if job not in never:
-                by_unit[job.row.unit].append(job)
-        for of_unit in by_unit.values():
+        for of_unit in by_unit(job for job in jobs if job not in never):
             self._spawn(self._fetch(of_unit))
         self._changed()
 
@@ -271,8 +267,8 @@ class InFlightTable:
         while True:
             await asyncio.sleep(self._settings.lease_s / 3)
             there = self.there()
-            if due := worth_saving(there, before=before):
-                await self._save({job: there[job] for job in due})
+            for of_unit in by_unit(worth_saving(there, before=before)):
+                self._spawn(self._save({job: there[job] for job in of_unit}))
             before = set(there)
 
     async def _save(self, there: Mapping[Job, Completion]) -> None:
@@ -298,19 +294,27 @@ class InFlightTable:
         for job in held:
             self.forget(job)
         begun = {job: so_far for job in held if there and (so_far := there.get(job)) and len(so_far) > job.kept}
-        if begun:
-            rows, columns = [job.row for job in begun], response_columns(list(begun.values()))
-            try:
-                await self._queue.give_back(rows, reason=reason, columns=columns, timeout=self._settings.call_s / 2)
-                held = [job for job in held if job not in begun]
-            except AsyncFlowError as error:
-                log.info("%d responses that were begun are not handed on: %s", len(begun), error)
-        if not held:
+        await asyncio.gather(
+            self._return([job for job in held if job not in begun], reason=reason),
+            *(self._hand_on({job: begun[job] for job in of_unit}, reason=reason) for of_unit in by_unit(begun)),
+        )
+
+    async def _hand_on(self, begun: Mapping[Job, Completion], *, reason: str) -> None:
+        """Return rows of one unit with what there is of their responses, or without it where that is not taken."""
+        rows, columns = [job.row for job in begun], response_columns(list(begun.values()))
+        try:
+            await self._queue.give_back(rows, reason=reason, columns=columns, timeout=self._settings.call_s / 2)
+        except AsyncFlowError as error:
+            log.info("%d responses that were begun are not handed on: %s", len(begun), error)
+            await self._return(list(begun), reason=reason)
+
+    async def _return(self, jobs: list[Job], *, reason: str) -> None:
+        if not jobs:
             return
         try:
-            await self._queue.give_back([job.row for job in held], reason=reason, timeout=self._settings.call_s)
+            await self._queue.give_back([job.row for job in jobs], reason=reason, timeout=self._settings.call_s)
         except AsyncFlowError as error:
-            log.info("%d rows wait for their leases to end: %s", len(held), error)
+            log.info("%d rows wait for their leases to end: %s", len(jobs), error)
 
     def forget(self, job: Job) -> None:
         """Forget a row that was delivered, given back or lost."""
@@ -321,6 +325,14 @@ class InFlightTable:
         if job.task is not None and job.task is not asyncio.current_task():
             job.task.cancel()
         self._changed()
+
+
+def by_unit(jobs: Iterable[Job]) -> Iterable[list[Job]]:
+    """Return ``jobs`` apart by the storage unit at which their rows lie."""
+    found: defaultdict[int, list[Job]] = defaultdict(list)
+    for job in jobs:
+        found[job.row.unit].append(job)
+    return found.values()
 
 
 class Delivery:
