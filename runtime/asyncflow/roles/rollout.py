@@ -24,7 +24,6 @@ from asyncflow.rollout.worker import RolloutWorker, wanted_by
 from asyncflow.rpc.membership import Status
 from asyncflow.telemetry.metrics import RolloutMetrics
 from asyncflow.weights.receiver import WeightReceiver
-from asyncflow.weights.transfer import TransferRecord
 from asyncflow.weights.turns import SwapTurns
 
 
@@ -61,11 +60,6 @@ async def serve(context: JobContext) -> None:
         caught_up = engine.version is not None
         return caught_up, "ready" if caught_up else "no weights are loaded yet"
 
-    def pulled(record: TransferRecord) -> None:
-        metrics.pull_seconds.observe(record.finished - record.started)
-        metrics.pull_fallbacks.inc(record.fallbacks)
-        metrics.pulled.inc(record.sent)
-
     async with contextlib.AsyncExitStack() as stack:
         merge = await asyncio.to_thread(merge_of, spec, folder)
         stack.push_async_callback(engine.close)
@@ -80,7 +74,7 @@ async def serve(context: JobContext) -> None:
             worker=context.worker,
             transport=context.transport(spec.rollout.accelerator),
             want=wanted_by(instance),
-            on_transfer=pulled,
+            on_transfer=metrics.count_pull,
         )
         await receiver.start()
         stack.push_async_callback(receiver.close)

@@ -19,6 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily
@@ -266,6 +267,26 @@ class StorageMetrics(RoleMetrics):
         self.budget_waited = self.total("budget_waited_seconds", "time that puts waited for room")
 
 
+class Pull(Protocol):
+    """A version that was pulled: what is counted of a ``weights.transfer.TransferRecord``."""
+
+    @property
+    def started(self) -> float:
+        """When it began, in seconds of a monotonic clock."""
+
+    @property
+    def finished(self) -> float:
+        """When it ended."""
+
+    @property
+    def fallbacks(self) -> int:
+        """Pulls of it that went over the host network instead."""
+
+    @property
+    def sent(self) -> int:
+        """Bytes that travelled for it."""
+
+
 class LoadingMetrics(RoleMetrics):
     """An engine that is given one version of the weights after another."""
 
@@ -281,6 +302,12 @@ class LoadingMetrics(RoleMetrics):
         self.probe_gap = self.gauge(
             "probe_gap", "largest difference of the engine's log-probs to those published with its weights, last swap"
         )
+
+    def count_pull(self, record: Pull) -> None:
+        """Count a version that was pulled."""
+        self.pull_seconds.observe(record.finished - record.started)
+        self.pull_fallbacks.inc(record.fallbacks)
+        self.pulled.inc(record.sent)
 
 
 class FollowerMetrics(LoadingMetrics):
