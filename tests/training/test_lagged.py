@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from test_torch_backend import assert_same_bits, backend, weights
 from test_trainer import PowerCut, stop_at
 from train_reference import TEMPERATURE, samples
@@ -19,7 +20,7 @@ from asyncflow.flow.schedule import Schedule
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.checkpoint import Checkpoints
-from asyncflow.training.ranks import ProcessGroup
+from asyncflow.training.ranks import ProcessGroup, SingleProcess
 from asyncflow.training.settings import BackendSettings, OptimizerSettings
 from asyncflow.training.torch.backend import TorchBackend
 
@@ -53,6 +54,7 @@ class Watched:
         self.made: dict[int, dict[str, np.ndarray]] = {}
         self.given: dict[int, dict[str, np.ndarray]] = {}
         self.ratios: dict[int, float] = {}
+        self.batches = 0
 
     def __call__(self, group: ProcessGroup) -> TrainerBackend:
         optimizer = OptimizerSettings(learning_rate=1e-2, steps=STEPS)
@@ -72,6 +74,7 @@ class Watched:
 
         def prepared(batch: MicroBatch, *, weights: Mapping[str, Any] | None = None) -> MicroBatch:
             assert weights is not None
+            self.batches += 1
             self.given[step + 1] = {name: array.copy() for name, array in weights.items()}
             return prepare(batch, weights=weights)
 
@@ -115,3 +118,48 @@ async def test_each_step_has_the_weights_of_one_step_behind_and_a_killed_run_end
     once, twice = await train(tmp_path / "once", killed_after=STEPS), await train(tmp_path / "twice", killed_after=2)
     assert once == twice
     assert once[1] == [STEPS - 1]
+
+
+class Asked(SingleProcess):
+    """A group that notes what its ranks were asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def gather(self, array: np.ndarray, *, what: str) -> np.ndarray:
+        self.asked.append(what)
+        return super().gather(array, what=what)
+
+
+async def test_without_older_weights_a_step_has_the_policy_as_its_old_one_and_the_ranks_are_asked_once_a_step(
+    tmp_path: Path, tiny_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def recomputing(group: ProcessGroup) -> TrainerBackend:
+        optimizer, loss = OptimizerSettings(learning_rate=1e-2, steps=STEPS), GrpoLoss(old="recompute")
+        return TorchBackend(BackendSettings(optimizer=optimizer, loss=loss, threads=1), group=group)
+
+    async with World(tmp_path, whole=True) as world:
+        await world.dispatch(1, STEPS)
+        before = Schedule(steps=2, lag=0, exact=True)
+        seat = await take_seat(world.places, recomputing, attempt=0, schedule=before, model=tiny_folder, whole=True)
+        assert await seat.run() == 2
+        group, watched = Asked(), Watched()
+        seat = await take_seat(
+            world.places,
+            watched,
+            attempt=1,
+            group=group,
+            schedule=ON_POLICY,
+            model=tiny_folder,
+            slot_tokens=16,
+            whole=True,
+        )
+        assert await seat.run() == STEPS
+    assert sorted(watched.given) == [4]
+    assert watched.ratios[3] == 1
+    assert watched.ratios[4] > 1
+    assert [what for what in group.asked if what.startswith("who has θ_")] == ["who has θ_1", "who has θ_2"]
+    assert watched.batches > 2
+    assert [r.getMessage() for r in caplog.records if "older weights" in r.getMessage()] == [
+        "step 3 has no older weights: its old policy is θ_2"
+    ]

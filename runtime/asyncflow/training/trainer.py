@@ -54,7 +54,7 @@ from asyncflow.training.loops import (
     streaming,
     synchronous,
 )
-from asyncflow.training.publication import Publication, Publisher
+from asyncflow.training.publication import Publication, Publisher, Weights
 from asyncflow.training.ranks import GroupLeft, ProcessGroup, gather_bytes, jointly, unless_leaving
 from asyncflow.training.report import StepTally, TrainReport, describe
 from asyncflow.training.saving import Saver
@@ -123,6 +123,7 @@ class Trainer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._tally = StepTally()
         self._aged: dict[int, list[MicroBatch]] = {}
+        self._older: tuple[int, Weights | None] = 0, None
         self._unmeasured = False
         self._samples = 0
         self._updating = self._moved = False
@@ -332,12 +333,16 @@ class Trainer:
         Without them, so that the old policy is the policy itself, in step 1, and where a rank does not have its part:
         in the first step after a resume of ranks that do not share their folder, or from a checkpoint without it.
         """
-        weights = self._publication.weights_of(Version(self._settings.attempt, step - 2)) if step > 1 else None
-        if self._group.gather(np.array([bool(weights)]), what=f"who has θ_{step - 2}").all():
-            return self._backend.prepare(batch, weights=weights)
-        if step > 1 and not self._backend.trained:
-            log.warning("step %d has no older weights: its old policy is θ_%d", step, step - 1)
-        return batch
+        if step == 1:
+            return batch
+        asked, weights = self._older
+        if asked != step:
+            weights = self._publication.weights_of(Version(self._settings.attempt, step - 2))
+            if not self._group.gather(np.array([bool(weights)]), what=f"who has θ_{step - 2}").all():
+                log.warning("step %d has no older weights: its old policy is θ_%d", step, step - 1)
+                weights = None
+            self._older = step, weights
+        return batch if weights is None else self._backend.prepare(batch, weights=weights)
 
     def _keep_aged(self, batch: MicroBatch, *, current: int) -> None:
         """Keep some samples of each older version for ``_measure_aged``."""
@@ -356,9 +361,12 @@ class Trainer:
         aged, self._aged = self._aged, {}
         asked = msgspec.json.encode([(version, len(batches)) for version, batches in aged.items()])
         told = gather_bytes(self._group, asked, what="the older versions to measure")[0]
-        for version, number in msgspec.json.decode(told, type=list[tuple[int, int]]):
-            weights = self._publication.weights_of(Version.unpack(version))
-            if self._group.gather(np.array([bool(weights)]), what=f"who has {Version.unpack(version)}").all():
+        if not (wanted := msgspec.json.decode(told, type=list[tuple[int, int]])):
+            return
+        held = [self._publication.weights_of(Version.unpack(version)) for version, _ in wanted]
+        holders = self._group.gather(np.array([*map(bool, held)]), what="who has the older versions")
+        for (version, number), weights, ranks in zip(wanted, held, holders.T, strict=True):
+            if ranks.all():
                 for batch in aged.get(version, [MicroBatch.empty()] * number):
                     self._backend.measure(batch, weights=weights or {})
             elif not self._unmeasured:
@@ -388,6 +396,7 @@ class Trainer:
                 self._measure_aged()
 
     def _optimize(self, step: int, totals: StepTotals | None) -> tuple[StepTally, dict[str, float]]:
+        self._older = 0, None
         self._measure_aged()
         tally = StepTally.merged(self._group.gather(self._tally.array(), what=f"the samples of step {step}"))
         self._tally = StepTally()
