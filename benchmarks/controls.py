@@ -21,6 +21,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from run_lines import lines
+
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load
 
@@ -68,7 +70,7 @@ def run(name: str, seed: int, output: Path) -> dict[str, float]:
     with log.open("w") as stream:
         subprocess.run(command, check=True, stdout=stream, stderr=stream, timeout=600)
     summary: dict[str, float] = json.loads((folder / "summary.json").read_text())
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = lines(folder)
     return summary | {"effective": statistics.fmean(step.get("correction_ess", 1.0) for step in steps)}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -11,17 +10,13 @@ import matplotlib as mpl
 mpl.use("Agg")
 
 import matplotlib.pyplot as plt
-
-
-def lines(path: Path) -> list[dict[str, float]]:
-    """Read a file of JSON lines."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+from run_lines import lines
 
 
 def main(folder: Path, picture: Path) -> None:
     """Draw ``folder``'s curve into ``picture``."""
-    steps = lines(folder / "metrics.jsonl")
-    evaluations = [line for line in lines(folder / "events.jsonl") if line["event"] == "evaluation"]
+    steps = lines(folder)
+    evaluations = [line for line in lines(folder, "events.jsonl") if line["event"] == "evaluation"]
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.plot([s["step"] for s in steps], [s["reward"] for s in steps], color="0.7", label="training reward, each step")
     for name, words in (("accuracy", "accuracy, temperature 1"), ("greedy", "greedy")):

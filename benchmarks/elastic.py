@@ -15,7 +15,6 @@ process began to run; the trainer is never started again; each sample is trained
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import statistics
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from faults import processes, steps_done, weight_errors
+from run_lines import lines
 
 from asyncflow.api.load import load_job
 from asyncflow.api.status import DriverStatus
@@ -111,10 +111,9 @@ class Job:
         command = [sys.executable, "-m", "asyncflow", "scale", str(self.folder), f"rollout={rollouts}"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
-    def lines(self) -> dict[int, dict[str, Any]]:
+    def steps(self) -> dict[int, dict[str, Any]]:
         """Return the lines of ``metrics.jsonl`` by step."""
-        text = (self.folder / "metrics.jsonl").read_text().splitlines()
-        return {line["step"]: line for line in map(json.loads, text)}
+        return {line["step"]: line for line in lines(self.folder)}
 
     def end(self) -> None:
         """End the job in order."""
@@ -122,10 +121,10 @@ class Job:
         self.process.wait(timeout=WITHIN_S)
 
 
-def throughput(lines: dict[int, dict[str, Any]], first: int, last: int) -> float:
+def throughput(made: dict[int, dict[str, Any]], first: int, last: int) -> float:
     """Return the response tokens a second of the steps after ``first`` up to ``last``."""
-    tokens = sum(int(lines[step]["response_tokens"]) for step in range(first + 1, last + 1))
-    return tokens / (float(lines[last]["ended"]) - float(lines[first]["ended"]))
+    tokens = sum(int(made[step]["response_tokens"]) for step in range(first + 1, last + 1))
+    return tokens / (float(made[last]["ended"]) - float(made[first]["ended"]))
 
 
 def of_fleet(folder: Path, rollouts: int, *, steps: int, versions: int) -> tuple[float, list[float]]:
@@ -135,10 +134,10 @@ def of_fleet(folder: Path, rollouts: int, *, steps: int, versions: int) -> tuple
     first = steps_done(folder) + WARM
     job.until_step(first + steps)
     job.end()
-    lines = job.lines()
-    whole = throughput(lines, first, first + steps)
+    made = job.steps()
+    whole = throughput(made, first, first + steps)
     marks = range(first, first + steps + 1, versions)
-    return whole, [throughput(lines, a, b) / whole for a, b in pairwise(marks)]
+    return whole, [throughput(made, a, b) / whole for a, b in pairwise(marks)]
 
 
 def one_change(job: Job, *, before: int, after: int, fleets: dict[int, float], versions: int) -> Change:
@@ -149,7 +148,7 @@ def one_change(job: Job, *, before: int, after: int, fleets: dict[int, float], v
     settled_s = time.monotonic() - asked
     first = steps_done(job.folder) + 2  # what is under way belongs to neither fleet, then one version
     job.until_step(first + versions)
-    return Change(before, after, settled_s, throughput(job.lines(), first, first + versions) / fleets[after])
+    return Change(before, after, settled_s, throughput(job.steps(), first, first + versions) / fleets[after])
 
 
 def joiners(folder: Path, published: Sequence[float]) -> list[tuple[float, int]]:
@@ -208,9 +207,9 @@ def main() -> int:
 
 def judge(job: Job, changes: Sequence[Change], windows: Sequence[float], *, trainer_attempt: int) -> int:
     """Print the figures, and what is not as it must be; return 0 where all is."""
-    ratios, lines = [change.ratio for change in changes], job.lines()
+    ratios, made = [change.ratio for change in changes], job.steps()
     whole, median = statistics.fmean(ratios), statistics.median(ratios)
-    joined = joiners(job.folder, [float(line["at"]) for line in lines.values()])
+    joined = joiners(job.folder, [float(line["at"]) for line in made.values()])
     versions = [each for _, each in joined]
     audit = audit_ledger(job.folder / "ledger")
     print(f"throughput to that of a fleet that stays: mean {whole:.3f}, {_spread(ratios)}")

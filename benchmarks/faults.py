@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import psutil
 from numpy.typing import NDArray
+from run_lines import lines
 from token_account import Account, Killed, ask, kept, made_in_order
 
 from asyncflow.api.job import RLJob
@@ -58,8 +59,8 @@ def processes(folder: Path) -> list[dict[str, object]]:
 def steps_done(folder: Path) -> int:
     """Return the last step on record."""
     try:
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        return int(json.loads(lines[-1])["step"]) if lines else 0
+        made = lines(folder)
+        return int(made[-1]["step"]) if made else 0
     except (FileNotFoundError, json.JSONDecodeError):
         return 0
 

@@ -6,13 +6,13 @@ Invariant: every figure is taken from what the run itself wrote (logs, ledger, c
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from run_lines import lines
 from stopped_receiver import Incident
 from swap_records import Turn, published, turns
 
@@ -60,8 +60,8 @@ class Figures:
         return cls(
             published=published((logs / "driver-0.log").read_text()),
             turns=[turns((logs / f"rollout-{index}.log").read_text()) for index in range(rollouts)],
-            steps=_lines(folder / "metrics.jsonl"),
-            rows=_lines(folder / "versions.jsonl"),
+            steps=lines(folder),
+            rows=lines(folder, "versions.jsonl"),
             samples=algorithm.steps * algorithm.prompts_per_step * algorithm.group_size,
             last=algorithm.steps,
             audit=audit_ledger(folder / "ledger"),
@@ -249,7 +249,3 @@ def _span(values: Sequence[float], *, digits: int = 2) -> str:
     if not values:
         return "none"
     return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -6,7 +6,6 @@ nobody can go on from; it may lose no more than it made within one lease.
 
 from __future__ import annotations
 
-import json
 import re
 import urllib.request
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
+from run_lines import lines
 
 MOST_AGAIN = 0.02
 """Share of the tokens that may be made again beside those that kills cost."""
@@ -67,8 +67,7 @@ def made_in_order(folder: Path) -> int:
 
 def kept(folder: Path) -> int:
     """Return the tokens of the samples that were trained, each step as it was made last."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return sum({line["step"]: int(line["response_tokens"]) for line in lines}.values())
+    return sum({line["step"]: int(line["response_tokens"]) for line in lines(folder)}.values())
 
 
 @dataclass(frozen=True, kw_only=True)

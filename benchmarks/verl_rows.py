@@ -12,7 +12,6 @@ rows of 0.3 and 0.5.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import resource
@@ -25,6 +24,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from run_lines import lines
 from verl_model import Cycle, Engines, Training, simulate
 
 from asyncflow.api.load import load_job
@@ -180,15 +180,14 @@ def emulate(manifest: Path, row: Row, folder: Path, settings: list[str], *, besi
         subprocess.run([sys.executable, *argv], check=True, stdout=log, stderr=log)
     after, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - began
     first = WITHOUT * spec.schedule.sync_every
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    lines = lines[first : -spec.schedule.sync_every]
-    cycles = len(lines) / spec.schedule.sync_every
+    made = lines(folder)[first : -spec.schedule.sync_every]
+    cycles = len(made) / spec.schedule.sync_every
     audit = audit_ledger(folder / "ledger")
     samples = spec.algorithm.steps * spec.algorithm.prompts_per_step * spec.algorithm.group_size
     return Emulated(
-        seconds=sum(line["wall_s"] for line in lines) / cycles / scale,
-        waited=sum(line["wait_s"] for line in lines) / cycles / scale,
-        lag=sum(line["staleness_start_mean"] for line in lines) / len(lines),
+        seconds=sum(line["wall_s"] for line in made) / cycles / scale,
+        waited=sum(line["wait_s"] for line in made) / cycles / scale,
+        lag=sum(line["staleness_start_mean"] for line in made) / len(made),
         cores=(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / wall,
         lost=samples - audit.trained + audit.duplicated + audit.lost,
     )

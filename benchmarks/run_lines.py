@@ -1,0 +1,12 @@
+"""Records of a run that are files of JSON lines in its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def lines(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """Return the lines of ``file``, in order; ``metrics.jsonl`` has one for each optimizer step that was made."""
+    return [json.loads(line) for line in (folder / file).read_text().splitlines()]
