@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 
 from aiohttp import web
@@ -23,7 +23,6 @@ from asyncflow.rollout.loading import WeightLoader
 from asyncflow.rpc.membership import Status
 from asyncflow.telemetry.metrics import FollowerMetrics
 from asyncflow.weights.follower import Follower
-from asyncflow.weights.transfer import TransferRecord
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +45,6 @@ async def serve(context: JobContext) -> None:
     def ready() -> tuple[bool, str]:
         return engine.version is not None, "ready" if engine.version is not None else "no weights are loaded yet"
 
-    def pulled(record: TransferRecord) -> None:
-        metrics.pull_seconds.observe(record.finished - record.started)
-        metrics.pull_fallbacks.inc(record.fallbacks)
-        metrics.pulled.inc(record.sent)
-
     async with AsyncExitStack() as stack:
         merge = await asyncio.to_thread(merge_of, spec, folder)
         stack.push_async_callback(engine.close)
@@ -60,12 +54,8 @@ async def serve(context: JobContext) -> None:
         url = await http.start(context.host, options.http_port)
         stack.push_async_callback(http.close)
         if routes := list(engine.routes()):
-            app = web.Application(client_max_size=_MOST_BODY)
-            app.add_routes(routes)
-            runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_S)
-            await runner.setup()
+            runner = await serve_routes(routes, host=context.host, port=options.serve_port)
             stack.push_async_callback(runner.cleanup)
-            await web.TCPSite(runner, context.host, options.serve_port).start()
             log.info("serves %s", ", ".join(f"http://{host}:{port}/v1" for host, port, *_ in runner.addresses))
 
         def join(status: Callable[[], Status]) -> tuple[Follower, WeightLoader]:
@@ -75,9 +65,19 @@ async def serve(context: JobContext) -> None:
                 credentials=context.credentials,
                 http=url,
                 status=status,
-                on_transfer=pulled,
+                on_transfer=metrics.count_pull,
             )
             gap = probe_gap_of(spec)
             return follower, WeightLoader(follower.receiver, engine, metrics=metrics, probe_gap=gap, merge=merge)
 
         await context.unless_stopped(FollowingEngine(engine, join=join, join_s=context.start_s).run())
+
+
+async def serve_routes(routes: Iterable[web.RouteDef], *, host: str, port: int) -> web.AppRunner:
+    """Serve an engine's routes in plain HTTP; what a caller asked for is cancelled when the caller goes."""
+    app = web.Application(client_max_size=_MOST_BODY)
+    app.add_routes(routes)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_S, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, host, port).start()
+    return runner

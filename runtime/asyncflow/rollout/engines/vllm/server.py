@@ -144,20 +144,32 @@ class VllmServer:
         return msgspec.json.decode(await self._fetch(method, path, body, query, within_s) or b"{}", type=dict[str, Any])
 
     async def relay(self, request: web.Request) -> web.StreamResponse:
-        """Ask the server what was asked here, and pass on its answer as it comes. Raises PeerLost if it has ended."""
+        """Ask the server what was asked here, and pass on its answer as it comes.
+
+        The answer is 502 where the server gives none; where it breaks off, so does the connection of the caller. When
+        this is cancelled, or the caller is gone, the server's connection is closed, at which vLLM drops the request.
+        """
         assert self._session is not None
-        self.check()
         headers = {name: request.headers[name] for name in _RELAYED if name in request.headers}
         body = await request.read() if request.can_read_body else None
-        async with self._session.request(request.method, request.rel_url, data=body, headers=headers) as answer:
-            response = web.StreamResponse(
-                status=answer.status, headers={"Content-Type": answer.headers["Content-Type"]}
-            )
-            await response.prepare(request)
-            async for piece in answer.content.iter_any():
-                await response.write(piece)
-            await response.write_eof()
-            return response
+        response: web.StreamResponse | None = None
+        try:
+            self.check()
+            async with self._session.request(request.method, request.rel_url, data=body, headers=headers) as answer:
+                response = web.StreamResponse(
+                    status=answer.status, headers={"Content-Type": answer.headers["Content-Type"]}
+                )
+                await response.prepare(request)
+                async for piece in answer.content.iter_any():
+                    await response.write(piece)
+                await response.write_eof()
+        except (aiohttp.ClientError, OSError, PeerLost) as error:
+            if response is None:
+                raise web.HTTPBadGateway(text=f"vLLM gives no answer: {error}\n") from error
+            log.info("an answer of vLLM to %s was broken off: %r", request.path, error)
+            if request.transport is not None:
+                request.transport.abort()
+        return response
 
     async def text(self, path: str, *, within_s: float) -> str:
         """Return the answer to GET ``path`` as text; raises as ``call`` does."""
