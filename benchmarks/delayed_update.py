@@ -69,7 +69,7 @@ def weights_bytes(job: RLJob) -> int:
 
 
 def placed_in(network: Network, launch: Callable[[LocalReplica, int], Launch]) -> Callable[[LocalReplica, int], Launch]:
-    """Have rollouts start in the guests' namespaces and all else in the core's."""
+    """Start rollouts in the guests' namespaces and all else in the core's."""
 
     def launched(replica: LocalReplica, attempt: int) -> Launch:
         inner = launch(replica, attempt)

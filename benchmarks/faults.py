@@ -66,7 +66,7 @@ def steps_done(folder: Path) -> int:
 
 
 def scale(folder: Path, job: RLJob, dice: random.Random) -> dict[str, object] | None:
-    """Have another number of rollouts; None while that cannot be asked for."""
+    """Set another number of rollouts; None while that cannot be asked for."""
     rollout = job.spec.rollout
     number = dice.randint(max(1, rollout.min_replicas), rollout.max_replicas)
     command = [sys.executable, "-m", "asyncflow", "scale", str(folder), f"rollout={number}"]

@@ -118,7 +118,7 @@ class _Run:
             self.dispatched += 1
 
     def begin_rows(self) -> None:
-        """Let what waits begin, in order, on the engines that have least to do."""
+        """Begin what waits, in order, on the engines that have least to do."""
         free = [(len(each.running), index) for index, each in enumerate(self.replicas)]
         heapq.heapify(free)
         count, begun = 0, set()

@@ -36,11 +36,11 @@ class Proxy:
         self.address = f"tcp://127.0.0.1:{port}" + (f"/{server_name}" if server_name else "")
 
     def hold(self) -> None:
-        """Let nothing through from now on."""
+        """Pass nothing on from now on."""
         self._loop.call_soon_threadsafe(self._passes.clear)
 
     def go_on(self) -> None:
-        """Let everything through again."""
+        """Pass everything on again."""
         self._loop.call_soon_threadsafe(self._passes.set)
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ def environment(*, say: Callable[[str], None] = lambda _: None) -> dict[str, str
 
 
 def prepare(*, say: Callable[[str], None] = lambda _: None) -> None:
-    """Have this process and its children find everything."""
+    """Make this process and its children find everything."""
     found = environment(say=say)
     os.environ.update(found)
     for name in LIBRARIES if found else ():

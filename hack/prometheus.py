@@ -105,7 +105,7 @@ def check(
 
 
 def lint() -> None:
-    """Let Prometheus read the rules, templates included. Raises RuleError where it refuses one."""
+    """Make Prometheus read the rules, templates included. Raises RuleError where it refuses one."""
     _promtool("check", "rules", "--lint=all", "--lint-fatal", str(RULES))
 
 

@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Have the garbage collector pass over what was imported: it is no garbage, and some tests collect often. Then
+    """Make the garbage collector pass over what was imported: it is no garbage, and some tests collect often. Then
     build what tests need: minutes where nothing is cached, which are no part of any test's time limit.
     """
     gc.collect()

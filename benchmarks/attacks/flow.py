@@ -34,7 +34,7 @@ class Flow:
         self.errors: Counter[str] = Counter()
 
     def run(self, meanwhile: Callable[[], None], *, producers: int = 2, consumers: int = 2) -> None:
-        """Let rows flow while ``meanwhile`` goes on, then until all are out. Raises Harmed unless each is out once."""
+        """Move rows while ``meanwhile`` goes on, then until all are out. Raises Harmed unless each is out once."""
         self.partition().declare(TASK, needs=["n"], lease_s=3.0)
         with ThreadPoolExecutor(producers + consumers) as threads:
             made = [threads.submit(self._produce, 1_000_000 * (1 + number)) for number in range(producers)]

@@ -48,7 +48,7 @@ def peer_python(folder: Path = _ROOT / ".bench") -> Path:
 
 
 def prepare_libraries() -> None:
-    """Have this process and its children find what Mooncake and Redis need of Debian (``hack/debian.py``)."""
+    """Make this process and its children find what Mooncake and Redis need of Debian (``hack/debian.py``)."""
     sys.path.append(str(_ROOT / "hack"))
     import debian
 

@@ -80,7 +80,7 @@ def expected(column: str, number: int) -> list[int]:
 
 
 def publish(path: Path, content: bytes) -> None:
-    """Have a file appear whole."""
+    """Make a file appear whole."""
     draft = path.with_name("draft-" + path.name)
     draft.write_bytes(content)
     draft.rename(path)

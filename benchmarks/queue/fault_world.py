@@ -107,7 +107,7 @@ class World:
         return [name for name in names if name.rstrip("0123456789") == kind]
 
     def soon(self, seconds: float, name: str, places: set[str], act: Callable[[], None]) -> None:
-        """Have something done to a member in a while. places: where it stands until then."""
+        """Do something to a member in a while. places: where it stands until then."""
 
         async def do() -> None:
             await asyncio.sleep(seconds)
@@ -148,7 +148,7 @@ async def hit(world: World, kind: str, action: str) -> bool:
 
 
 def go_on(world: World, name: str, process: subprocess.Popen[bytes]) -> None:
-    """Have a process go on that was stopped, if it was not killed meanwhile."""
+    """Continue a process that was stopped, if it was not killed meanwhile."""
     if world.process(name) is process and process.poll() is None:
         if name in world.clients:
             world.clients[name].mark = world.diary_size(world.clients[name])
@@ -215,7 +215,7 @@ async def look_after(world: World) -> NoReturn:
 
 @contextlib.contextmanager
 def clients_of(world: World) -> Iterator[None]:
-    """Have the clients run, and end them; have the servers that are stopped go on."""
+    """Run the clients, and end them; continue the servers that are stopped."""
     try:
         for kind, count in CLIENTS.items():
             for index in range(count):

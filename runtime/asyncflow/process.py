@@ -30,7 +30,7 @@ def prctl(option: int, argument: int) -> int:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent ends; called before anything else.
+    """Make the kernel kill this process when its parent ends; called before anything else.
 
     parent: its pid; where None, that of the variable PARENT, and nothing happens where that is not set (in a pod).
     """
@@ -44,7 +44,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def adopt_orphans(*, enabled: bool) -> None:
-    """Have orphaned descendants become children of this process, so that it can see and end them."""
+    """Make orphaned descendants become children of this process, so that it can see and end them."""
     prctl(_PR_SET_CHILD_SUBREAPER, int(enabled))
 
 

@@ -10,7 +10,7 @@ ROLE = str(Path(__file__).with_name("standin_role.py"))
 
 
 def install(steps: str, pause_s: str) -> None:
-    """Have roles be stand-ins that make ``steps`` steps, of ``pause_s`` seconds each."""
+    """Make roles stand-ins that make ``steps`` steps, of ``pause_s`` seconds each."""
 
     def launcher(_roles, *, folder, issuer, driver, places, control_port):
         def launch(seat, attempt):

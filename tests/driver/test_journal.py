@@ -29,7 +29,7 @@ def journal_at(path: Path) -> Journal:
 
 @contextmanager
 def room(size: int) -> Iterator[None]:
-    """Let no file of this process grow beyond so many bytes."""
+    """Keep every file of this process from growing beyond so many bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

@@ -147,7 +147,7 @@ class Queue:
         self.epoch = self.table.join_unit(0, incarnation)
 
     def keep(self, numbers, columns, *, partial=False):
-        """Have the unit hold columns that were admitted."""
+        """Make the unit hold columns that were admitted."""
         for number in numbers:
             old = self.held.get(number)
             full = dict(old.columns) if old else {}

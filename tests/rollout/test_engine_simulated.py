@@ -23,7 +23,7 @@ def simulated(slots=4, *, keeps_prefix=False, **options):
 
 
 class LeapingSelector(selectors.DefaultSelector):
-    """Lets the time of a loop leap to its next timer, instead of waiting for it."""
+    """A selector that lets the time of a loop leap to its next timer, instead of waiting for it."""
 
     now = 0.0
 

@@ -23,7 +23,7 @@ class Scene:
         return made
 
     def wait(self, directory: Directory, seconds: float) -> list[Member]:
-        """Let time pass with a sweep each half second, as the server does."""
+        """Pass time with a sweep each half second, as the server does."""
         lost = []
         for _ in range(round(2 * seconds)):
             self.now += 0.5

@@ -392,7 +392,7 @@ async def test_a_large_part_that_comes_in_small_pieces_is_there_with_its_last_by
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """Let there be no memory when a large part is to go for the ``at``-th time."""
+    """Leave no memory when a large part is to go for the ``at``-th time."""
     calls = iter(range(1, 100))
 
     def failing(*_: object) -> None:

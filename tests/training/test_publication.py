@@ -49,7 +49,7 @@ class Watched:
 
 
 def hold(seat: Seat, what: str, *, from_step: int) -> threading.Event:
-    """Have the sender stop in ``what`` it does with versions from ``from_step`` on, until the event is set."""
+    """Make the sender stop in ``what`` it does with versions from ``from_step`` on, until the event is set."""
     go_on, done = threading.Event(), getattr(seat.sender, what)
 
     def held_up(first: Any, *rest: Any) -> Any:

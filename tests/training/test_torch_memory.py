@@ -125,7 +125,7 @@ def test_without_a_manifest_or_a_device_a_slot_holds_a_stated_number_of_tokens(t
 
 
 def runs_out(trainer: TorchBackend, *, above: int, times: int) -> None:
-    """Have backward passes over more than ``above`` tokens fail in the first layer, when the last one has gradients."""
+    """Make backward passes over more than ``above`` tokens fail in the first layer, when the last one has gradients."""
     left = times
 
     def fail(_module: object, _inputs: object, gradients: tuple[torch.Tensor, ...]) -> None:

@@ -213,7 +213,7 @@ async def test_weights_between_the_updates_of_a_step_are_never_saved(tmp_path: P
 
 
 def leave_in_the_midst(seat: Seat, step: int | None) -> None:
-    """Have the trainer told to leave after the first update of ``step``; a group that has left gathers nothing."""
+    """Tell the trainer to leave after the first update of ``step``; a group that has left gathers nothing."""
     trainer, loop = seat.trainer, asyncio.get_running_loop()
     update, gather = trainer._backend.update, trainer._group.gather
     told, left = threading.Event(), threading.Event()

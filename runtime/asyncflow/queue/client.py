@@ -214,7 +214,7 @@ class QueueClient:
         raise Refused(f"no controller decides about {partition}/{task}", where="queue client")
 
     async def withdraw(self, ticket: str, *, partition: str, task: str, timeout: float) -> None:
-        """Have the claim ``ticket`` end now: with the rows that it was granted already, or without any.
+        """End the claim ``ticket`` now: with the rows that it was granted already, or without any.
 
         Unlike a claim that is cancelled, it gives no rows back that somebody just got.
         """
@@ -432,7 +432,7 @@ class QueueClient:
         return await self.ask("queue.units", calls.Nothing(), list[UnitView], timeout=timeout)
 
     async def drain_unit(self, unit: int, *, timeout: float) -> None:
-        """Have a storage unit leave: it takes nothing new, and its rows move to others, which takes its time.
+        """Drain a storage unit: it takes nothing new, and its rows move to others, which takes its time.
 
         Raises Refused where there is no such unit.
         """
@@ -444,7 +444,7 @@ class QueueClient:
         return await self.ask("queue.snapshot", request, messages.PartitionSnapshot, timeout=timeout)
 
     async def audit(self, *, timeout: float) -> messages.AuditReport:
-        """Have the controller audit its ledger."""
+        """Ask the controller to audit its ledger."""
         return await self.ask("queue.audit", calls.Nothing(), messages.AuditReport, timeout=timeout)
 
     async def _write(

@@ -173,7 +173,7 @@ class Partition:
         return await self.queue.ask("open.peek", request, PeekedRows, timeout=timeout)
 
     async def reset(self, task: str | None = None, *, timeout: float = TIMEOUT_S) -> int:
-        """Let a task, or all, have every row again, also those that are held now; return how many it had."""
+        """Make every row ready again for a task, or all, also those that are held now; return how many it had."""
         request = calls.Reset(self.name, task)
         return await self.queue.ask("open.reset", request, int, timeout=timeout)
 

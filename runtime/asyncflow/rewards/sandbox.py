@@ -75,7 +75,7 @@ def enter(sandbox: Sandbox) -> list[str]:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Let this process compute for ``seconds`` from now; beyond them the kernel ends it (SIGXCPU)."""
+    """Limit this process to ``seconds`` of computing from now; beyond them the kernel ends it (SIGXCPU)."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + seconds) + 1, resource.RLIM_INFINITY))
 

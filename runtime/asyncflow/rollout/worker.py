@@ -242,7 +242,7 @@ class RolloutWorker:
         }
 
     async def _count(self, metrics: RolloutMetrics) -> None:
-        """Have ``metrics`` show what is counted elsewhere; all that is unsaved was made before it is counted."""
+        """Show in ``metrics`` what is counted elsewhere; all that is unsaved was made before it is counted."""
         metrics.unsaved.set(self._in_flight.unsaved())
         stats = self._engine.stats()
         metrics.tokens.set(sum(stats.tokens.values()))
@@ -277,7 +277,7 @@ class RolloutWorker:
         self._looked.set()
 
     async def _take_turns(self, turns: SwapTurns) -> None:
-        """Have a turn to change weights whenever the instance wants one; it may have done without in the meantime."""
+        """Take a turn to change weights whenever the instance wants one; it may have done without in the meantime."""
         instance = self._instance
         while True:
             await self._until(lambda: instance.wants_turn)

@@ -31,7 +31,7 @@ _LOST_MS = 25_000
 
 @functools.cache
 def _keep_freed() -> None:
-    """Let the allocator keep what was freed: to get each page anew from the kernel takes as long as to receive it.
+    """Make the allocator keep what was freed: to get each page anew from the kernel takes as long as to receive it.
 
     Threads that come later share one arena, since of those of their own they give back whole heaps.
     """
@@ -43,7 +43,7 @@ def _keep_freed() -> None:
 
 
 def tune(made: sockets.socket) -> None:
-    """Have a connection send at once what it is given, and notice within 25 s that a host vanished."""
+    """Make a connection send at once what it is given, and notice within 25 s that a host vanished."""
     if made.family == sockets.AF_UNIX:
         return
     made.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)  # asyncio leaves out sockets made without a protocol
@@ -149,7 +149,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._arenas.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Have the transport say as soon as it does not take all at once."""
+        """Make the transport say as soon as it does not take all at once."""
         self._transport = transport
         self._transport.set_write_buffer_limits(high=1)
 

@@ -137,13 +137,13 @@ class Directory:
         return Beaten(known=True, revision=self.revision, peers=peers, directives=self.directives(entry.member))
 
     def leave(self, incarnation: str, reason: str) -> None:
-        """Let a member go; nothing happens if it is none."""
+        """Remove a member; nothing happens if it is none."""
         place = self._places.get(incarnation)
         if place is not None:
             self._remove(place, reason)
 
     def sweep(self) -> list[Member]:
-        """Let go all who were silent for ``lost_after_s``, and give them; to be called about every ``heartbeat_s``."""
+        """Remove and return all who were silent for ``lost_after_s``; to be called about every ``heartbeat_s``."""
         now = self._clock()
         asleep = max(0.0, now - self._swept - 2 * self.heartbeat_s)
         self._swept = now

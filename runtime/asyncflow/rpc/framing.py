@@ -124,7 +124,7 @@ class Inbox:
         return whole
 
     def close(self) -> None:
-        """Let go of what has not come whole; nothing more comes."""
+        """Release what has not come whole; nothing more comes."""
         self._stream.clear()
         self._missing.clear()
         self._parts = []
@@ -230,7 +230,7 @@ class Outbox:
         return piece
 
     def close(self) -> None:
-        """Let go of what did not go; nothing more goes."""
+        """Release what did not go; nothing more goes."""
         self._messages.clear()
         self._extents = None
         self._waiting = self._under_way = 0

@@ -77,11 +77,11 @@ class Caller(Connection):
                 self.fail(refused)
 
     def greet(self, parts: list[memoryview]) -> None:
-        """Let the caller in as whom it says it is."""
+        """Admit the caller as whom it says it is."""
         self.say(self._server.let_in(self, framing.caller(parts)))
 
     def expire_in(self, seconds: float, why: PeerRefused) -> None:
-        """Have the connection end then."""
+        """End the connection in ``seconds``, because of ``why``."""
         self._expiry = self._loop.call_later(seconds, self.fail, why)
 
     def received(self, messages: list[list[memoryview]]) -> None:
@@ -109,7 +109,7 @@ class Caller(Connection):
         self.resume()
 
     def lost(self, why: AsyncFlowError) -> None:
-        """Have the server forget this caller."""
+        """Make the server forget this caller."""
         self._server.forget(self, why)
 
     def close(self) -> None:
@@ -287,7 +287,7 @@ class RpcServer:
         return self._credentials.peer(shaken)
 
     def let_in(self, peer: Caller, said: ProcessIdentity | None) -> bytes:
-        """Let a peer in as whom it says it is, and return what it is told.
+        """Admit a peer as whom it says it is, and return what it is told.
 
         Who says nothing from this host, as the same user, is let in by the role of ``unnamed``. Raises PeerRefused
         where the peer's certificate, or the job, says otherwise.
@@ -307,7 +307,7 @@ class RpcServer:
         return framing.welcome(self._server)
 
     def forget(self, peer: Caller, why: AsyncFlowError) -> None:
-        """Let go of a peer that is gone."""
+        """Forget a peer that is gone."""
         self._peers.discard(peer)
         if isinstance(why, ProtocolError):
             self.note_refusal(str(why), tls.refusal(why).reason)

@@ -154,7 +154,7 @@ class Outgoing:
         return page
 
     def close(self) -> None:
-        """Let go of it; the other side keeps what it has."""
+        """Release it; the other side keeps what it has."""
         if self._file >= 0:
             os.close(self._file)
             self._file, self._map = -1, None
@@ -300,7 +300,7 @@ class Arenas(NamedTuple):
     incoming: Incoming
 
     def close(self) -> None:
-        """Let go of both; what is in use stays."""
+        """Release both; what is in use stays."""
         self.outgoing.close()
         self.incoming.close()
 

@@ -267,7 +267,7 @@ class StorageMetrics(RoleMetrics):
         self.budget_waited = self.total("budget_waited_seconds", "time that puts waited for room")
 
 
-class Pull(Protocol):
+class PulledVersion(Protocol):
     """A version that was pulled: what is counted of a ``weights.transfer.TransferRecord``."""
 
     @property
@@ -303,7 +303,7 @@ class LoadingMetrics(RoleMetrics):
             "probe_gap", "largest difference of the engine's log-probs to those published with its weights, last swap"
         )
 
-    def count_pull(self, record: Pull) -> None:
+    def count_pull(self, record: PulledVersion) -> None:
         """Count a version that was pulled."""
         self.pull_seconds.observe(record.finished - record.started)
         self.pull_fallbacks.inc(record.fallbacks)

@@ -54,7 +54,7 @@ async def commit(client, *, attempt=0):
 
 
 async def grade(client):
-    """Have another task than the trainer's complete all rows; give their ids."""
+    """Complete all rows in another task than the trainer's; return their ids."""
     await client.declare([TaskSpec(partition=P, name="grade", needs=["it"])], timeout=10)
     leased = (await client.claim(partition=P, task="grade", max_rows=1000, timeout=10)).rows
     assert all(await client.complete(leased, {}, timeout=10))

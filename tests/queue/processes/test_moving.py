@@ -21,7 +21,7 @@ LIMIT = 1 << 20
 
 
 async def train(crew, trouble, *, seed):
-    """Have a trainer count samples while ``trouble`` goes on; check what it counted, and give the audit."""
+    """Make a trainer count samples while ``trouble`` goes on; check what it counted, and give the audit."""
     for step in range(1, STEPS + 1):
         await crew.client.open_step(partition=P, step=step, groups=PER_STEP, group_size=2, timeout=30)
     for number in range(2):

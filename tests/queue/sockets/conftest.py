@@ -52,7 +52,7 @@ class Cluster:
         await self.units[index].joined(10)
 
     async def drain(self, index, *, within_s=10):
-        """Have a unit leave, and take it away."""
+        """Drain a unit, and take it away."""
         async with asyncio.timeout(within_s):
             assert await self.units[index].leave()
         unit, self.units[index] = self.units[index], None

@@ -18,7 +18,7 @@ TASK = TaskSpec(partition=P, name="count", needs=["x"])
 
 @contextlib.contextmanager
 def room(size):
-    """Let no file of this process grow beyond so many bytes."""
+    """Keep every file of this process from growing beyond so many bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

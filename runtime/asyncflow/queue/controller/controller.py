@@ -238,7 +238,7 @@ class Controller:
         return Refused(f"the ledger cannot be written: {error}", where="controller", hint=hint)
 
     def _set_alarm(self) -> None:
-        """Have the alarm ring no later than the first deadline; it may ring for nothing."""
+        """Set the alarm no later than the first deadline; it may ring for nothing."""
         if self._due <= (due := min(self.table.state.leases.next_deadline, self.sessions.next_deadline)):
             return
         if self._alarm is not None:

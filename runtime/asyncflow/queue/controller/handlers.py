@@ -116,7 +116,7 @@ class Handlers:
         return peek(self.state, partition, call.task, rows)
 
     def reset(self, call: calls.Reset) -> int:
-        """Let a task of this controller, or all of them, have every row again; return how many it had."""
+        """Make every row ready again for a task of this controller, or all of them; return how many it had."""
         return reset(self.state, self.state.partition(call.partition), call.task)
 
     def progress(self, call: calls.AskProgress) -> Progress:

@@ -112,7 +112,7 @@ class Parking:
                     self._leave(waiter)
 
     def _leave(self, waiter: _Waiter) -> asyncio.Future[Any]:
-        """Let a call wait no longer, as its answer is found or nobody wants it; return the future of its answer."""
+        """End the waiting of a call, as its answer is found or nobody wants it; return the future of its answer."""
         waiter.timer.cancel()
         waiting = self.waiters.get(waiter.partition, {})
         if waiting.pop(waiter, 0) is None and not waiting:

@@ -141,7 +141,7 @@ class Sessions:
             log.warning("storage unit %d came back without %d rows", session.unit, missing)
 
     def order(self, rows: Iterable[Row], *, after: asyncio.Future[None] | None = None) -> None:
-        """Have the units free ``rows``; those of units that are gone are gone with them.
+        """Make the units free ``rows``; those of units that are gone are gone with them.
 
         after: do so when this is done, if it went well, but only a turn of the loop later: all results that wait for
         it are sent first, because a unit passes over rows whose result it has not heard.
@@ -206,7 +206,7 @@ class Sessions:
         return "silent" if now - unit.seen > _SILENT * self._watch_s else "serving"
 
     def drain(self, drain: Drain) -> None:
-        """Have a unit leave."""
+        """Drain a unit."""
         if self._table.moves.drain(drain.unit, drain.incarnation) and drain.unit in self._units:
             log.info("storage unit %d leaves: its rows move to others", drain.unit)
             self._tell(self._units[drain.unit])

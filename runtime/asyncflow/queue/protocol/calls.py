@@ -200,7 +200,7 @@ class Peek(InPartition, frozen=True):
 
 
 class Reset(InPartition, frozen=True):
-    """Let a task, or all, have every row again."""
+    """Make every row ready again for a task, or all."""
 
     task: str | None
 

@@ -165,4 +165,4 @@ class Store(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go of the store."""
+        """Close the store."""

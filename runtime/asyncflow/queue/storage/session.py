@@ -142,7 +142,7 @@ class UnitSession:
         return range(first, first + count)
 
     def submit(self, entry: Entry, blob: Blob) -> PendingPut:
-        """Have a controller decide about what was stored, and return the put that is decided then."""
+        """Ask a controller to decide about what was stored, and return the put that is decided then."""
         put = self._holdings.propose(entry, blob)
         index = put.blob.controller
         if index and index not in self._replicas:
@@ -258,7 +258,7 @@ class UnitSession:
                 self.leaving.set()
 
     async def _ask_replica(self, index: int) -> None:
-        """Have a replica decide about the puts under its leases, each until it answers.
+        """Ask a replica to decide about the puts under its leases, each until it answers.
 
         An error of its own is its decision about each put that it was asked about.
         """
@@ -342,7 +342,7 @@ class UnitSession:
         self._failed = NOWHERE
 
     async def _send(self, move: MoveOrder, rows: list[int]) -> None:
-        """Have a unit take over rows that are alike; free those that lie there then."""
+        """Make a unit take over rows that are alike; free those that lie there then."""
         session = self.session
         if session is None:
             raise Fenced("the session ended under way", where=f"storage unit {self._unit}")

@@ -89,7 +89,7 @@ class QueueState:
         return self.partitions[name]
 
     def check_schema(self, partition: PartitionState, dtypes: Mapping[str, str]) -> None:
-        """Have new columns hold these dtypes from now on. Refused where a known one holds another."""
+        """Set the dtypes that new columns hold from now on. Refused where a known one holds another."""
         known = partition.schema
         if dtypes.items() <= known.items():
             return

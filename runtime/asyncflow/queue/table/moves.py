@@ -46,7 +46,7 @@ class RowMoves:
         self._given = self._state.epoch << _TICKET_BITS
 
     def drain(self, unit: int, incarnation: str = "") -> bool:
-        """Have a unit drain; False where it does so already. Refused where there is no such (incarnation of a) unit."""
+        """Drain a unit; False where it drains already. Refused where there is no such (incarnation of a) unit."""
         known = self._state.units.get(unit)
         if known is None or incarnation not in ("", known.incarnation):
             hint = f"There are {', '.join(map(str, sorted(self._state.units))) or 'none'}"

@@ -174,7 +174,7 @@ class Consumer:
 
 
 async def _end_with_parent() -> None:
-    """Have this process end when the one that made it does: what an orphaned loader worker claims would be lost."""
+    """Make this process end when the one that made it does: what an orphaned loader worker claims would be lost."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     assert parent.pid is not None
@@ -304,7 +304,7 @@ class StreamingDataset(QueueDataset):
         return consumer.run(consumer.complete(batch.lease.rows, made))
 
     def give_back(self, batch: Batch, *, reason: str) -> None:
-        """Let the rows of ``batch`` be ready again."""
+        """Make the rows of ``batch`` ready again."""
         if batch.lease is not None:
             consumer = self._consumer()
             consumer.run(consumer.give_back(batch.lease.rows, reason))

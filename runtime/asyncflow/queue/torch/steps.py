@@ -89,7 +89,7 @@ class StepDataset(QueueDataset):
         return attempt
 
     def seek(self, step: int, *, last: int | None = None) -> None:
-        """Let the next iteration begin at ``step``, and end after ``last``: again, if it is not committed.
+        """Set the next iteration to begin at ``step``, and to end after ``last``: again, if it is not committed.
 
         An iteration that runs already goes on as it was.
         """
