@@ -64,8 +64,8 @@ class Setting:
 
 
 def weights_bytes(job: RLJob) -> int:
-    """Return the bytes of one version of the counting trainer."""
-    return 8 * int(str(job.spec.trainer.backend.options["capacity"]))
+    """Return the bytes of what changes from one version of the counting trainer to the next."""
+    return 8 * int(str(job.spec.trainer.backend.options["moving"]))
 
 
 def placed_in(network: Network, launch: Callable[[LocalReplica, int], Launch]) -> Callable[[LocalReplica, int], Launch]:

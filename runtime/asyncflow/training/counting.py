@@ -1,8 +1,9 @@
 """The counting trainer: its weights say how often each sample was trained.
 
-The one tensor ``counts``, int64[N], is indexed by serial * group_size + sample, and every step adds one for each
-sample of D_k. It goes through the real packing of slots, checkpoints, publications and restores, and is so a witness
-of exactly-once training that is independent of the ledger.
+The tensor ``counts``, int64[N], is indexed by serial * group_size + sample, and every step adds one for each sample of
+D_k. It goes through the real packing of slots, checkpoints, publications and restores, and is so a witness of
+exactly-once training that is independent of the ledger. A second tensor, ``moving``, changes in every element at every
+step, as the weights of a model do, so that whole versions travel.
 
 Invariant: after step k the entry of a sample is the number of steps up to k whose D_k held it, times the epochs of
 each, in the weights that survived.
@@ -27,13 +28,15 @@ from asyncflow.training.ranks import ProcessGroup
 from asyncflow.training.settings import BackendSettings, WeightsDtype
 
 TENSOR = "counts"
+MOVING = "moving"
 _FILE = "counts.npy"
 
 
 class CountingOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """capacity: N; sleep_s: seconds that a micro-batch takes."""
+    """capacity: N; moving: elements of the second tensor, int64; sleep_s: seconds that a micro-batch takes."""
 
     capacity: Annotated[int, msgspec.Meta(ge=1)] = 65_536
+    moving: Annotated[int, msgspec.Meta(ge=0)] = 0
     sleep_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
@@ -48,6 +51,7 @@ class CountingBackend(TrainerBackend):
         options = read_options(settings.options, CountingOptions, where=OPTIONS)
         self._counts = np.zeros(options.capacity, dtype=np.int64)
         self._pending = np.zeros_like(self._counts)
+        self._moving = options.moving
         self._sleep_s = options.sleep_s
 
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:  # noqa: ARG002
@@ -91,8 +95,10 @@ class CountingBackend(TrainerBackend):
         return {"counted": float(added.sum()), "counted_max": float(self._counts.max())}
 
     def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any]]]:  # noqa: ARG002
-        """Yield ``counts``, which are whole numbers."""
+        """Yield ``counts``, which are whole numbers, and ``moving``, where it is wanted: the sum of all counts."""
         yield TENSOR, self._counts
+        if self._moving:
+            yield MOVING, np.full(self._moving, self._counts.sum())
 
     def snapshot(self, *, shared: bool = True) -> Callable[[Path], None]:  # noqa: ARG002
         """Return what writes counts.npy, by rank 0: all ranks count the same, and a step makes new counts."""
