@@ -15,7 +15,7 @@ from asyncflow.driver import groups as module
 from asyncflow.driver.dispatch import PromptAssignment
 from asyncflow.driver.groups import FILTERED_ZERO_VARIANCE, TOO_FEW_REWARDS, AdvantageTask, GroupPolicy, RewardTally
 from asyncflow.driver.tasks import TRAIN
-from asyncflow.errors import ManifestError, PeerLost, Refused
+from asyncflow.errors import DeadlineExceeded, ManifestError, PeerLost, Refused
 from asyncflow.flow.schedule import Schedule
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, Samples, Slot
@@ -107,7 +107,7 @@ async def test_of_a_group_the_trainer_sees_the_samples_that_have_a_reward(tmp_pa
             slots = [await _slot(queue, 0)]
             while not slots[-1].last:
                 slots.append(await _slot(queue, len(slots)))
-            while not excluded:
+            while (await queue.stats(timeout=10)).dropped < 1 + SIZE:
                 await asyncio.sleep(0.01)
         snapshot = await queue.snapshot(partition=TRAIN, timeout=10)
         audit = await queue.audit(timeout=10)
@@ -429,3 +429,17 @@ async def test_what_is_complete_first_is_trained_first_where_completion_fills_th
         work.cancel()
         await asyncio.wait([work])
     assert trained == [{(2, 1)}, {(0, 2)}, {(1, 3)}]
+
+
+def test_a_group_whose_drop_is_not_answered_is_replaced() -> None:
+    class Unanswered(Finished):
+        async def drop(self, _rows: Any, *, reason: str, timeout: float) -> None:
+            raise DeadlineExceeded("no answer", where="queue")
+
+    assignment = PromptAssignment(prompts_per_step=2, steps=1)
+    assignment.issue()
+    groups = groups_of(Unanswered(reward=1.0), limit=20)
+    groups.finished, groups.excluded = assignment.finish, assignment.exclude
+    with pytest.raises(DeadlineExceeded):
+        asyncio.run(groups.run())
+    assert assignment.dispatched == 0, "its place in the step is free"

@@ -286,17 +286,21 @@ class AdvantageTask:
         if self.finished(serial):
             for row in group:
                 self.rewards.take(row, step=row.meta.step)
-        await self._drop_failed([row for row in group if self.policy.drops(failure_of(row))])
+        failed = [row for row in group if self.policy.drops(failure_of(row))]
         kept = [row for row in group if not self.policy.drops(failure_of(row))]
         rewards = np.array([float(row.meta.tags["reward"]) for row in kept], dtype=np.float64)
         reason = self.policy.refusal(rewards)
         if reason is not None:
             log.info("group %d goes no further: %s", serial, reason)
+            # Before the drops, whose answer may be lost: what is dropped is not claimed again.
+            first = self._exclude(serial, reason)
+            await self._drop_failed(failed)
             if kept:
                 await self.queue.drop(kept, reason=reason, timeout=CALL_TIMEOUT_S)
-            if self._exclude(serial, reason) and reason == FILTERED_ZERO_VARIANCE:
+            if first and reason == FILTERED_ZERO_VARIANCE:
                 self._count_filtered(group[0].meta.step, reward=rewards[0])
             return
+        await self._drop_failed(failed)
         decided = DecidedGroup(kept, self.policy.advantages(serial, rewards))
         self._held.setdefault(await self._step_of(serial, group[0].meta.step), {})[serial] = decided
 
