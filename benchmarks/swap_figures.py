@@ -14,7 +14,7 @@ from typing import Any
 
 from run_lines import lines
 from stopped_receiver import Incident
-from swap_records import Turn, published, turns
+from swap_records import VersionChange, changes, published
 
 from asyncflow.api.load import load_job
 from asyncflow.queue.ledger.audit import audit_ledger
@@ -26,7 +26,7 @@ TRANSFER_S = (4.0, 6.5)
 NOISE = 0.1
 """Share of a transfer by which two runs on a busy machine differ anyway."""
 SAME = 0.1
-"""Share by which the mean seconds from publication to swap may differ: a sequence of a turn more or less is more."""
+"""Share by which the mean seconds from publication to swap may differ: a sequence of a change more or less is more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,10 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Records that a run wrote. turns: by rollout; steps: lines of metrics.jsonl; rows: lines of the row observer."""
+    """Records that a run wrote. changes: by rollout; steps: lines of metrics.jsonl; rows: lines of the row observer."""
 
     published: dict[int, float]
-    turns: list[list[Turn]]
+    changes: list[list[VersionChange]]
     steps: list[dict[str, Any]]
     rows: list[dict[str, Any]]
     samples: int
@@ -59,7 +59,7 @@ class Figures:
         logs = folder / "logs"
         return cls(
             published=published((logs / "driver-0.log").read_text()),
-            turns=[turns((logs / f"rollout-{index}.log").read_text()) for index in range(rollouts)],
+            changes=[changes((logs / f"rollout-{index}.log").read_text()) for index in range(rollouts)],
             steps=lines(folder),
             rows=lines(folder, "versions.jsonl"),
             samples=algorithm.steps * algorithm.prompts_per_step * algorithm.group_size,
@@ -69,40 +69,40 @@ class Figures:
         )
 
     @property
-    def all_turns(self) -> list[Turn]:
-        """The turns of the rollouts that were never stopped."""
+    def all_changes(self) -> list[VersionChange]:
+        """The changes of the rollouts that were never stopped."""
         victim = self.incident.victim if self.incident else None
-        return [turn for index, mine in enumerate(self.turns) if index != victim for turn in mine]
+        return [change for index, mine in enumerate(self.changes) if index != victim for change in mine]
 
     @property
     def t_gen(self) -> float:
-        """Mean seconds of generating one D_k, without the turn before θ_1, in which an instance generates two."""
-        return fmean(turn.turn_s for turn in self.all_turns if turn.version > 1)
+        """Mean seconds of generating one D_k, without the change before θ_1, in which an instance generates two."""
+        return fmean(change.since_s for change in self.all_changes if change.version > 1)
 
     @property
     def t_train(self) -> float:
         """Mean seconds of the trainer's own work on one step."""
         return fmean(line["compute_s"] + line["optimizer_s"] + line["publish_s"] for line in self.steps)
 
-    def arrivals(self, given: Sequence[Turn]) -> list[float]:
+    def arrivals(self, given: Sequence[VersionChange]) -> list[float]:
         """Return the seconds from publication to staged."""
-        return [turn.staged - self.published[turn.version] for turn in given]
+        return [change.staged - self.published[change.version] for change in given]
 
-    def delays(self, given: Sequence[Turn]) -> list[float]:
+    def delays(self, given: Sequence[VersionChange]) -> list[float]:
         """Return the seconds from publication to swapped."""
-        return [turn.swapped - self.published[turn.version] for turn in given]
+        return [change.swapped - self.published[change.version] for change in given]
 
 
 def plain_bars(run: Figures) -> list[Bar]:
     """Hold the undisturbed run against its bars."""
-    transfers = [turn.transfer_s for turn in run.all_turns]
+    transfers = [change.transfer_s for change in run.all_changes]
     needed = run.t_train + fmean(transfers)
-    expected = len(run.turns) * (run.last - 2)
+    expected = len(run.changes) * (run.last - 2)
     return [
         Bar(
             what="a transfer, real bytes over a capped link",
             limit="about 5 s",
-            measured=f"{_span(transfers)} s for {run.all_turns[0].nbytes / 2**20:.0f} MiB",
+            measured=f"{_span(transfers)} s for {run.all_changes[0].nbytes / 2**20:.0f} MiB",
             met=TRANSFER_S[0] <= min(transfers) and max(transfers) <= TRANSFER_S[1],
         ),
         Bar(
@@ -117,10 +117,10 @@ def plain_bars(run: Figures) -> list[Bar]:
             measured=str(len(transfers)),
             met=len(transfers) == expected,
         ),
-        *_stalls(run.all_turns),
+        *_stalls(run.all_changes),
         Bar(
             what="from publication to staged, to swapped",
-            measured=f"{_span(run.arrivals(run.all_turns))} s, {_span(run.delays(run.all_turns))} s",
+            measured=f"{_span(run.arrivals(run.all_changes))} s, {_span(run.delays(run.all_changes))} s",
         ),
         *_exactness(run),
     ]
@@ -134,9 +134,12 @@ def stopped_bars(run: Figures, plain: Figures, fewer: Figures, *, lease_s: float
     incident = run.incident
     if incident is None:
         return [Bar(what="one rollout was stopped", limit="yes", measured="no", met=False)]
-    after = [turn for turn in run.all_turns if incident.stopped < turn.swapped < incident.continued]
-    usual, noise = max(plain.arrivals(plain.all_turns)), NOISE * max(turn.transfer_s for turn in plain.all_turns)
-    expected = (len(run.turns) - 1) * (run.last - 2)
+    after = [change for change in run.all_changes if incident.stopped < change.swapped < incident.continued]
+    usual, noise = (
+        max(plain.arrivals(plain.all_changes)),
+        NOISE * max(change.transfer_s for change in plain.all_changes),
+    )
+    expected = (len(run.changes) - 1) * (run.last - 2)
     stopped_s, begun = incident.continued - incident.stopped, run.published[incident.during]
     return [
         Bar(
@@ -154,8 +157,8 @@ def stopped_bars(run: Figures, plain: Figures, fewer: Figures, *, lease_s: float
         Bar(
             what="the others' swaps, and those during the stop",
             limit=str(expected),
-            measured=f"{len(run.all_turns)}, {len(after)}",
-            met=len(run.all_turns) == expected and len(after) > 0,
+            measured=f"{len(run.all_changes)}, {len(after)}",
+            met=len(run.all_changes) == expected and len(after) > 0,
         ),
         Bar(
             what="the others, from publication to staged",
@@ -167,8 +170,8 @@ def stopped_bars(run: Figures, plain: Figures, fewer: Figures, *, lease_s: float
         Bar(
             what="the others, from publication to swapped, mean; of a run without the stopped one",
             limit=f"within {SAME:.0%}",
-            measured=f"{fmean(run.delays(after)):.2f} s; {fmean(fewer.delays(fewer.all_turns)):.2f} s",
-            met=abs(fmean(run.delays(after)) / fmean(fewer.delays(fewer.all_turns)) - 1) <= SAME,
+            measured=f"{fmean(run.delays(after)):.2f} s; {fmean(fewer.delays(fewer.all_changes)):.2f} s",
+            met=abs(fmean(run.delays(after)) / fmean(fewer.delays(fewer.all_changes)) - 1) <= SAME,
         ),
         *_exactness(run),
     ]
@@ -176,25 +179,25 @@ def stopped_bars(run: Figures, plain: Figures, fewer: Figures, *, lease_s: float
 
 def control_bars(run: Figures) -> list[Bar]:
     """Say whether transfers that are too long to be hidden were seen to be."""
-    worst = max(turn.stall_s / turn.transfer_s for turn in run.all_turns)
+    worst = max(change.stall_s / change.transfer_s for change in run.all_changes)
     return [
         Bar(
             what="T_gen without its stalls, and the transfer",
-            measured=f"{run.t_gen - fmean(turn.stall_s for turn in run.all_turns if turn.version > 1):.2f} s, "
-            f"{_span([turn.transfer_s for turn in run.all_turns])} s",
+            measured=f"{run.t_gen - fmean(change.stall_s for change in run.all_changes if change.version > 1):.2f} s, "
+            f"{_span([change.transfer_s for change in run.all_changes])} s",
         ),
         Bar(
             what="stalled, of the transfer",
             limit=f"more than {STALLED:.0%}: it cannot be hidden",
-            measured=f"{_mean_stall(run.all_turns):.1%} in the mean, {worst:.1%} at worst",
-            met=_mean_stall(run.all_turns) > STALLED,
+            measured=f"{_mean_stall(run.all_changes):.1%} in the mean, {worst:.1%} at worst",
+            met=_mean_stall(run.all_changes) > STALLED,
         ),
         *_exactness(run),
     ]
 
 
-def _stalls(given: Sequence[Turn]) -> list[Bar]:
-    worst = max(given, key=lambda turn: turn.stall_s / turn.transfer_s)
+def _stalls(given: Sequence[VersionChange]) -> list[Bar]:
+    worst = max(given, key=lambda change: change.stall_s / change.transfer_s)
     share = worst.stall_s / worst.transfer_s
     return [
         Bar(
@@ -205,8 +208,8 @@ def _stalls(given: Sequence[Turn]) -> list[Bar]:
         ),
         Bar(
             what="of a transfer without a sequence, for whatever reason",
-            measured=f"{max(turn.idle_s / turn.transfer_s for turn in given):.2%} at worst, "
-            f"loading took {_span([turn.swap_s for turn in given], digits=3)} s",
+            measured=f"{max(change.idle_s / change.transfer_s for change in given):.2%} at worst, "
+            f"loading took {_span([change.swap_s for change in given], digits=3)} s",
         ),
     ]
 
@@ -241,8 +244,8 @@ def _exactness(run: Figures) -> list[Bar]:
     ]
 
 
-def _mean_stall(given: Sequence[Turn]) -> float:
-    return sum(turn.stall_s for turn in given) / sum(turn.transfer_s for turn in given)
+def _mean_stall(given: Sequence[VersionChange]) -> float:
+    return sum(change.stall_s for change in given) / sum(change.transfer_s for change in given)
 
 
 def _span(values: Sequence[float], *, digits: int = 2) -> str:

@@ -21,10 +21,10 @@ _WORKER = re.compile(r"worker (\S+), pid (\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
+class VersionChange:
     """One version at one instance. Times in unix seconds; ``transfer_s``: seconds that its bytes took.
 
-    turn_s: since the version before; of it ``stall_s`` without a sequence because of weights, ``idle_s`` without one
+    since_s: since the version before; of it ``stall_s`` without a sequence because of weights, ``idle_s`` without one
     for whatever reason; swap_s: to load it.
     """
 
@@ -34,7 +34,7 @@ class Turn:
     staged: float
     swapped: float
     swap_s: float
-    turn_s: float
+    since_s: float
     stall_s: float
     idle_s: float
 
@@ -48,10 +48,10 @@ def published(driver_log: str) -> dict[int, float]:
     return found
 
 
-def turns(rollout_log: str) -> list[Turn]:
-    """Return the turns of one instance in order; the very first load, before which there was nothing, is none."""
+def changes(rollout_log: str) -> list[VersionChange]:
+    """Return the changes of one instance in order; the very first load, before which there was nothing, is none."""
     pulls: dict[int, tuple[float, int, float]] = {}
-    found: list[Turn] = []
+    found: list[VersionChange] = []
     newest, carried = -1, (0.0, 0.0, 0.0)
     for at, words in _lines(rollout_log):
         if match := _PULLED.match(words):
@@ -59,22 +59,22 @@ def turns(rollout_log: str) -> list[Turn]:
         elif match := _SWAPPED.match(words):
             version, swap_s = int(match[1]), float(match[2])
             lap = tuple(float(match[group]) for group in (3, 4, 5))
-            turn_s, stall_s, idle_s = (old + new for old, new in zip(carried, lap, strict=True))
-            carried = (turn_s, stall_s, idle_s)
+            since_s, stall_s, idle_s = (old + new for old, new in zip(carried, lap, strict=True))
+            carried = (since_s, stall_s, idle_s)
             if version <= newest:
                 continue
             carried = (0.0, 0.0, 0.0)
             if newest >= 0:
                 staged, nbytes, transfer_s = pulls[version]
                 found.append(
-                    Turn(
+                    VersionChange(
                         version=version,
                         nbytes=nbytes,
                         transfer_s=transfer_s,
                         staged=staged,
                         swapped=at,
                         swap_s=swap_s,
-                        turn_s=turn_s,
+                        since_s=since_s,
                         stall_s=stall_s,
                         idle_s=idle_s,
                     )

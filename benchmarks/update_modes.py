@@ -90,7 +90,7 @@ def exactly_once(name: str, figures: Figures) -> Bar:
 
 def sync_bars(slow: Figures, fast: Figures) -> list[Bar]:
     """Hold ``sync`` against what it has to wait for."""
-    transfer = fmean(turn.transfer_s for turn in slow.all_turns)
+    transfer = fmean(change.transfer_s for change in slow.all_changes)
     waited = cycle(slow) - cycle(fast)
     return [
         Bar(what="sync: a transfer", measured=f"{transfer:.2f} s"),
@@ -106,11 +106,12 @@ def sync_bars(slow: Figures, fast: Figures) -> list[Bar]:
 
 def hidden_bars(name: str, slow: Figures, fast: Figures) -> list[Bar]:
     """Hold a mode that receives while it generates against its bars; fast: the same mode behind the fast link."""
-    exposed = fmean(turn.stall_s for turn in slow.all_turns)
+    exposed = fmean(change.stall_s for change in slow.all_changes)
+    transfer = fmean(change.transfer_s for change in slow.all_changes)
     return [
         Bar(
             what=f"{name}: a transfer",
-            measured=f"{fmean(turn.transfer_s for turn in slow.all_turns):.2f} s, {len(slow.all_turns)} of them",
+            measured=f"{transfer:.2f} s, {len(slow.all_changes)} of them",
         ),
         Bar(
             what=f"{name}: nothing made because of an update, mean",
@@ -148,9 +149,9 @@ def stopped_bars(figures: Figures, usual: Figures) -> list[Bar]:
     incident = figures.incident
     if incident is None:
         return [Bar(what="one rollout was stopped", limit="yes", measured="no", met=False)]
-    after = [turn for turn in figures.all_turns if incident.stopped < turn.swapped < incident.continued]
-    versions = {turn.version for turn in after}
-    before, now = max(usual.arrivals(usual.all_turns)), max(figures.arrivals(after), default=float("inf"))
+    after = [change for change in figures.all_changes if incident.stopped < change.swapped < incident.continued]
+    versions = {change.version for change in after}
+    before, now = max(usual.arrivals(usual.all_changes)), max(figures.arrivals(after), default=float("inf"))
     return [
         Bar(
             what=f"stopped: rollout {incident.victim} while it received θ{incident.during}, and to the end",
@@ -198,7 +199,7 @@ def main() -> int:
     good = True
     for mode in options.modes:
         fast = make(mode, FAST_S, nbytes=weights_bytes(job(mode)) if options.engine == "simulated" else 1 << 20)
-        nbytes = fast.all_turns[0].nbytes
+        nbytes = fast.all_changes[0].nbytes
         slow = make(mode, options.transfer, nbytes=nbytes)
         bars = sync_bars(slow, fast) if mode == "sync" else hidden_bars(mode, slow, fast)
         if mode == "staggered":

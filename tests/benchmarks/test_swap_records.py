@@ -13,7 +13,7 @@ from asyncflow.rollout.worker import SwapInterval
 from asyncflow.telemetry.logs import LineFormatter
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from swap_records import published, turns, worker_of
+from swap_records import changes, published, worker_of
 
 
 def line(at, words, *args):
@@ -34,17 +34,20 @@ def test_a_stall_belongs_to_the_version_that_it_ended_with():
     log = line(0.5, "attempt %d, worker %s, pid %d", 0, "rollout-0-ab", 7) + pulled(1, 0, 1.0) + swapped(1, 0, 1, 0, 1)
     log += pulled(6.5, 1, 5.0) + swapped(10, 1, 9, 0.25, 0.5) + "--- the supervisor's line\n" + pulled(16, 2, 5.25)
     log += swapped(19, 2, 9, 0, 0)
-    first, second = turns(log)
+    first, second = changes(log)
     assert (first.version, first.transfer_s, first.stall_s, first.idle_s) == (1, 5.0, 0.25, 0.5)
     assert first.staged == pytest.approx(1006.5)
-    assert (second.version, second.transfer_s, second.turn_s, second.stall_s) == (2, 5.25, 9, 0)
+    assert (second.version, second.transfer_s, second.since_s, second.stall_s) == (2, 5.25, 9, 0)
     assert worker_of(log) == "rollout-0-ab"
 
 
 def test_going_back_for_rows_counts_to_the_next_new_version():
     log = pulled(1, 0, 1) + swapped(1, 0, 1, 0, 1) + pulled(6, 1, 5) + swapped(10, 1, 9, 0.25, 0.25)
     log += swapped(11, 0, 1, 0.5, 0.5) + swapped(12, 1, 1, 0.5, 0.5) + pulled(16, 2, 5) + swapped(20, 2, 8, 0.25, 0.25)
-    assert [(turn.version, turn.turn_s, turn.stall_s) for turn in turns(log)] == [(1, 9, 0.25), (2, 10, 1.25)]
+    assert [(change.version, change.since_s, change.stall_s) for change in changes(log)] == [
+        (1, 9, 0.25),
+        (2, 10, 1.25),
+    ]
 
 
 def test_a_version_is_published_when_it_was_first():

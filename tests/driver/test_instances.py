@@ -21,7 +21,11 @@ def at(**steps: int) -> dict[str, Any]:
     [
         (at(version=4, receiving=5) | {"staged": -1, "received": 0.4}, 1.0, "receiving θ_5, 40% of it here"),
         (at(version=4, staged=5) | {"running": 3}, 1.0, "θ_5 is here; generating until its share is done"),
-        (at(version=4, staged=5) | {"running": 3, "waits_turn": True}, 1.0, "θ_5 is here; waits for its turn"),
+        (
+            at(version=4, staged=5) | {"running": 3, "waits_permit": True},
+            1.0,
+            "θ_5 is here; waits for a permit",
+        ),
         (at(version=4, staged=5) | {"running": 0}, 1.0, "θ_5 is here; about to swap"),
         (at(version=4, staged=5, receiving=6) | {"running": 1}, 4.2, "no heartbeat for 4 s"),
         (at(version=4) | {"draining": True}, 0.1, "draining"),

@@ -152,18 +152,18 @@ def test_token_asks_for_evaluation_before_a_swap_however_full_it_is():
 
 
 @pytest.mark.parametrize("swap_at", ["sequence", "token"])
-def test_staggered_it_goes_on_as_if_nothing_were_staged_until_it_has_its_turn(swap_at):
+def test_staggered_it_goes_on_as_if_nothing_were_staged_until_it_has_its_permit(swap_at):
     instance = at(4, swap_at=swap_at, staggered=True)
     assert begin(instance, work("a", 3, newest=NEWEST)) == ["a"]
-    assert not instance.wants_turn
+    assert not instance.wants_permit
     stage(instance, 6)
-    assert instance.wants_turn
+    assert instance.wants_permit
     assert instance.ask("train") == Ask(4, (), 3)
     assert instance.ask("eval") == Ask(4, (), 1), "θ6 is not gone to for an evaluation either"
     assert instance.swap() is None
     assert begin(instance, work("b", 3, newest=NEWEST)) == ["b"]
-    instance.take_turn()
-    assert not instance.wants_turn
+    instance.take_permit()
+    assert not instance.wants_permit
     if swap_at == "sequence":
         assert instance.ask("train") is None
         instance.release("a")
@@ -171,7 +171,7 @@ def test_staggered_it_goes_on_as_if_nothing_were_staged_until_it_has_its_turn(sw
     assert instance.swap() == 6
     instance.loaded(Version(0, 6))
     stage(instance, 7)
-    assert instance.wants_turn == (swap_at == "token"), "with nothing to do it needs no turn"
+    assert instance.wants_permit == (swap_at == "token"), "with nothing to do it needs no permit"
 
 
 def test_rows_that_were_claimed_before_the_trainer_began_again_are_given_back():
@@ -292,12 +292,12 @@ class World:
     running: dict[object, Work] = field(default_factory=dict)
     done: set[object] = field(default_factory=set)
     floor: Version | None = None
-    has_turn: bool = False
+    has_permit: bool = False
 
-    def turn(self):
-        if self.instance.wants_turn:
-            self.instance.take_turn()
-            self.has_turn = True
+    def permit(self):
+        if self.instance.wants_permit:
+            self.instance.take_permit()
+            self.has_permit = True
 
     def tell(self):
         current = self.instance.current
@@ -370,9 +370,9 @@ class World:
             return False
         assert version != self.instance.current
         if self.staggered and self.running and version > self.instance.current:
-            assert self.has_turn
+            assert self.has_permit
         self.instance.loaded(version)
-        self.has_turn = False
+        self.has_permit = False
         return True
 
 
@@ -404,7 +404,7 @@ def test_any_order_of_events_keeps_the_invariants_and_everything_is_served(made,
         lambda: world.claim("eval"),
         world.admit,
         world.swap,
-        world.turn,
+        world.permit,
         lambda: world.publish() if len(world.published) < steps else None,
     ]
     for action, which in events:

@@ -1,4 +1,4 @@
-"""Turns of a staggered update: the policy alone, and in a small simulation of instances and a trainer."""
+"""Permits of a staggered update: the policy alone, and in a small simulation of instances and a trainer."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.flow.stagger import Supply, Turns
+from asyncflow.flow.stagger import Permits, Supply
 
 
 def supply(*rates: float, need: float | None = 1.0, ready: int = 0, version_s: float | None = None) -> Supply:
     return Supply(rates={f"r{i}": rate for i, rate in enumerate(rates)}, need=need, ready=ready, version_s=version_s)
 
 
-def asked(*versions: int, most: int | None = None, turn_s: float | None = 1.0) -> Turns:
-    """Turns for which r0, r1, ... wait with these versions; one turn of ``turn_s`` seconds is over."""
-    turns = Turns(most=most)
-    if turn_s is not None:
-        turns.ask("before", version=0, now=-turn_s)
-        assert turns.grant(supply(1.0), now=-turn_s) == ["before"]
-        turns.end("before", now=0.0)
+def asked(*versions: int, most: int | None = None, permit_s: float | None = 1.0) -> Permits:
+    """Permits for which r0, r1, ... wait with these versions; one permit of ``permit_s`` seconds is over."""
+    permits = Permits(most=most)
+    if permit_s is not None:
+        permits.ask("before", version=0, now=-permit_s)
+        assert permits.grant(supply(1.0), now=-permit_s) == ["before"]
+        permits.end("before", now=0.0)
     for index, version in enumerate(versions):
-        turns.ask(f"r{index}", version=version, now=0.0)
-    return turns
+        permits.ask(f"r{index}", version=version, now=0.0)
+    return permits
 
 
 def test_as_many_as_the_others_can_stand_in_for_and_the_oldest_version_first() -> None:
@@ -36,17 +36,17 @@ def test_as_many_as_the_others_can_stand_in_for_and_the_oldest_version_first() -
 
 def test_samples_that_lie_ready_bridge_the_gap() -> None:
     assert asked(1, 1, 1, 1).grant(supply(1, 1, 1, 1, need=4.0, ready=3), now=1.0) == ["r0", "r1", "r2"]
-    slow = asked(1, 1, 1, 1, turn_s=2.0)
+    slow = asked(1, 1, 1, 1, permit_s=2.0)
     assert slow.grant(supply(1, 1, 1, 1, need=4.0, ready=4), now=1.0) == ["r0", "r1"]
 
 
-def test_all_have_had_their_turn_when_the_next_version_comes() -> None:
+def test_all_have_had_their_permit_when_the_next_version_comes() -> None:
     nobody_to_spare = supply(*[1.0] * 8, need=100.0, version_s=4.0)
     assert len(asked(*[1] * 8).grant(nobody_to_spare, now=1.0)) == 2
 
 
-def test_one_at_a_time_while_it_is_unknown_how_long_a_turn_takes_or_what_training_needs() -> None:
-    assert asked(1, 1, turn_s=None).grant(supply(1, 1, need=0.0), now=1.0) == ["r0"]
+def test_one_at_a_time_while_it_is_unknown_how_long_a_permit_takes_or_what_training_needs() -> None:
+    assert asked(1, 1, permit_s=None).grant(supply(1, 1, need=0.0), now=1.0) == ["r0"]
     assert asked(1, 1).grant(supply(1, 1, need=None, ready=99), now=1.0) == ["r0"]
 
 
@@ -55,24 +55,24 @@ def test_never_more_than_the_manifest_allows() -> None:
 
 
 def test_who_asks_again_is_told_the_same_and_who_is_gone_keeps_nobody_waiting() -> None:
-    turns, little = asked(1, 1, 1), supply(1, 1, 1, need=3.0)
-    assert turns.grant(little, now=1.0) == ["r0"]
-    assert turns.grant(little, now=1.1) == []
-    turns.ask("r0", version=1, now=1.2)
-    assert turns.grant(little, now=1.2) == ["r0"]
-    turns.leave("r0")
-    assert turns.grant(little, now=1.3) == ["r1"]
-    turns.withdraw("r2")
-    turns.end("r1", now=1.4)
-    assert turns.grant(little, now=1.5) == []
-    assert turns.out == frozenset()
+    permits, little = asked(1, 1, 1), supply(1, 1, 1, need=3.0)
+    assert permits.grant(little, now=1.0) == ["r0"]
+    assert permits.grant(little, now=1.1) == []
+    permits.ask("r0", version=1, now=1.2)
+    assert permits.grant(little, now=1.2) == ["r0"]
+    permits.leave("r0")
+    assert permits.grant(little, now=1.3) == ["r1"]
+    permits.withdraw("r2")
+    permits.end("r1", now=1.4)
+    assert permits.grant(little, now=1.5) == []
+    assert permits.out == frozenset()
 
 
-def test_a_turn_that_does_not_end_is_not_waited_for() -> None:
-    turns, little = asked(1, 1), supply(1, 1, need=2.0)
-    assert turns.grant(little, now=1.0) == ["r0"]
-    assert turns.grant(little, now=50.0) == []
-    assert turns.grant(little, now=62.0) == ["r1"]
+def test_a_permit_that_does_not_end_is_not_waited_for() -> None:
+    permits, little = asked(1, 1), supply(1, 1, need=2.0)
+    assert permits.grant(little, now=1.0) == ["r0"]
+    assert permits.grant(little, now=50.0) == []
+    assert permits.grant(little, now=62.0) == ["r1"]
 
 
 @given(
@@ -80,7 +80,7 @@ def test_a_turn_that_does_not_end_is_not_waited_for() -> None:
     need=st.none() | st.floats(0.0, 100.0),
     ready=st.integers(0, 100),
     version_s=st.none() | st.floats(0.1, 100.0),
-    turn_s=st.floats(0.1, 10.0),
+    permit_s=st.floats(0.1, 10.0),
     most=st.none() | st.integers(1, 12),
 )
 def test_what_is_granted_is_supplied_or_is_the_least(
@@ -88,23 +88,23 @@ def test_what_is_granted_is_supplied_or_is_the_least(
     need: float | None,
     ready: int,
     version_s: float | None,
-    turn_s: float,
+    permit_s: float,
     most: int | None,
 ) -> None:
     known = supply(*rates, need=need, ready=ready, version_s=version_s)
-    turns = asked(*range(len(rates)), most=most, turn_s=turn_s)
-    granted = turns.grant(known, now=0.0)
+    permits = asked(*range(len(rates)), most=most, permit_s=permit_s)
+    granted = permits.grant(known, now=0.0)
     assert 1 <= len(granted) <= min(len(rates), most or len(rates))
     assert granted == [f"r{i}" for i in range(len(granted))]
-    assert len(granted) <= known.least(turn_s) or known.suffices(set(granted), turn_s=turn_s)
-    again = turns.grant(known, now=0.0)
+    assert len(granted) <= known.least(permit_s) or known.suffices(set(granted), permit_s=permit_s)
+    again = permits.grant(known, now=0.0)
     assert again == [], "all that may is granted at once"
 
 
 class Fleet:
     """Instances that make samples, and a trainer that takes them in their order, in ticks of 10 ms.
 
-    An instance whose turn it is makes nothing for ``turn_s`` seconds. A version is published after each ``batch``
+    An instance whose permit it is makes nothing for ``permit_s`` seconds. A version is published after each ``batch``
     samples that are trained, and staged everywhere ``transfer_s`` later. As in a job, so many samples are begun as one
     step has and ``threshold`` of it more, beyond those of the newest version, and D_k by θ_{k-2} or a newer one.
     """
@@ -113,21 +113,21 @@ class Fleet:
 
     def __init__(
         self,
-        turns: Turns,
+        permits: Permits,
         *,
         instances: int,
         rate: float,
         need: float,
         batch: int,
-        turn_s: float,
+        permit_s: float,
         transfer_s: float,
         threshold: float,
     ) -> None:
         spread = random.Random(instances)
         self.rates = {f"r{i}": rate / instances * spread.uniform(0.8, 1.2) for i in range(instances)}
-        self.need, self.batch, self.turn_s = need, batch, turn_s
+        self.need, self.batch, self.permit_s = need, batch, permit_s
         self.transfer_s, self.threshold = transfer_s, threshold
-        self.turns = turns
+        self.permits = permits
         self.version = dict.fromkeys(self.rates, 0)
         self.credit = dict.fromkeys(self.rates, 0.0)
         self.back_at: dict[str, float] = {}
@@ -143,13 +143,13 @@ class Fleet:
         for name in [name for name, at in self.back_at.items() if at <= self.now]:
             del self.back_at[name]
             self.version[name] = staged
-            self.turns.end(name, now=self.now)
+            self.permits.end(name, now=self.now)
         for name, version in self.version.items():
             if version < staged and name not in self.back_at:
-                self.turns.ask(name, version=version, now=self.now)
+                self.permits.ask(name, version=version, now=self.now)
         ready = len(self.made) - len(self.lags)
         known = Supply(rates=self.rates, need=self.need, ready=ready, version_s=self.version_s)
-        self.back_at |= dict.fromkeys(self.turns.grant(known, now=self.now), self.now + self.turn_s)
+        self.back_at |= dict.fromkeys(self.permits.grant(known, now=self.now), self.now + self.permit_s)
         self.generate()
         self.train()
 
@@ -178,17 +178,17 @@ class Fleet:
             self.staged_at.append(staged_at)
 
 
-class AllAtOnce(Turns):
-    """The control: whoever asks has its turn."""
+class AllAtOnce(Permits):
+    """The control: whoever asks has its permit."""
 
     def grant(self, supply: Supply, *, now: float) -> list[str]:
         return super().grant(replace(supply, need=0.0), now=now)
 
 
-def starved(turns: Turns, *, instances: int) -> tuple[float, float]:
+def starved(permits: Permits, *, instances: int) -> tuple[float, float]:
     """Return the share of its time for which the trainer starved, and the mean lag after the first two steps."""
     fleet = Fleet(
-        turns, instances=instances, rate=20.0, need=10.0, batch=100, turn_s=3.0, transfer_s=1.0, threshold=0.1
+        permits, instances=instances, rate=20.0, need=10.0, batch=100, permit_s=3.0, transfer_s=1.0, threshold=0.1
     )
     while len(fleet.staged_at) <= 12:
         fleet.tick()
@@ -199,7 +199,7 @@ def starved(turns: Turns, *, instances: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("instances", [3, 8])
 def test_the_trainer_does_not_starve_as_it_does_when_all_change_at_once(instances: int) -> None:
-    share, lag = starved(Turns(), instances=instances)
+    share, lag = starved(Permits(), instances=instances)
     assert share < 0.002
     assert lag < 0.6
     assert starved(AllAtOnce(), instances=instances)[0] > 5 * share

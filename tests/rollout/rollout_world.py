@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from asyncflow.data.base import Prompt
 from asyncflow.flow.instance import Instance
-from asyncflow.flow.stagger import Supply, Turns
+from asyncflow.flow.stagger import Permits, Supply
 from asyncflow.identity import NEWEST, Version
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.queue.client import QueueClient
@@ -35,10 +35,10 @@ from asyncflow.rpc.columns import Jagged
 from asyncflow.rpc.server import RpcServer
 from asyncflow.telemetry.metrics import RolloutMetrics
 from asyncflow.weights.host_transport import HostTransport
+from asyncflow.weights.permits import PermitService, SwapPermits
 from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.sender import WeightSender
 from asyncflow.weights.service import CatalogueService
-from asyncflow.weights.turns import SwapTurns, TurnService
 
 MADE = ["response_ids", "logprobs", "versions", "reward"]
 VOCAB = 97
@@ -86,9 +86,9 @@ class World:
             await self.start_unit(index)
         self.driver = RpcServer(name="driver")
         self.catalogue = CatalogueService(self.driver)
-        self.turns = Turns(most=1)
+        self.permits = Permits(most=1)
         supply = Supply(rates={}, need=0.0, ready=0, version_s=None)
-        TurnService(self.driver, turns=self.turns, supply=lambda: supply)
+        PermitService(self.driver, permits=self.permits, supply=lambda: supply)
         self.driver_address = await self.driver.start()
         self.stack.push_async_callback(self.driver.close)
         self.queue = self.client("driver")
@@ -234,7 +234,7 @@ class World:
             settings=settings,
             metrics=RolloutMetrics(),
             merge=merge,
-            turns=SwapTurns(membership=self.link(name), worker=name) if staggered else None,
+            permits=SwapPermits(membership=self.link(name), worker=name) if staggered else None,
         )
         running = asyncio.create_task(worker.run())
         rollout = Rollout(worker, receiver, instance, queue, running)

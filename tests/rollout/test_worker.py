@@ -318,14 +318,14 @@ async def test_staggered_one_changes_weights_while_the_other_goes_on(world, swap
     both = [await world.rollout(name, token_s=0.02, swap_at=swap_at, staggered=True) for name in ("r0", "r1")]
     await world.put(range(40), step=1, oldest=0, newest=9)
     await until(lambda: all(rollout.instance.running >= 8 for rollout in both), "sequences")
-    grant, found = world.turns.grant, []
+    grant, found = world.permits.grant, []
 
     def observed(*known, **when):
         if granted := grant(*known, **when):
             found.append((len(granted), sorted(rollout.instance.current.step for rollout in both)))
         return granted
 
-    world.turns.grant = observed
+    world.permits.grant = observed
     await world.publish(1)
     await until(lambda: all(rollout.instance.current == Version(0, 1) for rollout in both), "both swaps")
     assert found == [(1, [0, 0]), (1, [0, 1])]

@@ -40,7 +40,7 @@ from asyncflow.driver.tasks import EVAL, TRAIN
 from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
 from asyncflow.flow.admission import InFlight, admission_of
 from asyncflow.flow.schedule import Schedule
-from asyncflow.flow.stagger import Supply, Turns
+from asyncflow.flow.stagger import Permits, Supply
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.rpc.directory import Directory
@@ -48,8 +48,8 @@ from asyncflow.rpc.server import RpcServer
 from asyncflow.telemetry.metrics import DriverMetrics
 from asyncflow.training.report import ReportReply, TrainReport
 from asyncflow.weights.catalogue import Catalogue
+from asyncflow.weights.permits import PermitService
 from asyncflow.weights.service import CatalogueService
-from asyncflow.weights.turns import TurnService
 
 log = logging.getLogger(__name__)
 
@@ -170,10 +170,12 @@ class Driver:
         self.progress = RunProgress(folder, steps=spec.algorithm.steps, now=clock.now())
         self.assignment = PromptAssignment(prompts_per_step=spec.algorithm.prompts_per_step, steps=spec.algorithm.steps)
         self.weights = CatalogueService(server, catalogue=Catalogue(keep=spec.weight_sync.keep))
-        self._turns: TurnService | None = None
+        self._permits: PermitService | None = None
         if spec.schedule.update == "staggered":
-            turns = self._turns = TurnService(server, turns=Turns(most=spec.weight_sync.stagger), supply=self._supply)
-            directory.on_leave.append(lambda member, _reason: turns.leave(member.incarnation))
+            permits = self._permits = PermitService(
+                server, permits=Permits(most=spec.weight_sync.stagger), supply=self._supply
+            )
+            directory.on_leave.append(lambda member, _reason: permits.leave(member.incarnation))
         self.changes = ChangeSignal()
         done = self.progress.done >= self.progress.steps
         self.lives = Lives(
@@ -411,8 +413,8 @@ class Driver:
             if self.phase == "Running":
                 self._look_at_rollouts(status)
             show(self.metrics, status, stats=stats, members=self.members.counts)
-            if self._turns is not None:
-                self._turns.look()
+            if self._permits is not None:
+                self._permits.look()
             self.changes.notify()
             await asyncio.sleep(PULSE_S)
 

@@ -106,7 +106,7 @@ def cause(status: Status, silent_s: float, *, swap_at: SwapAt) -> str:
     if status.get("draining"):
         return "draining"
     if staged is not None and staged != current:
-        when = "waits for its turn" if status.get("waits_turn") else _SWAPS_WHEN.get(swap_at)
+        when = "waits for a permit" if status.get("waits_permit") else _SWAPS_WHEN.get(swap_at)
         return f"θ_{staged} is here; {when if when and status.get('running') else 'about to swap'}"
     if receiving is not None:
         return f"receiving θ_{receiving}, {float(status.get('received', 0.0)):.0%} of it here"

@@ -9,7 +9,7 @@ one: the rows of an instance that died.
 runs ends under the version it began with, then the instance swaps.
 *token*: as *sequence*, but training rows that run are carried over: they go on under the newer version, at once.
 *staggered*, with either of these: while other instances change weights, this one goes on as if nothing were staged,
-until it has its turn (``flow.stagger``), or has nothing to do.
+until it has a permit (``flow.stagger``), or has nothing to do.
 
 In all, a version is not left while its evaluation still has rows to claim, and rows of an evaluation that nobody
 served in time are claimed by an instance that has nothing else to do (sequence: by any), which goes back for them.
@@ -57,13 +57,13 @@ class Instance:
     """The decisions of one instance; the caller tells what happened and then asks what to do.
 
     slots: sequences that the engine runs at once; ahead: how many more may be begun, so that a slot that becomes free
-    finds the next one waiting; staggered: whether it leaves a version for a newer one only when it has its turn.
+    finds the next one waiting; staggered: whether it leaves a version for a newer one only with a permit.
     """
 
     def __init__(self, *, swap_at: SwapAt, slots: int, ahead: int = 0, staggered: bool = False) -> None:
         self._back = swap_at == "quota"
         self._carries = swap_at == "token"
-        self._has_turn = not staggered
+        self._has_permit = not staggered
         self._staggered = staggered
         self._slots = slots
         self._capacity = slots + ahead
@@ -90,18 +90,18 @@ class Instance:
         return len(self._held)
 
     @property
-    def wants_turn(self) -> bool:
-        """True while it generates with one version, a newer one is staged, and it has no turn to change to that."""
+    def wants_permit(self) -> bool:
+        """True while it generates with one version, a newer one is staged, and it has no permit to change to that."""
         return self._newer_staged() and not self._forward()
 
     @property
-    def has_turn(self) -> bool:
+    def has_permit(self) -> bool:
         """True from when it may change to what is staged until it has."""
-        return self._has_turn
+        return self._has_permit
 
-    def take_turn(self) -> None:
+    def take_permit(self) -> None:
         """Take in that it may change to what is staged."""
-        self._has_turn = True
+        self._has_permit = True
 
     def know(self, *, staged: Version | None, in_memory: Iterable[int], available: Iterable[int]) -> None:
         """Take in what can be loaded: the newest version staged, the steps in host memory, and those to be had."""
@@ -116,7 +116,7 @@ class Instance:
         self.current = version
         self._newest = version if self._newest is None else max(self._newest, version)
         self._eval_dry = False
-        self._has_turn = not self._staggered
+        self._has_permit = not self._staggered
 
     def take(self, works: Iterable[Work]) -> list[Work]:
         """Hold rows that a claim gave, not ready yet; gives those that this instance will never serve."""
@@ -249,7 +249,7 @@ class Instance:
         assert self._newest is not None
         newest = self._newest.step
         older = frozenset(step for step in self._available if step <= newest)
-        return older if self.wants_turn else self._in_memory | older
+        return older if self.wants_permit else self._in_memory | older
 
     def _newer_staged(self) -> bool:
         """Return whether a version newer than the loaded one is staged."""
@@ -257,7 +257,7 @@ class Instance:
 
     def _forward(self) -> bool:
         """Return whether it leaves the loaded version for a newer one that is staged."""
-        free = self._has_turn or self.current is None or self._behind() or not self._all()
+        free = self._has_permit or self.current is None or self._behind() or not self._all()
         return free and self._newer_staged()
 
     def _ahead(self, step: int) -> bool:

@@ -1,19 +1,19 @@
-"""Turns of a staggered update: which instances may change weights now, while the others keep the trainer supplied.
+"""Permits of a staggered update: which instances may change weights now, while the others keep the trainer supplied.
 
-An instance that changes weights generates less, or nothing, for a while: its turn. Training takes ``need`` samples a
-second; the instances that go on make up for a part of that, and samples that lie ready for the rest. So the set S of
-instances may have their turn at once while
+An instance that changes weights generates less, or nothing, for as long as it holds its permit. Training takes ``need``
+samples a second; the instances that go on make up for a part of that, and samples that lie ready for the rest. So the
+set S of instances may hold permits at once while
 
-    sum of the rates of those outside S  +  ready / seconds of a turn  >=  need
+    sum of the rates of those outside S  +  ready / seconds of a permit  >=  need
 
-Weights have to go forward all the same: as many instances as it takes for all to have had their turn before the next
-version comes may always have one, at least one of them (``Supply.least``).
+Weights have to go forward all the same: as many instances as it takes for all to have had a permit before the next
+version comes may always hold one, at least one of them (``Supply.least``).
 
 Source: AsyncFlow §4.2.2 leaves sub-step updates as future work, and names no condition.
 
-Invariants: beyond ``least``, a turn is granted only while the trainer is supplied during the turns that are under way;
-those with the oldest version come first, and nobody overtakes them; whoever is gone, or has its turn for far longer
-than others had, keeps nobody waiting.
+Invariants: beyond ``least``, a permit is granted only while the trainer is supplied during those that are held;
+those with the oldest version come first, and nobody overtakes them; whoever is gone, or holds its permit for far longer
+than others did, keeps nobody waiting.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _OVERDUE = 3.0
-"""Times the longest of the last turns after which a turn keeps nobody waiting any more."""
+"""Times the mean of the last permits after which one keeps nobody waiting any more."""
 _PATIENCE_S = 60.0
-"""The same in seconds, where no turn has ended yet, and the least there is."""
+"""The same in seconds, where no permit has ended yet, and the least there is."""
 _SMOOTHING = 0.3
 
 
@@ -43,18 +43,18 @@ class Supply:
     ready: int
     version_s: float | None
 
-    def suffices(self, out: set[str], *, turn_s: float) -> bool:
-        """Return whether the trainer is supplied for ``turn_s`` seconds in which ``out`` make nothing."""
+    def suffices(self, out: set[str], *, permit_s: float) -> bool:
+        """Return whether the trainer is supplied for ``permit_s`` seconds in which ``out`` make nothing."""
         if self.need is None:
             return False
         rest = sum(rate for name, rate in self.rates.items() if name not in out)
-        return rest * turn_s + self.ready >= self.need * turn_s
+        return rest * permit_s + self.ready >= self.need * permit_s
 
-    def least(self, turn_s: float) -> int:
-        """Return how many have their turn at once if all are to have had one when the next version comes."""
+    def least(self, permit_s: float) -> int:
+        """Return how many hold a permit at once if all are to have had one when the next version comes."""
         if self.version_s is None or self.version_s <= 0:
             return 1
-        return max(1, math.ceil(len(self.rates) * turn_s / self.version_s))
+        return max(1, math.ceil(len(self.rates) * permit_s / self.version_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +63,22 @@ class _Waiting:
     since: float
 
 
-class Turns:
-    """Turns that are waited for and under way. most: at once, None for no bound. Times in seconds."""
+class Permits:
+    """Permits that are waited for and held. most: at once, None for no bound. Times in seconds."""
 
     def __init__(self, *, most: int | None = None) -> None:
         self._most = most
         self._waiting: dict[str, _Waiting] = {}
         self._out: dict[str, float] = {}
-        self._turn_s: float | None = None
+        self._permit_s: float | None = None
 
     @property
     def out(self) -> frozenset[str]:
-        """Those that have their turn."""
+        """Those that hold a permit."""
         return frozenset(self._out)
 
     def ask(self, name: str, *, version: int, now: float) -> None:
-        """Take in that an instance with the weights of ``version`` (packed) waits for a turn."""
+        """Take in that an instance with the weights of ``version`` (packed) waits for a permit."""
         since = self._waiting[name].since if name in self._waiting else now
         self._waiting[name] = _Waiting(version, since)
 
@@ -87,11 +87,11 @@ class Turns:
         self._waiting.pop(name, None)
 
     def end(self, name: str, *, now: float) -> None:
-        """Take in that a turn is over, and learn from it how long one takes; one that is not known changes nothing."""
+        """Take in that a permit is over, and learn how long one takes; one that is not known changes nothing."""
         began = self._out.pop(name, None)
         if began is not None:
-            before = now - began if self._turn_s is None else self._turn_s
-            self._turn_s = before + _SMOOTHING * (now - began - before)
+            before = now - began if self._permit_s is None else self._permit_s
+            self._permit_s = before + _SMOOTHING * (now - began - before)
 
     def leave(self, name: str) -> None:
         """Take in that an instance is gone."""
@@ -99,17 +99,17 @@ class Turns:
         self._out.pop(name, None)
 
     def grant(self, supply: Supply, *, now: float) -> list[str]:
-        """Return those that have their turn from now on, the oldest version first."""
+        """Return those that hold a permit from now on, the oldest version first."""
         granted = [name for name in self._waiting if name in self._out]
-        under_way = {name for name, began in self._out.items() if now - began < self._overdue_s}
-        turn_s = self._turn_s or 0.0
+        held = {name for name, began in self._out.items() if now - began < self._overdue_s}
+        permit_s = self._permit_s or 0.0
         for name in sorted(self._waiting.keys() - granted, key=self._order):
-            if self._most is not None and len(under_way) >= self._most:
+            if self._most is not None and len(held) >= self._most:
                 break
-            if len(under_way) >= supply.least(turn_s) and not self._spared(name, supply):
+            if len(held) >= supply.least(permit_s) and not self._spared(name, supply):
                 break
             granted.append(name)
-            under_way.add(name)
+            held.add(name)
             self._out[name] = now
         for name in granted:
             del self._waiting[name]
@@ -117,11 +117,11 @@ class Turns:
 
     @property
     def _overdue_s(self) -> float:
-        return max(_PATIENCE_S, _OVERDUE * (self._turn_s or 0.0))
+        return max(_PATIENCE_S, _OVERDUE * (self._permit_s or 0.0))
 
     def _spared(self, name: str, supply: Supply) -> bool:
-        """Return whether the trainer stays supplied if this one has its turn too; False while no turn has ended."""
-        return self._turn_s is not None and supply.suffices({*self._out, name}, turn_s=self._turn_s)
+        """Return whether the trainer stays supplied if this one has a permit too; False while none has ended."""
+        return self._permit_s is not None and supply.suffices({*self._out, name}, permit_s=self._permit_s)
 
     def _order(self, name: str) -> tuple[int, float, str]:
         waiting = self._waiting[name]

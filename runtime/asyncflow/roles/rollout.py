@@ -23,8 +23,8 @@ from asyncflow.rollout.loading import EXACT, ROUNDED
 from asyncflow.rollout.worker import RolloutWorker, wanted_by
 from asyncflow.rpc.membership import Status
 from asyncflow.telemetry.metrics import RolloutMetrics
+from asyncflow.weights.permits import SwapPermits
 from asyncflow.weights.receiver import WeightReceiver
-from asyncflow.weights.turns import SwapTurns
 
 
 def main(options: RoleOptions) -> int:
@@ -100,7 +100,7 @@ async def serve(context: JobContext) -> None:
             ),
             metrics=metrics,
             merge=merge,
-            turns=SwapTurns(membership=membership, worker=context.worker) if staggered else None,
+            permits=SwapPermits(membership=membership, worker=context.worker) if staggered else None,
         )
         metrics.watch_busy(worker.meter.busy)
         metrics.watch_busy(worker.meter.occupied, what="occupied")

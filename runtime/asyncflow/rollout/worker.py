@@ -36,8 +36,8 @@ from asyncflow.rollout.loading import Merge, WeightLoader
 from asyncflow.rpc.membership import Status
 from asyncflow.telemetry.metrics import BusyClock, RolloutMetrics
 from asyncflow.weights.messages import CatalogueView
+from asyncflow.weights.permits import SwapPermits
 from asyncflow.weights.receiver import WeightReceiver
-from asyncflow.weights.turns import SwapTurns
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class RolloutWorker:
     """Runs one instance.
 
     receiver, made with ``want=wanted_by(instance)``, engine and rewards are started before and closed after by the
-    caller. merge: see ``WeightLoader``; turns: of a staggered update, None where it changes weights when it can.
+    caller. merge: see ``WeightLoader``; permits: of a staggered update, None where it changes weights when it can.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class RolloutWorker:
         settings: RolloutSettings,
         metrics: RolloutMetrics,
         merge: Merge | None = None,
-        turns: SwapTurns | None = None,
+        permits: SwapPermits | None = None,
     ) -> None:
         self.meter = RolloutMeter(metrics)
         self.loader = WeightLoader(receiver, engine, metrics=metrics, probe_gap=settings.probe_gap, merge=merge)
@@ -163,7 +163,7 @@ class RolloutWorker:
         self._tokenizer = tokenizer
         self._instance = instance
         self._settings = settings
-        self._turns = turns
+        self._permits = permits
         self._looked = asyncio.Event()
         self._changed = asyncio.Event()
         self._leaving = asyncio.Event()
@@ -211,8 +211,8 @@ class RolloutWorker:
             *(claimer.run() for claimer in self._claimers),
         ):
             self._spawn(work)
-        if self._turns is not None:
-            self._spawn(self._take_turns(self._turns))
+        if self._permits is not None:
+            self._spawn(self._take_permits(self._permits))
         try:
             await self._leaving.wait()
         finally:
@@ -225,7 +225,7 @@ class RolloutWorker:
         tokens = self._engine.stats().tokens
         return {
             **self.loader.status(),
-            "waits_turn": self._turns is not None and self._instance.wants_turn,
+            "waits_permit": self._permits is not None and self._instance.wants_permit,
             "slots": self._engine.slots,
             "running": self._instance.running,
             "inflight": len(self._in_flight),
@@ -276,17 +276,17 @@ class RolloutWorker:
             claimer.changed.set()
         self._looked.set()
 
-    async def _take_turns(self, turns: SwapTurns) -> None:
-        """Take a turn to change weights whenever the instance wants one; it may have done without in the meantime."""
+    async def _take_permits(self, permits: SwapPermits) -> None:
+        """Take a permit to change weights whenever the instance wants one; it may have done without in the meantime."""
         instance = self._instance
         while True:
-            await self._until(lambda: instance.wants_turn)
+            await self._until(lambda: instance.wants_permit)
             assert instance.current is not None
-            async with turns.turn(instance.current):
-                if instance.wants_turn:
-                    instance.take_turn()
+            async with permits.permit(instance.current):
+                if instance.wants_permit:
+                    instance.take_permit()
                     self._changed.set()
-                    await self._until(lambda: not instance.has_turn)
+                    await self._until(lambda: not instance.has_permit)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():

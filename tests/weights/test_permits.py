@@ -1,4 +1,4 @@
-"""Turns of a staggered update over real sockets: who waits is woken, and whoever vanishes keeps nobody waiting."""
+"""Permits of a staggered update over real sockets: who waits is woken, and whoever vanishes keeps nobody waiting."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from asyncflow.flow.stagger import Supply, Turns
+from asyncflow.flow.stagger import Permits, Supply
 from asyncflow.identity import Version
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.server import RpcServer
-from asyncflow.weights import turns as module
-from asyncflow.weights.turns import SwapTurns, TurnService
+from asyncflow.weights import permits as module
+from asyncflow.weights.permits import PermitService, SwapPermits
 
 
 class Link:
-    """The part of a membership that a worker's turns need."""
+    """The part of a membership that a worker's permits need."""
 
     def __init__(self, driver: RpcClient) -> None:
         self.driver = driver
 
 
 class Driver:
-    """A driver of which nothing is there but turns. supply: what it knows; at most ``most`` turns at once."""
+    """A driver of which nothing is there but permits. supply: what it knows; at most ``most`` permits at once."""
 
     def __init__(self, *, most: int) -> None:
         self.supply = Supply(rates={}, need=0.0, ready=0, version_s=None)
         self.most = most
         self.address = "tcp://127.0.0.1:*"
         self.server: RpcServer
-        self.service: TurnService
+        self.service: PermitService
 
     async def start(self) -> None:
         self.server = RpcServer(name="driver", bind=self.address)
-        self.service = TurnService(self.server, turns=Turns(most=self.most), supply=lambda: self.supply)
+        self.service = PermitService(self.server, permits=Permits(most=self.most), supply=lambda: self.supply)
         self.address = await self.server.start()
 
 
@@ -48,26 +48,26 @@ async def driver() -> AsyncIterator[Driver]:
 
 
 @pytest.fixture
-async def worker(driver: Driver) -> AsyncIterator[Callable[[str], SwapTurns]]:
+async def worker(driver: Driver) -> AsyncIterator[Callable[[str], SwapPermits]]:
     async with contextlib.AsyncExitStack() as stack:
 
-        def made(name: str) -> SwapTurns:
+        def made(name: str) -> SwapPermits:
             client = RpcClient(name=name, resolve=driver.address)
             stack.push_async_callback(client.close)
-            return SwapTurns(membership=Link(client), worker=name)  # type: ignore[arg-type]
+            return SwapPermits(membership=Link(client), worker=name)  # type: ignore[arg-type]
 
         yield made
 
 
 class Turn:
-    """One turn of a worker, in a task of its own, from ``begun`` until ``over`` is set."""
+    """One permit of a worker, in a task of its own, from ``begun`` until ``over`` is set."""
 
-    def __init__(self, turns: SwapTurns, version: int) -> None:
+    def __init__(self, permits: SwapPermits, version: int) -> None:
         self.begun, self.over = asyncio.Event(), asyncio.Event()
-        self.task = asyncio.create_task(self._run(turns, Version(0, version)))
+        self.task = asyncio.create_task(self._run(permits, Version(0, version)))
 
-    async def _run(self, turns: SwapTurns, version: Version) -> None:
-        async with turns.turn(version):
+    async def _run(self, permits: SwapPermits, version: Version) -> None:
+        async with permits.permit(version):
             self.begun.set()
             await self.over.wait()
 
@@ -76,7 +76,7 @@ class Turn:
         await self.task
 
 
-async def test_one_after_another_the_oldest_version_first(driver: Driver, worker: Callable[[str], SwapTurns]) -> None:
+async def test_one_after_another_the_oldest_version_first(driver: Driver, worker: Callable[[str], SwapPermits]) -> None:
     async with asyncio.timeout(20):
         first = Turn(worker("a"), 5)
         await first.begun.wait()
@@ -85,16 +85,16 @@ async def test_one_after_another_the_oldest_version_first(driver: Driver, worker
             await asyncio.sleep(0.01)
         last = first
         for name in ("c", "d", "b"):
-            assert not any(turn.begun.is_set() for other, turn in waiting.items() if other != name)
+            assert not any(permit.begun.is_set() for other, permit in waiting.items() if other != name)
             await last.end()
             last = waiting.pop(name)
             await last.begun.wait()
         await last.end()
-    assert driver.service._turns.out == frozenset()
+    assert driver.service._permits.out == frozenset()
 
 
 async def test_who_vanishes_or_gives_up_keeps_nobody_waiting(
-    driver: Driver, worker: Callable[[str], SwapTurns]
+    driver: Driver, worker: Callable[[str], SwapPermits]
 ) -> None:
     async with asyncio.timeout(20):
         vanishes = Turn(worker("a"), 1)
@@ -107,14 +107,14 @@ async def test_who_vanishes_or_gives_up_keeps_nobody_waiting(
             await asyncio.sleep(0.01)
         vanishes.task.cancel()
         await asyncio.wait([vanishes.task, gives_up.task])
-        assert not waits.begun.is_set(), "a turn lasts until it is said to be over"
+        assert not waits.begun.is_set(), "a permit lasts until it is said to be over"
         driver.service.leave("a")
         await waits.begun.wait()
         await waits.end()
 
 
 async def test_a_driver_that_was_started_again_is_asked_again(
-    driver: Driver, worker: Callable[[str], SwapTurns], monkeypatch: pytest.MonkeyPatch
+    driver: Driver, worker: Callable[[str], SwapPermits], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_CALL_S", 1.0)
     async with asyncio.timeout(30):
@@ -126,12 +126,12 @@ async def test_a_driver_that_was_started_again_is_asked_again(
         await driver.start()
         await waits.begun.wait()
         await has.end()
-        assert driver.service._turns.out == {"b"}, "the new driver knew of no turn of a"
+        assert driver.service._permits.out == {"b"}, "the new driver knew of no permit of a"
         await waits.end()
 
 
-async def test_who_is_not_granted_a_turn_in_time_asks_again(
-    driver: Driver, worker: Callable[[str], SwapTurns], monkeypatch: pytest.MonkeyPatch
+async def test_who_is_not_granted_a_permit_in_time_asks_again(
+    driver: Driver, worker: Callable[[str], SwapPermits], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_WAIT_S", 0.05)
     async with asyncio.timeout(20):
