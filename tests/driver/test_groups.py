@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from queue_world import answer_all, claim_all, queue_of
 
+from asyncflow.algorithms.base import Group
+from asyncflow.algorithms.grpo import Grpo
 from asyncflow.api.load import load_job
 from asyncflow.driver import groups as module
 from asyncflow.driver.dispatch import PromptAssignment
@@ -30,16 +32,20 @@ AT_ONCE: dict[str, Any] = {"together": lambda step: [step], "complete": lambda _
 """No step waits for another."""
 
 
+def group_of(*rewards: float, serial: int = 0) -> Group:
+    n = len(rewards)
+    return Group(serial, np.arange(n), np.array(rewards, dtype=np.float64), np.ones(n, np.int64), np.zeros(n, np.bool_))
+
+
 def policy(**changes: object) -> GroupPolicy:
-    settings = {"estimator": "grpo", "drop_zero_variance": False, "most_filtered": 1, "drop_timeouts": False} | changes
+    settings = {"algorithm": Grpo(), "drop_zero_variance": False, "most_filtered": 1, "drop_timeouts": False} | changes
     return GroupPolicy(**settings)  # type: ignore[arg-type]
 
 
 def test_a_group_without_variance_is_kept_or_filtered() -> None:
-    rewards = np.ones(4)
-    assert policy().refusal(rewards) is None
-    assert policy(drop_zero_variance=True).refusal(rewards) == FILTERED_ZERO_VARIANCE
-    assert policy(drop_zero_variance=True).refusal(np.array([0.0, 1.0])) is None
+    assert policy().decide(group_of(1, 1, 1, 1)).reason is None
+    assert policy(drop_zero_variance=True).decide(group_of(1, 1, 1, 1)).reason == FILTERED_ZERO_VARIANCE
+    assert policy(drop_zero_variance=True).decide(group_of(0, 1)).reason is None
 
 
 @pytest.mark.parametrize("failure", ["raised", "invalid", "out_of_range", "died"])
@@ -54,21 +60,23 @@ def test_a_reward_that_timed_out_is_0_unless_it_is_to_be_dropped() -> None:
 
 
 def test_a_group_of_one_reward_has_nothing_to_be_compared_with() -> None:
-    assert policy().refusal(np.ones(1)) == policy().refusal(np.ones(0)) == TOO_FEW_REWARDS
+    assert policy().decide(group_of(1)).reason == policy().decide(group_of()).reason == TOO_FEW_REWARDS
 
 
 def test_shuffling_permutes_within_the_group_and_is_a_function_of_the_serial() -> None:
-    rewards = np.array([0.0, 0.0, 0.0, 1.0, 1.0, 2.0])
+    rewards = (0, 0, 0, 1, 1, 2)
     plain, shuffled = policy(), policy(shuffle_seed=3)
-    once = shuffled.advantages(7, rewards)
-    assert np.array_equal(once, shuffled.advantages(7, rewards))
-    assert np.allclose(np.sort(once), np.sort(plain.advantages(7, rewards)))
-    different = [not np.array_equal(shuffled.advantages(serial, rewards), once) for serial in range(20)]
+    once = shuffled.decide(group_of(*rewards, serial=7)).advantages
+    assert np.array_equal(once, shuffled.decide(group_of(*rewards, serial=7)).advantages)
+    assert np.allclose(np.sort(once), np.sort(plain.decide(group_of(*rewards, serial=7)).advantages))
+    others = [shuffled.decide(group_of(*rewards, serial=serial)).advantages for serial in range(20)]
+    different = [not np.array_equal(other, once) for other in others]
     assert any(different)
 
 
 def test_advantages_are_the_estimators() -> None:
-    assert policy(estimator="dr-grpo").advantages(0, np.array([0.0, 1.0])).tolist() == pytest.approx([-0.5, 0.5])
+    decided = policy(algorithm=Grpo(estimator="dr-grpo")).decide(group_of(0, 1))
+    assert decided.advantages.tolist() == pytest.approx([-0.5, 0.5])
 
 
 async def test_of_a_group_the_trainer_sees_the_samples_that_have_a_reward(tmp_path: Path) -> None:

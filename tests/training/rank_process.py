@@ -197,13 +197,13 @@ def gradients(group: HostProcessGroup) -> dict[str, Any]:
     import torch
     from train_reference import GradientKept, part, samples
 
-    from asyncflow.algorithms.grpo import Aggregation, GrpoLoss
+    from asyncflow.algorithms.loss import Aggregation, Loss
     from asyncflow.training.settings import BackendSettings, OptimizerSettings
 
     aggregation = Aggregation(name="seq-mean-token-mean")
     settings = BackendSettings(
         optimizer=OptimizerSettings(learning_rate=1e-3, steps=2, max_grad_norm=0),
-        loss=GrpoLoss(aggregation=aggregation, kl=0.05, kl_name="k3"),
+        loss=Loss(aggregation=aggregation, kl=0.05, kl_name="k3"),
         temperature=0.8,
         pack_tokens=40,
         threads=1,

@@ -21,16 +21,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
-from asyncflow.algorithms.advantages import AdvantageName, group_advantages, zero_variance
+from asyncflow.algorithms.advantages import zero_variance
+from asyncflow.algorithms.base import Algorithm, Group, algorithm_of
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.status import RewardState
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
@@ -48,8 +49,6 @@ _Kept = Annotated[int, Meta(ge=0, le=1 << 50)]
 FILTERED_ZERO_VARIANCE: Final = "filtered: zero variance"
 TOO_FEW_REWARDS: Final = "too few rewards in its group"
 GROUPS_PER_CLAIM: Final = 64
-_FEWEST: Final = 2
-"""Rewards that an advantage within a group needs."""
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -153,14 +152,14 @@ class RewardTally:
 class GroupPolicy:
     """Rules for what becomes of a finished group.
 
-    estimator: the advantage's name (``asyncflow.algorithms.advantages``). drop_zero_variance: DAPO's dynamic sampling,
+    algorithm: shapes rewards, leaves out samples, and computes advantages. drop_zero_variance: DAPO's dynamic sampling,
     with at most ``most_filtered`` groups dropped for one step. drop_timeouts: a reward that ran into its deadline is
     none, instead of 0. shuffle_seed: permute the rewards of each group by it, the control in which nothing may be
     learned; None is off. refills: whether another group takes the place of one that goes no further; in a run that
     promises the same bits none can, because which one it is would depend on when it happens.
     """
 
-    estimator: AdvantageName
+    algorithm: Algorithm[Any]
     drop_zero_variance: bool
     most_filtered: int
     drop_timeouts: bool
@@ -171,7 +170,7 @@ class GroupPolicy:
     def of(cls, spec: RLJobSpec) -> GroupPolicy:
         """Return the policy that a manifest asks for."""
         return cls(
-            estimator=spec.algorithm.advantage,
+            algorithm=algorithm_of(spec),
             drop_zero_variance=spec.algorithm.filter_zero_variance == "drop",
             most_filtered=spec.algorithm.max_filtered_batches * spec.algorithm.prompts_per_step,
             drop_timeouts=spec.reward.on_timeout == "drop",
@@ -179,30 +178,53 @@ class GroupPolicy:
             refills=not spec.schedule.deterministic,
         )
 
-    def advantages(self, serial: int, rewards: np.ndarray) -> np.ndarray:
-        """Return float32[G] for the rewards [G] of group ``serial``."""
+    def decide(self, group: Group) -> GroupDecision:
+        """Return what becomes of the samples of a group that have a reward."""
+        if (reason := self._refusal(group.rewards)) is not None:
+            return GroupDecision(reason, {}, np.zeros(0, np.float32))
         if self.shuffle_seed is not None:
-            rewards = np.random.default_rng([self.shuffle_seed, serial]).permutation(rewards)
-        return group_advantages(rewards, name=self.estimator)
+            rng = np.random.default_rng([self.shuffle_seed, group.serial])
+            group = group._replace(rewards=rng.permutation(group.rewards))
+        shaped, left_out = self.algorithm.shaped(group), self.algorithm.excluded(group)
+        if len(left_out) == len(shaped):
+            return GroupDecision(next(iter(left_out.values())), {}, np.zeros(0, np.float32))
+        later = self.algorithm.whole_step
+        return GroupDecision(None, left_out, shaped.astype(np.float32) if later else self.algorithm.advantages(shaped))
 
     def drops(self, failure: str) -> bool:
         """Return whether a sample whose reward failed in this way is dropped; "": it has its reward."""
         return bool(failure) and (failure != "timeout" or self.drop_timeouts)
 
-    def refusal(self, rewards: np.ndarray) -> str | None:
-        """Return the reason for which the trainer shall not see a group with these rewards, or None."""
-        if len(rewards) < _FEWEST:
+    def _refusal(self, rewards: np.ndarray) -> str | None:
+        if len(rewards) < self.algorithm.fewest:
             return TOO_FEW_REWARDS
         if self.drop_zero_variance and zero_variance(rewards):
             return FILTERED_ZERO_VARIANCE
         return None
 
 
+class GroupDecision(NamedTuple):
+    """Decision about a group of n samples.
+
+    reason: why the trainer shall see none of them, None where it shall see some; left_out: the indices of those that it
+    shall not see, with the reason; advantages: float32[n], or the shaped rewards where the trainer makes them.
+    """
+
+    reason: str | None
+    left_out: Mapping[int, str]
+    advantages: np.ndarray
+
+
 class DecidedGroup(NamedTuple):
-    """The samples of a group that the trainer shall see, and the advantage of each, float32[n]."""
+    """The samples of a group that the trainer shall see, the advantage of each, float32[n], and the others.
+
+    reasons: why the others are left out, by row.
+    """
 
     rows: list[LeasedRow]
     advantages: np.ndarray
+    others: list[LeasedRow]
+    reasons: Mapping[int, str]
 
     @property
     def leases(self) -> set[str]:
@@ -216,6 +238,17 @@ class _Exchange(NamedTuple):
     serial: int
     step: int
     late: int
+
+
+def _judged(serial: int, rows: Sequence[LeasedRow]) -> Group:
+    tags = [row.meta.tags for row in rows]
+    return Group(
+        serial=serial,
+        samples=np.array([row.meta.sample for row in rows], dtype=np.int64),
+        rewards=np.array([float(tag["reward"]) for tag in tags], dtype=np.float64),
+        lengths=np.array([int(tag.get("response_tokens", 0)) for tag in tags], dtype=np.int64),
+        cut=np.array([tag.get("finish") == "length" for tag in tags], dtype=np.bool_),
+    )
 
 
 @dataclass(kw_only=True)
@@ -286,22 +319,24 @@ class AdvantageTask:
         if self.finished(serial):
             for row in group:
                 self.rewards.take(row, step=row.meta.step)
-        failed = [row for row in group if self.policy.drops(failure_of(row))]
-        kept = [row for row in group if not self.policy.drops(failure_of(row))]
-        rewards = np.array([float(row.meta.tags["reward"]) for row in kept], dtype=np.float64)
-        reason = self.policy.refusal(rewards)
+        failed = {row.row: f"reward {failure}" for row in group if self.policy.drops(failure := failure_of(row))}
+        kept = [row for row in group if row.row not in failed]
+        judged = _judged(serial, kept)
+        reason, left_out, advantages = self.policy.decide(judged)
         if reason is not None:
             log.info("group %d goes no further: %s", serial, reason)
             # Before the drops, whose answer may be lost: what is dropped is not claimed again.
             first = self._exclude(serial, reason)
-            await self._drop_failed(failed)
-            if kept:
-                await self.queue.drop(kept, reason=reason, timeout=CALL_TIMEOUT_S)
+            await self._drop(group, dict.fromkeys([row.row for row in kept], reason) | failed)
             if first and reason == FILTERED_ZERO_VARIANCE:
-                self._count_filtered(group[0].meta.step, reward=rewards[0])
+                self._count_filtered(group[0].meta.step, reward=judged.rewards[0])
             return
-        await self._drop_failed(failed)
-        decided = DecidedGroup(kept, self.policy.advantages(serial, rewards))
+        await self._drop([row for row in group if row.row in failed], failed)
+        chosen = [i for i in range(len(kept)) if i not in left_out]
+        others = {kept[i].row: why for i, why in left_out.items()}
+        decided = DecidedGroup(
+            [kept[i] for i in chosen], advantages[chosen], [row for row in kept if row.row in others], others
+        )
         self._held.setdefault(await self._step_of(serial, group[0].meta.step), {})[serial] = decided
 
     async def _step_of(self, serial: int, step: int) -> int:
@@ -329,9 +364,12 @@ class AdvantageTask:
         self._asked = None
         return made
 
-    async def _drop_failed(self, rows: list[LeasedRow]) -> None:
-        for failure, alike in groupby(sorted(rows, key=failure_of), key=failure_of):
-            await self.queue.drop(list(alike), reason=f"reward {failure}", timeout=CALL_TIMEOUT_S)
+    async def _drop(self, rows: list[LeasedRow], reasons: Mapping[int, str]) -> None:
+        def reason_of(row: LeasedRow) -> str:
+            return reasons[row.row]
+
+        for reason, alike in groupby(sorted(rows, key=reason_of), key=reason_of):
+            await self.queue.drop(list(alike), reason=reason, timeout=CALL_TIMEOUT_S)
 
     def _exclude(self, serial: int, reason: str) -> bool:
         first = self.excluded(serial)
