@@ -135,7 +135,7 @@ async def test_without_older_weights_a_step_has_the_policy_as_its_old_one_and_th
     tmp_path: Path, tiny_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def recomputing(group: ProcessGroup) -> TrainerBackend:
-        optimizer, loss = OptimizerSettings(learning_rate=1e-2, steps=STEPS), GrpoLoss(old="recompute")
+        optimizer, loss = OptimizerSettings(learning_rate=1e-2, steps=STEPS), Loss(old="recompute")
         return TorchBackend(BackendSettings(optimizer=optimizer, loss=loss, threads=1), group=group)
 
     async with World(tmp_path, whole=True) as world:

@@ -187,7 +187,8 @@ class Loss:
             weighed = own if self.old == "behaviour" else old
             correction = self.correction.terms(weighed, behaviour, counted=counted, sequences=sequences)
             if self.old == "behaviour":
-                correction = correction._replace(weight=(correction.weight > 0).to(total.dtype))
+                within = ~(correction.above | correction.below)
+                correction = correction._replace(weight=within.to(total.dtype))
             total = total * correction.weight
         if reference is not None and self.diverges:
             divergence = kl_penalty(logprobs, reference, self.kl_name)

@@ -9,8 +9,9 @@ group goes on with the others as long as these can be compared. When too many ha
 
 Invariants: every sample that the rollouts finished is either given an advantage or dropped with a reason that is
 counted; a driver that claims a group again, because its lease has ended or an answer was lost, does not count it again;
-a driver that takes over in the middle of a group decides as the one before would have; no sample of a step is ready to
-be trained before all of the steps that are to be complete with it are; a job pauses once more than half of the samples
+a driver that takes over in the middle of a group decides as the one before would have, but for one of which that had
+just dropped what the algorithm leaves out, whose others are then compared among themselves; no sample of a step is ready
+to be trained before all of the steps that are to be complete with it are; a job pauses once more than half of the samples
 that one step needs have failed, and more than half of those that were judged for it; a timeout to which the manifest
 gives 0 does not count for that; the totals go on over restarts of the driver, but for the last seconds of one that was
 killed, and what one held when it ended is counted by the next one too.
@@ -229,7 +230,7 @@ class DecidedGroup(NamedTuple):
     @property
     def leases(self) -> set[str]:
         """The leases of its samples."""
-        return {row.lease for row in self.rows}
+        return {row.lease for row in (*self.rows, *self.others)}
 
 
 class _Exchange(NamedTuple):
@@ -311,6 +312,7 @@ class AdvantageTask:
             for serial, group in list(self._held[step].items()):
                 cells = [group.advantages[i : i + 1] for i in range(len(group.rows))]
                 column = Jagged.from_rows(cells, np.float32)
+                await self._drop(group.others, group.reasons)
                 await self.queue.complete(group.rows, {"advantage": column}, timeout=CALL_TIMEOUT_S)
                 self._held[step].pop(serial, None)
             del self._held[step]
