@@ -10,11 +10,11 @@ group goes on with the others as long as these can be compared. When too many ha
 Invariants: every sample that the rollouts finished is either given an advantage or dropped with a reason that is
 counted; a driver that claims a group again, because its lease has ended or an answer was lost, does not count it again;
 a driver that takes over in the middle of a group decides as the one before would have, but for one of which that had
-just dropped what the algorithm leaves out, whose others are then compared among themselves; no sample of a step is ready
-to be trained before all of the steps that are to be complete with it are; a job pauses once more than half of the samples
-that one step needs have failed, and more than half of those that were judged for it; a timeout to which the manifest
-gives 0 does not count for that; the totals go on over restarts of the driver, but for the last seconds of one that was
-killed, and what one held when it ended is counted by the next one too.
+just dropped what the algorithm leaves out, whose others are then compared among themselves; no sample of a step is
+ready to be trained before all of the steps that are to be complete with it are; a job pauses once more than half of the
+samples that one step needs have failed, and more than half of those that were judged for it; a timeout to which the
+manifest gives 0 does not count for that; the totals go on over restarts of the driver, but for the last seconds of one
+that was killed, and what one held when it ended is counted by the next one too.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from msgspec import Meta
 from asyncflow.algorithms.advantages import zero_variance
 from asyncflow.algorithms.base import Algorithm, Group, algorithm_of
 from asyncflow.api.job import RLJobSpec
+from asyncflow.api.learning import EvaluationSpec
 from asyncflow.api.status import RewardState
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
 from asyncflow.driver.tasks import DRIVER_LEASE_S, TRAIN
@@ -154,7 +155,8 @@ class GroupPolicy:
     """Rules for what becomes of a finished group.
 
     algorithm: shapes rewards, leaves out samples, and computes advantages. drop_zero_variance: DAPO's dynamic sampling,
-    with at most ``most_filtered`` groups dropped for one step. drop_timeouts: a reward that ran into its deadline is
+    with at most ``most_filtered`` groups dropped for one step. right_at: the least reward of a right answer.
+    drop_timeouts: a reward that ran into its deadline is
     none, instead of 0. shuffle_seed: permute the rewards of each group by it, the control in which nothing may be
     learned; None is off. refills: whether another group takes the place of one that goes no further; in a run that
     promises the same bits none can, because which one it is would depend on when it happens.
@@ -164,6 +166,7 @@ class GroupPolicy:
     drop_zero_variance: bool
     most_filtered: int
     drop_timeouts: bool
+    right_at: float = 1.0
     shuffle_seed: int | None = None
     refills: bool = True
 
@@ -175,6 +178,7 @@ class GroupPolicy:
             drop_zero_variance=spec.algorithm.filter_zero_variance == "drop",
             most_filtered=spec.algorithm.max_filtered_batches * spec.algorithm.prompts_per_step,
             drop_timeouts=spec.reward.on_timeout == "drop",
+            right_at=spec.evaluation.pass_reward if spec.evaluation is not None else EvaluationSpec().pass_reward,
             shuffle_seed=spec.algorithm.seed if spec.reward.shuffle else None,
             refills=not spec.schedule.deterministic,
         )
@@ -191,6 +195,12 @@ class GroupPolicy:
             return GroupDecision(next(iter(left_out.values())), {}, np.zeros(0, np.float32))
         later = self.algorithm.whole_step
         return GroupDecision(None, left_out, shaped.astype(np.float32) if later else self.algorithm.advantages(shaped))
+
+    def alike(self, group: Group) -> str | None:
+        """Return "right" or "wrong" where all samples of a group are equally so, else None."""
+        if len(group.rewards) < self.algorithm.fewest or not zero_variance(group.rewards):
+            return None
+        return "right" if group.rewards[0] >= self.right_at else "wrong"
 
     def drops(self, failure: str) -> bool:
         """Return whether a sample whose reward failed in this way is dropped; "": it has its reward."""
@@ -260,7 +270,8 @@ class AdvantageTask:
     both return whether this is the first time. together: returns the steps that must be complete before a step is
     trained; complete: whether a step is. late: returns the step to which a finished group may go, and the group that is
     late there, None where there is none; exchanged: called when the two have changed their steps.
-    filtered: groups of each step without variance, those that an earlier driver dropped included.
+    filtered: groups of each step without variance that were dropped, by an earlier driver too; alike: groups without
+    variance of this driver's life, dropped or not, by whether all of their samples were right or wrong.
     """
 
     queue: QueueClient
@@ -273,6 +284,7 @@ class AdvantageTask:
     late: Callable[[int], tuple[int, int] | None]
     exchanged: Callable[[int, int], None]
     filtered: Counter[int] = field(default_factory=Counter)
+    alike: Counter[str] = field(default_factory=Counter)
     _held: dict[int, dict[int, DecidedGroup]] = field(default_factory=dict)
     _asked: _Exchange | None = None
 
@@ -318,13 +330,15 @@ class AdvantageTask:
             del self._held[step]
 
     async def _decide(self, serial: int, group: list[LeasedRow]) -> None:
-        if self.finished(serial):
+        if counts := self.finished(serial):
             for row in group:
                 self.rewards.take(row, step=row.meta.step)
         failed = {row.row: f"reward {failure}" for row in group if self.policy.drops(failure := failure_of(row))}
         kept = [row for row in group if row.row not in failed]
         judged = _judged(serial, kept)
         reason, left_out, advantages = self.policy.decide(judged)
+        if counts and (alike := self.policy.alike(judged)) is not None:
+            self.alike[alike] += 1
         if reason is not None:
             log.info("group %d goes no further: %s", serial, reason)
             # Before the drops, whose answer may be lost: what is dropped is not claimed again.
@@ -384,11 +398,18 @@ class AdvantageTask:
 
     def _count_filtered(self, step: int, *, reward: float) -> None:
         self.filtered[step] += 1
+        if 2 * self.filtered[step] == self.policy.most_filtered:
+            what = "step %d: half of the groups that maxFilteredBatches allows to drop were dropped; of all groups, %s"
+            log.warning(what, step, self._alike_words)
         if self.filtered[step] > self.policy.most_filtered:
             raise ManifestError(
                 f"{self.filtered[step]} groups of step {step} were dropped: within each, all rewards were equal,"
-                f" the last time {reward:g}",
+                f" the last time {reward:g} (of all groups, {self._alike_words})",
                 where="spec.algorithm.filterZeroVariance",
                 hint="The task is too easy or too hard for the model, or the reward always says the same. Change data"
                 " or reward, keep such groups, or raise maxFilteredBatches; the run can be resumed",
             )
+
+    @property
+    def _alike_words(self) -> str:
+        return f"{self.alike['right']} were all right and {self.alike['wrong']} all wrong"
