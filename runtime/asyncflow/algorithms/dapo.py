@@ -35,12 +35,13 @@ class DapoOptions(Struct, frozen=True, kw_only=True):
 
     overlong_buffer: tokens before ``sampling.maxTokens`` over which the reward falls, 0 for no penalty;
     overlong_penalty: what a response of the greatest length loses; overlong_filter: leave responses that were cut off
-    out of the loss.
+    out of the loss; dynamic_sampling: false is the recipe without it, as verl's asynchronous one.
     """
 
     overlong_buffer: Annotated[int, Meta(ge=0)] = 0
     overlong_penalty: Annotated[float, Meta(gt=0)] = 1.0
     overlong_filter: bool = False
+    dynamic_sampling: bool = True
 
 
 class Dapo(Algorithm[DapoOptions]):
@@ -57,9 +58,9 @@ class Dapo(Algorithm[DapoOptions]):
             yield wrong(spec, "algorithm.clip.high", "dapo clips higher above than below", "Give e.g. 0.28, low: 0.2")
         if algorithm.aggregation != "token-mean":
             yield wrong(spec, "algorithm.aggregation", "dapo averages over tokens", "Give token-mean")
-        if algorithm.filter_zero_variance != "drop":
+        if self.options.dynamic_sampling and algorithm.filter_zero_variance != "drop":
             why = "dapo samples dynamically: groups whose rewards are all equal are replaced"
-            yield wrong(spec, "algorithm.filter_zero_variance", why, "Give drop, or the algorithm grpo")
+            yield wrong(spec, "algorithm.filter_zero_variance", why, "Give drop, or options.dynamic_sampling: false")
         if (buffer := self.options.overlong_buffer) > self.longest:
             what = f"overlong_buffer is {buffer}, and a response has at most {self.longest} tokens"
             raise ManifestError(what, where=OPTIONS, hint="Give at most sampling.maxTokens")
