@@ -135,6 +135,48 @@ async def test_of_a_group_the_trainer_sees_the_samples_that_have_a_reward(tmp_pa
     assert assignment.issue() is None
 
 
+async def test_of_a_group_whose_algorithm_makes_pairs_the_trainer_sees_these_alone(tmp_path: Path) -> None:
+    spec = load_job(
+        EXAMPLE, [f"algorithm.groupSize={SIZE}", "algorithm.promptsPerStep=2", "algorithm.filterZeroVariance=drop",
+                  "algorithm.name=dpo", "algorithm.aggregation=seq-mean-token-sum"]
+    ).spec  # fmt: skip
+    rewards = {0: [0.0, 1.0, 0.0, 0.5], 1: [1.0, 1.0, 1.0, 1.0], 2: [0.0, 0.0, 2.0, 1.0]}
+    excluded: list[int] = []
+    async with queue_of(spec, tmp_path) as (queue, _):
+        groups = AdvantageTask(
+            queue=queue,
+            policy=GroupPolicy.of(spec),
+            rewards=RewardTally(needed=2 * SIZE, keep=lambda totals: None),
+            finished=lambda _: True,
+            excluded=lambda serial: excluded.append(serial) is None,
+            **AT_ONCE,
+        )
+        await queue.open_step(partition=TRAIN, step=1, groups=2, group_size=SIZE, timeout=10)
+        cells = {name: Jagged.from_rows([[1]] * 3 * SIZE, kind) for name, kind in INPUTS.items()}
+        await queue.put(TRAIN, cells, group_size=SIZE, samples=Samples(serials=[0, 1, 2], step=1), timeout=10)
+        rows = await claim_all(queue, partition=TRAIN, rows=3 * SIZE)
+        tags = [{"reward": rewards[row.meta.serial][row.meta.sample]} for row in rows]
+        assert all(await answer_all(queue, rows, tags))
+        work = asyncio.create_task(groups.run())
+        await queue.begin(partition=TRAIN, attempt=0, step=0, world=1, timeout=10)
+        async with asyncio.timeout(10):
+            slots = [await _slot(queue, 0)]
+            while not slots[-1].last:
+                slots.append(await _slot(queue, len(slots)))
+            while not excluded:
+                await asyncio.sleep(0.01)
+        trained = [row for slot in slots for row in slot.rows]
+        written = await queue.fetch(trained, ["advantage"], timeout=10)
+        audit = await queue.audit(timeout=10)
+        work.cancel()
+        await asyncio.wait([work])
+    assert {(row.meta.serial, row.meta.sample) for row in trained} == {(0, 1), (0, 2), (2, 1), (2, 2)}
+    assert sorted(written["advantage"].values.tolist()) == [-1, -1, 1, 1]
+    assert excluded == [1]
+    assert groups.alike == {"right": 1}
+    assert (audit.filtered, audit.dropped, audit.problems) == (8, 0, [])
+
+
 async def test_what_is_decided_is_held_until_all_batches_that_are_required_are_complete(tmp_path: Path) -> None:
     spec = load_job(
         EXAMPLE,

@@ -99,8 +99,8 @@ class StepSamples(NamedTuple):
     def summed(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return for each sample the sum of ``values`` [N] over its counted tokens, float64[n]."""
         weights = np.where(self.counted, values, 0.0)
-        sums: NDArray[np.float64] = np.bincount(self.of_token, weights=weights, minlength=len(self.serials))
-        return sums
+        sums = np.bincount(self.of_token, weights=weights, minlength=len(self.serials))
+        return sums.astype(np.float64)
 
 
 Everywhere = Callable[[NDArray[np.float64]], NDArray[np.float64]]
@@ -152,6 +152,9 @@ class Algorithm(Generic[Own]):
         if spec.algorithm.group_size < self.fewest:
             why = f"{name} compares a sample with the others of its group, and needs {self.fewest}"
             yield wrong(spec, "algorithm.group_size", why, f"Give at least {self.fewest}")
+        if spec.algorithm.group_size == 1 and spec.algorithm.filter_zero_variance == "drop":
+            why = "a sample alone never varies, so that every group would be dropped"
+            yield wrong(spec, "algorithm.filter_zero_variance", why, "Give keep, or a groupSize of at least 2")
         if self.whole_step and spec.schedule.mode == "periodic":
             why = "the advantages need all samples of a step, and the mode periodic trains them as they arrive"
             yield wrong(spec, "schedule.mode", why, "Give mode: sync or async")

@@ -22,9 +22,8 @@ from asyncflow.training.ranks import ProcessGroup, gather_rows
 
 def divergences(batch: MicroBatch, reference: Jagged, loss: Loss) -> NDArray[np.float64]:
     """Return the KL of each response token from the reference, under the old policy: float64[N], 0 where masked."""
-    old = batch.logprobs if batch.old is None else batch.old
-    pair = (torch.from_numpy(np.asarray(column.values, dtype=np.float64)) for column in (old, reference))
-    found: NDArray[np.float64] = kl_penalty(*pair, loss.kl_name).numpy()
+    old = _double(batch.logprobs if batch.old is None else batch.old)
+    found: NDArray[np.float64] = kl_penalty(old, _double(reference), loss.kl_name).numpy()
     return np.where(batch.counted(), found, 0.0)
 
 
@@ -43,3 +42,7 @@ def credited(batch: MicroBatch, penalty: NDArray[np.float64], loss: Loss, *, gro
         penalty=penalty,
     )
     return batch.credited(loss.algorithm.credit(step, everywhere=partial(gather_rows, group)))
+
+
+def _double(column: Jagged) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(column.values, dtype=np.float64))
