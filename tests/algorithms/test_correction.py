@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.algorithms.correction import Correction, CorrectionTerms, effective_share
-from asyncflow.algorithms.grpo import GrpoLoss
+from asyncflow.algorithms.loss import Loss
 from asyncflow.errors import ManifestError
 
 RATIOS = [4.0, 0.5, 1.5, 1.0, 0.1]
@@ -118,7 +118,7 @@ def test_the_weight_of_a_response_is_the_product_of_its_tokens_in_any_order_and_
         assert weights(own.tolist())[sequence] == pytest.approx(weight, rel=1e-5)
 
 
-def gradient(loss: GrpoLoss, logprobs: torch.Tensor, **given_: Any) -> torch.Tensor:
+def gradient(loss: Loss, logprobs: torch.Tensor, **given_: Any) -> torch.Tensor:
     own = logprobs.clone().requires_grad_()
     terms = loss.tokens(own, reference=None, entropy=None, **given_)
     (found,) = torch.autograd.grad(terms.total.sum(), own)
@@ -136,8 +136,8 @@ def test_samples_of_the_old_policy_have_the_gradient_without_a_correction_to_the
         if (old, kind) == ("behaviour", "truncate"):
             continue
         bounds = Correction(kind=kind, level=level, low=0.99, high=1.01)
-        plain = gradient(GrpoLoss(old=old), logprobs, **same)  # type: ignore[arg-type]
-        assert torch.equal(gradient(GrpoLoss(old=old, correction=bounds), logprobs, **same, **more), plain)  # type: ignore[arg-type]
+        plain = gradient(Loss(old=old), logprobs, **same)  # type: ignore[arg-type]
+        assert torch.equal(gradient(Loss(old=old, correction=bounds), logprobs, **same, **more), plain)  # type: ignore[arg-type]
 
 
 def test_the_weight_multiplies_the_policy_loss_and_nothing_else() -> None:
@@ -145,7 +145,7 @@ def test_the_weight_multiplies_the_policy_loss_and_nothing_else() -> None:
     given_ = {"behaviour": torch.tensor([-1.5, -1.7, -6.0]), "advantages": torch.tensor([1.0, -2.0, 0.5])}
     more = {"before": before, "counted": torch.ones(3), "sequences": torch.zeros(3, dtype=torch.int64)}
     reference, entropy = torch.tensor([-1.2, -2.1, -2.9]), torch.tensor([0.1, 0.2, 0.3])
-    loss = GrpoLoss(old="recompute", correction=Correction(high=2.0), kl=0.1, entropy=0.01)
+    loss = Loss(old="recompute", correction=Correction(high=2.0), kl=0.1, entropy=0.01)
     terms = loss.tokens(logprobs, reference=reference, entropy=entropy, **given_, **more)  # type: ignore[arg-type]
     weight = torch.tensor([np.exp(0.4), np.exp(-0.3), 2.0], dtype=torch.float32)
     assert terms.kl is not None
@@ -158,7 +158,7 @@ def test_with_the_behaviour_policy_as_the_old_one_tokens_are_masked_by_the_ratio
     behaviour = torch.tensor([-1.0, -1.0, -1.0])
     logprobs = behaviour + torch.tensor([0.1, 1.0, -3.0])
     more = {"counted": torch.ones(3), "sequences": torch.zeros(3, dtype=torch.int64), "advantages": -torch.ones(3)}
-    loss = GrpoLoss(correction=Correction(kind="mask", low=0.5, high=2.0))
+    loss = Loss(correction=Correction(kind="mask", low=0.5, high=2.0))
     found = gradient(loss, logprobs, behaviour=behaviour, **more)
     assert found.tolist() == pytest.approx([np.exp(0.1), 0, 0])
 
@@ -168,4 +168,4 @@ def test_what_has_no_meaning_is_refused() -> None:
         with pytest.raises(ManifestError, match="bounds"):
             Correction(**bad)
     with pytest.raises(ManifestError, match="twice"):
-        GrpoLoss(correction=Correction())
+        Loss(correction=Correction())

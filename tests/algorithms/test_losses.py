@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncflow.algorithms.grpo import Aggregation, GrpoLoss, LossTotals
+from asyncflow.algorithms.loss import Aggregation, Loss, LossTotals
 from asyncflow.algorithms.losses import Clip, KlName, kl_penalty, ppo_clip
 from asyncflow.errors import ManifestError
 
@@ -79,9 +79,9 @@ def test_unknown_names_are_refused() -> None:
 
 def test_only_a_lone_policy_term_can_be_silent() -> None:
     advantages = np.array([0.0, 1.0], dtype=np.float32)
-    assert GrpoLoss().silent(advantages).tolist() == [True, False]
-    assert not GrpoLoss(kl=0.1).silent(advantages).any()
-    assert not GrpoLoss(entropy=0.1).silent(advantages).any()
+    assert Loss().silent(advantages).tolist() == [True, False]
+    assert not Loss(kl=0.1).silent(advantages).any()
+    assert not Loss(entropy=0.1).silent(advantages).any()
 
 
 def test_aggregation_weights_and_divisors() -> None:

@@ -95,6 +95,7 @@ def started(folder: Path) -> tuple[RunProgress, DriverStatus, dict[str, Any]]:
         rewards=rewards.state,
         devices=1,
         prompts_skipped=0,
+        alike={},
         best=None,
     )
     return progress, status, summary

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from queue_world import answer_all, claim_all, queue_of
 
+from asyncflow.algorithms.base import Group
+from asyncflow.algorithms.grpo import Grpo
 from asyncflow.api.load import load_job
 from asyncflow.driver import groups as module
 from asyncflow.driver.dispatch import PromptAssignment
@@ -30,16 +32,20 @@ AT_ONCE: dict[str, Any] = {"together": lambda step: [step], "complete": lambda _
 """No step waits for another."""
 
 
+def group_of(*rewards: float, serial: int = 0) -> Group:
+    n = len(rewards)
+    return Group(serial, np.arange(n), np.array(rewards, dtype=np.float64), np.ones(n, np.int64), np.zeros(n, np.bool_))
+
+
 def policy(**changes: object) -> GroupPolicy:
-    settings = {"estimator": "grpo", "drop_zero_variance": False, "most_filtered": 1, "drop_timeouts": False} | changes
+    settings = {"algorithm": Grpo(), "drop_zero_variance": False, "most_filtered": 1, "drop_timeouts": False} | changes
     return GroupPolicy(**settings)  # type: ignore[arg-type]
 
 
 def test_a_group_without_variance_is_kept_or_filtered() -> None:
-    rewards = np.ones(4)
-    assert policy().refusal(rewards) is None
-    assert policy(drop_zero_variance=True).refusal(rewards) == FILTERED_ZERO_VARIANCE
-    assert policy(drop_zero_variance=True).refusal(np.array([0.0, 1.0])) is None
+    assert policy().decide(group_of(1, 1, 1, 1)).reason is None
+    assert policy(drop_zero_variance=True).decide(group_of(1, 1, 1, 1)).reason == FILTERED_ZERO_VARIANCE
+    assert policy(drop_zero_variance=True).decide(group_of(0, 1)).reason is None
 
 
 @pytest.mark.parametrize("failure", ["raised", "invalid", "out_of_range", "died"])
@@ -54,21 +60,23 @@ def test_a_reward_that_timed_out_is_0_unless_it_is_to_be_dropped() -> None:
 
 
 def test_a_group_of_one_reward_has_nothing_to_be_compared_with() -> None:
-    assert policy().refusal(np.ones(1)) == policy().refusal(np.ones(0)) == TOO_FEW_REWARDS
+    assert policy().decide(group_of(1)).reason == policy().decide(group_of()).reason == TOO_FEW_REWARDS
 
 
 def test_shuffling_permutes_within_the_group_and_is_a_function_of_the_serial() -> None:
-    rewards = np.array([0.0, 0.0, 0.0, 1.0, 1.0, 2.0])
+    rewards = (0, 0, 0, 1, 1, 2)
     plain, shuffled = policy(), policy(shuffle_seed=3)
-    once = shuffled.advantages(7, rewards)
-    assert np.array_equal(once, shuffled.advantages(7, rewards))
-    assert np.allclose(np.sort(once), np.sort(plain.advantages(7, rewards)))
-    different = [not np.array_equal(shuffled.advantages(serial, rewards), once) for serial in range(20)]
+    once = shuffled.decide(group_of(*rewards, serial=7)).advantages
+    assert np.array_equal(once, shuffled.decide(group_of(*rewards, serial=7)).advantages)
+    assert np.allclose(np.sort(once), np.sort(plain.decide(group_of(*rewards, serial=7)).advantages))
+    others = [shuffled.decide(group_of(*rewards, serial=serial)).advantages for serial in range(20)]
+    different = [not np.array_equal(other, once) for other in others]
     assert any(different)
 
 
 def test_advantages_are_the_estimators() -> None:
-    assert policy(estimator="dr-grpo").advantages(0, np.array([0.0, 1.0])).tolist() == pytest.approx([-0.5, 0.5])
+    decided = policy(algorithm=Grpo(estimator="dr-grpo")).decide(group_of(0, 1))
+    assert decided.advantages.tolist() == pytest.approx([-0.5, 0.5])
 
 
 async def test_of_a_group_the_trainer_sees_the_samples_that_have_a_reward(tmp_path: Path) -> None:
@@ -125,6 +133,48 @@ async def test_of_a_group_the_trainer_sees_the_samples_that_have_a_reward(tmp_pa
     assert assignment.running == 0
     assert assignment.dispatched == 2, "a group that lost some of its samples still counts, one that lost all does not"
     assert assignment.issue() is None
+
+
+async def test_of_a_group_whose_algorithm_makes_pairs_the_trainer_sees_these_alone(tmp_path: Path) -> None:
+    spec = load_job(
+        EXAMPLE, [f"algorithm.groupSize={SIZE}", "algorithm.promptsPerStep=2", "algorithm.filterZeroVariance=drop",
+                  "algorithm.name=dpo", "algorithm.aggregation=seq-mean-token-sum"]
+    ).spec  # fmt: skip
+    rewards = {0: [0.0, 1.0, 0.0, 0.5], 1: [1.0, 1.0, 1.0, 1.0], 2: [0.0, 0.0, 2.0, 1.0]}
+    excluded: list[int] = []
+    async with queue_of(spec, tmp_path) as (queue, _):
+        groups = AdvantageTask(
+            queue=queue,
+            policy=GroupPolicy.of(spec),
+            rewards=RewardTally(needed=2 * SIZE, keep=lambda totals: None),
+            finished=lambda _: True,
+            excluded=lambda serial: excluded.append(serial) is None,
+            **AT_ONCE,
+        )
+        await queue.open_step(partition=TRAIN, step=1, groups=2, group_size=SIZE, timeout=10)
+        cells = {name: Jagged.from_rows([[1]] * 3 * SIZE, kind) for name, kind in INPUTS.items()}
+        await queue.put(TRAIN, cells, group_size=SIZE, samples=Samples(serials=[0, 1, 2], step=1), timeout=10)
+        rows = await claim_all(queue, partition=TRAIN, rows=3 * SIZE)
+        tags = [{"reward": rewards[row.meta.serial][row.meta.sample]} for row in rows]
+        assert all(await answer_all(queue, rows, tags))
+        work = asyncio.create_task(groups.run())
+        await queue.begin(partition=TRAIN, attempt=0, step=0, world=1, timeout=10)
+        async with asyncio.timeout(10):
+            slots = [await _slot(queue, 0)]
+            while not slots[-1].last:
+                slots.append(await _slot(queue, len(slots)))
+            while not excluded:
+                await asyncio.sleep(0.01)
+        trained = [row for slot in slots for row in slot.rows]
+        written = await queue.fetch(trained, ["advantage"], timeout=10)
+        audit = await queue.audit(timeout=10)
+        work.cancel()
+        await asyncio.wait([work])
+    assert {(row.meta.serial, row.meta.sample) for row in trained} == {(0, 1), (0, 2), (2, 1), (2, 2)}
+    assert sorted(written["advantage"].values.tolist()) == [-1, -1, 1, 1]
+    assert excluded == [1]
+    assert groups.alike == {"right": 1}
+    assert (audit.filtered, audit.dropped, audit.problems) == (8, 0, [])
 
 
 async def test_what_is_decided_is_held_until_all_batches_that_are_required_are_complete(tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ def test_the_summary_counts_what_was_measured(tmp_path: Path) -> None:
         rewards=RewardState(scored=8, failed={"raised": 1}, first_failure="raised: KeyError"),
         devices=2,
         prompts_skipped=0,
+        alike={},
         best=None,
     )
     assert summary["steps"] == 2

@@ -13,6 +13,7 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 INTERFACES = {
     "queue-backends.md": {"asyncflow.queue.storage.backend", "asyncflow.queue.storage.packed"},
     "weights.md": {"asyncflow.weights"},
+    "algorithm.md": {"asyncflow.algorithms.base", "asyncflow.algorithms.losses"},
 }
 """By page: the modules with what a plug-in that it shows derives from, or the package that it is about."""
 BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)

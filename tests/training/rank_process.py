@@ -197,13 +197,13 @@ def gradients(group: HostProcessGroup) -> dict[str, Any]:
     import torch
     from train_reference import GradientKept, part, samples
 
-    from asyncflow.algorithms.grpo import Aggregation, GrpoLoss
+    from asyncflow.algorithms.loss import Aggregation, Loss
     from asyncflow.training.settings import BackendSettings, OptimizerSettings
 
     aggregation = Aggregation(name="seq-mean-token-mean")
     settings = BackendSettings(
         optimizer=OptimizerSettings(learning_rate=1e-3, steps=2, max_grad_norm=0),
-        loss=GrpoLoss(aggregation=aggregation, kl=0.05, kl_name="k3"),
+        loss=Loss(aggregation=aggregation, kl=0.05, kl_name="k3"),
         temperature=0.8,
         pack_tokens=40,
         threads=1,
@@ -226,6 +226,21 @@ def gradients(group: HostProcessGroup) -> dict[str, Any]:
     return kept | whole(group, backend) | {"metrics": np.array(sorted(metrics.items()), dtype="U32")}
 
 
+def algorithms(group: HostProcessGroup) -> dict[str, Any]:
+    """The gradient of one step of each of ``train_algorithms.LOSSES``; rank 0 has two thirds of the samples."""
+    from train_algorithms import LOSSES, backend_of, gradient_of, samples_for
+
+    kept = {}
+    for name, loss in LOSSES.items():
+        backend, batch = backend_of(FOLDER / "model", loss, group), samples_for(loss.algorithm)
+        own = [key.serial if loss.algorithm.pairs else key.serial + key.sample for key in batch.keys]
+        mine = [i for i, number in enumerate(own) if (number % 3 == 0) == bool(RANK)]
+        slots = [mine, []] if RANK else [mine[:4], mine[4:]]
+        kept |= {f"{name}/{key}": tensor.numpy() for key, tensor in gradient_of(backend, batch, slots).items()}
+        backend.close()
+    return kept
+
+
 def kinds(group: HostProcessGroup) -> dict[str, Any]:
     from train_kinds import all_runs
 
@@ -244,6 +259,7 @@ KINDS = {
     "gradients": gradients,
     "shards": shards,
     "kinds": kinds,
+    "algorithms": algorithms,
     "compiled": compiled,
 }
 

@@ -27,7 +27,7 @@ from train_reference import (
 from transformers import AutoModelForCausalLM
 
 from asyncflow.algorithms.correction import Correction
-from asyncflow.algorithms.grpo import Aggregation, AggregationName, GrpoLoss
+from asyncflow.algorithms.loss import Aggregation, AggregationName, Loss
 from asyncflow.algorithms.losses import Clip
 from asyncflow.identity import Version
 from asyncflow.rpc.columns import Jagged
@@ -44,7 +44,7 @@ AGGREGATIONS: tuple[AggregationName, ...] = (
 )
 
 
-def backend(folder: Path, loss: GrpoLoss, **more: Any) -> GradientKept:
+def backend(folder: Path, loss: Loss, **more: Any) -> GradientKept:
     optimizer = OptimizerSettings(learning_rate=1e-3, steps=1, max_grad_norm=0)
     settings = BackendSettings(optimizer=optimizer, loss=loss, temperature=TEMPERATURE, threads=1, **more)
     made = GradientKept(settings, group=SingleProcess())
@@ -73,9 +73,9 @@ def cuts(batch: MicroBatch) -> Iterator[tuple[str, list[list[int]], dict[str, An
 
 
 LOSSES = {
-    "clip-higher": GrpoLoss(clip=Clip(low=0.2, high=0.28)),
-    "dual clip and KL": GrpoLoss(clip=Clip(low=0.1, high=0.3, dual=1.5), kl=0.05, kl_name="k3"),
-    "recompute": GrpoLoss(old="recompute"),
+    "clip-higher": Loss(clip=Clip(low=0.2, high=0.28)),
+    "dual clip and KL": Loss(clip=Clip(low=0.1, high=0.3, dual=1.5), kl=0.05, kl_name="k3"),
+    "recompute": Loss(old="recompute"),
 }
 
 
@@ -85,7 +85,7 @@ def test_streamed_gradient_is_that_of_one_padded_batch(
     tiny_folder: Path, aggregation: AggregationName, name: str
 ) -> None:
     chosen = LOSSES[name]
-    loss = GrpoLoss(
+    loss = Loss(
         clip=chosen.clip,
         old=chosen.old,
         kl=chosen.kl,
@@ -104,26 +104,26 @@ def test_streamed_gradient_is_that_of_one_padded_batch(
         assert metrics["clip_low"] + metrics["clip_high"] > 0 or chosen.old == "recompute"
 
 
-CORRECTED: dict[str, tuple[AggregationName, GrpoLoss]] = {
-    "tokens truncated": ("token-mean", GrpoLoss(old="recompute", correction=Correction(low=0.6, high=1.5))),
+CORRECTED: dict[str, tuple[AggregationName, Loss]] = {
+    "tokens truncated": ("token-mean", Loss(old="recompute", correction=Correction(low=0.6, high=1.5))),
     "responses truncated": (
         "seq-mean-token-mean",
-        GrpoLoss(old="recompute", correction=Correction(level="sequence", high=2.0)),
+        Loss(old="recompute", correction=Correction(level="sequence", high=2.0)),
     ),
     "responses masked": (
         "token-mean",
-        GrpoLoss(old="recompute", correction=Correction(kind="mask", level="sequence", low=0.01, high=4.0)),
+        Loss(old="recompute", correction=Correction(kind="mask", level="sequence", low=0.01, high=4.0)),
     ),
     "geometric means masked, KL": (
         "seq-mean-token-sum",
-        GrpoLoss(
+        Loss(
             old="lagged",
             correction=Correction(kind="mask", level="geometric", low=0.8, high=1.2),
             kl=0.05,
             kl_name="k3",
         ),
     ),
-    "behaviour, tokens masked": ("token-mean", GrpoLoss(correction=Correction(kind="mask", low=0.5, high=2.0))),
+    "behaviour, tokens masked": ("token-mean", Loss(correction=Correction(kind="mask", low=0.5, high=2.0))),
 }
 
 
@@ -146,7 +146,7 @@ def test_a_corrected_gradient_and_its_figures_are_those_of_one_padded_batch(tiny
     assert 0 < figures[0]["correction_high"] + figures[0]["correction_low"] < 1
 
 
-def corrected_figures(folder: Path, batch: MicroBatch, loss: GrpoLoss) -> dict[str, float]:
+def corrected_figures(folder: Path, batch: MicroBatch, loss: Loss) -> dict[str, float]:
     """The figures of importance weights, from one padded batch; what is silent is not computed, and not counted."""
     assert batch.loss_mask is not None
     assert loss.correction is not None
@@ -184,13 +184,11 @@ def corrected_figures(folder: Path, batch: MicroBatch, loss: GrpoLoss) -> dict[s
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_compiled_layers_give_the_same_gradient(tiny_folder: Path, compute: Any) -> None:
     batch = samples()
-    exact = reference_gradient(tiny_folder, batch, GrpoLoss())
+    exact = reference_gradient(tiny_folder, batch, Loss())
     errors = []
     for compiled in (False, True):
         options = {"compile": compiled, "gradient_checkpointing": compiled}
-        trainer = backend(
-            tiny_folder, GrpoLoss(), compute=compute, layout="shared-prompt", pack_tokens=60, options=options
-        )
+        trainer = backend(tiny_folder, Loss(), compute=compute, layout="shared-prompt", pack_tokens=60, options=options)
         trainer.micro_batch(batch, version=Version(0, 0).packed)
         trainer.finish_step(1)
         errors.append(relative_error(trainer.kept, exact))
@@ -212,7 +210,7 @@ def test_logprobs_are_those_of_transformers(tiny_folder: Path) -> None:
         advantages=np.ones(len(batch), np.float32),
     )
     for layout in ("separate", "shared-prompt"):
-        trainer = backend(tiny_folder, GrpoLoss(), layout=layout)
+        trainer = backend(tiny_folder, Loss(), layout=layout)
         trainer.micro_batch(same, version=Version(0, 0).packed)
         metrics = trainer.finish_step(1)
         assert metrics["logprob_gap_tokens"] == sum(map(len, rows))

@@ -7,7 +7,8 @@ import pytest
 
 LIGHT = (
     "asyncflow.algorithms.advantages",
-    "asyncflow.algorithms.grpo",
+    "asyncflow.algorithms.loss",
+    *(f"asyncflow.algorithms.{name}" for name in ("gspo", "cispo", "dapo", "reinforce", "pf_ppo", "dpo", "ipo")),
     "asyncflow.training.trainer",
     "asyncflow.training.counting",
 )

@@ -15,7 +15,7 @@ from train_reference import TEMPERATURE, samples
 from train_world import World, take_seat
 
 from asyncflow.algorithms.correction import Correction
-from asyncflow.algorithms.grpo import GrpoLoss
+from asyncflow.algorithms.loss import Loss
 from asyncflow.flow.schedule import Schedule
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.batch import MicroBatch
@@ -26,7 +26,7 @@ from asyncflow.training.torch.backend import TorchBackend
 
 STEPS = 4
 ON_POLICY = Schedule(steps=STEPS, lag=0, exact=True)
-LAGGED = GrpoLoss(old="lagged", correction=Correction(high=1.5))
+LAGGED = Loss(old="lagged", correction=Correction(high=1.5))
 
 
 def test_log_probs_under_older_weights_are_those_that_a_model_with_them_gives(tiny_folder: Path) -> None:
@@ -135,7 +135,7 @@ async def test_without_older_weights_a_step_has_the_policy_as_its_old_one_and_th
     tmp_path: Path, tiny_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def recomputing(group: ProcessGroup) -> TrainerBackend:
-        optimizer, loss = OptimizerSettings(learning_rate=1e-2, steps=STEPS), GrpoLoss(old="recompute")
+        optimizer, loss = OptimizerSettings(learning_rate=1e-2, steps=STEPS), Loss(old="recompute")
         return TorchBackend(BackendSettings(optimizer=optimizer, loss=loss, threads=1), group=group)
 
     async with World(tmp_path, whole=True) as world:

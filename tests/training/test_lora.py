@@ -22,7 +22,7 @@ from train_reference import (
 )
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
-from asyncflow.algorithms.grpo import GrpoLoss
+from asyncflow.algorithms.loss import Loss
 from asyncflow.api.workers import LoraSpec
 from asyncflow.errors import CheckpointError, ManifestError
 from asyncflow.identity import SampleKey, Version
@@ -79,7 +79,7 @@ def test_the_gradient_is_that_of_all_weights_restricted_to_the_adapters(
     train(trainer, 1, 2)
     adapters = weights(trainer)
     export_folder(merged(trainer, tiny_folder), tiny_folder, tmp_path / "merged")
-    whole = reference_gradient(tmp_path / "merged", batch, GrpoLoss())
+    whole = reference_gradient(tmp_path / "merged", batch, Loss())
     trainer.micro_batch(batch, version=0)
     tokens = batch.loss_lengths().sum()
     own = {name: tensor.grad.clone() / tokens for name, tensor in trained_weights(trainer._model)}
@@ -93,7 +93,7 @@ def test_the_gradient_is_that_of_all_weights_restricted_to_the_adapters(
 
 
 def test_a_checkpoint_holds_adapters_alone_and_goes_on_with_the_same_bits(tiny_folder: Path, tmp_path: Path) -> None:
-    loss = GrpoLoss(kl=0.1)
+    loss = Loss(kl=0.1)
     first, whole = (backend(tiny_folder, loss=loss) for _ in range(2))
     train(first, 1, 2)
     first.snapshot()(tmp_path)
@@ -108,7 +108,7 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_on_with_the_same_bits(tiny_f
 
 
 def test_the_reference_is_the_model_without_adapters(tiny_folder: Path, tmp_path: Path) -> None:
-    trainer, batch = backend(tiny_folder, loss=GrpoLoss(kl=0.1, kl_name="k2")), samples()
+    trainer, batch = backend(tiny_folder, loss=Loss(kl=0.1, kl_name="k2")), samples()
     assert train(trainer, 1, 1)["kl"] == 0
     train(trainer, 2, 3)
     export_folder(merged(trainer, tiny_folder), tiny_folder, tmp_path / "merged")

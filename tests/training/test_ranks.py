@@ -16,7 +16,7 @@ import torch
 from rank_process import gang
 from train_reference import HORIZON, reference_gradient, relative_error, samples
 
-from asyncflow.algorithms.grpo import Aggregation, GrpoLoss
+from asyncflow.algorithms.loss import Aggregation, Loss
 from asyncflow.errors import DeadlineExceeded, DiskError, Fenced, ProtocolError
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.server import RpcServer
@@ -54,7 +54,7 @@ def test_two_ranks_make_the_gradient_of_one_padded_batch(tmp_path: Path, tiny_fo
     assert first.keys() == second.keys()
     for name in first:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
-    loss = GrpoLoss(aggregation=Aggregation(name="seq-mean-token-mean", horizon=HORIZON), kl=0.05, kl_name="k3")
+    loss = Loss(aggregation=Aggregation(name="seq-mean-token-mean", horizon=HORIZON), kl=0.05, kl_name="k3")
     expected = reference_gradient(tiny_folder, samples(), loss)
     got = {
         name.removeprefix("gradient1/"): torch.from_numpy(array)

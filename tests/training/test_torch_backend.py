@@ -23,7 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from asyncflow.algorithms.grpo import GrpoLoss
+from asyncflow.algorithms.loss import Loss
 from asyncflow.errors import CheckpointError, DiskError, Diverged, ManifestError
 from asyncflow.identity import Version
 from asyncflow.rpc.columns import Jagged
@@ -36,10 +36,10 @@ from asyncflow.training.torch.backend import TorchBackend
 from asyncflow.training.torch.model import LogprobModel, open_model, smallest_pack
 
 
-def backend(folder: Path, *, checkpoint: Path | None = None, loss: GrpoLoss | None = None, **more: Any) -> TorchBackend:
+def backend(folder: Path, *, checkpoint: Path | None = None, loss: Loss | None = None, **more: Any) -> TorchBackend:
     optimizer = more.pop("optimizer", OptimizerSettings(learning_rate=1e-3, steps=8, warmup_steps=2, weight_decay=0.1))
     made = TorchBackend(
-        BackendSettings(optimizer=optimizer, loss=loss or GrpoLoss(), threads=1, **more), group=SingleProcess()
+        BackendSettings(optimizer=optimizer, loss=loss or Loss(), threads=1, **more), group=SingleProcess()
     )
     made.load(folder, checkpoint=checkpoint)
     return made
@@ -55,7 +55,7 @@ def train(trainer: TorchBackend, first: int, last: int) -> dict[str, float]:
 
 
 def test_two_runs_and_a_resumed_one_have_the_same_bits(tiny_folder: Path, tmp_path: Path) -> None:
-    loss = GrpoLoss(kl=0.1, entropy=0.01)
+    loss = Loss(kl=0.1, entropy=0.01)
     runs = [backend(tiny_folder, loss=loss) for _ in range(2)]
     for run in runs:
         train(run, 1, 3)
@@ -83,7 +83,7 @@ def test_micro_batches_leave_the_weights_alone_and_restart_cleanly(tiny_folder: 
 def test_a_silent_sample_counts_and_costs_nothing(tiny_folder: Path) -> None:
     quiet = samples()
     quiet.advantages[:8] = 0
-    computed, everything = backend(tiny_folder), backend(tiny_folder, loss=GrpoLoss(entropy=1e-30))
+    computed, everything = backend(tiny_folder), backend(tiny_folder, loss=Loss(entropy=1e-30))
     for trainer in (computed, everything):
         trainer.micro_batch(quiet, version=0)
     metrics, other = computed.finish_step(1), everything.finish_step(1)

@@ -19,7 +19,7 @@ from test_torch_backend import assert_same_bits, backend, weights
 from train_reference import TEMPERATURE, part, samples
 from train_world import GROUPS, PARTITION, SIZE, Seat, World, counting, take_seat, training
 
-from asyncflow.algorithms.grpo import GrpoLoss
+from asyncflow.algorithms.loss import Loss
 from asyncflow.errors import Diverged, ManifestError
 from asyncflow.flow.schedule import Schedule
 from asyncflow.identity import Version
@@ -115,8 +115,8 @@ def test_the_learning_rate_of_all_updates_is_that_of_the_step(tiny_folder: Path)
 
 def test_recomputed_log_probs_are_those_before_the_first_update(tiny_folder: Path) -> None:
     batch = samples()
-    recompute = GrpoLoss(old="recompute")
-    trainers = [backend(tiny_folder, loss=loss, temperature=TEMPERATURE) for loss in (recompute, GrpoLoss())]
+    recompute = Loss(old="recompute")
+    trainers = [backend(tiny_folder, loss=loss, temperature=TEMPERATURE) for loss in (recompute, Loss())]
     before = trainers[0].prepare(batch)
     assert before.old is not None
     assert trainers[1].prepare(batch) is batch

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from asyncflow.algorithms.correction import Correction
-from asyncflow.algorithms.grpo import GrpoLoss
+from asyncflow.algorithms.loss import Loss
 from asyncflow.api.workers import LoraSpec
 from asyncflow.training.ranks import ProcessGroup
 from asyncflow.training.settings import BackendSettings, OptimizerSettings
@@ -34,7 +34,7 @@ Found: TypeAlias = dict[str, NDArray[Any]]
 
 LORA = LoraSpec(rank=3, alpha=6, targets=("q_proj", "down_proj"))
 COMPUTES = ("float32", "bfloat16")
-SMOOTH = GrpoLoss(old="recompute")
+SMOOTH = Loss(old="recompute")
 """A loss without clipping: rounding in bfloat16 would move tokens over the edge, each a jump in the gradient."""
 STEPS = 5
 SAVED_AFTER = 2
@@ -140,12 +140,12 @@ def watched_experts(model: nn.Module) -> Callable[[], Found]:
 
 def adapters_run(folder: Path, group: ProcessGroup, **more: Any) -> Found:
     """Train adapters with a KL term, whose reference is the model without them."""
-    return run(folder / "dense", group, lora=LORA, loss=GrpoLoss(kl=0.5, kl_name="k2"), **more)
+    return run(folder / "dense", group, lora=LORA, loss=Loss(kl=0.5, kl_name="k2"), **more)
 
 
 def lagged_run(model: Path, group: ProcessGroup) -> Found:
     """Train with the old policy of one step behind, and a correction by the products over responses."""
-    loss = GrpoLoss(old="lagged", correction=Correction(level="sequence", low=0.1, high=3.0))
+    loss = Loss(old="lagged", correction=Correction(level="sequence", low=0.1, high=3.0))
     backend, found = TorchBackend(settings(loss=loss), group=group), dict[str, NDArray[Any]]()
     backend.load(model, checkpoint=None)
     batch, before = samples(), held(backend)

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from asyncflow.algorithms.grpo import GrpoLoss
+from asyncflow.algorithms.loss import Loss
 from asyncflow.algorithms.losses import MAX_LOG_RATIO
 from asyncflow.api.workers import LoraSpec
 from asyncflow.identity import SampleKey
@@ -84,7 +84,7 @@ def padded_logprobs(model: Any, batch: MicroBatch, longest: int) -> torch.Tensor
     return out
 
 
-def reference_gradient(folder: Path, batch: MicroBatch, loss: GrpoLoss) -> dict[str, torch.Tensor]:
+def reference_gradient(folder: Path, batch: MicroBatch, loss: Loss) -> dict[str, torch.Tensor]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     anchor = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
@@ -126,7 +126,7 @@ def reference_gradient(folder: Path, batch: MicroBatch, loss: GrpoLoss) -> dict[
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def reference_weights(distance: torch.Tensor, mask: torch.Tensor, loss: GrpoLoss) -> torch.Tensor:
+def reference_weights(distance: torch.Tensor, mask: torch.Tensor, loss: Loss) -> torch.Tensor:
     """Importance weights, [n, longest], of samples whose policies are ``distance`` apart; 0 beyond a response."""
     correction = loss.correction
     assert correction is not None
@@ -149,7 +149,7 @@ HALF: dict[str, Any] = {"compute": "bfloat16", "options": {"gradient_checkpointi
 def settings_of_shards(**more: Any) -> BackendSettings:
     return BackendSettings(
         optimizer=OptimizerSettings(learning_rate=1e-4, steps=8, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5),
-        loss=GrpoLoss(kl=0.05, entropy=0.01),
+        loss=Loss(kl=0.05, entropy=0.01),
         temperature=TEMPERATURE,
         pack_tokens=48,
         threads=1,

@@ -7,7 +7,9 @@ reference agree, and so is the gradient of k2, k3 and k3+.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from asyncflow.errors import ManifestError
@@ -48,13 +50,17 @@ class Clip:
 
 
 class PolicyTerms(NamedTuple):
-    """Terms of the clipped loss for N tokens, each [N]: loss and ratio are float, the others bool."""
+    """The policy loss of N tokens, each [N]: loss and ratio are float, the next three bool.
+
+    figures: what an algorithm measures beside them, by the names that it declares, constants.
+    """
 
     loss: Tensor
     ratio: Tensor
     clipped_low: Tensor
     clipped_high: Tensor
     clipped_dual: Tensor
+    figures: Mapping[str, Tensor] = MappingProxyType({})
 
 
 def ppo_clip(logprobs: Tensor, old: Tensor, advantages: Tensor, clip: Clip) -> PolicyTerms:
@@ -62,7 +68,11 @@ def ppo_clip(logprobs: Tensor, old: Tensor, advantages: Tensor, clip: Clip) -> P
 
     With ``clip.dual`` = c, tokens of negative advantage lose at most -A c.
     """
-    ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return clipped_loss((logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), advantages, clip)
+
+
+def clipped_loss(ratio: Tensor, advantages: Tensor, clip: Clip) -> PolicyTerms:
+    """Return max(-A r, -A clip(r)) as ``ppo_clip`` does, for ratios [N] of any kind, which have the gradient."""
     free = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
     loss = free.maximum(bounded)
@@ -76,6 +86,23 @@ def ppo_clip(logprobs: Tensor, old: Tensor, advantages: Tensor, clip: Clip) -> P
 
 
 KlName = Literal["k1", "k2", "k3", "k3+"]
+_MOST_ERROR = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlTarget:
+    """KL that is aimed at, a mean over tokens, and over how many steps (Ziegler et al., arXiv 1909.08593, section 2.2).
+
+    Its coefficient is a function of the first one and of the steps' KL, so a resumed run continues with the same.
+    """
+
+    value: float
+    horizon: float
+
+    def adapted(self, coefficient: float, *, kl: float) -> float:
+        """Return the coefficient after a step whose KL was ``kl``: higher where that is above ``value``."""
+        error = min(max(kl / self.value - 1, -_MOST_ERROR), _MOST_ERROR)
+        return coefficient * (1 + error / self.horizon)
 
 
 def kl_penalty(logprobs: Tensor, reference: Tensor, name: KlName) -> Tensor:

@@ -142,7 +142,7 @@ def _one_of(*values: str) -> Callable[[object], bool]:
 
 _PLANNED: Final[Mapping[str, tuple[tuple[str, Callable[[Any], bool], str], ...]]] = {
     "RLJob": (
-        ("spec.algorithm.name", _one_of("ppo", "dapo", "pf-ppo", "dpo"), "grpo"),
+        ("spec.algorithm.name", _one_of("ppo"), "an algorithm without a critic"),
         ("spec.reference", bool, "nothing: the trainer computes the reference itself"),
         ("spec.critic", bool, "nothing"),
         ("spec.reward.config", bool, "nothing: a function is given response, prompt, answer and meta"),

@@ -202,21 +202,42 @@ class ClipSpec(Spec):
     """Bound c of dual clipping for negative advantages. Absent: off."""
 
 
+class KlTargetSpec(Spec):
+    """Adaptive coefficient: after each step it is multiplied by 1 + clip(KL / value - 1, ±0.2) / horizon."""
+
+    value: Annotated[float, Field(gt=0, le=1000)]
+    """KL from the reference, a mean over tokens, that is aimed at."""
+    horizon: Annotated[float, Field(ge=1, le=1e6)] = 10.0
+    """Steps over which a KL far from it changes the coefficient by about a fifth."""
+
+
 class KlSpec(Spec):
     """Penalty for leaving the reference model."""
 
     coefficient: Annotated[float, Field(ge=0, le=100)] = 0.0
-    """Weight of the penalty in the loss; 0 needs no reference model."""
+    """Weight of the penalty; 0 needs no reference model."""
     estimator: Literal["k1", "k2", "k3", "k3+"] = "k3+"
     """Estimator of the divergence; ``k3+`` has the value of k3 and the gradient of k2."""
+    place: Literal["loss", "reward"] = "loss"
+    """Place of the penalty: a term of each token's loss, or what its reward is less by, under the old policy. The
+    second needs all samples of a step before training begins."""
+    target: KlTargetSpec | None = None
+    """Adaptive coefficient, which begins at ``coefficient``. Absent: it stays."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            reads=("estimator", "coefficient"),
-            ok=lambda kl: kl.coefficient == 0 or kl.estimator != "k1",
-            cel="self.coefficient == 0.0 || self.estimator != 'k1'",
+            reads=("estimator", "coefficient", "place"),
+            ok=lambda kl: kl.coefficient == 0 or kl.estimator != "k1" or kl.place == "reward",
+            cel="self.coefficient == 0.0 || self.estimator != 'k1' || self.place == 'reward'",
             why="the gradient of k1 has mean zero: as a loss it is noise",
-            fix="Take k2 or k3+, or coefficient 0",
+            fix="Take k2 or k3+, place: reward, or coefficient 0",
+        ),
+        Rule(
+            reads=("target", "coefficient"),
+            ok=lambda kl: kl.target is None or kl.coefficient > 0,
+            cel="!has(self.target) || self.coefficient > 0.0",
+            why="a coefficient of 0 stays 0, by whatever it is multiplied",
+            fix="Give the coefficient to begin with, or leave target out",
         ),
     )
 
@@ -239,11 +260,18 @@ class CorrectionSpec(Spec):
     """Greatest weight (verl: ``rollout_is_threshold``)."""
 
 
+_COMPARING = ("grpo", "gspo", "cispo", "dapo", "pf-ppo", "dpo", "ipo")
+"""Algorithms that compare a sample with the others of its group."""
+
+
 class AlgorithmSpec(Spec):
     """The learning algorithm. Step k takes promptsPerStep groups of groupSize samples."""
 
-    name: Literal["grpo", "ppo", "dapo", "pf-ppo", "dpo"] = "grpo"
-    """The algorithm."""
+    name: PluginName = "grpo"
+    """The algorithm: ``grpo``, ``gspo``, ``cispo``, ``dapo``, ``reinforce-plus-plus``, ``pf-ppo``, ``dpo``, ``ipo``,
+    or what another installed package offers."""
+    options: Options = Field(default_factory=dict)
+    """The algorithm's own options."""
     group_size: Annotated[int, Field(ge=1, le=4096)] = 8
     """Samples of one prompt."""
     prompts_per_step: Annotated[int, Field(ge=1, le=1_000_000)] = 16
@@ -277,7 +305,7 @@ class AlgorithmSpec(Spec):
     ] = "token-mean"
     """Aggregation of token losses into one loss; divisors are counts over the whole step and all ranks."""
     advantage: Literal["grpo", "dr-grpo", "rloo"] = "grpo"
-    """Advantage within a group: (R - mean) / std, R - mean, or leave-one-out."""
+    """Advantage within a group, of the algorithms that have one: (R - mean) / std, R - mean, or leave-one-out."""
     kl: KlSpec = Field(default_factory=KlSpec)
     """Penalty for leaving the reference model."""
     entropy: Annotated[float, Field(ge=0, le=100)] = 0.0
@@ -299,8 +327,8 @@ class AlgorithmSpec(Spec):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             reads=("group_size", "name"),
-            ok=lambda algorithm: algorithm.name != "grpo" or algorithm.group_size >= 2,
-            cel="self.name != 'grpo' || self.groupSize >= 2",
+            ok=lambda algorithm: algorithm.name not in _COMPARING or algorithm.group_size >= 2,
+            cel=f"!(self.name in {list(_COMPARING)}) || self.groupSize >= 2",
             why="the advantage is relative to the other samples of the group, and a group of 1 has none",
             fix="Give a groupSize of at least 2",
         ),

@@ -1,6 +1,7 @@
 """A manifest, checked as far as one machine can before anything starts.
 
-``load`` reads a manifest of any kind: the contract's rules, the files it names, the plug-ins installed here.
+``load`` reads a manifest of any kind: the contract's rules, the files it names, the plug-ins installed here, and what
+its algorithm demands of it.
 ``preflight`` then looks at a job's model, data, options of plug-ins, and the reward function.
 
 Invariant: nothing is written but a folder that goes away again, nothing is downloaded, torch is not imported, and the
@@ -24,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from asyncflow.algorithms.base import ALGORITHMS, algorithm_of
 from asyncflow.api.check import Problem, refusal
 from asyncflow.api.job import RLJob, RLJobSpec
 from asyncflow.api.learning import FILE_SCHEMES, TrainDataSpec
@@ -48,6 +50,7 @@ from asyncflow.training.settings import TorchOptions
 
 _PLUGINS = {
     "RLJob": (
+        (("spec", "algorithm", "name"), ALGORITHMS),
         (("spec", "rollout", "engine", "name"), "asyncflow.rollout_engines"),
         (("spec", "trainer", "backend", "name"), "asyncflow.trainer_backends"),
         (("spec", "weightSync", "transport"), "asyncflow.transports"),
@@ -76,6 +79,7 @@ def load(source: Path | str | RLJob, overrides: Sequence[str] = ()) -> Manifest:
         raise refusal(problems, source=name)
     if not isinstance(manifest, RLJob):
         return manifest
+    algorithm_of(manifest.spec)
     folder = Path((manifest.metadata.annotations or {}).get(FOLDER, beside))
     check_files(manifest, folder)
     reward = manifest.spec.reward

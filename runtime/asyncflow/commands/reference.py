@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from pydantic.fields import FieldInfo
 
+from asyncflow.algorithms.base import ALGORITHMS, Algorithm
 from asyncflow.api.base import Spec
 from asyncflow.api.check import model_of, place_of, planned_fields
 from asyncflow.api.crd import Schema, schema_of
@@ -33,6 +34,7 @@ Made by `asyncflow reference` from the models in `runtime/asyncflow/api`: change
 Quantities are written as in Kubernetes (`512Mi`, `500m`); times are seconds; – is absent.
 """
 _OPTIONS = (
+    ("spec.algorithm.options", ALGORITHMS, Algorithm, ("dapo", "dpo", "pf-ppo", "reinforce-plus-plus")),
     ("spec.rollout.engine.options", "asyncflow.rollout_engines", RolloutEngine, ("simulated", "transformers")),
     ("spec.trainer.backend.options", "asyncflow.trainer_backends", TrainerBackend, ("counting", "torch")),
 )

@@ -264,6 +264,7 @@ class Driver:
             devices=spec.devices,
             rewards=self.rewards,
             prompts_skipped=lambda: self._dispatcher.skipped,
+            alike=self._groups.alike,
         )
         server.route("driver.report", TrainReport, self._report)
 
@@ -375,7 +376,9 @@ class Driver:
         snapshot = await self.queue.snapshot(partition=TRAIN, timeout=CALL_TIMEOUT_S)
         self.assignment.restore(snapshot)
         size = self.job.spec.algorithm.group_size
-        self._groups.filtered.update({step: state.filtered // size for step, state in snapshot.steps.items()})
+        self._groups.filtered.update(
+            {step: min(state.excluded, state.filtered // size) for step, state in snapshot.steps.items()}
+        )
         self.progress.catch_up(snapshot.last_staged_step, attempt=snapshot.attempt)
         self._ending.note_commit(snapshot.last_committed_step)
         await self._dispatcher.recall()

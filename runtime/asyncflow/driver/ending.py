@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,12 +52,14 @@ def summarize(
     rewards: RewardState,
     devices: int,
     prompts_skipped: int,
+    alike: Mapping[str, int],
     best: Best | None,
 ) -> dict[str, Any]:
     """Return the summary.
 
     finished: unix seconds; devices: as ``RLJobSpec.devices`` counts them; prompts_skipped: those
-    that were too long; best: what the trainer keeps as the best.
+    that were too long; alike: groups whose samples were all ``right`` or all ``wrong``; best: what the trainer keeps as
+    the best.
     """
     lines = progress.lines
     evaluations = [progress.evaluations[step] for step in sorted(progress.evaluations)]
@@ -103,6 +105,8 @@ def summarize(
             else None
         ),
         "prompts_skipped": prompts_skipped,
+        "groups_all_right": alike.get("right", 0),
+        "groups_all_wrong": alike.get("wrong", 0),
         "samples_dispatched": audit.dispatched,
         "samples_trained": audit.trained,
         "samples_filtered": audit.filtered,
@@ -132,7 +136,7 @@ class Ending:
     changed: waits until something may have changed; unevaluated: returns the versions whose evaluation is still to
     come; suspending: whether the job is to be suspended; export_s: seconds that the trainer may take from the last
     commit to the end of its export; stop_s: seconds that the others have to leave; devices: that the job uses;
-    prompts_skipped: returns how many were too long.
+    prompts_skipped: returns how many were too long; alike: as of ``summarize``, counted while it goes on.
     checkpoint: step of the newest commit and when it was first seen, by ``clock.now``.
     """
 
@@ -148,6 +152,7 @@ class Ending:
     devices: int
     rewards: RewardTally
     prompts_skipped: Callable[[], int]
+    alike: Mapping[str, int]
     checkpoint: tuple[int, float] | None = field(default=None, init=False)
 
     async def reached(self) -> Phase:
@@ -198,6 +203,7 @@ class Ending:
             rewards=self.rewards.state,
             devices=self.devices,
             prompts_skipped=self.prompts_skipped(),
+            alike=self.alike,
             best=self.members.kept_best,
         )
         write_whole(self.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")

@@ -9,11 +9,12 @@ group goes on with the others as long as these can be compared. When too many ha
 
 Invariants: every sample that the rollouts finished is either given an advantage or dropped with a reason that is
 counted; a driver that claims a group again, because its lease has ended or an answer was lost, does not count it again;
-a driver that takes over in the middle of a group decides as the one before would have; no sample of a step is ready to
-be trained before all of the steps that are to be complete with it are; a job pauses once more than half of the samples
-that one step needs have failed, and more than half of those that were judged for it; a timeout to which the manifest
-gives 0 does not count for that; the totals go on over restarts of the driver, but for the last seconds of one that was
-killed, and what one held when it ended is counted by the next one too.
+a driver that takes over in the middle of a group decides as the one before would have, but for one of which that had
+just dropped what the algorithm leaves out, whose others are then compared among themselves; no sample of a step is
+ready to be trained before all of the steps that are to be complete with it are; a job pauses once more than half of the
+samples that one step needs have failed, and more than half of those that were judged for it; a timeout to which the
+manifest gives 0 does not count for that; the totals go on over restarts of the driver, but for the last seconds of one
+that was killed, and what one held when it ended is counted by the next one too.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
-from asyncflow.algorithms.advantages import AdvantageName, group_advantages, zero_variance
+from asyncflow.algorithms.advantages import zero_variance
+from asyncflow.algorithms.base import Algorithm, Group, algorithm_of
 from asyncflow.api.job import RLJobSpec
+from asyncflow.api.learning import EvaluationSpec
 from asyncflow.api.status import RewardState
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
 from asyncflow.driver.tasks import DRIVER_LEASE_S, TRAIN
@@ -48,8 +51,6 @@ _Kept = Annotated[int, Meta(ge=0, le=1 << 50)]
 FILTERED_ZERO_VARIANCE: Final = "filtered: zero variance"
 TOO_FEW_REWARDS: Final = "too few rewards in its group"
 GROUPS_PER_CLAIM: Final = 64
-_FEWEST: Final = 2
-"""Rewards that an advantage within a group needs."""
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -153,17 +154,19 @@ class RewardTally:
 class GroupPolicy:
     """Rules for what becomes of a finished group.
 
-    estimator: the advantage's name (``asyncflow.algorithms.advantages``). drop_zero_variance: DAPO's dynamic sampling,
-    with at most ``most_filtered`` groups dropped for one step. drop_timeouts: a reward that ran into its deadline is
+    algorithm: shapes rewards, leaves out samples, and computes advantages. drop_zero_variance: DAPO's dynamic sampling,
+    with at most ``most_filtered`` groups dropped for one step. right_at: the least reward of a right answer.
+    drop_timeouts: a reward that ran into its deadline is
     none, instead of 0. shuffle_seed: permute the rewards of each group by it, the control in which nothing may be
     learned; None is off. refills: whether another group takes the place of one that goes no further; in a run that
     promises the same bits none can, because which one it is would depend on when it happens.
     """
 
-    estimator: AdvantageName
+    algorithm: Algorithm[Any]
     drop_zero_variance: bool
     most_filtered: int
     drop_timeouts: bool
+    right_at: float = 1.0
     shuffle_seed: int | None = None
     refills: bool = True
 
@@ -171,43 +174,73 @@ class GroupPolicy:
     def of(cls, spec: RLJobSpec) -> GroupPolicy:
         """Return the policy that a manifest asks for."""
         return cls(
-            estimator=spec.algorithm.advantage,
+            algorithm=algorithm_of(spec),
             drop_zero_variance=spec.algorithm.filter_zero_variance == "drop",
             most_filtered=spec.algorithm.max_filtered_batches * spec.algorithm.prompts_per_step,
             drop_timeouts=spec.reward.on_timeout == "drop",
+            right_at=spec.evaluation.pass_reward if spec.evaluation is not None else EvaluationSpec().pass_reward,
             shuffle_seed=spec.algorithm.seed if spec.reward.shuffle else None,
             refills=not spec.schedule.deterministic,
         )
 
-    def advantages(self, serial: int, rewards: np.ndarray) -> np.ndarray:
-        """Return float32[G] for the rewards [G] of group ``serial``."""
+    def decide(self, group: Group) -> GroupDecision:
+        """Return what becomes of the samples of a group that have a reward."""
+        if (reason := self._refusal(group.rewards)) is not None:
+            return GroupDecision(reason, {}, np.zeros(0, np.float32))
         if self.shuffle_seed is not None:
-            rewards = np.random.default_rng([self.shuffle_seed, serial]).permutation(rewards)
-        return group_advantages(rewards, name=self.estimator)
+            rng = np.random.default_rng([self.shuffle_seed, group.serial])
+            group = group._replace(rewards=rng.permutation(group.rewards))
+        shaped, left_out = self.algorithm.shaped(group), self.algorithm.excluded(group)
+        if len(left_out) == len(shaped):
+            return GroupDecision(next(iter(left_out.values())), {}, np.zeros(0, np.float32))
+        later = self.algorithm.whole_step
+        return GroupDecision(None, left_out, shaped.astype(np.float32) if later else self.algorithm.advantages(shaped))
+
+    def alike(self, group: Group) -> str | None:
+        """Return "right" or "wrong" where all samples of a group are equally so, else None."""
+        if len(group.rewards) < self.algorithm.fewest or not zero_variance(group.rewards):
+            return None
+        return "right" if group.rewards[0] >= self.right_at else "wrong"
 
     def drops(self, failure: str) -> bool:
         """Return whether a sample whose reward failed in this way is dropped; "": it has its reward."""
         return bool(failure) and (failure != "timeout" or self.drop_timeouts)
 
-    def refusal(self, rewards: np.ndarray) -> str | None:
-        """Return the reason for which the trainer shall not see a group with these rewards, or None."""
-        if len(rewards) < _FEWEST:
+    def _refusal(self, rewards: np.ndarray) -> str | None:
+        if len(rewards) < self.algorithm.fewest:
             return TOO_FEW_REWARDS
         if self.drop_zero_variance and zero_variance(rewards):
             return FILTERED_ZERO_VARIANCE
         return None
 
 
+class GroupDecision(NamedTuple):
+    """Decision about a group of n samples.
+
+    reason: why the trainer shall see none of them, None where it shall see some; left_out: the indices of those that it
+    shall not see, with the reason; advantages: float32[n], or the shaped rewards where the trainer makes them.
+    """
+
+    reason: str | None
+    left_out: Mapping[int, str]
+    advantages: np.ndarray
+
+
 class DecidedGroup(NamedTuple):
-    """The samples of a group that the trainer shall see, and the advantage of each, float32[n]."""
+    """The samples of a group that the trainer shall see, the advantage of each, float32[n], and the others.
+
+    reasons: why the others are left out, by row.
+    """
 
     rows: list[LeasedRow]
     advantages: np.ndarray
+    others: list[LeasedRow]
+    reasons: Mapping[int, str]
 
     @property
     def leases(self) -> set[str]:
         """The leases of its samples."""
-        return {row.lease for row in self.rows}
+        return {row.lease for row in (*self.rows, *self.others)}
 
 
 class _Exchange(NamedTuple):
@@ -218,6 +251,17 @@ class _Exchange(NamedTuple):
     late: int
 
 
+def _judged(serial: int, rows: Sequence[LeasedRow]) -> Group:
+    tags = [row.meta.tags for row in rows]
+    return Group(
+        serial=serial,
+        samples=np.array([row.meta.sample for row in rows], dtype=np.int64),
+        rewards=np.array([float(tag["reward"]) for tag in tags], dtype=np.float64),
+        lengths=np.array([int(tag.get("response_tokens", 0)) for tag in tags], dtype=np.int64),
+        cut=np.array([tag.get("finish") == "length" for tag in tags], dtype=np.bool_),
+    )
+
+
 @dataclass(kw_only=True)
 class AdvantageTask:
     """Runs the advantage task.
@@ -226,7 +270,8 @@ class AdvantageTask:
     both return whether this is the first time. together: returns the steps that must be complete before a step is
     trained; complete: whether a step is. late: returns the step to which a finished group may go, and the group that is
     late there, None where there is none; exchanged: called when the two have changed their steps.
-    filtered: groups of each step without variance, those that an earlier driver dropped included.
+    filtered: groups of each step without variance that were dropped, by an earlier driver too; alike: groups without
+    variance of this driver's life, dropped or not, by whether all of their samples were right or wrong.
     """
 
     queue: QueueClient
@@ -239,6 +284,7 @@ class AdvantageTask:
     late: Callable[[int], tuple[int, int] | None]
     exchanged: Callable[[int, int], None]
     filtered: Counter[int] = field(default_factory=Counter)
+    alike: Counter[str] = field(default_factory=Counter)
     _held: dict[int, dict[int, DecidedGroup]] = field(default_factory=dict)
     _asked: _Exchange | None = None
 
@@ -278,30 +324,35 @@ class AdvantageTask:
             for serial, group in list(self._held[step].items()):
                 cells = [group.advantages[i : i + 1] for i in range(len(group.rows))]
                 column = Jagged.from_rows(cells, np.float32)
+                await self._drop(group.others, group.reasons)
                 await self.queue.complete(group.rows, {"advantage": column}, timeout=CALL_TIMEOUT_S)
                 self._held[step].pop(serial, None)
             del self._held[step]
 
     async def _decide(self, serial: int, group: list[LeasedRow]) -> None:
-        if self.finished(serial):
+        if counts := self.finished(serial):
             for row in group:
                 self.rewards.take(row, step=row.meta.step)
-        failed = [row for row in group if self.policy.drops(failure_of(row))]
-        kept = [row for row in group if not self.policy.drops(failure_of(row))]
-        rewards = np.array([float(row.meta.tags["reward"]) for row in kept], dtype=np.float64)
-        reason = self.policy.refusal(rewards)
+        failed = {row.row: f"reward {failure}" for row in group if self.policy.drops(failure := failure_of(row))}
+        kept = [row for row in group if row.row not in failed]
+        judged = _judged(serial, kept)
+        reason, left_out, advantages = self.policy.decide(judged)
+        if counts and (alike := self.policy.alike(judged)) is not None:
+            self.alike[alike] += 1
         if reason is not None:
             log.info("group %d goes no further: %s", serial, reason)
             # Before the drops, whose answer may be lost: what is dropped is not claimed again.
             first = self._exclude(serial, reason)
-            await self._drop_failed(failed)
-            if kept:
-                await self.queue.drop(kept, reason=reason, timeout=CALL_TIMEOUT_S)
+            await self._drop(group, dict.fromkeys([row.row for row in kept], reason) | failed)
             if first and reason == FILTERED_ZERO_VARIANCE:
-                self._count_filtered(group[0].meta.step, reward=rewards[0])
+                self._count_filtered(group[0].meta.step, reward=judged.rewards[0])
             return
-        await self._drop_failed(failed)
-        decided = DecidedGroup(kept, self.policy.advantages(serial, rewards))
+        await self._drop([row for row in group if row.row in failed], failed)
+        chosen = [i for i in range(len(kept)) if i not in left_out]
+        others = {kept[i].row: why for i, why in left_out.items()}
+        decided = DecidedGroup(
+            [kept[i] for i in chosen], advantages[chosen], [row for row in kept if row.row in others], others
+        )
         self._held.setdefault(await self._step_of(serial, group[0].meta.step), {})[serial] = decided
 
     async def _step_of(self, serial: int, step: int) -> int:
@@ -329,9 +380,12 @@ class AdvantageTask:
         self._asked = None
         return made
 
-    async def _drop_failed(self, rows: list[LeasedRow]) -> None:
-        for failure, alike in groupby(sorted(rows, key=failure_of), key=failure_of):
-            await self.queue.drop(list(alike), reason=f"reward {failure}", timeout=CALL_TIMEOUT_S)
+    async def _drop(self, rows: list[LeasedRow], reasons: Mapping[int, str]) -> None:
+        def reason_of(row: LeasedRow) -> str:
+            return reasons[row.row]
+
+        for reason, alike in groupby(sorted(rows, key=reason_of), key=reason_of):
+            await self.queue.drop(list(alike), reason=reason, timeout=CALL_TIMEOUT_S)
 
     def _exclude(self, serial: int, reason: str) -> bool:
         first = self.excluded(serial)
@@ -344,11 +398,18 @@ class AdvantageTask:
 
     def _count_filtered(self, step: int, *, reward: float) -> None:
         self.filtered[step] += 1
+        if 2 * self.filtered[step] == self.policy.most_filtered:
+            what = "step %d: half of the groups that maxFilteredBatches allows to drop were dropped; of all groups, %s"
+            log.warning(what, step, self._alike_words)
         if self.filtered[step] > self.policy.most_filtered:
             raise ManifestError(
                 f"{self.filtered[step]} groups of step {step} were dropped: within each, all rewards were equal,"
-                f" the last time {reward:g}",
+                f" the last time {reward:g} (of all groups, {self._alike_words})",
                 where="spec.algorithm.filterZeroVariance",
                 hint="The task is too easy or too hard for the model, or the reward always says the same. Change data"
                 " or reward, keep such groups, or raise maxFilteredBatches; the run can be resumed",
             )
+
+    @property
+    def _alike_words(self) -> str:
+        return f"{self.alike['right']} were all right and {self.alike['wrong']} all wrong"

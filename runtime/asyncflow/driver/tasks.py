@@ -8,6 +8,7 @@ Invariant: a function of the manifest; the process that serves the queue declare
 
 from __future__ import annotations
 
+from asyncflow.algorithms.base import algorithm_of
 from asyncflow.api.job import RLJobSpec
 from asyncflow.queue.protocol.messages import TaskSpec
 
@@ -38,6 +39,7 @@ def tasks_of(spec: RLJobSpec) -> list[TaskSpec]:
             name="train",
             needs=["prompt_ids", *_RESPONSE, "advantage"],
             kind="gang",
+            groups=algorithm_of(spec).pairs,
             order="key" if spec.schedule.whole_steps else "fifo",
             shared_tokens=spec.trainer.backend.packing == "shared-prompt",
         ),

@@ -9,11 +9,12 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
+from asyncflow.algorithms.base import algorithm_of
 from asyncflow.algorithms.correction import Correction
-from asyncflow.algorithms.grpo import Aggregation, GrpoLoss
-from asyncflow.algorithms.losses import Clip
+from asyncflow.algorithms.loss import Aggregation, Loss
+from asyncflow.algorithms.losses import Clip, KlTarget
 from asyncflow.api.job import RLJobSpec
-from asyncflow.api.learning import CorrectionSpec
+from asyncflow.api.learning import CorrectionSpec, KlTargetSpec
 from asyncflow.api.placement import PROFILES
 from asyncflow.errors import ManifestError
 from asyncflow.models.folder import export_folder
@@ -52,13 +53,16 @@ def backend_settings(spec: RLJobSpec, *, host: str, local_rank: int = 0) -> Back
             weight_decay=algorithm.weight_decay,
             max_grad_norm=algorithm.max_grad_norm,
         ),
-        loss=GrpoLoss(
+        loss=Loss(
+            algorithm=algorithm_of(spec),
             clip=Clip(low=algorithm.clip.low, high=algorithm.clip.high, dual=algorithm.clip.dual),
             aggregation=Aggregation(name=algorithm.aggregation, horizon=spec.sampling.max_tokens),
             old=algorithm.old,
             correction=_correction(algorithm.correction),
             kl=algorithm.kl.coefficient,
             kl_name=algorithm.kl.estimator,
+            penalised=algorithm.kl.place == "reward",
+            target=_target(algorithm.kl.target),
             entropy=algorithm.entropy,
         ),
         lora=spec.trainer.lora,
@@ -78,6 +82,10 @@ def backend_settings(spec: RLJobSpec, *, host: str, local_rank: int = 0) -> Back
         deterministic=spec.schedule.deterministic,
         options=backend.options,
     )
+
+
+def _target(spec: KlTargetSpec | None) -> KlTarget | None:
+    return None if spec is None else KlTarget(value=spec.value, horizon=spec.horizon)
 
 
 def _correction(spec: CorrectionSpec | None) -> Correction | None:
@@ -100,8 +108,7 @@ def export_checkpoint(spec: RLJobSpec, *, run: Path, step: str, target: Path) ->
         checkpoint.verify()
     settings = backend_settings(spec, host="127.0.0.1")
     options = {name: value for name, value in settings.options.items() if name != "compile"}
-    without_reference = replace(settings.loss, kl=0.0)
-    settings = replace(settings, loss=without_reference, device="cpu", share=1.0, options=options)
+    settings = replace(settings, loss=Loss(), device="cpu", share=1.0, options=options)
     backend = kind(settings, group=SingleProcess())
     if not backend.of_model:
         name = spec.trainer.backend.name

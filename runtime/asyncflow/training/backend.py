@@ -48,7 +48,7 @@ class TrainerBackend(ABC):
         """Prepare. A backend raises ManifestError for ``settings.options`` that it does not know."""
         self.settings = settings
         self.group = group
-        self.slot_tokens = settings.pack_tokens or max(SLOT_TOKENS, settings.longest or 0)
+        self.slot_tokens = settings.pack_tokens or max(SLOT_TOKENS, settings.longest_part)
 
     @abstractmethod
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:
@@ -59,11 +59,12 @@ class TrainerBackend(ABC):
         """
 
     def prepare(self, batch: MicroBatch, *, weights: Mapping[str, NDArray[Any]] | None = None) -> MicroBatch:  # noqa: ARG002
-        """Return ``batch`` with what the loss needs of its old policy.
+        """Return ``batch`` with what the loss needs of its old policy, and the advantages that need all of a step.
 
         weights: the old policy's, as ``tensors`` gave them on this rank then; None: those before the updates of the
-        step, which are the weights as they are. Called on every rank, where a step makes several updates, or the loss
-        has the old policy ``lagged``. By default nothing is needed.
+        step, which are the weights as they are. Called on every rank: with its samples of a whole step, where that
+        makes several updates or the algorithm needs it, else with those of a slot, where the loss has the old policy
+        ``lagged``. By default nothing is needed.
         """
         return batch
 

@@ -7,7 +7,7 @@ they do not is refused and names the sample.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,12 +24,16 @@ LOSS_MASK = "loss_mask"
 """Optional column: bool for each response token, False where the policy did not choose it (an observation)."""
 
 
+_JAGGED = ("prompts", "responses", "logprobs", "versions", LOSS_MASK, "old", "token_advantages")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """n samples. prompts, responses: token ids; logprobs: the engine's, float; versions: packed, int64; advantages [n].
 
     ``loss_mask`` may be None: then every response token counts. rewards [n] are only reported. old: the log-probs that
-    a back end computed before the updates of a step, None where it did not.
+    a back end computed before the updates of a step, None where it did not. token_advantages: of each response token,
+    where the algorithm gives each its own; then ``advantages`` are the shaped rewards that they were made of.
     """
 
     keys: Sequence[SampleKey]
@@ -41,6 +45,7 @@ class MicroBatch:
     loss_mask: Jagged | None = None
     rewards: NDArray[np.float32] | None = None
     old: Jagged | None = None
+    token_advantages: Jagged | None = None
 
     @classmethod
     def empty(cls) -> MicroBatch:
@@ -109,7 +114,7 @@ class MicroBatch:
             keys=[key for batch in some for key in batch.keys],
             advantages=np.concatenate([batch.advantages for batch in some]),
             rewards=None if some[0].rewards is None else np.concatenate([batch.rewards for batch in some]),
-            **{name: column(name) for name in ("prompts", "responses", "logprobs", "versions", LOSS_MASK, "old")},
+            **{name: column(name) for name in _JAGGED},
         )
         return whole.take(sorted(range(len(whole)), key=whole.keys.__getitem__))
 
@@ -120,12 +125,43 @@ class MicroBatch:
         """Return the tokens of each response, [n]."""
         return self.responses.lengths
 
+    def counted(self) -> NDArray[np.bool_]:
+        """Return which response tokens count in the loss, bool[N]."""
+        if self.loss_mask is None:
+            return np.ones(len(self.responses.values), np.bool_)
+        return np.asarray(self.loss_mask.values, dtype=np.bool_)
+
     def loss_lengths(self) -> NDArray[np.int64]:
         """Return how many tokens of each response count in the loss, [n]."""
         if self.loss_mask is None:
             return self.response_lengths()
         counted = np.r_[0, np.cumsum(self.loss_mask.values, dtype=np.int64)]
         return np.diff(counted[self.loss_mask.offsets])
+
+    def credit(self) -> NDArray[np.float32]:
+        """Return the advantage of each response token, [N]: its own, or its sample's."""
+        if self.token_advantages is not None:
+            return np.asarray(self.token_advantages.values, dtype=np.float32)
+        return np.repeat(self.advantages, self.response_lengths())
+
+    def credited(self, advantages: NDArray[np.float32]) -> MicroBatch:
+        """Return the samples with the advantage of each response token, [N]."""
+        return replace(self, token_advantages=Jagged(advantages, self.responses.offsets))
+
+    def strongest(self) -> NDArray[np.float32]:
+        """Return the largest |advantage| among the tokens of each sample, [n]."""
+        if self.token_advantages is None:
+            return np.abs(self.advantages)
+        found = np.zeros(len(self), np.float32)
+        of_token = np.repeat(np.arange(len(self)), self.response_lengths())
+        np.maximum.at(found, of_token, np.abs(self.token_advantages.values))
+        return found
+
+    def pairs(self) -> NDArray[np.int64]:
+        """Return the number of the pair of each sample, [n]: those of a group with the same |advantage| are one."""
+        named = np.column_stack([[key.serial for key in self.keys], np.abs(self.advantages)]).reshape(-1, 2)
+        numbers: NDArray[np.int64] = np.unique(named, axis=0, return_inverse=True)[1].reshape(-1)
+        return numbers
 
     def makers(self) -> NDArray[np.int64]:
         """Return the packed version that made all tokens of each sample, [n]; -1 where there is no such one."""
@@ -149,4 +185,5 @@ class MicroBatch:
             loss_mask=None if self.loss_mask is None else self.loss_mask.take(indices),
             rewards=None if self.rewards is None else self.rewards[list(indices)],
             old=None if self.old is None else self.old.take(indices),
+            token_advantages=None if self.token_advantages is None else self.token_advantages.take(indices),
         )

@@ -133,6 +133,7 @@ class DocumentTable:
 
 @dataclass(frozen=True)
 class _Document:
+    group: Hashable
     prompt: Ids
     members: list[tuple[int, Ids]]
 
@@ -148,22 +149,28 @@ def pack_samples(
     *,
     layout: LayoutName,
     budget: int,
+    whole: bool = False,
 ) -> list[Pack]:
     """Pack n samples, in the order given, into rows of at most ``budget`` tokens (a longer document stands alone).
 
     prompts, responses: token ids of each sample; groups: who shares a prompt; a sample that differs from its group in
-    prompt gets a document of its own. Samples with an empty response have no target and appear nowhere.
+    prompt gets a document of its own; whole: a group is in one pack, of more than ``budget`` tokens where it has more.
+    Samples with an empty response have no target and appear nowhere.
     Raises ProtocolError for an empty prompt, which could not predict a first token.
     """
     packs: list[Pack] = []
     waiting: list[_Document] = []
     filled = 0
-    for document in _documents(prompts, responses, groups, layout=layout, budget=budget):
-        if waiting and filled + document.size > budget:
+    documents = _documents(prompts, responses, groups, layout=layout)
+    for part in (
+        _whole(documents) if whole else ([piece] for document in documents for piece in _split(document, budget))
+    ):
+        size = sum(document.size for document in part)
+        if waiting and filled + size > budget:
             packs.append(_lay_out(waiting))
             waiting, filled = [], 0
-        waiting.append(document)
-        filled += document.size
+        waiting += part
+        filled += size
     if waiting:
         packs.append(_lay_out(waiting))
     return packs
@@ -186,8 +193,8 @@ def _quarter_octave(tokens: int) -> int:
 
 
 def _documents(
-    prompts: Sequence[Ids], responses: Sequence[Ids], groups: Sequence[Hashable], *, layout: LayoutName, budget: int
-) -> Iterator[_Document]:
+    prompts: Sequence[Ids], responses: Sequence[Ids], groups: Sequence[Hashable], *, layout: LayoutName
+) -> Iterable[_Document]:
     together: dict[Hashable, _Document] = {}
     for sample, (prompt, response, group) in enumerate(zip(prompts, responses, groups, strict=True)):
         if not len(prompt):
@@ -195,18 +202,24 @@ def _documents(
         if not len(response):
             continue
         key: Hashable = (group, bytes(np.ascontiguousarray(prompt))) if layout == "shared-prompt" else sample
-        document = together.setdefault(key, _Document(prompt, []))
+        document = together.setdefault(key, _Document(group, prompt, []))
         document.members.append((sample, response))
-    for document in together.values():
-        yield from _split(document, budget)
+    return together.values()
+
+
+def _whole(documents: Iterable[_Document]) -> Iterable[list[_Document]]:
+    groups: dict[Hashable, list[_Document]] = {}
+    for document in documents:
+        groups.setdefault(document.group, []).append(document)
+    return groups.values()
 
 
 def _split(document: _Document, budget: int) -> Iterator[_Document]:
-    part = _Document(document.prompt, [])
+    part = _Document(document.group, document.prompt, [])
     for member in document.members:
         if part.members and part.size + len(member[1]) - 1 > budget:
             yield part
-            part = _Document(document.prompt, [])
+            part = _Document(document.group, document.prompt, [])
         part.members.append(member)
     yield part
 

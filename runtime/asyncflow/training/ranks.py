@@ -105,6 +105,12 @@ def gather_bytes(group: ProcessGroup, content: bytes, *, what: str) -> list[byte
     return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
+def gather_rows(group: ProcessGroup, table: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the rows of every rank's ``table``, [m, columns], whose m differ, in the order of ranks."""
+    parts = gather_bytes(group, np.ascontiguousarray(table).tobytes(), what="rows of a step")
+    return np.concatenate([np.frombuffer(part, np.float64) for part in parts]).reshape(-1, table.shape[1])
+
+
 @contextlib.contextmanager
 def jointly(group: ProcessGroup, *, what: str) -> Iterator[None]:
     """Raise on every rank the AsyncFlowError of any rank in this block: that of the lowest rank that has one.

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from asyncflow.algorithms.grpo import GrpoLoss
+from asyncflow.algorithms.loss import Loss
 from asyncflow.api.workers import LoraSpec
 from asyncflow.flow.schedule import Schedule
 from asyncflow.training.packing import LayoutName
@@ -68,7 +68,7 @@ class BackendSettings:
     """
 
     optimizer: OptimizerSettings
-    loss: GrpoLoss = field(default_factory=GrpoLoss)
+    loss: Loss = field(default_factory=Loss)
     lora: LoraSpec | None = None
     temperature: float = 1.0
     compute: Literal["float32", "bfloat16"] = "float32"
@@ -87,9 +87,14 @@ class BackendSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def longest_part(self) -> int:
+        """Most tokens that are computed together: those of a sample, or of a pair; 0 where that is not known."""
+        return (self.longest or 0) * (2 if self.loss.algorithm.pairs else 1)
+
+    @property
     def needs_initial_weights(self) -> bool:
-        """True where θ_0 is read at every start, also beside a checkpoint: as the KL reference, or under adapters."""
-        return self.loss.kl > 0 or self.lora is not None
+        """True where θ_0 is read at every start, also beside a checkpoint: as the reference, or under adapters."""
+        return self.loss.references or self.lora is not None
 
 
 # Beside the backend it could not be checked without importing torch.

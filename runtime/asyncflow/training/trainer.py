@@ -273,7 +273,8 @@ class Trainer:
             await self._saver.finished()
 
     def _loop(self) -> Callable[[Trainer], Awaitable[None]]:
-        if self._settings.epochs * self._settings.mini_batches > 1:
+        updates = self._settings.epochs * self._settings.mini_batches
+        if updates > 1 or self._backend.settings.loss.algorithm.whole_step:
             return repeated
         return synchronous if self._settings.whole else streaming
 

@@ -171,6 +171,7 @@ _ROWS: tuple[tuple[str, Callable[[Any], str], tuple[str, ...]], ...] = (
     ("prompts too long, skipped", str, ("prompts_skipped",)),
     ("samples dispatched", str, ("samples_dispatched",)),
     ("trained / filtered", str, ("samples_trained", "samples_filtered")),
+    ("groups all right / all wrong", str, ("groups_all_right", "groups_all_wrong")),
     ("dropped / unfinished", str, ("samples_dropped", "samples_unfinished")),
     ("rewards failed", failures, ("rewards_failed",)),
     ("lost / duplicated", str, ("samples_lost", "samples_duplicated")),

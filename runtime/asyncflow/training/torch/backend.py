@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor
 
-from asyncflow.algorithms.grpo import LossTotals
+from asyncflow.algorithms.loss import LossTotals
 from asyncflow.api.workers import LoraSpec
 from asyncflow.errors import Diverged, ManifestError
 from asyncflow.plugins import read_options
@@ -35,6 +35,7 @@ from asyncflow.training.packing import Pack, few_sizes_below, pack_samples
 from asyncflow.training.ranks import ProcessGroup
 from asyncflow.training.settings import BackendSettings, TorchOptions, WeightsDtype
 from asyncflow.training.slice_files import unwritable
+from asyncflow.training.torch.credit import credited, divergences
 from asyncflow.training.torch.device import TensorGroup, as_array, collective, find_device, on_device, rounded
 from asyncflow.training.torch.figures import StepFigures, metrics_of
 from asyncflow.training.torch.lora import (
@@ -103,7 +104,8 @@ class TorchBackend(TrainerBackend):
             host=settings.host,
             timeout_s=options.collective_timeout_s,
         )
-        self._figures = StepFigures()
+        self._loss = settings.loss
+        self._figures = StepFigures(settings.loss.algorithm.figures)
         self._updates: list[dict[str, float]] = []
         self._step: list[tuple[MicroBatch, int | None]] = []
         self._trained_before = 0
@@ -113,13 +115,13 @@ class TorchBackend(TrainerBackend):
 
     @collective()
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:
-        """See the base class; the reference for the KL term is always θ_0, also after a resume."""
+        """See the base class; the reference is always θ_0, also after a resume."""
         if self._device.type != "cpu":
             torch.accelerator.set_device_index(self._device.index)  # of this thread
         self._ranks.meet()
         seen = np.array([checkpoint is not None])
         resumed = bool(self.group.gather(seen, what="who sees the checkpoint")[0, 0])
-        lora, compared = self.settings.lora, self.settings.loss.kl > 0
+        lora, compared = self.settings.lora, self.settings.loss.references
         self._policy = self._open(folder, first=not resumed or lora is not None, lora=lora)
         self._model = self._policy.model
         self._reference: Callable[..., tuple[Tensor, Tensor | None]] | None = None
@@ -141,6 +143,7 @@ class TorchBackend(TrainerBackend):
             generator, state = self._generator(), list(self._optimizer.state())
             if read_saved(checkpoint, STATE_FILE, state, optional=generator, group=self.group, ranks=self._ranks):
                 torch.set_rng_state(generator.tensor.reshape(-1))
+            self._resume_coefficient(checkpoint)
         if self.settings.pack_tokens is None and self._device.type != "cpu":
             self._find_slot_tokens()
 
@@ -165,8 +168,14 @@ class TorchBackend(TrainerBackend):
             reserved=sum(2 * shard.tensor.numel() for shard in self._shards),
             longest=self.settings.longest or 1,
         )
+        if found < self.settings.longest_part:
+            raise ManifestError(
+                f"a pair has up to {self.settings.longest_part} tokens, and the device fits {found}",
+                where=FIELD,
+                hint="Give shorter responses, options.gradient_checkpointing: true, or another device",
+            )
         if self._options.compile:
-            found = max(self.settings.longest or 1, few_sizes_below(found))
+            found = max(self.settings.longest_part or 1, few_sizes_below(found))
         self.slot_tokens = int(self.group.gather(np.array([found]), what="tokens of a micro-batch").min())
         self.trained = 0
         self._budget = PackBudget(self.slot_tokens)
@@ -198,31 +207,63 @@ class TorchBackend(TrainerBackend):
         row = Box((self.group.rank, 0), (1, len(state)))
         return TensorShard(_GENERATOR, state[None], row, (world, len(state)), cut=True)
 
+    def _coefficient(self) -> TensorShard:
+        """Return the weight of the KL in the next step, which changes where it has a target."""
+        weight = torch.tensor([self._loss.kl], dtype=torch.float64)
+        return TensorShard("kl.coefficient", weight, Box.whole(weight.shape), tuple(weight.shape))
+
+    def _resume_coefficient(self, checkpoint: Path | None) -> None:
+        kept, group = self._coefficient(), self.group
+        if self._loss.target is None:
+            return
+        if read_saved(checkpoint, STATE_FILE, [], optional=kept, group=group, ranks=self._ranks):
+            self._loss = replace(self._loss, kl=kept.tensor.item())
+
     @collective()
     def prepare(self, batch: MicroBatch, *, weights: Mapping[str, NDArray[Any]] | None = None) -> MicroBatch:
-        """See the base class: the log-probs of the old policy, 0 where no gradient needs them.
+        """See the base class: log-probs of the old policy, 0 where no gradient needs them, then advantages of tokens.
 
         Other weights are used as ``measure`` uses them; where they have to be copied, this is once in each call.
         """
-        if self.settings.loss.old == "behaviour":
+        loss = self.settings.loss
+        if loss.old != "behaviour":
+            with nullcontext(self._policy.evaluate) if weights is None else self._under(weights) as evaluate:
+                batch = replace(batch, old=self._evaluated(batch, evaluate))
+        if not loss.algorithm.whole_step:
             return batch
+        penalty = np.zeros(len(batch.responses.values))
+        if loss.penalised and self._reference is not None:
+            kl = divergences(batch, self._evaluated(batch, self._referred), loss)
+            self._figures.count([("penalty_tokens", float(batch.loss_lengths().sum())), ("penalty", float(kl.sum()))])
+            penalty = self._loss.kl * kl
+        return credited(batch, penalty, loss, group=self.group)
+
+    def _referred(self, pack: Pack) -> Tensor:
+        assert self._reference is not None
+        with torch.no_grad():
+            return self._reference(pack, entropy=False)[0]
+
+    def _evaluated(self, batch: MicroBatch, evaluate: Callable[[Pack], Tensor]) -> Jagged:
+        """Return what ``evaluate`` gives for each response token whose gradient is not 0, and 0 elsewhere; collective.
+
+        Where memory runs out, once more in packs of half the size.
+        """
         try:
-            return self._recomputed(batch, weights)
+            return self._evaluated_once(batch, evaluate)
         except torch.OutOfMemoryError as full:
             self._make_packs_smaller(full)
-        return self._recomputed(batch, weights)
+        return self._evaluated_once(batch, evaluate)
 
-    def _recomputed(self, batch: MicroBatch, weights: Mapping[str, NDArray[Any]] | None) -> MicroBatch:
-        logprobs = np.zeros(len(batch.responses.values), np.float32)
-        active = np.flatnonzero(~self.settings.loss.silent(batch.advantages) & (batch.loss_lengths() > 0))
-        packs = self._packs(batch, active)
-        with nullcontext(self._policy.evaluate) if weights is None else self._under(weights) as evaluate:
-            for pack in self._in_step(packs):
-                found = evaluate(pack or smallest_pack()).cpu().numpy()
-                if pack is not None:
-                    entries, _ = _entries(batch, pack, active[pack.samples])
-                    logprobs[entries] = found
-        return replace(batch, old=Jagged(logprobs, batch.responses.offsets))
+    def _evaluated_once(self, batch: MicroBatch, evaluate: Callable[[Pack], Tensor]) -> Jagged:
+        values, loss = np.zeros(len(batch.responses.values), np.float32), self.settings.loss
+        silent = np.zeros(len(batch), np.bool_) if loss.algorithm.whole_step else loss.silent(batch.strongest())
+        active = np.flatnonzero(~silent & (batch.loss_lengths() > 0))
+        for pack in self._in_step(self._packs(batch, active)):
+            found = evaluate(pack or smallest_pack()).cpu().numpy()
+            if pack is not None:
+                entries, _ = _entries(batch, pack, active[pack.samples])
+                values[entries] = found
+        return Jagged(values, batch.responses.offsets)
 
     @contextmanager
     def _under(self, weights: Mapping[str, NDArray[Any]]) -> Iterator[Callable[[Pack], Tensor]]:
@@ -266,11 +307,11 @@ class TorchBackend(TrainerBackend):
     def _forget_step(self) -> None:
         """Drop all since the last update: a backward pass that failed has added a part of its gradient."""
         self._optimizer.clear()
-        self._figures, self._step = StepFigures(), []
+        self._figures, self._step = StepFigures(self._loss.algorithm.figures), []
 
     def _add(self, batch: MicroBatch, *, version: int | None) -> None:
-        loss, lengths = self.settings.loss, batch.loss_lengths()
-        silent = loss.silent(batch.advantages)
+        loss, lengths = self._loss, batch.loss_lengths()
+        silent = loss.silent(batch.strongest())
         totals = ("tokens", lengths.sum()), ("sequences", np.count_nonzero(lengths)), ("silent", silent.sum())
         self._figures.count((name, float(value)) for name, value in totals)
         active = np.flatnonzero(~silent & (lengths > 0))
@@ -278,16 +319,17 @@ class TorchBackend(TrainerBackend):
         packs = self._packs(batch, active)
         self._figures.count([("packed_tokens", float(sum(len(pack.ids) for pack in packs)))])
         weights, current = loss.aggregation.weights(lengths), batch.makers() == version
+        credit = batch.credit()
         for pack in self._in_step(packs):
             if pack is None:
                 self._accompany()
             else:
-                self._accumulate(batch, pack, active[pack.samples], weights, current)
+                self._accumulate(batch, pack, active[pack.samples], weights, credit, current)
                 self.trained += len(np.unique(pack.samples))
 
     def _accompany(self) -> None:
         """Make the pass of a pack that adds nothing, since other ranks make one."""
-        if self._reference is not None:
+        if self._reference is not None and self.settings.loss.compares:
             with torch.no_grad():
                 self._reference(smallest_pack(), entropy=False)
         logprobs, _ = self._policy(smallest_pack(), entropy=False)
@@ -343,12 +385,15 @@ class TorchBackend(TrainerBackend):
         yield from (None for _ in range(int(most) - len(packs)))
 
     def _packs(self, batch: MicroBatch, chosen: NDArray[np.int64]) -> list[Pack]:
+        pairs = self.settings.loss.algorithm.pairs
+        groups = batch.pairs().tolist() if pairs else [key.serial for key in batch.keys]
         return pack_samples(
             [batch.prompts.row(i) for i in chosen.tolist()],
             [batch.responses.row(i) for i in chosen.tolist()],
-            [batch.keys[i].serial for i in chosen.tolist()],
+            [groups[i] for i in chosen.tolist()],
             layout=self.settings.layout,
             budget=self._budget.tokens,
+            whole=pairs,
         )
 
     def _accumulate(
@@ -357,29 +402,29 @@ class TorchBackend(TrainerBackend):
         pack: Pack,
         samples: NDArray[np.int64],
         weights: NDArray[np.float64],
+        credit: NDArray[np.float32],
         current: NDArray[np.bool_],
     ) -> None:
-        loss = self.settings.loss
+        loss = self._loss
         entries, counted = _entries(batch, pack, samples)
         weight = self._tensor(weights[samples] * counted)
         behaviour = self._tensor(batch.logprobs.values[entries])
         reference = None
-        if self._reference is not None:
+        if self._reference is not None and loss.compares:
             with torch.no_grad():
                 reference, _ = self._reference(pack, entropy=False)
         logprobs, entropy = self._policy(pack, entropy=loss.entropy != 0)
-        counts, sequences = self._tensor(counted), None
-        if loss.correction is not None:
-            sequences = on_device(np.unique(pack.samples, return_inverse=True)[1], self._device)
+        counts = self._tensor(counted)
         terms = loss.tokens(
             logprobs,
             behaviour=behaviour,
-            advantages=self._tensor(batch.advantages[samples]),
+            advantages=self._tensor(credit[entries]),
             reference=reference,
             entropy=entropy,
             before=None if batch.old is None else self._tensor(batch.old.values[entries]),
             counted=counts,
-            sequences=sequences,
+            sequences=self._numbers(samples),
+            pairs=self._numbers(batch.pairs()[samples]) if loss.algorithm.pairs else None,
         )
         value = (terms.total * weight).sum()
         value.backward()
@@ -398,6 +443,9 @@ class TorchBackend(TrainerBackend):
         """See the base class. Three skipped steps in a row are too many."""
         self.update(step)
         metrics, self._updates, self.trained, self._trained_before = combined(self._updates), [], 0, 0
+        if self._loss.target is not None:
+            metrics["kl_coefficient"] = self._loss.kl
+            self._loss = self._loss.after(metrics)
         self._skipped = self._skipped + 1 if metrics["skipped"] else 0
         if self._skipped == _MOST_SKIPPED:
             raise Diverged(
@@ -417,7 +465,7 @@ class TorchBackend(TrainerBackend):
         if not applied.moved:
             log.warning("step %d: the gradient is not finite, the weights stay as they are", step)
         self._step, self._trained_before = [], self.trained
-        self._updates.append(metrics_of(meter, divisor=divisor, applied=applied))
+        self._updates.append(metrics_of(meter, divisor=divisor, applied=applied, own=self._loss.algorithm.figures))
 
     def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any] | PublishedSlice]]:
         """Yield what is trained, by transformers' or peft's names; on the CPU what is not rounded is shared.
@@ -464,10 +512,14 @@ class TorchBackend(TrainerBackend):
         self._copies.wait_stream(torch.accelerator.current_stream(self._device))
         return cast(AbstractContextManager[Any], self._copies)
 
+    def _state(self) -> list[TensorShard]:
+        adapted = [] if self._loss.target is None else [self._coefficient()]
+        return [*self._optimizer.state(), self._generator(), *adapted]
+
     @collective()
     def snapshot(self, *, shared: bool = True) -> Callable[[Path], None]:
         """See the base class: model.safetensors and optimizer.safetensors (moments, step counts, the generator)."""
-        state = {WEIGHTS_FILE: self._shards, STATE_FILE: [*self._optimizer.state(), self._generator()]}
+        state = {WEIGHTS_FILE: self._shards, STATE_FILE: self._state()}
         if shared:
             state = {name: copied(shards, group=self.group) for name, shards in state.items()}
 
@@ -486,6 +538,10 @@ class TorchBackend(TrainerBackend):
     def close(self) -> None:
         """Leave the process group."""
         self._ranks.close()
+
+    def _numbers(self, named: NDArray[np.int64]) -> Tensor:
+        """Return for each target the number, from 0, of what ``named`` says that it belongs to."""
+        return on_device(np.unique(named, return_inverse=True)[1], self._device)
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return on_device(array.astype(np.float32, copy=False), self._device)

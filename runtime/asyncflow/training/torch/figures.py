@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncflow.algorithms.correction import CorrectionTerms, effective_share
-from asyncflow.algorithms.grpo import TokenLoss
+from asyncflow.algorithms.loss import TokenLoss
 from asyncflow.algorithms.losses import MAX_LOG_RATIO
 from asyncflow.training.ranks import ProcessGroup
 from asyncflow.training.report import StepMeter
@@ -25,7 +25,7 @@ _SUMS = (
     "tokens", "sequences", "computed", "loss", "kl", "entropy", "surprise", "ratio", "approx_kl",
     "clip_low", "clip_high", "clip_dual", "silent", "packed_tokens", "gap_tokens", "gap",
     "correction_units", "correction_weights", "correction_squares", "correction_high", "correction_low",
-    "correction_k1", "correction_k3",
+    "correction_k1", "correction_k3", "penalty_tokens", "penalty",
 )  # fmt: skip
 _MAXIMA = ("ratio_max", "correction_max", "correction_least")
 """``correction_least`` is the smallest weight with its sign turned."""
@@ -33,10 +33,11 @@ _MEANS = ("kl", "entropy", "surprise", "ratio", "approx_kl", "clip_low", "clip_h
 
 
 class StepFigures:
-    """The figures of one rank's packs since the last step."""
+    """The figures of one rank's packs since the last step. own: the names of those that the algorithm measures."""
 
-    def __init__(self) -> None:
-        self._meter = _meter()
+    def __init__(self, own: tuple[str, ...] = ()) -> None:
+        self._own = own
+        self._meter = _meter(own)
         self._packs: list[tuple[tuple[str, ...], Tensor, Tensor]] = []
 
     def count(self, values: Iterable[tuple[str, float]]) -> None:
@@ -80,6 +81,7 @@ class StepFigures:
             "gap_tokens": on_policy.sum(),
             "gap": (gap * on_policy).sum(),
         }
+        values |= {name: (policy.figures[name] * counted).sum() for name in self._own}
         if terms.correction is not None:
             values |= _correction(terms.correction, counted=counted)
         gaps = torch.where(on_policy > 0, gap, float("nan"))
@@ -89,7 +91,7 @@ class StepFigures:
         """Return the figures of all ranks, and begin anew. Collective; waits for every pack since the last step."""
         self._read()
         rows = group.gather(self._meter.array(), what=f"the counts of step {step}")
-        meter, self._meter = self._meter.merged(rows), _meter()
+        meter, self._meter = self._meter.merged(rows), _meter(self._own)
         return meter
 
     def _read(self) -> None:
@@ -103,14 +105,15 @@ class StepFigures:
         self._meter.histogram.add(found[~np.isnan(found)])
 
 
-def metrics_of(meter: StepMeter, *, divisor: float, applied: Applied) -> dict[str, float]:
+def metrics_of(meter: StepMeter, *, divisor: float, applied: Applied, own: tuple[str, ...] = ()) -> dict[str, float]:
     """Return the metrics of a step by name, those that are finite.
 
-    divisor: what the sums of the loss and of its gradient were divided by.
+    own: the names of those that the algorithm measures; divisor: what the sums of the loss and of its gradient were
+    divided by.
     """
     sums = meter.sums
     computed, gap_tokens = max(1.0, sums["computed"]), sums["gap_tokens"]
-    metrics = {name: sums[name] / computed for name in _MEANS} | {
+    metrics = {name: sums[name] / computed for name in (*_MEANS, *own)} | {
         "loss": sums["loss"] / divisor,
         "ratio_max": meter.maxima["ratio_max"],
         "grad_norm": applied.grad_norm,
@@ -123,6 +126,8 @@ def metrics_of(meter: StepMeter, *, divisor: float, applied: Applied) -> dict[st
         "logprob_gap": sums["gap"] / max(1.0, gap_tokens),
         "logprob_gap_p99": meter.histogram.quantile(0.99),
     }
+    if tokens := sums["penalty_tokens"]:
+        metrics["penalty_kl"] = sums["penalty"] / tokens
     if units := sums["correction_units"]:
         metrics |= {
             "correction_ess": effective_share(
@@ -155,5 +160,5 @@ def _correction(terms: CorrectionTerms, *, counted: Tensor) -> dict[str, Tensor]
     }
 
 
-def _meter() -> StepMeter:
-    return StepMeter(sums=_SUMS, maxima=_MAXIMA)
+def _meter(own: tuple[str, ...]) -> StepMeter:
+    return StepMeter(sums=(*_SUMS, *own), maxima=_MAXIMA)

@@ -1,0 +1,80 @@
+"""DAPO: decoupled clip and dynamic sampling policy optimization (arXiv 2503.14476): GRPO with four changes.
+
+* clip-higher: ``clip.high`` above ``clip.low`` (.28 and .2);
+* dynamic sampling: groups whose rewards are all equal are dropped, and others generated in their place
+  (``filterZeroVariance: drop``, at most ``maxFilteredBatches``);
+* token-level loss: the mean over all tokens of the step (``aggregation: token-mean``);
+* overlong: responses near the limit earn less (``overlong``), those that it cuts off may be left out of the loss.
+
+    loss_t = max(-A r_t, -A clip(r_t, 1 - low, 1 + high)),  A = (R + penalty - mean) / (std + 1e-6) within the group
+
+Invariants: groups are filtered by the rewards that were judged, before the penalty, which would fake a variance; a
+response that is left out is compared with the others all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Final
+
+import numpy as np
+from msgspec import Meta, Struct
+from numpy.typing import NDArray
+
+from asyncflow.algorithms.base import OPTIONS, Algorithm, Group, wrong
+from asyncflow.algorithms.overlong import overlong_penalty
+from asyncflow.api.check import Problem
+from asyncflow.api.job import RLJobSpec
+from asyncflow.errors import ManifestError
+
+FILTERED_OVERLONG: Final = "filtered: overlong"
+
+
+class DapoOptions(Struct, frozen=True, kw_only=True):
+    """The options of the algorithm ``dapo``.
+
+    overlong_buffer: tokens before ``sampling.maxTokens`` over which the reward falls, 0 for no penalty;
+    overlong_penalty: what a response of the greatest length loses; overlong_filter: leave responses that were cut off
+    out of the loss; dynamic_sampling: false is the recipe without it, as verl's asynchronous one.
+    """
+
+    overlong_buffer: Annotated[int, Meta(ge=0)] = 0
+    overlong_penalty: Annotated[float, Meta(gt=0)] = 1.0
+    overlong_filter: bool = False
+    dynamic_sampling: bool = True
+
+
+class Dapo(Algorithm[DapoOptions]):
+    """GRPO with DAPO's settings demanded, and overlong responses treated."""
+
+    Options = DapoOptions
+    filters = True
+
+    def problems(self, spec: RLJobSpec) -> Iterator[Problem]:
+        """Demand what makes it DAPO. Raises ManifestError where the buffer is longer than a response."""
+        yield from super().problems(spec)
+        algorithm = spec.algorithm
+        if algorithm.clip.high <= algorithm.clip.low:
+            yield wrong(spec, "algorithm.clip.high", "dapo clips higher above than below", "Give e.g. 0.28, low: 0.2")
+        if algorithm.aggregation != "token-mean":
+            yield wrong(spec, "algorithm.aggregation", "dapo averages over tokens", "Give token-mean")
+        if self.options.dynamic_sampling and algorithm.filter_zero_variance != "drop":
+            why = "dapo samples dynamically: groups whose rewards are all equal are replaced"
+            yield wrong(spec, "algorithm.filter_zero_variance", why, "Give drop, or options.dynamic_sampling: false")
+        if (buffer := self.options.overlong_buffer) > self.longest:
+            what = f"overlong_buffer is {buffer}, and a response has at most {self.longest} tokens"
+            raise ManifestError(what, where=OPTIONS, hint="Give at most sampling.maxTokens")
+
+    def shaped(self, group: Group) -> NDArray[np.float64]:
+        """Return the rewards with the penalty."""
+        options = self.options
+        if not options.overlong_buffer:
+            return group.rewards
+        return group.rewards + overlong_penalty(
+            group.lengths, longest=self.longest, buffer=options.overlong_buffer, factor=options.overlong_penalty
+        )
+
+    def excluded(self, group: Group) -> Mapping[int, str]:
+        """Leave out what was cut off, where that is asked for."""
+        cut = np.flatnonzero(group.cut) if self.options.overlong_filter else ()
+        return dict.fromkeys(map(int, cut), FILTERED_OVERLONG)

@@ -1,0 +1,114 @@
+"""DPO: direct preference optimization (arXiv 2305.18290), online: pairs are made of each group by reward.
+
+    h(y) = sum over the tokens of y of (log π(t) - log π_0(t))
+    loss = -log sigmoid( beta * (h(chosen) - h(rejected)) )           of each pair; mean over all pairs
+
+The n-th pair of a group is its n-th best and its n-th worst sample, as long as the first has the larger reward. Their
+advantages are +n and -n, which names the pair and who is chosen; the other samples go no further. Each token of a pair
+has its pair's loss divided by the tokens of its response, so that the mean over responses of the sum over tokens
+(``seq-mean-token-sum``) is the mean over pairs.
+
+Invariants: both of a pair are in one pack, so its loss is exact however a step is streamed and split; h is summed in
+float64, since it is long; the behaviour policy is not in it, so samples may be as old as the schedule lets them be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Final
+
+import numpy as np
+from msgspec import Meta, Struct
+from numpy.typing import NDArray
+
+from asyncflow.algorithms.base import Algorithm, Group, Tokens, wrong
+from asyncflow.algorithms.losses import MAX_LOG_RATIO, Clip, PolicyTerms
+from asyncflow.api.check import Problem
+from asyncflow.api.job import RLJobSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FILTERED_UNPAIRED: Final = "filtered: not in a pair"
+
+
+class DpoOptions(Struct, frozen=True, kw_only=True):
+    """The options of the algorithms ``dpo`` and ``ipo``.
+
+    beta: how much the policy may leave the reference: the less, the more; pairs: most pairs of one group.
+    """
+
+    beta: Annotated[float, Meta(gt=0)] = 0.1
+    pairs: Annotated[int, Meta(ge=1)] = 1
+
+
+class Dpo(Algorithm[DpoOptions]):
+    """The loss of pairs."""
+
+    Options = DpoOptions
+    filters = True
+    reference = True
+    pairs = True
+    figures = ("pair_accuracy", "pair_margin")
+
+    def problems(self, spec: RLJobSpec) -> Iterator[Problem]:
+        """Demand what a loss of pairs needs."""
+        yield from super().problems(spec)
+        name, algorithm = spec.algorithm.name, spec.algorithm
+        if algorithm.aggregation != "seq-mean-token-sum":
+            why = f"{name} averages over pairs, so over responses, and sums over tokens"
+            yield wrong(spec, "algorithm.aggregation", why, "Give seq-mean-token-sum")
+        if algorithm.filter_zero_variance != "drop":
+            why = f"no pair can be made of equal rewards, and {name} has nothing else to learn from"
+            yield wrong(spec, "algorithm.filter_zero_variance", why, "Give drop")
+        if algorithm.correction is not None:
+            why = f"{name} has no ratio to the behaviour policy that could be corrected"
+            yield wrong(spec, "algorithm.correction", why, "Leave it out")
+        if algorithm.old != "behaviour":
+            yield wrong(spec, "algorithm.old", f"{name} has no old policy", "Give behaviour, or leave it out")
+        budget, least = spec.trainer.backend.tokens_per_micro_batch, 2 * spec.longest
+        if budget is not None and budget < least:
+            why = f"a pair of {name} is computed together, and the longest one has {least} tokens"
+            yield wrong(spec, "trainer.backend.tokens_per_micro_batch", why, f"Give at least {least}")
+
+    def excluded(self, group: Group) -> Mapping[int, str]:
+        """Return the samples that are in no pair."""
+        paired = self.advantages(group.rewards)
+        return dict.fromkeys(np.flatnonzero(paired == 0).tolist(), FILTERED_UNPAIRED)
+
+    def advantages(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
+        """Return +n for the sample that is chosen in the n-th pair, -n for the one that is rejected, else 0."""
+        order = np.argsort(-rewards, kind="stable")
+        found = np.zeros(len(rewards), np.float32)
+        for number in range(min(self.options.pairs, len(rewards) // 2)):
+            best, worst = order[number], order[-1 - number]
+            if rewards[best] > rewards[worst]:
+                found[best], found[worst] = number + 1, -number - 1
+        return found
+
+    def policy(self, tokens: Tokens, clip: Clip) -> PolicyTerms:  # noqa: ARG002
+        """Return for each token the loss of its pair, divided by the tokens of its response."""
+        lengths = tokens.lengths()
+        margin = self._margins(tokens, lengths)
+        loss = self.pair_loss(margin)[tokens.pairs].to(tokens.logprobs.dtype) / lengths
+        shown = margin.detach()[tokens.pairs].to(loss.dtype)
+        ratio = (tokens.logprobs.detach() - tokens.old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        never = tokens.advantages.isnan()
+        figures = {"pair_accuracy": (shown > 0).to(loss.dtype), "pair_margin": shown}
+        return PolicyTerms(loss, ratio, never, never, never, figures)
+
+    def pair_loss(self, margin: Tensor) -> Tensor:
+        """Return the loss of pairs whose h(chosen) - h(rejected) are ``margin``, [N] as it."""
+        return margin.new_zeros(()).logaddexp(-self.options.beta * margin)
+
+    def token_weight(self, lengths: Tensor) -> Tensor:
+        """Return the weight of each token in h, [N], by the tokens of its response."""
+        return lengths.new_ones(len(lengths))
+
+    def _margins(self, tokens: Tokens, lengths: Tensor) -> Tensor:
+        """Return h(chosen) - h(rejected) of each pair, float64[N]; what is beyond the number of pairs is 0."""
+        assert tokens.reference is not None
+        assert tokens.pairs is not None
+        parts = (tokens.logprobs - tokens.reference) * self.token_weight(lengths) * tokens.counted
+        signed = parts.double() * tokens.advantages.sign()
+        return signed.new_zeros(len(signed)).index_add(0, tokens.pairs, signed)

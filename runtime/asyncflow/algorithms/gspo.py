@@ -1,0 +1,40 @@
+"""GSPO: group sequence policy optimization (arXiv 2507.18071), GRPO with one ratio for a whole response.
+
+    s = exp( mean over the tokens of the response of (log π(t) - log π_old(t)) )
+    s_t = sg[s] * exp(log π(t) - sg[log π(t)])            as s in value; of the mean's gradient, each token has its part
+    loss_t = max(-A s_t, -A clip(s_t, 1 - low, 1 + high))
+
+sg stops the gradient. Averaged by ``seq-mean-token-mean`` the gradient is that of the sequence objective,
+mean over responses of min(s A, clip(s) A). A ratio of means is far closer to 1 than one of tokens: the paper clips at
+3e-4 below and 4e-4 above.
+
+Invariant: all tokens of a response have the same ratio, so they are clipped together or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from asyncflow.algorithms.base import Algorithm, Tokens, wrong
+from asyncflow.algorithms.losses import MAX_LOG_RATIO, Clip, PolicyTerms, clipped_loss
+from asyncflow.api.check import Problem
+from asyncflow.api.job import RLJobSpec
+from asyncflow.plugins import NoOptions
+
+
+class Gspo(Algorithm[NoOptions]):
+    """GRPO with the ratio of a response in place of that of a token."""
+
+    def problems(self, spec: RLJobSpec) -> Iterator[Problem]:
+        """Demand the average over responses."""
+        yield from super().problems(spec)
+        if spec.algorithm.aggregation != "seq-mean-token-mean":
+            why = "gspo averages over responses: each counts the same, whatever its length"
+            yield wrong(spec, "algorithm.aggregation", why, "Give seq-mean-token-mean")
+
+    def policy(self, tokens: Tokens, clip: Clip) -> PolicyTerms:
+        """Return the policy loss of each token."""
+        own = tokens.logprobs.detach()
+        mean = tokens.summed(own - tokens.old) / tokens.lengths()
+        ratio = mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * (tokens.logprobs - own).exp()
+        return clipped_loss(ratio, tokens.advantages, clip)

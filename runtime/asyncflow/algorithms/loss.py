@@ -1,0 +1,198 @@
+"""The loss of a step, whole: what an algorithm makes of each token, and what every algorithm may add.
+
+    loss = sum_t weight_t * ( correction_t * policy_t + kl * KL_t - entropy * H_t ) / divisor
+
+policy_t is the algorithm's; correction_t is 1 unless a ``Correction`` says otherwise.
+
+Invariants: a token's term and its weights need its own sequence and nothing else of the batch (with an algorithm of
+pairs: its own pair, whose two sequences are in one pack), and the divisor the whole step only. So samples may be
+trained as they stream in, and gradients of unnormalised sums accumulated in any order, over any split into
+micro-batches and ranks, and divided once: exactly the gradient of one big batch. A sequence without any loss token is
+counted nowhere; a sample that is ``silent`` contributes exactly nothing to the gradient and may be left out of the
+computation, but not out of the divisor, in which tokens that a correction masks stay too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncflow.algorithms.base import Algorithm, Tokens
+from asyncflow.algorithms.correction import Correction, CorrectionTerms
+from asyncflow.algorithms.grpo import Grpo
+from asyncflow.algorithms.losses import Clip, KlName, KlTarget, PolicyTerms, kl_penalty
+from asyncflow.errors import ManifestError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+AggregationName = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
+
+
+class LossTotals(NamedTuple):
+    """Counts of a whole step, over all ranks: loss tokens, and sequences that have at least one of them."""
+
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aggregation:
+    """One way to average. The names are verl's.
+
+    ``token-mean``: mean over all tokens of the step; ``token-sum``: their sum; ``seq-mean-token-sum``: mean over
+    sequences of the sum over tokens; ``seq-mean-token-mean``: mean over sequences of the mean over tokens (GRPO's
+    paper); ``seq-mean-token-sum-norm``: as seq-mean-token-sum, divided by ``horizon``, the longest response allowed
+    (Dr. GRPO).
+    """
+
+    name: AggregationName = "token-mean"
+    horizon: int = 0
+
+    def __post_init__(self) -> None:
+        if self.name == "seq-mean-token-sum-norm" and self.horizon < 1:
+            raise ManifestError(
+                f"aggregation {self.name} divides by the longest response, which is given as {self.horizon}",
+                where="spec.algorithm.aggregation",
+                hint="Set spec.sampling.maxTokens.",
+            )
+
+    def weights(self, tokens: NDArray[np.integer]) -> NDArray[np.float64]:
+        """Return the weight of each token of a sequence, float64[n], for sequences of ``tokens`` [n] loss tokens."""
+        if self.name == "seq-mean-token-mean":
+            return np.asarray(1.0 / np.maximum(tokens, 1), dtype=np.float64)
+        if self.name == "seq-mean-token-sum-norm":
+            return np.full(len(tokens), 1.0 / self.horizon)
+        return np.ones(len(tokens))
+
+    def divisor(self, totals: LossTotals) -> float:
+        """Return what the sum over the whole step is divided by; 1 where the step holds nothing."""
+        if self.name == "token-sum":
+            return 1.0
+        return float(max(1, totals.tokens if self.name == "token-mean" else totals.sequences))
+
+
+OldName = Literal["behaviour", "recompute", "lagged"]
+
+
+class TokenLoss(NamedTuple):
+    """The loss of N tokens: ``total`` [N] is what is weighted and summed; the rest is for the metrics."""
+
+    total: Tensor
+    policy: PolicyTerms
+    kl: Tensor | None
+    correction: CorrectionTerms | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """A loss, as the job describes it.
+
+    algorithm: makes the policy loss of each token.
+    old: the denominator of the ratio: ``behaviour`` = the log-probs of the engine that sampled, ``recompute`` = the
+    trainer's own at the start of the step, which at its first update is the policy itself (ratio 1), ``lagged`` = those
+    of the weights one step before (Periodic Asynchrony: of θ_{k-2} in step k, whose policy is θ_{k-1}).
+    correction: what the samples' distance from the old policy is corrected by, None for nothing.
+    kl: weight of the divergence from θ_0, in the loss, or in the reward where ``penalised``; target: what it is
+    adapted by after each step, None where it stays; entropy: weight of the entropy bonus; 0 switches either off.
+    """
+
+    algorithm: Algorithm[Any] = field(default_factory=Grpo)
+    clip: Clip = field(default_factory=Clip)
+    aggregation: Aggregation = field(default_factory=Aggregation)
+    old: OldName = "behaviour"
+    correction: Correction | None = None
+    kl: float = 0.0
+    kl_name: KlName = "k3+"
+    penalised: bool = False
+    target: KlTarget | None = None
+    entropy: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.old == "behaviour" and self.correction is not None and self.correction.kind == "truncate":
+            raise ManifestError(
+                "the ratio of the loss is the importance weight already, and would count twice",
+                where="spec.algorithm.correction.kind",
+                hint="Give mask, or old: recompute.",
+            )
+
+    @property
+    def diverges(self) -> bool:
+        """True where the loss has a KL term."""
+        return self.kl > 0 and not self.penalised
+
+    @property
+    def compares(self) -> bool:
+        """True where the loss of a token needs its log-prob under θ_0."""
+        return self.diverges or self.algorithm.reference
+
+    @property
+    def references(self) -> bool:
+        """True where a step needs log-probs under θ_0, for the loss or for the rewards."""
+        return self.kl > 0 or self.algorithm.reference
+
+    def after(self, metrics: Mapping[str, float]) -> Loss:
+        """Return the loss of the next step, by the metrics of the one before: its KL weight may be another."""
+        kl = metrics.get("penalty_kl" if self.penalised else "kl")
+        if self.target is None or kl is None:
+            return self
+        return replace(self, kl=self.target.adapted(self.kl, kl=kl))
+
+    def silent(self, advantages: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """Return for each sample, advantages [n], whether its gradient is exactly 0: bool[n].
+
+        Where each token has its own, ``advantages`` is the largest of the sample, without its sign.
+        """
+        only_policy = not self.diverges and self.entropy == 0
+        return np.equal(advantages, 0) & only_policy
+
+    def tokens(
+        self,
+        logprobs: Tensor,
+        *,
+        behaviour: Tensor,
+        advantages: Tensor,
+        reference: Tensor | None,
+        entropy: Tensor | None,
+        before: Tensor | None = None,
+        counted: Tensor | None = None,
+        sequences: Tensor | None = None,
+        pairs: Tensor | None = None,
+    ) -> TokenLoss:
+        """Return the loss of N tokens, each argument [N]: the policy's, the engine's and the reference's log-probs.
+
+        before: the old policy's, None where that is the policy itself: ``recompute`` before the first update of a step,
+        ``lagged`` where nothing is older. counted, sequences, pairs: as of ``Tokens``; without the first two, all count
+        and are of one response.
+
+        ``advantages`` is that of each token, or its sample. ``reference`` may be None where nothing ``compares``, and
+        ``entropy``, of the policy's distribution at that token, where its weight is 0.
+        """
+        own = logprobs.detach()
+        old = behaviour if self.old == "behaviour" else own if before is None else before
+        counted = own.new_ones(len(own)) if counted is None else counted
+        sequences = own.new_zeros(len(own)).long() if sequences is None else sequences
+        policy = self.algorithm.policy(
+            Tokens(logprobs, old, advantages, counted, sequences, reference=reference, pairs=pairs), self.clip
+        )
+        total, divergence, correction = policy.loss, None, None
+        if self.correction is not None:
+            weighed = own if self.old == "behaviour" else old
+            correction = self.correction.terms(weighed, behaviour, counted=counted, sequences=sequences)
+            if self.old == "behaviour":
+                within = ~(correction.above | correction.below)
+                correction = correction._replace(weight=within.to(total.dtype))
+            total = total * correction.weight
+        if reference is not None and self.diverges:
+            divergence = kl_penalty(logprobs, reference, self.kl_name)
+            total = total + self.kl * divergence
+        if entropy is not None:
+            total = total - self.entropy * entropy
+        return TokenLoss(total, policy, divergence, correction)

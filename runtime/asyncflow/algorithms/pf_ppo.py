@@ -1,0 +1,67 @@
+"""PF-PPO: policy filtration (arXiv 2409.06957): of each prompt's samples, only some are trained, by rank of reward.
+
+    best-random   the ``keep`` / 2 best, and as many of the others at random
+    best-worst    the ``keep`` / 2 best, and as many of the worst
+
+A reward is least reliable in the middle: the filter keeps what it is sure of. The paper chooses the filter by R²
+between rewards and the truth. What is kept has the advantage that it has within the whole group, and GRPO's loss: the
+mean of the group is the baseline here, in place of the paper's critic.
+
+Invariants: the filter looks at one prompt's samples alone, never at the batch, where with rewards of 0 and 1 it would
+keep everything; samples of equal reward are ranked at random, keyed by seed and prompt, so that it is a function of the
+manifest and the rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Final, Literal
+
+import numpy as np
+from msgspec import Meta, Struct
+
+from asyncflow.algorithms.base import OPTIONS, Algorithm, Group
+from asyncflow.api.check import Problem
+from asyncflow.api.job import RLJobSpec
+from asyncflow.errors import ManifestError
+
+FILTERED_POLICY: Final = "filtered: policy filtration"
+
+
+class PfPpoOptions(Struct, frozen=True, kw_only=True):
+    """The options of the algorithm ``pf-ppo``.
+
+    filter: which samples of a prompt are kept; keep: how many, an even number of at most ``groupSize``.
+    """
+
+    filter: Literal["best-random", "best-worst"] = "best-random"
+    keep: Annotated[int, Meta(ge=2, multiple_of=2)] = 2
+
+
+class PfPpo(Algorithm[PfPpoOptions]):
+    """GRPO on a part of each group."""
+
+    Options = PfPpoOptions
+    filters = True
+
+    def problems(self, spec: RLJobSpec) -> Iterator[Problem]:
+        """Raise ManifestError where more is kept than there is."""
+        yield from super().problems(spec)
+        if self.options.keep > spec.algorithm.group_size:
+            what = f"keep is {self.options.keep}, and a group has {spec.algorithm.group_size} samples"
+            raise ManifestError(what, where=OPTIONS, hint="Give an even number of at most groupSize")
+
+    def excluded(self, group: Group) -> Mapping[int, str]:
+        """Return all but the ``keep`` samples that the filter chooses."""
+        rng = np.random.default_rng([self.seed, group.serial, _STREAM])
+        ranked = np.lexsort((rng.permutation(len(group.rewards)), -group.rewards))
+        half = self.options.keep // 2
+        best, others = ranked[:half], ranked[half:]
+        if self.options.filter == "best-random":
+            others = rng.permutation(others)
+        kept = {*best.tolist(), *others[len(others) - half :].tolist()}
+        return {i: FILTERED_POLICY for i in range(len(ranked)) if i not in kept}
+
+
+_STREAM = 0x9F
+"""Keeps these random numbers apart from those of the shuffled control."""

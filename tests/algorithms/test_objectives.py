@@ -1,0 +1,396 @@
+"""Each algorithm, from rewards to the gradient, is what its paper says, however a step is streamed and split.
+
+What is compared with is written from the papers: padded, one batch, float64, no code of the project. The model is a
+table of logits by the token before, so that packs of the project's own packing have a real gradient.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from asyncflow.algorithms.base import Algorithm, Everywhere, Group, StepSamples
+from asyncflow.algorithms.cispo import Cispo
+from asyncflow.algorithms.dapo import Dapo, DapoOptions
+from asyncflow.algorithms.dpo import Dpo, DpoOptions
+from asyncflow.algorithms.grpo import Grpo
+from asyncflow.algorithms.gspo import Gspo
+from asyncflow.algorithms.ipo import Ipo
+from asyncflow.algorithms.loss import Aggregation, AggregationName, Loss, LossTotals
+from asyncflow.algorithms.losses import Clip, kl_penalty
+from asyncflow.algorithms.pf_ppo import PfPpo, PfPpoOptions
+from asyncflow.algorithms.reinforce import ReinforceOptions, ReinforcePlusPlus
+from asyncflow.training.packing import pack_samples
+
+GROUPS, SIZE, LONGEST, WORDS = 6, 4, 9, 12
+CLIP = Clip(low=0.2, high=0.28)
+DTYPE = torch.float64
+ROUNDED = 1e-7
+"""Advantages travel as float32, so a loss in which they cancel has this error, whatever it is small in relation to."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """D_k: rewards [n]; prompts, responses, old and masks as lists of n; [n] is by group, then sample."""
+
+    rewards: np.ndarray
+    prompts: list[np.ndarray]
+    responses: list[np.ndarray]
+    old: list[np.ndarray]
+    masks: list[np.ndarray]
+    policy: np.ndarray
+    reference: np.ndarray
+
+    @property
+    def serials(self) -> np.ndarray:
+        return np.repeat(np.arange(GROUPS), SIZE)
+
+
+def step_of(seed: int = 0) -> Step:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, LONGEST + 1, GROUPS * SIZE)
+    prompts = [rng.integers(0, WORDS, 3) for _ in range(GROUPS)]
+    policy = rng.normal(size=(WORDS, WORDS))
+    responses = [rng.integers(0, WORDS, n) for n in lengths]
+    rewards = rng.integers(0, 3, GROUPS * SIZE).astype(float)
+    rewards[:SIZE] = 1.0
+    rewards[SIZE : 2 * SIZE] = [0, 1, 1, 2]
+    masks = [rng.random(n) < 0.8 for n in lengths]
+    for mask in masks:
+        mask[-1] = True
+    behind = policy + rng.normal(scale=0.4, size=policy.shape)
+    whole = [np.r_[prompts[i // SIZE][-1], response] for i, response in enumerate(responses)]
+    norm = behind - np.log(np.exp(behind).sum(1, keepdims=True))
+    old = [norm[tokens[:-1], tokens[1:]] for tokens in whole]
+    reference = policy + rng.normal(scale=0.3, size=policy.shape)
+    return Step(rewards, [prompts[i // SIZE] for i in range(len(rewards))], responses, old, masks, policy, reference)
+
+
+# --- what the papers say ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Padded:
+    """One padded batch: log-probs of policy (with gradient), old policy and reference, mask, all [n, longest]."""
+
+    step: Step
+    table: Tensor
+    lp: Tensor
+    old: Tensor
+    ref: Tensor
+    mask: Tensor
+
+
+def padded(step: Step) -> Padded:
+    n = len(step.rewards)
+    table = torch.tensor(step.policy, requires_grad=True)
+    lp, old, ref, mask = (torch.zeros(n, LONGEST, dtype=DTYPE) for _ in range(4))
+    for i in range(n):
+        tokens = torch.from_numpy(np.r_[step.prompts[i][-1], step.responses[i]])
+        length = len(tokens) - 1
+        for into, weights in ((lp, table), (ref, torch.from_numpy(step.reference))):
+            chosen = weights.log_softmax(-1)[tokens[:-1], tokens[1:]]
+            into[i, :length] = chosen
+        old[i, :length] = torch.from_numpy(step.old[i])
+        mask[i, :length] = torch.from_numpy(step.masks[i].astype(float))
+    return Padded(step, table, lp, old, ref, mask)
+
+
+def by_group(step: Step, of: Callable[[np.ndarray], np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate([of(part) for part in step.rewards.reshape(GROUPS, SIZE)]))
+
+
+def standardised(rewards: np.ndarray) -> np.ndarray:
+    return (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6) if np.ptp(rewards) else np.zeros(len(rewards))
+
+
+def averaged(tokens: Tensor, mask: Tensor, how: str) -> Tensor:
+    sums, counts = (tokens * mask).sum(1), mask.sum(1)
+    alive = counts > 0
+    return {
+        "token-mean": lambda: sums.sum() / mask.sum(),
+        "token-sum": lambda: sums.sum(),
+        "seq-mean-token-sum": lambda: sums[alive].mean(),
+        "seq-mean-token-mean": lambda: (sums[alive] / counts[alive]).mean(),
+        "seq-mean-token-sum-norm": lambda: (sums[alive] / LONGEST).mean(),
+    }[how]()
+
+
+def surrogate(p: Padded, advantages: Tensor) -> Tensor:
+    ratio = (p.lp - p.old).exp()
+    return -torch.min(ratio * advantages, ratio.clamp(1 - CLIP.low, 1 + CLIP.high) * advantages)
+
+
+def grpo(p: Padded, how: str) -> Tensor:
+    return averaged(surrogate(p, by_group(p.step, standardised)[:, None]), p.mask, how)
+
+
+def gspo(p: Padded, how: str) -> Tensor:
+    advantages = by_group(p.step, standardised)
+    s = (((p.lp - p.old) * p.mask).sum(1) / p.mask.sum(1)).exp()
+    return -torch.min(s * advantages, s.clamp(1 - CLIP.low, 1 + CLIP.high) * advantages).mean()
+
+
+def cispo(p: Padded, how: str) -> Tensor:
+    weight = (p.lp - p.old).exp().clamp(1 - CLIP.low, 1 + CLIP.high).detach()
+    return averaged(-weight * by_group(p.step, standardised)[:, None] * p.lp, p.mask, how)
+
+
+def dapo(p: Padded, how: str) -> Tensor:
+    """Groups of equal rewards are not trained; a soft punishment over the last 4 tokens, at most 0.5."""
+    lengths = np.array([len(response) for response in p.step.responses])
+    shaped = p.step.rewards - 0.5 * np.clip(lengths - (LONGEST - 4), 0, 4) / 4
+    advantages = by_group(replace(p.step, rewards=shaped), standardised)
+    varied = by_group(p.step, lambda r: np.full(SIZE, float(np.ptp(r) > 0)))
+    return averaged(surrogate(p, advantages[:, None]), p.mask * varied[:, None], how)
+
+
+def kl_in_reward(p: Padded, how: str) -> Tensor:
+    """0.3 * k1 of the old policy, taken from the reward of the response."""
+    cost = 0.3 * ((p.old - p.ref) * p.mask).sum(1).detach().numpy()
+    advantages = by_group(replace(p.step, rewards=p.step.rewards - cost), standardised)
+    return averaged(surrogate(p, advantages[:, None]), p.mask, how)
+
+
+def reinforce(p: Padded, how: str, *, discount: float, kl: float, baseline: bool) -> Tensor:
+    advantages = torch.zeros_like(p.old)
+    rewards = by_group(p.step, lambda r: r - r.mean() if baseline else r)
+    for i in range(len(rewards)):
+        after = rewards[i].item()
+        for t in reversed(p.mask[i].nonzero()[:, 0].tolist()):
+            after -= kl * (p.old[i, t] - p.ref[i, t]).item()
+            advantages[i, t] = after
+            after *= discount
+    chosen = advantages[p.mask > 0]
+    advantages = (advantages - chosen.mean()) / (chosen.std() + 1e-8)
+    return averaged(surrogate(p, advantages), p.mask, how)
+
+
+def pf_ppo(p: Padded, how: str) -> Tensor:
+    """The best and the worst of each prompt; here rewards differ enough that which ones these are is plain."""
+    kept = by_group(p.step, lambda r: (((r == r.max()) & (r > r.min())) | (r == r.min())).astype(float))
+    return averaged(surrogate(p, by_group(p.step, standardised)[:, None]), p.mask * kept[:, None], how)
+
+
+def pairs_of(rewards: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
+    for g in range(GROUPS):
+        ranked = sorted(range(g * SIZE, (g + 1) * SIZE), key=lambda i: -rewards[i])
+        for n in range(most):
+            if rewards[ranked[n]] > rewards[ranked[-1 - n]]:
+                yield ranked[n], ranked[-1 - n]
+
+
+def dpo(p: Padded, how: str, *, most: int = 1) -> Tensor:
+    h = ((p.lp - p.ref) * p.mask).sum(1)
+    return torch.stack([-logsigmoid(0.3 * (h[w] - h[v])) for w, v in pairs_of(p.step.rewards, most)]).mean()
+
+
+def ipo(p: Padded, how: str) -> Tensor:
+    h = ((p.lp - p.ref) * p.mask).sum(1) / p.mask.sum(1)
+    return torch.stack([(h[w] - h[v] - 1 / 0.6).square() for w, v in pairs_of(p.step.rewards, 1)]).mean()
+
+
+# --- what the project does -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What the driver lets the trainer see: indices, and the advantage (or shaped reward) of each."""
+
+    indices: list[int]
+    advantages: dict[int, float]
+
+
+def decided(step: Step, algorithm: Algorithm[Any]) -> Chosen:
+    indices, advantages = [], {}
+    for serial in range(GROUPS):
+        own = list(range(serial * SIZE, (serial + 1) * SIZE))
+        rewards = step.rewards[own]
+        if algorithm.filters and not np.ptp(rewards):
+            continue
+        lengths = np.array([len(step.responses[i]) for i in own])
+        group = Group(serial, np.arange(SIZE), rewards, lengths, np.zeros(SIZE, np.bool_))
+        shaped, left = algorithm.shaped(group), algorithm.excluded(group)
+        values = shaped if algorithm.whole_step else algorithm.advantages(shaped)
+        for j in set(range(SIZE)) - left.keys():
+            indices.append(own[j])
+            advantages[own[j]] = float(values[j])
+    return Chosen(indices, advantages)
+
+
+def together(ranks: int) -> list[Everywhere]:
+    """Collective gathers for threads that stand for ranks."""
+    barrier, given = threading.Barrier(ranks, timeout=20), [np.zeros(0)] * ranks
+
+    def gather_of(rank: int) -> Everywhere:
+        def gather(array: np.ndarray) -> np.ndarray:
+            given[rank] = array
+            barrier.wait()
+            whole = np.concatenate(given)
+            barrier.wait()
+            return whole
+
+        return gather
+
+    return [gather_of(rank) for rank in range(ranks)]
+
+
+def credited(step: Step, loss: Loss, chosen: Chosen, shares: Sequence[Sequence[int]]) -> dict[int, np.ndarray]:
+    """The advantage of each token of each sample, as each rank computes those of its share."""
+    normal = torch.from_numpy(step.reference).log_softmax(-1).numpy()
+    found: dict[int, np.ndarray] = {}
+
+    def rank(own: Sequence[int], everywhere: Everywhere) -> None:
+        lengths = [len(step.responses[i]) for i in own]
+        costs = []
+        for i in own:
+            tokens = np.r_[step.prompts[i][-1], step.responses[i]]
+            pair = torch.from_numpy(step.old[i]), torch.from_numpy(normal[tokens[:-1], tokens[1:]])
+            costs.append(loss.kl * loss.penalised * kl_penalty(*pair, loss.kl_name).numpy())
+        samples = StepSamples(
+            serials=step.serials[list(own)],
+            samples=np.array(own) % SIZE,
+            rewards=np.array([chosen.advantages[i] for i in own]),
+            offsets=np.r_[0, np.cumsum(lengths)],
+            counted=np.concatenate([step.masks[i] for i in own]),
+            penalty=np.concatenate(costs),
+        )
+        credit = loss.algorithm.credit(samples, everywhere)
+        found.update(zip(own, np.split(credit, np.cumsum(lengths)[:-1]), strict=True))
+
+    threads = [
+        threading.Thread(target=rank, args=(own, everywhere))
+        for own, everywhere in zip(shares, together(len(shares)), strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def streamed(
+    step: Step, loss: Loss, slots: Sequence[Sequence[int]], chosen: Chosen, **layout: Any
+) -> tuple[float, np.ndarray]:
+    """Loss and gradient, each slot computed at once in packs of its own."""
+    table, reference = torch.tensor(step.policy, requires_grad=True), torch.from_numpy(step.reference)
+    token_advantages = credited(step, loss, chosen, slots) if loss.algorithm.whole_step else None
+    total, tokens, sequences = 0.0, 0, 0
+    for slot in slots:
+        lengths = np.array([step.masks[i].sum() for i in slot])
+        tokens, sequences = tokens + int(lengths.sum()), sequences + int((lengths > 0).sum())
+        weights = loss.aggregation.weights(lengths)
+        pairs = [(step.serials[i], abs(chosen.advantages[i])) for i in slot]
+        packs = pack_samples(
+            [step.prompts[i] for i in slot],
+            [step.responses[i] for i in slot],
+            pairs if loss.algorithm.pairs else [step.serials[i] for i in slot],
+            whole=loss.algorithm.pairs,
+            **layout,
+        )
+        for pack in packs:
+            own = [slot[s] for s in pack.samples]
+            places = list(zip(own, pack.offsets, strict=True))
+            before = torch.from_numpy(pack.ids[pack.rows])
+            targets = torch.from_numpy(pack.targets)
+            counted = torch.tensor([float(step.masks[i][o]) for i, o in places], dtype=DTYPE)
+            values = [chosen.advantages[i] if token_advantages is None else token_advantages[i][o] for i, o in places]
+            terms = loss.tokens(
+                table.log_softmax(-1)[before, targets],
+                behaviour=torch.tensor([step.old[i][o] for i, o in places], dtype=DTYPE),
+                advantages=torch.tensor(values, dtype=DTYPE),
+                reference=reference.log_softmax(-1)[before, targets] if loss.compares else None,
+                entropy=None,
+                counted=counted,
+                sequences=torch.from_numpy(np.unique(pack.samples, return_inverse=True)[1]),
+                pairs=torch.from_numpy(
+                    np.unique([pairs[s] for s in pack.samples], axis=0, return_inverse=True)[1].reshape(-1)
+                ),
+            )
+            value = (terms.total * counted * torch.from_numpy(weights[pack.samples])).sum()
+            value.backward()
+            total += value.item()
+    divisor = loss.aggregation.divisor(LossTotals(tokens, sequences))
+    assert table.grad is not None
+    return total / divisor, table.grad.numpy() / divisor
+
+
+def cuts(chosen: Chosen, algorithm: Algorithm[Any]) -> Iterator[tuple[str, list[list[int]], dict[str, Any]]]:
+    rng = np.random.default_rng(1)
+    by_serial: dict[int, list[int]] = {}
+    for i in chosen.indices:
+        by_serial.setdefault(i // SIZE, []).append(i)
+    groups = [by_serial[serial] for serial in rng.permutation(sorted(by_serial))]
+    yield "one slot", [chosen.indices], {"layout": "separate", "budget": 4096}
+    yield "a slot for each group, shuffled", groups, {"layout": "separate", "budget": 20}
+    yield "shared prompts", [chosen.indices], {"layout": "shared-prompt", "budget": 30}
+    if not algorithm.pairs:
+        some = rng.permutation(chosen.indices).tolist()
+        yield "samples in any order", [some[:7], some[7:8], some[8:]], {"layout": "separate", "budget": 16}
+
+
+def options(**more: Any) -> dict[str, Any]:
+    return {"clip": CLIP, **more}
+
+
+CASES: dict[str, tuple[Callable[[Padded, str], Tensor], Loss, AggregationName]] = {
+    **{f"grpo, {how}": (grpo, Loss(**options()), how) for how in (
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")},
+    **{f"cispo, {how}": (cispo, Loss(**options(algorithm=Cispo())), how) for how in (
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")},
+    "gspo": (gspo, Loss(**options(algorithm=Gspo())), "seq-mean-token-mean"),
+    "dapo": (dapo, Loss(**options(algorithm=Dapo(
+        DapoOptions(overlong_buffer=4, overlong_penalty=0.5), longest=LONGEST))), "token-mean"),
+    "kl in the reward": (kl_in_reward, Loss(**options(
+        algorithm=Grpo(penalised=True), kl=0.3, kl_name="k1", penalised=True)), "token-mean"),
+    "reinforce++": (lambda p, how: reinforce(p, how, discount=1.0, kl=0.2, baseline=False), Loss(**options(
+        algorithm=ReinforcePlusPlus(penalised=True), kl=0.2, kl_name="k1", penalised=True)), "token-mean"),
+    "reinforce++, discount and baseline": (
+        lambda p, how: reinforce(p, how, discount=0.9, kl=0.0, baseline=True),
+        Loss(**options(algorithm=ReinforcePlusPlus(ReinforceOptions(discount=0.9, baseline="group")))),
+        "seq-mean-token-mean"),
+    "dpo": (dpo, Loss(algorithm=Dpo(DpoOptions(beta=0.3))), "seq-mean-token-sum"),
+    "dpo, two pairs": (lambda p, how: dpo(p, how, most=2), Loss(algorithm=Dpo(DpoOptions(beta=0.3, pairs=2))),
+                       "seq-mean-token-sum"),
+    "ipo": (ipo, Loss(algorithm=Ipo(DpoOptions(beta=0.3))), "seq-mean-token-sum"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradient_are_those_of_the_paper_however_a_step_is_cut(name: str) -> None:
+    expected_of, made, how = CASES[name]
+    loss = replace(made, aggregation=Aggregation(name=how, horizon=LONGEST))
+    step = step_of()
+    whole = padded(step)
+    expected = expected_of(whole, how)
+    expected.backward()
+    assert whole.table.grad is not None
+    gradient = whole.table.grad.numpy()
+    chosen = decided(step, loss.algorithm)
+    for what, slots, layout in cuts(chosen, loss.algorithm):
+        got, slope = streamed(step, loss, slots, chosen, **layout)
+        assert got == pytest.approx(expected.item(), rel=1e-6, abs=ROUNDED), what
+        assert np.linalg.norm(slope - gradient) < 1e-6 * np.linalg.norm(gradient), what
+
+
+def test_policy_filtration_keeps_the_best_and_the_worst_of_a_prompt() -> None:
+    """Whatever the rewards of 0 and 1 of a whole batch are: the filter looks at one prompt."""
+    algorithm = PfPpo(PfPpoOptions(filter="best-worst", keep=2))
+    step = replace(step_of(), rewards=np.array([0.0, 1, 2, 3] * GROUPS))
+    chosen = decided(step, algorithm)
+    assert [i % SIZE for i in chosen.indices] == [0, 3] * GROUPS
+    loss = Loss(clip=CLIP, algorithm=algorithm)
+    whole = padded(step)
+    expected = pf_ppo(whole, "token-mean")
+    expected.backward()
+    got, slope = streamed(step, loss, [chosen.indices], chosen, layout="separate", budget=50)
+    assert got == pytest.approx(expected.item(), rel=1e-6)
+    np.testing.assert_allclose(slope, whole.table.grad, rtol=1e-6, atol=1e-12)
