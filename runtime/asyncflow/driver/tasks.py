@@ -18,13 +18,14 @@ DRIVER_LEASE_S = 10.0
 
 _PROMPT = ["prompt_ids", "task"]
 _RESPONSE = ["response_ids", "logprobs", "versions", "reward"]
+_JUDGED = [*_RESPONSE, "details"]
 
 
 def tasks_of(spec: RLJobSpec) -> list[TaskSpec]:
     """Return the tasks of both partitions."""
     lease_s = spec.rollout.lease_seconds
     return [
-        TaskSpec(partition=TRAIN, name="rollout", needs=_PROMPT, writes=_RESPONSE, groups=True, lease_s=lease_s),
+        TaskSpec(partition=TRAIN, name="rollout", needs=_PROMPT, writes=_JUDGED, groups=True, lease_s=lease_s),
         TaskSpec(
             partition=TRAIN,
             name="advantage",
@@ -41,6 +42,6 @@ def tasks_of(spec: RLJobSpec) -> list[TaskSpec]:
             order="key" if spec.schedule.whole_steps else "fifo",
             shared_tokens=spec.trainer.backend.packing == "shared-prompt",
         ),
-        TaskSpec(partition=EVAL, name="rollout", needs=_PROMPT, writes=_RESPONSE, groups=True, lease_s=lease_s),
+        TaskSpec(partition=EVAL, name="rollout", needs=_PROMPT, writes=_JUDGED, groups=True, lease_s=lease_s),
         TaskSpec(partition=EVAL, name="score", needs=["reward"], lease_s=DRIVER_LEASE_S),
     ]
