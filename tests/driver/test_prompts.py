@@ -16,6 +16,7 @@ from asyncflow.driver.dispatch import PromptColumns
 from asyncflow.driver.tasks import tasks_of
 from asyncflow.errors import ManifestError
 from asyncflow.flow.admission import InFlight, admission_of, admit
+from asyncflow.rewards import wire
 from asyncflow.rewards.wire import RewardResult
 from asyncflow.rollout.engines.base import Completion
 from asyncflow.rollout.job import SampleOutcome, columns
@@ -61,7 +62,9 @@ def test_the_longest_response_is_within_what_was_promised() -> None:
         versions=np.zeros(length, np.int64),
         finish="length",
     )
-    outcome = SampleOutcome(job=SimpleNamespace(), completion=completion, reward=RewardResult(value=1.0))  # type: ignore[arg-type]
+    outcome = SampleOutcome(
+        job=SimpleNamespace(), completion=completion, reward=RewardResult(value=1.0, details=bytes(wire.MOST_DETAILS))
+    )  # type: ignore[arg-type]
     written = {name: column.values.nbytes for name, column in columns([outcome]).items()}
     assert written | {"advantage": 4} == wanted.output_bytes
 

@@ -114,15 +114,15 @@ def prompts(scorer: str) -> Iterator[dict[str, Any]]:
 
 def scored(function: RewardFunction, response: str, prompt: dict[str, Any]) -> object:
     """Return the reward or what was raised, also where it took too long."""
-    signal.signal(signal.SIGALRM, _give_up)
-    signal.alarm(_SECONDS)
+    signal.signal(signal.SIGVTALRM, _give_up)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _SECONDS)
     try:
         example = Example(response=response, **prompt)
         return float(function.call(**function.arguments([example], extractor=str)))
     except (Exception, _TooLong) as error:  # noqa: BLE001
         return f"{type(error).__name__}: {error}"[:200]
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 class _TooLong(BaseException):

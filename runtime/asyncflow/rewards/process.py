@@ -56,7 +56,7 @@ _ROUNDS = 10
 """Number of looks for processes that started meanwhile, when a process is ended with what it started."""
 _END_S = 10.0
 """Seconds that the kernel may take to end what was killed."""
-_LATE_S = 2.0
+_LATE_S = 1.0
 """Seconds that a process which keeps the deadlines of its calls itself may be late to say that one is over."""
 _MOST_LINES = 1000
 _MOST_LINE_BYTES = 2000
