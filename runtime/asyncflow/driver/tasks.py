@@ -3,6 +3,8 @@
     train:  prompt_ids, task ─> rollout ─> responses, reward ─> advantage ─> advantage ─> train (the gang)
     eval:   prompt_ids, task ─> rollout ─> responses, reward ─> score
 
+Rollouts also write ``details``, which no task needs: what reward functions said of a sample beside its reward.
+
 Invariant: a function of the manifest; the process that serves the queue declares them before any client can ask.
 """
 
@@ -18,14 +20,13 @@ DRIVER_LEASE_S = 10.0
 
 _PROMPT = ["prompt_ids", "task"]
 _RESPONSE = ["response_ids", "logprobs", "versions", "reward"]
-_JUDGED = [*_RESPONSE, "details"]
 
 
 def tasks_of(spec: RLJobSpec) -> list[TaskSpec]:
     """Return the tasks of both partitions."""
     lease_s = spec.rollout.lease_seconds
     return [
-        TaskSpec(partition=TRAIN, name="rollout", needs=_PROMPT, writes=_JUDGED, groups=True, lease_s=lease_s),
+        TaskSpec(partition=TRAIN, name="rollout", needs=_PROMPT, writes=_RESPONSE, groups=True, lease_s=lease_s),
         TaskSpec(
             partition=TRAIN,
             name="advantage",
@@ -42,6 +43,6 @@ def tasks_of(spec: RLJobSpec) -> list[TaskSpec]:
             order="key" if spec.schedule.whole_steps else "fifo",
             shared_tokens=spec.trainer.backend.packing == "shared-prompt",
         ),
-        TaskSpec(partition=EVAL, name="rollout", needs=_PROMPT, writes=_JUDGED, groups=True, lease_s=lease_s),
+        TaskSpec(partition=EVAL, name="rollout", needs=_PROMPT, writes=_RESPONSE, groups=True, lease_s=lease_s),
         TaskSpec(partition=EVAL, name="score", needs=["reward"], lease_s=DRIVER_LEASE_S),
     ]
