@@ -487,7 +487,7 @@ class Driver:
 
     async def _report(self, report: TrainReport, _frames: Sequence[memoryview]) -> ReportReply:
         self._moved = clock.now()
-        line = line_of(report, at=self._moved)
+        line = line_of(report, at=self._moved, components=self._groups.components.of(report.step))
         again = self.progress.step(line)
         if again and self._evaluation is not None:
             self._evaluation.begin_anew()

@@ -27,8 +27,8 @@ INPUTS = ("prompt_ids", "task")
 """Columns that the ``rollout`` task reads: int32 ids, and a packed ``Prompt``."""
 RESPONSE = ("response_ids", "logprobs", "versions")
 """Columns of a response: int32 ids, float32 log-probs, int64 packed versions, one entry a token."""
-_MOST_DETAIL = 2000
-"""Characters of a failed reward's traceback that travel with the sample."""
+_MOST_DETAIL = 1900
+"""Characters of a failed reward's traceback, its end, that travel with the sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +188,7 @@ class SampleOutcome:
         """
         versions = self.completion.versions
         steps = [Version.unpack(version).step for version in np.unique(versions).tolist()]
-        failure = {"failure": self.reward.failure, "detail": self.reward.detail[:_MOST_DETAIL]}
+        failure = {"failure": self.reward.failure, "detail": self.reward.detail[-_MOST_DETAIL:]}
         return {
             "reward": self.reward.value,
             **(failure if self.reward.failure else {}),
