@@ -37,6 +37,27 @@ def test_it_pauses_when_more_than_half_of_what_a_step_needs_and_got_have_failed(
     assert sum(made.outcomes().values()) == len(outcomes)
 
 
+def test_the_share_that_may_fail_is_the_manifests() -> None:
+    for share, failures in ((0.25, 3), (0.75, 7), (1.0, None)):
+        made = RewardTally(needed=8, keep=lambda totals: None, most_failed=share)
+        counts = []
+        for count in range(1, 9):
+            made.take(row("raised"), step=1)
+            counts += [count] if made.paused else []
+        assert (counts[0] if counts else None) == failures
+
+
+def test_a_pause_shows_the_first_that_failed_as_most_did() -> None:
+    made = tally(needed=4)
+    made.take(row("timeout", "too slow"), step=1)
+    assert made.first_failure == "timeout: too slow"
+    for name in "abc":
+        made.take(row("raised", f"Traceback\nKeyError: '{name}'"), step=1)
+    assert made.paused
+    assert made.first_failure == "raised: Traceback\nKeyError: 'a'"
+    assert "The first: KeyError: 'a'" in made.paused
+
+
 def test_a_timeout_that_the_manifest_values_is_counted_and_does_not_pause() -> None:
     made = RewardTally(needed=4, keep=lambda totals: None, timeouts_fail=False)
     for _ in range(8):

@@ -1,6 +1,7 @@
 """Whole jobs whose reward function is somebody's mistake: samples without a reward are dropped, many pause the job."""
 
 import json
+import subprocess
 import time
 import urllib.request
 from pathlib import Path
@@ -64,6 +65,17 @@ def wait_until_paused(place: Path) -> dict[str, Any]:
     raise AssertionError("the job did not pause")
 
 
+def said_until(run: subprocess.Popen[bytes], words: bytes) -> bytes:
+    """Return what a run says up to the line with ``words``."""
+    assert run.stdout is not None
+    said = b""
+    for line in run.stdout:
+        said += line
+        if words in line:
+            return said
+    raise AssertionError(said.decode())
+
+
 def test_what_has_no_reward_is_named_counted_and_not_trained(place: Path) -> None:
     """Of a hundred samples five raise, one hangs, and ten return NaN, nothing, another type or too much."""
     write_reward(place, raises=5, hangs=1, wrong=10)
@@ -96,8 +108,9 @@ def test_a_job_whose_rewards_mostly_fail_pauses_and_goes_on_when_they_are_mended
     assert "samples of step" in status["waitingFor"]
     assert "KeyError: 'no answer for" in status["waitingFor"]
     assert "Traceback" in status["rewards"]["firstFailure"]
+    said = said_until(run, b"waiting for the reward to be mended")
     assert direct(place / "run", "/v1/suspend", certificate="operator-0") == 202
-    said, _ = run.communicate(timeout=100)
+    run.communicate(timeout=100)
     assert run.returncode == 0, said.decode()
     assert b"a sample has no reward: raised: Traceback" in said
     assert b"the first sample without a reward: raised: Traceback" in said

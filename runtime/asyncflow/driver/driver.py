@@ -220,6 +220,7 @@ class Driver:
             needed=spec.algorithm.prompts_per_step * spec.algorithm.group_size,
             keep=kept.write,
             timeouts_fail=spec.reward.on_timeout == "drop",
+            most_failed=spec.reward.max_failed,
         )
         self.rewards.restore(kept.read(Totals))
         metrics.watch_rewards(self.rewards.outcomes)
