@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.rewards.calling import RewardFunction
-from asyncflow.rewards.wire import Example, ScoreAnswer, Verdict, frame
+from asyncflow.rewards.wire import Example, Score, ScoreAnswer, frame
 
 CANARY = "canary-7f3a"
 UNREACHABLE = "composite"
@@ -36,7 +36,7 @@ def answers(place: Path, *, port: int) -> dict[str, str]:
         return f"{{}}[{secret}]"
 
     os, sys, socket, fcntl = (f"__import__({name!r})" for name in ("os", "sys", "socket", "fcntl"))
-    forged = frame(ScoreAnswer(nonce=bytes(16), verdicts=[Verdict(value=1.0)]))
+    forged = frame(ScoreAnswer(nonce=bytes(16), scores=[Score(value=1.0)]))
     code = {
         "open": mark("open"),
         "import": f"{os}.system('touch {place}/marks/import')",

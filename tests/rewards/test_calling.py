@@ -14,7 +14,7 @@ from asyncflow.errors import ManifestError
 from asyncflow.rewards.calling import RewardFunction
 from asyncflow.rewards.functions import boxed
 from asyncflow.rewards.shaping import LengthPenalty
-from asyncflow.rewards.wire import MOST_DETAILS, Example, Verdict
+from asyncflow.rewards.wire import MOST_DETAILS, Example, Score
 
 EXAMPLES = [
     Example(prompt="p", response=f"so {n} \\boxed{{{n}}}", answer=n, meta={"n": n}, length=n + 1) for n in range(3)
@@ -25,14 +25,14 @@ def read(found: Any, config: dict[str, Any] | None = None) -> RewardFunction:
     return RewardFunction.of(found, name="mine:score", config=config)
 
 
-def verdicts(found: Callable[..., Any], examples: list[Example] = EXAMPLES) -> list[Verdict]:
+def scores(found: Callable[..., Any], examples: list[Example] = EXAMPLES) -> list[Score]:
     function = read(found)
     returned = function.call(**function.arguments(examples, extractor=str))
-    return function.judge(returned, samples=len(examples)).verdicts
+    return function.judge(returned, samples=len(examples)).scores
 
 
-def verdict(value: object) -> Verdict:
-    return verdicts(lambda *, response: value, EXAMPLES[:1])[0]
+def score(value: object) -> Score:
+    return scores(lambda *, response: value, EXAMPLES[:1])[0]
 
 
 def of_sample(*, response, prompt, answer, meta, length, config):
@@ -112,13 +112,13 @@ class Told(NamedTuple):
     "value", [{"reward": 1, "details": {"steps": 2}}, Told(1.0, {"steps": np.int64(2)}), Told(True, {"steps": 2.0})]
 )
 def test_details_are_kept_as_json(value: object) -> None:
-    told = verdict(value)
+    told = score(value)
     assert (told.value, told.failure, json.loads(told.details)) == (1.0, "", {"steps": 2})
 
 
 @given(st.dictionaries(st.text(max_size=20), st.text(max_size=600), max_size=12))
 def test_details_are_bounded(details: dict[str, str]) -> None:
-    kept = verdict({"reward": 0.5, "details": details})
+    kept = score({"reward": 0.5, "details": details})
     size = len(json.dumps(details, ensure_ascii=False, separators=(",", ":")).encode()) if details else 0
     assert kept.value == 0.5
     assert len(kept.details) <= MOST_DETAILS
@@ -143,7 +143,7 @@ def test_details_are_bounded(details: dict[str, str]) -> None:
     ],
 )
 def test_what_is_no_reward_is_invalid(value: object, why: str) -> None:
-    told = verdict(value)
+    told = score(value)
     assert (told.value, told.failure) == (0.0, "invalid")
     assert why in told.detail
 
@@ -154,10 +154,10 @@ def test_each_of_many_values_is_judged_alone() -> None:
             raise LookupError("no float")
 
     for values in ([1.0, None, {"reward": 3, "details": {"a": 1}}], [1, math.nan, 3.0], [1.0, Odd(), 3.0]):
-        told = verdicts(lambda *, responses, prompts, values=values: values)
+        told = scores(lambda *, responses, prompts, values=values: values)
         assert [each.value for each in told] == [1.0, 0.0, 3.0]
         assert [bool(each.failure) for each in told] == [False, True, False]
-    array = verdicts(lambda *, responses, prompt: np.arange(3.0))
+    array = scores(lambda *, responses, prompt: np.arange(3.0))
     assert [each.value for each in array] == [0.0, 1.0, 2.0]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from asyncflow.rewards.pool import PoolLimits, RewardPool
 from asyncflow.rewards.process import Scorer
-from asyncflow.rewards.wire import Example, Verdict
+from asyncflow.rewards.wire import Example, Score
 
 FUNCTIONS = """
     import asyncio, os, time
@@ -77,15 +77,15 @@ def examples(*responses: str) -> list[Example]:
     return [Example(prompt="p", response=response, length=len(response)) for response in responses]
 
 
-def outcomes(verdicts: Sequence[Verdict]) -> list[float | str]:
-    return [verdict.failure or verdict.value for verdict in verdicts]
+def outcomes(scores: Sequence[Score]) -> list[float | str]:
+    return [score.failure or score.value for score in scores]
 
 
 async def test_samples_that_come_together_are_scored_in_one_call(workdir: Path) -> None:
     async with pool_of(workdir, "batch", batch=4) as pool:
-        verdicts = await pool.score(examples(*"abcdef"))
-        assert outcomes(verdicts) == [1.0] * 6
-        assert [verdict.details for verdict in verdicts] == [b'{"batch":4}'] * 4 + [b'{"batch":2}'] * 2
+        scores = await pool.score(examples(*"abcdef"))
+        assert outcomes(scores) == [1.0] * 6
+        assert [score.details for score in scores] == [b'{"batch":4}'] * 4 + [b'{"batch":2}'] * 2
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ async def test_a_group_is_seen_whole_and_fails_as_one(workdir: Path) -> None:
     async with pool_of(workdir, "group", timeout_s=2.0) as pool:
         assert pool.takes == "group"
         both = await asyncio.gather(pool.score(examples("a", "bb", "none")), pool.score(examples("aaaa", "bb")))
-        assert [outcomes(verdicts) for verdicts in both] == [[0.5, 1.0, "invalid"], [1.0, 0.5]]
+        assert [outcomes(scores) for scores in both] == [[0.5, 1.0, "invalid"], [1.0, 0.5]]
         assert outcomes(await pool.score(examples("a", "raise"))) == ["raised"] * 2
         assert outcomes(await pool.score(examples("a", "exit"))) == ["died"] * 2
 
@@ -114,10 +114,10 @@ async def test_a_group_is_seen_whole_and_fails_as_one(workdir: Path) -> None:
 async def test_async_calls_run_side_by_side_each_with_its_own_deadline(workdir: Path) -> None:
     async with pool_of(workdir, "later", timeout_s=3.0) as pool:
         responses = ("long", *["never"] * 3, *"abcdefgh", "raise", "none", "cancel")
-        verdicts = await pool.score(examples(*responses))
-        assert outcomes(verdicts) == [4.0, *["timeout"] * 3, *[1.0] * 8, "raised", "invalid", "raised"]
+        scores = await pool.score(examples(*responses))
+        assert outcomes(scores) == [4.0, *["timeout"] * 3, *[1.0] * 8, "raised", "invalid", "raised"]
         assert pool.workers == 1
-        assert verdicts[0].details == b'{"most":15}'
+        assert scores[0].details == b'{"most":15}'
 
 
 @pytest.mark.parametrize(("bad", "failure"), [("hang", "timeout"), ("exit", "died")])

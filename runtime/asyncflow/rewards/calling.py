@@ -1,4 +1,4 @@
-"""How a reward function is called, which its parameters say, and what its answer means.
+"""The call of a reward function, which its parameters describe, and the meaning of what it returns.
 
     def score(*, response, prompt, answer, meta)         one sample
     def score(*, responses, prompts, answers, metas)     a batch: samples of any prompts
@@ -11,7 +11,7 @@ a response, ``config`` what the manifest gives the function. A function has thos
 A sample's answer is a finite number, ``{"reward": number, "details": {...}}``, or an object with these two attributes,
 as a NamedTuple has. Of many samples it is a list of these, in order.
 
-Invariant: whatever a function returns or raises becomes verdicts, one a sample, or one failure of the call.
+Invariant: whatever a function returns or raises becomes scores, one a sample, or one failure of the call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, Final
 import msgspec
 
 from asyncflow.errors import ManifestError
-from asyncflow.rewards.wire import MOST_DETAILS, Example, ScoreAnswer, Takes, Verdict
+from asyncflow.rewards.wire import MOST_DETAILS, Example, Score, ScoreAnswer, Takes
 
 _MOST_DETAIL: Final = 4000
 _MANY: Final = {
@@ -103,12 +103,12 @@ class RewardFunction:
     def judge(self, returned: Any, *, samples: int) -> ScoreAnswer:
         """Return the answer that says what the function returned for so many samples. Raises what its types raise."""
         if self.takes == "sample":
-            return ScoreAnswer(nonce=b"", verdicts=[_verdict(returned)])
+            return ScoreAnswer(nonce=b"", scores=[_score(returned)])
         listed = list(returned) if _is_list(returned) else None
         if listed is None or len(listed) != samples:
             count = f"a {type(returned).__name__}" if listed is None else f"{len(listed)} values"
             return failed("invalid", f"the reward function returned {count}; it must return a list of {samples}")
-        return ScoreAnswer(nonce=b"", verdicts=[_judged_alone(each) for each in listed])
+        return ScoreAnswer(nonce=b"", scores=[_judged_alone(each) for each in listed])
 
 
 def failed_with_traceback() -> ScoreAnswer:
@@ -117,7 +117,7 @@ def failed_with_traceback() -> ScoreAnswer:
 
 
 def failed(failure: Any, detail: str) -> ScoreAnswer:
-    """Return the answer of a call that has no verdicts."""
+    """Return the answer of a call that has no scores."""
     return ScoreAnswer(nonce=b"", failure=failure, detail=said(detail))
 
 
@@ -171,14 +171,14 @@ def _is_list(value: Any) -> bool:
     return getattr(value, "ndim", 0) == 1 and hasattr(value, "tolist")
 
 
-def _judged_alone(value: Any) -> Verdict:
+def _judged_alone(value: Any) -> Score:
     try:
-        return _verdict(value)
+        return _score(value)
     except Exception:  # noqa: BLE001  somebody else's type: what it raises is the outcome of its sample
-        return Verdict(failure="raised", detail=said(traceback.format_exc(limit=-8)))
+        return Score(failure="raised", detail=said(traceback.format_exc(limit=-8)))
 
 
-def _verdict(value: Any) -> Verdict:
+def _score(value: Any) -> Score:
     """Return what one value says. Raises anything, since a type may say how it is a number."""
     details: Any = {}
     if isinstance(value, dict) and "reward" in value and value.keys() <= {"reward", "details"}:
@@ -196,7 +196,7 @@ def _verdict(value: Any) -> Verdict:
     if not isinstance(details, dict):
         return _invalid(f"the details of the reward are a {type(details).__name__}; they must be a dict")
     try:
-        return Verdict(value=reward, details=packed(details))
+        return Score(value=reward, details=packed(details))
     except (TypeError, ValueError, RecursionError) as error:
         return _invalid(f"the details of the reward are no JSON: {error}")
 
@@ -219,8 +219,8 @@ def _plain(value: Any) -> Any:
     return number
 
 
-def _invalid(why: str) -> Verdict:
-    return Verdict(failure="invalid", detail=said(why))
+def _invalid(why: str) -> Score:
+    return Score(failure="invalid", detail=said(why))
 
 
 def _as_float(value: object) -> float | None:

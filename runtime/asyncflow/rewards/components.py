@@ -19,7 +19,7 @@ from asyncflow.api.learning import RewardSpec
 from asyncflow.rewards.calling import packed
 from asyncflow.rewards.pool import PoolLimits, RewardPool
 from asyncflow.rewards.process import Scorer
-from asyncflow.rewards.wire import Example, RewardResult, Verdict
+from asyncflow.rewards.wire import Example, RewardResult, Score
 
 log = logging.getLogger(__name__)
 
@@ -69,24 +69,22 @@ class WeightedRewards:
 
     async def score(self, examples: Sequence[Example]) -> list[RewardResult]:
         """Score samples, all those of a prompt where ``by_group``; never raises for what the functions do."""
-        verdicts = await asyncio.gather(*(component.pool.score(examples) for component in self._components))
-        return [self._sum(each) for each in zip(*verdicts, strict=True)]
+        scores = await asyncio.gather(*(component.pool.score(examples) for component in self._components))
+        return [self._sum(each) for each in zip(*scores, strict=True)]
 
     async def close(self) -> None:
         """Kill all processes; samples that are being scored fail as ``died``."""
         await asyncio.gather(*(component.pool.close() for component in self._components))
 
-    def _sum(self, verdicts: Sequence[Verdict]) -> RewardResult:
-        told = list(zip(self._components, verdicts, strict=True))
-        values = {component.name: verdict.value for component, verdict in told if not verdict.failure}
+    def _sum(self, scores: Sequence[Score]) -> RewardResult:
+        told = list(zip(self._components, scores, strict=True))
+        values = {component.name: score.value for component, score in told if not score.failure}
         named = {name: value for name, value in values.items() if name}
-        details = _details({component.name: verdict.details for component, verdict in told if verdict.details})
-        for component, verdict in told:
-            if verdict.failure:
-                detail = f"component {component.name}: {verdict.detail}" if component.name else verdict.detail
-                return RewardResult(
-                    value=0.0, failure=verdict.failure, detail=detail, components=named, details=details
-                )
+        details = _details({component.name: score.details for component, score in told if score.details})
+        for component, score in told:
+            if score.failure:
+                detail = f"component {component.name}: {score.detail}" if component.name else score.detail
+                return RewardResult(value=0.0, failure=score.failure, detail=detail, components=named, details=details)
         value = sum(component.weight * values[component.name] for component in self._components)
         if not self._low <= value <= self._high:
             detail = f"{value:g} is outside of reward.min {self._low:g} and reward.max {self._high:g}"

@@ -1,4 +1,4 @@
-"""A pool of reward processes for one function: every sample gets its verdict or a flag within its deadline.
+"""A pool of reward processes for one function: every sample gets its score or a flag within its deadline.
 
 A call has one sample, a batch of those that wait, or a group, as the function takes them (``rewards.calling``). Of a
 concurrent function a process has several calls under way.
@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost
 from asyncflow.rewards.process import RewardProcess, Scorer
-from asyncflow.rewards.wire import FAILURES, Example, Failure, Takes, Verdict
+from asyncflow.rewards.wire import FAILURES, Example, Failure, Score, Takes
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class PoolLimits:
 class _Called(NamedTuple):
     """Outcome of one call. crowded: it failed with its process, in which other calls were under way."""
 
-    verdicts: list[Verdict]
+    scores: list[Score]
     failed: bool = False
     crowded: bool = False
 
@@ -56,7 +56,7 @@ class _Called(NamedTuple):
 class RewardPool:
     """Reward processes for one function.
 
-    scored: samples that have their verdict; failed: those that have none, by why; takes: what the function is called
+    scored: samples that have their score; failed: those that have none, by why; takes: what the function is called
     with, known once the pool has started.
 
     Use from one event loop, in a thread that outlives the pool: the kernel kills the processes when the thread that
@@ -69,7 +69,7 @@ class RewardPool:
         self._most = max(self._limits.min_workers, self._limits.max_workers)
         self._alive: set[RewardProcess] = set()
         self._free: asyncio.LifoQueue[RewardProcess] = asyncio.LifoQueue()
-        self._waiting: deque[tuple[Example, asyncio.Future[Verdict]]] = deque()
+        self._waiting: deque[tuple[Example, asyncio.Future[Score]]] = deque()
         self._batching: asyncio.Task[None] | None = None
         self._calls: set[asyncio.Task[None]] = set()
         self._alone = asyncio.Lock()
@@ -91,21 +91,21 @@ class RewardPool:
         while len(self._alive) < self._limits.min_workers:
             await self._add()
 
-    async def score(self, examples: Sequence[Example]) -> list[Verdict]:
+    async def score(self, examples: Sequence[Example]) -> list[Score]:
         """Score samples, which are all of one prompt where the function takes groups.
 
         Never raises for what the function does.
         """
         if self.takes == "group":
-            verdicts = await self._score(examples)
+            scores = await self._score(examples)
         elif self.takes == "batch":
-            verdicts = await asyncio.gather(*map(self._in_batch, examples))
+            scores = await asyncio.gather(*map(self._in_batch, examples))
         else:
             alone = await asyncio.gather(*(self._score([example]) for example in examples))
-            verdicts = [verdict for (verdict,) in alone]
-        for verdict in verdicts:
-            self._count(verdict)
-        return verdicts
+            scores = [score for (score,) in alone]
+        for score in scores:
+            self._count(score)
+        return scores
 
     async def close(self) -> None:
         """Kill all processes; samples that are being scored fail as ``died``."""
@@ -119,17 +119,17 @@ class RewardPool:
         self._alive.clear()
         await asyncio.gather(*self._calls, return_exceptions=True)
 
-    def _count(self, verdict: Verdict) -> None:
-        if not verdict.failure:
+    def _count(self, score: Score) -> None:
+        if not score.failure:
             self.scored += 1
             return
-        self.failed[verdict.failure] += 1
-        level = logging.DEBUG if verdict.failure in self._told else logging.WARNING
+        self.failed[score.failure] += 1
+        level = logging.DEBUG if score.failure in self._told else logging.WARNING
         name = self._scorer.function
-        logger.log(level, "%s: a sample has no reward (%s): %s", name, verdict.failure, verdict.detail)
-        self._told.add(verdict.failure)
+        logger.log(level, "%s: a sample has no reward (%s): %s", name, score.failure, score.detail)
+        self._told.add(score.failure)
 
-    async def _score(self, examples: Sequence[Example], *, worker: RewardProcess | None = None) -> list[Verdict]:
+    async def _score(self, examples: Sequence[Example], *, worker: RewardProcess | None = None) -> list[Score]:
         """Score the samples of one call, and again what may have failed because of others.
 
         worker: the process that is taken for it. A call whose process died is tried once more in any case: it may have
@@ -139,14 +139,14 @@ class RewardPool:
         if called.failed and not self._closed:
             if len(examples) > 1 and self.takes == "batch":
                 alone = await asyncio.gather(*(self._score([example]) for example in examples))
-                return [verdict for (verdict,) in alone]
+                return [score for (score,) in alone]
             if called.crowded:
                 return await self._score_alone(examples)
-            if called.verdicts[0].failure == "died":
+            if called.scores[0].failure == "died":
                 called = await self._call(examples, None)
-        return called.verdicts
+        return called.scores
 
-    async def _score_alone(self, examples: Sequence[Example]) -> list[Verdict]:
+    async def _score_alone(self, examples: Sequence[Example]) -> list[Score]:
         """Score in a process that has no other calls; one of them at a time."""
         async with self._alone:
             if self._closed:
@@ -157,20 +157,20 @@ class RewardPool:
                 return _failed("died", str(error), examples)
             self._alive.add(worker)
             try:
-                return (await self._ask(worker, examples)).verdicts
+                return (await self._ask(worker, examples)).scores
             finally:
                 await self._bury(worker)
 
-    async def _in_batch(self, example: Example) -> Verdict:
+    async def _in_batch(self, example: Example) -> Score:
         """Score a sample together with others that wait for a process at the same time."""
-        answered: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         self._waiting.append((example, answered))
         if self._batching is None or self._batching.done():
             self._batching = asyncio.create_task(self._batch())
         return await answered
 
     async def _batch(self) -> None:
-        """Give what waits to processes as they become free, as much as a call may have."""
+        """Hand what waits to processes as they become free, as much as a call may have."""
         await asyncio.sleep(_GATHER_S)
         while self._waiting:
             try:
@@ -178,7 +178,7 @@ class RewardPool:
             except AsyncFlowError as error:
                 self._end_waiting(str(error))
                 return
-            wanted: list[tuple[Example, asyncio.Future[Verdict]]] = []
+            wanted: list[tuple[Example, asyncio.Future[Score]]] = []
             while self._waiting and len(wanted) < self._limits.batch:
                 example, answered = self._waiting.popleft()
                 if not answered.done():
@@ -190,11 +190,11 @@ class RewardPool:
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
 
-    async def _answer(self, wanted: Sequence[tuple[Example, asyncio.Future[Verdict]]], worker: RewardProcess) -> None:
-        verdicts = await self._score([example for example, _ in wanted], worker=worker)
-        for (_, answered), verdict in zip(wanted, verdicts, strict=True):
+    async def _answer(self, wanted: Sequence[tuple[Example, asyncio.Future[Score]]], worker: RewardProcess) -> None:
+        scores = await self._score([example for example, _ in wanted], worker=worker)
+        for (_, answered), score in zip(wanted, scores, strict=True):
             if not answered.done():
-                answered.set_result(verdict)
+                answered.set_result(score)
 
     def _end_waiting(self, why: str) -> None:
         while self._waiting:
@@ -234,7 +234,7 @@ class RewardPool:
             return _Called(_failed("raised", str(error), examples), failed=True)
         if answer.failure:
             return _Called(_failed(answer.failure, answer.detail, examples), failed=True)
-        return _Called(answer.verdicts)
+        return _Called(answer.scores)
 
     async def _take(self) -> RewardProcess:
         while True:
@@ -292,5 +292,5 @@ class RewardPool:
             self._free.put_nowait(worker)
 
 
-def _failed(failure: Failure, detail: str, examples: Sequence[Example]) -> list[Verdict]:
-    return [Verdict(failure=failure, detail=detail)] * len(examples)
+def _failed(failure: Failure, detail: str, examples: Sequence[Example]) -> list[Score]:
+    return [Score(failure=failure, detail=detail)] * len(examples)

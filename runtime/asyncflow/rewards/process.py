@@ -187,8 +187,8 @@ class RewardProcess:
         question = Question(nonce=_nonce(), examples=list(examples), seconds=timeout)
         waits = timeout + _LATE_S if self.concurrent else timeout
         answer = await self._ask(question, timeout=waits, what="a reward")
-        if not answer.failure and len(answer.verdicts) != len(examples):
-            self._break(f"answered {len(answer.verdicts)} verdicts for {len(examples)} samples")
+        if not answer.failure and len(answer.scores) != len(examples):
+            self._break(f"answered {len(answer.scores)} scores for {len(examples)} samples")
             assert self.broken is not None
             raise self.broken
         return answer
@@ -225,7 +225,8 @@ class RewardProcess:
         asked = frame(message)
         if self.broken is not None:
             raise self.broken
-        answered = self._open[message.nonce] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[ScoreAnswer] = asyncio.get_running_loop().create_future()
+        self._open[message.nonce] = answered
         try:
             writer.write(asked)
             async with asyncio.timeout(timeout):

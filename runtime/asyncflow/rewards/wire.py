@@ -66,7 +66,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class Score(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a function for one sample.
 
     value: finite, 0 where there is none; failure: why there is none, "" where there is; detail: a line about that, or
@@ -80,14 +80,14 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoreAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of the process: a verdict for each sample, or why the call as a whole has none.
+    """Answer of the process: a score for each sample, or why the call as a whole has none.
 
     To ``Load`` it answers with why the function cannot be loaded, or how it is called. takes: what it is called with;
     concurrent: whether many calls may be under way; unrestricted: what the sandbox lacks.
     """
 
     nonce: bytes
-    verdicts: list[Verdict] = []
+    scores: list[Score] = []
     failure: Literal["", "timeout", "raised", "invalid"] = ""
     detail: str = ""
     takes: Takes = "sample"
@@ -98,7 +98,7 @@ class ScoreAnswer(msgspec.Struct, frozen=True, kw_only=True):
 class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome for one sample.
 
-    value: finite, 0 where there is none; failure, detail: as in ``Verdict``; components: the values of the named
+    value: finite, 0 where there is none; failure, detail: as in ``Score``; components: the values of the named
     components that have one; details: a JSON object or nothing, at most MOST_DETAILS bytes.
     """
 
