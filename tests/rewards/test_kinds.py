@@ -92,7 +92,7 @@ async def test_samples_that_come_together_are_scored_in_one_call(workdir: Path) 
     ("bad", "failure"), [("raise", "raised"), ("hang", "timeout"), ("exit", "died"), ("none", "invalid")]
 )
 async def test_one_bad_sample_of_a_batch_fails_alone(workdir: Path, bad: str, failure: str) -> None:
-    async with pool_of(workdir, "batch", timeout_s=1.0) as pool:
+    async with pool_of(workdir, "batch", timeout_s=2.0) as pool:
         assert outcomes(await pool.score(examples("a", bad, "ccc", "dd"))) == [1.0, failure, 3.0, 2.0]
         assert (pool.scored, pool.failed[failure]) == (3, 1)
 
@@ -112,7 +112,7 @@ async def test_a_group_is_seen_whole_and_fails_as_one(workdir: Path) -> None:
 
 
 async def test_async_calls_run_side_by_side_each_with_its_own_deadline(workdir: Path) -> None:
-    async with pool_of(workdir, "later", timeout_s=3.0) as pool:
+    async with pool_of(workdir, "later", timeout_s=5.0) as pool:
         responses = ("long", *["never"] * 3, *"abcdefgh", "raise", "none", "cancel")
         scores = await pool.score(examples(*responses))
         assert outcomes(scores) == [4.0, *["timeout"] * 3, *[1.0] * 8, "raised", "invalid", "raised"]
@@ -124,7 +124,7 @@ async def test_async_calls_run_side_by_side_each_with_its_own_deadline(workdir: 
 async def test_an_async_call_that_blocks_or_ends_its_process_takes_no_other_with_it(
     workdir: Path, bad: str, failure: str
 ) -> None:
-    async with pool_of(workdir, "later", timeout_s=1.5) as pool:
+    async with pool_of(workdir, "later", timeout_s=4.0) as pool:
         assert outcomes(await pool.score(examples("a", bad, "long", "cc"))) == [1.0, failure, 4.0, 2.0]
         assert outcomes(await pool.score(examples("a"))) == [1.0]
 

@@ -161,10 +161,17 @@ CLASSIFIER = """
 """
 
 
+@pytest.mark.timeout(300)
 async def test_a_classifier_scores_a_batch_as_it_scores_each_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(textwrap.dedent(CLASSIFIER))
     spec = RewardSpec.model_validate(
-        {"function": "mine:Compared", "config": {"label": 1}, "memory": "8Gi", "timeout_seconds": 60.0}
+        {
+            "function": "mine:Compared",
+            "config": {"label": 1},
+            "memory": "8Gi",
+            "timeout_seconds": 60.0,
+            "start_seconds": 250.0,
+        }
     )
     rewards = WeightedRewards.of(spec, workdir=tmp_path)
     await rewards.start()

@@ -198,6 +198,8 @@ class RewardSpec(Spec):
     """Greatest reward; a sample that gets more has none."""
     timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
     """Seconds that one call of a function may take."""
+    start_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    """Seconds that a process may take to load its function, a model included."""
     on_timeout: Literal["zero", "drop"] = "drop"
     """Treatment of a response that was not scored in time: dropped and counted, or reward 0 and counted."""
     max_failed: Annotated[float, Field(gt=0, le=1)] = 0.5

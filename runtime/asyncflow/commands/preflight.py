@@ -144,8 +144,6 @@ GENERATED = 512
 """Most prompts of a source without end that are looked at."""
 LOOK_S = 5.0
 """Seconds after which no further prompt is looked at."""
-LOAD_S = 60.0
-"""Seconds that a reward function may take to load."""
 QUOTED = 60
 """Most characters of a question that are shown."""
 
@@ -365,7 +363,7 @@ async def _check_reward(spec: RLJobSpec, folder: Path) -> None:
     """Load each function in a reward process. Raises ManifestError, DeadlineExceeded."""
     for part, scorer in zip(spec.reward.parts, Scorer.of(spec.reward, workdir=folder), strict=True):
         try:
-            process = await RewardProcess.start(scorer, timeout=LOAD_S)
+            process = await RewardProcess.start(scorer, timeout=spec.reward.start_seconds)
         except ManifestError as error:
             hint = f"It is imported in a sandbox (docs/guide/rewards.md), in {folder}"
             where = f"spec.reward.components[{part.name}]" if part.name else "spec.reward"

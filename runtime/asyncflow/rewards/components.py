@@ -47,6 +47,7 @@ class WeightedRewards:
             min_workers=spec.workers.min,
             max_workers=spec.workers.max,
             timeout_s=spec.timeout_seconds,
+            start_timeout_s=spec.start_seconds,
             batch=spec.batch,
             calls=spec.concurrency,
         )

@@ -39,7 +39,6 @@ _OWNER_ONLY: Final = 0o600
 _TRIES: Final = 2
 _SILENT_TURNS: Final = 4
 """At least one call is over in the time that it may take, unless all processes are new; one may be made again."""
-_START_S: Final = 60.0
 
 
 class Rewards(Protocol):
@@ -70,7 +69,7 @@ def open_rewards(spec: RewardSpec, *, workdir: Path, run: Path | None = None, wi
     path = os.environ.get(REWARD_SOCKET_ENV)
     if path is None:
         return WeightedRewards.of(spec, workdir=workdir, run=run)
-    silence_s = _SILENT_TURNS * spec.timeout_seconds + _START_S
+    silence_s = _SILENT_TURNS * spec.timeout_seconds + spec.start_seconds
     return RewardClient(Path(path), start_timeout_s=within_s, silence_s=silence_s)
 
 
