@@ -102,9 +102,9 @@ async def test_a_component_that_cannot_be_loaded_is_named(workdir: Path) -> None
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ({"components": []}, "one function, which config is for, or by components"),
-        ({"function": "task"}, "one function, which config is for, or by components"),
-        ({"config": {"a": 1}}, "one function, which config is for, or by components"),
+        ({"components": []}, "one function or by components"),
+        ({"function": "task"}, "one function or by components"),
+        ({"config": {"a": 1}}, "each component has settings of its own"),
         ({"components": [COMPONENTS[0]] * 2}, "the same name"),
         ({"components": [{"name": "a", "function": "http"}]}, "opens network connections"),
         ({"components": [], "function": "http"}, "opens network connections"),

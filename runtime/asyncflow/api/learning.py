@@ -236,20 +236,23 @@ class RewardSpec(Spec):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            reads=("function", "components", "config"),
-            ok=lambda reward: (
-                (reward.function is None) == bool(reward.components)
-                and (reward.config is None or reward.function is not None)
-            ),
-            cel="has(self.function) != (has(self.components) && size(self.components) > 0)"
-            " && (!has(self.config) || has(self.function))",
-            why="a response is judged by one function, which config is for, or by components",
-            fix="Give function, with its config, or components, each with its own",
+            reads=("function", "components"),
+            ok=lambda reward: (reward.function is None) == bool(reward.components),
+            cel="has(self.function) != (has(self.components) && size(self.components) > 0)",
+            why="a response is judged by one function or by components",
+            fix="Give one of the two",
+        ),
+        Rule(
+            reads=("config", "components"),
+            ok=lambda reward: reward.config is None or not reward.components,
+            cel="",  # free settings cannot be seen there
+            why="each component has settings of its own",
+            fix="Move them into the component that they are for",
         ),
         Rule(
             reads=("components",),
             ok=lambda reward: len({each.name for each in reward.components}) == len(reward.components),
-            cel="",
+            cel="!has(self.components) || self.components.all(a, self.components.exists_one(b, b.name == a.name))",
             why="two components have the same name",
             fix="Give each its own",
         ),
