@@ -243,7 +243,7 @@ class RewardSpec(Spec):
             fix="Give one of the two",
         ),
         Rule(
-            reads=("config", "components"),
+            reads=("components", "config"),
             ok=lambda reward: reward.config is None or not reward.components,
             cel="",  # free settings cannot be seen there
             why="each component has settings of its own",
