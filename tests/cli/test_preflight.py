@@ -22,10 +22,10 @@ def good(*, response, prompt, answer, meta):
 def any_keywords(**given):
     return 1.0
 
-def narrow(response):
+def narrow(answer):
     return 1.0
 
-async def later(*, response, prompt, answer, meta):
+async def unsaid(*, responses):
     return 1.0
 """
 
@@ -243,8 +243,8 @@ def test_prompts_for_no_evaluation_are_noted(manifest, capsys):
     ("function", "said"),
     [
         ("judges:absent", "has no function 'absent'"),
-        ("judges:narrow", "response, prompt, answer and meta"),
-        ("judges:later", "async"),
+        ("judges:narrow", "has no parameter response"),
+        ("judges:unsaid", "must say whether of one prompt"),
         ("broken:f", "No module named 'a_module_that_is_not_there'"),
     ],
 )

@@ -10,6 +10,7 @@ from asyncflow.api.status import (
     CorrectionFigures,
     DriverStatus,
     QueueDepth,
+    RewardState,
     RolloutState,
     SetState,
     Staleness,
@@ -234,3 +235,26 @@ def test_numbers_as_people_read_them(number, text):
 def test_what_is_absent_is_a_dash():
     assert [amount(None), share(None), score(None)] == ["–"] * 3
     assert (share(0.256), score(1)) == ("26%", "1.000")
+
+
+def test_components_of_the_reward_stand_behind_it():
+    summed = RUNNING.model_copy(update={"step": 13, "reward_components": {"right": 0.5, "length": -0.125}})
+    (line,) = progress_lines(RUNNING, summed)
+    assert line.startswith("step 13/60  reward 0.412 (right 0.500, length -0.125)  15.3k tokens/s")
+    assert "0.412 (right 0.500, length -0.125)" in rendered(screen(frame(summed)))
+
+
+def test_a_job_that_pauses_shows_the_first_traceback():
+    first = "raised: Traceback (most recent call last):\n  File 'mine.py', line 3, in score\nKeyError: 'x'"
+    rewards = RewardState(failed={"raised": 9}, first_failure=first)
+    failing = RUNNING.model_copy(update={"rewards": rewards})
+    paused = failing.model_copy(update={"phase": "Paused", "waiting_for": "the reward to be mended"})
+    assert progress_lines(failing, paused) == [
+        "phase paused",
+        f"the first sample without a reward: {first}",
+        "waiting for the reward to be mended",
+    ]
+    assert progress_lines(paused, paused) == []
+    shown = rendered(screen(frame(paused)))
+    assert "line 3, in score" in shown
+    assert "9 raised" in shown

@@ -16,6 +16,7 @@ from asyncflow.driver.dispatch import PromptColumns
 from asyncflow.driver.tasks import tasks_of
 from asyncflow.errors import ManifestError
 from asyncflow.flow.admission import InFlight, admission_of, admit
+from asyncflow.rewards import wire
 from asyncflow.rewards.wire import RewardResult
 from asyncflow.rollout.engines.base import Completion
 from asyncflow.rollout.job import SampleOutcome, columns
@@ -49,7 +50,8 @@ def test_a_prompt_larger_than_the_manifest_says_is_refused(prompt: Prompt, where
 
 def test_what_tasks_write_is_what_the_bound_counts() -> None:
     wanted = spec()
-    assert {column for task in tasks_of(wanted) for column in task.writes} == wanted.output_bytes.keys()
+    written = {column for task in tasks_of(wanted) for column in task.writes}
+    assert written | {"details"} == wanted.output_bytes.keys()
 
 
 def test_the_longest_response_is_within_what_was_promised() -> None:
@@ -61,7 +63,9 @@ def test_the_longest_response_is_within_what_was_promised() -> None:
         versions=np.zeros(length, np.int64),
         finish="length",
     )
-    outcome = SampleOutcome(job=SimpleNamespace(), completion=completion, reward=RewardResult(value=1.0))  # type: ignore[arg-type]
+    outcome = SampleOutcome(
+        job=SimpleNamespace(), completion=completion, reward=RewardResult(value=1.0, details=bytes(wire.MOST_DETAILS))
+    )  # type: ignore[arg-type]
     written = {name: column.values.nbytes for name, column in columns([outcome]).items()}
     assert written | {"advantage": 4} == wanted.output_bytes
 

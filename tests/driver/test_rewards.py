@@ -6,6 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncflow.driver.components import ComponentMeans
 from asyncflow.driver.groups import RewardTally
 
 OUTCOMES = ["", "raised", "timeout", "invalid"]
@@ -34,6 +35,27 @@ def test_it_pauses_when_more_than_half_of_what_a_step_needs_and_got_have_failed(
         assert "samples of step 3 have none" in made.paused
         assert "KeyError: 'x'" in made.paused
     assert sum(made.outcomes().values()) == len(outcomes)
+
+
+def test_the_share_that_may_fail_is_the_manifests() -> None:
+    for share, failures in ((0.25, 3), (0.75, 7), (1.0, None)):
+        made = RewardTally(needed=8, keep=lambda totals: None, most_failed=share)
+        counts = []
+        for count in range(1, 9):
+            made.take(row("raised"), step=1)
+            counts += [count] if made.paused else []
+        assert (counts[0] if counts else None) == failures
+
+
+def test_a_pause_shows_the_first_that_failed_as_most_did() -> None:
+    made = tally(needed=4)
+    made.take(row("timeout", "too slow"), step=1)
+    assert made.first_failure == "timeout: too slow"
+    for name in "abc":
+        made.take(row("raised", f"Traceback\nKeyError: '{name}'"), step=1)
+    assert made.paused
+    assert made.first_failure == "raised: Traceback\nKeyError: 'a'"
+    assert "The first: KeyError: 'a'" in made.paused
 
 
 def test_a_timeout_that_the_manifest_values_is_counted_and_does_not_pause() -> None:
@@ -75,3 +97,31 @@ def test_totals_and_the_first_traceback_go_on_in_the_next_driver() -> None:
     again.restore(kept[-1])
     assert again.outcomes() == {"scored": 1, "raised": 1, "timeout": 1}
     assert again.first_failure == "raised: Traceback: KeyError"
+
+
+def judged(**components: float) -> Any:
+    return SimpleNamespace(
+        meta=SimpleNamespace(tags={"reward": 1.0, **{f"reward/{k}": v for k, v in components.items()}})
+    )
+
+
+def test_components_are_averaged_over_the_samples_that_a_step_trains() -> None:
+    means = ComponentMeans()
+    means.take(1, 7, [judged(right=1.0, length=-1.0), judged(right=0.0, length=0.0)])
+    means.take(1, 8, [judged(right=1.0), judged(right=1.0, length=-0.5)])
+    means.take(2, 9, [judged(right=0.25)])
+    assert means.of(1) == {"length": -0.5, "right": 0.75}
+    means.take(1, 7, [judged(right=1.0)])
+    assert means.of(1) == {"length": -0.5, "right": 1.0}, "a group that is decided again counts once"
+    assert means.of(3) == {}
+    means.take(3, 1, [judged()])
+    assert means.of(3) == {}, "a reward of one function has no components"
+
+
+def test_components_of_the_last_steps_are_remembered() -> None:
+    means = ComponentMeans()
+    for step in range(200):
+        means.take(step, step, [judged(right=float(step))])
+    assert means.of(199) == {"right": 199.0}
+    assert means.of(199 - 63) == {"right": 199.0 - 63}
+    assert means.of(199 - 64) == {}

@@ -152,3 +152,18 @@ def test_importance_weights_are_shown_where_the_job_has_them(tmp_path: Path) -> 
         progress.step(each)
         shown.append(build_status(progress, **NOTHING).correction)  # type: ignore[arg-type]
     assert shown == [None, CorrectionFigures(effective_share=0.75, bounded_share=0.1875)]
+
+
+def test_components_of_the_reward_are_shown_where_it_has_them(tmp_path: Path) -> None:
+    progress = RunProgress(tmp_path, steps=60, now=0.0)
+    shown = []
+    for line in (line_of(REPORT, at=1.0), {**line_of(REPORT, at=2.0, components={"right": 0.5}), "step": 2}):
+        progress.step(line)
+        shown.append(build_status(progress, **NOTHING).reward_components)  # type: ignore[arg-type]
+    assert shown == [{}, {"right": 0.5}]
+    again = RunProgress(tmp_path, steps=60, now=3.0)
+    status = build_status(again, **NOTHING)  # type: ignore[arg-type]
+    assert status.reward_components == {"right": 0.5}, "a driver that begins again reads them back"
+    metrics = DriverMetrics()
+    show(metrics, status, stats=STATS, members={})
+    assert metrics.registry.get_sample_value("asyncflow_driver_reward_component_mean", {"component": "right"}) == 0.5

@@ -1,4 +1,4 @@
-"""Tests of rewards import ``hostile``."""
+"""Tests of rewards import ``hostile`` and ``scoring_one``."""
 
 import sys
 from pathlib import Path

@@ -8,12 +8,13 @@ given to ``PLACE/rewards.json``.
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fcntl import F_GETFL
 from pathlib import Path
 from typing import Any
 
-from asyncflow.rewards.wire import ScoreAnswer, frame
+from asyncflow.rewards.calling import RewardFunction
+from asyncflow.rewards.wire import Example, Score, ScoreAnswer, frame
 
 CANARY = "canary-7f3a"
 UNREACHABLE = "composite"
@@ -35,7 +36,7 @@ def answers(place: Path, *, port: int) -> dict[str, str]:
         return f"{{}}[{secret}]"
 
     os, sys, socket, fcntl = (f"__import__({name!r})" for name in ("os", "sys", "socket", "fcntl"))
-    forged = frame(ScoreAnswer(nonce=bytes(16), value=1.0))
+    forged = frame(ScoreAnswer(nonce=bytes(16), scores=[Score(value=1.0)]))
     code = {
         "open": mark("open"),
         "import": f"{os}.system('touch {place}/marks/import')",
@@ -111,16 +112,17 @@ def prompts(scorer: str) -> Iterator[dict[str, Any]]:
         yield {"prompt": entry["question"], "answer": entry["answer"], "meta": meta}
 
 
-def scored(function: Callable[..., float], response: str, prompt: dict[str, Any]) -> object:
+def scored(function: RewardFunction, response: str, prompt: dict[str, Any]) -> object:
     """Return the reward or what was raised, also where it took too long."""
-    signal.signal(signal.SIGALRM, _give_up)
-    signal.alarm(_SECONDS)
+    signal.signal(signal.SIGVTALRM, _give_up)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _SECONDS)
     try:
-        return float(function(response=response, **prompt))
+        example = Example(response=response, **prompt)
+        return float(function.call(**function.arguments([example], extractor=str)))
     except (Exception, _TooLong) as error:  # noqa: BLE001
         return f"{type(error).__name__}: {error}"[:200]
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 class _TooLong(BaseException):

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scoring_one import one
 
 from asyncflow.data.generated import open_gym
 from asyncflow.errors import ManifestError
 from asyncflow.rewards.functions import boxed, check, last_number, text
-from asyncflow.rewards.pool import RewardPool
+from asyncflow.rewards.pool import PoolLimits, RewardPool
 from asyncflow.rewards.process import Scorer
 from asyncflow.rewards.wire import Example
 
@@ -56,10 +57,10 @@ def test_the_registry_refuses_what_it_can_tell_without_running_code(tmp_path: Pa
 
 
 async def test_math_verify_runs_in_the_main_thread_of_a_child(tmp_path: Path) -> None:
-    pool = RewardPool(Scorer(function="math_verify", workdir=tmp_path), timeout_s=30)
+    pool = RewardPool(Scorer(function="math_verify", workdir=tmp_path), PoolLimits(timeout_s=30))
     await pool.start()
     responses = [r"so it is $\frac{1}{2}$", "The answer is 0.5", r"\boxed{0.50}", "it is 3", ""]
-    results = [await pool.score(Example(prompt="", response=r, answer=r"\frac{1}{2}")) for r in responses]
+    results = [await one(pool, Example(prompt="", response=r, answer=r"\frac{1}{2}")) for r in responses]
     await pool.close()
     assert [r.value for r in results] == [1.0, 1.0, 1.0, 0.0, 0.0]
     assert not any(r.failure for r in results)
@@ -68,17 +69,17 @@ async def test_math_verify_runs_in_the_main_thread_of_a_child(tmp_path: Path) ->
 async def test_gym_scores_with_the_datasets_own_checker(tmp_path: Path) -> None:
     source = open_gym("chain_sum", config={"max_terms": 3}, seed=1, purpose="train", size=None, where="data.train")
     prompt = source.prompt(0)
-    pool = RewardPool(Scorer(function="gym", extractor="last_number", workdir=tmp_path), timeout_s=30)
+    pool = RewardPool(Scorer(function="gym", extractor="last_number", workdir=tmp_path), PoolLimits(timeout_s=30))
     await pool.start()
 
     async def value(response: str) -> float:
         example = Example(prompt=prompt.question, response=response, answer=prompt.answer, meta=prompt.meta)
-        return (await pool.score(example)).value
+        return (await one(pool, example)).value
 
     assert await value(f"I think it is {prompt.answer}.00!") == 1.0
     assert await value(f"{int(prompt.answer) + 1}") < 1.0
     assert await value("no idea") < 1.0
-    assert (await pool.score(Example(prompt="", response="1", answer="1"))).failure == "raised"
+    assert (await one(pool, Example(prompt="", response="1", answer="1"))).failure == "raised"
     await pool.close()
 
 
@@ -97,6 +98,6 @@ def test_gym_raises_where_the_prompt_is_broken_and_not_where_the_answer_is() -> 
 async def test_task_compares_exactly(tmp_path: Path) -> None:
     pool = RewardPool(Scorer(function="task", workdir=tmp_path))
     await pool.start()
-    values = [(await pool.score(Example(prompt="", response=r, answer="012"))).value for r in ("012", "12", "0123")]
+    values = [(await one(pool, Example(prompt="", response=r, answer="012"))).value for r in ("012", "12", "0123")]
     await pool.close()
     assert values == [1.0, 0.0, 0.0]

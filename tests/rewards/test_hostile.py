@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from hostile import CANARY, UNREACHABLE, VARIABLE, answers
+from scoring_one import one
 
 from asyncflow.data.generated import make_dataset
 from asyncflow.errors import ManifestError
-from asyncflow.rewards.functions import BUILT_IN
-from asyncflow.rewards.pool import RewardPool
+from asyncflow.rewards.pool import PoolLimits, RewardPool
 from asyncflow.rewards.process import Scorer
 from asyncflow.rewards.wire import Example, RewardResult
 
@@ -72,7 +72,7 @@ def score_without_sandbox(place: Place, scorer: str) -> dict[str, object]:
     return rewards
 
 
-@pytest.mark.parametrize("scorer", sorted(BUILT_IN))
+@pytest.mark.parametrize("scorer", ["gym", "math_verify", "task"])
 def test_no_scorer_and_no_data_set_runs_an_answer(place: Place, scorer: str) -> None:
     rewards = score_without_sandbox(place, scorer)
     assert len(answers(place.folder, port=1)) >= 30
@@ -100,11 +100,11 @@ def test_the_set_that_is_left_out_cannot_be_had(place: Place) -> None:
 
 
 async def test_a_power_that_takes_for_ever_costs_its_own_sample_only(tmp_path: Path) -> None:
-    pool = RewardPool(Scorer(function="math_verify", workdir=tmp_path), timeout_s=5.0)
+    pool = RewardPool(Scorer(function="math_verify", workdir=tmp_path), PoolLimits(timeout_s=5.0))
     await pool.start()
     heavy = answers(tmp_path, port=1)["latex power"]
     results = await asyncio.gather(
-        *(pool.score(Example(prompt="", response=text, answer="31")) for text in (heavy, "$31$", "so 31"))
+        *(one(pool, Example(prompt="", response=text, answer="31")) for text in (heavy, "$31$", "so 31"))
     )
     await pool.close()
     assert results[0].value == 0.0
@@ -113,15 +113,15 @@ async def test_a_power_that_takes_for_ever_costs_its_own_sample_only(tmp_path: P
 
 async def test_what_is_run_all_the_same_finds_nothing_and_harms_nobody(place: Place) -> None:
     """A scorer that runs every answer, in its sandbox, between samples that are scored as they should be."""
-    pool = RewardPool(Scorer(function="hostile:run_it", workdir=HERE), timeout_s=2.0)
+    pool = RewardPool(Scorer(function="hostile:run_it", workdir=HERE), PoolLimits(timeout_s=2.0))
     await pool.start()
     right = Example(prompt="", response="7")
     said: dict[str, RewardResult] = {}
     for kind, answer in answers(place.folder, port=place.port).items():
-        said[kind], neighbour = await asyncio.gather(pool.score(Example(prompt="", response=answer)), pool.score(right))
+        said[kind], neighbour = await asyncio.gather(one(pool, Example(prompt="", response=answer)), one(pool, right))
         assert (neighbour.value, neighbour.failure) == (1.0, ""), kind
         assert CANARY not in said[kind].detail, kind
-        assert (await pool.score(right)).value == 1.0, kind
+        assert (await one(pool, right)).value == 1.0, kind
     await pool.close()
     assert place.marks == set()
     assert place.connections() == 0
@@ -129,6 +129,6 @@ async def test_what_is_run_all_the_same_finds_nothing_and_harms_nobody(place: Pl
         assert "PermissionError" in said[kind].detail, kind
     assert "KeyError: 'ASYNCFLOW_TEST_CANARY'" in said["read a variable"].detail
     assert said["forge"].failure == "died"
-    assert "another nonce" in said["forge"].detail
+    assert "the nonce of no open question" in said["forge"].detail
     assert said["power"].failure == "timeout"
     assert "MemoryError" in said["repeat"].detail

@@ -7,10 +7,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from scoring_one import one
 
 from asyncflow.api.learning import RewardSpec
 from asyncflow.rewards import process, sandbox
-from asyncflow.rewards.pool import RewardPool
+from asyncflow.rewards.components import WeightedRewards
 from asyncflow.rewards.wire import Example, RewardResult
 
 FUNCTION = """
@@ -81,10 +82,10 @@ async def ask(
     folder: Path, *questions: tuple[str, object], run: Path | None = None, **said: object
 ) -> list[RewardResult]:
     spec = RewardSpec.model_validate({"function": "mine:score", "timeout_seconds": 3.0, **said})
-    pool = RewardPool.of(spec, workdir=folder, run=run)
+    pool = WeightedRewards.of(spec, workdir=folder, run=run)
     await pool.start()
     try:
-        return [await pool.score(Example(prompt="", response=what, answer=of)) for what, of in questions]
+        return [await one(pool, Example(prompt="", response=what, answer=of)) for what, of in questions]
     finally:
         await pool.close()
 

@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from scoring_one import one
 
 from asyncflow.api.load import load_reward
 from asyncflow.api.names import REWARD_SOCKET_ENV
 from asyncflow.errors import DeadlineExceeded, ManifestError
-from asyncflow.rewards.pool import RewardPool
+from asyncflow.rewards.components import WeightedRewards
 from asyncflow.rewards.service import RewardClient, open_rewards
 from asyncflow.rewards.wire import Example
 
@@ -71,12 +72,12 @@ async def test_samples_are_scored_there_side_by_side(place: Place) -> None:
         client = place.client()
         await client.start()
         assert stat.S_IMODE(place.socket.stat().st_mode) == 0o600
-        results = await asyncio.gather(*(client.score(example(str(n), str(n % 2))) for n in range(6)))
+        results = await asyncio.gather(*(one(client, example(str(n), str(n % 2))) for n in range(6)))
         assert [result.value for result in results] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-        raised = await client.score(example("raise"))
+        raised = await one(client, example("raise"))
         assert raised.failure == "raised"
         assert "KeyError: 'p'" in raised.detail
-        assert (await client.score(Example(prompt="", response="", answer=object()))).failure == "raised"
+        assert (await one(client, Example(prompt="", response="", answer=object()))).failure == "raised"
         await client.close()
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
@@ -87,7 +88,7 @@ async def test_a_sample_outlives_the_process_that_scores_it_once(place: Place) -
     client = place.client()
     with place.server() as process:
         await client.start()
-        pending = asyncio.create_task(client.score(example("slow", "slow")))
+        pending = asyncio.create_task(one(client, example("slow", "slow")))
         await asyncio.sleep(0.5)
         process.kill()
         process.wait()
@@ -98,7 +99,7 @@ async def test_a_sample_outlives_the_process_that_scores_it_once(place: Place) -
 
 async def test_a_sample_whose_process_dies_twice_has_failed(place: Place) -> None:
     client = place.client()
-    pending = asyncio.create_task(client.score(example("slow")))
+    pending = asyncio.create_task(one(client, example("slow")))
     for _ in range(2):
         with place.server():
             while client._connection is None or client._connection.over:
@@ -117,11 +118,11 @@ async def test_a_server_that_hangs_is_given_up(place: Place) -> None:
         client = place.client(silence_s=1.0, start_timeout_s=2.0)
         await client.start()
         process.send_signal(signal.SIGSTOP)
-        result = await client.score(example("1", "1"))
+        result = await one(client, example("1", "1"))
         assert result.failure == "died"
         assert "nothing scores there" in result.detail, "the second try finds nobody either"
         process.send_signal(signal.SIGCONT)
-        assert (await client.score(example("1", "1"))).value == 1.0
+        assert (await one(client, example("1", "1"))).value == 1.0
         await client.close()
 
 
@@ -148,6 +149,6 @@ def test_a_file_that_is_no_reward_is_refused(place: Place) -> None:
 def test_a_substrate_chooses_by_a_variable(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     (place.folder / "reward.yaml").write_text(textwrap.dedent(REWARD % "mine:score"))
     spec = load_reward(place.folder / "reward.yaml")
-    assert isinstance(open_rewards(spec, workdir=place.folder, within_s=1.0), RewardPool)
+    assert isinstance(open_rewards(spec, workdir=place.folder, within_s=1.0), WeightedRewards)
     monkeypatch.setenv(REWARD_SOCKET_ENV, str(place.socket))
     assert isinstance(open_rewards(spec, workdir=place.folder, within_s=1.0), RewardClient)

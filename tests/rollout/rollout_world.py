@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from asyncflow.api.learning import RewardSpec
 from asyncflow.data.base import Prompt
 from asyncflow.flow.instance import Instance
 from asyncflow.flow.stagger import Permits, Supply
@@ -24,8 +25,7 @@ from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.protocol.messages import LeasedRow, Samples, TaskSpec
 from asyncflow.queue.storage.unit import StorageUnit
-from asyncflow.rewards.pool import RewardPool
-from asyncflow.rewards.process import Scorer
+from asyncflow.rewards.components import WeightedRewards
 from asyncflow.rollout.engines import open_engine
 from asyncflow.rollout.job import RolloutSettings
 from asyncflow.rollout.loading import Weights
@@ -193,6 +193,7 @@ class World:
         swap_at: str = "quota",
         slots: int = 8,
         reward: str = "rollout_reward:one",
+        reward_s: float = 2.0,
         engine: str = "simulated",
         model: Path | None = None,
         max_tokens: int = 12,
@@ -212,6 +213,7 @@ class World:
             max_tokens=max_tokens,
             stop_ids=(1,),
             seed=7,
+            group_sizes={"train": 4},
             lease_s=self.lease_s,
             call_s=2.0,
             load_s=5.0,
@@ -221,7 +223,8 @@ class World:
         generator = open_engine(engine, folder=model, slots=slots, max_length=64, options=options)
         await generator.start()
         self.stack.push_async_callback(generator.close)
-        rewards = RewardPool(Scorer(function=reward, workdir=Path(__file__).parent), timeout_s=2.0)
+        judged = RewardSpec(function=reward, timeout_seconds=reward_s)
+        rewards = WeightedRewards.of(judged, workdir=Path(__file__).parent)
         await rewards.start()
         self.stack.push_async_callback(rewards.close)
         worker = RolloutWorker(

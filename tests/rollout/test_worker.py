@@ -401,7 +401,7 @@ async def test_what_was_saved_when_a_lease_is_lost_is_continued(tmp_path):
 
 async def test_a_response_whose_reward_takes_long_is_saved_but_for_its_last_token(tmp_path):
     async with running_world(tmp_path, lease_s=1.5) as world:
-        stuck = await world.rollout("stuck", reward="rollout_reward:stuck_on_three")
+        stuck = await world.rollout("stuck", reward="rollout_reward:stuck_on_three", reward_s=60.0)
         await world.publish(0)
         await world.put([3], step=1, oldest=0, group=1)
         (row,) = world.controller.table.state.rows.values()

@@ -1,11 +1,13 @@
 """Whole jobs whose reward function is somebody's mistake: samples without a reward are dropped, many pause the job."""
 
 import json
+import subprocess
 import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from one_run import EXAMPLES, direct, finish, start
 
@@ -14,15 +16,18 @@ from asyncflow.queue.ledger.audit import audit_ledgers
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 REWARD = """
+import time
 import zlib
 
-def score(*, response, prompt, answer, meta):
-    draw = zlib.crc32(f"{prompt} {response}".encode()) %% 100
-    if draw < %d:
+def score(*, response, prompt):
+    draw = zlib.crc32(f"{prompt} {response}".encode()) % 100
+    if draw < RAISES:
         raise KeyError(f"no answer for {prompt}")
-    if draw > %d:
-        return None
-    return float(draw %% 2)
+    if draw < RAISES + HANGS:
+        time.sleep(60)
+    if draw < RAISES + HANGS + WRONG:
+        return (None, float("nan"), "1.0", [1.0], 1e9)[draw % 5]
+    return 1.0
 """
 STEPS = 6
 NEEDED = 8 * 4
@@ -35,8 +40,9 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write_reward(place: Path, *, raises: int, none_above: int = 100) -> None:
-    (place / "mine.py").write_text(REWARD % (raises, none_above))
+def write_reward(place: Path, *, raises: int, hangs: int = 0, wrong: int = 0) -> None:
+    shares = f"RAISES, HANGS, WRONG = {raises}, {hangs}, {wrong}\n"
+    (place / "mine.py").write_text(shares + REWARD)
 
 
 def status_of(place: Path) -> dict[str, Any]:
@@ -59,34 +65,55 @@ def wait_until_paused(place: Path) -> dict[str, Any]:
     raise AssertionError("the job did not pause")
 
 
-def test_a_few_failures_are_dropped_and_told(place: Path) -> None:
-    write_reward(place, raises=10, none_above=95)
-    finish(start(str(place / "job.yaml"), place / "run", SETTINGS), within_s=200)
+def said_until(run: subprocess.Popen[bytes], words: bytes) -> bytes:
+    """Return what a run says up to the line with ``words``."""
+    assert run.stdout is not None
+    said = b""
+    for line in run.stdout:
+        said += line
+        if words in line:
+            return said
+    raise AssertionError(said.decode())
+
+
+def test_what_has_no_reward_is_named_counted_and_not_trained(place: Path) -> None:
+    """Of a hundred samples five raise, one hangs, and ten return NaN, nothing, another type or too much."""
+    write_reward(place, raises=5, hangs=1, wrong=10)
+    settings = [*SETTINGS, "reward.timeoutSeconds=1", "reward.workers={min: 2, max: 4}"]
+    finish(start(str(place / "job.yaml"), place / "run", settings), within_s=200)
     summary = json.loads((place / "run" / "summary.json").read_text())
     report = audit_ledgers(place / "run" / "ledger")
     assert report.ok, report.problems
     failed = summary["rewards_failed"]
-    assert set(failed) == {"raised", "invalid"}
+    assert set(failed) == {"raised", "timeout", "invalid", "out_of_range"}
+    assert min(failed.values()) > 0
     assert 0 < summary["samples_dropped"] <= sum(failed.values()), "evaluations are judged too, and drop nothing"
     assert summary["samples_trained"] + summary["samples_dropped"] == summary["samples_dispatched"]
     assert summary["samples_trained"] < STEPS * NEEDED
-    assert "KeyError: 'no answer for" in summary["first_failed_reward"] or "NoneType" in summary["first_failed_reward"]
+    assert any(words in summary["first_failed_reward"] for words in ("KeyError", "returned", "did not come", "outside"))
     lines = [json.loads(line) for line in (place / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum(line["samples"] for line in lines) == summary["samples_trained"]
+    assert {line["reward"] for line in lines} == {1.0}, "nothing was trained as if its reward were another"
+    newest = max((place / "run" / "checkpoints").glob("step-*/manifest.json")).parent
+    counts = np.load(newest / "counts.npy", allow_pickle=False)
+    assert set(counts.tolist()) == {0, 1}
+    assert counts.sum() == summary["samples_trained"]
 
 
 def test_a_job_whose_rewards_mostly_fail_pauses_and_goes_on_when_they_are_mended(place: Path) -> None:
-    write_reward(place, raises=70)
+    write_reward(place, raises=60)
     run = start(str(place / "job.yaml"), place / "run", SETTINGS)
     status = wait_until_paused(place)
     assert status["step"] <= 2, "prompts of the first two steps go out at once"
     assert "samples of step" in status["waitingFor"]
     assert "KeyError: 'no answer for" in status["waitingFor"]
     assert "Traceback" in status["rewards"]["firstFailure"]
+    said = said_until(run, b"waiting for the reward to be mended")
     assert direct(place / "run", "/v1/suspend", certificate="operator-0") == 202
-    said, _ = run.communicate(timeout=100)
+    run.communicate(timeout=100)
     assert run.returncode == 0, said.decode()
     assert b"a sample has no reward: raised: Traceback" in said
+    assert b"the first sample without a reward: raised: Traceback" in said
     write_reward(place, raises=0)
     finish(start(str(place / "job.yaml"), place / "run", SETTINGS, "--resume"), within_s=200)
     summary = json.loads((place / "run" / "summary.json").read_text())

@@ -115,7 +115,8 @@ def set_stalled(
         return
     seen = probe.status
     if seen.phase == "Paused":
-        conditions.set("Stalled", True, "Paused", _shown(seen.waiting_for))
+        first = [seen.waiting_for, *seen.rewards.first_failure.splitlines()]
+        conditions.set("Stalled", True, "Paused", "\n".join(map(_shown, first)))
         return
     usual = max(_STEPS * seen.step_p95, _LEAST_S) if seen.step_p95 is not None else limits.stall_seconds
     patience = min(limits.stall_seconds, usual)

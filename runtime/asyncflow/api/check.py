@@ -145,7 +145,6 @@ _PLANNED: Final[Mapping[str, tuple[tuple[str, Callable[[Any], bool], str], ...]]
         ("spec.algorithm.name", _one_of("ppo"), "an algorithm without a critic"),
         ("spec.reference", bool, "nothing: the trainer computes the reference itself"),
         ("spec.critic", bool, "nothing"),
-        ("spec.reward.config", bool, "nothing: a function is given response, prompt, answer and meta"),
     ),
 }
 """Fields that the schema names for features that are planned, by kind: the attribute path, whether a value asks for

@@ -328,7 +328,7 @@ def _models(root: type[Spec]) -> dict[str, type[Spec]]:
 
 
 def _validations(model: type[Spec]) -> Schema:
-    rules = [_rule(rule) for rule in model.rules]
+    rules = [_rule(rule) for rule in model.rules if rule.cel]
     rules += [_transition(model, frozen) for frozen in model.frozen_fields]
     return {"x-kubernetes-validations": rules} if rules else {}
 

@@ -13,7 +13,15 @@ from pydantic import Field, StringConstraints
 
 from asyncflow.api.base import API_VERSION, Frozen, ObjectMeta, Rule, Spec
 from asyncflow.api.durability import ElasticitySpec, FailurePolicySpec, LimitsSpec, StorageSpec
-from asyncflow.api.learning import AlgorithmSpec, DataSpec, EvaluationSpec, ModelSpec, RewardSpec, SamplingSpec
+from asyncflow.api.learning import (
+    MOST_DETAILS,
+    AlgorithmSpec,
+    DataSpec,
+    EvaluationSpec,
+    ModelSpec,
+    RewardSpec,
+    SamplingSpec,
+)
 from asyncflow.api.placement import AUTO, DriverSpec, SchedulingSpec, TemplateSpec
 from asyncflow.api.queue import LEAST_BYTES, QueueSpec
 from asyncflow.api.schedule import AHEAD_CEL, LAG_CEL, STEPS_OUT_CEL, ScheduleSpec
@@ -21,7 +29,10 @@ from asyncflow.api.status import JobStatus
 from asyncflow.api.weights import JobWeightsSpec, PublishedDtype
 from asyncflow.api.workers import AuxiliarySpec, RolloutSpec, TrainerSpec
 
-_ROW_CEL = "double(4 * self.sampling.maxPromptTokens + self.data.maxTaskBytes + 16 * self.sampling.maxTokens + 8)"
+_ROW_CEL = (
+    "double(4 * self.sampling.maxPromptTokens + self.data.maxTaskBytes + 16 * self.sampling.maxTokens"
+    f" + {MOST_DETAILS + 8})"
+)
 _EVAL_CEL = "(has(self.evaluation) ? self.evaluation.samples + (self.evaluation.greedy ? 1 : 0) : 0)"
 _PART_CEL = f"[{LEAST_BYTES}.0, {_ROW_CEL} * double([self.algorithm.groupSize, {_EVAL_CEL}].max())].max()"
 
@@ -96,6 +107,7 @@ class RLJobSpec(Spec):
         of_token = {"response_ids": 4, "logprobs": 4, "versions": 8}
         return {name: size * self.sampling.max_tokens for name, size in of_token.items()} | {
             "reward": 4,
+            "details": MOST_DETAILS,
             "advantage": 4,
         }
 
@@ -140,12 +152,14 @@ class RLJobSpec(Spec):
             fix="Give evaluation (for keepBest: greedy with greedy: true), or leave keepBest out",
         ),
         Rule(
-            reads=("reward.function", "data.train.source", "data.eval", "data.eval_sets"),
+            reads=("reward.function", "reward.components", "data.train.source", "data.eval", "data.eval_sets"),
             ok=lambda job: (
-                job.reward.function != "gym"
+                all(part.function != "gym" for part in job.reward.parts)
                 or all(data.source.startswith("gym://") for data in (job.data.train, *job.data.held_out.values()))
             ),
-            cel="self.reward.function != 'gym' || (self.data.train.source.startsWith('gym://')"
+            cel="((!has(self.reward.function) || self.reward.function != 'gym')"
+            " && (!has(self.reward.components) || self.reward.components.all(c, c.function != 'gym')))"
+            " || (self.data.train.source.startsWith('gym://')"
             " && (!has(self.data.eval) || self.data.eval.source.startsWith('gym://'))"
             " && (!has(self.data.evalSets) || self.data.evalSets.all(d, d.source.startsWith('gym://'))))",
             why="it scores prompts of gym:// only, and every other response would get 0",
@@ -246,13 +260,6 @@ class RLJobSpec(Spec):
             cel="self.algorithm.filterZeroVariance != 'drop' || !self.schedule.deterministic",
             why="which prompts replace the dropped groups depends on arrival times",
             fix="Give filterZeroVariance: keep, or schedule.deterministic: false",
-        ),
-        Rule(
-            reads=("reward.on_timeout", "schedule.deterministic"),
-            ok=lambda job: job.reward.on_timeout != "drop" or not job.schedule.deterministic,
-            cel="self.reward.onTimeout != 'drop' || !self.schedule.deterministic",
-            why="which samples are dropped depends on how busy the machine is",
-            fix="Give onTimeout: zero, or schedule.deterministic: false",
         ),
         Rule(
             reads=("schedule.deterministic", "rollout.engine.name", "rollout.accelerator.profile"),

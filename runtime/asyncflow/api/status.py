@@ -82,7 +82,7 @@ class RewardState(Wire):
     scored: Count = 0
     """Samples that got a reward."""
     failed: Annotated[dict[ShortWord, Count], Field(max_length=16)] = Field(default_factory=dict)
-    """Samples that got none, by why: timeout, raised, invalid, out_of_range, died."""
+    """Samples that got none, by why: timeout, raised, invalid, out_of_range, died, incomplete."""
     first_failure: Annotated[str, StringConstraints(max_length=2048)] = ""
     """Details of the first of them, a traceback where the function raised."""
 
@@ -192,6 +192,8 @@ class DriverStatus(Wire):
     """Progress of the next step; absent before the first one and after the last."""
     reward: float | None = None
     """Mean reward of the last step's samples."""
+    reward_components: Annotated[dict[Name, float], Field(max_length=16)] = Field(default_factory=dict)
+    """By name: mean of a component of the reward, over the last step's samples."""
     eval: float | None = None
     """Accuracy of the last evaluation, over all samples at its temperature."""
     eval_greedy: float | None = None

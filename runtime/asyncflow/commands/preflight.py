@@ -83,7 +83,8 @@ def load(source: Path | str | RLJob, overrides: Sequence[str] = ()) -> Manifest:
     folder = Path((manifest.metadata.annotations or {}).get(FOLDER, beside))
     check_files(manifest, folder)
     reward = manifest.spec.reward
-    check_reward(reward.function, reward.extractor, workdir=folder)
+    for part in reward.parts:
+        check_reward(part.function, part.extractor, workdir=folder)
     return _anchored(manifest, folder)
 
 
@@ -147,8 +148,6 @@ GENERATED = 512
 """Most prompts of a source without end that are looked at."""
 LOOK_S = 5.0
 """Seconds after which no further prompt is looked at."""
-LOAD_S = 60.0
-"""Seconds that a reward function may take to load."""
 QUOTED = 60
 """Most characters of a question that are shown."""
 
@@ -349,8 +348,9 @@ def _survey(
     )
     overlong(seen.too_large, f"have more than {size} bytes, with answer and meta", "data.maxTaskBytes")
     if found := seen.unanswered:
-        words, judge = f"{len(found)} {looked} have no answer", spec.reward.function
-        if judge in _JUDGED_BY_ANSWER:
+        words = f"{len(found)} {looked} have no answer"
+        judge = next((part.function for part in spec.reward.parts if part.function in _JUDGED_BY_ANSWER), None)
+        if judge is not None:
             hint = f"Name the field in config.answer, or take them out, such as {_quoted(found)}"
             reason = f"{words}, and the reward function {judge} compares with it"
             findings.errors.append(ManifestError(reason, where=where, hint=hint))
@@ -364,13 +364,15 @@ def _quoted(questions: list[str]) -> str:
 
 
 async def _check_reward(spec: RLJobSpec, folder: Path) -> None:
-    """Load the function in a reward process. Raises ManifestError, DeadlineExceeded."""
-    try:
-        process = await RewardProcess.start(Scorer.of(spec.reward, workdir=folder), timeout=LOAD_S)
-    except ManifestError as error:
-        hint = f"It is imported in a sandbox (docs/guide/rewards.md), in {folder}"
-        raise ManifestError(error.what, where="spec.reward.function", hint=hint) from error
-    await process.kill()
+    """Load each function in a reward process. Raises ManifestError, DeadlineExceeded."""
+    for part, scorer in zip(spec.reward.parts, Scorer.of(spec.reward, workdir=folder), strict=True):
+        try:
+            process = await RewardProcess.start(scorer, timeout=spec.reward.start_seconds)
+        except ManifestError as error:
+            hint = f"It is imported in a sandbox (docs/guide/rewards.md), in {folder}"
+            where = f"spec.reward.components[{part.name}]" if part.name else "spec.reward"
+            raise ManifestError(error.what, where=f"{where}.function", hint=hint) from error
+        await process.kill()
 
 
 def _lacking(error: ManifestError, findings: _Findings, *, elsewhere: bool) -> None:

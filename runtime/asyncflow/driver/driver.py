@@ -220,6 +220,7 @@ class Driver:
             needed=spec.algorithm.prompts_per_step * spec.algorithm.group_size,
             keep=kept.write,
             timeouts_fail=spec.reward.on_timeout == "drop",
+            most_failed=spec.reward.max_failed,
         )
         self.rewards.restore(kept.read(Totals))
         metrics.watch_rewards(self.rewards.outcomes)
@@ -490,7 +491,7 @@ class Driver:
 
     async def _report(self, report: TrainReport, _frames: Sequence[memoryview]) -> ReportReply:
         self._moved = clock.now()
-        line = line_of(report, at=self._moved)
+        line = line_of(report, at=self._moved, components=self._groups.components.of(report.step))
         again = self.progress.step(line)
         if again and self._evaluation is not None:
             self._evaluation.begin_anew()

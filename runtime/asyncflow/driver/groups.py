@@ -11,8 +11,8 @@ Invariants: every sample that the rollouts finished is either given an advantage
 counted; a driver that claims a group again, because its lease has ended or an answer was lost, does not count it again;
 a driver that takes over in the middle of a group decides as the one before would have, but for one of which that had
 just dropped what the algorithm leaves out, whose others are then compared among themselves; no sample of a step is
-ready to be trained before all of the steps that are to be complete with it are; a job pauses once more than half of the
-samples that one step needs have failed, and more than half of those that were judged for it; a timeout to which the
+ready to be trained before all of the steps that are to be complete with it are; a job pauses once more than a share of
+the samples that one step needs have failed, and more than that of those that were judged for it; a timeout to which the
 manifest gives 0 does not count for that; the totals go on over restarts of the driver, but for the last seconds of one
 that was killed, and what one held when it ended is counted by the next one too.
 """
@@ -36,6 +36,7 @@ from asyncflow.algorithms.base import Algorithm, Group, algorithm_of
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.learning import EvaluationSpec
 from asyncflow.api.status import RewardState
+from asyncflow.driver.components import ComponentMeans
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S
 from asyncflow.driver.tasks import DRIVER_LEASE_S, TRAIN
 from asyncflow.errors import ManifestError, Refused
@@ -72,20 +73,23 @@ class RewardTally:
 
     needed: samples of one optimizer step; keep: writes the totals down for the next driver, which is given them back
     by ``restore``.
-    timeouts_fail: whether a sample whose reward took too long counts for a pause: not where the manifest gives it 0.
-    first_failure: what is known of the first sample without a reward; paused: what a paused job waits for, "" while
-    it runs.
+    timeouts_fail: whether a sample whose reward took too long counts for a pause: not where the manifest gives it 0;
+    most_failed: share of a step's samples that may have no reward; beyond it the job pauses.
+    first_failure: what is known of the first sample without a reward, once the job has paused of the first that failed
+    as most did; paused: what a paused job waits for, "" while it runs.
     """
 
     needed: int
     keep: Callable[[Totals], None]
     timeouts_fail: bool = True
+    most_failed: float = 0.5
     scored: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     first_failure: str = ""
     paused: str = ""
     _judged: Counter[int] = field(default_factory=Counter)
     _failed_of: dict[int, Counter[str]] = field(default_factory=dict)
+    _firsts: dict[str, str] = field(default_factory=dict)
     _kept: Totals | None = None
 
     def restore(self, kept: Totals | None) -> None:
@@ -102,7 +106,8 @@ class RewardTally:
             self.scored += 1
             return
         self.failed[failure] += 1
-        self.first_failure = self.first_failure or f"{failure}: {row.meta.tags.get('detail', '')}"[:_MOST_WORDS]
+        first = self._firsts.setdefault(failure, f"{failure}: {row.meta.tags.get('detail', '')}"[:_MOST_WORDS])
+        self.first_failure = self.first_failure or first
         if step is not None and (failure != "timeout" or self.timeouts_fail):
             self._failed_of.setdefault(step, Counter())[failure] += 1
             self._pause_if_most_failed(step)
@@ -141,8 +146,9 @@ class RewardTally:
     def _pause_if_most_failed(self, step: int) -> None:
         failures, judged = self._failed_of[step], self._judged[step]
         failed = failures.total()
-        if 2 * failed > max(self.needed, judged):
+        if failed > self.most_failed * max(self.needed, judged):
             said = ", ".join(f"{count} {failure}" for failure, count in failures.most_common())
+            self.first_failure = self._firsts[failures.most_common(1)[0][0]]
             last_line = self.first_failure.strip().rpartition("\n")[2][:300]
             self.pause(
                 f"the reward to be mended: {failed} of {judged} samples of step {step} have none ({said}). The first: "
@@ -271,7 +277,8 @@ class AdvantageTask:
     trained; complete: whether a step is. late: returns the step to which a finished group may go, and the group that is
     late there, None where there is none; exchanged: called when the two have changed their steps.
     filtered: groups of each step without variance that were dropped, by an earlier driver too; alike: groups without
-    variance of this driver's life, dropped or not, by whether all of their samples were right or wrong.
+    variance of this driver's life, dropped or not, by whether all of their samples were right or wrong; components:
+    means of the components of the reward.
     """
 
     queue: QueueClient
@@ -285,6 +292,7 @@ class AdvantageTask:
     exchanged: Callable[[int, int], None]
     filtered: Counter[int] = field(default_factory=Counter)
     alike: Counter[str] = field(default_factory=Counter)
+    components: ComponentMeans = field(default_factory=ComponentMeans)
     _held: dict[int, dict[int, DecidedGroup]] = field(default_factory=dict)
     _asked: _Exchange | None = None
 
@@ -353,7 +361,9 @@ class AdvantageTask:
         decided = DecidedGroup(
             [kept[i] for i in chosen], advantages[chosen], [row for row in kept if row.row in others], others
         )
-        self._held.setdefault(await self._step_of(serial, group[0].meta.step), {})[serial] = decided
+        step = await self._step_of(serial, group[0].meta.step)
+        self.components.take(step, serial, kept)
+        self._held.setdefault(step, {})[serial] = decided
 
     async def _step_of(self, serial: int, step: int) -> int:
         """Return the step that has a finished group, once it has taken the place of one that is late."""

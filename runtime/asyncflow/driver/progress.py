@@ -19,7 +19,7 @@ import logging
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -65,6 +65,7 @@ class _Step(Struct, kw_only=True):
     staleness_start_mean: _Versions
     staleness_end_max: _Versions
     staleness_token_mean: _Versions
+    reward_components: Annotated[dict[Annotated[str, Meta(max_length=63)], Finite], Meta(max_length=16)] = {}
     logprob_gap_p99: Finite | None = None
     correction_ess: Finite | None = None
     correction_high: Finite = 0.0
@@ -87,12 +88,16 @@ class _Again(Struct, kw_only=True):
     step: Count
 
 
-def line_of(report: TrainReport, *, at: float) -> dict[str, Any]:
-    """Return the line of ``metrics.jsonl`` that says what ``report`` says; at: when it came, in unix seconds."""
+def line_of(report: TrainReport, *, at: float, components: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """Return the line of ``metrics.jsonl`` that says what ``report`` says.
+
+    at: when it came, in unix seconds; components: means of those of the reward, where it has any.
+    """
     fields: dict[str, Any] = msgspec.to_builtins(report)
     seconds, metrics = fields.pop("seconds"), fields.pop("metrics")
     spent = {f"{cause}_s": value for cause, value in seconds.items()}
-    return {"at": at, **fields, **spent, **metrics}
+    judged = {"reward_components": dict(components)} if components else {}
+    return {"at": at, **fields, **judged, **spent, **metrics}
 
 
 @dataclass

@@ -78,6 +78,7 @@ def build_status(
         steps=progress.steps,
         step_progress=step_progress,
         reward=last.get("reward"),
+        reward_components=last.get("reward_components", {}),
         eval=evaluation.accuracy if evaluation else None,
         eval_greedy=evaluation.greedy if evaluation else None,
         eval_reward=evaluation.reward if evaluation else None,
@@ -186,6 +187,8 @@ def show(metrics: DriverMetrics, status: DriverStatus, *, stats: QueueStats, mem
     metrics.target_step.set(status.steps)
     if status.reward is not None:
         metrics.reward_mean.set(status.reward)
+    for component, value in status.reward_components.items():
+        metrics.reward_component.labels(component).set(value)
     if status.eval is not None:
         metrics.eval_accuracy.set(status.eval)
     if status.eval_reward is not None:

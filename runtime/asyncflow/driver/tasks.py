@@ -3,6 +3,8 @@
     train:  prompt_ids, task ─> rollout ─> responses, reward ─> advantage ─> advantage ─> train (the gang)
     eval:   prompt_ids, task ─> rollout ─> responses, reward ─> score
 
+Rollouts also write ``details``, which no task needs: what reward functions said of a sample beside its reward.
+
 Invariant: a function of the manifest; the process that serves the queue declares them before any client can ask.
 """
 

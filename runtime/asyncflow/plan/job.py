@@ -137,7 +137,7 @@ _SWAPS = {
 def edges(spec: RLJobSpec) -> tuple[Edge, ...]:
     """Return the data flow in the order in which a sample meets it."""
     schedule = spec.schedule
-    judged = f"responses, log-probs, versions, reward ({spec.reward.function})"
+    judged = f"responses, log-probs, versions, reward ({', '.join(part.function for part in spec.reward.parts)})"
     return (
         Edge(source="driver", target="storage", what="prompts", when=f"{spec.algorithm.prompts_per_step} a step"),
         Edge(source="storage", target="rollout", what="prompts, leased", when=generated_by(schedule)),

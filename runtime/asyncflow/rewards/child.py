@@ -1,65 +1,53 @@
 """A reward process: ``python -P -m asyncflow.rewards.child``; its standard input says what to load and to score.
 
 Invariants: it has restricted itself before it loads anybody's code; the function runs in the main thread and nothing
-that it prints reaches the pipe; the process ends when its parent does (PR_SET_PDEATHSIG, also while the function runs)
-or when the pipe ends; it never imports torch itself.
+that it prints reaches the pipe; a function that is ``async`` has as many calls under way as are asked, each with a
+deadline of its own, any other one at a time; the process ends when its parent does (PR_SET_PDEATHSIG, also while the
+function runs) or when the pipe ends; it never imports torch itself.
 """
 
 from __future__ import annotations
 
-import inspect
-import math
-import numbers
+import asyncio
 import os
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, Final, TypeVar
 
 import msgspec
 
 from asyncflow.process import die_with_parent
 from asyncflow.rewards import sandbox
-from asyncflow.rewards.functions import EXTRACTORS, RewardFunction, load
+from asyncflow.rewards.calling import Extractor, RewardFunction, failed, failed_with_traceback, said
+from asyncflow.rewards.functions import EXTRACTORS, load
 from asyncflow.rewards.wire import LENGTH, Load, Question, ScoreAnswer, frame
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_MOST_DETAIL = 4000
+_COMPUTE_FACTOR: Final = 2.0
+"""A call may compute for so many times the seconds that it may take: by several threads, say."""
 
 
-def answer(function: RewardFunction, extractor: Callable[[str], str], question: Question) -> ScoreAnswer:
+def answer(function: RewardFunction, extractor: Extractor, question: Question) -> ScoreAnswer:
     """Call the function; whatever it raises or returns becomes an answer."""
-    example, nonce = question.example, question.nonce
     try:
-        response = extractor(example.response)
-        value: object = function(response=response, prompt=example.prompt, answer=example.answer, meta=example.meta)
-        reward = _as_float(value)
-        if reward is None:
-            if inspect.iscoroutine(value):
-                value.close()
-            detail = _said(f"the reward function returned a {type(value).__name__}; it must return a finite number")
-            return ScoreAnswer(nonce=nonce, failure="invalid", detail=detail)
+        returned = function.call(**function.arguments(question.examples, extractor=extractor))
+        return function.judge(returned, samples=len(question.examples))
     except Exception:  # noqa: BLE001  somebody else's code: what it raises is the outcome
-        return ScoreAnswer(nonce=nonce, failure="raised", detail=_said(traceback.format_exc(limit=-8)))
-    if not math.isfinite(reward):
-        return ScoreAnswer(nonce=nonce, failure="invalid", detail=f"the reward function returned {reward}")
-    return ScoreAnswer(nonce=nonce, value=reward)
+        return failed_with_traceback()
 
 
-def _as_float(value: object) -> float | None:
-    """Return a number as a float, None for what is no number. Raises anything, since a type may say how."""
-    if not isinstance(value, numbers.Real):
-        return None
+async def answer_in_time(function: RewardFunction, extractor: Extractor, question: Question) -> ScoreAnswer:
+    """Await the function for as long as the question says; whatever it raises or returns becomes an answer."""
+    limit = asyncio.timeout(question.seconds)
     try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-def _said(text: str) -> str:
-    """Return the end of what somebody else's code says, as characters that can be sent."""
-    return text[-_MOST_DETAIL:].encode(errors="replace").decode()
+        async with limit:
+            returned = await function.call(**function.arguments(question.examples, extractor=extractor))
+        return function.judge(returned, samples=len(question.examples))
+    except (Exception, asyncio.CancelledError):  # noqa: BLE001  as above
+        if limit.expired():
+            return failed("timeout", f"a reward did not come in {question.seconds:g} s")
+        return failed_with_traceback()
 
 
 def main() -> None:
@@ -75,16 +63,44 @@ def main() -> None:
     die_with_parent(told.parent)
     unrestricted = sandbox.enter(told.sandbox)
     try:
-        function = load(told.function, workdir=Path(told.workdir))
+        function = load(told.function, workdir=Path(told.workdir), config=told.config)
     except Exception as error:  # noqa: BLE001  importing somebody else's code: the pool reports it
         traceback.print_exc()
         (why,) = traceback.format_exception_only(error)[-1:]
-        _write(answers, ScoreAnswer(nonce=told.nonce, failure="raised", detail=_said(why.strip())))
+        _write(answers, ScoreAnswer(nonce=told.nonce, failure="raised", detail=said(why.strip())))
         return
-    _write(answers, ScoreAnswer(nonce=told.nonce, unrestricted=unrestricted))
+    ready = ScoreAnswer(
+        nonce=told.nonce, takes=function.takes, concurrent=function.concurrent, unrestricted=unrestricted
+    )
+    _write(answers, ready)
+    extractor = EXTRACTORS[told.extractor]
+    if function.concurrent:
+        asyncio.run(_serve(function, extractor, questions, answers))
+        return
     while (question := _read(questions, Question)) is not None:
-        sandbox.limit_cpu(question.seconds)
-        _write(answers, answer(function, EXTRACTORS[told.extractor], question))
+        sandbox.limit_cpu(_COMPUTE_FACTOR * question.seconds)
+        _write(answers, answer(function, extractor, question), nonce=question.nonce)
+
+
+async def _serve(function: RewardFunction, extractor: Extractor, questions: BinaryIO, answers: BinaryIO) -> None:
+    """Answer questions side by side until the pipe ends."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), questions)
+    calls: set[asyncio.Task[None]] = set()
+
+    async def serve(question: Question) -> None:
+        _write(answers, await answer_in_time(function, extractor, question), nonce=question.nonce)
+
+    while True:
+        try:
+            (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+            question = msgspec.msgpack.decode(await reader.readexactly(length), type=Question)
+        except asyncio.IncompleteReadError:
+            return
+        sandbox.limit_cpu(_COMPUTE_FACTOR * question.seconds)
+        call = asyncio.create_task(serve(question))
+        calls.add(call)
+        call.add_done_callback(calls.discard)
 
 
 def _read(pipe: BinaryIO, kind: type[T]) -> T | None:
@@ -94,8 +110,8 @@ def _read(pipe: BinaryIO, kind: type[T]) -> T | None:
     return msgspec.msgpack.decode(pipe.read(LENGTH.unpack(head)[0]), type=kind)
 
 
-def _write(pipe: BinaryIO, said: ScoreAnswer) -> None:
-    pipe.write(frame(said))
+def _write(pipe: BinaryIO, answered: ScoreAnswer, *, nonce: bytes | None = None) -> None:
+    pipe.write(frame(answered if nonce is None else msgspec.structs.replace(answered, nonce=nonce)))
     pipe.flush()
 
 

@@ -1,8 +1,7 @@
-"""Reward functions by their name in ``reward.function``: one of the project's, or the user's ``module:function``.
+"""Reward functions by their name in the manifest: one of the project's, or the user's ``module:function``.
 
-A function is called as ``fn(*, response: str, prompt: str, answer, meta) -> float``: the part of the response that the
-extractor of ``reward.extractor`` takes for the answer, the prompt's question, and the answer and meta of the data
-source (JSON values). A finite number is a reward; an evaluation counts a sample as right where it is at least 1.
+How a function is called is said in ``rewards.calling``. An evaluation counts a sample as right where its reward is at
+least 1.
 
 Invariants: nothing is imported before ``load``, which only a reward process calls; an extractor is a pure function of
 the response, the same before and after training, and "" means: no answer.
@@ -11,28 +10,22 @@ the response, the same before and after training, and "" means: no answer.
 from __future__ import annotations
 
 import importlib
-import inspect
 import re
 import sys
-from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from asyncflow.errors import ManifestError
-
-
-class RewardFunction(Protocol):
-    """Function that scores a response."""
-
-    def __call__(self, *, response: str, prompt: str, answer: Any, meta: dict[str, Any]) -> float:
-        """Return the reward, a finite number; may raise anything and take for ever."""
-
+from asyncflow.rewards.calling import Extractor, RewardFunction
 
 BUILT_IN = {
     "task": "asyncflow.rewards.functions:exact",
     "gym": "asyncflow.rewards.gym:score",
     "math_verify": "asyncflow.rewards.math:score",
+    "length": "asyncflow.rewards.shaping:LengthPenalty",
+    "http": "asyncflow.rewards.endpoint:Endpoint",
+    "reward_model": "asyncflow.rewards.classifier:RewardModel",
 }
 """The functions of the project, by name."""
 
@@ -65,8 +58,8 @@ def check(function: str, extractor: str, *, workdir: Path) -> None:
         )
 
 
-def load(function: str, *, workdir: Path) -> RewardFunction:
-    """Import the function.
+def load(function: str, *, workdir: Path, config: dict[str, Any] | None = None) -> RewardFunction:
+    """Import the function; config: its settings.
 
     Raises ManifestError where there is no such function, or it cannot be called as it will be; an import may raise
     anything.
@@ -77,25 +70,10 @@ def load(function: str, *, workdir: Path) -> RewardFunction:
     found = getattr(importlib.import_module(module), attribute, None)
     if not callable(found):
         raise ManifestError(f"module {module!r} has no function {attribute!r}", where="reward.function")
-    if inspect.iscoroutinefunction(found):
-        raise ManifestError(
-            f"{function!r} is an async function, and a reward is computed by calling a plain one",
-            where="reward.function",
-            hint="define it with `def`",
-        )
-    try:
-        inspect.signature(found).bind(response="", prompt="", answer=None, meta={})
-    except TypeError as error:
-        raise ManifestError(
-            f"{function!r} cannot be called with response, prompt, answer and meta by name: {error}",
-            where="reward.function",
-            hint="define it as `def score(*, response, prompt, answer, meta)`",
-        ) from error
-    scorer: RewardFunction = found
-    return scorer
+    return RewardFunction.of(found, name=function, config=config)
 
 
-def exact(*, response: str, prompt: str, answer: Any, meta: dict[str, Any]) -> float:  # noqa: ARG001
+def exact(*, response: str, answer: Any) -> float:
     """Return 1 where the response is exactly the source's answer, as text, else 0."""
     return float(response == str(answer).strip())
 
@@ -129,4 +107,4 @@ def boxed(response: str) -> str:
     return ""
 
 
-EXTRACTORS: dict[str, Callable[[str], str]] = {"text": text, "last_number": last_number, "boxed": boxed}
+EXTRACTORS: dict[str, Extractor] = {"text": text, "last_number": last_number, "boxed": boxed}

@@ -15,7 +15,7 @@ from sympy.parsing import parse_expr
 from asyncflow.rewards.expressions import algebra
 
 
-def score(*, response: str, prompt: str, answer: Any, meta: dict[str, Any]) -> float:  # noqa: ARG001
+def score(*, response: str, answer: Any) -> float:
     """Compare two expressions, LaTeX or plain; an answer without dollar signs is taken as LaTeX where it parses so."""
     gold = parse(f"${answer}$") or parse(str(answer))
     return float(verify(gold, parse(response)))

@@ -1,75 +1,85 @@
-"""A pool of reward processes: every sample gets its reward or a flag within its deadline.
+"""A pool of reward processes for one function: every sample gets its score or a flag within its deadline.
 
-Invariant: a sample that is stuck delays only itself: its process is killed at the deadline, and meanwhile the pool
-grows, up to ``max_workers``, whenever somebody has waited for a free process longer than PATIENCE_S.
+A call has one sample, a batch of those that wait, or a group, as the function takes them (``rewards.calling``). Of a
+concurrent function a process has several calls under way.
+
+Invariants: a sample that is stuck delays only itself: its process is killed at the deadline, and meanwhile the pool
+grows, up to ``max_workers``, whenever somebody has waited for a free process longer than PATIENCE_S; a sample whose
+failure may be that of another in its call or in its process is scored again without that one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from pathlib import Path
-from typing import Final
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
-from asyncflow.api.learning import RewardSpec
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost
 from asyncflow.rewards.process import RewardProcess, Scorer
-from asyncflow.rewards.wire import FAILURES, Example, Failure, RewardResult, ScoreAnswer
+from asyncflow.rewards.wire import FAILURES, Example, Failure, Score, Takes
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 0.5
+_GATHER_S: Final = 0.01
+"""Seconds for which the first sample of a batch waits for others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolLimits:
+    """Sizes and deadlines.
+
+    min_workers, max_workers: processes; timeout_s: how long one call may run; start_timeout_s: how long loading may
+    take; batch: most samples of one call of a function that takes batches; calls: most calls at once in a process whose
+    function is concurrent.
+    """
+
+    min_workers: int = 1
+    max_workers: int = 8
+    timeout_s: float = 10.0
+    start_timeout_s: float = 60.0
+    batch: int = 16
+    calls: int = 64
+
+
+class _Called(NamedTuple):
+    """Outcome of one call. crowded: it failed with its process, in which other calls were under way."""
+
+    scores: list[Score]
+    failed: bool = False
+    crowded: bool = False
 
 
 class RewardPool:
     """Reward processes for one function.
 
-    low, high: rewards outside of them are failures; timeout_s: how long one score may run; start_timeout_s: how long
-    loading may take; scored: samples that have their reward; failed: those that have none, by why.
+    scored: samples that have their score; failed: those that have none, by why; takes: what the function is called
+    with, known once the pool has started.
 
     Use from one event loop, in a thread that outlives the pool: the kernel kills the processes when the thread that
     started them ends.
     """
 
-    def __init__(
-        self,
-        scorer: Scorer,
-        *,
-        low: float = -math.inf,
-        high: float = math.inf,
-        min_workers: int = 1,
-        max_workers: int = 8,
-        timeout_s: float = 10.0,
-        start_timeout_s: float = 60.0,
-    ) -> None:
+    def __init__(self, scorer: Scorer, limits: PoolLimits | None = None) -> None:
         self._scorer = scorer
-        self._low = low
-        self._high = high
-        self._min = min_workers
-        self._max = max(min_workers, max_workers)
-        self._timeout_s = timeout_s
-        self._start_timeout_s = start_timeout_s
+        self._limits = limits or PoolLimits()
+        self._most = max(self._limits.min_workers, self._limits.max_workers)
         self._alive: set[RewardProcess] = set()
         self._free: asyncio.LifoQueue[RewardProcess] = asyncio.LifoQueue()
+        self._waiting: deque[tuple[Example, asyncio.Future[Score]]] = deque()
+        self._batching: asyncio.Task[None] | None = None
+        self._calls: set[asyncio.Task[None]] = set()
+        self._alone = asyncio.Lock()
         self._growth: asyncio.Task[None] | None = None
         self._failure: AsyncFlowError | None = None
         self._closed = False
         self._told: set[str] = set()
+        self.takes: Takes = "sample"
         self.scored = 0
         self.failed: dict[Failure, int] = dict.fromkeys(FAILURES, 0)
-
-    @classmethod
-    def of(cls, spec: RewardSpec, *, workdir: Path, run: Path | None = None) -> RewardPool:
-        """Return the pool that a manifest asks for. workdir, run: as for ``Scorer.of``."""
-        return cls(
-            Scorer.of(spec, workdir=workdir, run=run),
-            low=spec.min,
-            high=spec.max,
-            min_workers=spec.workers.min,
-            max_workers=spec.workers.max,
-            timeout_s=spec.timeout_seconds,
-        )
 
     @property
     def workers(self) -> int:
@@ -78,74 +88,162 @@ class RewardPool:
 
     async def start(self) -> None:
         """Start ``min_workers`` processes. Raises ManifestError where the function cannot be loaded."""
-        while len(self._alive) < self._min:
+        while len(self._alive) < self._limits.min_workers:
             await self._add()
 
-    async def score(self, example: Example) -> RewardResult:
-        """Score one sample; never raises for what the function does.
+    async def score(self, examples: Sequence[Example]) -> list[Score]:
+        """Score samples, which are all of one prompt where the function takes groups.
 
-        A sample whose process died is tried once more: the process may have died of something else.
+        Never raises for what the function does.
         """
-        result = await self._score(example)
-        if result.failure == "died" and not self._closed:
-            result = await self._score(example)
-        if not result.failure:
-            self.scored += 1
-            return result
-        self.failed[result.failure] += 1
-        level = logging.DEBUG if result.failure in self._told else logging.WARNING
-        logger.log(level, "a sample has no reward (%s): %s", result.failure, result.detail)
-        self._told.add(result.failure)
-        return result
+        if self.takes == "group":
+            scores = await self._score(examples)
+        elif self.takes == "batch":
+            scores = await asyncio.gather(*map(self._in_batch, examples))
+        else:
+            alone = await asyncio.gather(*(self._score([example]) for example in examples))
+            scores = [score for (score,) in alone]
+        for score in scores:
+            self._count(score)
+        return scores
 
     async def close(self) -> None:
         """Kill all processes; samples that are being scored fail as ``died``."""
         self._closed = True
-        if self._growth is not None:
-            self._growth.cancel()
-            await asyncio.gather(self._growth, return_exceptions=True)
+        tasks = [task for task in (self._growth, self._batching) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._end_waiting("the reward pool is closed")
         await asyncio.gather(*(worker.kill() for worker in self._alive))
         self._alive.clear()
+        await asyncio.gather(*self._calls, return_exceptions=True)
 
-    async def _score(self, example: Example) -> RewardResult:
+    def _count(self, score: Score) -> None:
+        if not score.failure:
+            self.scored += 1
+            return
+        self.failed[score.failure] += 1
+        level = logging.DEBUG if score.failure in self._told else logging.WARNING
+        name = self._scorer.function
+        logger.log(level, "%s: a sample has no reward (%s): %s", name, score.failure, score.detail)
+        self._told.add(score.failure)
+
+    async def _score(self, examples: Sequence[Example], *, worker: RewardProcess | None = None) -> list[Score]:
+        """Score the samples of one call, and again what may have failed because of others.
+
+        worker: the process that is taken for it. A call whose process died is tried once more in any case: it may have
+        died of something else.
+        """
+        called = await self._call(examples, worker)
+        if called.failed and not self._closed:
+            if len(examples) > 1 and self.takes == "batch":
+                alone = await asyncio.gather(*(self._score([example]) for example in examples))
+                return [score for (score,) in alone]
+            if called.crowded:
+                return await self._score_alone(examples)
+            if called.scores[0].failure == "died":
+                called = await self._call(examples, None)
+        return called.scores
+
+    async def _score_alone(self, examples: Sequence[Example]) -> list[Score]:
+        """Score in a process that has no other calls; one of them at a time."""
+        async with self._alone:
+            if self._closed:
+                return _failed("died", "the reward pool is closed", examples)
+            try:
+                worker = await RewardProcess.start(self._scorer, timeout=self._limits.start_timeout_s)
+            except AsyncFlowError as error:
+                return _failed("died", str(error), examples)
+            self._alive.add(worker)
+            try:
+                return (await self._ask(worker, examples)).scores
+            finally:
+                await self._bury(worker)
+
+    async def _in_batch(self, example: Example) -> Score:
+        """Score a sample together with others that wait for a process at the same time."""
+        answered: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
+        self._waiting.append((example, answered))
+        if self._batching is None or self._batching.done():
+            self._batching = asyncio.create_task(self._batch())
+        return await answered
+
+    async def _batch(self) -> None:
+        """Hand what waits to processes as they become free, as much as a call may have."""
+        await asyncio.sleep(_GATHER_S)
+        while self._waiting:
+            try:
+                worker = await self._take()
+            except AsyncFlowError as error:
+                self._end_waiting(str(error))
+                return
+            wanted: list[tuple[Example, asyncio.Future[Score]]] = []
+            while self._waiting and len(wanted) < self._limits.batch:
+                example, answered = self._waiting.popleft()
+                if not answered.done():
+                    wanted.append((example, answered))
+            if not wanted:
+                self._free.put_nowait(worker)
+                return
+            call = asyncio.create_task(self._answer(wanted, worker))
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
+
+    async def _answer(self, wanted: Sequence[tuple[Example, asyncio.Future[Score]]], worker: RewardProcess) -> None:
+        scores = await self._score([example for example, _ in wanted], worker=worker)
+        for (_, answered), score in zip(wanted, scores, strict=True):
+            if not answered.done():
+                answered.set_result(score)
+
+    def _end_waiting(self, why: str) -> None:
+        while self._waiting:
+            example, answered = self._waiting.popleft()
+            if not answered.done():
+                answered.set_result(*_failed("died", why, [example]))
+
+    async def _call(self, examples: Sequence[Example], worker: RewardProcess | None) -> _Called:
         try:
-            worker = await self._take()
+            worker = worker or await self._take()
         except AsyncFlowError as error:
-            return RewardResult(value=0.0, failure="died", detail=str(error))
+            return _Called(_failed("died", str(error), examples), failed=True)
         try:
-            answer = await worker.score(example, timeout=self._timeout_s)
-        except DeadlineExceeded as error:
-            await self._bury(worker)
-            return RewardResult(value=0.0, failure="timeout", detail=str(error))
-        except PeerLost as error:
-            await self._bury(worker)
-            return RewardResult(value=0.0, failure="died", detail=str(error))
-        except ValueError as error:
-            self._free.put_nowait(worker)
-            return RewardResult(value=0.0, failure="raised", detail=str(error))
+            called = await self._ask(worker, examples)
         except BaseException:
-            await self._bury(worker)
+            if worker.concurrent:
+                self._free.put_nowait(worker)
+            else:
+                await self._bury(worker)
             raise
-        self._free.put_nowait(worker)
-        return self._judge(answer)
+        if worker.broken is None:
+            self._free.put_nowait(worker)
+        else:
+            await self._bury(worker)
+        return called
 
-    def _judge(self, answer: ScoreAnswer) -> RewardResult:
+    async def _ask(self, worker: RewardProcess, examples: Sequence[Example]) -> _Called:
+        """Have a process score; it is broken afterwards where it can be asked no more."""
+        try:
+            answer = await worker.score(examples, timeout=self._limits.timeout_s)
+        except (DeadlineExceeded, PeerLost) as error:
+            crowded = worker.open > 1
+            worker.end("was ended, because a call in it took too long")
+            failure: Failure = "timeout" if isinstance(error, DeadlineExceeded) else "died"
+            return _Called(_failed(failure, str(error), examples), failed=True, crowded=crowded)
+        except ValueError as error:
+            return _Called(_failed("raised", str(error), examples), failed=True)
         if answer.failure:
-            return RewardResult(value=0.0, failure=answer.failure, detail=answer.detail)
-        if not math.isfinite(answer.value):
-            return RewardResult(value=0.0, failure="invalid", detail=f"the reward function returned {answer.value}")
-        if not self._low <= answer.value <= self._high:
-            detail = f"{answer.value:g} is outside of reward.min {self._low:g} and reward.max {self._high:g}"
-            return RewardResult(value=0.0, failure="out_of_range", detail=detail)
-        return RewardResult(value=answer.value)
+            return _Called(_failed(answer.failure, answer.detail, examples), failed=True)
+        return _Called(answer.scores)
 
     async def _take(self) -> RewardProcess:
         while True:
             worker = await self._turn()
             if worker.broken is None:
                 return worker
-            logger.warning("%s; another takes its place", worker.broken)
-            await self._bury(worker)
+            if worker in self._alive:
+                logger.warning("%s; another takes its place", worker.broken)
+                await self._bury(worker)
 
     async def _turn(self) -> RewardProcess:
         """Wait for a free process, first come first served: growing the pool costs nobody its place."""
@@ -156,7 +254,7 @@ class RewardPool:
                     raise PeerLost("the reward pool is closed")
                 if not self._alive and self._failure is not None:
                     raise self._failure
-                self._grow(self._max)
+                self._grow(self._most)
         except BaseException:
             if not turn.cancel():
                 self._free.put_nowait(turn.result())
@@ -164,9 +262,11 @@ class RewardPool:
         return turn.result()
 
     async def _bury(self, worker: RewardProcess) -> None:
+        if worker not in self._alive:
+            return
         await worker.kill()
         self._alive.discard(worker)
-        self._grow(self._min)
+        self._grow(self._limits.min_workers)
 
     def _grow(self, limit: int) -> None:
         growing = self._growth is not None and not self._growth.done()
@@ -181,10 +281,16 @@ class RewardPool:
             logger.warning("no further reward process: %s", error)
 
     async def _add(self) -> None:
-        worker = await RewardProcess.start(self._scorer, timeout=self._start_timeout_s)
+        worker = await RewardProcess.start(self._scorer, timeout=self._limits.start_timeout_s)
         for lacking in set(worker.unrestricted) - self._told:
             logger.warning("the sandbox of rewards is incomplete: %s", lacking)
         self._told.update(worker.unrestricted)
         self._failure = None
+        self.takes = worker.takes
         self._alive.add(worker)
-        self._free.put_nowait(worker)
+        for _ in range(self._limits.calls if worker.concurrent else 1):
+            self._free.put_nowait(worker)
+
+
+def _failed(failure: Failure, detail: str, examples: Sequence[Example]) -> list[Score]:
+    return [Score(failure=failure, detail=detail)] * len(examples)

@@ -1,7 +1,7 @@
 """The parent's end of one reward process: start it, ask it, kill it.
 
-Invariants: an answer counts only with the nonce of the question that is open, and anything else that comes through the
-pipe ends the process, so that nothing is answered ahead, and no answer is taken for another sample's. A function that
+Invariants: an answer counts only with the nonce of a question that is open, and anything else that comes through the
+pipe ends the process, so that nothing is answered ahead, and no answer is taken for another question's. A function that
 runs a response in its own process lets it change that process, and so what is answered for its later samples; the
 functions of the project run none. A process has the pipes to its parent, a folder of its own to write to, and no
 variable, descriptor or argument that says anything of the job.
@@ -20,9 +20,10 @@ import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -31,7 +32,7 @@ from asyncflow.api.learning import RewardSpec
 from asyncflow.api.names import REWARD_VARIABLES
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, PeerLost
 from asyncflow.rewards.sandbox import MOST_THREADS, Sandbox
-from asyncflow.rewards.wire import LENGTH, MAX_ANSWER, Example, Load, Question, ScoreAnswer, frame
+from asyncflow.rewards.wire import LENGTH, MAX_ANSWER, Example, Load, Question, ScoreAnswer, Takes, frame
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +56,8 @@ _ROUNDS = 10
 """Number of looks for processes that started meanwhile, when a process is ended with what it started."""
 _END_S = 10.0
 """Seconds that the kernel may take to end what was killed."""
-_COMPUTE_FACTOR = 2.0
-"""A sample may compute for so many times the seconds that it may take: by several threads, say."""
+_LATE_S = 1.0
+"""Seconds that a process which keeps the deadlines of its calls itself may be late to say that one is over."""
 _MOST_LINES = 1000
 _MOST_LINE_BYTES = 2000
 
@@ -65,13 +66,14 @@ _MOST_LINE_BYTES = 2000
 class Scorer:
     """Definition of a reward process: the function that it loads and how it is confined.
 
-    function, extractor: see ``rewards.functions``; workdir: the job's folder, from where a
-    user's module is imported; readable: what it may read beside that folder and Python; hidden: folders that it may not
-    see, wherever they are; memory: bytes of address space, for each process; processes: how many it may start.
+    function, extractor: see ``rewards.functions``; config: settings of the function; workdir: the job's folder, from
+    where a user's module is imported; readable: what it may read beside that folder and Python; hidden: folders that it
+    may not see, wherever they are; memory: bytes of address space, for each process; processes: how many it may start.
     """
 
     function: str
     extractor: str = "text"
+    config: Mapping[str, Any] | None = None
     workdir: Path
     readable: tuple[Path, ...] = ()
     hidden: tuple[Path, ...] = ()
@@ -80,40 +82,48 @@ class Scorer:
     processes: int = 0
 
     @classmethod
-    def of(cls, spec: RewardSpec, *, workdir: Path, run: Path | None = None) -> Scorer:
-        """Return what a manifest asks for. workdir: the job's folder, where relative paths start; run: the run's own.
+    def of(cls, spec: RewardSpec, *, workdir: Path, run: Path | None = None) -> list[Scorer]:
+        """Return what a manifest asks for, by component. workdir: the job's folder, where relative paths start; run:
+        the run's own.
 
         The folder of the run, and those of other runs in what it may read, are hidden from it.
         """
         folder = workdir.resolve()
         readable = tuple((folder / path).resolve() for path in spec.files)
-        return cls(
-            function=spec.function,
-            extractor=spec.extractor,
-            workdir=folder,
-            readable=readable,
-            hidden=tuple(_hidden((folder, *readable), run=run)),
-            memory=spec.memory.bytes,
-            network=spec.network,
-            processes=spec.processes,
-        )
+        hidden = tuple(_hidden((folder, *readable), run=run))
+        return [
+            cls(
+                function=part.function,
+                extractor=part.extractor,
+                config=part.config,
+                workdir=folder,
+                readable=readable,
+                hidden=hidden,
+                memory=spec.memory.bytes,
+                network=spec.network,
+                processes=spec.processes,
+            )
+            for part in spec.parts
+        ]
 
 
 class RewardProcess:
-    """One child, with its function loaded. unrestricted: what this kernel could not take from it.
+    """One child, with its function loaded.
 
-    broken: why it can be asked no more, None while it can.
+    unrestricted: what this kernel could not take from it; takes, concurrent: how its function is called, as ``wire``
+    says it; broken: why it can be asked no more, None while it can.
     """
 
     def __init__(self, process: Process, *, scratch: Path, processes: int) -> None:
         self.pid = process.pid
         self.unrestricted: list[str] = []
+        self.takes: Takes = "sample"
+        self.concurrent = False
         self.broken: PeerLost | None = None
         self._process = process
         self._scratch = scratch
         self._processes = processes
-        self._nonce = b""
-        self._answered: asyncio.Future[ScoreAnswer] | None = None
+        self._open: dict[bytes, asyncio.Future[ScoreAnswer]] = {}
         self._tasks = [asyncio.create_task(each()) for each in (self._listen, self._show_output, self._watch)]
 
     @classmethod
@@ -140,9 +150,10 @@ class RewardProcess:
         try:
             ready = await child._ask(
                 Load(
-                    nonce=child._next(),
+                    nonce=_nonce(),
                     function=scorer.function,
                     extractor=scorer.extractor,
+                    config=dict(scorer.config) if scorer.config is not None else None,
                     workdir=str(scorer.workdir),
                     parent=os.getpid(),
                     sandbox=_sandbox(scorer, scratch=scratch),
@@ -150,7 +161,7 @@ class RewardProcess:
                 timeout=timeout,
                 what=f"the reward {scorer.function!r} to load",
             )
-            child.unrestricted = ready.unrestricted
+            child.unrestricted, child.takes, child.concurrent = ready.unrestricted, ready.takes, ready.concurrent
             if ready.failure:
                 raise ManifestError(
                     f"{scorer.function!r} cannot be loaded: {ready.detail}",
@@ -162,14 +173,29 @@ class RewardProcess:
             raise
         return child
 
-    async def score(self, example: Example, *, timeout: float) -> ScoreAnswer:
-        """Score one example. After any exception but ValueError the child must be killed.
+    @property
+    def open(self) -> int:
+        """Calls without an answer; those that had none when it ended are among them."""
+        return len(self._open)
 
-        Raises ValueError where the example is too large or is no JSON (nothing was sent), DeadlineExceeded after
-        ``timeout`` seconds, PeerLost where the process died or broke the protocol.
+    async def score(self, examples: Sequence[Example], *, timeout: float) -> ScoreAnswer:
+        """Score examples in one call; of a concurrent function there may be several calls at once.
+
+        Raises ValueError where the examples are too large or no JSON (nothing was sent), DeadlineExceeded after
+        ``timeout`` seconds, PeerLost where the process died or broke the protocol: then it must be killed.
         """
-        question = Question(nonce=self._next(), example=example, seconds=_COMPUTE_FACTOR * timeout)
-        return await self._ask(question, timeout=timeout, what="a reward")
+        question = Question(nonce=_nonce(), examples=list(examples), seconds=timeout)
+        waits = timeout + _LATE_S if self.concurrent else timeout
+        answer = await self._ask(question, timeout=waits, what="a reward")
+        if not answer.failure and len(answer.scores) != len(examples):
+            self._break(f"answered {len(answer.scores)} scores for {len(examples)} samples")
+            assert self.broken is not None
+            raise self.broken
+        return answer
+
+    def end(self, why: str) -> None:
+        """End the process and what it started, at once; it still has to be killed."""
+        self._break(why)
 
     async def kill(self) -> None:
         """End the process and what it started, at once, and remove what it wrote.
@@ -192,25 +218,21 @@ class RewardProcess:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _next(self) -> bytes:
-        self._nonce = secrets.token_bytes(16)
-        return self._nonce
-
     async def _ask(self, message: Load | Question, *, timeout: float, what: str) -> ScoreAnswer:
+        """Ask, and wait; what is given up stays open, so that its answer is known for one that nobody wants."""
         writer = self._process.stdin
         assert writer is not None
         asked = frame(message)
         if self.broken is not None:
             raise self.broken
-        self._answered = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[ScoreAnswer] = asyncio.get_running_loop().create_future()
+        self._open[message.nonce] = answered
         try:
             writer.write(asked)
             async with asyncio.timeout(timeout):
-                return await self._answered
+                return await answered
         except TimeoutError as error:
             raise DeadlineExceeded(f"{what} did not come in {timeout:g} s", where=f"pid {self.pid}") from error
-        finally:
-            self._answered = None
 
     async def _listen(self) -> None:
         """Hand on answers until the pipe ends or something else comes through it."""
@@ -228,9 +250,11 @@ class RewardProcess:
             self._break(f"wrote something that is no answer: {error}")
 
     def _take(self, answer: ScoreAnswer) -> None:
-        if self._answered is None or self._answered.done() or not secrets.compare_digest(answer.nonce, self._nonce):
-            raise PeerLost("it has another nonce than the open question")
-        self._answered.set_result(answer)
+        answered = self._open.pop(answer.nonce, None)
+        if answered is None:
+            raise PeerLost("it has the nonce of no open question")
+        if not answered.done():
+            answered.set_result(answer)
 
     def _break(self, why: str) -> None:
         """Stop using the process, and end it with all that it started."""
@@ -239,8 +263,9 @@ class RewardProcess:
             self._end_started()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        if self._answered is not None and not self._answered.done():
-            self._answered.set_exception(self.broken)
+        for answered in self._open.values():
+            if not answered.done():
+                answered.set_exception(self.broken)
 
     def _end_started(self) -> None:
         """End what it started, in whatever group: it adopts those of them whose parents have ended."""
@@ -285,6 +310,10 @@ class RewardProcess:
                 if shown == _MOST_LINES:
                     log.warning("reward process %d: what it prints from here on is not shown", self.pid)
                     break
+
+
+def _nonce() -> bytes:
+    return secrets.token_bytes(16)
 
 
 def _threads(*processes: psutil.Process) -> int:

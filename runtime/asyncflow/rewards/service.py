@@ -1,10 +1,11 @@
 """Rewards from a process beside this one, over a Unix socket: on Kubernetes, from a container without any Secret.
 
-The server runs a pool; a client is used as a pool is. A connection begins with the server's word whether its function
-is loaded; then each example comes with a number, and each result goes back with the number of its example.
+A client is used as the pools of a job are. A connection begins with the server's word whether its functions are
+loaded; then samples come, those of one prompt together where they are scored so, with a number, and their results go
+back with it.
 
-Invariants: a sample is sent again once where its connection breaks, and has failed where that one breaks too; a server
-that says nothing while samples are open is given up after a bounded time.
+Invariants: samples are sent again once where their connection breaks, and have failed where that one breaks too; a
+server that says nothing while samples are open is given up after a bounded time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
@@ -24,7 +26,7 @@ from asyncflow.api.learning import RewardSpec
 from asyncflow.api.load import load_reward
 from asyncflow.api.names import REWARD_SOCKET_ENV
 from asyncflow.errors import DeadlineExceeded, ManifestError, PeerLost
-from asyncflow.rewards.pool import RewardPool
+from asyncflow.rewards.components import WeightedRewards
 from asyncflow.rewards.wire import LENGTH, MAX_FRAME, Example, RewardResult, frame
 from asyncflow.telemetry.logs import setup_logging
 
@@ -35,19 +37,23 @@ T = TypeVar("T", bound=msgspec.Struct)
 _RETRY_S: Final = 0.2
 _OWNER_ONLY: Final = 0o600
 _TRIES: Final = 2
-_SILENT_TURNS: Final = 2
-"""A pool answers at least one sample in the time that a sample may take, unless all its processes are new."""
-_START_S: Final = 60.0
+_SILENT_TURNS: Final = 4
+"""At least one call is over in the time that it may take, unless all processes are new; one may be made again."""
 
 
 class Rewards(Protocol):
-    """Scorer of samples: a pool here, or a client of one beside this process."""
+    """Scorer of samples: pools here, or a client of those beside this process."""
+
+    @property
+    def by_group(self) -> bool:
+        """True where all samples of a prompt have to be scored together; known once started."""
+        ...
 
     async def start(self) -> None:
-        """Get ready. Raises ManifestError where the function cannot be loaded, DeadlineExceeded, PeerLost."""
+        """Get ready. Raises ManifestError where a function cannot be loaded, DeadlineExceeded, PeerLost."""
 
-    async def score(self, example: Example) -> RewardResult:
-        """Score one sample; never raises for what the function does."""
+    async def score(self, examples: Sequence[Example]) -> list[RewardResult]:
+        """Score samples, all those of a prompt where ``by_group``; never raises for what the functions do."""
         ...
 
     async def close(self) -> None:
@@ -62,45 +68,50 @@ def open_rewards(spec: RewardSpec, *, workdir: Path, run: Path | None = None, wi
     """
     path = os.environ.get(REWARD_SOCKET_ENV)
     if path is None:
-        return RewardPool.of(spec, workdir=workdir, run=run)
-    silence_s = _SILENT_TURNS * spec.timeout_seconds + _START_S
+        return WeightedRewards.of(spec, workdir=workdir, run=run)
+    silence_s = _SILENT_TURNS * spec.timeout_seconds + spec.start_seconds
     return RewardClient(Path(path), start_timeout_s=within_s, silence_s=silence_s)
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True):
-    """The first frame of a connection. failure: why there is no function to score with, "" where there is."""
+    """The first frame of a connection.
+
+    failure: why there is no function to score with, "" where there is; by_group: as ``Rewards`` says it.
+    """
 
     failure: str = ""
+    by_group: bool = False
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """An example to score."""
+    """Samples to score."""
 
     number: int
-    example: Example
+    examples: list[Example]
 
 
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Its result."""
+    """Their results, in order."""
 
     number: int
-    result: RewardResult
+    results: list[RewardResult]
 
 
 class RewardServer:
-    """Serves ``pool`` at ``path``, to processes of this user."""
+    """Serves ``rewards`` at ``path``, to processes of this user."""
 
-    def __init__(self, pool: RewardPool, *, path: Path) -> None:
-        self._pool = pool
+    def __init__(self, rewards: Rewards, *, path: Path) -> None:
+        self._rewards = rewards
         self._path = path
         self._greeting = Greeting()
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Load the function, then listen. A function that cannot be loaded is reported to every client."""
+        """Load the functions, then listen. One that cannot be loaded is reported to every client."""
         try:
-            await self._pool.start()
+            await self._rewards.start()
+            self._greeting = Greeting(by_group=self._rewards.by_group)
         except ManifestError as error:
             log.error("%s", error)
             self._greeting = Greeting(failure=str(error))
@@ -112,14 +123,14 @@ class RewardServer:
             os.umask(before)
 
     async def close(self) -> None:
-        """Hang up, and end the pool."""
+        """Hang up, and end what scores."""
         if self._server is not None:
             self._server.close()
         for connection in self._connections:
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
         self._path.unlink(missing_ok=True)
-        await self._pool.close()
+        await self._rewards.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         me = asyncio.current_task()
@@ -140,12 +151,12 @@ class RewardServer:
             writer.close()
 
     async def _score(self, asked: ScoreRequest, writer: asyncio.StreamWriter) -> None:
-        result = await self._pool.score(asked.example)
-        writer.write(frame(ScoreReply(number=asked.number, result=result)))
+        results = await self._rewards.score(asked.examples)
+        writer.write(frame(ScoreReply(number=asked.number, results=results)))
 
 
 class RewardClient:
-    """Scores at a server, as ``RewardPool`` does here.
+    """Scores at a server, as ``WeightedRewards`` does here.
 
     path: the server's socket; start_timeout_s: how long the server may take until it listens; silence_s: how long it
     may say nothing while samples are open.
@@ -155,24 +166,30 @@ class RewardClient:
         self._path = path
         self._start_timeout_s = start_timeout_s
         self._silence_s = silence_s
+        self._by_group = False
         self._connection: _Connection | None = None
         self._connecting = asyncio.Lock()
 
+    @property
+    def by_group(self) -> bool:
+        """True where the server says so; known once started."""
+        return self._by_group
+
     async def start(self) -> None:
-        """Connect. Raises ManifestError where the server cannot load its function, DeadlineExceeded, PeerLost."""
+        """Connect. Raises ManifestError where the server cannot load its functions, DeadlineExceeded, PeerLost."""
         await self._connected()
 
-    async def score(self, example: Example) -> RewardResult:
-        """Score one sample; never raises for what the function or the server does."""
+    async def score(self, examples: Sequence[Example]) -> list[RewardResult]:
+        """Score samples; never raises for what the functions or the server do."""
         why = ""
         for _ in range(_TRIES):
             try:
-                return await (await self._connected()).ask(example)
+                return await (await self._connected()).ask(examples)
             except ValueError as error:
-                return RewardResult(value=0.0, failure="raised", detail=str(error))
+                return [RewardResult(value=0.0, failure="raised", detail=str(error))] * len(examples)
             except (PeerLost, DeadlineExceeded, ManifestError) as error:
                 why = str(error)
-        return RewardResult(value=0.0, failure="died", detail=why)
+        return [RewardResult(value=0.0, failure="died", detail=why)] * len(examples)
 
     async def close(self) -> None:
         """Hang up."""
@@ -198,6 +215,7 @@ class RewardClient:
             if greeting.failure:
                 writer.close()
                 raise ManifestError(greeting.failure)
+            self._by_group = greeting.by_group
             self._connection = _Connection(reader, writer, silence_s=self._silence_s, where=str(self._path))
             return self._connection
 
@@ -221,17 +239,17 @@ class _Connection:
         self._silence_s = silence_s
         self._where = where
         self._numbers = itertools.count()
-        self._open: dict[int, asyncio.Future[RewardResult]] = {}
+        self._open: dict[int, asyncio.Future[list[RewardResult]]] = {}
         self._heard = 0.0
         self._listening = asyncio.create_task(self._listen())
 
-    async def ask(self, example: Example) -> RewardResult:
-        """Score an example. Raises PeerLost, ValueError where it cannot be sent."""
+    async def ask(self, examples: Sequence[Example]) -> list[RewardResult]:
+        """Score examples. Raises PeerLost, ValueError where they cannot be sent."""
         number = next(self._numbers)
-        message = frame(ScoreRequest(number=number, example=example))
+        message = frame(ScoreRequest(number=number, examples=list(examples)))
         if not self._open:
             self._heard = time.monotonic()
-        answer: asyncio.Future[RewardResult] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[list[RewardResult]] = asyncio.get_running_loop().create_future()
         self._open[number] = answer
         try:
             self._writer.write(message)
@@ -255,7 +273,7 @@ class _Connection:
                 told = await _read(self._reader, ScoreReply)
                 self._heard = time.monotonic()
                 if (answer := self._open.get(told.number)) is not None and not answer.done():
-                    answer.set_result(told.result)
+                    answer.set_result(told.results)
         except (asyncio.IncompleteReadError, ConnectionError):
             self._end("the process that scores has hung up")
         except (msgspec.DecodeError, PeerLost) as error:
@@ -286,7 +304,7 @@ def serve(reward: Path, *, path: Path) -> None:
 
 
 async def _serve(reward: Path, path: Path) -> None:
-    server = RewardServer(RewardPool.of(load_reward(reward), workdir=reward.parent), path=path)
+    server = RewardServer(WeightedRewards.of(load_reward(reward), workdir=reward.parent), path=path)
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)

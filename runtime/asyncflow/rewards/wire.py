@@ -7,33 +7,47 @@ each thing that it is told, with the nonce of that.
 from __future__ import annotations
 
 import struct
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
 from asyncflow.rewards.sandbox import Sandbox
 
 MAX_FRAME = 64 << 20
-MAX_ANSWER = 1 << 20
+MAX_ANSWER = 8 << 20
+MOST_DETAILS = 2048
+"""``api.learning.MOST_DETAILS``, which a reward process does not import."""
+COMPONENT = "reward/"
+"""Tags that begin so hold the value of the component of the reward that is named behind."""
 LENGTH = struct.Struct(">I")
 
-Failure = Literal["timeout", "raised", "invalid", "out_of_range", "died"]
+Failure = Literal["timeout", "raised", "invalid", "out_of_range", "died", "incomplete"]
 """Why a sample has no reward: no answer in time, an exception, no finite number, a number that the manifest does not
-allow, or a process that ended or broke the protocol."""
+allow, a process that ended or broke the protocol, or a function over whole groups and a group that is not whole."""
 FAILURES: tuple[Failure, ...] = get_args(Failure)
+
+Takes = Literal["sample", "batch", "group"]
+"""What a function is called with: one sample, samples of any prompts, or all samples of one prompt."""
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
-    """Sample to score: the prompt's question, the response's text, the source's answer and meta (JSON values)."""
+    """Sample to score: the prompt's question, the response's text, the source's answer and meta (JSON values).
+
+    length: tokens of the response, that which ends it included.
+    """
 
     prompt: str
     response: str
     answer: Any = None
     meta: dict[str, Any] = {}
+    length: int = 0
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """The first thing that a process is told: what to load, and how to restrict itself before."""
+    """The first thing that a process is told: what to load, and how to restrict itself before.
+
+    config: the function's settings, None where the manifest has none.
+    """
 
     nonce: bytes
     function: str
@@ -41,40 +55,58 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     workdir: str
     parent: int
     sandbox: Sandbox
+    config: dict[str, Any] | None = None
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """One sample to score. seconds: of computation, after which the kernel ends the process."""
+    """Samples of one call of the function, which may take so many seconds."""
 
     nonce: bytes
-    example: Example
+    examples: list[Example]
     seconds: float
 
 
-class ScoreAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of the process: a finite value, or why there is none.
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of a function for one sample.
 
-    detail: a line about a failure, or the traceback of what was raised. To ``Load`` it answers with 0.0 or why the
-    function cannot be loaded; unrestricted: what its sandbox lacks.
+    value: finite, 0 where there is none; failure: why there is none, "" where there is; detail: a line about that, or
+    the traceback of what was raised; details: what the function said beside its reward, a JSON object, or nothing.
+    """
+
+    value: float = 0.0
+    failure: Failure | Literal[""] = ""
+    detail: str = ""
+    details: Annotated[bytes, msgspec.Meta(max_length=MOST_DETAILS)] = b""
+
+
+class ScoreAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of the process: a score for each sample, or why the call as a whole has none.
+
+    To ``Load`` it answers with why the function cannot be loaded, or how it is called. takes: what it is called with;
+    concurrent: whether many calls may be under way; unrestricted: what the sandbox lacks.
     """
 
     nonce: bytes
-    value: float = 0.0
-    failure: Literal["", "raised", "invalid"] = ""
+    scores: list[Score] = []
+    failure: Literal["", "timeout", "raised", "invalid"] = ""
     detail: str = ""
+    takes: Takes = "sample"
+    concurrent: bool = False
     unrestricted: list[str] = []
 
 
 class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome for one sample.
 
-    value: finite, 0 where there is none; failure: why there is none, "" where there is; detail: what is known of that,
-    a traceback where the function raised.
+    value: finite, 0 where there is none; failure, detail: as in ``Score``; components: the values of the named
+    components that have one; details: a JSON object or nothing, at most MOST_DETAILS bytes.
     """
 
     value: float
     failure: Failure | Literal[""] = ""
     detail: str = ""
+    components: dict[str, float] = {}
+    details: bytes = b""
 
 
 def frame(message: msgspec.Struct) -> bytes:

@@ -93,6 +93,10 @@ async def serve(context: JobContext) -> None:
                 stop_ids=(*tokenizer.eos_ids, *(id_ for id_ in special.values() if id_ is not None)),
                 stop_texts=tuple(text for text, id_ in special.items() if id_ is None),
                 seed=spec.algorithm.seed,
+                group_sizes={
+                    "train": spec.algorithm.group_size,
+                    "eval": spec.evaluation.group_size if spec.evaluation is not None else 0,
+                },
                 lease_s=spec.rollout.lease_seconds,
                 drain_s=spec.rollout.drain_seconds,
                 mixes=spec.schedule.swap_at == "token",

@@ -18,7 +18,7 @@ from asyncflow.flow.instance import Work
 from asyncflow.flow.schedule import VersionWindow
 from asyncflow.identity import Version
 from asyncflow.queue.protocol.messages import TOKENS_TAG, LeasedRow, Tag
-from asyncflow.rewards.wire import Example, RewardResult
+from asyncflow.rewards.wire import COMPONENT, Example, RewardResult
 from asyncflow.rollout.engines.base import NOTHING, Completion, GenerationRequest
 from asyncflow.rollout.sampling import purpose_seed
 from asyncflow.rpc.columns import Jagged
@@ -27,8 +27,8 @@ INPUTS = ("prompt_ids", "task")
 """Columns that the ``rollout`` task reads: int32 ids, and a packed ``Prompt``."""
 RESPONSE = ("response_ids", "logprobs", "versions")
 """Columns of a response: int32 ids, float32 log-probs, int64 packed versions, one entry a token."""
-_MOST_DETAIL = 2000
-"""Characters of a failed reward's traceback that travel with the sample."""
+_MOST_DETAIL = 1900
+"""Characters of a failed reward's traceback, its end, that travel with the sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +36,11 @@ class RolloutSettings:
     """Settings that all instances of a job have in common.
 
     temperature, max_tokens: unless a row's tags name others; stop_ids, stop_texts: end a response; seed: of the
-    sampling; train, eval: names of the partitions; lease_s: of the ``rollout`` tasks; call_s: for one call to the
-    queue; fetch_s, load_s: for prompts and weights of rows that were claimed, which are given back afterwards;
-    drain_s: for samples that are generated but not yet delivered when the instance leaves; mixes: whether a response
-    may be made by several versions (``swapAt: token``); probe_gap: most by which the
-    engine's log-probs may differ on average from those published with the weights that it has loaded.
+    sampling; group_sizes: samples of a prompt, by purpose; train, eval: names of the partitions; lease_s: of the
+    ``rollout`` tasks; call_s: for one call to the queue; fetch_s, load_s: for prompts and weights of rows that were
+    claimed, which are given back afterwards; drain_s: for samples that are generated but not yet delivered when the
+    instance leaves; mixes: whether a response may be made by several versions (``swapAt: token``); probe_gap: most by
+    which the engine's log-probs may differ on average from those published with the weights that it has loaded.
     """
 
     temperature: float
@@ -48,6 +48,7 @@ class RolloutSettings:
     stop_ids: tuple[int, ...]
     seed: int
     stop_texts: tuple[str, ...] = ()
+    group_sizes: Mapping[str, int] = field(default_factory=dict)
     lease_s: float = 60.0
     train: str = "train"
     eval: str = "eval"
@@ -62,14 +63,39 @@ class RolloutSettings:
 
 
 @dataclass(eq=False, kw_only=True)
+class Group:
+    """The rows of one prompt that one claim gave; see ``rollout.scoring``.
+
+    examples: what is generated of them; scored: their rewards, None where the group came apart.
+    """
+
+    jobs: list[Job] = field(default_factory=list)
+    examples: dict[Job, Example] = field(default_factory=dict, repr=False)
+    scored: asyncio.Future[dict[Job, RewardResult] | None] | None = field(default=None, repr=False)
+
+    @property
+    def apart(self) -> bool:
+        """True where a row left before the group was scored."""
+        scored = self.scored is not None and self.scored.done() and self.scored.result() is not None
+        return not scored and any(job.gone for job in self.jobs)
+
+    def come_apart(self) -> None:
+        """Let those that wait go, unless they are scored."""
+        if self.scored is not None and not self.scored.done():
+            self.scored.set_result(None)
+
+
+@dataclass(eq=False, kw_only=True)
 class Job:
-    """A leased row. prompt is None until it is fetched; ``gone`` once it is no longer here; ``task`` makes it.
+    """A leased row. prompt is None until it is fetched; ``gone`` once it is no longer here; ``task`` makes it; group:
+    the rows of its prompt that came with it, itself among them.
 
     begun: the beginning of the response, as an earlier holder left it; made: the response, once it is generated; kept:
     how many of its tokens are where the next holder finds them.
     """
 
     row: LeasedRow
+    group: Group = field(default_factory=Group, repr=False)
     prompt_ids: tuple[int, ...] = ()
     prompt: Prompt | None = None
     begun: Completion = NOTHING
@@ -77,6 +103,9 @@ class Job:
     kept: int = 0
     gone: bool = False
     task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.group.jobs.append(self)
 
     def needs(self, step: int, *, loaded: Version | None) -> bool:
         """Return whether the row may begin under version step ``step`` but not under the one loaded."""
@@ -129,9 +158,16 @@ class Job:
         )
 
     def example(self, response: str) -> Example:
-        """Return what the reward function is asked."""
+        """Return what the reward functions are asked about the response that was made, whose text is given."""
         assert self.prompt is not None
-        return Example(prompt=self.prompt.question, response=response, answer=self.prompt.answer, meta=self.prompt.meta)
+        assert self.made is not None
+        return Example(
+            prompt=self.prompt.question,
+            response=response,
+            answer=self.prompt.answer,
+            meta=self.prompt.meta,
+            length=len(self.made),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,15 +182,17 @@ class SampleOutcome:
     def tags(self) -> dict[str, Tag]:
         """The tags, so that counting and advantages need no fetch.
 
-        failure, detail: why there is no reward, where there is none; tokens, response_tokens: of the response;
+        failure, detail: why there is no reward, where there is none; ``COMPONENT`` and a name: the value of that
+        component of the reward, where it has one; tokens, response_tokens: of the response;
         version_min, version_max: steps of its oldest and newest token.
         """
         versions = self.completion.versions
         steps = [Version.unpack(version).step for version in np.unique(versions).tolist()]
-        failure = {"failure": self.reward.failure, "detail": self.reward.detail[:_MOST_DETAIL]}
+        failure = {"failure": self.reward.failure, "detail": self.reward.detail[-_MOST_DETAIL:]}
         return {
             "reward": self.reward.value,
             **(failure if self.reward.failure else {}),
+            **{f"{COMPONENT}{name}": value for name, value in self.reward.components.items()},
             "finish": self.completion.finish,
             TOKENS_TAG: len(versions),
             "response_tokens": len(versions),
@@ -187,6 +225,8 @@ def begun_of(columns: Mapping[str, Jagged], index: int) -> Completion:
 
 
 def columns(outcomes: Sequence[SampleOutcome]) -> dict[str, Jagged]:
-    """Return the columns ``RESPONSE`` and reward float32[1], by outcome."""
+    """Return the columns ``RESPONSE``, reward float32[1] and details (uint8, JSON or nothing), by outcome."""
     rewards = Jagged.from_rows([[outcome.reward.value] for outcome in outcomes], np.float32)
-    return response_columns([outcome.completion for outcome in outcomes]) | {"reward": rewards}
+    details = [np.frombuffer(outcome.reward.details, np.uint8) for outcome in outcomes]
+    judged = {"reward": rewards, "details": Jagged.from_rows(details, np.uint8)}
+    return response_columns([outcome.completion for outcome in outcomes]) | judged

@@ -31,6 +31,7 @@ from asyncflow.rollout.engines.base import Completion, SequenceName
 from asyncflow.rollout.job import (
     INPUTS,
     RESPONSE,
+    Group,
     Job,
     RolloutSettings,
     SampleOutcome,
@@ -194,7 +195,8 @@ class InFlightTable:
 
     def take(self, rows: Iterable[LeasedRow]) -> None:
         """Hold rows that a claim gave, and fetch their prompts."""
-        jobs = [Job(row=row) for row in rows]
+        groups: defaultdict[int, Group] = defaultdict(Group)
+        jobs = [Job(row=row, group=groups[row.meta.serial]) for row in rows]
         self._jobs.update(jobs)
         self._holding(len(self._jobs))
         never = {work.id for work in self._instance.take([job.work for job in jobs])}
@@ -321,6 +323,7 @@ class InFlightTable:
         self._jobs.discard(job)
         self._holding(len(self._jobs))
         job.gone = True
+        job.group.come_apart()
         self._instance.release(job)
         if job.task is not None and job.task is not asyncio.current_task():
             job.task.cancel()

@@ -33,6 +33,7 @@ from asyncflow.rollout.engines.base import Completion, RolloutEngine
 from asyncflow.rollout.job import Job, RolloutSettings, SampleOutcome
 from asyncflow.rollout.leases import Claimer, Delivery, InFlightTable
 from asyncflow.rollout.loading import Merge, WeightLoader
+from asyncflow.rollout.scoring import Scoring
 from asyncflow.rpc.membership import Status
 from asyncflow.telemetry.metrics import BusyClock, RolloutMetrics
 from asyncflow.weights.messages import CatalogueView
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 
 _WATCH_S = 3600.0
 _LEAVES = "the instance leaves"
+_APART = "another sample of its group left before the group was scored"
 _AGAIN_S = 1.0
 """An engine may hear of a sequence only after it was told to end it."""
 
@@ -159,7 +161,7 @@ class RolloutWorker:
         metrics.refreshed.append(functools.partial(self._count, metrics))
         self._receiver = receiver
         self._engine = engine
-        self._rewards = rewards
+        self._scoring = Scoring(rewards, sizes=settings.group_sizes)
         self._tokenizer = tokenizer
         self._instance = instance
         self._settings = settings
@@ -359,7 +361,10 @@ class RolloutWorker:
         job.made = completion
         ids = completion.ids[:-1] if completion.finish == "stop" else completion.ids
         began = time.monotonic()
-        reward = await self._rewards.score(job.example(self._tokenizer.decode(ids.tolist())))
+        reward = await self._scoring.score(job, self._tokenizer.decode(ids.tolist()))
+        if reward is None:
+            await self._in_flight.give_back([job], reason=_APART, there={job: completion.unended()})
+            return
         outcome = SampleOutcome(job=job, completion=completion, reward=reward)
         self.meter.scored(outcome, time.monotonic() - began)
         self._delivery.put(outcome)

@@ -194,6 +194,9 @@ class DriverMetrics(RoleMetrics):
         self.target_step = self.gauge("target_step", "optimizer steps of the job")
         self.step_seconds = self.histogram("step_seconds", "time from one optimizer step to the next")
         self.reward_mean = self.gauge("reward_mean", "mean reward of the last step's samples")
+        self.reward_component = self.gauge(
+            "reward_component_mean", "mean of a component of the reward, last step's samples", "component"
+        )
         self.eval_accuracy = self.gauge("eval_accuracy_ratio", "accuracy of the last evaluation")
         self.eval_reward = self.gauge("eval_reward", "mean reward of the last evaluation's samples")
         self.eval_pass = self.gauge("eval_pass_ratio", "pass@k of the last evaluation", "k")

@@ -98,6 +98,8 @@ def progress_lines(before: DriverStatus, now: DriverStatus, *, ending: bool = Fa
     lines = []
     if now.phase != before.phase:
         lines.append(f"phase {now.phase.lower()}")
+        if now.phase == "Paused" and now.rewards.first_failure:
+            lines.append(f"the first sample without a reward: {now.rewards.first_failure}")
     if now.step != before.step:
         lines.append(step_line(now))
     if now.eval is not None and _eval_figures(now) != _eval_figures(before):
@@ -132,10 +134,16 @@ def step_line(status: DriverStatus) -> str:
     """Return the line of the newest step."""
     failed = f"  rewards failed {failures(status.rewards.failed)}" if status.rewards.failed else ""
     return (
-        f"step {status.step}/{status.steps}  reward {score(status.reward)}  "
+        f"step {status.step}/{status.steps}  reward {score(status.reward)}{_components(status)}  "
         f"{amount(status.tokens_per_second)} tokens/s  staleness {amount(status.staleness.start)}  "
         f"ready {status.queue.ready}  ETA {duration(status.eta_seconds)}{failed}"
     )
+
+
+def _components(status: DriverStatus) -> str:
+    """Return the means of the components of the reward, in parentheses; "" where it has none."""
+    said = ", ".join(f"{name} {score(value)}" for name, value in status.reward_components.items())
+    return f" ({said})" if said else ""
 
 
 def event_line(event: Event) -> str | None:
@@ -225,6 +233,8 @@ def screen(frame: Frame) -> RenderableType:
         parts.insert(2, Text(f"waiting for {status.waiting_for}", style="yellow"))
     if status.step_progress is not None:
         parts.insert(2, Text(status.step_progress.words, style="dim"))
+    if status.phase == "Paused" and status.rewards.first_failure:
+        parts.append(Text(f"the first sample without a reward: {status.rewards.first_failure}", style="yellow"))
     return Group(*parts)
 
 
@@ -248,7 +258,7 @@ def _figures(status: DriverStatus) -> Table:
     idle = " ".join(f"{role} {share(part)}" for role, part in sorted(status.idle_share.items())) or ABSENT
     table = Table.grid(padding=(0, 2))
     rows = (
-        ("reward", score(status.reward), "tokens/s", amount(status.tokens_per_second)),
+        ("reward", f"{score(status.reward)}{_components(status)}", "tokens/s", amount(status.tokens_per_second)),
         ("eval", _evaluation(status), "version", f"θ{status.version}"),
         ("staleness", f"start {amount(status.staleness.start)} end {amount(status.staleness.end)}", "idle", idle),
         (

@@ -10,6 +10,7 @@ from asyncflow.api.status import (
     DriverStatus,
     JobStatus,
     QueueDepth,
+    RewardState,
     RolloutState,
     SetState,
     Staleness,
@@ -90,6 +91,23 @@ def test_a_job_that_is_paused_has_stalled_and_says_why():
     paused, again = stall_condition(now=START + 1, seen=seen)
     assert (paused.status, paused.reason, paused.message) == ("True", "Paused", "a person: [2J 9 of 16")
     assert again is None
+
+
+def test_a_job_that_is_paused_shows_the_first_traceback():
+    told = "raised: Traceback (most recent call last):\n  File\x1b[2J 'mine.py', line 3, in score\nKeyError: 'x'"
+    seen = DriverStatus(
+        phase="Paused",
+        last_step_at=to_rfc3339(START),
+        waiting_for="the reward to be mended",
+        rewards=RewardState(failed={"raised": 9}, first_failure=told),
+    )
+    paused, _ = stall_condition(now=START + 1, seen=seen)
+    assert paused.message.splitlines() == ["the reward to be mended", *told.replace("\x1b", " ").splitlines()]
+    whole = "x" * 1024
+    longest = DriverStatus(phase="Paused", waiting_for=whole, rewards=RewardState(first_failure="y\n" * 1024))
+    paused, _ = stall_condition(now=START + 1, seen=longest)
+    assert paused.message.startswith(whole)
+    assert len(paused.message) <= 4096
 
 
 def test_a_trainer_that_began_again_gets_its_time():

@@ -1,0 +1,109 @@
+"""The rewards of a job: the weighted sum of its components, each scored by a pool of its own.
+
+Invariants: a sample has a reward where all of its components have their values and the sum is within the manifest's
+bounds; else it has the failure of the first component without one, and never a part of the sum. Where a component is
+a function over groups, all samples of a prompt are scored together, by all components.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from asyncflow.api.learning import RewardSpec
+from asyncflow.rewards.calling import packed
+from asyncflow.rewards.pool import PoolLimits, RewardPool
+from asyncflow.rewards.process import Scorer
+from asyncflow.rewards.wire import Example, RewardResult, Score
+
+log = logging.getLogger(__name__)
+
+
+class Component(NamedTuple):
+    """One addend. name: "" where the manifest names one function only."""
+
+    name: str
+    weight: float
+    pool: RewardPool
+
+
+class WeightedRewards:
+    """Scores samples by all components. low, high: sums outside of them are failures."""
+
+    def __init__(self, components: Sequence[Component], *, low: float, high: float) -> None:
+        self._components = components
+        self._low = low
+        self._high = high
+
+    @classmethod
+    def of(cls, spec: RewardSpec, *, workdir: Path, run: Path | None = None) -> WeightedRewards:
+        """Return what a manifest asks for. workdir, run: as for ``Scorer.of``."""
+        limits = PoolLimits(
+            min_workers=spec.workers.min,
+            max_workers=spec.workers.max,
+            timeout_s=spec.timeout_seconds,
+            start_timeout_s=spec.start_seconds,
+            batch=spec.batch,
+            calls=spec.concurrency,
+        )
+        scorers = Scorer.of(spec, workdir=workdir, run=run)
+        components = [
+            Component(part.name, part.weight, RewardPool(scorer, limits))
+            for part, scorer in zip(spec.parts, scorers, strict=True)
+        ]
+        return cls(components, low=spec.min, high=spec.max)
+
+    @property
+    def by_group(self) -> bool:
+        """True where all samples of a prompt have to be scored together; known once started."""
+        return any(component.pool.takes == "group" for component in self._components)
+
+    async def start(self) -> None:
+        """Start all pools. Raises ManifestError where a function cannot be loaded."""
+        for component in self._components:
+            await component.pool.start()
+
+    async def score(self, examples: Sequence[Example]) -> list[RewardResult]:
+        """Score samples, all those of a prompt where ``by_group``; never raises for what the functions do."""
+        scores = await asyncio.gather(*(component.pool.score(examples) for component in self._components))
+        return [self._sum(each) for each in zip(*scores, strict=True)]
+
+    async def close(self) -> None:
+        """Kill all processes; samples that are being scored fail as ``died``."""
+        await asyncio.gather(*(component.pool.close() for component in self._components))
+
+    def _sum(self, scores: Sequence[Score]) -> RewardResult:
+        told = list(zip(self._components, scores, strict=True))
+        values = {component.name: score.value for component, score in told if not score.failure}
+        named = {name: value for name, value in values.items() if name}
+        details = _details({component.name: score.details for component, score in told if score.details})
+        for component, score in told:
+            if score.failure:
+                detail = f"component {component.name}: {score.detail}" if component.name else score.detail
+                return RewardResult(value=0.0, failure=score.failure, detail=detail, components=named, details=details)
+        value = sum(component.weight * values[component.name] for component in self._components)
+        if not self._low <= value <= self._high:
+            detail = f"{value:g} is outside of reward.min {self._low:g} and reward.max {self._high:g}"
+            return RewardResult(value=0.0, failure="out_of_range", detail=detail, components=named, details=details)
+        return RewardResult(value=value, components=named, details=details)
+
+
+def _details(packets: dict[str, bytes]) -> bytes:
+    """Return the details of all components as one JSON object: by name, or those of the only one.
+
+    A process may say anything: what is no JSON object is left out.
+    """
+    told: dict[str, Any] = {}
+    for name, packet in packets.items():
+        try:
+            details = msgspec.json.decode(packet, type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError):
+            log.warning("details of a sample are left out: they are no JSON object")
+            continue
+        told |= {name: details} if name else details
+    return packed(told)

@@ -1,0 +1,188 @@
+"""How a reward function is called by its signature, and what becomes of what it returns."""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncflow.errors import ManifestError
+from asyncflow.rewards.calling import RewardFunction
+from asyncflow.rewards.functions import boxed
+from asyncflow.rewards.shaping import LengthPenalty
+from asyncflow.rewards.wire import MOST_DETAILS, Example, Score
+
+EXAMPLES = [
+    Example(prompt="p", response=f"so {n} \\boxed{{{n}}}", answer=n, meta={"n": n}, length=n + 1) for n in range(3)
+]
+
+
+def read(found: Any, config: dict[str, Any] | None = None) -> RewardFunction:
+    return RewardFunction.of(found, name="mine:score", config=config)
+
+
+def scores(found: Callable[..., Any], examples: list[Example] = EXAMPLES) -> list[Score]:
+    function = read(found)
+    returned = function.call(**function.arguments(examples, extractor=str))
+    return function.judge(returned, samples=len(examples)).scores
+
+
+def score(value: object) -> Score:
+    return scores(lambda *, response: value, EXAMPLES[:1])[0]
+
+
+def of_sample(*, response, prompt, answer, meta, length, config):
+    return 0.0
+
+
+def of_batch(*, responses, prompts, answers, metas, lengths, config):
+    return []
+
+
+async def of_group(responses, lengths, prompt, answer, meta, config):
+    return []
+
+
+@pytest.mark.parametrize(("function", "takes"), [(of_sample, "sample"), (of_batch, "batch"), (of_group, "group")])
+def test_plural_parameters_are_lists_and_the_others_are_of_the_one_prompt(function: Any, takes: str) -> None:
+    found = read(function, {"a": 1})
+    assert (found.takes, found.concurrent) == (takes, function is of_group)
+    arguments = found.arguments(EXAMPLES, extractor=boxed)
+    assert set(arguments) == set(function.__kwdefaults__ or {}) | set(function.__code__.co_varnames)
+    many = {"responses": ["0", "1", "2"], "lengths": [1, 2, 3], "prompts": ["p"] * 3, "answers": [0, 1, 2]}
+    one = {"response": "0", "length": 1, "prompt": "p", "answer": 0, "meta": {"n": 0}, "config": {"a": 1}}
+    for name, value in arguments.items():
+        assert value == {**many, **one, "metas": [{"n": n} for n in range(3)]}[name], name
+
+
+def test_a_function_has_the_parameters_that_it_needs_and_may_have_others_with_a_default() -> None:
+    assert read(lambda *, response, answer, scale=2.0: 0.0).names == {"response", "answer"}
+    assert read(lambda **everything: 0.0).names == {"response", "prompt", "answer", "meta", "length", "config"}
+    assert read(LengthPenalty, {"target": 1}).names == {"length"}
+
+
+class Scorer:
+    def __init__(self, *, config):
+        self.factor = config["factor"]
+
+    async def __call__(self, *, responses, prompts):
+        return [self.factor] * len(responses)
+
+
+def test_a_class_is_made_once_with_its_config_and_called() -> None:
+    found = read(Scorer, {"factor": 3})
+    assert (found.takes, found.concurrent, found.call.factor) == ("batch", True, 3)
+    assert found.names == {"responses", "prompts"}
+    with pytest.raises(KeyError, match="factor"):
+        read(Scorer)
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda *, completions, **rest: 0.0, "has the parameter 'completions', which is none of answer, config"),
+        (lambda *, answer: 0.0, "has no parameter response"),
+        (lambda *, response, responses: 0.0, "takes response and responses"),
+        (lambda *, responses: [], "must say whether of one prompt"),
+        (lambda *, responses, prompt, prompts: [], "must say whether of one prompt"),
+        (lambda *, responses, prompts, answer: [], "has the parameter 'answer', which is none of answers"),
+        (lambda response, /: 0.0, "takes 'response' by position"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_in_words(function: Any, why: str) -> None:
+    with pytest.raises(ManifestError, match=rf"reward\.function: .*{why}"):
+        read(function)
+
+
+def test_settings_that_nobody_reads_are_refused() -> None:
+    with pytest.raises(ManifestError, match=r"reward\.config: .*has no parameter config"):
+        read(lambda *, response: 0.0, {"a": 1})
+
+
+class Told(NamedTuple):
+    reward: float
+    details: dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    "value", [{"reward": 1, "details": {"steps": 2}}, Told(1.0, {"steps": np.int64(2)}), Told(True, {"steps": 2.0})]
+)
+def test_details_are_kept_as_json(value: object) -> None:
+    told = score(value)
+    assert (told.value, told.failure, json.loads(told.details)) == (1.0, "", {"steps": 2})
+
+
+@given(st.dictionaries(st.text(max_size=20), st.text(max_size=600), max_size=12))
+def test_details_are_bounded(details: dict[str, str]) -> None:
+    kept = score({"reward": 0.5, "details": details})
+    size = len(json.dumps(details, ensure_ascii=False, separators=(",", ":")).encode()) if details else 0
+    assert kept.value == 0.5
+    assert len(kept.details) <= MOST_DETAILS
+    if size > 2 * MOST_DETAILS:
+        assert set(json.loads(kept.details)) == {"omitted_bytes"}
+    elif details and size < MOST_DETAILS / 2:
+        assert json.loads(kept.details) == details
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (None, "returned a NoneType"),
+        ("1.0", "returned a str"),
+        ({"score": 1.0}, "returned a dict"),
+        ({"reward": 1.0, "other": 2}, "returned a dict"),
+        ({"reward": None}, "returned a NoneType"),
+        ({"reward": math.nan}, "returned nan"),
+        (10**400, "returned inf"),
+        ({"reward": 1.0, "details": "text"}, "details of the reward are a str"),
+        ({"reward": 1.0, "details": {"x": object()}}, "are no JSON"),
+    ],
+)
+def test_what_is_no_reward_is_invalid(value: object, why: str) -> None:
+    told = score(value)
+    assert (told.value, told.failure) == (0.0, "invalid")
+    assert why in told.detail
+
+
+def test_each_of_many_values_is_judged_alone() -> None:
+    class Odd(float):
+        def __float__(self):
+            raise LookupError("no float")
+
+    for values in ([1.0, None, {"reward": 3, "details": {"a": 1}}], [1, math.nan, 3.0], [1.0, Odd(), 3.0]):
+        told = scores(lambda *, responses, prompts, values=values: values)
+        assert [each.value for each in told] == [1.0, 0.0, 3.0]
+        assert [bool(each.failure) for each in told] == [False, True, False]
+    array = scores(lambda *, responses, prompt: np.arange(3.0))
+    assert [each.value for each in array] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "count"), [([1.0], "1 values"), (1.0, "a float"), ("abc", "a str"), (None, "NoneType")]
+)
+def test_of_many_a_list_is_wanted_as_long_as_they_are(value: object, count: str) -> None:
+    function = read(lambda *, responses, prompts: value)
+    answer = function.judge(function.call(responses=[], prompts=[]), samples=3)
+    assert answer.failure == "invalid"
+    assert count in answer.detail
+    assert "a list of 3" in answer.detail
+
+
+@given(st.integers(0, 5000), st.integers(0, 2000), st.integers(0, 2000))
+def test_the_penalty_falls_linearly_beyond_its_target(length: int, target: int, width: int) -> None:
+    penalty = LengthPenalty(config={"target": target, "width": width})(length=length)
+    if length <= target:
+        assert penalty == 0.0
+    elif length >= target + width:
+        assert penalty == -1.0
+    else:
+        assert penalty == pytest.approx(-(length - target) / width)
+
+
+def test_settings_of_the_penalty_are_checked() -> None:
+    with pytest.raises(ManifestError, match=r"reward\.config: unknown option targets"):
+        LengthPenalty(config={"targets": 3})

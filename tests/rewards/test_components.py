@@ -1,0 +1,115 @@
+"""A reward that is a sum: values, failures, details and bounds of its components, in real processes."""
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scoring_one import one
+
+from asyncflow.api.learning import RewardSpec
+from asyncflow.errors import ManifestError
+from asyncflow.rewards.components import WeightedRewards
+from asyncflow.rewards.wire import MOST_DETAILS, Example, RewardResult
+
+FUNCTIONS = """
+    def right(*, response, answer):
+        if response == "raise":
+            raise KeyError(response)
+        return {"reward": float(response == answer), "details": {"said": response[:3000]}}
+
+    def share(*, responses, prompt, config):
+        if "nan" in responses:
+            return [float("nan")] * len(responses)
+        longest = max(map(len, responses))
+        return [{"reward": len(each) / longest, "details": {"of": len(responses), **config}} for each in responses]
+"""
+COMPONENTS = [
+    {"name": "right", "function": "mine:right", "weight": 2.0, "extractor": "last_number"},
+    {"name": "share", "function": "mine:share", "weight": 0.5, "config": {"unit": "characters"}},
+    {"name": "length", "function": "length", "config": {"target": 2, "width": 4}},
+]
+
+
+def spec(**said: Any) -> RewardSpec:
+    return RewardSpec.model_validate({"components": COMPONENTS, "timeout_seconds": 5.0, **said})
+
+
+@pytest.fixture
+def workdir(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(textwrap.dedent(FUNCTIONS))
+    return tmp_path
+
+
+async def score(workdir: Path, wanted: RewardSpec, *responses: str) -> list[RewardResult]:
+    rewards = WeightedRewards.of(wanted, workdir=workdir)
+    try:
+        await rewards.start()
+        assert rewards.by_group
+        examples = [Example(prompt="p", response=each, answer="7", length=len(each)) for each in responses]
+        return await rewards.score(examples)
+    finally:
+        await rewards.close()
+
+
+async def test_components_are_summed_by_their_weights_and_kept(workdir: Path) -> None:
+    right, wrong = await score(workdir, spec(), "it is 7", "8")
+    assert right.components == {"right": 1.0, "share": 1.0, "length": -1.0}
+    assert right.value == 2.0 + 0.5 - 1.0
+    assert wrong.components == {"right": 0.0, "share": 1 / 7, "length": 0.0}
+    assert wrong.value == pytest.approx(0.5 / 7)
+    assert json.loads(right.details) == {"right": {"said": "7"}, "share": {"of": 2, "unit": "characters"}}
+
+
+async def test_a_component_without_a_value_leaves_the_sample_without_a_reward(workdir: Path) -> None:
+    failing = [{**COMPONENTS[0], "extractor": None}, *COMPONENTS[1:]]
+    raised, fine = await score(workdir, spec(components=failing), "raise", "7")
+    assert (raised.value, raised.failure) == (0.0, "raised")
+    assert raised.detail.startswith("component right: Traceback")
+    assert set(raised.components) == {"share", "length"}
+    assert (fine.failure, fine.components["right"]) == ("", 1.0)
+    invalid = await score(workdir, spec(), "nan", "7")
+    assert [(each.failure, each.detail) for each in invalid] == [
+        ("invalid", "component share: the reward function returned nan")
+    ] * 2
+
+
+async def test_bounds_are_those_of_the_sum(workdir: Path) -> None:
+    over, fine = await score(workdir, spec(max=2.0), "7", "12")
+    assert (over.failure, over.detail) == ("out_of_range", "2.25 is outside of reward.min -1e+06 and reward.max 2")
+    assert over.components["right"] == 1.0
+    assert fine.failure == ""
+
+
+async def test_details_of_all_components_together_are_bounded(workdir: Path) -> None:
+    plain = [{"name": name, "function": "mine:right"} for name in ("a", "b")]
+    rewards = WeightedRewards.of(spec(components=plain), workdir=workdir)
+    await rewards.start()
+    fits, large = [await one(rewards, Example(prompt="", response="x" * size)) for size in (900, 1500)]
+    await rewards.close()
+    assert json.loads(fits.details) == {name: {"said": "x" * 900} for name in "ab"}
+    assert len(large.details) <= MOST_DETAILS
+    assert set(json.loads(large.details)) == {"omitted_bytes"}
+
+
+async def test_a_component_that_cannot_be_loaded_is_named(workdir: Path) -> None:
+    absent = [*COMPONENTS, {"name": "absent", "function": "mine:absent"}]
+    with pytest.raises(ManifestError, match="'mine:absent' cannot be loaded"):
+        await score(workdir, spec(components=absent), "7")
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"components": []}, "one function or by components"),
+        ({"function": "task"}, "one function or by components"),
+        ({"config": {"a": 1}}, "each component has settings of its own"),
+        ({"components": [COMPONENTS[0]] * 2}, "the same name"),
+        ({"components": [{"name": "a", "function": "http"}]}, "opens network connections"),
+        ({"components": [], "function": "http"}, "opens network connections"),
+    ],
+)
+def test_a_reward_is_one_function_or_components(said: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        spec(**said)
