@@ -107,7 +107,6 @@ def test_a_bad_override_is_refused_like_a_bad_file(override: str, reason: str) -
     [
         ["algorithm.name=ppo"],
         ["algorithm.name=dapo"],
-        ["reference={replicas: 1}", "algorithm.kl.coefficient=0.1"],
         ["critic={replicas: 1}"],
         ["reward.config={scale: 2}"],
     ],
