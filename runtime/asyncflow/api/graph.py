@@ -1,14 +1,16 @@
 """The flow of a job as data: each task, what it reads and writes, how rows are selected for it, and which role runs it.
 
-    train:  (driver) ─> prompt_ids, task ─> rollout ─> response, reward ─> [reference] [users' tasks] ─> advantage ─> train
-    eval:   (driver) ─> prompt_ids, task ─> rollout ─> response, reward ─> score
+    train:  prompt_ids, task ─> rollout ─> response, reward ─> [users' tasks] ─> advantage ─> train
+                                                    └────────> [reference] ────────────────> train
+    eval:   prompt_ids, task ─> rollout ─> response, reward ─> score
 
 Everything else derives from it: the tasks that the queue's controller declares (``asyncflow.driver.tasks``), the edges
-and the drawing of ``asyncflow plan``, and what ``validate`` refuses. A user's task stands between rollout and advantage,
-because there its failures are decided about with those of rewards; the reference stands beside it.
+and the drawing of ``asyncflow plan``, and what ``validate`` refuses. A user's task stands between rollout and
+advantage, because there its failures are decided about with those of rewards; the reference stands beside it.
 
-Invariant: a pure function of the manifest. In a graph without ``flaws`` each column has one writer, every column that is
-read is written, the tasks have an order in which each reads what those before it wrote, and each has a process to run it.
+Invariant: a pure function of the manifest. In a graph without ``flaws`` each column has one writer, every column that
+is read is written, the tasks have an order in which each reads what those before it wrote, and each has a process to
+run it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 from asyncflow.api.base import Flaw
 from asyncflow.api.names import RoleName, task_role
@@ -41,10 +43,10 @@ DRIVER_LEASE_S: Final = 10.0
 class Task:
     """One task of one partition.
 
-    reads: columns that make a row ready for it; writes: columns that it adds; role, replicas: what runs it, and how many
-    processes; gang: whether all ranks of the trainer take the rows together; groups: whole groups only; order: which
-    rows come first (``asyncflow.flow.selection``); shared_tokens: see ``TaskSpec`` of the queue; lease_s: seconds until
-    a lease ends; place: of the field of the job's spec that describes it, () for what every job has.
+    reads: columns that make a row ready for it; writes: columns that it adds; role, replicas: what runs it, and how
+    many processes; gang: whether all ranks of the trainer take the rows together; groups: whole groups only; order:
+    which rows come first (``asyncflow.flow.selection``); shared_tokens: see ``TaskSpec`` of the queue; lease_s: seconds
+    until a lease ends; place: of the field of the job's spec that describes it, () for what every job has.
     """
 
     partition: str

@@ -212,7 +212,8 @@ class RLJobSpec(Spec):
             why="the units cannot hold the samples of one checkpoint interval, which stay until it commits",
             fix="Give storageUnits * bytesPerUnit >= row * promptsPerStep * groupSize * (checkpoints.every + ahead)"
             " + storageUnits * part, or checkpoint more often; row = 4 maxPromptTokens + maxTaskBytes + 16 maxTokens"
-            " + 8, with a reference 4 maxTokens more, and 8 for each entry that tasks write; ahead = 1 (quota, update sync), 2 (quota, delayed), else the less of maxStaleness + 1 and"
+            " + 8, with a reference 4 maxTokens more, and 8 for each entry that tasks write;"
+            " ahead = 1 (quota, update sync), 2 (quota, delayed), else the less of maxStaleness + 1 and"
             " (1 + stalenessThreshold) * syncEvery; part = the more of 1Mi and row * samples of a prompt",
         ),
         Rule(

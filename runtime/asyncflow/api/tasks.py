@@ -40,9 +40,9 @@ class WorkerSpec(Spec):
     batch: Annotated[int, Field(ge=1, le=65_536)] = 16
     """Most rows that are computed together."""
     order: PluginName = "fifo"
-    """Which rows come first: ``fifo`` (oldest step, then as they became ready), ``oldest`` (made by the oldest version),
-    ``longest`` (most tokens, which balances replicas), ``key`` (in the order of the data), or an entry point of the
-    group ``asyncflow.selections``."""
+    """Which rows come first: ``fifo`` (oldest step, then as they became ready), ``oldest`` (made by the oldest
+    version), ``longest`` (most tokens, which balances replicas), ``key`` (in the order of the data), or an entry point
+    of the group ``asyncflow.selections``."""
     lease_seconds: Annotated[float, Field(gt=0, le=86_400)] = 60.0
     """Seconds without renewal after which the rows of a replica go to another."""
     drain_seconds: Annotated[float, Field(ge=0, le=86_400)] = 30.0
@@ -75,8 +75,8 @@ class UserTaskSpec(WorkerSpec):
             pattern=r"^[A-Za-z_][A-Za-z0-9_]*([.][A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$", max_length=256
         ),
     ]
-    """``module:function`` of a module beside the manifest or installed: ``def function(rows, config)`` or ``async def``,
-    which returns a mapping of columns to values for each row."""
+    """``module:function`` of a module beside the manifest or installed: ``def function(rows, config)`` or ``async
+    def``, which returns a mapping of columns to values for each row."""
     reads: Annotated[tuple[ColumnName, ...], Field(min_length=1, max_length=16)]
     """Columns that the function is given; a row is ready when it has them all."""
     writes: Annotated[tuple[ColumnSpec, ...], Field(min_length=1, max_length=16)]

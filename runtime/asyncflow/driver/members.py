@@ -1,6 +1,6 @@
 """The members of the job as the driver sees them: who is there, how busy they are, and what is wanted of them.
 
-Invariant: directives are levels, so a member that missed one heartbeat misses nothing; a rollout that is gone loses its
+Invariant: directives are levels, so a member that missed one heartbeat misses nothing; a rollout, or a process of another task, that is gone loses its
 leases at once, and what it had produced until then stays counted, by the next driver too; a member is known to have
 lived, and to have worked, up to its last heartbeat and no further. Followers are told what all are told, and nothing
 waits for one of them.
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 EXPIRE_S = 10.0
 LAST = (frozenset(("controller", "storage")), frozenset(("holder", "master")))
 """Roles that are dismissed last, because the others hand back to them, and those that they in turn rely on."""
+_WITHOUT_LEASES = frozenset(("trainer", "controller", "storage", "holder", "master", FOLLOWER))
 HEARTBEAT_POLL_S = 0.05
 
 
@@ -222,7 +223,7 @@ class Members:
         self._somebody_left.set()
         self._weights.leave(member.incarnation)
         self._drained.discard(member.incarnation)
-        if member.role == "rollout" and not self._stopping:
+        if member.role not in _WITHOUT_LEASES and not self._stopping:
             expiring = asyncio.get_running_loop().create_task(self._expire(member), name=f"expire {member}")
             self._expiring.add(expiring)
             expiring.add_done_callback(self._expiring.discard)

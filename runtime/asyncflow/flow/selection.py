@@ -27,7 +27,8 @@ class Candidate(NamedTuple):
     """A row, or a whole group, that is ready for a task.
 
     step: the optimizer step that it belongs to; serial: of its prompt; sample: its number in the group, 0 for a group;
-    version: step of the oldest version that made a token of it; tokens: of prompt and response, of a group all together.
+    version: step of the oldest version that made a token of it; tokens: of prompt and response, of a group all
+    together.
     """
 
     step: int

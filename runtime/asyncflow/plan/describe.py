@@ -61,7 +61,7 @@ def _task(job: RLJob, task: Task) -> tuple[str, ...]:
 def taken_by(task: Task) -> str:
     """Return in words what a task takes at once, and in which order."""
     whole = "equal slots of all ranks" if task.gang else "groups" if task.groups else "rows"
-    return whole if task.order == "fifo" else f"{whole}, {task.order} first" if task.order != "key" else f"{whole} by key"
+    return whole + {"fifo": "", "key": ", by key"}.get(task.order, f", {task.order} first")
 
 
 def _each(resources: Resources) -> str:

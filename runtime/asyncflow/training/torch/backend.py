@@ -119,7 +119,8 @@ class TorchBackend(TrainerBackend):
         self._ranks.meet()
         seen = np.array([checkpoint is not None])
         resumed = bool(self.group.gather(seen, what="who sees the checkpoint")[0, 0])
-        lora, compared = self.settings.lora, self.settings.loss.kl > 0
+        lora = self.settings.lora
+        compared = self.settings.loss.kl > 0 and not self.settings.reference_given
         self._policy = self._open(folder, first=not resumed or lora is not None, lora=lora)
         self._model = self._policy.model
         self._reference: Callable[..., tuple[Tensor, Tensor | None]] | None = None
@@ -364,7 +365,9 @@ class TorchBackend(TrainerBackend):
         weight = self._tensor(weights[samples] * counted)
         behaviour = self._tensor(batch.logprobs.values[entries])
         reference = None
-        if self._reference is not None:
+        if batch.reference is not None and loss.kl > 0:
+            reference = on_device(batch.reference.values[entries], self._device)
+        elif self._reference is not None:
             with torch.no_grad():
                 reference, _ = self._reference(pack, entropy=False)
         logprobs, entropy = self._policy(pack, entropy=loss.entropy != 0)
