@@ -58,6 +58,7 @@ NOTHING = dict.fromkeys(("newest", "stats", "checkpoint", "best", "recent", "des
     "rollouts": (),
     "idle_share": {},
     "rewards": RewardState(),
+    "tasks": {},
     "prompts_skipped": 0,
     "waiting_for": "",
     "clock_ahead_s": 0.0,

@@ -118,8 +118,8 @@ class TrainerSettings:
     synchronous loop); epochs, mini_batches: passes over D_k, and optimizer updates of each; published: what weights are
     rounded to when they are published; checkpoint_every: steps between checkpoints, 0 = the last one only;
     checkpoint_evaluated: whether versions that are evaluated have one too; extra_columns: fetched beside the usual ones
-    (``loss_mask``, what other tasks wrote); patience_s: how long the queue or the driver may be away; leave_s: how long the ledger may take to
-    be on disk once the trainer is leaving.
+    (``loss_mask``, what other tasks wrote); patience_s: how long the queue or the driver may be away; leave_s: how long
+    the ledger may take to be on disk once the trainer is leaving.
     """
 
     schedule: Schedule

@@ -3,8 +3,8 @@
 Samples are packed as the trainer packs them, and computed at the temperature of sampling, in the trainer's precision. A
 batch whose pack does not fit the device is computed again in packs of half the size, from then on.
 
-Invariant: the log-prob of a token is that which the trainer's own reference would have computed, up to the rounding that
-another pack makes.
+Invariant: the log-prob of a token is that which the trainer's own reference would have computed, up to the rounding
+that another pack makes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from asyncflow.training.torch.model import LogprobModel, choose_kernels, open_mo
 class ReferenceModel:
     """The model of ``folder``, held in the dtype of the trainer's weights.
 
-    settings: the trainer's, with this process's device and threads. Raises ManifestError where the model cannot be opened or used in packs.
+    settings: the trainer's, with this process's device and threads. Raises ManifestError where the model cannot be
+    opened or used in packs.
     """
 
     def __init__(self, folder: Path, settings: BackendSettings) -> None:
