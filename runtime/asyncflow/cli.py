@@ -90,11 +90,12 @@ def validate(file: Path, overrides: tuple[str, ...]) -> None:
 @app.command()
 @_FILE
 @_overrides
-def plan(file: Path, overrides: tuple[str, ...]) -> None:
-    """Show the roles of a job and what flows between them."""
+@click.option("--svg", type=_DIRECTORY, help="Draw the flow of a training sample into this file instead.")
+def plan(file: Path, overrides: tuple[str, ...], svg: Path | None) -> None:
+    """Show the roles of a job and the tasks that they run."""
     from asyncflow.commands import inspect
 
-    inspect.plan(file, overrides)
+    inspect.plan(file, overrides, svg=svg)
 
 
 @app.command()
