@@ -203,18 +203,22 @@ def _twice(tasks: Sequence[Task]) -> Iterator[Flaw]:
             yield _flaw(task, "name", f"two tasks are called {task.name!r}", "Take another name")
         seen.add(task.name)
     for task in tasks:
-        if task.name in RESERVED and task.place and task.name != REFERENCE and counts[task.name] == 1:
+        if _is_users(task) and task.name in RESERVED and counts[task.name] == 1:
             yield _flaw(task, "name", f"{task.name!r} is the name of a task of every job", "Take another name")
 
 
 def _writers(tasks: Sequence[Task], sources: Sequence[str]) -> Iterator[Flaw]:
     writer = dict.fromkeys(sources, "the driver")
-    for task in sorted(tasks, key=lambda task: bool(task.place and task.name != REFERENCE)):
+    for task in sorted(tasks, key=_is_users):
         for column in task.writes:
             if column in writer:
                 why = f"the column {column!r} has two writers: {writer[column]} and the task {task.name}"
                 yield _flaw(task, "writes", why, "Give each column one writer")
             writer.setdefault(column, f"the task {task.name}")
+
+
+def _is_users(task: Task) -> bool:
+    return task.place[:1] == ("tasks",)
 
 
 RESERVED: Final = ("rollout", REFERENCE, "advantage", "train", "score")
