@@ -38,7 +38,7 @@ from asyncflow.api.load import load_job
 from asyncflow.api.names import kind_of_role
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.queue.ledger.audit import Auditor, audit_ledger
-from asyncflow.queue.ledger.events import Completed, Leased, SlotDecided
+from asyncflow.queue.ledger.events import Completed, Leased, RowsPut, SlotDecided
 from asyncflow.queue.ledger.log import read_ledger
 
 ENGINE = "engine"
@@ -138,23 +138,27 @@ def count_errors(job: RLJob, folder: Path) -> list[str]:
 
 
 def task_errors(job: RLJob, folder: Path) -> list[str]:
-    """Say which tasks have not done each row of the trainer's slots exactly once, by the ledger."""
+    """Say which tasks have not done each trained row exactly once, by the ledger: of the rows put since its snapshot."""
     done: dict[str, Counter[int]] = {task.name: Counter() for task in graph_of(job.spec).of(TRAIN) if task.place}
     task_of: dict[int, str] = {}
+    put: set[int] = set()
     slotted: set[int] = set()
     for event in read_ledger(folder / "ledger"):
-        if isinstance(event, Leased) and event.partition == TRAIN:
+        if isinstance(event, RowsPut):
+            put.update(event.rows)
+        elif isinstance(event, Leased) and event.partition == TRAIN:
             task_of[event.lease] = event.task
         elif isinstance(event, Completed) and task_of.get(event.lease) in done:
             done[task_of[event.lease]].update(event.rows)
         elif isinstance(event, SlotDecided):
             slotted.update(row for rank in event.ranks for row in rank)
     found = []
+    slotted &= put
     for name, counts in done.items():
         twice, never = [row for row, count in counts.items() if count > 1], [row for row in slotted if not counts[row]]
         found += [f"task {name} did row {row} {counts[row]} times" for row in twice[:8]]
         found += [f"task {name} never did row {row}, which was trained" for row in never[:8]]
-        print(f"task {name}: {counts.total()} rows done, {len(slotted)} rows in slots")
+        print(f"task {name}: {len(slotted)} rows trained, done {sum(counts[row] for row in slotted)} times")
     return found
 
 
