@@ -67,7 +67,7 @@ class ByKey(Selection):
 
 
 class OldestVersion(Selection):
-    """What the oldest weights made first, so that no sample becomes too stale behind newer ones."""
+    """Samples of the oldest weights first, so that none becomes too stale behind newer ones."""
 
     def rank(self, candidate: Candidate) -> tuple[int, ...]:
         """Return version and step."""

@@ -1,7 +1,7 @@
 """The graph of a job's tasks as a drawing: lines of text, or an SVG that needs nothing beside it.
 
 The SVG is a small layered drawing (Sugiyama et al., 1981): a task stands in the layer after the last one that it reads
-from, and a line that passes a layer has a lane of its own there, so no line crosses a box. Lanes and boxes of a layer
+from, and a line that passes a layer has a track of its own there, so no line crosses a box. Tracks and boxes of a layer
 are ordered by where what they read stands.
 
 Invariants: a pure function of graph and plan; each box is one task, each line the columns that one task reads of
@@ -23,7 +23,7 @@ _SOURCE: Final = "driver"
 """What creates the rows."""
 _BOX: Final = (168, 62)
 _GAP: Final = 186
-_LANE: Final = 46
+_TRACK: Final = 46
 _SPACE: Final = 22
 _MARGIN: Final = 24
 _HEAD: Final = 46
@@ -72,7 +72,7 @@ def _who(plan: JobPlan, task: Task) -> str:
 
 @dataclass(eq=False)
 class _Item:
-    """A box, or a lane that a line has in a layer. y: of its middle; height: with its part of the space."""
+    """A box, or a track that a line has in a layer. y: of its middle; height: with its part of the space."""
 
     layer: int
     task: Task | None
@@ -126,10 +126,10 @@ def _laid_out(graph: JobGraph, partition: str) -> tuple[list[list[_Item]], list[
             columns.setdefault(writer.name if writer is not None else "", []).append(column)
         for source, read in columns.items():
             begin = at[source]
-            lanes = [_Item(layer, None, _LANE) for layer in range(begin.layer + 1, at[name].layer)]
-            for lane in lanes:
-                layers[lane.layer].append(lane)
-            lines.append(_Line([begin, *lanes, item], ", ".join(read)))
+            tracks = [_Item(layer, None, _TRACK) for layer in range(begin.layer + 1, at[name].layer)]
+            for track in tracks:
+                layers[track.layer].append(track)
+            lines.append(_Line([begin, *tracks, item], ", ".join(read)))
     _place(layers, lines)
     return layers, lines
 
@@ -154,7 +154,7 @@ def _left(item: _Item) -> float:
 
 
 def _drawn(line: _Line, said: dict[_Item, int]) -> Iterator[str]:
-    """Yield one line, which enters each layer level, and its label before the first box or lane that it meets.
+    """Yield one line, which enters each layer level, and its label before the first box or track that it meets.
 
     said: how many lines of labels stand before each item, and from then on those of this one too.
     """

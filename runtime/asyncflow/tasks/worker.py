@@ -94,20 +94,20 @@ class TaskWorker:
     async def run(self) -> None:
         """Work until told to leave. Raises what ``compute`` raises."""
         async with asyncio.TaskGroup() as group:
-            lanes = [group.create_task(self._lane()) for _ in range(self._settings.parallel + 1)]
+            serving = [group.create_task(self._serve()) for _ in range(self._settings.parallel + 1)]
             renewing = group.create_task(self._renew())
             leaving = group.create_task(self._leaving.wait())
-            await asyncio.wait((leaving, *lanes), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((leaving, *serving), return_when=asyncio.FIRST_COMPLETED)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.drain_s):
-                    await asyncio.wait(lanes)
-            for lane in lanes:
-                lane.cancel()
-            await asyncio.wait(lanes)
+                    await asyncio.wait(serving)
+            for one in serving:
+                one.cancel()
+            await asyncio.wait(serving)
             renewing.cancel()
             leaving.cancel()
 
-    async def _lane(self) -> None:
+    async def _serve(self) -> None:
         """Claim, fetch, compute and write one batch after another."""
         while not self._leaving.is_set():
             try:
