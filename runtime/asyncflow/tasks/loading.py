@@ -32,7 +32,7 @@ def load_function(function: str, *, workdir: Path) -> Callable[..., Any]:
     if str(workdir) not in sys.path:
         sys.path.insert(0, str(workdir))
     module, _, attribute = function.partition(":")
-    found = getattr(importlib.import_module(module), attribute, None)
+    found: Any = getattr(importlib.import_module(module), attribute, None)
     if not callable(found):
         raise ManifestError(f"module {module!r} has no function {attribute!r}", where="spec.tasks")
     try:
@@ -40,4 +40,5 @@ def load_function(function: str, *, workdir: Path) -> Callable[..., Any]:
     except TypeError as error:
         hint = "Define it as `def function(rows, config)`"
         raise ManifestError(f"{function!r} cannot be called: {error}", where="spec.tasks", hint=hint) from error
-    return found
+    called: Callable[..., Any] = found
+    return called
