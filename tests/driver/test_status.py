@@ -92,6 +92,13 @@ def test_missing_roles_are_named_first(tmp_path: Path) -> None:
     assert words(tmp_path, members={"controller": 1, "storage": 1}) == "1 storage, 1 trainer, 1 rollout"
 
 
+def test_processes_of_tasks_are_waited_for(tmp_path: Path) -> None:
+    tasks = "tasks=[{name: a, function: 'm:f', reads: [reward], writes: [{name: x}], replicas: 2}]"
+    spec = load_job(EXAMPLE, [tasks]).spec
+    there = {"controller": 1, "storage": 2, "trainer": 1, "rollout": 2, "task-a": 1}
+    assert words(tmp_path, spec=spec, members=there) == "1 task-a"
+
+
 def test_a_job_that_begins_without_rollouts_says_so(tmp_path: Path) -> None:
     spec = load_job(EXAMPLE, ["rollout.replicas=0", "rollout.minReplicas=0"]).spec
     there = {"controller": 1, "storage": 2, "trainer": 1}

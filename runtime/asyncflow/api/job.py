@@ -60,7 +60,7 @@ class RLJobSpec(Spec):
     """The reference model as a role of its own. Absent: the trainer computes it."""
     critic: AuxiliarySpec | None = None
     """Value models, for algorithms that have one."""
-    tasks: Annotated[tuple[UserTaskSpec, ...], Field(max_length=6, json_schema_extra=keyed_by("name"))] = ()
+    tasks: Annotated[tuple[UserTaskSpec, ...], Field(max_length=5, json_schema_extra=keyed_by("name"))] = ()
     """Tasks of the user's own: functions over finished responses, each in processes of its own."""
     driver: DriverSpec = Field(default_factory=DriverSpec)
     """Place of the driver."""

@@ -85,8 +85,8 @@ def load(source: Path | str | RLJob, overrides: Sequence[str] = ()) -> Manifest:
     check_reward(reward.function, reward.extractor, workdir=folder)
     for index, task in enumerate(manifest.spec.tasks):
         check_function(task.function, workdir=folder, where=f"spec.tasks[{index}].function")
-    for task in graph_of(manifest.spec).tasks:
-        selection_of(task.order, where=f"the order of the task {task.name}")
+    for each in graph_of(manifest.spec).tasks:
+        selection_of(each.order, where=f"the order of the task {each.name}")
     return _anchored(manifest, folder)
 
 

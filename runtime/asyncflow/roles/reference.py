@@ -14,7 +14,7 @@ from asyncflow.models.source import materialize_config, materialize_weights
 from asyncflow.queue.protocol.messages import LeasedRow
 from asyncflow.roles.backend import backend_settings
 from asyncflow.roles.context import JobContext, RoleOptions, run_role
-from asyncflow.roles.task import leaving_of, work
+from asyncflow.roles.task import work
 from asyncflow.rpc.columns import Jagged
 from asyncflow.tasks.rows import OutputColumn, Result
 from asyncflow.tasks.worker import TaskSettings
@@ -60,7 +60,8 @@ async def serve(context: JobContext) -> None:
         reads=("prompt_ids", "response_ids"),
         writes=(OutputColumn(name=REF_LOGPROBS, dtype="float32", most=spec.sampling.max_tokens),),
         batch=own.batch,
-        **leaving_of(own),
+        lease_s=own.lease_seconds,
+        drain_s=own.drain_seconds,
     )
     try:
         await work(context, task, compute, metrics=ReferenceMetrics())

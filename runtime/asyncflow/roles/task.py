@@ -8,7 +8,7 @@ import contextlib
 from asyncflow.api.graph import TRAIN
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.names import task_role
-from asyncflow.api.tasks import UserTaskSpec, WorkerSpec
+from asyncflow.api.tasks import UserTaskSpec
 from asyncflow.errors import ManifestError
 from asyncflow.models.source import materialize_config
 from asyncflow.models.tokenizer import Tokenizer
@@ -53,7 +53,8 @@ async def serve(context: JobContext) -> None:
         batch=task.batch,
         parallel=task.parallel,
         retries=task.retries,
-        **leaving_of(task),
+        lease_s=task.lease_seconds,
+        drain_s=task.drain_seconds,
     )
     try:
         if await context.unless_stopped(function.start()):
@@ -95,11 +96,6 @@ def task_of(spec: RLJobSpec, role: str) -> UserTaskSpec:
 def outputs_of(task: UserTaskSpec, *, default: int) -> tuple[OutputColumn, ...]:
     """Return the columns that a task writes. default: most entries of a row where the manifest does not say."""
     return tuple(OutputColumn(name=one.name, dtype=one.dtype, most=one.most or default) for one in task.writes)
-
-
-def leaving_of(worker: WorkerSpec) -> dict[str, float]:
-    """Return how long leases last and how long leaving may take."""
-    return {"lease_s": worker.lease_seconds, "drain_s": worker.drain_seconds}
 
 
 async def _leave_when_told(context: JobContext, worker: TaskWorker) -> None:
