@@ -57,3 +57,18 @@ def test_each_sample_passes_each_task_once_although_its_processes_are_killed(tmp
     assert "ValueError: odd" in (folder / "rewards.json").read_text()
     ended = [path for path in (folder / "logs").glob("task-*.log") if "attempt 1" in path.read_text()]
     assert len(ended) == 3
+
+
+@pytest.mark.slow
+def test_the_reference_as_a_role_changes_no_figure_of_a_run(tmp_path: Path) -> None:
+    """Two runs of the quickstart with a KL penalty, whose reference is the trainer's own, and then a role."""
+    settings = ["algorithm.steps=4", "algorithm.kl.coefficient=0.05", "evaluation.every=4"]
+    figures = []
+    for name, more in (("own", []), ("role", ["reference={}"])):
+        folder = tmp_path / name
+        finish(start("quickstart.yaml", folder, [*settings, *more]), within_s=280)
+        assert audit_ledgers(folder / "ledger").ok
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        figures.append([line[figure] for line in lines for figure in ("loss", "grad_norm", "kl")])
+    assert figures[1] == pytest.approx(figures[0], rel=1e-5)
+    assert figures[0][-1] > 1e-4, "the policy has left the reference"

@@ -45,11 +45,7 @@ class FunctionProcess:
 
     def load(self, timeout: float) -> None:
         """Wait until the function is loaded. Raises ManifestError where it cannot be, and what ``call`` raises."""
-        try:
-            answer = self._receive(timeout, what="the function to load")
-        except DeadlineExceeded:
-            self.kill()
-            raise
+        answer = self._receive(timeout, what="the function took longer to load than")
         if isinstance(answer, RowFailure):
             self.kill()
             raise ManifestError(
@@ -62,14 +58,14 @@ class FunctionProcess:
     def call(self, rows: list[TaskRow], config: Mapping[str, Any], timeout: float) -> object:
         """Return what the function returned, or a RowFailure where it raised.
 
-        Raises DeadlineExceeded, PeerLost where the process has ended; it can not be used after either.
+        Raises DeadlineExceeded, PeerLost where the process has ended. After either it has been killed.
         """
         try:
             self._pipe.send((rows, dict(config)))
         except (OSError, ValueError) as error:
-            self.usable = False
+            self.kill()
             raise PeerLost(f"the process of the function has ended: {error}") from error
-        return self._receive(timeout, what="the function")
+        return self._receive(timeout, what="the function took longer than")
 
     def kill(self) -> None:
         """End the process at once, if it still runs."""
@@ -80,13 +76,12 @@ class FunctionProcess:
 
     def _receive(self, timeout: float, *, what: str) -> object:
         try:
-            if not self._pipe.poll(timeout):
-                self.usable = False
-                raise DeadlineExceeded(f"waited {timeout:g} s for {what}")
-            return self._pipe.recv()
+            if self._pipe.poll(timeout):
+                return self._pipe.recv()
+            self.kill()
+            raise DeadlineExceeded(f"{what} {timeout:g} s")
         except (EOFError, OSError) as error:
-            self.usable = False
-            self._process.join(timeout=_END_S)
+            self.kill()
             how = f"exit status {self._process.exitcode}"
             raise PeerLost(f"the process of the function has ended ({how})") from error
 

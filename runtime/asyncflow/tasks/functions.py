@@ -73,8 +73,8 @@ class TaskFunction:
             self._awaited = await asyncio.to_thread(load_function, self._function, workdir=self._workdir)
             return
         self._free.put_nowait(first)
-        for _ in range(self._parallel - 1):
-            self._free.put_nowait(await self._add())
+        for process in await asyncio.gather(*(self._add() for _ in range(self._parallel - 1))):
+            self._free.put_nowait(process)
 
     async def close(self) -> None:
         """Kill all processes."""
@@ -117,15 +117,12 @@ class TaskFunction:
         try:
             if not process.usable:
                 self._alive.discard(process)
-                process.kill()
                 process = await self._add()
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._threads, process.call, rows, self._config, self._timeout_s)
-        except DeadlineExceeded:
-            process.kill()
-            return RowFailure("timeout", f"the function took longer than {self._timeout_s:g} s")
+        except DeadlineExceeded as error:
+            return RowFailure("timeout", str(error))
         except PeerLost as error:
-            process.kill()
             return RowFailure("died", str(error))
         except asyncio.CancelledError:
             process.kill()
