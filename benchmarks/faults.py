@@ -138,7 +138,7 @@ def count_errors(job: RLJob, folder: Path) -> list[str]:
 
 
 def task_errors(job: RLJob, folder: Path) -> list[str]:
-    """Say which tasks have not done each trained row exactly once, by the ledger: of the rows put since its snapshot."""
+    """Say which tasks have not done each trained row exactly once, by the ledger; of rows put since its snapshot."""
     done: dict[str, Counter[int]] = {task.name: Counter() for task in graph_of(job.spec).of(TRAIN) if task.place}
     task_of: dict[int, str] = {}
     put: set[int] = set()
