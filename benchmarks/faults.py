@@ -4,10 +4,12 @@
     python benchmarks/faults.py examples/quickstart.yaml --kills 5 --seed 1 --eval-at-least 0.85
     python benchmarks/faults.py examples/quickstart-vllm.yaml --kills 6 --roles engine rollout trainer --pause 5 15
     python benchmarks/faults.py examples/counting.yaml --kills 100 --roles drain rollout scale --set evaluation=null
+    python benchmarks/faults.py benchmarks/tasks.yaml --kills 50 --roles task reference rollout storage trainer
 
 The victims are drawn from a seeded generator, every role in turn before any comes again. The witnesses are the audit of
 the ledger, the run's own summary, and, with the counting trainer, the weights in the last checkpoint themselves. Where
 only rollouts are disturbed and nothing is evaluated, every token that they made is accounted for (``token_account``).
+Of a job with tasks of its own the ledger must say that each did each trained row exactly once.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +32,13 @@ from numpy.typing import NDArray
 from run_lines import lines
 from token_account import Account, Killed, ask, kept, made_in_order
 
+from asyncflow.api.graph import graph_of
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load_job
+from asyncflow.api.names import kind_of_role
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.queue.ledger.audit import Auditor, audit_ledger
+from asyncflow.queue.ledger.events import Completed, Leased, RowsPut, SlotDecided
 from asyncflow.queue.ledger.log import read_ledger
 
 ENGINE = "engine"
@@ -79,7 +85,8 @@ def kill_one(folder: Path, role: str, dice: random.Random, killed: list[Killed])
 
     killed: gets what a rollout had made when it was killed.
     """
-    alive = [entry for entry in processes(folder) if entry["role"] == (ROLLOUT if role in AS_ROLLOUT else role)]
+    kind = ROLLOUT if role in AS_ROLLOUT else role
+    alive = [entry for entry in processes(folder) if kind_of_role(str(entry["role"])) == kind]
     if not alive:
         return None
     victim = dice.choice(alive)
@@ -127,6 +134,31 @@ def count_errors(job: RLJob, folder: Path) -> list[str]:
     samples = job.spec.algorithm.steps * job.spec.algorithm.prompts_per_step * job.spec.algorithm.group_size
     if job.spec.algorithm.filter_zero_variance == "keep" and not (counts[:samples] == 1).all():
         found.append(f"{np.count_nonzero(counts[:samples] != 1)} of {samples} samples are not counted once")
+    return found
+
+
+def task_errors(job: RLJob, folder: Path) -> list[str]:
+    """Say which tasks have not done each trained row exactly once, by the ledger; of rows put since its snapshot."""
+    done: dict[str, Counter[int]] = {task.name: Counter() for task in graph_of(job.spec).of(TRAIN) if task.place}
+    task_of: dict[int, str] = {}
+    put: set[int] = set()
+    slotted: set[int] = set()
+    for event in read_ledger(folder / "ledger"):
+        if isinstance(event, RowsPut):
+            put.update(event.rows)
+        elif isinstance(event, Leased) and event.partition == TRAIN:
+            task_of[event.lease] = event.task
+        elif isinstance(event, Completed) and task_of.get(event.lease) in done:
+            done[task_of[event.lease]].update(event.rows)
+        elif isinstance(event, SlotDecided):
+            slotted.update(row for rank in event.ranks for row in rank)
+    found = []
+    slotted &= put
+    for name, counts in done.items():
+        twice, never = [row for row, count in counts.items() if count > 1], [row for row in slotted if not counts[row]]
+        found += [f"task {name} did row {row} {counts[row]} times" for row in twice[:8]]
+        found += [f"task {name} never did row {row}, which was trained" for row in never[:8]]
+        print(f"task {name}: {len(slotted)} rows trained, done {sum(counts[row] for row in slotted)} times")
     return found
 
 
@@ -183,6 +215,7 @@ def main() -> int:
         problems.append(f"only {len(kills)} of {options.kills} kills were done before the run ended")
     if job.spec.trainer.backend.name == "counting":
         problems += count_errors(job, options.output)
+    problems += task_errors(job, options.output)
     accuracy = None
     if (options.output / "summary.json").exists():
         accuracy = json.loads((options.output / "summary.json").read_text())["eval_accuracy_last"]

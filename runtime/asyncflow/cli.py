@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import click
 
@@ -90,11 +90,12 @@ def validate(file: Path, overrides: tuple[str, ...]) -> None:
 @app.command()
 @_FILE
 @_overrides
-def plan(file: Path, overrides: tuple[str, ...]) -> None:
-    """Show the roles of a job and what flows between them."""
+@click.option("--svg", type=_DIRECTORY, help="Draw the flow of a training sample into this file instead.")
+def plan(file: Path, overrides: tuple[str, ...], svg: Path | None) -> None:
+    """Show the roles of a job and the tasks that they run."""
     from asyncflow.commands import inspect
 
-    inspect.plan(file, overrides)
+    inspect.plan(file, overrides, svg=svg)
 
 
 @app.command()
@@ -180,13 +181,14 @@ def role(name: str, *, insecure: bool, **options: Any) -> int:
     from asyncflow.process import die_with_parent
 
     die_with_parent()  # before anything else is imported
-    from asyncflow.api.names import INSECURE_ENV, RoleName
+    from asyncflow.api.names import INSECURE_ENV, ROLES, TASK, kind_of_role
     from asyncflow.plugins import importing
 
     if insecure:
         os.environ[INSECURE_ENV] = "1"
-    module = f"asyncflow.roles.{'stores' if name in ('holder', 'master') else name}"
-    if name not in get_args(RoleName) or find_spec(module) is None:
+    kind = kind_of_role(name)
+    module = f"asyncflow.roles.{'stores' if kind in ('holder', 'master') else kind}"
+    if kind not in (*ROLES, TASK) or find_spec(module) is None:
         raise NotYetError(f"there is no role {name!r}", where="asyncflow role", hint="See asyncflow plan FILE")
     with importing():
         from asyncflow.roles.context import RoleOptions

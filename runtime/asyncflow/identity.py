@@ -20,7 +20,7 @@ COUNTER_BITS = 32
 """Below these bits of a row id are the unit and its epoch."""
 _EPOCH_BITS = 19
 
-_PROCESS = re.compile(r"asyncflow://([A-Za-z0-9._-]{1,128})/([a-z]{1,32})/(0|[1-9][0-9]{0,8})")
+_PROCESS = re.compile(r"asyncflow://([A-Za-z0-9._-]{1,128})/([a-z]{1,16}(?:-[a-z][a-z0-9]{0,15})?)/(0|[1-9][0-9]{0,8})")
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,15 @@ def test_plan_shows_roles_and_flow(manifest, capsys):
     assert "D_1, D_2 by θ_0, D_k by θ_{k-2}" in out
 
 
+def test_plan_draws_the_flow(manifest, tmp_path, capsys):
+    drawing = tmp_path / "flow.svg"
+    assert cli.invoke(["plan", str(manifest), "--svg", str(drawing)]) == 0
+    assert drawing.read_text().startswith("<svg ")
+    assert "the flow of a training sample" in capsys.readouterr().out
+    assert cli.invoke(["plan", str(manifest), "--svg", str(tmp_path / "nowhere" / "flow.svg")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("override", "named"),
     [

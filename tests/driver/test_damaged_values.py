@@ -81,6 +81,7 @@ def started(folder: Path) -> tuple[RunProgress, DriverStatus, dict[str, Any]]:
         recent=None,
         desired_rollouts=None,
         rewards=rewards.state,
+        tasks={},
         prompts_skipped=0,
         step_progress=None,
         waiting_for="",

@@ -1,15 +1,27 @@
 """What heartbeats tell of instances: how far behind each is, and why."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncflow.api.graph import graph_of
+from asyncflow.api.load import load_job
+from asyncflow.api.status import TaskState
 from asyncflow.api.versions import LAG_BUCKETS
-from asyncflow.driver.instances import cause, histogram, versions_state
+from asyncflow.driver.instances import cause, histogram, task_states, versions_state
 from asyncflow.identity import Version
+from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.rpc.membership import Member
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+STATS: dict[str, Any] = (
+    {"parked": {}}
+    | dict.fromkeys(("live", "staged", "committed", "filtered", "dropped", "wanted", "bytes", "limit", "units"), 0)
+    | dict.fromkeys(("lease_expiries", "redeliveries", "fenced", "ledger_bytes"), 0)
+)
 
 
 def at(**steps: int) -> dict[str, Any]:
@@ -49,6 +61,32 @@ def test_of_many_instances_the_ten_furthest_are_named_and_all_are_counted() -> N
     assert seen.lag == (1,) * 15 + (6,)
     assert [each.id for each in seen.laggards] == ["follower-7-a", *(f"rollout-{step}-a" for step in range(1, 10))]
     assert (seen.seconds.publish, seen.seconds.swap, seen.seconds.transfer) == (0.25, 0.5, None)
+
+
+def test_a_task_is_what_its_processes_and_the_queue_tell_together() -> None:
+    tasks = "tasks=[{name: a, function: 'm:f', reads: [reward], writes: [{name: x}]}]"
+    graph = graph_of(load_job(EXAMPLE, [tasks, "reference={}", "algorithm.kl.coefficient=0.1"]).spec)
+    told = {"done": 4, "failed": {"raised": 2}, "first_failure": "raised: Traceback\nValueError: odd"}
+    heard = [
+        (Member(role="task-a", index=0, incarnation="task-a-0-x"), told),
+        (Member(role="task-a", index=1, incarnation="task-a-1-y"), {"done": 3, "failed": {"raised": 1, "died": 1}}),
+        (Member(role="rollout", index=0, incarnation="rollout-0-z"), {"done": 9}),
+    ]
+    stats = STATS | {"ready": {"train/a": 7, "eval/a": 1}, "leased": {"train/a": 2}}
+    states = task_states(graph, heard, QueueStats(**stats))
+    assert states == {
+        "a": TaskState(
+            role="task-a",
+            replicas=2,
+            ready=7,
+            leased=2,
+            done=7,
+            failed={"raised": 3, "died": 1},
+            first_failure="ValueError: odd",
+        ),
+        "reference": TaskState(role="reference"),
+    }
+    assert task_states(graph, [], None)["a"] == TaskState(role="task-a")
 
 
 @given(st.lists(st.integers(0, 1000), max_size=200))

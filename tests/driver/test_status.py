@@ -58,6 +58,7 @@ NOTHING = dict.fromkeys(("newest", "stats", "checkpoint", "best", "recent", "des
     "rollouts": (),
     "idle_share": {},
     "rewards": RewardState(),
+    "tasks": {},
     "prompts_skipped": 0,
     "waiting_for": "",
     "clock_ahead_s": 0.0,
@@ -89,6 +90,13 @@ def words(
 
 def test_missing_roles_are_named_first(tmp_path: Path) -> None:
     assert words(tmp_path, members={"controller": 1, "storage": 1}) == "1 storage, 1 trainer, 1 rollout"
+
+
+def test_processes_of_tasks_are_waited_for(tmp_path: Path) -> None:
+    tasks = "tasks=[{name: a, function: 'm:f', reads: [reward], writes: [{name: x}], replicas: 2}]"
+    spec = load_job(EXAMPLE, [tasks]).spec
+    there = {"controller": 1, "storage": 2, "trainer": 1, "rollout": 2, "task-a": 1}
+    assert words(tmp_path, spec=spec, members=there) == "1 task-a"
 
 
 def test_a_job_that_begins_without_rollouts_says_so(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import asyncflow
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 INTERFACES = {
+    "tasks.md": {"asyncflow.flow.selection"},
     "queue-backends.md": {"asyncflow.queue.storage.backend", "asyncflow.queue.storage.packed"},
     "weights.md": {"asyncflow.weights"},
     "algorithm.md": {"asyncflow.algorithms.base", "asyncflow.algorithms.losses"},

@@ -21,8 +21,10 @@ from asyncflow.telemetry.metrics import (
     ControllerMetrics,
     DriverMetrics,
     FollowerMetrics,
+    ReferenceMetrics,
     RolloutMetrics,
     StorageMetrics,
+    TaskMetrics,
     TrainerMetrics,
 )
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
@@ -48,7 +50,7 @@ def registries() -> Iterator[CollectorRegistry]:
         yield role.registry
     rollout, trainer = RolloutMetrics(), TrainerMetrics()
     rollout.watch_busy(BusyClock(), what="occupied")
-    for worker in (rollout, trainer):
+    for worker in (rollout, trainer, TaskMetrics(), ReferenceMetrics()):
         worker.watch_busy(BusyClock())
         yield worker.registry
     yield FollowerMetrics().registry

@@ -186,15 +186,15 @@ def test_which_version_generates(overrides: list[str], says: str) -> None:
     assert generated_by(job(*overrides).spec.schedule) == says
 
 
-def test_tables_are_rectangular_and_tell_the_roles_and_the_flow() -> None:
+def test_tables_are_rectangular_and_tell_the_roles_and_the_tasks() -> None:
     asked = job("rollout.maxReplicas=4", "trainer.replicas=2")
-    roles, flow, figures = tables(asked, plan(asked))
-    for table in (roles, flow, figures):
+    roles, tasks, figures = tables(asked, plan(asked))
+    for table in (roles, tasks, figures):
         assert {len(row) for row in table.rows} == {len(table.columns)}
     told = {row[0]: row[1] for row in roles.rows}
     assert told["rollout"] == "1 (1 to 4)"
     assert told["trainer"] == "2, one gang"
-    assert {row[0] for row in flow.rows} | {row[1] for row in flow.rows} == {"driver", "storage", "rollout", "trainer"}
+    assert [row[:2] for row in tasks.rows] == [("rollout", "rollout"), ("advantage", "driver"), ("train", "trainer")]
     assert ("optimizer steps", "3") in figures.rows
 
 

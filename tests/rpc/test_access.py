@@ -191,6 +191,20 @@ def test_a_viewer_changes_nothing():
     assert _allowed("viewer") == looks
 
 
+def test_a_process_of_a_task_works_on_its_own_rows_and_no_more():
+    access, caller = Access(), _caller("task-mark", 1)
+    access.check(caller, "queue.claim", Request(worker="task-mark-1-ab"))
+    access.check(caller, "unit.write", Request(lease="1f@task-mark-1"))
+    access.check(caller, "directory.register", Request(role="task-mark", index=1, incarnation="task-mark-1-ab"))
+    for other in ("task-other-1", "task-mark-0", "rollout-1", "task-1"):
+        with pytest.raises(Refused, match=rf"task-mark-1 may not call queue\.claim on behalf of {other}"):
+            access.check(caller, "queue.claim", Request(worker=f"{other}-ab"))
+    for method in ("weights.watch", "queue.slot", "queue.clear", "unit.put"):
+        with pytest.raises(Refused):
+            access.check(caller, method, Request())
+    assert ProcessIdentity.of(caller.uri) == caller
+
+
 def test_processes_of_a_store_are_members_and_no_more():
     assert _allowed("master") == _allowed("holder") == DIRECTORY
 

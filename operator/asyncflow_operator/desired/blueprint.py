@@ -24,6 +24,7 @@ from asyncflow.api.names import LABEL_QUEUE, QUEUE_ROLES, REWARD_CONTAINER, RPC_
 from asyncflow.api.placement import PROFILES, SchedulingSpec, TemplateSpec
 from asyncflow.api.queue import LEAVE_S, StoreSpec, TransferQueue
 from asyncflow.plan import plan
+from asyncflow.plan.job import working_roles
 from asyncflow.plan.queue import queue_role, queue_roles
 from asyncflow.plan.roles import Role
 from asyncflow_operator.desired.objects import Family
@@ -146,6 +147,7 @@ def job_blueprint(
     used = templates_of(job, name)
     grace_s = {"rollout": spec.rollout.drain_seconds + _DRAIN_MARGIN_S, "trainer": spec.limits.stop_seconds + _GRACE_S}
     grace_s["storage"] = LEAVE_S + _GRACE_S
+    grace_s |= {role: worker.drain_seconds + _DRAIN_MARGIN_S for role, worker in working_roles(spec).items()}
     return Blueprint(
         family=family,
         secrets=secrets,
@@ -164,7 +166,7 @@ def job_blueprint(
         scheduling=spec.scheduling,
         store=spec.transfer_queue.store if name == "storage" else None,
         reward=spec.reward if name == "rollout" and (not pinned or REWARD_CONTAINER in pinned) else None,
-        readers=("trainer", "rollout") if name == "storage" else (),
+        readers=("trainer", "rollout", *working_roles(spec)) if name == "storage" else (),
         granted=granted,
     )
 
@@ -202,6 +204,7 @@ def templates_of(job: RLJob, name: RoleName) -> tuple[TemplateSpec, ...]:
     """Return the user's templates for a role; the later wins."""
     spec = job.spec
     of_role = {"trainer": (spec.trainer.template,), "rollout": (spec.rollout.template,)}
+    of_role |= {role: (worker.template,) for role, worker in working_roles(spec).items()}
     return (spec.template, *of_role.get(name, ()))
 
 
@@ -234,6 +237,8 @@ def requested_by_job(job: RLJob, name: RoleName) -> dict[str, object]:
             "rewards": spec.reward.resources,
         },
     }
+    for role, worker in working_roles(spec).items():
+        of_role[role] = {"worker": worker.model_dump(mode="json", include=_SHAPE, exclude_defaults=True)}
     return _without_defaults(template=spec.template, scheduling=spec.scheduling, **of_role[name])
 
 

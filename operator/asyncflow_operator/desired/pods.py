@@ -29,8 +29,10 @@ from asyncflow.api.names import (
     REWARD_FILE,
     REWARD_SOCKET,
     RPC_PORT,
+    TASK,
     WORKDIR,
     instance,
+    kind_of_role,
     service,
 )
 from asyncflow.api.placement import PROFILES
@@ -44,6 +46,7 @@ _NOT_READY: Final = "node.kubernetes.io/not-ready"
 _UNREACHABLE: Final = "node.kubernetes.io/unreachable"
 _NODE: Final = "kubernetes.io/hostname"
 _NEAR_WEIGHT: Final = 10
+_HOLDS_LEASES: Final = ("rollout", "reference", TASK)
 USER: Final = 65532
 """User and group of the runtime images."""
 _EVERYWHERE: Final = f"tcp://0.0.0.0:{RPC_PORT}"
@@ -81,11 +84,12 @@ def make_placement(blueprint: Blueprint) -> Manifest:
 def lost_nodes(blueprint: Blueprint, tolerations: Sequence[object]) -> list[Manifest]:
     """Return the tolerations that say how long a pod stays on a node that is lost, which Kubernetes would make 300 s.
 
-    A rollout goes at once from a node that does not answer: others have its prompts as soon as its leases end.
+    A rollout, or a process of another task, goes at once from a node that does not answer: others have its rows as soon
+    as its leases end.
     tolerations: those that the pod has; what they say about such a node stays.
     """
     seconds = {_NOT_READY: blueprint.node_lost_s, _UNREACHABLE: blueprint.node_lost_s}
-    if blueprint.role.name == "rollout":
+    if kind_of_role(blueprint.role.name) in _HOLDS_LEASES:
         seconds[_UNREACHABLE] = 0
     said = {
         str(each.get("key") or "")

@@ -14,13 +14,13 @@ from typing import Final
 
 from asyncflow.api.durability import ClaimSpec
 from asyncflow.api.job import RLJob
-from asyncflow.api.names import CLAIMS_DIR, WORKDIR, RoleName, claim
+from asyncflow.api.names import CLAIMS_DIR, TASK, WORKDIR, RoleName, claim, kind_of_role
 from asyncflow.api.queue import QueueSpec, TransferQueue
 from asyncflow.plan.roles import Durable, Role
 from asyncflow_operator.desired.objects import Family, make_object, stamped
 from asyncflow_operator.observed import Manifest
 
-_READS_MODEL: Final[tuple[RoleName, ...]] = ("driver", "trainer", "rollout")
+_READS_MODEL: Final[tuple[RoleName, ...]] = ("driver", "trainer", "rollout", "reference", TASK)
 _MODEL_CLAIM: Final = "pvc://"
 
 
@@ -81,7 +81,7 @@ def job_mounts(job: RLJob, role: Role) -> tuple[Mounted, ...]:
         for volume in role.durable
         for mounted in _folder(volume, specs[volume], job.name, first=role.gang and not shared)
     )
-    return (*durable, *(_model(job.spec.model.source) if role.name in _READS_MODEL else ()))
+    return (*durable, *(_model(job.spec.model.source) if kind_of_role(role.name) in _READS_MODEL else ()))
 
 
 def queue_mounts(queue: TransferQueue, role: Role) -> tuple[Mounted, ...]:

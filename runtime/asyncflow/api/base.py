@@ -13,7 +13,7 @@ from it (pods, services, claims: at most 63 characters). A list holds one condit
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
@@ -57,6 +57,18 @@ class Rule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Flaw:
+    """Something that is wrong with an object as a whole and that no rule can say in fixed words.
+
+    place: keys as written in the manifest, from the object on; why: why that is wrong; fix: what would be right.
+    """
+
+    place: tuple[str | int, ...]
+    why: str
+    fix: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Frozen:
     """A field that keeps the value with which the object was created, enforced by a CEL transition rule.
 
@@ -91,7 +103,13 @@ class Spec(BaseModel):
         for rule in self.rules:
             if not rule.ok(self):
                 raise ValueError(f"{rule.reads[0]}: {rule.why}. {rule.fix}")
+        for flaw in self.flaws():
+            raise ValueError(f"{'.'.join(map(str, flaw.place))}: {flaw.why}. {flaw.fix}")
         return self
+
+    def flaws(self) -> Iterator[Flaw]:
+        """Yield what is wrong with the object as a whole, beyond its rules; the API server does not check it."""
+        return iter(())
 
 
 def keyed_by(key: str) -> dict[str, JsonValue]:

@@ -143,7 +143,6 @@ def _one_of(*values: str) -> Callable[[object], bool]:
 _PLANNED: Final[Mapping[str, tuple[tuple[str, Callable[[Any], bool], str], ...]]] = {
     "RLJob": (
         ("spec.algorithm.name", _one_of("ppo"), "an algorithm without a critic"),
-        ("spec.reference", bool, "nothing: the trainer computes the reference itself"),
         ("spec.critic", bool, "nothing"),
     ),
 }
@@ -186,6 +185,9 @@ def broken(model: Spec, *, at: Place = (), unknown: Sequence[Place] = ()) -> Ite
                 reason=rule.why,
                 fix=rule.fix,
             )
+    for flaw in model.flaws():
+        if not _touches((*at, *flaw.place), unknown):
+            yield Problem(place=(*at, *flaw.place), reason=flaw.why, fix=flaw.fix)
     for name, info in type(model).model_fields.items():
         value = getattr(model, name)
         place = (*at, info.alias or name)

@@ -6,13 +6,15 @@ run is refused here, by rules that the CRD repeats; what is only planned is list
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import ceil
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from asyncflow.api.base import API_VERSION, Frozen, ObjectMeta, Rule, Spec
+from asyncflow.api.base import API_VERSION, Flaw, Frozen, ObjectMeta, Rule, Spec, keyed_by
 from asyncflow.api.durability import ElasticitySpec, FailurePolicySpec, LimitsSpec, StorageSpec
+from asyncflow.api.graph import REF_LOGPROBS, flaws, graph_of
 from asyncflow.api.learning import (
     MOST_DETAILS,
     AlgorithmSpec,
@@ -26,12 +28,18 @@ from asyncflow.api.placement import AUTO, DriverSpec, SchedulingSpec, TemplateSp
 from asyncflow.api.queue import LEAST_BYTES, QueueSpec
 from asyncflow.api.schedule import AHEAD_CEL, LAG_CEL, STEPS_OUT_CEL, ScheduleSpec
 from asyncflow.api.status import JobStatus
+from asyncflow.api.tasks import ENTRY_BYTES, ReferenceSpec, UserTaskSpec
 from asyncflow.api.weights import JobWeightsSpec, PublishedDtype
 from asyncflow.api.workers import AuxiliarySpec, RolloutSpec, TrainerSpec
 
+_TASKS_CEL = (
+    "(has(self.tasks) ? self.tasks.map(t,"
+    " t.writes.map(w, has(w.most) ? w.most : self.sampling.maxTokens).sum()).sum() : 0)"
+)
 _ROW_CEL = (
-    "double(4 * self.sampling.maxPromptTokens + self.data.maxTaskBytes + 16 * self.sampling.maxTokens"
-    f" + {MOST_DETAILS + 8})"
+    "double(4 * self.sampling.maxPromptTokens + self.data.maxTaskBytes"
+    f" + (has(self.reference) ? 20 : 16) * self.sampling.maxTokens + {MOST_DETAILS + 8}"
+    f" + {ENTRY_BYTES} * {_TASKS_CEL})"
 )
 _EVAL_CEL = "(has(self.evaluation) ? self.evaluation.samples + (self.evaluation.greedy ? 1 : 0) : 0)"
 _PART_CEL = f"[{LEAST_BYTES}.0, {_ROW_CEL} * double([self.algorithm.groupSize, {_EVAL_CEL}].max())].max()"
@@ -56,10 +64,12 @@ class RLJobSpec(Spec):
     """The rollouts."""
     trainer: TrainerSpec = Field(default_factory=TrainerSpec)
     """The trainer."""
-    reference: AuxiliarySpec | None = None
-    """Reference models of their own. Absent: the trainer computes them."""
+    reference: ReferenceSpec | None = None
+    """The reference model as a role of its own. Absent: the trainer computes it."""
     critic: AuxiliarySpec | None = None
     """Value models, for algorithms that have one."""
+    tasks: Annotated[tuple[UserTaskSpec, ...], Field(max_length=5, json_schema_extra=keyed_by("name"))] = ()
+    """Tasks of the user's own: functions over finished responses, each in processes of its own."""
     driver: DriverSpec = Field(default_factory=DriverSpec)
     """Place of the driver."""
     template: TemplateSpec = Field(default_factory=TemplateSpec)
@@ -105,11 +115,15 @@ class RLJobSpec(Spec):
     def output_bytes(self) -> dict[str, int]:
         """Most bytes of each column that is written to a sample after its creation."""
         of_token = {"response_ids": 4, "logprobs": 4, "versions": 8}
-        return {name: size * self.sampling.max_tokens for name, size in of_token.items()} | {
-            "reward": 4,
-            "details": MOST_DETAILS,
-            "advantage": 4,
+        if self.reference is not None:
+            of_token[REF_LOGPROBS] = 4
+        of_task = {
+            column.name: ENTRY_BYTES * (column.most or self.sampling.max_tokens)
+            for task in self.tasks
+            for column in task.writes
         }
+        of_row = {name: size * self.sampling.max_tokens for name, size in of_token.items()}
+        return of_row | {"reward": 4, "details": MOST_DETAILS, "advantage": 4} | of_task
 
     @property
     def bytes_of_interval(self) -> int:
@@ -127,6 +141,10 @@ class RLJobSpec(Spec):
         samples = self.algorithm.prompts_per_step * self.algorithm.group_size
         steps = self.storage.checkpoints.every + self.schedule.ahead
         return ceil(row * samples * steps) + part * self.transfer_queue.storage_units
+
+    def flaws(self) -> Iterator[Flaw]:
+        """Yield what is wrong with the tasks of the job."""
+        return flaws(graph_of(self))
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -190,6 +208,8 @@ class RLJobSpec(Spec):
                 "algorithm.prompts_per_step",
                 "algorithm.group_size",
                 "evaluation",
+                "reference",
+                "tasks",
             ),
             ok=lambda job: (
                 job.transfer_queue.bytes_per_unit.bytes * job.transfer_queue.storage_units >= job.bytes_of_interval
@@ -202,7 +222,8 @@ class RLJobSpec(Spec):
             why="the units cannot hold the samples of one checkpoint interval, which stay until it commits",
             fix="Give storageUnits * bytesPerUnit >= row * promptsPerStep * groupSize * (checkpoints.every + ahead)"
             " + storageUnits * part, or checkpoint more often; row = 4 maxPromptTokens + maxTaskBytes + 16 maxTokens"
-            " + 8; ahead = 1 (quota, update sync), 2 (quota, delayed), else the less of maxStaleness + 1 and"
+            " + 8, with a reference 4 maxTokens more, and 8 for each entry that tasks write;"
+            " ahead = 1 (quota, update sync), 2 (quota, delayed), else the less of maxStaleness + 1 and"
             " (1 + stalenessThreshold) * syncEvery; part = the more of 1Mi and row * samples of a prompt",
         ),
         Rule(

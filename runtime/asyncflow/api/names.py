@@ -5,12 +5,15 @@ Invariant: a name is written down once, here; it is a pure function of job, role
 
 from __future__ import annotations
 
+import re
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final, TypeAlias
 
 from asyncflow.api.base import GROUP
 
-RoleName = Literal[
+RoleName: TypeAlias = str
+"""The name of a role: one of ``ROLES``, or that of a user's task (``task_role``)."""
+ROLES: Final[tuple[RoleName, ...]] = (
     "driver",
     "controller",
     "master",
@@ -22,7 +25,13 @@ RoleName = Literal[
     "reference",
     "reward",
     "critic",
-]
+)
+TASK: Final = "task"
+"""The kind of role that runs a user's task: each such task is a role ``task-NAME``."""
+TASK_NAME: Final = r"[a-z][a-z0-9]{0,15}"
+"""The form of the name of a user's task."""
+ROLE_NAME: Final = rf"(?:{'|'.join(ROLES)}|{TASK}-{TASK_NAME})"
+"""The form of a role's name."""
 QUEUE_ROLES: Final[tuple[RoleName, ...]] = ("controller", "master", "holder", "storage")
 """Roles that belong to a TransferQueue. ``holder`` holds the bytes of storage units that do not hold them themselves,
 ``master`` knows which holder has what."""
@@ -110,6 +119,16 @@ CONTAINER: Final = "asyncflow"
 """The container of a pod in which the role runs; a template that names it changes it."""
 REWARD_CONTAINER: Final = "rewards"
 """The container of a rollout's pod in which samples are scored: without any Secret."""
+
+
+def task_role(task: str) -> RoleName:
+    """Return the role that runs a user's task."""
+    return f"{TASK}-{task}"
+
+
+def kind_of_role(role: RoleName) -> str:
+    """Return what decides about a role's rights and its module: ``task`` for all users' tasks, else the role itself."""
+    return TASK if re.fullmatch(rf"{TASK}-{TASK_NAME}", role) else role
 
 
 def instance(job: str, role: RoleName, index: int) -> str:

@@ -76,13 +76,33 @@ class RolloutState(Wire):
     """Sequences in generation."""
 
 
+class TaskState(Wire):
+    """One task of training samples that is a role of its own."""
+
+    role: RoleKey = ""
+    """The role that runs it."""
+    replicas: Count = 0
+    """Processes of it that are there."""
+    ready: Count = 0
+    """Samples that it could take."""
+    leased: Count = 0
+    """Samples that it computes."""
+    done: Count = 0
+    """Samples that the processes which are there have done."""
+    failed: Annotated[dict[ShortWord, Count], Field(max_length=4)] = Field(default_factory=dict)
+    """Samples for which they have no result, by why: raised, invalid, timeout, died."""
+    first_failure: Annotated[str, StringConstraints(max_length=256)] = ""
+    """The last line of what is known of the first of them."""
+
+
 class RewardState(Wire):
     """The samples that were judged, evaluations included."""
 
     scored: Count = 0
     """Samples that got a reward."""
-    failed: Annotated[dict[ShortWord, Count], Field(max_length=16)] = Field(default_factory=dict)
-    """Samples that got none, by why: timeout, raised, invalid, out_of_range, died, incomplete."""
+    failed: Annotated[dict[ShortWord, Count], Field(max_length=64)] = Field(default_factory=dict)
+    """Samples that got none, by why: timeout, raised, invalid, out_of_range, died, incomplete; or that failed in a
+    task, ``NAME:`` before the why."""
     first_failure: Annotated[str, StringConstraints(max_length=2048)] = ""
     """Details of the first of them, a traceback where the function raised."""
 
@@ -232,6 +252,8 @@ class DriverStatus(Wire):
     """The rollouts."""
     rewards: RewardState = Field(default_factory=RewardState)
     """Samples judged so far, and why some have no reward."""
+    tasks: Annotated[dict[Name, TaskState], Field(max_length=8)] = Field(default_factory=dict)
+    """Tasks that are roles of their own, by name: the reference, and users' tasks."""
     checkpoint: CheckpointState | None = None
     """The newest checkpoint."""
     best: BestState | None = None

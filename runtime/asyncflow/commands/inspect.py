@@ -1,7 +1,7 @@
 """The commands that look and tell: validate, plan, audit, crds, and models as files.
 
-Invariant: none of them starts a process, but that ``validate`` has one load the reward function; only ``crds``, ``model
-import`` and ``model export`` write, and only where they are told to.
+Invariant: none of them starts a process, but that ``validate`` has one load the reward function; only ``crds``,
+``plan --svg``, ``model import`` and ``model export`` write, and only where they are told to.
 """
 
 from __future__ import annotations
@@ -39,20 +39,33 @@ def validate(file: Path, overrides: Sequence[str]) -> None:
     click.echo(f"{file}: {manifest.kind} {manifest.metadata.name} is valid")
 
 
-def plan(file: Path, overrides: Sequence[str]) -> None:
-    """Print the tables of a job's plan."""
+def plan(file: Path, overrides: Sequence[str], *, svg: Path | None = None) -> None:
+    """Print a job's plan: its tasks as a tree, and tables. svg: where to draw the flow of a training sample."""
+    from asyncflow.api.graph import EVAL, TRAIN
     from asyncflow.commands.preflight import runnable_job
     from asyncflow.local.placement import resolve
+    from asyncflow.plan import drawing
     from asyncflow.plan.describe import tables
     from asyncflow.plan.job import plan as make_plan
 
     job, notes = resolve(runnable_job(file, overrides))
     for note in notes:
         click.echo(f"note: {note}")
+    planned = make_plan(job)
+    if svg is not None:
+        try:
+            svg.write_text(drawing.svg(planned, TRAIN), encoding="utf-8")
+        except OSError as error:
+            raise ManifestError(f"cannot be written: {error.strerror}", where=str(svg)) from error
+        click.echo(f"{svg}: the flow of a training sample")
+        return
+    for partition in (TRAIN, EVAL) if job.spec.evaluation is not None else (TRAIN,):
+        click.echo("\n".join(drawing.text(planned, partition)))
+    click.echo()
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _WIDTH
-    for described in tables(job, make_plan(job)):
+    for described in tables(job, planned):
         table = Table(title=described.title, title_justify="left", title_style="bold", box=None, pad_edge=False)
         for column in described.columns:
             table.add_column(column, header_style="dim")

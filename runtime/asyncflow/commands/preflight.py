@@ -27,6 +27,7 @@ import msgspec
 
 from asyncflow.algorithms.base import ALGORITHMS, algorithm_of
 from asyncflow.api.check import Problem, refusal
+from asyncflow.api.graph import graph_of
 from asyncflow.api.job import RLJob, RLJobSpec
 from asyncflow.api.learning import FILE_SCHEMES, TrainDataSpec
 from asyncflow.api.load import Manifest, check_files, to_yaml
@@ -35,6 +36,7 @@ from asyncflow.api.names import FOLDER
 from asyncflow.data.prompter import Encoder, Prompter, survey
 from asyncflow.data.sources import open_held_out, open_training
 from asyncflow.errors import AsyncFlowError, ManifestError
+from asyncflow.flow.selection import selection_of
 from asyncflow.local.placement import DeviceRoom
 from asyncflow.plan.job import plan
 from asyncflow.plugins import NoOptions, installed, load_plugin, read_options
@@ -44,6 +46,7 @@ from asyncflow.rewards.process import RewardProcess, Scorer
 from asyncflow.rollout.engines.base import OPTIONS as ENGINE_OPTIONS
 from asyncflow.rollout.engines.base import RolloutEngine
 from asyncflow.rollout.engines.vllm.program import VllmOptions
+from asyncflow.tasks.loading import check_function
 from asyncflow.training.backend import OPTIONS as BACKEND_OPTIONS
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.settings import TorchOptions
@@ -85,6 +88,10 @@ def load(source: Path | str | RLJob, overrides: Sequence[str] = ()) -> Manifest:
     reward = manifest.spec.reward
     for part in reward.parts:
         check_reward(part.function, part.extractor, workdir=folder)
+    for index, task in enumerate(manifest.spec.tasks):
+        check_function(task.function, workdir=folder, where=f"spec.tasks[{index}].function")
+    for each in graph_of(manifest.spec).tasks:
+        selection_of(each.order, where=f"the order of the task {each.name}")
     return _anchored(manifest, folder)
 
 
@@ -246,7 +253,7 @@ def _check_devices(job: RLJob, findings: _Findings, *, elsewhere: bool) -> None:
 def _check_packages(spec: RLJobSpec, findings: _Findings, *, elsewhere: bool) -> None:
     """Check that the packages that read and compute models are installed. Raises ManifestError."""
     needed = ["tokenizers", "safetensors"]
-    if spec.rollout.engine.name in HEAVY or spec.trainer.backend.name in HEAVY:
+    if spec.reference is not None or {spec.rollout.engine.name, spec.trainer.backend.name} & HEAVY.keys():
         needed += ["torch", "transformers"]
     if spec.rollout.engine.name == "vllm" and find_spec("vllm") is None:
         hint = "make vllm installs the build for the CPU; for others see docs/guide/vllm.md"

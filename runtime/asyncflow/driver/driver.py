@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from asyncflow import clock
+from asyncflow.api.graph import graph_of
 from asyncflow.api.job import RLJob
 from asyncflow.api.status import DriverStatus, Phase, StepProgress
 from asyncflow.data.prompter import Prompter
@@ -167,6 +168,7 @@ class Driver:
         self.queue = queue
         self.metrics = metrics
         self.schedule = Schedule.of(spec)
+        self._graph = graph_of(spec)
         self.progress = RunProgress(folder, steps=spec.algorithm.steps, now=clock.now())
         self.assignment = PromptAssignment(prompts_per_step=spec.algorithm.prompts_per_step, steps=spec.algorithm.steps)
         self.weights = CatalogueService(server, catalogue=Catalogue(keep=spec.weight_sync.keep))
@@ -319,6 +321,7 @@ class Driver:
             recent=self.elastic.recent,
             desired_rollouts=self.elastic.desired,
             rewards=self.rewards.state,
+            tasks=self.members.tasks(self._graph, self._stats),
             prompts_skipped=self._dispatcher.skipped,
             step_progress=watched if watched and watched.step == self.progress.done + 1 else None,
             clock_ahead_s=clock.ahead(),

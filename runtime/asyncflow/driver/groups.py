@@ -58,7 +58,7 @@ class Totals(msgspec.Struct, frozen=True):
     """Counts that are kept over restarts of the driver; fields as in ``RewardTally``."""
 
     scored: _Kept
-    failed: Annotated[dict[Annotated[str, Meta(max_length=32)], _Kept], Meta(max_length=8)]
+    failed: Annotated[dict[Annotated[str, Meta(max_length=32)], _Kept], Meta(max_length=64)]
     first_failure: Annotated[str, Meta(max_length=_MOST_WORDS)]
 
 

@@ -1,4 +1,4 @@
-"""State of rollouts and followers by their heartbeats: the version of each, how far behind it is, and why. Pure.
+"""State of rollouts, followers and tasks by their heartbeats: the version of each, how far behind it is, and why. Pure.
 
 Invariant: what is returned of all of them together is bounded, however many there are; a cause is only what a heartbeat
 says, or that there was none.
@@ -12,11 +12,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
+from asyncflow.api.graph import TRAIN, JobGraph
 from asyncflow.api.names import FOLLOWER
-from asyncflow.api.status import RolloutState, Standing
+from asyncflow.api.status import RolloutState, Standing, TaskState
 from asyncflow.api.versions import LAG_BUCKETS, MOST_LAGGARDS, Laggard, PhaseSeconds, VersionsState
 from asyncflow.flow.instance import SwapAt
 from asyncflow.identity import Version
+from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.rpc.membership import Member, Status
 
 SILENT_S: Final = 2.5
@@ -46,6 +48,41 @@ def rollout_state(member: Member, status: Status, *, newest: int | None, lag: in
         version=version or 0,
         inflight=int(status.get("inflight", 0)),
     )
+
+
+def task_states(
+    graph: JobGraph, heard: Iterable[tuple[Member, Status]], stats: QueueStats | None
+) -> dict[str, TaskState]:
+    """Return the state of each task of training that is a role of its own, by name.
+
+    heard: all members and their last heartbeats; stats: of the queue, None before the first.
+    """
+    of_role: dict[str, list[Status]] = {}
+    for member, status in heard:
+        of_role.setdefault(member.role, []).append(status)
+    states: dict[str, TaskState] = {}
+    for task in graph.of(TRAIN):
+        if not task.place:
+            continue
+        told, key = of_role.get(task.role, []), f"{TRAIN}/{task.name}"
+        failed: Counter[str] = Counter()
+        for status in told:
+            failed.update({str(why): int(count) for why, count in dict(status.get("failed", {})).items()})
+        states[task.name] = TaskState(
+            role=task.role,
+            replicas=len(told),
+            ready=stats.ready.get(key, 0) if stats is not None else 0,
+            leased=stats.leased.get(key, 0) if stats is not None else 0,
+            done=sum(int(status.get("done", 0)) for status in told),
+            failed=dict(failed),
+            first_failure=next(filter(None, map(_last_line, told)), ""),
+        )
+    return states
+
+
+def _last_line(status: Status) -> str:
+    """Return the last line of what a process of a task says of its first failure."""
+    return str(status.get("first_failure", "")).strip().rpartition("\n")[2][:256]
 
 
 def versions_state(heard: Sequence[Heard], *, nbytes: int | None, newest: int | None, swap_at: SwapAt) -> VersionsState:

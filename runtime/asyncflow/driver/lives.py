@@ -18,11 +18,11 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Annotated, Any, Final, get_args
+from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
-from asyncflow.api.names import RoleName
+from asyncflow.api.names import ROLE_NAME
 from asyncflow.api.status import RecentFigures
 from asyncflow.driver.journal import Count, Moment, Seconds
 
@@ -31,7 +31,6 @@ LAP_S: Final = 5.0
 LAPS: Final = 3
 """Laps that the elastic policy looks at."""
 _LEAST_S: Final = 1e-6
-_ROLE: Final = f"^({'|'.join(get_args(RoleName))})$"
 
 
 @dataclass(kw_only=True)
@@ -42,7 +41,7 @@ class Life:
     had something to do, waiting for weights or rewards included.
     """
 
-    role: Annotated[str, Meta(pattern=_ROLE)]
+    role: Annotated[str, Meta(pattern=f"^{ROLE_NAME}$")]
     started: Moment
     seen: Moment
     busy_s: Seconds | None = None

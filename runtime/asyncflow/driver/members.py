@@ -1,9 +1,9 @@
 """The members of the job as the driver sees them: who is there, how busy they are, and what is wanted of them.
 
-Invariant: directives are levels, so a member that missed one heartbeat misses nothing; a rollout that is gone loses its
-leases at once, and what it had produced until then stays counted, by the next driver too; a member is known to have
-lived, and to have worked, up to its last heartbeat and no further. Followers are told what all are told, and nothing
-waits for one of them.
+Invariant: directives are levels, so a member that missed one heartbeat misses nothing; a rollout, or a process of
+another task, that is gone loses its leases at once, and what it had produced until then stays counted, by the next
+driver too; a member is known to have lived, and to have worked, up to its last heartbeat and no further. Followers are
+told what all are told, and nothing waits for one of them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from pathlib import Path
 
 import msgspec
 
+from asyncflow.api.graph import JobGraph
 from asyncflow.api.names import FOLLOWER
-from asyncflow.api.status import RolloutState
+from asyncflow.api.status import RolloutState, TaskState
 from asyncflow.api.versions import VersionsState
-from asyncflow.driver.instances import rollout_state, versions_state
+from asyncflow.driver.instances import rollout_state, task_states, versions_state
 from asyncflow.driver.journal import StateFile
 from asyncflow.driver.lives import Life, Lives
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, StaleHandle
 from asyncflow.flow.instance import SwapAt
 from asyncflow.queue.client import QueueClient
+from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.rpc.directory import Directory
 from asyncflow.rpc.membership import AGE, Best, Directives, Member, Status
 from asyncflow.weights.service import CatalogueService
@@ -35,6 +37,7 @@ log = logging.getLogger(__name__)
 EXPIRE_S = 10.0
 LAST = (frozenset(("controller", "storage")), frozenset(("holder", "master")))
 """Roles that are dismissed last, because the others hand back to them, and those that they in turn rely on."""
+_WITHOUT_LEASES = frozenset(("trainer", "controller", "storage", "holder", "master", FOLLOWER))
 HEARTBEAT_POLL_S = 0.05
 
 
@@ -125,6 +128,12 @@ class Members:
             rollout_state(member, self._directory.status(member.incarnation), newest=newest, lag=lag)
             for member in self._directory.members("rollout")
         ]
+
+    def tasks(self, graph: JobGraph, stats: QueueStats | None) -> dict[str, TaskState]:
+        """Return the state of each task that is a role of its own; stats: of the queue."""
+        directory = self._directory
+        heard = [(member, directory.status(member.incarnation)) for member in directory.members()]
+        return task_states(graph, heard, stats)
 
     @property
     def _own(self) -> list[Member]:
@@ -222,7 +231,7 @@ class Members:
         self._somebody_left.set()
         self._weights.leave(member.incarnation)
         self._drained.discard(member.incarnation)
-        if member.role == "rollout" and not self._stopping:
+        if member.role not in _WITHOUT_LEASES and not self._stopping:
             expiring = asyncio.get_running_loop().create_task(self._expire(member), name=f"expire {member}")
             self._expiring.add(expiring)
             expiring.add_done_callback(self._expiring.discard)

@@ -27,10 +27,12 @@ from asyncflow.api.status import (
     SetState,
     Staleness,
     StepProgress,
+    TaskState,
 )
 from asyncflow.api.versions import VersionsState
 from asyncflow.driver.evaluation import SetResult
 from asyncflow.driver.progress import RunProgress
+from asyncflow.plan.job import working_roles
 from asyncflow.plan.queue import holders
 from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.rpc.membership import Best
@@ -57,6 +59,7 @@ def build_status(
     recent: RecentFigures | None,
     desired_rollouts: int | None,
     rewards: RewardState,
+    tasks: Mapping[str, TaskState],
     prompts_skipped: int,
     step_progress: StepProgress | None,
     waiting_for: str,
@@ -98,6 +101,7 @@ def build_status(
         desired_rollouts=desired_rollouts,
         idle_share=dict(idle_share),
         rewards=rewards,
+        tasks=dict(tasks),
         prompts_skipped=prompts_skipped,
         rollouts=tuple(rollouts),
         checkpoint=(
@@ -131,6 +135,7 @@ def waiting_for(
         "storage": spec.transfer_queue.storage_units,
         "trainer": spec.trainer.ranks,
         "rollout": max(1, spec.rollout.min_replicas),
+        **{role: worker.replicas for role, worker in working_roles(spec).items()},
     }
     missing = {role: count - members.get(role, 0) for role, count in expected.items() if members.get(role, 0) < count}
     if missing:

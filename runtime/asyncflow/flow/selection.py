@@ -1,19 +1,101 @@
-"""Assignment of a slot's rows to ranks: ``balance`` deals samples or groups to them.
+"""Which rows come first: the selection of a task, by name, and the assignment of a slot's rows to ranks (``balance``).
 
-Invariant: the same items give the same choice whatever happened before.
+Free-running replicas of a task share its rows best when long ones come first (``longest``): what comes last evens out
+what is there, as in ``balance``. A package adds a selection as an entry point of the group ``asyncflow.selections``.
+
+Invariant: the same items give the same choice whatever happened before; no selection owns a clock or keeps a state.
 """
 
 from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from asyncflow.plugins import load_plugin
 
 _SWAPS = 4
 """Most swaps for each rank after LPT; hardly ever as many."""
 
 _CLOSE = 200
 """Ranks are even when they differ by less than this part of the heaviest."""
+
+
+class Candidate(NamedTuple):
+    """A row, or a whole group, that is ready for a task.
+
+    step: the optimizer step that it belongs to; serial: of its prompt; sample: its number in the group, 0 for a group;
+    version: step of the oldest version that made a token of it; tokens: of prompt and response, of a group all
+    together.
+    """
+
+    step: int
+    serial: int
+    sample: int
+    version: int
+    tokens: int
+
+
+class Selection(ABC):
+    """The order in which a task takes what is ready."""
+
+    @abstractmethod
+    def rank(self, candidate: Candidate) -> tuple[int, ...]:
+        """Return the place of a candidate: smaller ones come first, equal ones as they became ready.
+
+        All ranks have the same number of entries. Called once for each candidate, in the controller: it must be quick,
+        and a function of its argument alone.
+        """
+
+
+class Fifo(Selection):
+    """Oldest step first."""
+
+    def rank(self, candidate: Candidate) -> tuple[int, ...]:
+        """Return the step."""
+        return (candidate.step,)
+
+
+class ByKey(Selection):
+    """In the order of the data."""
+
+    def rank(self, candidate: Candidate) -> tuple[int, ...]:
+        """Return serial and sample."""
+        return (candidate.serial, candidate.sample)
+
+
+class OldestVersion(Selection):
+    """Samples of the oldest weights first, so that none becomes too stale behind newer ones."""
+
+    def rank(self, candidate: Candidate) -> tuple[int, ...]:
+        """Return version and step."""
+        return (candidate.version, candidate.step)
+
+
+class LongestFirst(Selection):
+    """Most tokens first, within the oldest step: longest-processing-time scheduling (Graham, 1969)."""
+
+    def rank(self, candidate: Candidate) -> tuple[int, ...]:
+        """Return the step, and the tokens downwards."""
+        return (candidate.step, -candidate.tokens)
+
+
+SELECTIONS: Final = "asyncflow.selections"
+"""Entry points of further selections."""
+_KNOWN: Final[Mapping[str, type[Selection]]] = {
+    "fifo": Fifo,
+    "key": ByKey,
+    "oldest": OldestVersion,
+    "longest": LongestFirst,
+}
+
+
+def selection_of(name: str, *, where: str) -> Selection:
+    """Return the selection of that name. Raises ManifestError, which names ``where``, where there is none."""
+    kind: type[Selection] = _KNOWN.get(name) or load_plugin(SELECTIONS, name, kind=Selection, where=where)
+    return kind()
 
 
 def balance(weights: Sequence[int], *, ranks: int, budget: int, before: Sequence[int] = ()) -> list[list[list[int]]]:

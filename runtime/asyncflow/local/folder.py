@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self, TextIO, get_args
+from typing import Any, Self, TextIO
 
 import msgspec
 
@@ -36,7 +36,7 @@ from asyncflow.api.base import Spec
 from asyncflow.api.check import MISSING, Problem, place_of, refusal, shown
 from asyncflow.api.document import Place
 from asyncflow.api.job import RLJob
-from asyncflow.api.names import RoleName
+from asyncflow.api.names import ROLE_NAME
 from asyncflow.driver.journal import ASIDE, EVENTS, FILES, METRICS, SUMMARY
 from asyncflow.durable import write_whole
 from asyncflow.errors import ManifestError
@@ -71,7 +71,7 @@ _SUPERVISORS = (
     "reaper.log",
 )
 """Files that the supervisor makes in ``run``."""
-_LOG = re.compile(rf"(supervisor|({'|'.join(get_args(RoleName))})-\d+)\.log")
+_LOG = re.compile(rf"(supervisor|{ROLE_NAME}-\d+)\.log")
 _EVALUATION = b"evaluation"
 
 

@@ -17,16 +17,20 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import takewhile
+from operator import getitem
 from pathlib import Path
 
 from asyncflow.api.check import inspect, refusal
-from asyncflow.api.job import RLJob
+from asyncflow.api.document import Place
+from asyncflow.api.job import RLJob, RLJobSpec
 from asyncflow.api.names import TLS_ENV, TOKEN_FILE_ENV
 from asyncflow.api.placement import AUTO, PROFILES, Profile
-from asyncflow.api.workers import ON_CPU
+from asyncflow.api.tasks import WorkerSpec
+from asyncflow.api.workers import ON_CPU, RolloutSpec, TrainerSpec
 from asyncflow.errors import AsyncFlowError, ManifestError
 from asyncflow.local.folder import RunFolder
 from asyncflow.local.issuer import Issuer
@@ -136,14 +140,11 @@ def resolve(job: RLJob, *, find: Callable[[Profile], Sequence[str]] = devices_of
     against a rule.
     """
     data, notes = job.model_dump(mode="json", by_alias=True, exclude_none=True), []
-    for name, worker, plugin in (
-        ("trainer", job.spec.trainer, job.spec.trainer.backend.name),
-        ("rollout", job.spec.rollout, job.spec.rollout.engine.name),
-    ):
+    for place, worker, plugin in _computing(job.spec):
         if worker.accelerator.profile != AUTO:
             continue
         asked = worker.accelerator.count
-        usual = job.spec.trainer.local_ranks if name == "trainer" else 1
+        usual = job.spec.trainer.local_ranks if place == ("trainer",) else 1
         profile = _found(asked or usual, find)
         count = asked or usual if profile is not None else asked
         if plugin in ON_CPU and not asked:
@@ -152,12 +153,23 @@ def resolve(job: RLJob, *, find: Callable[[Profile], Sequence[str]] = devices_of
             why = f"{PROFILES[profile].title} devices of this machine: {len(find(PROFILES[profile]))}"
         else:
             profile, why = "nvidia" if asked else "cpu", "this machine has no device"
-        data["spec"][name]["accelerator"] |= {"profile": profile, "count": count}
-        notes.append(f"spec.{name}.accelerator: auto is {{profile: {profile}, count: {count}}}: {why}")
+        reduce(getitem, place, data["spec"])["accelerator"] |= {"profile": profile, "count": count}
+        notes.append(
+            f"spec.{'.'.join(map(str, place))}.accelerator: auto is {{profile: {profile}, count: {count}}}: {why}"
+        )
     built, problems = inspect(RLJob, data)
     if built is None or problems:
         raise refusal(problems, source=job.name)
     return built, notes
+
+
+def _computing(spec: RLJobSpec) -> Iterator[tuple[Place, TrainerSpec | RolloutSpec | WorkerSpec, str]]:
+    """Yield what may have devices: its place in the spec, what it asks for, and its plug-in, "" for none."""
+    yield ("trainer",), spec.trainer, spec.trainer.backend.name
+    yield ("rollout",), spec.rollout, spec.rollout.engine.name
+    if spec.reference is not None:
+        yield ("reference",), spec.reference, ""
+    yield from ((("tasks", index), task, "") for index, task in enumerate(spec.tasks))
 
 
 def _found(count: int, find: Callable[[Profile], Sequence[str]]) -> str | None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncflow.api.graph import TRAIN, Task
 from asyncflow.api.job import RLJob
-from asyncflow.plan.job import generated_by
+from asyncflow.plan.job import begins, generated_by, swapped
 from asyncflow.plan.roles import JobPlan, Resources, Role
 
 ABSENT = "–"
@@ -26,7 +27,7 @@ class TextTable:
 
 
 def tables(job: RLJob, plan: JobPlan) -> tuple[TextTable, ...]:
-    """Return the roles, the data flow and the figures of a job."""
+    """Return the roles, the tasks of training and the figures of a job."""
     return (
         TextTable(
             title="Roles",
@@ -34,9 +35,9 @@ def tables(job: RLJob, plan: JobPlan) -> tuple[TextTable, ...]:
             rows=tuple(_role(role) for role in plan.roles),
         ),
         TextTable(
-            title="Flow",
-            columns=("from", "to", "what", "when"),
-            rows=tuple((edge.source, edge.target, edge.what, edge.when) for edge in plan.edges),
+            title="Tasks",
+            columns=("task", "run by", "reads", "writes", "takes", "when"),
+            rows=tuple(_task(job, task) for task in plan.graph.of(TRAIN)),
         ),
         TextTable(title="Figures", columns=("what", "how much"), rows=_figures(job)),
     )
@@ -50,6 +51,17 @@ def _role(role: Role) -> tuple[str, ...]:
         processes += ", one gang"
     restarts = f"{role.restart.max_restarts} in {role.restart.window_s:g} s"
     return role.name, processes, _each(role.resources), restarts, ", ".join(role.after) or "-"
+
+
+def _task(job: RLJob, task: Task) -> tuple[str, ...]:
+    reads, writes = ", ".join(task.reads), ", ".join(task.writes) or ABSENT
+    return task.name, task.role, reads, writes, taken_by(task), begins(job.spec, task)
+
+
+def taken_by(task: Task) -> str:
+    """Return in words what a task takes at once, and in which order."""
+    whole = "equal slots of all ranks" if task.gang else "groups" if task.groups else "rows"
+    return whole + {"fifo": "", "key": ", by key"}.get(task.order, f", {task.order} first")
 
 
 def _each(resources: Resources) -> str:
@@ -69,7 +81,7 @@ def _figures(job: RLJob) -> tuple[tuple[str, str], ...]:
     return (
         ("optimizer steps", f"{algorithm.steps}"),
         ("samples of a step", f"{algorithm.prompts_per_step} prompts x {algorithm.group_size}"),
-        ("weights", generated_by(spec.schedule)),
+        ("weights", f"{generated_by(spec.schedule)}; pulled {swapped(spec.schedule)}"),
         ("staleness", f"at most {spec.schedule.max_staleness}"),
         ("samples of a checkpoint interval", f"at most {size(spec.bytes_of_interval)} of {size(held)}"),
         ("checkpoints", f"every {spec.storage.checkpoints.every} steps, {spec.storage.checkpoints.keep} kept"),

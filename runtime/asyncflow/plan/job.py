@@ -1,8 +1,8 @@
-"""``plan(job)``: which roles a job has, and what flows between them.
+"""``plan(job)``: which roles a job has, and which tasks they run.
 
 Invariants: a pure function of the job, the same on every substrate; roles stand in the order in which they start, each
-after those it waits for. There is no list of endpoints in a plan: a role is told the driver's address and dials in. Of
-the flow only what the schedule fixes is said; the policies that do it are ``asyncflow.flow``.
+after those it waits for. There is no list of endpoints in a plan: a role is told the driver's address and dials in. The
+flow of samples is that of ``asyncflow.api.graph``; the policies that make it are ``asyncflow.flow``.
 """
 
 from __future__ import annotations
@@ -10,24 +10,28 @@ from __future__ import annotations
 from typing import Any
 
 from asyncflow.api.durability import RestartSpec
+from asyncflow.api.graph import REFERENCE, TRAIN, Task, graph_of
 from asyncflow.api.job import RLJob, RLJobSpec
-from asyncflow.api.names import CONTROL_PORT, RoleName
+from asyncflow.api.names import CONTROL_PORT, RoleName, task_role
 from asyncflow.api.placement import PROFILES, AcceleratorSpec, ResourcesSpec, TemplateSpec
 from asyncflow.api.schedule import ScheduleSpec
+from asyncflow.api.tasks import WorkerSpec
 from asyncflow.api.workers import RolloutSpec, TrainerSpec
 from asyncflow.plan.queue import holding_roles, serving_role, unit_after, unit_bytes
-from asyncflow.plan.roles import Edge, JobPlan, Port, Resources, Role
+from asyncflow.plan.roles import JobPlan, Port, Resources, Role
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _CPU_ONLY = AcceleratorSpec()
 
 
 def plan(job: RLJob) -> JobPlan:
-    """Return the roles of ``job`` and the flow between them."""
+    """Return the roles of ``job`` and its tasks."""
     spec = job.spec
     holding = holding_roles(spec.transfer_queue, "driver", lambda *given: _holding(spec, *given))
-    roles = (_driver(spec), _controller(spec), *holding, _storage(spec), _trainer(spec), _rollout(spec))
-    return JobPlan(job=job.name, roles=roles, edges=edges(spec))
+    serving = (_driver(spec), _controller(spec), *holding, _storage(spec), _trainer(spec))
+    beside = [_working(spec, name, worker) for name, worker in working_roles(spec).items()]
+    roles = (*serving, *beside, _rollout(spec))
+    return JobPlan(job=job.name, roles=roles, graph=graph_of(spec))
 
 
 def _driver(spec: RLJobSpec) -> Role:
@@ -87,13 +91,31 @@ def _rollout(spec: RLJobSpec) -> Role:
     )
 
 
+def working_roles(spec: RLJobSpec) -> dict[RoleName, WorkerSpec]:
+    """Return the roles that a manifest adds: the reference model, and one for each of the user's tasks."""
+    reference = {} if spec.reference is None else {REFERENCE: spec.reference}
+    return reference | {task_role(task.name): task for task in spec.tasks}
+
+
+def _working(spec: RLJobSpec, name: RoleName, worker: WorkerSpec) -> Role:
+    return _role(
+        spec,
+        name,
+        worker.replicas,
+        spec.failure_policy.rollout,
+        worker=worker,
+        resources=_resources(worker.resources, threads=worker.threads, accelerator=worker.accelerator),
+        after=("controller", "storage"),
+    )
+
+
 def _role(
     spec: RLJobSpec,
     name: RoleName,
     replicas: int,
     restart: RestartSpec,
     *,
-    worker: TrainerSpec | RolloutSpec | None = None,
+    worker: TrainerSpec | RolloutSpec | WorkerSpec | None = None,
     **more: Any,
 ) -> Role:
     """Return a role of the job. worker: its specification, where it computes; more: see ``serving_role``."""
@@ -134,20 +156,6 @@ _SWAPS = {
 }
 
 
-def edges(spec: RLJobSpec) -> tuple[Edge, ...]:
-    """Return the data flow in the order in which a sample meets it."""
-    schedule = spec.schedule
-    judged = f"responses, log-probs, versions, reward ({', '.join(part.function for part in spec.reward.parts)})"
-    return (
-        Edge(source="driver", target="storage", what="prompts", when=f"{spec.algorithm.prompts_per_step} a step"),
-        Edge(source="storage", target="rollout", what="prompts, leased", when=generated_by(schedule)),
-        Edge(source="rollout", target="storage", what=judged, when="as each sample is finished"),
-        Edge(source="driver", target="storage", what="advantages", when="as each group is finished"),
-        Edge(source="storage", target="trainer", what="groups, in equal slots for all ranks", when=_trained(schedule)),
-        Edge(source="trainer", target="rollout", what="weights, pulled", when=_swapped(schedule)),
-    )
-
-
 def generated_by(schedule: ScheduleSpec) -> str:
     """Return in words which version generates D_k."""
     if schedule.update == "sync" and schedule.swap_at == "quota":
@@ -157,10 +165,16 @@ def generated_by(schedule: ScheduleSpec) -> str:
     return f"D_k by θ_{{k-{1 + schedule.max_staleness}}} or newer"
 
 
-def _trained(schedule: ScheduleSpec) -> str:
-    return "when D_k is complete" if schedule.whole_steps else "as groups are finished"
+def begins(spec: RLJobSpec, task: Task) -> str:
+    """Return in words when a task takes its rows."""
+    if task.name == "rollout":
+        return generated_by(spec.schedule) if task.partition == TRAIN else "as versions are to be evaluated"
+    if task.gang:
+        return "when D_k is complete" if spec.schedule.whole_steps else "as groups are finished"
+    return "as each group is finished" if task.groups else "as each sample is finished"
 
 
-def _swapped(schedule: ScheduleSpec) -> str:
+def swapped(schedule: ScheduleSpec) -> str:
+    """Return in words when rollouts get new weights."""
     often = "every step" if schedule.sync_every == 1 else f"every {schedule.sync_every} steps"
     return f"{often}; a rollout swaps {_SWAPS[schedule.swap_at]}"

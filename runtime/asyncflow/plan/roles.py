@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, Literal
 
+from asyncflow.api.graph import JobGraph
 from asyncflow.api.names import RoleName
 
 REFUSED: Final = 2
@@ -151,22 +152,12 @@ class Role:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Edge:
-    """Something that flows: from one role to another, what, and when."""
-
-    source: RoleName
-    target: RoleName
-    what: str
-    when: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class JobPlan:
-    """The roles of a job in the order in which they start, and what flows between them."""
+    """The roles of a job in the order in which they start, and the tasks that they run."""
 
     job: str
     roles: tuple[Role, ...]
-    edges: tuple[Edge, ...]
+    graph: JobGraph
 
     def role(self, name: RoleName) -> Role:
         """Return a role by name. Raises KeyError where the job has none of it."""

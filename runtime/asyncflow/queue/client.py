@@ -253,12 +253,7 @@ class QueueClient:
         return {name: column.take([places[row] for row in asked]) for name, column in joined.items()}
 
     async def complete(
-        self,
-        rows: Sequence[LeasedRow],
-        columns: Mapping[str, Jagged],
-        *,
-        tags: Tags | None = None,
-        timeout: float,
+        self, rows: Sequence[LeasedRow], columns: Mapping[str, Jagged], *, tags: Tags | None = None, timeout: float
     ) -> list[bool]:
         """Write the outputs of leased rows, which acknowledges them; tags are merged into the rows' own.
 
@@ -267,12 +262,7 @@ class QueueClient:
         return await self._write(rows, [row.lease for row in rows], columns, tags=tags, timeout=timeout)
 
     async def give_back(
-        self,
-        rows: Sequence[LeasedRow],
-        *,
-        reason: str,
-        columns: Mapping[str, Jagged] | None = None,
-        timeout: float,
+        self, rows: Sequence[LeasedRow], *, reason: str, columns: Mapping[str, Jagged] | None = None, timeout: float
     ) -> list[bool]:
         """Return leased rows, ready with attempt + 1. columns: what there is so far, kept for the next holder."""
         reason = reason or "given back"

@@ -109,14 +109,7 @@ class Peers:
         self._sent: set[asyncio.Task[None]] = set()
 
     async def call(
-        self,
-        peer: Peer,
-        method: str,
-        request: Struct,
-        reply: type[T],
-        *,
-        timeout: float,
-        frames: Sequence[Buffer] = (),
+        self, peer: Peer, method: str, request: Struct, reply: type[T], *, timeout: float, frames: Sequence[Buffer] = ()
     ) -> tuple[T, list[memoryview]]:
         """Make one call, and return the reply and its frames; see ``RpcClient.call_frames`` for the errors."""
         if (connection := self._connections.get(peer)) is None:

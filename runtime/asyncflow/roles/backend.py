@@ -80,6 +80,7 @@ def backend_settings(spec: RLJobSpec, *, host: str, local_rank: int = 0) -> Back
         local_rank=local_rank,
         host=host,
         deterministic=spec.schedule.deterministic,
+        reference_given=spec.reference is not None,
         options=backend.options,
     )
 

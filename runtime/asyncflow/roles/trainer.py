@@ -28,6 +28,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
+from asyncflow.api.graph import trained_columns
 from asyncflow.api.placement import PROFILES
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.flow.schedule import Schedule
@@ -226,6 +227,7 @@ def _settings(context: JobContext) -> TrainerSettings:
         published=spec.published_dtype if spec.trainer.lora is None else "float32",
         checkpoint_every=spec.storage.checkpoints.every,
         checkpoint_evaluated=spec.storage.checkpoints.keep_best is not None,
+        extra_columns=trained_columns(spec),
         leave_s=spec.limits.stop_seconds / 4,
     )
 

@@ -15,19 +15,20 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-from asyncflow.api.names import CLIENT, FOLLOWER, OPERATOR, VIEWER
+from asyncflow.api.names import CLIENT, FOLLOWER, OPERATOR, TASK, VIEWER, kind_of_role
 from asyncflow.errors import Refused
 from asyncflow.identity import ProcessIdentity
 
 _PEOPLE: Final = (CLIENT, OPERATOR, VIEWER)
-_QUEUE: Final = ("driver", "controller", "storage", "trainer", "rollout", *_PEOPLE)
+_WORKERS: Final = ("driver", "rollout", "reference", TASK)
+_QUEUE: Final = (*_WORKERS, "controller", "storage", "trainer", *_PEOPLE)
 _ALL: Final = (*_QUEUE, "master", "holder", FOLLOWER)
 _SHARED: Final = (_PEOPLE, (FOLLOWER,))
 _WEIGHTS: Final = ("weights.fetch", "weights.place", "weights.pair", "weights.send")
 HELD_BY: Final = "@"
 """Between the id of a lease and the process that holds it, in the name of a lease: ``1f@rollout-3``."""
-_WORKER = re.compile(r"([a-z]+)-(0|[1-9][0-9]{0,18})-.+", re.DOTALL)
-_HOLDER = re.compile(r"([a-z]+)-(0|[1-9][0-9]{0,18})")
+_PROCESS = r"([a-z]+(?:-[a-z][a-z0-9]*)?)-(0|[1-9][0-9]{0,18})"
+_WORKER, _HOLDER = re.compile(rf"{_PROCESS}-.+", re.DOTALL), re.compile(_PROCESS)
 
 Place: TypeAlias = tuple[str, int]
 """A role and an index."""
@@ -86,9 +87,9 @@ def _may(named: Named, *roles: str) -> dict[str, Named]:
 
 
 def _table() -> dict[str, dict[str, Named]]:
-    claims = _may(_own("worker"), "driver", "rollout") | _may(_nobody, CLIENT)
-    leases = _may(_own("leases"), "driver", "rollout") | _may(_nobody, CLIENT)
-    lease = _may(_own("lease"), "driver", "rollout") | _may(_nobody, CLIENT)
+    claims = _may(_own("worker"), *_WORKERS) | _may(_nobody, CLIENT)
+    leases = _may(_own("leases"), *_WORKERS) | _may(_nobody, CLIENT)
+    lease = _may(_own("lease"), *_WORKERS) | _may(_nobody, CLIENT)
     looks = _may(_nobody, *_QUEUE)
     directs = _may(_nobody, "driver", CLIENT)
     trains = _may(_nobody, "trainer", CLIENT)
@@ -159,7 +160,7 @@ def _table() -> dict[str, dict[str, Named]]:
         "replicas.admit": _may(_own("unit"), "storage"),
         "unit.put": directs,
         "unit.write": lease,
-        "unit.fetch": _may(_nobody, "driver", "rollout", "trainer", "storage", *_PEOPLE),
+        "unit.fetch": _may(_nobody, *_WORKERS, "trainer", "storage", *_PEOPLE),
         "unit.take": _may(_nobody, "storage"),
     }
 
@@ -184,7 +185,7 @@ class Access:
 
     def check(self, caller: ProcessIdentity, method: str, request: Any) -> None:
         """Raise Refused where ``caller`` may not make that call of a method of the table."""
-        named = self.table[method].get(caller.role)
+        named = self.table[method].get(kind_of_role(caller.role))
         if named is None:
             may = ", ".join(sorted(self.table[method]))
             raise Refused(f"{caller} may not call {method}", hint=f"The certificate of this role does: {may}")

@@ -336,6 +336,27 @@ class RolloutMetrics(LoadingMetrics):
         self.rewards_failed = self.counter("rewards_failed", "samples that got no reward", "failure")
 
 
+class WorkerMetrics(RoleMetrics):
+    """One process of a task that is a role of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = self.counter("rows", "rows by what became of them", "outcome")
+        self.batch_seconds = self.histogram("batch_seconds", "time to compute one batch of rows")
+
+
+class TaskMetrics(WorkerMetrics):
+    """One process of a user's task."""
+
+    role = "task"
+
+
+class ReferenceMetrics(WorkerMetrics):
+    """One process of the reference model."""
+
+    role = "reference"
+
+
 class TrainerMetrics(RoleMetrics):
     """One trainer rank."""
 

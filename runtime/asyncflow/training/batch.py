@@ -7,12 +7,13 @@ they do not is refused and names the sample.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncflow.api.graph import REF_LOGPROBS
 from asyncflow.errors import ProtocolError
 from asyncflow.identity import SampleKey
 from asyncflow.rpc.columns import Jagged
@@ -24,7 +25,8 @@ LOSS_MASK = "loss_mask"
 """Optional column: bool for each response token, False where the policy did not choose it (an observation)."""
 
 
-_JAGGED = ("prompts", "responses", "logprobs", "versions", LOSS_MASK, "old", "token_advantages")
+_JAGGED = ("prompts", "responses", "logprobs", "versions", LOSS_MASK, "old", "reference", "token_advantages")
+_KNOWN = (*COLUMNS, LOSS_MASK, REF_LOGPROBS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,8 @@ class MicroBatch:
     ``loss_mask`` may be None: then every response token counts. rewards [n] are only reported. old: the log-probs that
     a back end computed before the updates of a step, None where it did not. token_advantages: of each response token,
     where the algorithm gives each its own; then ``advantages`` are the shaped rewards that they were made of.
+    reference: the log-probs of θ_0, where a role of their own computed them, else None. extra: columns that users'
+    tasks wrote, by name.
     """
 
     keys: Sequence[SampleKey]
@@ -46,6 +50,8 @@ class MicroBatch:
     rewards: NDArray[np.float32] | None = None
     old: Jagged | None = None
     token_advantages: Jagged | None = None
+    reference: Jagged | None = None
+    extra: Mapping[str, Jagged] = field(default_factory=dict)
 
     @classmethod
     def empty(cls) -> MicroBatch:
@@ -67,7 +73,7 @@ class MicroBatch:
         Raises ProtocolError where the columns disagree, or a reward is not finite.
         """
         responses = columns["response_ids"]
-        expected = {"logprobs": responses, "versions": responses, LOSS_MASK: responses}
+        expected = dict.fromkeys(("logprobs", "versions", LOSS_MASK, REF_LOGPROBS), responses)
         for name, column in columns.items():
             if len(column) != len(keys):
                 raise ProtocolError(f"column {name} has {len(column)} rows for {len(keys)} samples", where="trainer")
@@ -95,6 +101,8 @@ class MicroBatch:
             advantages=np.asarray(columns["advantage"].values, dtype=np.float32),
             loss_mask=columns.get(LOSS_MASK),
             rewards=rewards,
+            reference=columns.get(REF_LOGPROBS),
+            extra={name: column for name, column in columns.items() if name not in _KNOWN},
         )
 
     @classmethod
@@ -115,6 +123,9 @@ class MicroBatch:
             advantages=np.concatenate([batch.advantages for batch in some]),
             rewards=None if some[0].rewards is None else np.concatenate([batch.rewards for batch in some]),
             **{name: column(name) for name in _JAGGED},
+            extra={
+                name: Jagged.gather([(batch.extra[name], 0, len(batch)) for batch in some]) for name in some[0].extra
+            },
         )
         return whole.take(sorted(range(len(whole)), key=whole.keys.__getitem__))
 
@@ -186,4 +197,6 @@ class MicroBatch:
             rewards=None if self.rewards is None else self.rewards[list(indices)],
             old=None if self.old is None else self.old.take(indices),
             token_advantages=None if self.token_advantages is None else self.token_advantages.take(indices),
+            reference=None if self.reference is None else self.reference.take(indices),
+            extra={name: column.take(indices) for name, column in self.extra.items()},
         )

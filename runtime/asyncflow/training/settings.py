@@ -64,7 +64,8 @@ class BackendSettings:
     the library's choice; group_size: samples of one prompt; device: torch's name of the kind of device; local_rank:
     which of the devices that this process sees is its own; share: part of its memory that this rank may use; host: the
     address at which other ranks reach this one; deterministic: the same bits again on an accelerator too, which costs
-    speed (the CPU gives them always); options: the backend's own.
+    speed (the CPU gives them always); reference_given: whether batches bring the reference's log-probs, so that no
+    reference model is held here; options: the backend's own.
     """
 
     optimizer: OptimizerSettings
@@ -84,6 +85,7 @@ class BackendSettings:
     share: float = 1.0
     host: str = "127.0.0.1"
     deterministic: bool = False
+    reference_given: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -94,7 +96,7 @@ class BackendSettings:
     @property
     def needs_initial_weights(self) -> bool:
         """True where θ_0 is read at every start, also beside a checkpoint: as the reference, or under adapters."""
-        return self.loss.references or self.lora is not None
+        return (self.loss.references and not self.reference_given) or self.lora is not None
 
 
 # Beside the backend it could not be checked without importing torch.
@@ -121,8 +123,8 @@ class TrainerSettings:
     synchronous loop); epochs, mini_batches: passes over D_k, and optimizer updates of each; published: what weights are
     rounded to when they are published; checkpoint_every: steps between checkpoints, 0 = the last one only;
     checkpoint_evaluated: whether versions that are evaluated have one too; extra_columns: fetched beside the usual ones
-    (``loss_mask``); patience_s: how long the queue or the driver may be away; leave_s: how long the ledger may take to
-    be on disk once the trainer is leaving.
+    (``loss_mask``, what other tasks wrote); patience_s: how long the queue or the driver may be away; leave_s: how long
+    the ledger may take to be on disk once the trainer is leaving.
     """
 
     schedule: Schedule

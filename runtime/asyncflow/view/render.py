@@ -108,6 +108,10 @@ def progress_lines(before: DriverStatus, now: DriverStatus, *, ending: bool = Fa
         lines.append("prompts are skipped: they are too long (promptsSkipped of /v1/status counts them)")
     if now.rewards.failed and not before.rewards.failed:
         lines.append(f"a sample has no reward: {now.rewards.first_failure}")
+    for name, task in now.tasks.items():
+        known = before.tasks.get(name)
+        if task.failed and not (known is not None and known.failed):
+            lines.append(f"task {name} has failed for a sample: {task.first_failure}")
     if now.waiting_for and not ending and _FIGURE.sub("", now.waiting_for) != _FIGURE.sub("", before.waiting_for):
         lines.append(f"waiting for {now.waiting_for}")
     return lines

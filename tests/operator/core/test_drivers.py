@@ -23,6 +23,7 @@ from asyncflow.api.status import (
     SetState,
     Staleness,
     StepProgress,
+    TaskState,
 )
 from asyncflow.api.versions import LAG_BUCKETS, MOST_LAGGARDS, Laggard, PhaseSeconds, VersionsState
 from asyncflow.plan.certificates import period_of
@@ -274,7 +275,17 @@ def largest(rollouts: int) -> DriverStatus:
     late = Laggard(id="r" * 128, version=LARGEST, lag=LARGEST, cause="\x00" * 128)
     longest, line = -1.2345678901234567e-300, "\x00" * 1024
     depth = QueueDepth(ready=LARGEST, leased=LARGEST, staged=LARGEST, bytes=LARGEST, limit=LARGEST)
-    failed = {f"{number:02}" + "\x00" * 30: LARGEST for number in range(16)}
+    failed = {f"{number:02}" + "\x00" * 30: LARGEST for number in range(64)}
+    four = dict(list(failed.items())[:4])
+    task = TaskState(
+        role="\x00" * 64,
+        replicas=LARGEST,
+        ready=LARGEST,
+        leased=LARGEST,
+        done=LARGEST,
+        failed=four,
+        first_failure="\x00" * 256,
+    )
     rewards = RewardState(scored=LARGEST, failed=failed, first_failure="\x00" * 2048)
     counts = dict.fromkeys(("step", "samples", "generated", "filtered", "trained", "running", "publishing"), LARGEST)
     progress = StepProgress(**counts, tokens_per_second=-longest, saving=False)
@@ -315,6 +326,7 @@ def largest(rollouts: int) -> DriverStatus:
         checkpoint=CheckpointState(step=LARGEST, at="\x00" * 35),
         prompts_skipped=LARGEST,
         rewards=rewards,
+        tasks={f"{number:02}" + "n" * 61: task for number in range(8)},
         step_progress=progress,
         waiting_for=line,
         desired_rollouts=LARGEST,

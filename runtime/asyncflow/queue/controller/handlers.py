@@ -17,13 +17,7 @@ from msgspec.structs import astuple
 from asyncflow.queue.controller.parking import Soon
 from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.protocol import calls
-from asyncflow.queue.protocol.messages import (
-    AuditReport,
-    PartitionSnapshot,
-    PartitionView,
-    PeekedRows,
-    Progress,
-)
+from asyncflow.queue.protocol.messages import AuditReport, PartitionSnapshot, PartitionView, PeekedRows, Progress
 from asyncflow.queue.protocol.unit_calls import NewCells
 from asyncflow.queue.table.partition import PartitionState
 from asyncflow.queue.table.report import consumed, has_columns, peek, produced, snapshot, view

@@ -76,7 +76,7 @@ class TaskSpec(Struct, frozen=True, kw_only=True):
     """One consumer of a partition.
 
     needs: columns that make a row ready; writes: columns that every completion must bring; groups: whole groups only;
-    order: "fifo" (oldest step, then as they became ready) or "key" (by serial and sample; for a gang: whole steps);
+    order: a selection (``flow.selection``), "fifo" or another; of a gang "fifo" or "key", which is for whole steps;
     kind: "lease", or "gang" for the trainer's ranks (its steps have whole groups, with ``groups`` its slots and ranks
     too); shared_tokens: of a gang: the rows of a group have their ``RowMeta.tokens`` in common, which count once where
     they are together, so they are kept together as far as a slot's budget allows; lease_s: seconds until a lease ends;
@@ -88,7 +88,7 @@ class TaskSpec(Struct, frozen=True, kw_only=True):
     needs: list[str]
     writes: list[str] = field(default_factory=list)
     groups: bool = False
-    order: Literal["fifo", "key"] = "fifo"
+    order: str = "fifo"
     kind: Literal["lease", "gang"] = "lease"
     shared_tokens: bool = False
     lease_s: float = 60.0

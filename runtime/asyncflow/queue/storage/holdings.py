@@ -53,10 +53,7 @@ class Blob:
         self.lease = lease
         self.controller = controller_of(lease)
         self.outputs = outputs or {}
-        self.cells = Cells(
-            dtypes={name: column.form for name, column in columns.items()},
-            sizes=self.sizes,
-        )
+        self.cells = Cells(dtypes={name: column.form for name, column in columns.items()}, sizes=self.sizes)
 
 
 @dataclass(slots=True, eq=False)

@@ -83,13 +83,7 @@ class StorageUnit:
         name = f"storage unit {index}"
         self._backend = backend or MemoryBackend()
         budget = ByteBudget(limit_bytes, where=name)
-        self.holdings = Holdings(
-            backend=self._backend,
-            budget=budget,
-            where=name,
-            lost=self._lost,
-            most=max_message,
-        )
+        self.holdings = Holdings(backend=self._backend, budget=budget, where=name, lost=self._lost, most=max_message)
         self._controller = RpcClient(name=name, resolve=controller, credentials=credentials, expects=("controller",))
         self._session = UnitSession(
             unit=index,

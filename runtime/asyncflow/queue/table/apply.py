@@ -21,17 +21,7 @@ from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.messages import FILTERED, StepTotals
 from asyncflow.queue.table.partition import Decision, PartitionState, Serials, Step
 from asyncflow.queue.table.ready import TaskQueue
-from asyncflow.queue.table.state import (
-    IDLE,
-    STATES,
-    Finished,
-    Lease,
-    LeaseTable,
-    Row,
-    RowGroup,
-    RowState,
-    TaskWork,
-)
+from asyncflow.queue.table.state import IDLE, STATES, Finished, Lease, LeaseTable, Row, RowGroup, RowState, TaskWork
 
 Apply: TypeAlias = Callable[["QueueState", Any], None]
 """The function of one type of event."""

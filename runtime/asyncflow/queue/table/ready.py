@@ -15,6 +15,7 @@ from itertools import groupby
 
 from asyncflow.flow.ready import ReadyIndex
 from asyncflow.flow.schedule import VersionWindow
+from asyncflow.flow.selection import Candidate, selection_of
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.table.state import IDLE, Row, RowGroup, RowState
 
@@ -30,6 +31,7 @@ class TaskQueue:
         self.index: ReadyIndex[Row | RowGroup] = ReadyIndex()
         self.by_group = spec.groups or spec.kind == "gang"
         self.needs = frozenset(spec.needs)
+        self._selection = selection_of(spec.order, where=f"task {spec.name}")
         self.leased = 0
         self.busy = 0
 
@@ -65,16 +67,21 @@ class TaskQueue:
                 self.refresh(group)
             return
         ready = [row for row in rows if self.has_ready(row) and row not in self.index]
-        for (window, order), alike in groupby(ready, lambda row: self._place(row.group, row.sample)):
+        for (window, order), alike in groupby(ready, lambda row: self._place(row.group, row)):
             self.index.extend(list(alike), window=window, order=order)
 
     def taken(self, rows: Sequence[Row]) -> None:
         """Note that ``rows`` are not ready any more: they are held or gone, and with them their groups' readiness."""
         self.index.discard_all({row.group for row in rows} if self.by_group else rows)
 
-    def _place(self, group: RowGroup, sample: int = 0) -> tuple[VersionWindow, tuple[int, ...]]:
+    def _place(self, group: RowGroup, row: Row | None = None) -> tuple[VersionWindow, tuple[int, ...]]:
         window = VersionWindow(group.step, group.step) if self.spec.kind == "gang" else group.window
-        return window, (group.serial, sample) if self.spec.order == "key" else (group.step,)
+        if self.spec.order == "fifo":
+            return window, (group.step,)
+        rows, sample = (group.rows, 0) if row is None else ([row], row.sample)
+        version = min([int(each.tags.get("version_min", window.oldest)) for each in rows])
+        tokens = sum([each.weight for each in rows])
+        return window, self._selection.rank(Candidate(group.step, group.serial, sample, version, tokens))
 
     def _is_over(self, row: Row) -> bool:
         """Tell whether nothing more happens to ``row`` here: it is done or final."""

@@ -121,7 +121,8 @@ class TorchBackend(TrainerBackend):
         self._ranks.meet()
         seen = np.array([checkpoint is not None])
         resumed = bool(self.group.gather(seen, what="who sees the checkpoint")[0, 0])
-        lora, compared = self.settings.lora, self.settings.loss.references
+        lora = self.settings.lora
+        compared = self.settings.loss.references and not self.settings.reference_given
         self._policy = self._open(folder, first=not resumed or lora is not None, lora=lora)
         self._model = self._policy.model
         self._reference: Callable[..., tuple[Tensor, Tensor | None]] | None = None
@@ -232,8 +233,9 @@ class TorchBackend(TrainerBackend):
         if not loss.algorithm.whole_step:
             return batch
         penalty = np.zeros(len(batch.responses.values))
-        if loss.penalised and self._reference is not None:
-            kl = divergences(batch, self._evaluated(batch, self._referred), loss)
+        if loss.penalised and (batch.reference is not None or self._reference is not None):
+            reference = self._evaluated(batch, self._referred) if batch.reference is None else batch.reference
+            kl = divergences(batch, reference, loss)
             self._figures.count([("penalty_tokens", float(batch.loss_lengths().sum())), ("penalty", float(kl.sum()))])
             penalty = self._loss.kl * kl
         return credited(batch, penalty, loss, group=self.group)
@@ -410,7 +412,9 @@ class TorchBackend(TrainerBackend):
         weight = self._tensor(weights[samples] * counted)
         behaviour = self._tensor(batch.logprobs.values[entries])
         reference = None
-        if self._reference is not None and loss.compares:
+        if batch.reference is not None and loss.compares:
+            reference = on_device(batch.reference.values[entries], self._device)
+        elif self._reference is not None and loss.compares:
             with torch.no_grad():
                 reference, _ = self._reference(pack, entropy=False)
         logprobs, entropy = self._policy(pack, entropy=loss.entropy != 0)

@@ -1,0 +1,246 @@
+"""The flow of a job as data: each task, what it reads and writes, how rows are selected for it, and which role runs it.
+
+    train:  prompt_ids, task ─> rollout ─> response, reward ─> [users' tasks] ─> advantage ─> train
+                                                    └────────> [reference] ────────────────> train
+    eval:   prompt_ids, task ─> rollout ─> response, reward ─> score
+
+Everything else derives from it: the tasks that the queue's controller declares (``asyncflow.driver.tasks``), the edges
+and the drawing of ``asyncflow plan``, and what ``validate`` refuses. A user's task stands between rollout and
+advantage, because there its failures are decided about with those of rewards; the reference stands beside it.
+
+Invariant: a pure function of the manifest. In a graph without ``flaws`` each column has one writer, every column that
+is read is written, the tasks have an order in which each reads what those before it wrote, and each has a process to
+run it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from asyncflow.api.base import Flaw
+from asyncflow.api.names import RoleName, task_role
+
+if TYPE_CHECKING:
+    from asyncflow.api.job import RLJobSpec
+
+TRAIN: Final = "train"
+EVAL: Final = "eval"
+"""The partitions of a job."""
+REFERENCE: Final = "reference"
+"""The task of the reference model, and its role."""
+REF_LOGPROBS: Final = "ref_logprobs"
+"""Column of the reference's log-probs: one for each response token."""
+PROMPT: Final = ("prompt_ids", "task")
+RESPONSE: Final = ("response_ids", "logprobs", "versions", "reward")
+DRIVER_LEASE_S: Final = 10.0
+"""The driver decides at once: a longer lease would only delay the next driver."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One task of one partition.
+
+    reads: columns that make a row ready for it; writes: columns that it adds; role, replicas: what runs it, and how
+    many processes; gang: whether all ranks of the trainer take the rows together; groups: whole groups only; order:
+    which rows come first (``asyncflow.flow.selection``); shared_tokens: see ``TaskSpec`` of the queue; lease_s: seconds
+    until a lease ends; place: of the field of the job's spec that describes it, () for what every job has.
+    """
+
+    partition: str
+    name: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...] = ()
+    role: RoleName
+    replicas: int
+    gang: bool = False
+    groups: bool = False
+    order: str = "fifo"
+    shared_tokens: bool = False
+    lease_s: float = DRIVER_LEASE_S
+    place: tuple[str | int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobGraph:
+    """The tasks of a job. sources: the columns with which the driver creates rows, by partition."""
+
+    sources: Mapping[str, tuple[str, ...]]
+    tasks: tuple[Task, ...]
+
+    def of(self, partition: str) -> tuple[Task, ...]:
+        """Return the tasks of a partition."""
+        return tuple(task for task in self.tasks if task.partition == partition)
+
+    def writer(self, partition: str, column: str) -> Task | None:
+        """Return the task that writes a column; None for what the driver creates, or where nobody does."""
+        return next((task for task in self.of(partition) if column in task.writes), None)
+
+    def before(self, task: Task) -> tuple[Task, ...]:
+        """Return the tasks whose columns ``task`` reads, each once."""
+        found = (self.writer(task.partition, column) for column in task.reads)
+        return tuple(dict.fromkeys(one for one in found if one is not None))
+
+    def layers(self, partition: str) -> list[list[Task]]:
+        """Return the tasks in layers, each of which reads only what those before it wrote; without those in a cycle."""
+        left, layers, done = list(self.of(partition)), [], set[str]()
+        while layer := [task for task in left if all(one.name in done for one in self.before(task))]:
+            layers.append(layer)
+            done |= {task.name for task in layer}
+            left = [task for task in left if task not in layer]
+        return layers
+
+
+def graph_of(spec: RLJobSpec) -> JobGraph:
+    """Return the flow that a manifest describes, sound or not."""
+    own = [_users(spec, index) for index in range(len(spec.tasks))]
+    written = tuple(column for task in own for column in task.writes)
+    reference = spec.reference
+    extra = (REF_LOGPROBS,) if reference is not None else ()
+    rollouts = max(1, spec.rollout.max_replicas)
+    rollout = Task(
+        partition=TRAIN,
+        name="rollout",
+        reads=PROMPT,
+        writes=RESPONSE,
+        role="rollout",
+        replicas=rollouts,
+        groups=True,
+        lease_s=spec.rollout.lease_seconds,
+    )
+    tasks = [rollout, *own]
+    if reference is not None:
+        tasks.append(
+            Task(
+                partition=TRAIN,
+                name=REFERENCE,
+                reads=("prompt_ids", "response_ids"),
+                writes=(REF_LOGPROBS,),
+                role=REFERENCE,
+                replicas=reference.replicas,
+                order=reference.order,
+                lease_s=reference.lease_seconds,
+                place=("reference",),
+            )
+        )
+    tasks += [
+        Task(
+            partition=TRAIN,
+            name="advantage",
+            reads=("reward", *written),
+            writes=("advantage",),
+            role="driver",
+            replicas=1,
+            groups=True,
+        ),
+        Task(
+            partition=TRAIN,
+            name="train",
+            reads=("prompt_ids", *RESPONSE, *extra, *written, "advantage"),
+            role="trainer",
+            replicas=spec.trainer.replicas,
+            gang=True,
+            order="key" if spec.schedule.whole_steps else "fifo",
+            shared_tokens=spec.trainer.backend.packing == "shared-prompt",
+        ),
+        Task(
+            partition=EVAL,
+            name="rollout",
+            reads=PROMPT,
+            writes=RESPONSE,
+            role="rollout",
+            replicas=rollouts,
+            groups=True,
+            lease_s=spec.rollout.lease_seconds,
+        ),
+        Task(partition=EVAL, name="score", reads=("reward",), role="driver", replicas=1),
+    ]
+    return JobGraph(sources={TRAIN: PROMPT, EVAL: PROMPT}, tasks=tuple(tasks))
+
+
+def trained_columns(spec: RLJobSpec) -> tuple[str, ...]:
+    """Return the columns that the trainer is given beside those of every job."""
+    return tuple(column for task in graph_of(spec).of(TRAIN) if task.place for column in task.writes)
+
+
+def flaws(graph: JobGraph) -> Iterator[Flaw]:
+    """Yield what is wrong with a graph; nothing where it can run."""
+    for partition, sources in graph.sources.items():
+        tasks = graph.of(partition)
+        yield from _twice(tasks)
+        yield from _writers(tasks, sources)
+        known = {*sources, *(column for task in tasks for column in task.writes)}
+        for task in tasks:
+            for column in task.reads:
+                if column not in known:
+                    yield _flaw(
+                        task,
+                        "reads",
+                        f"the task {task.name} reads {column!r}, which nobody writes",
+                        f"Known columns: {', '.join(sorted(known))}",
+                    )
+        in_order = {task.name for layer in graph.layers(partition) for task in layer}
+        circle = [task for task in tasks if task.name not in in_order]
+        own = [task for task in circle if task.place]
+        if circle:
+            names = ", ".join(task.name for task in circle)
+            blamed = own[0] if own else circle[0]
+            fix = "Read only what tasks before it write; users' tasks come before advantage"
+            yield _flaw(blamed, "reads", f"the tasks {names} wait for each other", fix)
+        for task in tasks:
+            if task.replicas < 1:
+                why = f"no process runs the task {task.name}: the role {task.role} has no replicas"
+                yield _flaw(task, "replicas", why, "Give at least 1")
+
+
+def _twice(tasks: Sequence[Task]) -> Iterator[Flaw]:
+    counts = Counter(task.name for task in tasks)
+    seen: set[str] = set()
+    for task in tasks:
+        if counts[task.name] > 1 and task.name in seen:
+            yield _flaw(task, "name", f"two tasks are called {task.name!r}", "Take another name")
+        seen.add(task.name)
+    for task in tasks:
+        if _is_users(task) and task.name in RESERVED and counts[task.name] == 1:
+            yield _flaw(task, "name", f"{task.name!r} is the name of a task of every job", "Take another name")
+
+
+def _writers(tasks: Sequence[Task], sources: Sequence[str]) -> Iterator[Flaw]:
+    writer = dict.fromkeys(sources, "the driver")
+    for task in sorted(tasks, key=_is_users):
+        for column in task.writes:
+            if column in writer:
+                why = f"the column {column!r} has two writers: {writer[column]} and the task {task.name}"
+                yield _flaw(task, "writes", why, "Give each column one writer")
+            writer.setdefault(column, f"the task {task.name}")
+
+
+def _is_users(task: Task) -> bool:
+    return task.place[:1] == ("tasks",)
+
+
+RESERVED: Final = ("rollout", REFERENCE, "advantage", "train", "score")
+"""Names of tasks that are the project's own."""
+
+
+def _flaw(task: Task, field: str, why: str, fix: str) -> Flaw:
+    place = (*task.place, field) if task.place else ("tasks",)
+    return Flaw(place=place, why=why, fix=fix)
+
+
+def _users(spec: RLJobSpec, index: int) -> Task:
+    task = spec.tasks[index]
+    return Task(
+        partition=TRAIN,
+        name=task.name,
+        reads=task.reads,
+        writes=tuple(column.name for column in task.writes),
+        role=task_role(task.name),
+        replicas=task.replicas,
+        groups=task.groups,
+        order=task.order,
+        lease_s=task.lease_seconds,
+        place=("tasks", index),
+    )

@@ -1,0 +1,202 @@
+"""The graph of a job's tasks as a drawing: lines of text, or an SVG that needs nothing beside it.
+
+The SVG is a small layered drawing (Sugiyama et al., 1981): a task stands in the layer after the last one that it reads
+from, and a line that passes a layer has a track of its own there, so no line crosses a box. Tracks and boxes of a layer
+are ordered by where what they read stands.
+
+Invariants: a pure function of graph and plan; each box is one task, each line the columns that one task reads of
+another.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+from xml.sax.saxutils import escape
+
+from asyncflow.api.graph import TRAIN, JobGraph, Task
+from asyncflow.plan.roles import JobPlan
+
+_SOURCE: Final = "driver"
+"""What creates the rows."""
+_BOX: Final = (168, 62)
+_GAP: Final = 186
+_TRACK: Final = 46
+_SPACE: Final = 22
+_MARGIN: Final = 24
+_HEAD: Final = 46
+_LABEL: Final = 27
+"""Characters of a line of a label."""
+_FONT: Final = "font-family='ui-sans-serif, system-ui, sans-serif'"
+
+
+_TIP: Final = (
+    "<defs><marker id='tip' viewBox='0 0 8 8' refX='7.5' refY='4' markerWidth='8' markerHeight='8' orient='auto'>"
+    "<path d='M0,0 L8,4 L0,8 z' fill='#475569'/></marker></defs>"
+)
+
+
+def text(plan: JobPlan, partition: str) -> list[str]:
+    """Return the lines of a tree: each task below the last of those that it reads from, and which others it reads."""
+    graph = plan.graph
+    depth = {task.name: number for number, layer in enumerate(graph.layers(partition)) for task in layer}
+    below: dict[str, list[Task]] = {}
+    for task in graph.of(partition):
+        before = sorted(graph.before(task), key=lambda one: depth.get(one.name, 0))
+        below.setdefault(before[-1].name if before else "", []).append(task)
+    lines = [f"{partition}: {', '.join(graph.sources[partition])}"]
+    lines += _branch(plan, below, "", "")
+    return lines
+
+
+def _branch(plan: JobPlan, below: dict[str, list[Task]], parent: str, indent: str) -> Iterator[str]:
+    children = below.get(parent, [])
+    for number, task in enumerate(children):
+        last = number == len(children) - 1
+        others = [one.name for one in plan.graph.before(task) if one.name != parent]
+        also = f"  (reads {', '.join(others)} too)" if others else ""
+        writes = f" ─> {', '.join(task.writes)}" if task.writes else ""
+        yield f"{indent}{'└' if last else '├'}─ {task.name} [{_who(plan, task)}]{writes}{also}"
+        yield from _branch(plan, below, task.name, indent + ("   " if last else "│  "))
+
+
+def _who(plan: JobPlan, task: Task) -> str:
+    role = next((role for role in plan.roles if role.name == task.role), None)
+    if role is None:
+        return task.role
+    count = role.world if role.gang else role.replicas
+    return f"{task.role} x {count}" + (f" ({role.core} to {role.most})" if role.elastic else "")
+
+
+@dataclass(eq=False)
+class _Item:
+    """A box, or a track that a line has in a layer. y: of its middle; height: with its part of the space."""
+
+    layer: int
+    task: Task | None
+    height: int
+    y: float = 0.0
+    pull: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Line:
+    """The columns that one task reads of another; stops: the items that the line leads through, both ends included."""
+
+    stops: list[_Item]
+    label: str
+
+
+def svg(plan: JobPlan, partition: str) -> str:
+    """Return the drawing of a partition as an SVG document."""
+    layers, lines = _laid_out(plan.graph, partition)
+    width = len(layers) * _BOX[0] + (len(layers) - 1) * _GAP + 2 * _MARGIN
+    height = max(sum(item.height for item in layer) for layer in layers) + _HEAD + 2 * _MARGIN
+    size = f"width='{width}' height='{height:.0f}'"
+    of = "training" if partition == TRAIN else "held-out"
+    parts = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height:.0f}' {size} {_FONT}>",
+        _TIP,
+        f"<rect {size} fill='#ffffff'/>",
+        _text(_MARGIN, _MARGIN + 8, f"{plan.job}: the flow of a {of} sample", size=15, color="#0f172a"),
+    ]
+    said: dict[_Item, int] = {}
+    for line in lines:
+        parts += _drawn(line, said)
+    for layer in layers:
+        parts += [part for item in layer if item.height >= _BOX[1] for part in _box(plan, partition, item)]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _laid_out(graph: JobGraph, partition: str) -> tuple[list[list[_Item]], list[_Line]]:
+    """Return the layers, the first of which is the source, with all items at their places, and the lines."""
+    tasks = graph.layers(partition)
+    layers = [[_Item(0, None, _BOX[1] + _SPACE)]]
+    layers += [[_Item(n, task, _BOX[1] + _SPACE) for task in layer] for n, layer in enumerate(tasks, start=1)]
+    at = {item.task.name if item.task is not None else "": item for layer in layers for item in layer}
+    lines: list[_Line] = []
+    for name, item in list(at.items()):
+        if item.task is None:
+            continue
+        columns: dict[str, list[str]] = {}
+        for column in item.task.reads:
+            writer = graph.writer(partition, column)
+            columns.setdefault(writer.name if writer is not None else "", []).append(column)
+        for source, read in columns.items():
+            begin = at[source]
+            tracks = [_Item(layer, None, _TRACK) for layer in range(begin.layer + 1, at[name].layer)]
+            for track in tracks:
+                layers[track.layer].append(track)
+            lines.append(_Line([begin, *tracks, item], ", ".join(read)))
+    _place(layers, lines)
+    return layers, lines
+
+
+def _place(layers: Sequence[list[_Item]], lines: Sequence[_Line]) -> None:
+    """Order each layer by where its items come from, and give all their heights."""
+    tallest = max(sum(item.height for item in layer) for layer in layers)
+    for number, layer in enumerate(layers):
+        for item in layer:
+            before = [line.stops[line.stops.index(item) - 1].y for line in lines if item in line.stops[1:]]
+            item.pull = sum(before) / len(before) if before else 0.0
+        if number:
+            layer.sort(key=lambda item: (item.pull, item.height < _BOX[1]))
+        y = _MARGIN + _HEAD + (tallest - sum(item.height for item in layer)) / 2
+        for item in layer:
+            item.y = y + item.height / 2
+            y += item.height
+
+
+def _left(item: _Item) -> float:
+    return _MARGIN + item.layer * (_BOX[0] + _GAP)
+
+
+def _drawn(line: _Line, said: dict[_Item, int]) -> Iterator[str]:
+    """Yield one line, which enters each layer level, and its label before the first box or track that it meets.
+
+    said: how many lines of labels stand before each item, and from then on those of this one too.
+    """
+    begin = line.stops[0]
+    x, y = _left(begin) + _BOX[0], begin.y
+    path = f"M{x:.0f},{y:.0f}"
+    for stop in line.stops[1:]:
+        left = _left(stop)
+        bend = (x + left) / 2 - _GAP / 4
+        path += f" C{bend:.0f},{y:.0f} {bend:.0f},{stop.y:.0f} {x + _GAP / 3:.0f},{stop.y:.0f} L{left:.0f},{stop.y:.0f}"
+        x, y = left, stop.y
+        if stop is not line.stops[-1]:
+            x += _BOX[0]
+            path += f" L{x:.0f},{y:.0f}"
+    yield f"<path d='{path}' fill='none' stroke='#94a3b8' stroke-width='1.4' marker-end='url(#tip)'/>"
+    first = line.stops[1]
+    place = _left(first) - _GAP + _GAP / 3 + 6
+    words = textwrap.wrap(line.label, _LABEL if first is line.stops[-1] else 2 * _LABEL)
+    above = said.get(first, 0)
+    said[first] = above + len(words)
+    for number, part in enumerate(reversed(words), start=above):
+        height = first.y - 6 - 13 * number
+        yield _text(place, height, part, size=11, color="#334155")
+
+
+def _box(plan: JobPlan, partition: str, item: _Item) -> Iterator[str]:
+    task = item.task
+    name, who = (task.name, _who(plan, task)) if task is not None else ("prompts", _SOURCE)
+    how = ", ".join(plan.graph.sources[partition]) if task is None else _taken(task)
+    x, y = _left(item), item.y - _BOX[1] / 2
+    fill = "#eef2ff" if task is not None and task.place else "#f8fafc"
+    yield (
+        f"<rect x='{x:.0f}' y='{y:.0f}' width='{_BOX[0]}' height='{_BOX[1]}' rx='8' fill='{fill}' stroke='#475569'/>"
+    )
+    for number, (said, size, color) in enumerate(((name, 14, "#0f172a"), (who, 11, "#334155"), (how, 11, "#64748b"))):
+        yield _text(x + 12, y + 20 + 17 * number, said, size=size, color=color)
+
+
+def _text(x: float, y: float, said: str, *, size: int, color: str) -> str:
+    return f"<text x='{x:.0f}' y='{y:.0f}' font-size='{size}' fill='{color}'>{escape(said)}</text>"
+
+
+def _taken(task: Task) -> str:
+    whole = "slots of all ranks" if task.gang else "whole groups" if task.groups else "rows"
+    return f"{whole}, {task.order}"

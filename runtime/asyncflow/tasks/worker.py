@@ -1,0 +1,285 @@
+"""One process of a task: batches of rows are claimed, fetched, computed and written, each under its lease.
+
+While one batch is computed, another is claimed and fetched. A row whose computation failed is given back, so that it is
+tried again, here or elsewhere; after ``retries`` it is written without values and with the reason as its tag
+``failure``, and the driver, which decides about finished groups, drops and counts it as it does a sample without
+reward.
+
+Invariants: what is here has its lease renewed until it is written, given back or lost; writing a row under its lease
+acknowledges it, and a late write is refused, so each row is done once whoever dies; no row is tried more often than the
+manifest says, also where it takes its process with it; when told to leave, what is computed may end within
+``drain_s`` seconds, the rest is given back at once, and nothing more is claimed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from asyncflow.errors import AsyncFlowError, Refused, StaleHandle
+from asyncflow.queue.client import QueueClient
+from asyncflow.queue.protocol.messages import LeasedRow, Tag
+from asyncflow.rpc.columns import Jagged
+from asyncflow.rpc.membership import Status
+from asyncflow.rpc.retry import Outage
+from asyncflow.tasks.rows import OutputColumn, Result, RowFailure, columns_of
+from asyncflow.telemetry.metrics import BusyClock, WorkerMetrics
+
+log = logging.getLogger(__name__)
+
+Compute = Callable[[Sequence[LeasedRow], Mapping[str, Jagged]], Awaitable[Sequence[Result]]]
+"""Computes a batch: the rows, and the columns that the task reads, gives a result for each row."""
+T = TypeVar("T")
+_PARK_S: Final = 30.0
+_CALL_S: Final = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSettings:
+    """Settings of one process of a task.
+
+    partition, task: what it claims from; reads: columns that are fetched; writes: those that are written; batch: most
+    rows at once; parallel: batches that are computed at once; retries: of a row, None for no end; lease_s, drain_s: see
+    the manifest.
+    """
+
+    partition: str
+    task: str
+    reads: tuple[str, ...]
+    writes: tuple[OutputColumn, ...]
+    batch: int
+    parallel: int = 1
+    retries: int | None = None
+    lease_s: float = 60.0
+    drain_s: float = 30.0
+
+
+class TaskWorker:
+    """Does the work of one process. compute: see ``Compute``; it raises only what ends the process."""
+
+    def __init__(self, *, queue: QueueClient, settings: TaskSettings, compute: Compute, metrics: WorkerMetrics) -> None:
+        self.busy = BusyClock()
+        self.failed: Counter[str] = Counter()
+        self._queue = queue
+        self._settings = settings
+        self._compute = compute
+        self._metrics = metrics
+        self._held: dict[str, int] = {}
+        self._turns = asyncio.Semaphore(settings.parallel)
+        self._leaving = asyncio.Event()
+        self._outage = Outage(f"the queue for {settings.task}")
+        self._done = 0
+        self._first_failure = ""
+
+    def leave(self) -> None:
+        """Claim no more, end what is computed, give back the rest, and return from ``run``."""
+        self._leaving.set()
+
+    def status(self) -> Status:
+        """Return what heartbeats report: rows that are here, that were done, and that failed by why."""
+        return {
+            "busy_s": self.busy.total(),
+            "held": sum(self._held.values()),
+            "done": self._done,
+            "failed": dict(self.failed),
+            "first_failure": self._first_failure,
+            "draining": self._leaving.is_set(),
+        }
+
+    async def run(self) -> None:
+        """Work until told to leave. Raises what ``compute`` raises."""
+        async with asyncio.TaskGroup() as group:
+            serving = [group.create_task(self._serve()) for _ in range(self._settings.parallel + 1)]
+            renewing = group.create_task(self._renew())
+            leaving = group.create_task(self._leaving.wait())
+            await asyncio.wait((leaving, *serving), return_when=asyncio.FIRST_COMPLETED)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.drain_s):
+                    await asyncio.wait(serving)
+            for one in serving:
+                one.cancel()
+            await asyncio.wait(serving)
+            renewing.cancel()
+            leaving.cancel()
+
+    async def _serve(self) -> None:
+        """Claim, fetch, compute and write one batch after another."""
+        while not self._leaving.is_set():
+            try:
+                rows = await self._claim()
+            except AsyncFlowError as error:
+                await self._outage.wait(error)
+                continue
+            self._outage.end()
+            if not rows:
+                continue
+            for row in rows:
+                self._held[row.lease] = self._held.get(row.lease, 0) + 1
+            try:
+                await self._work(rows)
+            except BaseException:
+                with contextlib.suppress(AsyncFlowError):
+                    await self._queue.give_back(rows, reason="its replica leaves", timeout=_CALL_S / 4)
+                raise
+            finally:
+                for lease in {row.lease for row in rows}:
+                    self._held.pop(lease, None)
+
+    async def _claim(self) -> list[LeasedRow]:
+        """Return rows, none when there were none for a while or this process leaves."""
+        settings = self._settings
+        claimed = await self._unless_leaving(
+            self._queue.claim(
+                partition=settings.partition, task=settings.task, max_rows=settings.batch, timeout=_PARK_S
+            )
+        )
+        return claimed.rows if claimed is not None else []
+
+    async def _unless_leaving(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Return what ``work`` returns; None where this process is to leave first."""
+        working, leaving = asyncio.create_task(work), asyncio.create_task(self._leaving.wait())
+        try:
+            await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
+        finally:
+            working.cancel()
+            leaving.cancel()
+            await asyncio.wait((working, leaving))
+
+    async def _work(self, rows: list[LeasedRow]) -> None:
+        columns = await self._fetched(rows)
+        if columns is None:
+            return
+        if not await self._unless_leaving(self._turns.acquire()):
+            await self._give_back(rows, reason="its replica leaves")
+            return
+        try:
+            with self.busy("compute"), self._metrics.batch_seconds.time():
+                results = await self._results(rows, columns)
+        finally:
+            self._turns.release()
+        await self._settle(rows, results)
+
+    async def _results(self, rows: Sequence[LeasedRow], columns: Mapping[str, Jagged]) -> list[Result]:
+        """Return a result for each row; those that were tried often enough are not computed again."""
+        retries = self._settings.retries
+        again = [i for i, row in enumerate(rows) if retries is None or row.attempt <= retries]
+        over = f"its replica was lost, or gave it back, in each of {(retries or 0) + 1} tries"
+        results: list[Result] = [RowFailure("died", over)] * len(rows)
+        if again:
+            chosen = [rows[i] for i in again]
+            given = {name: column.take(again) for name, column in columns.items()}
+            for i, result in zip(again, await self._compute(chosen, given), strict=True):
+                results[i] = result
+        return results
+
+    async def _fetched(self, rows: list[LeasedRow]) -> dict[str, Jagged] | None:
+        """Return the columns of rows, and None where they cannot be had; ``rows`` loses those that are gone."""
+        while True:
+            try:
+                return await self._queue.fetch(rows, self._settings.reads, timeout=_CALL_S)
+            except StaleHandle as error:
+                there = await self._there(rows)
+                log.info("%d of %d rows are gone: %s", len(rows) - len(there), len(rows), error)
+                rows[:] = there
+                if not rows:
+                    return None
+            except AsyncFlowError as error:
+                await self._outage.wait(error)
+                if not any(row.lease in self._held for row in rows) or self._leaving.is_set():
+                    await self._give_back(rows, reason="its columns cannot be had")
+                    return None
+
+    async def _there(self, rows: Sequence[LeasedRow]) -> list[LeasedRow]:
+        """Return those of the rows that can still be fetched, asked one by one."""
+
+        async def there(row: LeasedRow) -> bool:
+            try:
+                await self._queue.fetch([row], self._settings.reads[:1], timeout=_CALL_S)
+            except StaleHandle:
+                return False
+            except AsyncFlowError:
+                return True
+            return True
+
+        found = await asyncio.gather(*map(there, rows))
+        return [row for row, ok in zip(rows, found, strict=True) if ok]
+
+    async def _settle(self, rows: Sequence[LeasedRow], results: Sequence[Result]) -> None:
+        """Write what was computed, give back what is to be tried again, and write why the rest has no values."""
+        retries = self._settings.retries
+        again: list[LeasedRow] = []
+        done: list[tuple[LeasedRow, Result]] = []
+        for row, result in zip(rows, results, strict=True):
+            retry = isinstance(result, RowFailure) and (retries is None or row.attempt < retries)
+            again.append(row) if retry else done.append((row, result))
+            if isinstance(result, RowFailure):
+                self._tell(row, result, last=not retry)
+        if again:
+            await self._give_back(again, reason="it failed")
+            self._metrics.rows.labels("retried").inc(len(again))
+        if done:
+            await self._write([row for row, _ in done], [result for _, result in done])
+
+    def _tell(self, row: LeasedRow, failure: RowFailure, *, last: bool) -> None:
+        known = failure.kind in self.failed
+        level = logging.WARNING if last and not known else logging.DEBUG
+        log.log(level, "sample %s: %s: %s", tuple(row.meta.key), failure.kind, failure.said)
+        if last:
+            self.failed[failure.kind] += 1
+            self._first_failure = self._first_failure or f"{failure.kind}: {failure.said}"
+
+    async def _write(self, rows: Sequence[LeasedRow], results: Sequence[Result]) -> None:
+        """Write, as long as the lease is held, however long the queue is away."""
+        columns = columns_of(results, self._settings.writes)
+        tags = [self._tags(result) for result in results]
+        while True:
+            try:
+                written = await self._queue.complete(rows, columns, tags=tags, timeout=_CALL_S)
+                break
+            except Refused as error:
+                log.warning("%d rows are not written: %s", len(rows), error)
+                written = [False] * len(rows)
+                break
+            except AsyncFlowError as error:
+                await self._outage.wait(error)
+                if not any(row.lease in self._held for row in rows):
+                    written = [False] * len(rows)
+                    break
+        self._outage.end()
+        for result, ok in zip(results, written, strict=True):
+            outcome = "lost" if not ok else result.kind if isinstance(result, RowFailure) else "done"
+            self._metrics.rows.labels(outcome).inc()
+            self._done += ok and not isinstance(result, RowFailure)
+
+    def _tags(self, result: Result) -> dict[str, Tag]:
+        """Return the tags by which the driver knows that a row has failed (``driver.groups.failure_of``)."""
+        if not isinstance(result, RowFailure):
+            return {}
+        return {"failure": f"{self._settings.task}: {result.kind}", "detail": result.said}
+
+    async def _give_back(self, rows: Sequence[LeasedRow], *, reason: str) -> None:
+        try:
+            await self._queue.give_back(rows, reason=reason, timeout=_CALL_S)
+        except AsyncFlowError as error:
+            log.info("%d rows wait for their leases to end: %s", len(rows), error)
+
+    async def _renew(self) -> None:
+        """Renew the leases of all that is here, for ever; what has gone to another is forgotten."""
+        while True:
+            await asyncio.sleep(self._settings.lease_s / 3)
+            asked = set(self._held)
+            if not asked:
+                continue
+            try:
+                valid = set(await self._queue.renew(sorted(asked), timeout=self._settings.lease_s / 3))
+            except AsyncFlowError as error:
+                log.debug("leases are not renewed: %s", error)
+                continue
+            for lease in asked - valid:
+                self._held.pop(lease, None)

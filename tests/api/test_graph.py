@@ -1,0 +1,108 @@
+"""The flow of a job as a graph: what follows from a manifest, and which graphs are refused."""
+
+import io
+
+import pytest
+
+from asyncflow.api.graph import EVAL, TRAIN, flaws, graph_of, trained_columns
+from asyncflow.api.job import RLJob
+from asyncflow.api.load import load_job
+from asyncflow.driver.tasks import tasks_of
+from asyncflow.errors import ManifestError
+
+MANIFEST = """
+apiVersion: asyncflow.dev/v1alpha1
+kind: RLJob
+metadata: {name: graph}
+spec:
+  model: {source: "tiny://reverse-digits"}
+  data: {train: {source: "tiny://reverse-digits"}}
+  reward: {function: task}
+  algorithm: {steps: 3, kl: {coefficient: 0.1}}
+  sampling: {maxTokens: 8}
+"""
+
+
+def job(*overrides: str) -> RLJob:
+    return load_job(io.StringIO(MANIFEST), overrides)
+
+
+def task(name: str, *, reads: str, writes: str, more: str = "") -> str:
+    return f"{{name: {name}, function: 'm:f', reads: [{reads}], writes: [{{name: {writes}}}]{more}}}"
+
+
+def tasks(*written: str) -> str:
+    return f"tasks=[{', '.join(written)}]"
+
+
+def test_a_job_without_tasks_of_its_own_has_those_of_every_job() -> None:
+    graph = graph_of(job().spec)
+    assert [[one.name for one in layer] for layer in graph.layers(TRAIN)] == [["rollout"], ["advantage"], ["train"]]
+    assert [[one.name for one in layer] for layer in graph.layers(EVAL)] == [["rollout"], ["score"]]
+    assert not list(flaws(graph))
+    assert trained_columns(job().spec) == ()
+
+
+def test_users_tasks_stand_before_the_advantage_and_the_reference_beside_it() -> None:
+    spec = job(
+        "reference={replicas: 2, order: oldest}",
+        tasks(
+            task("b", reads="response_ids, x", writes="y"), task("a", reads="task", writes="x", more=", groups: true")
+        ),
+    ).spec
+    graph = graph_of(spec)
+    assert [sorted(one.name for one in layer) for layer in graph.layers(TRAIN)] == [
+        ["a", "rollout"],
+        ["b", "reference"],
+        ["advantage"],
+        ["train"],
+    ]
+    declared = {(one.partition, one.name): one for one in tasks_of(spec)}
+    assert declared[TRAIN, "advantage"].needs == ["reward", "y", "x"]
+    assert {"ref_logprobs", "x", "y", "advantage"} <= set(declared[TRAIN, "train"].needs)
+    assert declared[TRAIN, "reference"].order == "oldest"
+    assert declared[TRAIN, "a"].groups
+    assert declared[EVAL, "score"].needs == ["reward"]
+    assert trained_columns(spec) == ("y", "x", "ref_logprobs")
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        (
+            [task("a", reads="nothing", writes="x")],
+            r"spec\.tasks\[0\]\.reads.*task a reads 'nothing', which nobody",
+        ),
+        (
+            [task("a", reads="reward", writes="logprobs")],
+            r"'logprobs' has two writers: the task rollout and",
+        ),
+        ([task("a", reads="reward", writes="task")], r"'task' has two writers: the driver and the task a"),
+        (
+            [task("a", reads="reward", writes="x"), task("b", reads="reward", writes="x")],
+            r"spec\.tasks\[1\]\.writes.*two writers",
+        ),
+        ([task("a", reads="y", writes="x"), task("b", reads="x", writes="y")], r"a, b, advantage, train wait for each"),
+        ([task("a", reads="advantage", writes="x")], r"wait for each other.*come before advantage"),
+        ([task("train", reads="reward", writes="x")], r"two tasks are called 'train'"),
+        ([task("reference", reads="reward", writes="x")], r"'reference' is the name of a task of every job"),
+        ([task("a", reads="reward", writes="x", more=", replicas: 0")], r"replicas = 0.*too small"),
+    ],
+)
+def test_a_graph_that_cannot_run_is_refused(written: list[str], says: str) -> None:
+    with pytest.raises(ManifestError, match=says):
+        job(tasks(*written))
+
+
+def test_what_tasks_write_has_room_in_the_queue() -> None:
+    bare, more = job().spec, job(tasks(task("a", reads="reward", writes="x")), "reference={}").spec
+    room = {name: size for name, size in more.output_bytes.items() if name not in bare.output_bytes}
+    assert room == {"x": 8 * 8, "ref_logprobs": 4 * 8}
+    assert more.bytes_of_interval > bare.bytes_of_interval
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    written = [task("a", reads="nothing", writes="x"), task("a", reads="reward", writes="x")]
+    with pytest.raises(ManifestError) as refused:
+        job(tasks(*written))
+    assert str(refused.value).count("spec.tasks") == 3

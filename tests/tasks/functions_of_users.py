@@ -1,0 +1,48 @@
+"""Functions that somebody gives as tasks, good and bad; imported by the processes that the tests start."""
+
+import asyncio
+import os
+import time
+
+
+def lengths(rows, config):
+    return [{"length": len(row["response_ids"]) + config.get("more", 0)} for row in rows]
+
+
+def seen(rows, config):
+    return [{"length": [row.serial, row.sample, len(row.response), len(row.question)]} for row in rows]
+
+
+async def awaited(rows, config):
+    await asyncio.sleep(config.get("seconds", 0))
+    return lengths(rows, config)
+
+
+def odd_raises(rows, config):
+    if any(row.sample % 2 for row in rows):
+        raise ValueError("an odd sample")
+    return lengths(rows, config)
+
+
+def odd_dies(rows, config):
+    if any(row.sample % 2 for row in rows):
+        os._exit(7)
+    return lengths(rows, config)
+
+
+def odd_hangs(rows, config):
+    if any(row.sample % 2 for row in rows):
+        time.sleep(60)
+    return lengths(rows, config)
+
+
+def odd_is_wrong(rows, config):
+    return [{"length": "long"} if row.sample % 2 else {"length": 1} for row in rows]
+
+
+def wrong_number(rows, config):
+    return []
+
+
+def needs_more(rows, config, other):
+    return []

@@ -1,0 +1,112 @@
+"""Functions of users: plain ones in processes that can be killed, awaited ones here; each row has its outcome."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from asyncflow.data.base import Prompt
+from asyncflow.errors import ManifestError
+from asyncflow.queue.protocol.messages import LeasedRow, RowMeta
+from asyncflow.rpc.columns import Jagged
+from asyncflow.tasks.functions import TaskFunction
+from asyncflow.tasks.loading import check_function
+from asyncflow.tasks.rows import OutputColumn, Result, RowFailure
+
+pytestmark = pytest.mark.process
+
+HERE = Path(__file__).parent
+LENGTH = OutputColumn(name="length", dtype="int32", most=4)
+
+
+@asynccontextmanager
+async def function(name: str, **more: Any) -> AsyncIterator[TaskFunction]:
+    given: dict[str, Any] = {"config": {}, "outputs": (LENGTH,), **more}
+    made = TaskFunction(f"functions_of_users:{name}", workdir=HERE, **given)
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.close()
+
+
+def batch(count: int) -> tuple[list[LeasedRow], dict[str, Jagged]]:
+    rows = [
+        LeasedRow(
+            row=index,
+            meta=RowMeta(partition="train", serial=3, sample=index, step=1),
+            attempt=0,
+            lease="1@task-a-0",
+            until=9.0,
+            unit=0,
+            bytes={},
+        )
+        for index in range(count)
+    ]
+    packed = np.frombuffer(Prompt(question="why?", answer=4).packed(), np.uint8)
+    return rows, {
+        "response_ids": Jagged.from_rows([np.arange(index) for index in range(count)], np.int32),
+        "task": Jagged.from_rows([packed] * count, np.uint8),
+    }
+
+
+def said(results: list[Result]) -> list[object]:
+    return [one.kind if isinstance(one, RowFailure) else one["length"].tolist() for one in results]
+
+
+async def test_a_plain_function_is_called_in_a_process_of_its_own() -> None:
+    async with function("seen", decode=lambda ids: "x" * len(ids)) as made:
+        (process,) = made._alive
+        assert process.pid != os.getpid()
+        assert said(await made.compute(*batch(3))) == [[3, 0, 0, 4], [3, 1, 1, 4], [3, 2, 2, 4]]
+    assert not psutil.pid_exists(process.pid) or psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
+
+
+async def test_an_async_function_is_awaited_here_many_at_once() -> None:
+    async with function("awaited", config={"seconds": 0.2, "more": 5}, parallel=8) as made:
+        assert not made._alive
+        begun = asyncio.get_running_loop().time()
+        found = await asyncio.gather(*(made.compute(*batch(2)) for _ in range(8)))
+        assert [said(one) for one in found] == [[[5], [6]]] * 8
+        assert asyncio.get_running_loop().time() - begun < 8 * 0.2
+        made._timeout_s = 0.01
+        assert said(await made.compute(*batch(1))) == ["timeout"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("odd_raises", "raised"), ("odd_dies", "died"), ("odd_is_wrong", "invalid")]
+)
+async def test_a_bad_row_takes_no_other_with_it(name: str, kind: str) -> None:
+    async with function(name, timeout_s=30.0) as made:
+        results = said(await made.compute(*batch(4)))
+        assert [one if isinstance(one, str) else "done" for one in results] == ["done", kind, "done", kind]
+        assert said(await made.compute(*batch(1))) != [kind], "it goes on in another process"
+
+
+async def test_a_function_that_hangs_is_killed_at_its_deadline() -> None:
+    async with function("odd_hangs", timeout_s=0.5) as made:
+        assert said(await made.compute(*batch(2))) == [[0], "timeout"]
+
+
+async def test_a_group_is_given_whole_or_not_at_all() -> None:
+    async with function("odd_raises", groups=True) as made:
+        results = await made.compute(*batch(3))
+        assert said(results) == ["raised"] * 3
+        assert isinstance(results[0], RowFailure)
+        assert "ValueError: an odd sample" in results[0].detail
+
+
+async def test_what_cannot_be_called_is_refused_with_the_reason() -> None:
+    for name, says in (("needs_more", "missing a required argument: 'other'"), ("absent", "has no function 'absent'")):
+        with pytest.raises(ManifestError, match=says):
+            async with function(name):
+                pass
+    check_function("functions_of_users:lengths", workdir=HERE, where="spec.tasks[0].function")
+    with pytest.raises(ManifestError, match="no module 'nowhere'"):
+        check_function("nowhere:lengths", workdir=HERE, where="spec.tasks[0].function")

@@ -1,0 +1,42 @@
+"""What a function returned becomes columns, or a failure of its row."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncflow.tasks.rows import OutputColumn, RowFailure, columns_of, read_results
+
+SCORE = OutputColumn(name="score", dtype="float32", most=2)
+COUNT = OutputColumn(name="count", dtype="int64", most=1)
+
+
+def test_numbers_lists_and_arrays_are_columns() -> None:
+    found = [{"score": 1, "count": True}, {"score": [0.5, 2], "count": np.int32(7)}, {"score": [], "count": []}]
+    results = read_results(found, [SCORE, COUNT], rows=3)
+    columns = columns_of(results, [SCORE, COUNT])
+    assert [columns["score"].row(i).tolist() for i in range(3)] == [[1], [0.5, 2], []]
+    assert (columns["score"].dtype, columns["count"].values.tolist()) == ("float32", [1, 7])
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (None, "returned a NoneType; it must"),
+        ("ab", "returned 2 entries; it must"),
+        ([{}], "returned [], and the task writes ['count']"),
+        ([{"count": 1, "x": 2}], "['count', 'x']"),
+        ([3], "returned a int for a row"),
+        ([{"count": 0.5}], "float64, which is no int64"),
+        ([{"count": "many"}], "which is no int64"),
+        ([{"count": [[1], [2, 3]]}], "count:"),
+        ([{"count": [1, 2]}], "2 entries, more than 1"),
+        ([{"count": None}], "which is no int64"),
+    ],
+)
+def test_anything_else_is_a_failure_with_its_reason(found: Any, says: str) -> None:
+    (result, *_) = read_results(found, [COUNT], rows=3 if found == "ab" else 1)
+    assert isinstance(result, RowFailure)
+    assert result.kind == "invalid"
+    assert says in result.detail
+    assert columns_of([result], [COUNT])["count"].lengths.tolist() == [0]
