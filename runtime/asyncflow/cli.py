@@ -107,6 +107,21 @@ def audit(directory: Path) -> int:
 
 
 @app.command()
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@click.option("--step", type=click.IntRange(min=0), help="The step, or with --eval the weights; the newest by default.")
+@click.option("--best", "order", flag_value="best", help="Those with the highest rewards first.")
+@click.option("--worst", "order", flag_value="worst", help="Those with the lowest rewards first.")
+@click.option("-n", "most", type=click.IntRange(min=1), default=8, show_default=True, help="Most samples.")
+@click.option("--eval", "evaluation", is_flag=True, help="Samples of an evaluation.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def samples(directory: Path, *, evaluation: bool, **options: Any) -> None:
+    """Show samples of a run, finished or not: prompts, responses and rewards."""
+    from asyncflow.commands import samples as command
+
+    command.samples(directory, purpose="eval" if evaluation else "train", **options)
+
+
+@app.command()
 @click.argument("directory", metavar="RUN", type=_DIRECTORY)
 @click.option("--http-port", type=click.IntRange(0, 65535), default=0, help="Port of /metrics; 0 is any.")
 @click.option("--serve-port", type=click.IntRange(0, 65535), default=0, help="Port of the inference service; 0 is any.")

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, StringConstraints
 
 from asyncflow.api.base import API_VERSION, Frozen, ObjectMeta, Rule, Spec
-from asyncflow.api.durability import ElasticitySpec, FailurePolicySpec, LimitsSpec, StorageSpec
+from asyncflow.api.durability import ElasticitySpec, FailurePolicySpec, LimitsSpec, StorageSpec, TelemetrySpec
 from asyncflow.api.learning import AlgorithmSpec, DataSpec, EvaluationSpec, ModelSpec, RewardSpec, SamplingSpec
 from asyncflow.api.placement import AUTO, DriverSpec, SchedulingSpec, TemplateSpec
 from asyncflow.api.queue import LEAST_BYTES, QueueSpec
@@ -59,6 +59,8 @@ class RLJobSpec(Spec):
     """The versions of weights."""
     storage: StorageSpec = Field(default_factory=StorageSpec)
     """Durable storage: what outlives processes."""
+    telemetry: TelemetrySpec = Field(default_factory=TelemetrySpec)
+    """Figures of the run."""
     evaluation: EvaluationSpec | None = None
     """Evaluation on held-out prompts. Absent: none."""
     elasticity: ElasticitySpec = Field(default_factory=ElasticitySpec)

@@ -35,6 +35,7 @@ from asyncflow.driver.journal import LIVES, REWARDS, StateFile
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
 from asyncflow.driver.progress import RECENT_STEPS, RunProgress, StepWatch, line_of, log_progress
+from asyncflow.driver.samples import SampleKeeper
 from asyncflow.driver.status import build_status, count_step, show, waiting_for
 from asyncflow.driver.tasks import EVAL, TRAIN
 from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
@@ -160,6 +161,7 @@ class Driver:
         queue: QueueClient,
         train_prompts: Prompter,
         eval_prompts: Mapping[str, Prompter],
+        decode: Callable[[Sequence[int]], str],
         metrics: DriverMetrics,
     ) -> None:
         spec = job.spec
@@ -223,6 +225,9 @@ class Driver:
         )
         self.rewards.restore(kept.read(Totals))
         metrics.watch_rewards(self.rewards.outcomes)
+        self._samples = SampleKeeper(
+            spec.storage.samples, queue=queue, folder=folder, seed=spec.algorithm.seed, decode=decode
+        )
         self._groups = AdvantageTask(
             queue=queue,
             policy=GroupPolicy.of(spec),
@@ -233,6 +238,7 @@ class Driver:
             complete=self.assignment.complete,
             late=self._late if spec.schedule.fill == "completion" else lambda _serial: None,
             exchanged=self.assignment.exchange,
+            decided=self._samples.decided,
         )
         self.versions = Versions(
             catalogue=self.weights.catalogue,
@@ -249,6 +255,7 @@ class Driver:
             steps=self.schedule.evaluations(),
             due=self.versions.due,
             changed=self.changes.changed,
+            keep=self._samples.evaluating,
             finished=self._evaluated,
         )
         self._ending = Ending(
@@ -283,6 +290,7 @@ class Driver:
             "the pulse": self._pulse,
             "progress": self._watch_step,
             "the log": self._log_progress,
+            "keeping samples": self._samples.run,
         }
         if self._evaluation is not None:
             loops |= {
@@ -299,6 +307,7 @@ class Driver:
 
     async def conclude(self) -> None:
         """Write the summary, then tell everybody to stop and wait until they have left."""
+        await self._samples.write(everything=True)
         await self._ending.conclude(self.phase)
 
     def status(self) -> DriverStatus:
@@ -466,6 +475,7 @@ class Driver:
 
     def _evaluated(self, result: EvaluationResult) -> None:
         self.progress.evaluated(result, at=clock.now())
+        self._samples.evaluated(result.step)
         log.info("evaluated θ_%d: %s", result.step, result.words)
         self.changes.notify()
 
@@ -495,6 +505,7 @@ class Driver:
         if again and self._evaluation is not None:
             self._evaluation.begin_anew()
         count_step(self.metrics, line)
+        self._samples.trained(report.step)
         self.rewards.forget(report.step)
         self.members.observe(clock.now())
         self.elastic.step(line)

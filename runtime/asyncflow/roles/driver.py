@@ -66,6 +66,7 @@ async def serve(context: JobContext) -> None:
         queue=queue,
         train_prompts=train,
         eval_prompts=held_out,
+        decode=partial(tokenizer.decode, skip_special_tokens=False),
         metrics=metrics,
     )
     metrics.watch_rpc(server.counters)
