@@ -122,6 +122,21 @@ def samples(directory: Path, *, evaluation: bool, **options: Any) -> None:
 
 
 @app.command()
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@click.option("--kind", help="The sink; all of them by default.")
+@click.option("--job", type=_DIRECTORY, help="The job's manifest; DIR/job.yaml by default.")
+@click.option("--follow", is_flag=True, hidden=True, help="Go on at each line of standard input, until that ends.")
+def sinks(directory: Path, *, kind: str | None, job: Path | None, follow: bool) -> None:
+    """Write to TensorBoard, W&B or MLflow what they lack of the figures of a run."""
+    from asyncflow.process import die_with_parent
+
+    die_with_parent()
+    from asyncflow.commands import sinks as command
+
+    command.sinks(directory, kind=kind, job=job, follow=follow)
+
+
+@app.command()
 @click.argument("directory", metavar="RUN", type=_DIRECTORY)
 @click.option("--http-port", type=click.IntRange(0, 65535), default=0, help="Port of /metrics; 0 is any.")
 @click.option("--serve-port", type=click.IntRange(0, 65535), default=0, help="Port of the inference service; 0 is any.")

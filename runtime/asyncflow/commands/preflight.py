@@ -34,6 +34,7 @@ from asyncflow.api.load import load as parse
 from asyncflow.api.names import FOLDER
 from asyncflow.data.prompter import Encoder, Prompter, survey
 from asyncflow.data.sources import open_held_out, open_training
+from asyncflow.driver.sample_files import check_format
 from asyncflow.errors import AsyncFlowError, ManifestError
 from asyncflow.local.placement import DeviceRoom
 from asyncflow.plan.job import plan
@@ -44,6 +45,7 @@ from asyncflow.rewards.process import RewardProcess, Scorer
 from asyncflow.rollout.engines.base import OPTIONS as ENGINE_OPTIONS
 from asyncflow.rollout.engines.base import RolloutEngine
 from asyncflow.rollout.engines.vllm.program import VllmOptions
+from asyncflow.telemetry.sinks.base import check_sinks
 from asyncflow.training.backend import OPTIONS as BACKEND_OPTIONS
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.settings import TorchOptions
@@ -199,6 +201,10 @@ def preflight(job: RLJob, folder: Path, *, source: str, elsewhere: bool = False)
     _check_options(spec, findings)
     with findings.gather():
         _check_store(spec, findings, elsewhere=elsewhere)
+    with findings.gather():
+        check_sinks(spec.telemetry.sinks)
+    with findings.gather():
+        check_format(spec.storage.samples.format)
     with findings.gather():
         _check_devices(job, findings, elsewhere=elsewhere)
     with findings.gather():

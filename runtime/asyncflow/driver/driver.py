@@ -36,6 +36,7 @@ from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
 from asyncflow.driver.progress import RECENT_STEPS, RunProgress, StepWatch, line_of, log_progress
 from asyncflow.driver.samples import SampleKeeper
+from asyncflow.driver.sinks import Sinks
 from asyncflow.driver.status import build_status, count_step, show, waiting_for
 from asyncflow.driver.tasks import EVAL, TRAIN
 from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
@@ -162,12 +163,14 @@ class Driver:
         train_prompts: Prompter,
         eval_prompts: Mapping[str, Prompter],
         decode: Callable[[Sequence[int]], str],
+        sinks: Sinks,
         metrics: DriverMetrics,
     ) -> None:
         spec = job.spec
         self.job = job
         self.queue = queue
         self.metrics = metrics
+        self.sinks = sinks
         self.schedule = Schedule.of(spec)
         self.progress = RunProgress(folder, steps=spec.algorithm.steps, now=clock.now())
         self.assignment = PromptAssignment(prompts_per_step=spec.algorithm.prompts_per_step, steps=spec.algorithm.steps)
@@ -281,6 +284,7 @@ class Driver:
         needed = Counter(controller=queue.controllers, storage=queue.storage_units)
         await self.members.gather(needed, changed=self.changes.changed, within_s=self.job.spec.limits.start_seconds)
         await self._restore()
+        self.sinks.start()
         self.phase, self._moved = "Running", clock.now()
         loops = {
             "dispatching": self._dispatcher.run,
@@ -309,6 +313,7 @@ class Driver:
         """Write the summary, then tell everybody to stop and wait until they have left."""
         await self._samples.write(everything=True)
         await self._ending.conclude(self.phase)
+        await self.sinks.close()
 
     def status(self) -> DriverStatus:
         """Return what ``GET /v1/status`` answers."""
@@ -476,6 +481,7 @@ class Driver:
     def _evaluated(self, result: EvaluationResult) -> None:
         self.progress.evaluated(result, at=clock.now())
         self._samples.evaluated(result.step)
+        self.sinks.notify()
         log.info("evaluated θ_%d: %s", result.step, result.words)
         self.changes.notify()
 
@@ -506,6 +512,7 @@ class Driver:
             self._evaluation.begin_anew()
         count_step(self.metrics, line)
         self._samples.trained(report.step)
+        self.sinks.notify()
         self.rewards.forget(report.step)
         self.members.observe(clock.now())
         self.elastic.step(line)
