@@ -16,7 +16,7 @@ from asyncflow.telemetry.sinks.base import MetricSink, SinkRun
 
 
 class TensorBoardOptions(msgspec.Struct, frozen=True):
-    """directory: of the event files; by default ``tensorboard`` in the folder of the run."""
+    """directory: of the event files; by default ``sinks/tensorboard`` in the folder of the run."""
 
     directory: str = ""
 
@@ -31,7 +31,7 @@ class TensorBoardSink(MetricSink):
         writers = import_module("tensorboard.summary.writer.event_file_writer")
         self._events = import_module("tensorboard.compat.proto.event_pb2")
         self._summaries = import_module("tensorboard.compat.proto.summary_pb2")
-        directory = Path(options.directory) if options.directory else run.folder / "tensorboard"
+        directory = Path(options.directory) if options.directory else run.own
         self._writer = writers.EventFileWriter(str(directory))
         self._at = 0.0
 
