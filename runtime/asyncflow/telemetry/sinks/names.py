@@ -85,12 +85,12 @@ def evaluation_values(line: Line, *, samples: int) -> dict[str, float]:
         if result.get("reward") is not None:
             values[f"{field}/reward/mean@{samples}"] = float(result["reward"])
         values |= {f"{field}/acc/best@{k}/mean": value for k, value in passing.items()}
-    return {name: value for name, value in values.items() if isfinite(value)}
+    return values
 
 
 def _numbers(line: Line) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in line.items()
-        if name not in _NO_FIGURES and isinstance(value, int | float) and not isinstance(value, bool)
+        if name not in _NO_FIGURES and isinstance(value, int | float) and isfinite(value)
     }
