@@ -16,7 +16,7 @@ from asyncflow.api.load import load_job
 from asyncflow.driver.evaluation import EvaluatedRow
 from asyncflow.driver.groups import DecidedGroup
 from asyncflow.driver.sample_files import SAMPLES, Format, SampleText, read_step, sample_files, write_samples
-from asyncflow.driver.samples import Candidate, Choice, SampleKeeper, rank_of
+from asyncflow.driver.samples import Candidate, Choice, SampleCollector, rank_of
 from asyncflow.driver.tasks import EVAL, TRAIN
 from asyncflow.errors import AsyncFlowError
 from asyncflow.queue.client import QueueClient
@@ -58,8 +58,8 @@ def test_a_choice_made_bit_by_bit_is_the_choice_among_all(
     assert kept[::-1][:extremes] == scored[::-1][:extremes]
 
 
-def keeper_of(queue: QueueClient, folder: Path, spec: SamplesSpec = KEPT, seed: int = 1) -> SampleKeeper:
-    return SampleKeeper(spec, queue=queue, folder=folder, seed=seed, decode=lambda ids: "".join(map(chr, ids)))
+def collector_of(queue: QueueClient, folder: Path, spec: SamplesSpec = KEPT, seed: int = 1) -> SampleCollector:
+    return SampleCollector(spec, queue=queue, folder=folder, seed=seed, decode=lambda ids: "".join(map(chr, ids)))
 
 
 async def made_groups(queue: QueueClient, *, step: int = 1, groups: int = GROUPS) -> list[DecidedGroup]:
@@ -92,18 +92,18 @@ async def test_samples_are_drawn_by_their_names_whatever_comes_when_and_whoever_
     spec = load_job(EXAMPLE, [f"algorithm.groupSize={SIZE}", f"algorithm.promptsPerStep={GROUPS}"]).spec
     async with queue_of(spec, tmp_path) as (queue, _):
         groups = await made_groups(queue)
-        once = keeper_of(queue, tmp_path / "once")
+        once = collector_of(queue, tmp_path / "once")
         for group in reversed(groups):
             once.decided(1, group)
         await once.read()
         once.trained(1)
         await once.write()
-        first = keeper_of(queue, tmp_path / "twice")
+        first = collector_of(queue, tmp_path / "twice")
         for group in groups[:3]:
             first.decided(1, group)
             await first.read()
         await first.write()
-        second = keeper_of(queue, tmp_path / "twice")
+        second = collector_of(queue, tmp_path / "twice")
         for group in groups[3:]:
             second.decided(1, group)
         await second.read()
@@ -126,13 +126,13 @@ async def test_a_sample_that_is_made_again_takes_its_own_place(tmp_path: Path) -
     spec = load_job(EXAMPLE, [f"algorithm.groupSize={SIZE}", f"algorithm.promptsPerStep={GROUPS}"]).spec
     async with queue_of(spec, tmp_path) as (queue, _):
         groups = await made_groups(queue)
-        keeper = keeper_of(queue, tmp_path)
+        collector = collector_of(queue, tmp_path)
         for advantage in (1.0, 2.0):
             for group in groups:
-                keeper.decided(1, group._replace(advantages=np.full(SIZE, advantage, np.float32)))
-            await keeper.read()
-            keeper.trained(1)
-            await keeper.write()
+                collector.decided(1, group._replace(advantages=np.full(SIZE, advantage, np.float32)))
+            await collector.read()
+            collector.trained(1)
+            await collector.write()
             kept = read_step(tmp_path, purpose="train", step=1)
             assert {sample.advantage for sample in kept} == {advantage}
             assert len(names(kept)) == len(kept)
@@ -144,11 +144,11 @@ async def test_a_row_that_is_gone_costs_its_own_text_only(tmp_path: Path) -> Non
         groups = await made_groups(queue)
         gone = [row for row in groups[0].rows if row.meta.sample < 2]
         await queue.drop(gone, reason="test", timeout=10)
-        keeper = keeper_of(queue, tmp_path, SamplesSpec(per_step=64))
+        collector = collector_of(queue, tmp_path, SamplesSpec(per_step=64))
         for group in groups:
-            keeper.decided(1, group)
-        await keeper.read()
-        await keeper.write(everything=True)
+            collector.decided(1, group)
+        await collector.read()
+        await collector.write(everything=True)
     kept = read_step(tmp_path, purpose="train", step=1)
     every = {(serial, sample) for serial in range(GROUPS) for sample in range(SIZE)}
     assert names(kept) == every - {(0, 0), (0, 1)}
@@ -157,14 +157,14 @@ async def test_a_row_that_is_gone_costs_its_own_text_only(tmp_path: Path) -> Non
 async def test_the_loop_reads_and_writes_and_only_every_nth_step_is_kept(tmp_path: Path) -> None:
     spec = load_job(EXAMPLE, [f"algorithm.groupSize={SIZE}", "algorithm.promptsPerStep=2", "algorithm.steps=4"]).spec
     async with queue_of(spec, tmp_path) as (queue, _):
-        keeper = keeper_of(queue, tmp_path, SamplesSpec(per_step=2, extremes=0, every=3))
-        work = asyncio.create_task(keeper.run())
+        collector = collector_of(queue, tmp_path, SamplesSpec(per_step=2, extremes=0, every=3))
+        work = asyncio.create_task(collector.run())
         for step in (1, 2, 3, 4):
             for group in await made_groups(queue, step=step, groups=2):
-                keeper.decided(step, group)
-            keeper.trained(step)
+                collector.decided(step, group)
+            collector.trained(step)
         async with asyncio.timeout(10):
-            while keeper._open:
+            while collector._open:
                 await asyncio.sleep(0.01)
         work.cancel()
         await asyncio.wait([work])
@@ -175,12 +175,12 @@ async def test_the_loop_reads_and_writes_and_only_every_nth_step_is_kept(tmp_pat
 async def test_nothing_is_kept_where_none_are_wanted(tmp_path: Path) -> None:
     spec = load_job(EXAMPLE, [f"algorithm.groupSize={SIZE}", "algorithm.promptsPerStep=2"]).spec
     async with queue_of(spec, tmp_path / "queue") as (queue, _):
-        keeper = keeper_of(queue, tmp_path, SamplesSpec(per_step=0, extremes=0, per_evaluation=0))
+        collector = collector_of(queue, tmp_path, SamplesSpec(per_step=0, extremes=0, per_evaluation=0))
         for group in await made_groups(queue, groups=2):
-            keeper.decided(1, group)
-            await keeper.evaluating([EvaluatedRow(row, 0, "") for row in group.rows])
-        await keeper.read()
-        await keeper.write(everything=True)
+            collector.decided(1, group)
+            await collector.evaluating([EvaluatedRow(row, 0, "") for row in group.rows])
+        await collector.read()
+        await collector.write(everything=True)
     assert not (tmp_path / SAMPLES).exists()
 
 
@@ -188,7 +188,7 @@ async def test_each_evaluation_keeps_the_same_prompts(tmp_path: Path) -> None:
     spec = load_job(EXAMPLE).spec
     size = 8
     async with queue_of(spec, tmp_path) as (queue, _):
-        keeper = keeper_of(queue, tmp_path)
+        collector = collector_of(queue, tmp_path)
         for step in (0, 4):
             cells = {
                 name: Jagged.from_rows([[65]] * size, kind)
@@ -203,11 +203,11 @@ async def test_each_evaluation_keeps_the_same_prompts(tmp_path: Path) -> None:
             assert all(await answer_all(queue, rows, tags))
             judged = (await queue.claim(partition=EVAL, task="score", max_rows=99, min_rows=size, timeout=10)).rows
             for row in judged:
-                await keeper.evaluating([EvaluatedRow(row, row.meta.serial % 100, "hard")])
+                await collector.evaluating([EvaluatedRow(row, row.meta.serial % 100, "hard")])
             await queue.drop(judged, reason="evaluated", timeout=10)
-            keeper.evaluated(step)
-            await keeper.write()
-        assert keeper._open == {}
+            collector.evaluated(step)
+            await collector.write()
+        assert collector._open == {}
     first, second = (read_step(tmp_path, purpose="eval", step=step) for step in (0, 4))
     assert names(first) == names(second)
     assert len(first) == 3

@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -17,8 +18,9 @@ from sinks_world import EXAMPLE, RunFolder, again, evaluation, job_with, step, t
 from asyncflow.api.load import load_job
 from asyncflow.errors import AsyncFlowError, ManifestError
 from asyncflow.telemetry.sinks.base import MetricSink, SinkRun, check_sinks
-from asyncflow.telemetry.sinks.feed import Feed, feed
+from asyncflow.telemetry.sinks.feed import SinkFeed, feed
 from asyncflow.telemetry.sinks.names import FIELD, evaluation_values, step_values
+from asyncflow.telemetry.sinks.wandb import _id_of
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "outputs.md"
 
@@ -44,7 +46,7 @@ class Told(MetricSink):
 
 def run_in(folder: Path) -> SinkRun:
     (folder / "own").mkdir(parents=True, exist_ok=True)
-    return SinkRun(name="job", folder=folder, own=folder / "own", config={})
+    return SinkRun(name="job", uid="", folder=folder, own=folder / "own", config={})
 
 
 STEPS = [*map(step, (1, 2, 3)), step(3), *(step(n, attempt=1, at=3.6 + n) for n in (2, 3, 4))]
@@ -66,7 +68,7 @@ def test_a_step_that_is_made_again_is_told_before_it_comes_and_a_repeated_line_i
     folder.steps(*STEPS)
     folder.events(*EVENTS)
     sink = Told()
-    assert Feed(sink, run=run_in(folder.path), samples=1).more() == len(STEPS) + len(EVENTS) - 1
+    assert SinkFeed(sink, run=run_in(folder.path), samples=1).more() == len(STEPS) + len(EVENTS) - 1
     assert sink.told == TOLD
 
 
@@ -80,13 +82,13 @@ def test_whenever_and_by_whomever_the_files_are_read_each_line_is_told_once(
     steps = b"".join(json.dumps(step(number)).encode() + b"\n" for number in range(1, 9))
     events = b"".join(json.dumps(evaluation(number, at=number + 0.5)).encode() + b"\n" for number in (2, 4, 8))
     sink = Told()
-    feeding = Feed(sink, run=run_in(folder), samples=1)
+    feeding = SinkFeed(sink, run=run_in(folder), samples=1)
     for by_steps, by_events, anew in [*looks, (len(steps), len(events), False)]:
         for name, data, more in (("metrics.jsonl", steps, by_steps), ("events.jsonl", events, by_events)):
             with (folder / name).open("ab") as file:
                 file.write(data[file.tell() : file.tell() + more])
         if anew:
-            feeding = Feed(sink, run=run_in(folder), samples=1)
+            feeding = SinkFeed(sink, run=run_in(folder), samples=1)
         feeding.more()
     assert sorted(sink.told) == sorted([("step", n) for n in range(1, 9)] + [("eval", n) for n in (2, 4, 8)])
     assert [number for kind, number in sink.told if kind == "step"] == list(range(1, 9))
@@ -98,10 +100,10 @@ def test_what_is_no_line_is_passed_over_and_other_files_are_read_from_the_start(
     (folder.path / "metrics.jsonl").write_bytes(
         b'\xff\nnull\n{"step": 1}\n' * 50 + json.dumps(step(1)).encode() + b'\n{"at"'
     )
-    Feed(sink, run=run, samples=1).more()
+    SinkFeed(sink, run=run, samples=1).more()
     (folder.path / "metrics.jsonl").write_bytes(b"")
     folder.steps(step(1), step(2))
-    Feed(sink, run=run, samples=1).more()
+    SinkFeed(sink, run=run, samples=1).more()
     assert sink.told == [("step", 1), ("step", 2)]
 
 
@@ -195,12 +197,14 @@ def sinks(folder: Path, **environment: str) -> str:
     return run.stdout
 
 
-def twice(folder: RunFolder, **environment: str) -> None:
-    """Feed all sinks of a run that is suspended, and goes on."""
+def twice(folder: RunFolder, *, forgets: str = "", **environment: str) -> None:
+    """SinkFeed all sinks of a run that is suspended, and goes on, maybe without a file."""
     folder.steps(*STEPS[:3])
     folder.events(*EVENTS[:3])
     folder.ended("Suspended")
     assert "5 lines written" in sinks(folder.path, **environment)
+    for file in folder.path.glob(forgets or "nothing"):
+        file.unlink()
     folder.steps(*STEPS[4:])
     folder.events(*EVENTS[3:])
     folder.ended("Succeeded")
@@ -229,10 +233,22 @@ def test_wandb_has_one_run_offline_however_often_it_is_resumed(tmp_path: Path) -
     assert not any(b"hushhush" in file.read_bytes() for file in folder.path.rglob("*") if file.is_file())
 
 
+def test_a_job_of_a_cluster_is_known_to_wandb_by_its_uid(tmp_path: Path) -> None:
+    run = run_in(tmp_path)
+    known = _id_of(run)
+    assert _id_of(run) == known
+    (run.own / "run-id").unlink()
+    assert _id_of(run) != known
+    (run.own / "run-id").unlink()
+    assert _id_of(replace(run, uid="5f0c-77")) == "5f0c-77"
+
+
 @pytest.mark.process
 def test_mlflow_has_one_run_however_often_it_is_resumed(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run", job_with([{"kind": "mlflow"}]))
-    twice(folder)
+    job = job_with([{"kind": "mlflow"}])
+    job = job.model_copy(update={"metadata": job.metadata.model_copy(update={"uid": "5f0c-77"})})
+    folder = RunFolder(tmp_path / "run", job)
+    twice(folder, forgets="sinks/mlflow/run-id")
     with sqlite3.connect(folder.path / "sinks" / "mlflow" / "mlflow.db") as database:
         assert database.execute("select name, status from runs").fetchall() == [("counting", "FINISHED")]
         newest = "select step, value from metrics where key = ? order by step, timestamp"

@@ -135,6 +135,9 @@ class SinkSpec(Spec):
     """``tensorboard``, ``wandb``, ``mlflow``, or a third party's (docs/guide/outputs.md)."""
     options: Options = Field(default_factory=dict)
     """Settings of the sink. A key or a password is none: the driver's environment has those, e.g. WANDB_API_KEY."""
+    secret: Name | None = None
+    """Secret of the cluster whose entries are variables of the driver's environment. On one machine that is the
+    environment of ``asyncflow run``."""
 
 
 class TelemetrySpec(Spec):

@@ -35,7 +35,7 @@ from asyncflow.driver.journal import LIVES, REWARDS, StateFile
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
 from asyncflow.driver.progress import RECENT_STEPS, RunProgress, StepWatch, line_of, log_progress
-from asyncflow.driver.samples import SampleKeeper
+from asyncflow.driver.samples import SampleCollector
 from asyncflow.driver.sinks import Sinks
 from asyncflow.driver.status import build_status, count_step, show, waiting_for
 from asyncflow.driver.tasks import EVAL, TRAIN
@@ -228,7 +228,7 @@ class Driver:
         )
         self.rewards.restore(kept.read(Totals))
         metrics.watch_rewards(self.rewards.outcomes)
-        self._samples = SampleKeeper(
+        self._samples = SampleCollector(
             spec.storage.samples, queue=queue, folder=folder, seed=spec.algorithm.seed, decode=decode
         )
         self._groups = AdvantageTask(

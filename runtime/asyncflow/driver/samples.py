@@ -55,7 +55,7 @@ Kept: TypeAlias = tuple[Purpose, int]
 
 
 class Candidate(NamedTuple):
-    """What a choice goes by. rank: the hash of the name."""
+    """Grounds of a choice. rank: the hash of the name."""
 
     rank: int
     reward: float
@@ -134,7 +134,7 @@ class _Reservoir:
         return [msgspec.structs.replace(text, drawn=key in drawn) for key, text in self.texts.items()]
 
 
-class SampleKeeper:
+class SampleCollector:
     """Keeps samples of one run in ``folder``.
 
     seed: of the draw; decode: returns the text of token ids.

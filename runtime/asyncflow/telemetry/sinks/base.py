@@ -34,13 +34,14 @@ _NOT_TOLD = ("template",)
 
 @dataclass(frozen=True, kw_only=True)
 class SinkRun:
-    """What a sink knows of its run.
+    """The run of a sink, as far as it is told.
 
-    name: of the job; folder: of the run; own: a folder for what the sink keeps between two processes, which exists;
-    config: the sections of the manifest that say what is trained.
+    name, uid: of the job, the uid "" on one machine; folder: of the run; own: a folder for what the sink keeps between
+    two processes, which exists; config: the sections of the manifest that say what is trained.
     """
 
     name: str
+    uid: str
     folder: Path
     own: Path
     config: Mapping[str, Any]
@@ -50,7 +51,7 @@ class SinkRun:
         """Return what the sink ``kind`` of a job with this folder knows."""
         spec = job.spec.model_dump(mode="json", by_alias=True, exclude_none=True)
         config = {name: _told(spec[name]) for name in _OF_RUN if name in spec}
-        return cls(name=job.name, folder=folder, own=folder / "sinks" / kind, config=config)
+        return cls(name=job.name, uid=job.metadata.uid or "", folder=folder, own=folder / "sinks" / kind, config=config)
 
 
 class MetricSink(ABC):

@@ -34,14 +34,14 @@ CURSOR = "cursor.json"
 
 
 class Cursor(Struct):
-    """How far a sink is. metrics, events: bytes that were read of each file; step: the newest that is written."""
+    """Place up to which a sink is fed. metrics, events: bytes read of each file; step: the newest that is written."""
 
     metrics: int = 0
     events: int = 0
     step: int = 0
 
 
-class Feed:
+class SinkFeed:
     """Feeds ``sink``. samples: of a prompt in an evaluation, without the greedy one."""
 
     def __init__(self, sink: MetricSink, *, run: SinkRun, samples: int) -> None:
@@ -91,7 +91,7 @@ def feed(job: RLJob, *, kind: str, folder: Path, follow: bool) -> int:
         made = sink_class(kind)
         sink = made(read_options(spec.options, made.Options, where=WHERE), run=run)
         evaluation = job.spec.evaluation
-        feeding = Feed(sink, run=run, samples=evaluation.samples if evaluation is not None else 0)
+        feeding = SinkFeed(sink, run=run, samples=evaluation.samples if evaluation is not None else 0)
         written = feeding.more()
         while follow and sys.stdin.buffer.readline():
             written += feeding.more()

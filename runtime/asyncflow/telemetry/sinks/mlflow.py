@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +20,8 @@ from asyncflow.durable import write_whole
 from asyncflow.telemetry.sinks.base import MetricSink, SinkRun, check_address
 
 _ID = "run-id"
+_JOB = "asyncflow.job"
+"""Tag of a run with the UID of its job."""
 _ILLEGAL = re.compile(r"[^\w\-. :/]")
 _LONGEST = 500
 """Characters of a parameter's value that any store of MLflow takes."""
@@ -73,20 +74,29 @@ class MlflowSink(MetricSink):
             self._client.set_terminated(self._run, status=_STATUS[phase])
 
     def _open(self, options: MlflowOptions, run: SinkRun) -> str:
-        """Return the id of the run, which is made once."""
-        file: Path = run.own / _ID
-        if file.exists():
-            known = file.read_text()
-            self._client.update_run(known, status="RUNNING")
-            return known
+        """Return the id of the run, which is made once: the folder knows it, or on a cluster its tag."""
         found = self._client.get_experiment_by_name(options.experiment)
         experiment = found.experiment_id if found is not None else self._client.create_experiment(options.experiment)
-        made: str = self._client.create_run(experiment, run_name=options.name or run.name).info.run_id
+        if known := self._known(run, experiment):
+            self._client.update_run(known, status="RUNNING")
+            return known
+        tags = {_JOB: run.uid} if run.uid else {}
+        made: str = self._client.create_run(experiment, run_name=options.name or run.name, tags=tags).info.run_id
         params = [self._entities.Param(name, value[:_LONGEST]) for name, value in _flat(run.config)]
         for start in range(0, len(params), _PARAMS):
             self._client.log_batch(made, params=params[start : start + _PARAMS])
-        write_whole(file, made.encode())
+        write_whole(run.own / _ID, made.encode())
         return made
+
+    def _known(self, run: SinkRun, experiment: str) -> str:
+        """Return the id of the run where an earlier process has made it, "" where none has."""
+        file = run.own / _ID
+        if file.exists():
+            return file.read_text()
+        if not run.uid:
+            return ""
+        found = self._client.search_runs([experiment], filter_string=f"tags.`{_JOB}` = '{run.uid}'", max_results=1)
+        return str(found[0].info.run_id) if found else ""
 
 
 def _flat(config: Mapping[str, Any], *, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -1,6 +1,6 @@
-"""Names of the figures in sinks: ours, and beside them those that people who come from verl have in their dashboards.
+"""Names of figures in sinks: those of AsyncFlow, and beside them those that people from verl have in their dashboards.
 
-Ours are ``asyncflow/`` and the field of ``metrics.jsonl``; of evaluations ``asyncflow/eval/``, behind it the name of
+Its own are ``asyncflow/`` and the field of ``metrics.jsonl``; of evaluations ``asyncflow/eval/``, behind it the name of
 the set where it has one. ``FIELD`` is the table of the others; docs/guide/outputs.md shows it.
 
 Invariants: a name of the field stands for what it stands for there, or is not used; a figure that a line lacks has no
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 Line: TypeAlias = Mapping[str, Any]
 Formula: TypeAlias = Callable[[Line], float]
 
-OURS = "asyncflow"
+OWN = "asyncflow"
 MAIN = "main"
 """Name of the main set in the field's names, which have a place for one."""
 _NO_FIGURES = frozenset(("at", "started", "ended", "step", "keys", "published", "event"))
@@ -60,8 +60,8 @@ FIELD: Mapping[str, Formula] = {
 
 
 def step_values(line: Line) -> dict[str, float]:
-    """Return the figures of a line of ``metrics.jsonl`` by name, ours and the field's."""
-    values = {f"{OURS}/{name}": value for name, value in _numbers(line).items()}
+    """Return the figures of a line of ``metrics.jsonl`` by name, its own and the field's."""
+    values = {f"{OWN}/{name}": value for name, value in _numbers(line).items()}
     for name, formula in FIELD.items():
         try:
             value = formula(line)
@@ -76,10 +76,10 @@ def evaluation_values(line: Line, *, samples: int) -> dict[str, float]:
     """Return the figures of an evaluation, a line of ``events.jsonl``. samples: of a prompt, without the greedy one."""
     values = {"training/global_step": float(line["step"])}
     for name, result in {"": line, **line.get("sets", {})}.items():
-        ours = f"{OURS}/eval/{name}" if name else f"{OURS}/eval"
-        values |= {f"{ours}/{figure}": value for figure, value in _numbers(result).items()}
+        own = f"{OWN}/eval/{name}" if name else f"{OWN}/eval"
+        values |= {f"{own}/{figure}": value for figure, value in _numbers(result).items()}
         passing = {int(k): float(value) for k, value in result.get("pass_at", {}).items()}
-        values |= {f"{ours}/pass@{k}": value for k, value in passing.items()}
+        values |= {f"{own}/pass@{k}": value for k, value in passing.items()}
         field = f"val-core/{name or MAIN}"
         values[f"{field}/acc/mean@{samples}"] = float(result["accuracy"])
         if result.get("reward") is not None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -67,7 +66,7 @@ class WandbSink(MetricSink):
             name=options.name or run.name,
             group=options.group or None,
             tags=options.tags or None,
-            id=_id_of(run.own / _ID),
+            id=_id_of(run),
             resume="allow",
             mode=options.mode,
             dir=str(run.own),
@@ -100,8 +99,9 @@ class WandbSink(MetricSink):
         self._run.finish(exit_code=0 if phase in _ENDED_WELL else 1)
 
 
-def _id_of(file: Path) -> str:
-    """Return the id of the run, which is made once."""
+def _id_of(run: SinkRun) -> str:
+    """Return the id of the run: that of the job on a cluster, else one that is made once."""
+    file = run.own / _ID
     if not file.exists():
-        write_whole(file, uuid.uuid4().hex.encode())
+        write_whole(file, (run.uid or uuid.uuid4().hex).encode())
     return file.read_text()
