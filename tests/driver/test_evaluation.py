@@ -132,7 +132,7 @@ async def test_an_evaluation_is_recorded_when_all_its_samples_are_in(tmp_path: P
         assert await at.recorded(1) == [
             EvaluationResult(step=2, prompts=3, accuracy=0.0, greedy=1.0, reward=0.0, greedy_reward=1.0)
         ]
-        assert sorted((row.index, row.row.meta.sample) for row in at.kept) == [(i, j) for i in range(3) for j in (0, 1)]
+        assert sorted((row.place, row.row.meta.sample) for row in at.kept) == [(i, j) for i in range(3) for j in (0, 1)]
 
 
 async def test_a_sample_without_a_reward_is_not_right_and_is_counted_once(tmp_path: Path) -> None:

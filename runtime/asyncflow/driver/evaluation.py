@@ -68,10 +68,10 @@ class EvaluationTally:
 
 
 class EvaluatedRow(NamedTuple):
-    """A row of an evaluation that was judged. index: of its prompt among those of all sets; set: name of its set."""
+    """A row of an evaluation that was judged. place: of its prompt among those of all sets; set: name of its set."""
 
     row: LeasedRow
-    index: int
+    place: int
     set: str
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 from msgspec import Struct
@@ -120,7 +120,7 @@ def _jsonl(samples: Iterable[SampleText]) -> bytes:
 
 def _parquet(samples: Sequence[SampleText]) -> bytes:
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
-    kinds = {str: arrow.string(), int: arrow.int64(), bool: arrow.bool_()}
+    kinds: dict[Any, Any] = {str: arrow.string(), int: arrow.int64(), bool: arrow.bool_()}
     kinds |= {float | None: arrow.float64(), Purpose: arrow.string(), dict[str, Tag]: arrow.string()}
     fields = msgspec.structs.fields(SampleText)
     schema = arrow.schema([(field.name, kinds[field.type]) for field in fields])

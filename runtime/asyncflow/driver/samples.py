@@ -221,8 +221,8 @@ class SampleCollector:
         if not self._choices["eval"].drawn:
             return
         by_step: dict[int, dict[Key, tuple[Candidate, _Wanted]]] = {}
-        for row, index, name in rows:
-            key = (index, row.meta.sample)
+        for row, place, name in rows:
+            key = (place, row.meta.sample)
             by_step.setdefault(row.meta.step, {})[key] = self._candidate(key, row), _Wanted(row, None, name)
         for step, offered in by_step.items():
             reservoir = self._reservoir("eval", step)
