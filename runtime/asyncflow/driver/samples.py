@@ -39,7 +39,7 @@ from asyncflow.rpc.columns import Jagged
 
 log = logging.getLogger(__name__)
 
-WRITE_S = 1.0
+WRITE_S = 0.25
 """Seconds between two writes of a step that is not trained yet."""
 FETCH_S = 10.0
 _COLUMNS = ("prompt_ids", "response_ids", "task")
