@@ -154,6 +154,22 @@ async def test_a_row_that_is_gone_costs_its_own_text_only(tmp_path: Path) -> Non
     assert names(kept) == every - {(0, 0), (0, 1)}
 
 
+async def test_ids_that_cannot_be_decoded_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    spec = load_job(EXAMPLE, [f"algorithm.groupSize={SIZE}", "algorithm.promptsPerStep=2"]).spec
+
+    def decode(_ids: Sequence[int]) -> str:
+        raise OverflowError("out of range")
+
+    async with queue_of(spec, tmp_path) as (queue, _):
+        collector = SampleCollector(KEPT, queue=queue, folder=tmp_path, seed=1, decode=decode)
+        for group in await made_groups(queue, groups=2):
+            collector.decided(1, group)
+        await collector.read()
+        await collector.write(everything=True)
+    assert "cannot be decoded" in caplog.text
+    assert sample_files(tmp_path) == []
+
+
 async def test_the_loop_reads_and_writes_and_only_every_nth_step_is_kept(tmp_path: Path) -> None:
     spec = load_job(EXAMPLE, [f"algorithm.groupSize={SIZE}", "algorithm.promptsPerStep=2", "algorithm.steps=4"]).spec
     async with queue_of(spec, tmp_path) as (queue, _):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -131,6 +132,22 @@ def test_an_evaluation_names_its_sets() -> None:
     }  # fmt: skip
 
 
+def test_the_sink_of_the_page_works(tmp_path: Path) -> None:
+    (code,) = (block for block in GUIDE.read_text().split("```python\n")[1:] if "class Lines" in block)
+    page: dict[str, Any] = {"__name__": "my_sink"}
+    exec(code.partition("```")[0], page)
+    run = run_in(tmp_path / "run")
+    sink = page["Lines"](page["Options"](file="rewards.txt"), run=run)
+    folder = RunFolder(tmp_path / "other", job_with([]))
+    folder.steps(*STEPS)
+    folder.events(*EVENTS)
+    SinkFeed(sink, run=replace(run, folder=folder.path), samples=1).more()
+    sink.close("Succeeded")
+    lines = (run.own / "rewards.txt").read_text().splitlines()
+    assert lines[0] == "0 None"
+    assert lines[5:7] == ["from 2 on again", "2 0.2"]
+
+
 def test_the_page_has_the_table_of_names() -> None:
     text = GUIDE.read_text()
     assert {name for name in FIELD if f"`{name}`" not in text} == set()
@@ -191,7 +208,7 @@ def sinks(folder: Path, **environment: str) -> str:
     """Run ``asyncflow sinks`` as a person does."""
     run = subprocess.run(
         [sys.executable, "-m", "asyncflow", "sinks", str(folder)],
-        capture_output=True, text=True, timeout=110, env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=140, env={**os.environ, **environment},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     return run.stdout
@@ -212,6 +229,7 @@ def twice(folder: RunFolder, *, forgets: str = "", **environment: str) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.timeout(300)
 def test_wandb_has_one_run_offline_however_often_it_is_resumed(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", job_with([{"kind": "wandb", "options": {"mode": "offline", "tags": ["a"]}}]))
     twice(folder, WANDB_API_KEY="hush" * 10)
@@ -244,6 +262,7 @@ def test_a_job_of_a_cluster_is_known_to_wandb_by_its_uid(tmp_path: Path) -> None
 
 
 @pytest.mark.process
+@pytest.mark.timeout(300)
 def test_mlflow_has_one_run_however_often_it_is_resumed(tmp_path: Path) -> None:
     job = job_with([{"kind": "mlflow"}])
     job = job.model_copy(update={"metadata": job.metadata.model_copy(update={"uid": "5f0c-77"})})

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
+from math import isfinite
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -32,9 +33,9 @@ from asyncflow.driver.dispatch import CALL_TIMEOUT_S
 from asyncflow.driver.evaluation import ROUND, EvaluatedRow
 from asyncflow.driver.groups import DecidedGroup, failure_of
 from asyncflow.driver.sample_files import Purpose, SampleText, read_step, write_samples
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, StaleHandle
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, Refused, StaleHandle
 from asyncflow.queue.client import QueueClient
-from asyncflow.queue.protocol.messages import TOKENS_TAG, LeasedRow
+from asyncflow.queue.protocol.messages import TOKENS_TAG, LeasedRow, Tag
 from asyncflow.rpc.columns import Jagged
 
 log = logging.getLogger(__name__)
@@ -277,7 +278,14 @@ class SampleCollector:
             halves = list(wanted.items())
             parts = [dict(halves[: len(halves) // 2]), dict(halves[len(halves) // 2 :])]
             return {key: text for part in parts for key, text in (await self._texts(purpose, step, part)).items()}
-        return await asyncio.to_thread(self._decoded, purpose, step, wanted, cells)
+        except Refused as error:
+            log.warning("%d samples of step %d are missing: %s", len(wanted), step, error)
+            return dict.fromkeys(wanted)
+        try:
+            return await asyncio.to_thread(self._decoded, purpose, step, wanted, cells)
+        except Exception:  # of the tokenizer: ids that it does not know how to say end no run
+            log.exception("%d samples of step %d are missing: they cannot be decoded", len(wanted), step)
+            return dict.fromkeys(wanted)
 
     def _decoded(
         self, purpose: Purpose, step: int, wanted: Mapping[Key, _Wanted], cells: Mapping[str, Jagged]
@@ -304,7 +312,7 @@ class SampleCollector:
                 version_min=int(tags.get("version_min", 0)),
                 version_max=int(tags.get("version_max", 0)),
                 finish=str(tags.get("finish", "")),
-                details={tag: value for tag, value in tags.items() if tag not in _OWN_FIELDS},
+                details={tag: _sayable(value) for tag, value in tags.items() if tag not in _OWN_FIELDS},
             )
         return texts
 
@@ -321,12 +329,19 @@ class SampleCollector:
             if not self._failing:
                 log.warning("samples cannot be written, they are kept until they can: %s", error)
             self._failing = True
+        except Exception:  # of a library that makes the file: no text is worth a run
+            log.exception("samples of step %d cannot be put into a file", step)
         else:
             self._failing = False
 
 
 def _reward(value: float | None) -> float:
     return float("nan") if value is None else value
+
+
+def _sayable(value: Tag) -> Tag:
+    """Return a tag as JSON can say it, which knows no infinite numbers."""
+    return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
 def _answer(task: bytes) -> str:

@@ -24,7 +24,8 @@ CLOSE_S = 20.0
 """Seconds that sinks have at the end of a run to write what they lack."""
 _FIRST_PAUSE_S = 2.0
 _LONGEST_PAUSE_S = 600.0
-_MOST_WORDS = 500
+_MOST_WORDS = 1000
+"""Bytes of what a process said last that are looked at for the reason of its end."""
 
 
 class Sinks:
@@ -49,7 +50,7 @@ class Sinks:
     def notify(self) -> None:
         """Tell them that there is more to write."""
         for process in self._running.values():
-            if process.stdin is not None and process.returncode is None:
+            if process.stdin is not None and not process.stdin.is_closing():
                 process.stdin.write(b"\n")
 
     async def close(self, *, within_s: float = CLOSE_S) -> None:
@@ -79,7 +80,10 @@ class Sinks:
         """Feed one sink until the end; start its process again where it fails."""
         pause_s, said = _FIRST_PAUSE_S, ""
         while True:
-            words = await self._feed(kind)
+            try:
+                words = await self._feed(kind)
+            except OSError as error:
+                words = f"its process cannot be started: {error}"
             if words is None:
                 return
             self._failed(kind)
@@ -110,9 +114,9 @@ class Sinks:
         assert process.stdout is not None
         if self._closing.is_set():
             process.stdin.close()
-        last = b""
-        async for line in process.stdout:
-            last = line.strip() or last
+        said = b""
+        while more := await process.stdout.read(_MOST_WORDS):
+            said = (said + more)[-_MOST_WORDS:]
         status = await process.wait()
-        said = last.decode(errors="replace")[:_MOST_WORDS]
-        return None if status == 0 else f"exit status {status}: {said}"
+        last = said.decode(errors="replace").strip().rpartition("\n")[2]
+        return None if status == 0 else f"exit status {status}: {last}"
