@@ -3,6 +3,7 @@
 ``train`` runs a job on this machine, ``load`` reads and checks a manifest, ``RLJob`` is a job made in Python;
 ``connect`` and ``aconnect`` are clients of a queue, for threads and for an event loop, with ``BlockingPartition`` and
 ``Partition`` for its rows. ``StreamingDataset``, ``StepDataset`` and ``share_batches`` are its data sets for torch.
+``MetricSink`` is the base of sinks for figures.
 
 Invariant: importing the package loads nothing heavy; each name is loaded when it is first used.
 """
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
     from asyncflow.queue.protocol.messages import Samples, TaskSpec
     from asyncflow.queue.torch import Batch, QueueAddress, StepDataset, StreamingDataset, share_batches
     from asyncflow.rpc.columns import Jagged
+    from asyncflow.telemetry.sinks.base import MetricSink
 
 __version__ = "0.1.0"
 __all__ = [
     "Batch",
     "BlockingPartition",
     "Jagged",
+    "MetricSink",
     "Partition",
     "QueueAddress",
     "RLJob",
@@ -47,6 +50,7 @@ _WHERE = {
     "Batch": "asyncflow.queue.torch",
     "BlockingPartition": "asyncflow.queue.blocking",
     "Jagged": "asyncflow.rpc.columns",
+    "MetricSink": "asyncflow.telemetry.sinks.base",
     "Partition": "asyncflow.queue.partition",
     "QueueAddress": "asyncflow.queue.torch",
     "RLJob": "asyncflow.api.job",

@@ -108,6 +108,36 @@ def audit(directory: Path) -> int:
 
 
 @app.command()
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@click.option("--step", type=click.IntRange(min=0), help="The step, or with --eval the weights; the newest by default.")
+@click.option("--best", "order", flag_value="best", help="Those with the highest rewards first.")
+@click.option("--worst", "order", flag_value="worst", help="Those with the lowest rewards first.")
+@click.option("-n", "most", type=click.IntRange(min=1), default=8, show_default=True, help="Most samples.")
+@click.option("--eval", "evaluation", is_flag=True, help="Samples of an evaluation.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def samples(directory: Path, *, evaluation: bool, **options: Any) -> None:
+    """Show samples of a run, finished or not: prompts, responses and rewards."""
+    from asyncflow.commands import samples as command
+
+    command.samples(directory, purpose="eval" if evaluation else "train", **options)
+
+
+@app.command()
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@click.option("--kind", help="The sink; all of them by default.")
+@click.option("--job", type=_DIRECTORY, help="The job's manifest; DIR/job.yaml by default.")
+@click.option("--follow", is_flag=True, hidden=True, help="Go on at each line of standard input, until that ends.")
+def sinks(directory: Path, *, kind: str | None, job: Path | None, follow: bool) -> None:
+    """Write to TensorBoard, W&B or MLflow what they lack of the figures of a run."""
+    from asyncflow.process import die_with_parent
+
+    die_with_parent()
+    from asyncflow.commands import sinks as command
+
+    command.sinks(directory, kind=kind, job=job, follow=follow)
+
+
+@app.command()
 @click.argument("directory", metavar="RUN", type=_DIRECTORY)
 @click.option("--http-port", type=click.IntRange(0, 65535), default=0, help="Port of /metrics; 0 is any.")
 @click.option("--serve-port", type=click.IntRange(0, 65535), default=0, help="Port of the inference service; 0 is any.")

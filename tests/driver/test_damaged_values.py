@@ -98,6 +98,7 @@ def started(folder: Path) -> tuple[RunProgress, DriverStatus, dict[str, Any]]:
         prompts_skipped=0,
         alike={},
         best=None,
+        exports={},
     )
     return progress, status, summary
 

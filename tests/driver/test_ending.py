@@ -64,7 +64,9 @@ class Job:
     def trainer(self, *, index: int = 0, attempt: int = 0, exported: bool) -> None:
         incarnation = f"trainer {index} {attempt}"
         self.directory.register(Member(role="trainer", index=index, incarnation=incarnation, attempt=attempt))
-        self.directory.heartbeat(Beat(incarnation=incarnation, revision=0, status={"exported": exported}))
+        self.directory.heartbeat(
+            Beat(incarnation=incarnation, revision=0, status={"exported": exported, "exports": {"export": 3}})
+        )
 
     async def goes_on(self, ended: asyncio.Task[str]) -> bool:
         for _ in range(5):

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +18,7 @@ from asyncflow.api.load import load_job
 from asyncflow.data.prompter import Prompter
 from asyncflow.data.sources import open_held_out, open_training
 from asyncflow.driver.driver import ChangeSignal
-from asyncflow.driver.evaluation import Evaluation, EvaluationResult, SetResult, best_of, pass_at
+from asyncflow.driver.evaluation import EvaluatedRow, Evaluation, EvaluationResult, SetResult, best_of, pass_at
 from asyncflow.driver.groups import RewardTally
 from asyncflow.driver.tasks import EVAL
 from asyncflow.errors import ManifestError
@@ -60,6 +60,7 @@ class Bench:
         self.dues: list[int] = []
         self.results: list[EvaluationResult] = []
         self.rewards = RewardTally(needed=6, keep=lambda totals: None)
+        self.kept: list[EvaluatedRow] = []
         self._wanted, self._prompts = wanted, prompts
         self.evaluation = self.of_the_first_round()
 
@@ -72,10 +73,14 @@ class Bench:
             steps=[0, 2],
             due=lambda: [step for step in self.dues if step not in [result.step for result in self.results]],
             changed=self.changes.changed,
+            keep=self._keep,
             finished=self.results.append,
         )
         assert made is not None
         return made
+
+    async def _keep(self, rows: Sequence[EvaluatedRow]) -> None:
+        self.kept += rows
 
     def due(self, step: int) -> None:
         self.dues.append(step)
@@ -127,6 +132,7 @@ async def test_an_evaluation_is_recorded_when_all_its_samples_are_in(tmp_path: P
         assert await at.recorded(1) == [
             EvaluationResult(step=2, prompts=3, accuracy=0.0, greedy=1.0, reward=0.0, greedy_reward=1.0)
         ]
+        assert sorted((row.place, row.row.meta.sample) for row in at.kept) == [(i, j) for i in range(3) for j in (0, 1)]
 
 
 async def test_a_sample_without_a_reward_is_not_right_and_is_counted_once(tmp_path: Path) -> None:

@@ -26,7 +26,11 @@ from asyncflow.rpc.columns import Jagged
 EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
 SIZE = 4
 INPUTS = {"prompt_ids": np.int32, "task": np.uint8}
-AS_PUT: dict[str, Any] = {"late": lambda _serial: None, "exchanged": lambda _serial, _late: None}
+AS_PUT: dict[str, Any] = {
+    "late": lambda _serial: None,
+    "exchanged": lambda _serial, _late: None,
+    "decided": lambda _step, _group: None,
+}
 """No group takes the place of another."""
 AT_ONCE: dict[str, Any] = {"together": lambda step: [step], "complete": lambda _step: True} | AS_PUT
 """No step waits for another."""
@@ -443,6 +447,7 @@ async def test_what_is_complete_first_is_trained_first_where_completion_fills_th
         ],
     ).spec
     schedule, assignment = Schedule.of(spec), PromptAssignment(prompts_per_step=1, steps=3)
+    decided: list[tuple[int, int]] = []
     async with queue_of(spec, tmp_path) as (queue, _):
         groups = AdvantageTask(
             queue=queue,
@@ -454,6 +459,7 @@ async def test_what_is_complete_first_is_trained_first_where_completion_fills_th
             complete=assignment.complete,
             late=lambda serial: assignment.late(serial, alike=schedule.window),
             exchanged=assignment.exchange,
+            decided=lambda step, group: decided.append((group.rows[0].meta.serial, step)),
         )
         for step in (1, 2, 3):
             assert assignment.issue() == (step - 1, step)
@@ -479,6 +485,7 @@ async def test_what_is_complete_first_is_trained_first_where_completion_fills_th
         work.cancel()
         await asyncio.wait([work])
     assert trained == [{(2, 1)}, {(0, 2)}, {(1, 3)}]
+    assert decided == [(2, 1), (0, 2), (1, 3)], "the step that trains a group is told, not the one that it was put for"
 
 
 def test_a_group_whose_drop_is_not_answered_is_replaced() -> None:

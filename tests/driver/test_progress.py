@@ -156,6 +156,7 @@ def test_the_summary_counts_what_was_measured(tmp_path: Path) -> None:
         prompts_skipped=0,
         alike={},
         best=None,
+        exports={},
     )
     assert summary["steps"] == 2
     assert summary["wall_s"] == 26.0, "nobody was there from 114 to 118"

@@ -7,7 +7,7 @@ import pytest
 
 from asyncflow.api.job import RLJob
 from asyncflow.models.source import materialize_config, materialize_weights
-from asyncflow.roles.backend import backend_settings, export_checkpoint
+from asyncflow.roles.backend import backend_settings, export_best, export_checkpoint
 from asyncflow.training.checkpoint import CheckpointManifest, Checkpoints
 from asyncflow.training.ranks import SingleProcess
 
@@ -47,6 +47,31 @@ def test_a_trainer_uses_its_share_of_the_device() -> None:
     trainer = {"accelerator": {"profile": "nvidia", "count": 1, "share": 0.6}}
     settings = backend_settings(job(algorithm={"steps": 1}, trainer=trainer).spec, host="127.0.0.1")
     assert (settings.device, settings.share) == ("cuda", 0.6)
+
+
+def test_the_best_checkpoint_is_exported_unless_it_is_the_last_one_or_the_first_model(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from asyncflow.training.torch.backend import TorchBackend
+
+    spec = job(algorithm={"steps": 3}).spec
+    model = materialize_config(spec.model.source, tmp_path)
+    materialize_weights(spec.model.source, model)
+    backend = TorchBackend(backend_settings(spec, host="127.0.0.1"), group=SingleProcess())
+    backend.load(model, checkpoint=None)
+    held, checkpoints = {}, Checkpoints(tmp_path / "checkpoints")
+    for step in (1, 2, 3):
+        for _, array in backend.tensors():
+            np.asarray(array)[...] += 1.0
+        held[step] = {name: np.array(array) for name, array in backend.tensors()}
+        checkpoints.write(CheckpointManifest(attempt=0, step=step, samples=0), backend.snapshot())
+    places = {"checkpoints": checkpoints, "last": 3, "run": tmp_path, "target": tmp_path / "export-best"}
+    for best in (None, 0, 3):
+        assert export_best(spec, backend, model, best=best, **places) is None
+    assert not (tmp_path / "export-best").exists()
+    assert export_best(spec, backend, model, best=2, **places) == 2
+    exported = load_file(tmp_path / "export-best" / "model.safetensors")
+    assert all(np.array_equal(tensor.numpy(), held[2][name]) for name, tensor in exported.items())
 
 
 def test_a_checkpoint_is_exported_as_the_trainer_holds_it(tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ def test_adapters_are_trained_in_several_updates_a_step_with_a_correction(tmp_pa
     correction = ["algorithm.old=recompute", "algorithm.correction={kind: mask, level: sequence, low: 0.5, high: 2.0}"]
     finish(start("quickstart.yaml", folder, [*SMALL, *lora, *updates, *correction]), within_s=200)
     made = summary(folder)
+    assert made["exports"] == {"export": 3}
     every_figure_and_event_is_on_its_page(folder)
     for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
         assert 0.9 < line["correction_min"] <= line["correction_mean"] <= line["correction_max"] < 1.1
@@ -131,6 +132,8 @@ def the_best_is_kept(folder: Path, said: dict[str, Any]) -> None:
     assert rewards.keys() == {0, 2, 3}
     best = max(rewards, key=lambda step: (rewards[step], -step))
     assert said["best"] == {"step": best, "by": "reward", "value": rewards[best]}
+    assert said["exports"] == {"export": 3} | ({"export-best": best} if best not in (0, 3) else {})
+    assert (folder / "export-best" / "model.safetensors").is_file() == (best not in (0, 3))
     assert said["eval_pass_at_last"] == {"1": said["eval_accuracy_last"]}
     kept = {int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoints/*/manifest.json")}
     assert kept == {best, 3} - {0}

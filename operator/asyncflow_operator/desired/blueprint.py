@@ -79,9 +79,10 @@ class Blueprint:
     role, as JSON values; leader: the address that others dial, where process 0 of the role listens if ``leads``;
     first_replica,
     first_slot: number of process 0 among all of the family, and among those that have devices; store: one that others
-    run, which the role uses; reward: what its pods score by, None for nothing; grace_s: seconds from SIGTERM to
-    SIGKILL; node_lost_s: for which its node may not answer; readers: roles that read from this one; granted: what the
-    gang scheduler has given to the core's pods of the role.
+    run, which the role uses; env_from: Secrets whose entries are variables of its environment; reward: what its pods
+    score by, None for nothing; grace_s: seconds from SIGTERM to SIGKILL; node_lost_s: for which its node may not
+    answer; readers: roles that read from this one; granted: what the gang scheduler has given to the core's pods of
+    the role.
     """
 
     family: Family
@@ -99,6 +100,7 @@ class Blueprint:
     reward: RewardSpec | None = None
     grace_s: float = _GRACE_S
     node_lost_s: int = LimitsSpec().node_lost_seconds
+    env_from: tuple[str, ...] = ()
     first_replica: int = 0
     first_slot: int = 0
     readers: tuple[RoleName, ...] = ()
@@ -165,10 +167,15 @@ def job_blueprint(
         first_slot=_before(role, [other for other in planned.roles if other.resources.accelerators]),
         scheduling=spec.scheduling,
         store=spec.transfer_queue.store if name == "storage" else None,
+        env_from=_sink_secrets(job) if name == "driver" else (),
         reward=spec.reward if name == "rollout" and (not pinned or REWARD_CONTAINER in pinned) else None,
         readers=("trainer", "rollout", *working_roles(spec)) if name == "storage" else (),
         granted=granted,
     )
+
+
+def _sink_secrets(job: RLJob) -> tuple[str, ...]:
+    return tuple(sorted({sink.secret for sink in job.spec.telemetry.sinks if sink.secret is not None}))
 
 
 def queue_blueprint(
@@ -217,7 +224,11 @@ def requested_by_job(job: RLJob, name: RoleName) -> dict[str, object]:
     """Return what shapes a pod of the role, without what its processes read from the manifest and their number."""
     spec = job.spec
     of_role: dict[str, dict[str, object]] = {
-        "driver": {"resources": spec.driver.resources},
+        "driver": {
+            "resources": spec.driver.resources,
+            "claim": spec.driver.claim,
+            "secrets": _sink_secrets(job) or None,
+        },
         "controller": {"cpu": spec.transfer_queue.resources.cpu, "ledger": spec.storage.ledger.claim},
         "master": {"cpu": spec.transfer_queue.resources.cpu},
         "holder": {"cpu": spec.transfer_queue.resources.cpu, "bytes": spec.transfer_queue.bytes_per_unit},

@@ -215,6 +215,7 @@ def _container(blueprint: Blueprint, *, index: int, attempt: int, http_port: int
         ),
         "workingDir": WORKDIR,
         "env": make_environment(blueprint, index),
+        **({"envFrom": [{"secretRef": {"name": name}} for name in blueprint.env_from]} if blueprint.env_from else {}),
         "ports": [{"name": name, "containerPort": number} for name, number in listens.items()],
         "resources": _resources(blueprint),
         "securityContext": _CONTAINER_SECURITY,

@@ -49,6 +49,8 @@ def job_claims(job: RLJob, family: Family) -> tuple[Manifest, ...]:
     """Return the claims that are made for a job."""
     storage = job.spec.storage
     made: list[Manifest] = []
+    if job.spec.driver.claim is not None and job.spec.driver.claim.size is not None:
+        made.append(make_claim(family, "driver", job.spec.driver.claim))
     if storage.ledger.claim is not None and storage.ledger.claim.size is not None:
         mode = _writers(job.spec.transfer_queue)
         made.append(make_claim(family, "ledger", storage.ledger.claim, access_mode=mode))
@@ -74,7 +76,11 @@ def _writers(queue: QueueSpec) -> str:
 def job_mounts(job: RLJob, role: Role) -> tuple[Mounted, ...]:
     """Return what a role of a job mounts: its durable folders, and the claim with the model where the source is one."""
     storage = job.spec.storage
-    specs: dict[Durable, ClaimSpec | None] = {"ledger": storage.ledger.claim, "checkpoints": storage.checkpoints.claim}
+    specs: dict[Durable, ClaimSpec | None] = {
+        "driver": job.spec.driver.claim,
+        "ledger": storage.ledger.claim,
+        "checkpoints": storage.checkpoints.claim,
+    }
     shared = storage.checkpoints.access_mode == "ReadWriteMany"
     durable = (
         mounted

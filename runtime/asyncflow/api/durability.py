@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from asyncflow.api.base import Name, Quantity, Rule, Spec
+from asyncflow.api.base import Name, Options, PluginName, Quantity, Rule, Spec
 
 
 class ClaimSpec(Spec):
@@ -76,6 +76,21 @@ class CheckpointsSpec(Spec):
     )
 
 
+class SamplesSpec(Spec):
+    """Texts of samples that a run keeps, a file for each step and each evaluation."""
+
+    per_step: Annotated[int, Field(ge=0, le=4096)] = 16
+    """Samples of a step, drawn by a hash of their names: an unbiased draw, and the same one whoever draws again."""
+    extremes: Annotated[int, Field(ge=0, le=256)] = 2
+    """Samples with the highest rewards of a step, and as many with the lowest, kept beside those."""
+    per_evaluation: Annotated[int, Field(ge=0, le=4096)] = 16
+    """Samples of an evaluation, drawn so too: of the same prompts in every evaluation."""
+    every: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+    """Steps between two of which samples are kept. The first is always one."""
+    format: Literal["jsonl", "parquet"] = "jsonl"
+    """Format of the files. ``parquet`` needs pyarrow (``asyncflow[data]``)."""
+
+
 class StorageSpec(Spec):
     """Durable storage."""
 
@@ -83,6 +98,8 @@ class StorageSpec(Spec):
     """The ledger."""
     checkpoints: CheckpointsSpec = Field(default_factory=CheckpointsSpec)
     """The checkpoints."""
+    samples: SamplesSpec = Field(default_factory=SamplesSpec)
+    """Texts of samples."""
 
 
 class RestartSpec(Spec):
@@ -109,6 +126,35 @@ class FailurePolicySpec(Spec):
     """Of the rollouts, together; each is replaced alone."""
     trainer: RestartSpec = RestartSpec(max_restarts=3)
     """Of the trainer; a lost rank restarts the gang from its checkpoint."""
+
+
+class SinkSpec(Spec):
+    """A place to which figures go: an entry point of the group ``asyncflow.metric_sinks``."""
+
+    kind: PluginName
+    """``tensorboard``, ``wandb``, ``mlflow``, or a third party's (docs/guide/outputs.md)."""
+    options: Options = Field(default_factory=dict)
+    """Settings of the sink. A key or a password is none: the driver's environment has those, e.g. WANDB_API_KEY."""
+    secret: Name | None = None
+    """Secret of the cluster whose entries are variables of the driver's environment. On one machine that is the
+    environment of ``asyncflow run``."""
+
+
+class TelemetrySpec(Spec):
+    """Figures of a run, beside its files and ``/metrics``."""
+
+    sinks: Annotated[tuple[SinkSpec, ...], Field(max_length=8)] = ()
+    """Where the figures of steps and evaluations go too. Of one kind there may be one."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            reads=("sinks",),
+            ok=lambda telemetry: len({sink.kind for sink in telemetry.sinks}) == len(telemetry.sinks),
+            cel="!has(self.sinks) || self.sinks.all(a, self.sinks.exists_one(b, a.kind == b.kind))",
+            why="two sinks of one kind would write the same",
+            fix="Give each kind once",
+        ),
+    )
 
 
 class LimitsSpec(Spec):

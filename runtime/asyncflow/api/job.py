@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, StringConstraints
 
 from asyncflow.api.base import API_VERSION, Flaw, Frozen, ObjectMeta, Rule, Spec, keyed_by
-from asyncflow.api.durability import ElasticitySpec, FailurePolicySpec, LimitsSpec, StorageSpec
+from asyncflow.api.durability import ElasticitySpec, FailurePolicySpec, LimitsSpec, StorageSpec, TelemetrySpec
 from asyncflow.api.graph import REF_LOGPROBS, flaws, graph_of
 from asyncflow.api.learning import (
     MOST_DETAILS,
@@ -80,6 +80,8 @@ class RLJobSpec(Spec):
     """The versions of weights."""
     storage: StorageSpec = Field(default_factory=StorageSpec)
     """Durable storage: what outlives processes."""
+    telemetry: TelemetrySpec = Field(default_factory=TelemetrySpec)
+    """Figures of the run."""
     evaluation: EvaluationSpec | None = None
     """Evaluation on held-out prompts. Absent: none."""
     elasticity: ElasticitySpec = Field(default_factory=ElasticitySpec)

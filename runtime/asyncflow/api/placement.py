@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import Field, StringConstraints
 
 from asyncflow.api.base import Annotations, Labels, Name, Options, Quantity, Rule, Spec, keyed_by
+from asyncflow.api.durability import ClaimSpec
 
 PORTS_PER_PROCESS: Final = 64
 """Ports that the ranks or the engine of one replica may use of each range: they listen where one is free. verl gives
@@ -339,6 +340,9 @@ class DriverSpec(Spec):
 
     resources: ResourcesSpec = Field(default_factory=ResourcesSpec)
     """CPU and memory."""
+    claim: ClaimSpec | None = None
+    """Volume claim for the driver's files on Kubernetes: figures, events, texts of samples, state of sinks. Absent:
+    they lie with the driver's pod, and are lost with it; what is trained does not depend on them."""
 
 
 class SchedulingSpec(Spec):

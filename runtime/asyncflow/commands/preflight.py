@@ -35,6 +35,7 @@ from asyncflow.api.load import load as parse
 from asyncflow.api.names import FOLDER
 from asyncflow.data.prompter import Encoder, Prompter, survey
 from asyncflow.data.sources import open_held_out, open_training
+from asyncflow.driver.sample_files import check_format
 from asyncflow.errors import AsyncFlowError, ManifestError
 from asyncflow.flow.selection import selection_of
 from asyncflow.local.placement import DeviceRoom
@@ -47,6 +48,7 @@ from asyncflow.rollout.engines.base import OPTIONS as ENGINE_OPTIONS
 from asyncflow.rollout.engines.base import RolloutEngine
 from asyncflow.rollout.engines.vllm.program import VllmOptions
 from asyncflow.tasks.loading import check_function
+from asyncflow.telemetry.sinks.base import check_sinks
 from asyncflow.training.backend import OPTIONS as BACKEND_OPTIONS
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.settings import TorchOptions
@@ -205,6 +207,10 @@ def preflight(job: RLJob, folder: Path, *, source: str, elsewhere: bool = False)
     _check_options(spec, findings)
     with findings.gather():
         _check_store(spec, findings, elsewhere=elsewhere)
+    with findings.gather():
+        check_sinks(spec.telemetry.sinks)
+    with findings.gather():
+        check_format(spec.storage.samples.format)
     with findings.gather():
         _check_devices(job, findings, elsewhere=elsewhere)
     with findings.gather():

@@ -36,6 +36,8 @@ from asyncflow.driver.journal import LIVES, REWARDS, StateFile
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
 from asyncflow.driver.progress import RECENT_STEPS, RunProgress, StepWatch, line_of, log_progress
+from asyncflow.driver.samples import SampleCollector
+from asyncflow.driver.sinks import Sinks
 from asyncflow.driver.status import build_status, count_step, show, waiting_for
 from asyncflow.driver.tasks import EVAL, TRAIN
 from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
@@ -161,12 +163,15 @@ class Driver:
         queue: QueueClient,
         train_prompts: Prompter,
         eval_prompts: Mapping[str, Prompter],
+        decode: Callable[[Sequence[int]], str],
+        sinks: Sinks,
         metrics: DriverMetrics,
     ) -> None:
         spec = job.spec
         self.job = job
         self.queue = queue
         self.metrics = metrics
+        self.sinks = sinks
         self.schedule = Schedule.of(spec)
         self._graph = graph_of(spec)
         self.progress = RunProgress(folder, steps=spec.algorithm.steps, now=clock.now())
@@ -226,6 +231,9 @@ class Driver:
         )
         self.rewards.restore(kept.read(Totals))
         metrics.watch_rewards(self.rewards.outcomes)
+        self._samples = SampleCollector(
+            spec.storage.samples, queue=queue, folder=folder, seed=spec.algorithm.seed, decode=decode
+        )
         self._groups = AdvantageTask(
             queue=queue,
             policy=GroupPolicy.of(spec),
@@ -236,6 +244,7 @@ class Driver:
             complete=self.assignment.complete,
             late=self._late if spec.schedule.fill == "completion" else lambda _serial: None,
             exchanged=self.assignment.exchange,
+            decided=self._samples.decided,
         )
         self.versions = Versions(
             catalogue=self.weights.catalogue,
@@ -252,6 +261,7 @@ class Driver:
             steps=self.schedule.evaluations(),
             due=self.versions.due,
             changed=self.changes.changed,
+            keep=self._samples.evaluating,
             finished=self._evaluated,
         )
         self._ending = Ending(
@@ -277,6 +287,7 @@ class Driver:
         needed = Counter(controller=queue.controllers, storage=queue.storage_units)
         await self.members.gather(needed, changed=self.changes.changed, within_s=self.job.spec.limits.start_seconds)
         await self._restore()
+        self.sinks.start()
         self.phase, self._moved = "Running", clock.now()
         loops = {
             "dispatching": self._dispatcher.run,
@@ -286,6 +297,7 @@ class Driver:
             "the pulse": self._pulse,
             "progress": self._watch_step,
             "the log": self._log_progress,
+            "keeping samples": self._samples.run,
         }
         if self._evaluation is not None:
             loops |= {
@@ -302,7 +314,9 @@ class Driver:
 
     async def conclude(self) -> None:
         """Write the summary, then tell everybody to stop and wait until they have left."""
+        await self._samples.write(everything=True)
         await self._ending.conclude(self.phase)
+        await self.sinks.close()
 
     def status(self) -> DriverStatus:
         """Return what ``GET /v1/status`` answers."""
@@ -470,6 +484,8 @@ class Driver:
 
     def _evaluated(self, result: EvaluationResult) -> None:
         self.progress.evaluated(result, at=clock.now())
+        self._samples.evaluated(result.step)
+        self.sinks.notify()
         log.info("evaluated θ_%d: %s", result.step, result.words)
         self.changes.notify()
 
@@ -499,6 +515,8 @@ class Driver:
         if again and self._evaluation is not None:
             self._evaluation.begin_anew()
         count_step(self.metrics, line)
+        self._samples.trained(report.step)
+        self.sinks.notify()
         self.rewards.forget(report.step)
         self.members.observe(clock.now())
         self.elastic.step(line)

@@ -54,12 +54,13 @@ def summarize(
     prompts_skipped: int,
     alike: Mapping[str, int],
     best: Best | None,
+    exports: Mapping[str, int],
 ) -> dict[str, Any]:
     """Return the summary.
 
     finished: unix seconds; devices: as ``RLJobSpec.devices`` counts them; prompts_skipped: those
     that were too long; alike: groups whose samples were all ``right`` or all ``wrong``; best: what the trainer keeps as
-    the best.
+    the best; exports: steps of the models that it has written, by folder.
     """
     lines = progress.lines
     evaluations = [progress.evaluations[step] for step in sorted(progress.evaluations)]
@@ -87,6 +88,7 @@ def summarize(
         "eval_sets_first": _sets(first_eval),
         "eval_sets_last": _sets(last_eval),
         "best": msgspec.to_builtins(best) if best else None,
+        "exports": dict(exports),
         "reward_first": lines[0]["reward"] if lines else None,
         "reward_last": lines[-1]["reward"] if lines else None,
         "tokens_generated": lives.tokens_generated,
@@ -205,6 +207,7 @@ class Ending:
             prompts_skipped=self.prompts_skipped(),
             alike=self.alike,
             best=self.members.kept_best,
+            exports=self.members.exports,
         )
         write_whole(self.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
         await self.members.dismiss(within_s=self.stop_s)

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from math import comb
 from statistics import fmean
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta
 
@@ -65,6 +65,14 @@ class EvaluationTally:
     def size(self) -> int:
         """Samples that are in."""
         return len(self.sampled) + len(self.greedy)
+
+
+class EvaluatedRow(NamedTuple):
+    """A row of an evaluation that was judged. place: of its prompt among those of all sets; set: name of its set."""
+
+    row: LeasedRow
+    place: int
+    set: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +137,8 @@ class Evaluation:
 
     sets: by name, the main one first. steps: all that are evaluated, in order: the n-th evaluation has the serials from
     n * prompts on, where prompts are those of all sets. pass_at, pass_reward: of ``EvaluationSpec``. due: gives the
-    steps whose weights are published and are to be evaluated. changed: waits until that may have changed. finished:
-    called with each result.
+    steps whose weights are published and are to be evaluated. changed: waits until that may have changed. keep: called
+    with the rows that count, before they are dropped. finished: called with each result.
     """
 
     queue: QueueClient
@@ -145,6 +153,7 @@ class Evaluation:
     temperature: float
     due: Callable[[], list[int]]
     changed: Callable[[], Awaitable[None]]
+    keep: Callable[[Sequence[EvaluatedRow]], Awaitable[None]]
     finished: Callable[[EvaluationResult], None]
     _fitting: Sequence[int] = ()
     _tallies: dict[int, EvaluationTally] = field(default_factory=dict)
@@ -265,22 +274,30 @@ class Evaluation:
         while True:
             claimed = await self.queue.claim(partition=EVAL, task="score", max_rows=4096, timeout=CALL_TIMEOUT_S)
             rows = claimed.rows
-            for row in rows:
-                self._take(row)
+            await self.keep([self._evaluated(row) for row in rows if self._take(row)])
             if rows:
                 await self.queue.drop(rows, reason=SCORED, timeout=CALL_TIMEOUT_S)
             whole = len(self._fitting) * self.group_size
             for step in [step for step, tally in self._tallies.items() if tally.size == whole]:
                 self.finished(self._result(step, self._tallies.pop(step)))
 
-    def _take(self, row: LeasedRow) -> None:
-        """Count a row of this round; one of another, now that the partition was cleared, is begun anew for."""
+    def _evaluated(self, row: LeasedRow) -> EvaluatedRow:
+        index = row.meta.serial % self.prompts
+        return EvaluatedRow(row, index, self._set_of(index))
+
+    def _take(self, row: LeasedRow) -> bool:
+        """Count a row of this round; return whether it is one.
+
+        For one of another round, now that the partition was cleared, everything is begun anew.
+        """
         tally = self._tallies.get(row.meta.step)
         if row.meta.tags.get(ROUND) != self._round and self._cleared == self._round:
             log.info("evaluating anew: rows of another round were still under way")
             self.begin_anew()
         elif row.meta.tags.get(ROUND) == self._round and tally is not None:
             self._note(tally, row)
+            return True
+        return False
 
     def _note(self, tally: EvaluationTally, row: LeasedRow) -> None:
         greedy = self._is_greedy(row.meta.sample)

@@ -275,7 +275,8 @@ class AdvantageTask:
     finished: called with the serial of each group that was generated; excluded: of one that the trainer will not see;
     both return whether this is the first time. together: returns the steps that must be complete before a step is
     trained; complete: whether a step is. late: returns the step to which a finished group may go, and the group that is
-    late there, None where there is none; exchanged: called when the two have changed their steps.
+    late there, None where there is none; exchanged: called when the two have changed their steps; decided: called with
+    the step and each group that the trainer shall see, again where it is decided again.
     filtered: groups of each step without variance that were dropped, by an earlier driver too; alike: groups without
     variance of this driver's life, dropped or not, by whether all of their samples were right or wrong; components:
     means of the components of the reward.
@@ -290,6 +291,7 @@ class AdvantageTask:
     complete: Callable[[int], bool]
     late: Callable[[int], tuple[int, int] | None]
     exchanged: Callable[[int, int], None]
+    decided: Callable[[int, DecidedGroup], None]
     filtered: Counter[int] = field(default_factory=Counter)
     alike: Counter[str] = field(default_factory=Counter)
     components: ComponentMeans = field(default_factory=ComponentMeans)
@@ -364,6 +366,7 @@ class AdvantageTask:
         step = await self._step_of(serial, group[0].meta.step)
         self.components.take(step, serial, kept)
         self._held.setdefault(step, {})[serial] = decided
+        self.decided(step, decided)
 
     async def _step_of(self, serial: int, step: int) -> int:
         """Return the step that has a finished group, once it has taken the place of one that is late."""

@@ -90,6 +90,13 @@ class Members:
         return None if told is None else msgspec.convert(told, Best)
 
     @property
+    def exports(self) -> dict[str, int]:
+        """The steps of the weights that the trainer has exported, by folder."""
+        leaders = (member for member in self._directory.members("trainer") if member.index == 0)
+        told = next((self._directory.status(member.incarnation).get("exports") for member in leaders), None)
+        return msgspec.convert(told or {}, dict[str, int])
+
+    @property
     def exported(self) -> bool:
         """True once the trainer has made the last step and written what the run is to leave behind."""
         leaders = (member for member in self._directory.members("trainer") if member.index == 0)

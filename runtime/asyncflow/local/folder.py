@@ -59,7 +59,11 @@ QUEUE = "queue.yaml"
 """Names of the manifest in a folder, of a run and of a queue that stands alone."""
 LEAST_FREE = 16 << 20
 """Bytes that must be free where a run begins: its logs, its ledger and its first checkpoint would not fit into less."""
-_RUN_ENTRIES = (*(JOB, QUEUE, "ledger", "checkpoints"), *FILES, *(f"{name}{ASIDE}" for name in FILES))
+_RUN_ENTRIES = (
+    *(JOB, QUEUE, "ledger", "checkpoints", "samples", "sinks"),
+    *FILES,
+    *(f"{name}{ASIDE}" for name in FILES),
+)
 """Entries that make a folder one that holds a run: nothing of this is there when a run begins in it."""
 _SUPERVISORS = (
     "lock",

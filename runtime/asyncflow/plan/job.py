@@ -37,7 +37,8 @@ def plan(job: RLJob) -> JobPlan:
 def _driver(spec: RLJobSpec) -> Role:
     resources = _resources(spec.driver.resources, threads=1)
     control = (Port(name="control", number=CONTROL_PORT),)
-    return _role(spec, "driver", 1, spec.failure_policy.driver, resources=resources, leader=True, ports=control)
+    restart = spec.failure_policy.driver
+    return _role(spec, "driver", 1, restart, resources=resources, leader=True, ports=control, durable=("driver",))
 
 
 def _controller(spec: RLJobSpec) -> Role:

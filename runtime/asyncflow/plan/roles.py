@@ -22,7 +22,7 @@ failure of its role."""
 MOST_DISRUPTIONS: Final = 100
 """Most ends of that kind within the window of a role's restarts, so that it does not begin again for ever."""
 
-Durable = Literal["ledger", "checkpoints"]
+Durable = Literal["driver", "ledger", "checkpoints"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,8 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
+import msgspec
+
 from asyncflow.algorithms.base import algorithm_of
 from asyncflow.algorithms.correction import Correction
 from asyncflow.algorithms.loss import Aggregation, Loss
@@ -23,8 +25,11 @@ from asyncflow.models.source import ModelSource, materialize_config, materialize
 from asyncflow.plugins import load_plugin
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.checkpoint import Checkpoints, find_checkpoint
-from asyncflow.training.ranks import SingleProcess
+from asyncflow.training.ranks import SingleProcess, gather_bytes, jointly
 from asyncflow.training.settings import BackendSettings, OptimizerSettings
+
+EXPORT, EXPORT_BEST = "export", "export-best"
+"""Folders of a run with its last and its best weights."""
 
 
 def kind_of_backend(spec: RLJobSpec, *, device: str) -> type[TrainerBackend]:
@@ -121,6 +126,39 @@ def export_checkpoint(spec: RLJobSpec, *, run: Path, step: str, target: Path) ->
     export_weights(spec, backend, model, run=run, target=target)
     backend.close()
     return chosen
+
+
+def export_best(
+    spec: RLJobSpec,
+    backend: TrainerBackend,
+    model: Path,
+    *,
+    checkpoints: Checkpoints,
+    best: int | None,
+    last: int,
+    run: Path,
+    target: Path,
+) -> int | None:
+    """Write the weights of the best checkpoint as ``export_weights`` does, and return its step; collective.
+
+    best: its step as rank 0 knows it, None on a rank that was told to end; last: the step of what the backend holds.
+    None, and nothing is written, where the best is what is exported already, or the model that the run began with.
+    """
+    group = backend.group
+    told = [msgspec.json.decode(one) for one in gather_bytes(group, msgspec.json.encode(best), what="the best step")]
+    step: int | None = told[0]
+    if step is None or None in told or step in (0, last):
+        return None
+    checkpoint = None
+    with jointly(group, what="reading the best checkpoint"):
+        if checkpoints.shared or group.rank == 0:
+            checkpoint = checkpoints.at(step)
+            checkpoint.verify(
+                rank=group.rank if checkpoints.shared else 0, world=group.world if checkpoints.shared else 1
+            )
+    backend.take_weights(model, checkpoint=checkpoint.folder if checkpoint is not None else None)
+    export_weights(spec, backend, model, run=run, target=target)
+    return step
 
 
 def export_weights(spec: RLJobSpec, backend: TrainerBackend, model: Path, *, run: Path, target: Path) -> None:

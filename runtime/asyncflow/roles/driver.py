@@ -11,6 +11,7 @@ from asyncflow.api.names import LAST_WORD_ENV
 from asyncflow.api.status import Phase
 from asyncflow.data.sources import CACHE, open_held_out, open_training
 from asyncflow.driver.driver import Driver
+from asyncflow.driver.sinks import Sinks
 from asyncflow.driver.status import control_routes, status_route
 from asyncflow.models.source import materialize_config
 from asyncflow.models.tokenizer import Tokenizer
@@ -58,6 +59,12 @@ async def serve(context: JobContext) -> None:
         attempt=options.attempt,
         credentials=context.credentials,
     )
+    sinks = Sinks(
+        [sink.kind for sink in spec.telemetry.sinks],
+        job=options.job,
+        folder=options.workdir,
+        failed=lambda kind: metrics.sink_failures.labels(kind).inc(),
+    )
     driver = Driver(
         context.job,
         folder=options.workdir,
@@ -66,6 +73,8 @@ async def serve(context: JobContext) -> None:
         queue=queue,
         train_prompts=train,
         eval_prompts=held_out,
+        decode=partial(tokenizer.decode, skip_special_tokens=False),
+        sinks=sinks,
         metrics=metrics,
     )
     metrics.watch_rpc(server.counters)
@@ -83,6 +92,7 @@ async def serve(context: JobContext) -> None:
             await driver.conclude()
             _say_last(driver.phase)
     finally:
+        await sinks.abandon()
         await directory.close()
         await queue.close()
         await http.close()

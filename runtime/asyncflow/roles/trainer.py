@@ -36,7 +36,7 @@ from asyncflow.models.source import materialize_config, materialize_weights
 from asyncflow.plan.job import plan
 from asyncflow.process import PARENT
 from asyncflow.queue.client import QueueClient
-from asyncflow.roles.backend import backend_settings, export_weights, kind_of_backend
+from asyncflow.roles.backend import EXPORT, EXPORT_BEST, backend_settings, export_best, export_weights, kind_of_backend
 from asyncflow.roles.context import JobContext, RoleOptions, run_role
 from asyncflow.rpc.http import HttpServer
 from asyncflow.rpc.membership import Directives, Membership
@@ -91,13 +91,13 @@ async def serve(context: JobContext) -> None:
         gathering.attach(server)
     address = await server.start()
     trainer: Trainer | None = None
-    exported = asyncio.Event()
+    exported, exports = asyncio.Event(), dict[str, int]()
 
     def status() -> dict[str, object]:
         if trainer is None:
             return {"step": 0, "busy_s": 0.0}
         best = {"best": msgspec.to_builtins(keeper.best)} if keeper is not None and keeper.best is not None else {}
-        return {**trainer.status(), **best, "exported": exported.is_set()}
+        return {**trainer.status(), **best, "exported": exported.is_set(), "exports": exports}
 
     def ready() -> tuple[bool, str]:
         begun = trainer is not None and trainer.begun
@@ -138,10 +138,26 @@ async def serve(context: JobContext) -> None:
     if step >= spec.algorithm.steps:
         if backend.of_model:
             await asyncio.to_thread(
-                export_weights, spec, backend, folder, run=options.workdir, target=options.workdir / "export"
+                export_weights, spec, backend, folder, run=options.workdir, target=options.workdir / EXPORT
             )
-        if keeper is not None and options.index == 0 and await _judged(context, membership, step):
-            await asyncio.to_thread(checkpoints.prune, options.attempt)
+            exports[EXPORT] = step
+        if keeper is not None:
+            judged = await _judged(context, membership, step)
+            if judged and options.index == 0:
+                await asyncio.to_thread(checkpoints.prune, options.attempt)
+            if backend.of_model:
+                best = await asyncio.to_thread(
+                    export_best,
+                    spec,
+                    backend,
+                    folder,
+                    checkpoints=checkpoints,
+                    best=(keeper.best.step if keeper.best is not None else 0) if judged else None,
+                    last=step,
+                    run=options.workdir,
+                    target=options.workdir / EXPORT_BEST,
+                )
+                exports |= {EXPORT_BEST: best} if best is not None else {}
         exported.set()
         membership.nudge()
     await context.stopping.wait()

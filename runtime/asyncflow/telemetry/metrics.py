@@ -213,6 +213,7 @@ class DriverMetrics(RoleMetrics):
         self.queue_bytes = self.gauge("queue_bytes", "bytes held by the queue")
         self.idle_share = self.gauge("idle_share_ratio", "share of time in which the role did no work", "of")
         self.members = self.gauge("members", "members of the job", "of")
+        self.sink_failures = self.counter("sink_failures", "ends of a sink's process by a failure", "sink")
         self.desired_rollouts = self.gauge(
             "desired_rollouts",
             "rollouts that the built-in policy would have; until it has decided, those there are",

@@ -58,6 +58,13 @@ class TrainerBackend(ABC):
         none) it may read by itself; rank 0 sees all. Raises CheckpointError where what is there does not fit.
         """
 
+    def take_weights(self, folder: Path, *, checkpoint: Path | None) -> None:
+        """Take the weights alone of a checkpoint, as ``load`` is given it: they are exported, and nothing is trained.
+
+        By default ``load``.
+        """
+        self.load(folder, checkpoint=checkpoint)
+
     def prepare(self, batch: MicroBatch, *, weights: Mapping[str, NDArray[Any]] | None = None) -> MicroBatch:  # noqa: ARG002
         """Return ``batch`` with what the loss needs of its old policy, and the advantages that need all of a step.
 

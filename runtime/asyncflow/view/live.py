@@ -168,7 +168,7 @@ class TextView(LiveView):
 
 _QUIET_S = 5.0
 """Most seconds of silence: with a period and a driver that is slow to answer it is never more than 10 s."""
-_FILES = ("summary.json", "metrics.jsonl", "job.yaml", "checkpoints", "ledger", "logs")
+_FILES = ("summary.json", "metrics.jsonl", "samples", "job.yaml", "checkpoints", "ledger", "logs")
 
 
 class RunView(TextView):

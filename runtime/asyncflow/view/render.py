@@ -205,6 +205,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         table.add_row(f"{title}, first → last", f"{score(first.get(title))} → {score(value)}")
     if isinstance(best := summary.get("best"), Mapping):
         table.add_row("best checkpoint", f"step {best['step']}, {best['by']} {score(best['value'])}")
+    if isinstance(exports := summary.get("exports"), Mapping) and exports:
+        table.add_row("exported models", ", ".join(f"{name}: θ{step}" for name, step in exports.items()))
     idle = summary.get("idle_share")
     if isinstance(idle, Mapping):
         table.add_row("idle share", "  ".join(f"{role} {share(part)}" for role, part in sorted(idle.items())))

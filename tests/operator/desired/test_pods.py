@@ -45,6 +45,20 @@ def test_a_pod_runs_the_command_of_the_plan_under_the_name_of_its_replica(desire
     }
 
 
+def test_the_secrets_of_sinks_are_in_the_environment_of_the_driver_alone(desired: Desired, job_state: JobStates):
+    sinks = [{"kind": "wandb", "secret": "keys"}, {"kind": "mlflow", "secret": "keys"}, {"kind": "tensorboard"}]
+    state = job_state(telemetry={"sinks": sinks}, driver={"claim": {"name": "disk"}})
+    pods = {role: desired.pod(state, role, 0, 0) for role in ROLES}
+    seen = {role: container(pod).get("envFrom") for role, pod in pods.items()}
+    assert seen == dict.fromkeys(ROLES) | {"driver": [{"secretRef": {"name": "keys"}}]}
+    claims = {
+        role: [volume["persistentVolumeClaim"]["claimName"] for volume in pod["spec"]["volumes"]
+               if "persistentVolumeClaim" in volume]
+        for role, pod in pods.items()
+    }  # fmt: skip
+    assert claims == {role: ["disk"] if role == "driver" else [] for role in ROLES}
+
+
 def test_units_of_a_job_see_the_password_of_its_store(desired: Desired, job_state: JobStates):
     state = job_state(transferQueue={"backend": "redis", "store": {"address": "redis:6379", "password": {"name": "r"}}})
     secrets = {

@@ -42,6 +42,7 @@ def test_a_gang_has_names_and_claims_are_made_where_a_size_is_given(desired: Des
             "ledger": {"claim": {"size": "1Gi", "storageClass": "fast"}},
             "checkpoints": {"claim": {"name": "theirs"}},
         },
+        driver={"claim": {"size": "2Gi"}},
     )
     made = by_name(desired.supporting(state))
     service = made["Service/math-trainer"]["spec"]
@@ -51,6 +52,7 @@ def test_a_gang_has_names_and_claims_are_made_where_a_size_is_given(desired: Des
         "resources": {"requests": {"storage": "1Gi"}},
         "storageClassName": "fast",
     }
+    assert made["PersistentVolumeClaim/math-driver"]["spec"]["resources"] == {"requests": {"storage": "2Gi"}}
     assert not any(name.startswith("PersistentVolumeClaim/") and "checkpoints" in name for name in made)
 
 

@@ -148,6 +148,10 @@ class TorchBackend(TrainerBackend):
         if self.settings.pack_tokens is None and self._device.type != "cpu":
             self._find_slot_tokens()
 
+    def take_weights(self, folder: Path, *, checkpoint: Path | None) -> None:  # noqa: ARG002
+        """See the base class; the optimizer stays as it is."""
+        read_saved(checkpoint, WEIGHTS_FILE, self._shards, group=self.group, ranks=self._ranks)
+
     def _find_slot_tokens(self) -> None:
         """Try which packs fit the device; the ranks agree on what fits all of them."""
 

@@ -1,0 +1,37 @@
+"""Feeding of sinks: ``asyncflow sinks DIR``, which the driver runs too, once for each sink, while a job lasts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from asyncflow.api.load import load_job
+from asyncflow.errors import AsyncFlowError, ManifestError
+from asyncflow.local.folder import JOB
+from asyncflow.telemetry.sinks.base import check_sinks
+from asyncflow.telemetry.sinks.feed import feed
+
+
+def sinks(run: Path, *, kind: str | None, job: Path | None, follow: bool) -> None:
+    """Write to the sinks of a job, or to one of them, what they lack of the figures of the run in this folder.
+
+    Raises ManifestError where there is no such sink, AsyncFlowError where one fails.
+    """
+    if job is None and not (run / JOB).is_file():
+        raise ManifestError("there is no run", where=str(run), hint="Give the folder of a run, e.g. runs/quickstart")
+    manifest = load_job(job or run / JOB)
+    chosen = [sink for sink in manifest.spec.telemetry.sinks if kind in (None, sink.kind)]
+    if not chosen:
+        what = "the job has no sinks" if kind is None else f"the job has no sink {kind}"
+        raise ManifestError(what, where=str(job or run / JOB), hint="Name some in spec.telemetry.sinks")
+    check_sinks(chosen)
+    for sink in chosen:
+        try:
+            written = feed(manifest, kind=sink.kind, folder=run, follow=follow)
+        except AsyncFlowError:
+            raise
+        except Exception as error:
+            words = " ".join(str(error).split()) or "no words"
+            raise AsyncFlowError(f"{type(error).__name__}: {words}", where=f"sink {sink.kind}") from error
+        click.echo(f"{sink.kind}: {written} lines written")

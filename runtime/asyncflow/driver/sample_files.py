@@ -1,0 +1,141 @@
+"""Files with the texts of samples, one for each step and each evaluation of which some are kept.
+
+    DIR/samples/step-000012.jsonl  eval-000010.jsonl  or .parquet
+
+Invariants: a reader sees a file whole or not at all, also while the run goes on, and a step that is made again replaces
+its file; a file that is damaged, or in a format that cannot be read here, is named and costs its own samples only.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import msgspec
+from msgspec import Struct
+
+from asyncflow.durable import make_folder, write_whole
+from asyncflow.errors import AsyncFlowError, ManifestError
+from asyncflow.queue.protocol.messages import Tag
+
+SAMPLES = "samples"
+"""Folder of a run with these files."""
+Format = Literal["jsonl", "parquet"]
+Purpose = Literal["train", "eval"]
+_FORMATS = get_args(Format)
+_PREFIX: dict[Purpose, str] = {"train": "step", "eval": "eval"}
+_NAME = re.compile(r"(step|eval)-([0-9]{6,})\.(jsonl|parquet)")
+_LACKS_PYARROW = "pip install 'asyncflow[data]', or take storage.samples.format: jsonl"
+
+
+class SampleText(Struct, frozen=True, kw_only=True):
+    """One sample as people read it.
+
+    step: the step that trains it, or whose weights are evaluated; serial: of the prompt, in an evaluation its place in
+    all sets; set: name of the evaluation's set; drawn: whether it is of the unbiased draw, or there for its reward
+    alone; prompt, response: texts with special tokens; answer: of the data source, as JSON; reward: None where there is
+    none, for ``failure``; advantage: None in an evaluation; version_min, version_max: steps of the weights that made
+    its oldest and newest token; details: what else the rollout noted, such as components of the reward.
+    """
+
+    purpose: Purpose
+    step: int
+    serial: int
+    sample: int
+    set: str = ""
+    drawn: bool
+    prompt: str
+    response: str
+    answer: str
+    reward: float | None
+    failure: str = ""
+    advantage: float | None = None
+    prompt_tokens: int
+    response_tokens: int
+    version_min: int
+    version_max: int
+    finish: str
+    details: dict[str, Tag] = {}
+
+
+class SampleFile(NamedTuple):
+    """One file, and what its name says."""
+
+    path: Path
+    purpose: Purpose
+    step: int
+
+
+def check_format(form: Format) -> None:
+    """Refuse a format that this machine cannot write. Raises ManifestError."""
+    if form == "parquet" and find_spec("pyarrow") is None:
+        raise ManifestError("not installed: pyarrow", where="spec.storage.samples.format", hint=_LACKS_PYARROW)
+
+
+def write_samples(run: Path, samples: Sequence[SampleText], *, purpose: Purpose, step: int, form: Format) -> None:
+    """Replace the samples of a step or an evaluation. Raises OSError."""
+    folder = run / SAMPLES
+    make_folder(folder)
+    name = f"{_PREFIX[purpose]}-{step:06d}"
+    in_order = sorted(samples, key=lambda sample: (sample.serial, sample.sample))
+    write_whole(folder / f"{name}.{form}", _parquet(in_order) if form == "parquet" else _jsonl(in_order))
+    for other in _FORMATS:
+        if other != form:
+            (folder / f"{name}.{other}").unlink(missing_ok=True)
+
+
+def sample_files(run: Path) -> list[SampleFile]:
+    """Return the files of a run, those of steps before those of evaluations, each in the order of the steps."""
+    found = []
+    for path in (run / SAMPLES).glob("*"):
+        if match := _NAME.fullmatch(path.name):
+            found.append(SampleFile(path, "train" if match[1] == "step" else "eval", int(match[2])))
+    return sorted(found, key=lambda file: (file.purpose == "eval", file.step))
+
+
+def read_samples(path: Path) -> list[SampleText]:
+    """Return the samples of one file. Raises AsyncFlowError where it cannot be read."""
+    try:
+        if path.suffix == ".parquet":
+            return _read_parquet(path)
+        return [msgspec.json.decode(line, type=SampleText) for line in path.read_bytes().splitlines()]
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise AsyncFlowError(f"cannot be read: {error}", where=str(path)) from error
+
+
+def read_step(run: Path, *, purpose: Purpose, step: int) -> list[SampleText]:
+    """Return what is kept of a step or an evaluation, nothing where there is no file. Raises AsyncFlowError."""
+    paths = [run / SAMPLES / f"{_PREFIX[purpose]}-{step:06d}.{form}" for form in _FORMATS]
+    return [sample for path in paths if path.is_file() for sample in read_samples(path)]
+
+
+def _jsonl(samples: Iterable[SampleText]) -> bytes:
+    return b"".join(msgspec.json.encode(sample) + b"\n" for sample in samples)
+
+
+def _parquet(samples: Sequence[SampleText]) -> bytes:
+    arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    kinds: dict[Any, Any] = {str: arrow.string(), int: arrow.int64(), bool: arrow.bool_()}
+    kinds |= {float | None: arrow.float64(), Purpose: arrow.string(), dict[str, Tag]: arrow.string()}
+    fields = msgspec.structs.fields(SampleText)
+    schema = arrow.schema([(field.name, kinds[field.type]) for field in fields])
+    columns = [{**msgspec.structs.asdict(one), "details": msgspec.json.encode(one.details).decode()} for one in samples]
+    sink = io.BytesIO()
+    parquet.write_table(arrow.Table.from_pylist(columns, schema=schema), sink, compression="zstd")
+    return sink.getvalue()
+
+
+def _read_parquet(path: Path) -> list[SampleText]:
+    if find_spec("pyarrow") is None:
+        raise AsyncFlowError("not installed: pyarrow", where=str(path), hint="pip install 'asyncflow[data]'")
+    arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except arrow.ArrowException as error:
+        raise AsyncFlowError(f"cannot be read: {error}", where=str(path)) from error
+    return [msgspec.convert({**row, "details": msgspec.json.decode(row["details"])}, SampleText) for row in rows]

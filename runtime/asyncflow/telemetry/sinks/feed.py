@@ -1,0 +1,151 @@
+"""Feeding of one sink from the files of a run: a process of its own, which reads them and writes what is new.
+
+``metrics.jsonl`` and ``events.jsonl`` are the only source, so a sink can be fed while the run goes on, after it, or
+again after it failed. How far they are written is kept in ``sinks/KIND/cursor.json``.
+
+Invariants: a line is taken once it is whole, in the order of time over both files; what a sink has written and flushed
+is not given to it again, but for what a process wrote that was killed before it had noted it; of one run and kind there
+is one process at a time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from asyncflow.api.job import RLJob
+from asyncflow.durable import make_folder, write_whole
+from asyncflow.errors import AsyncFlowError
+from asyncflow.plugins import read_options
+from asyncflow.telemetry.sinks.base import WHERE, MetricSink, SinkRun, sink_class
+from asyncflow.telemetry.sinks.names import evaluation_values, step_values
+
+METRICS, EVENTS, SUMMARY = "metrics.jsonl", "events.jsonl", "summary.json"
+AGAIN, EVALUATION = "step made again", "evaluation"
+CURSOR = "cursor.json"
+
+
+class Cursor(Struct):
+    """Place up to which a sink is fed. metrics, events: bytes read of each file; step: the newest that is written."""
+
+    metrics: int = 0
+    events: int = 0
+    step: int = 0
+
+
+class SinkFeed:
+    """Feeds ``sink``. samples: of a prompt in an evaluation, without the greedy one."""
+
+    def __init__(self, sink: MetricSink, *, run: SinkRun, samples: int) -> None:
+        self._sink = sink
+        self._run = run
+        self._samples = samples
+        self._file = run.own / CURSOR
+        self._cursor = _read(self._file)
+
+    def more(self) -> int:
+        """Write what is new, and return how many lines that was."""
+        folder, cursor = self._run.folder, self._cursor
+        steps, cursor.metrics = _lines(folder / METRICS, cursor.metrics)
+        events, cursor.events = _lines(folder / EVENTS, cursor.events)
+        known = [line for line in events if line.get("event") in (AGAIN, EVALUATION)]
+        in_order = sorted([*known, *steps], key=lambda line: float(line["at"]))
+        for line in in_order:
+            self._write(line)
+        if in_order:
+            self._sink.flush()
+            write_whole(self._file, msgspec.json.encode(cursor))
+        return len(in_order)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        step, at, cursor = int(line["step"]), float(line["at"]), self._cursor
+        if line.get("event") == AGAIN:
+            if step <= cursor.step:
+                self._sink.rewind(step)
+                cursor.step = step - 1
+        elif line.get("event") == EVALUATION:
+            self._sink.write(step, evaluation_values(line, samples=self._samples), at=at)
+        elif step > cursor.step:
+            self._sink.write(step, step_values(line), at=at)
+            cursor.step = step
+
+
+def feed(job: RLJob, *, kind: str, folder: Path, follow: bool) -> int:
+    """Write to one sink of a job what is new in the folder of its run; return how many lines that was.
+
+    follow: go on at each line of standard input, until that ends. Raises AsyncFlowError where another process feeds the
+    same sink, and whatever the sink raises.
+    """
+    spec = next(sink for sink in job.spec.telemetry.sinks if sink.kind == kind)
+    run = SinkRun.of(job, kind=kind, folder=folder)
+    make_folder(run.own)
+    with _alone(run.own / "lock"):
+        made = sink_class(kind)
+        sink = made(read_options(spec.options, made.Options, where=WHERE), run=run)
+        evaluation = job.spec.evaluation
+        feeding = SinkFeed(sink, run=run, samples=evaluation.samples if evaluation is not None else 0)
+        written = feeding.more()
+        while follow and sys.stdin.buffer.readline():
+            written += feeding.more()
+        written += feeding.more()
+        sink.close(_phase(folder / SUMMARY))
+    return written
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        hint = "It is written while the run goes on; ask again when that is over"
+        raise AsyncFlowError("another process writes to this sink", where=str(lock.parent), hint=hint) from error
+    finally:
+        os.close(descriptor)
+
+
+def _lines(path: Path, start: int) -> tuple[list[dict[str, Any]], int]:
+    """Return the whole lines from byte ``start`` on, as far as they are JSON objects with a time, and where they end.
+
+    Where the file is shorter than that, it is another one, and read from its beginning.
+    """
+    try:
+        with path.open("rb") as file:
+            begin = start if start <= os.fstat(file.fileno()).st_size else 0
+            file.seek(begin)
+            data = file.read()
+    except FileNotFoundError:
+        return [], 0
+    *whole, torn = data.split(b"\n")
+    found = []
+    for written in whole:
+        try:
+            line = msgspec.json.decode(written)
+            float(line["at"])
+        except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
+            continue
+        found.append(line)
+    return found, begin + len(data) - len(torn)
+
+
+def _read(path: Path) -> Cursor:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Cursor)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return Cursor()
+
+
+def _phase(path: Path) -> str:
+    try:
+        return str(msgspec.json.decode(path.read_bytes())["phase"])
+    except (FileNotFoundError, msgspec.MsgspecError, KeyError, TypeError):
+        return ""

@@ -1,0 +1,96 @@
+"""Names of figures in sinks: those of AsyncFlow, and beside them those that people from verl have in their dashboards.
+
+Its own are ``asyncflow/`` and the field of ``metrics.jsonl``; of evaluations ``asyncflow/eval/``, behind it the name of
+the set where it has one. ``FIELD`` is the table of the others; docs/guide/outputs.md shows it.
+
+Invariants: a name of the field stands for what it stands for there, or is not used; a figure that a line lacks has no
+value, so nothing is written for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import isfinite
+from typing import Any, TypeAlias
+
+Line: TypeAlias = Mapping[str, Any]
+Formula: TypeAlias = Callable[[Line], float]
+
+OWN = "asyncflow"
+MAIN = "main"
+"""Name of the main set in the field's names, which have a place for one."""
+_NO_FIGURES = frozenset(("at", "started", "ended", "step", "keys", "published", "event"))
+
+
+def _of(name: str) -> Formula:
+    return lambda line: float(line[name])
+
+
+def _seconds(*names: str) -> Formula:
+    return lambda line: sum(float(line[name]) for name in names)
+
+
+FIELD: Mapping[str, Formula] = {
+    "training/global_step": _of("step"),
+    "actor/loss": _of("loss"),
+    "actor/grad_norm": _of("grad_norm"),
+    "actor/lr": _of("learning_rate"),
+    "actor/entropy": _of("entropy"),
+    "actor/kl_loss": _of("kl"),
+    "actor/ppo_kl": _of("approx_kl"),
+    "actor/pg_clipfrac": lambda line: float(line["clip_low"]) + float(line["clip_high"]),
+    "actor/pg_clipfrac_lower": _of("clip_dual"),
+    "critic/rewards/mean": _of("reward"),
+    "response_length/mean": lambda line: line["response_tokens"] / line["samples"],
+    "prompt_length/mean": lambda line: (line["tokens"] - line["response_tokens"]) / line["samples"],
+    "rollout_corr/rollout_is_mean": _of("correction_mean"),
+    "rollout_corr/rollout_is_max": _of("correction_max"),
+    "rollout_corr/rollout_is_min": _of("correction_min"),
+    "rollout_corr/rollout_is_eff_sample_size": _of("correction_ess"),
+    "rollout_corr/rollout_is_ratio_fraction_high": _of("correction_high"),
+    "rollout_corr/rollout_is_ratio_fraction_low": _of("correction_low"),
+    "perf/total_num_tokens": _of("tokens"),
+    "perf/time_per_step": _of("wall_s"),
+    "timing_s/step": _of("wall_s"),
+    "timing_s/gen": _of("wait_s"),
+    "timing_s/update_actor": _seconds("compute_s", "optimizer_s"),
+    "timing_s/save_checkpoint": _of("checkpoint_s"),
+}
+"""By name in verl: how it is computed of a line of ``metrics.jsonl``."""
+
+
+def step_values(line: Line) -> dict[str, float]:
+    """Return the figures of a line of ``metrics.jsonl`` by name, its own and the field's."""
+    values = {f"{OWN}/{name}": value for name, value in _numbers(line).items()}
+    for name, formula in FIELD.items():
+        try:
+            value = formula(line)
+        except (KeyError, TypeError, ZeroDivisionError):
+            continue
+        if isfinite(value):
+            values[name] = value
+    return values
+
+
+def evaluation_values(line: Line, *, samples: int) -> dict[str, float]:
+    """Return the figures of an evaluation, a line of ``events.jsonl``. samples: of a prompt, without the greedy one."""
+    values = {"training/global_step": float(line["step"])}
+    for name, result in {"": line, **line.get("sets", {})}.items():
+        own = f"{OWN}/eval/{name}" if name else f"{OWN}/eval"
+        values |= {f"{own}/{figure}": value for figure, value in _numbers(result).items()}
+        passing = {int(k): float(value) for k, value in result.get("pass_at", {}).items()}
+        values |= {f"{own}/pass@{k}": value for k, value in passing.items()}
+        field = f"val-core/{name or MAIN}"
+        values[f"{field}/acc/mean@{samples}"] = float(result["accuracy"])
+        if result.get("reward") is not None:
+            values[f"{field}/reward/mean@{samples}"] = float(result["reward"])
+        values |= {f"{field}/acc/best@{k}/mean": value for k, value in passing.items()}
+    return values
+
+
+def _numbers(line: Line) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in line.items()
+        if name not in _NO_FIGURES and isinstance(value, int | float) and isfinite(value)
+    }

@@ -1,0 +1,6 @@
+"""Tests of sinks import ``sinks_world``."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
