@@ -43,7 +43,7 @@ def test_each_sample_passes_each_task_once_although_its_processes_are_killed(tmp
     folder = tmp_path / "run"
     run = start(str(manifest), folder, settings)
     for step, role, index in ((1, "task-measure", 0), (2, "task-ask", 0), (3, "task-measure", 1)):
-        wait_for_step(folder, step, run)
+        wait_for_step(folder, step, run, within_s=150)
         kill(folder, role, index)
     finish(run, within_s=240)
     job = load_job(manifest, settings)
@@ -55,8 +55,7 @@ def test_each_sample_passes_each_task_once_although_its_processes_are_killed(tmp
     assert audit.dropped == len(failing) == summary["rewards_failed"]["measure: raised"]
     assert audit.trained == STEPS * 8 * 4 - len(failing)
     assert "ValueError: odd" in (folder / "rewards.json").read_text()
-    ended = [path for path in (folder / "logs").glob("task-*.log") if "attempt 1" in path.read_text()]
-    assert len(ended) == 3
+    assert "attempt 1" in (folder / "logs" / "task-measure-0.log").read_text(), "it was started again"
 
 
 @pytest.mark.slow
