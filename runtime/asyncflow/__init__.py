@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from asyncflow.queue.protocol.messages import Samples, TaskSpec
     from asyncflow.queue.torch import Batch, QueueAddress, StepDataset, StreamingDataset, share_batches
     from asyncflow.rpc.columns import Jagged
+    from asyncflow.session.engines import Engines, init_engines
 
 __version__ = "0.1.0"
 __all__ = [
     "Batch",
     "BlockingPartition",
+    "Engines",
     "Jagged",
     "Partition",
     "QueueAddress",
@@ -38,6 +40,7 @@ __all__ = [
     "__version__",
     "aconnect",
     "connect",
+    "init_engines",
     "load",
     "share_batches",
     "train",
@@ -46,6 +49,7 @@ __all__ = [
 _WHERE = {
     "Batch": "asyncflow.queue.torch",
     "BlockingPartition": "asyncflow.queue.blocking",
+    "Engines": "asyncflow.session.engines",
     "Jagged": "asyncflow.rpc.columns",
     "Partition": "asyncflow.queue.partition",
     "QueueAddress": "asyncflow.queue.torch",
@@ -56,6 +60,7 @@ _WHERE = {
     "TaskSpec": "asyncflow.queue.protocol.messages",
     "aconnect": "asyncflow.queue.client",
     "connect": "asyncflow.queue.blocking",
+    "init_engines": "asyncflow.session.engines",
     "load": "asyncflow.commands.preflight",
     "share_batches": "asyncflow.queue.torch",
     "train": "asyncflow.commands.run",

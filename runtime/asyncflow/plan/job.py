@@ -1,8 +1,9 @@
 """``plan(job)``: which roles a job has, and what flows between them.
 
 Invariants: a pure function of the job, the same on every substrate; roles stand in the order in which they start, each
-after those it waits for. There is no list of endpoints in a plan: a role is told the driver's address and dials in. Of
-the flow only what the schedule fixes is said; the policies that do it are ``asyncflow.flow``.
+after those it waits for. There is no list of endpoints in a plan: a role is told the driver's address and dials in, as
+does a trainer that is the user's own process (``trainer.external``) and so no role of the plan. Of the flow only what
+the schedule fixes is said; the policies that do it are ``asyncflow.flow``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def plan(job: RLJob) -> JobPlan:
     """Return the roles of ``job`` and the flow between them."""
     spec = job.spec
     holding = holding_roles(spec.transfer_queue, "driver", lambda *given: _holding(spec, *given))
-    roles = (_driver(spec), _controller(spec), *holding, _storage(spec), _trainer(spec), _rollout(spec))
+    trainer = () if spec.trainer.external else (_trainer(spec),)
+    roles = (_driver(spec), _controller(spec), *holding, _storage(spec), *trainer, _rollout(spec))
     return JobPlan(job=job.name, roles=roles, edges=edges(spec))
 
 

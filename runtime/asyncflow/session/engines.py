@@ -1,0 +1,453 @@
+"""The five verbs of AsyncFlow's user-level interface (arXiv 2507.01663, §5): a job or a queue, from a loop of one's own.
+
+    engines = init_engines("job.yaml")
+    engines.weight_sync_notify(model)                           # θ_step, which the rollouts begin with
+    while engines.step < engines.steps:
+        while (batch := engines.get_experience_data()) is not None:
+            loss(model, batch).backward()
+        optimizer.step()
+        engines.weight_sync_notify(model, state={"model": model.state_dict(), ...})
+    engines.close()
+
+Everything that waits for others goes on in one thread with an event loop of its own, so the caller may be a script, a
+notebook, or a coroutine's worker thread, and computes undisturbed.
+
+Invariants: a session of a job is its trainer (``roles.trainer``), with the user's loop for a back end (``handover``):
+each sample is trained once in the weights that survive, whenever this process is killed and started again, since steps
+are committed with the checkpoint that holds the user's state; every call has a deadline, and once the session has ended
+each one says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+from uuid import uuid4
+
+import uvloop
+from torch import Tensor, nn
+
+from asyncflow.api.job import RLJob
+from asyncflow.api.names import CLIENT
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, ManifestError, Refused
+from asyncflow.driver.tasks import TRAIN
+from asyncflow.models.source import materialize_config, materialize_weights
+from asyncflow.queue.partition import Partition
+from asyncflow.queue.torch.batch import LEASE_OWNERS, Batch, BatchLease
+from asyncflow.queue.torch.dataset import Consumer, QueueAddress
+from asyncflow.queue.values import Values
+from asyncflow.roles.context import LOOPBACK, JobContext, RoleOptions
+from asyncflow.roles.trainer import serve
+from asyncflow.rpc.tls import Credentials
+from asyncflow.session.experience import Experience
+from asyncflow.session.handover import Handover
+from asyncflow.session.joining import WHERE, LocalRun, Place, elsewhere, running
+from asyncflow.training.ranks import ProcessGroup
+from asyncflow.training.report import Seconds, TrainReport
+from asyncflow.training.settings import BackendSettings
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 3600.0
+"""Seconds that samples may take, unless the caller says."""
+OPEN = "experience"
+"""Partition of a queue that stands alone, unless the caller names one."""
+_CALL_S = 60.0
+_RESERVED = {"at", *TrainReport.__struct_fields__, *(f"{name}_s" for name in Seconds.__struct_fields__)}
+
+
+class Rows(NamedTuple):
+    """Rows that were claimed. data: their columns by name; index: what ``put_experience_data`` takes with the results."""
+
+    data: dict[str, Values]
+    index: BatchLease
+
+
+class Session:
+    """The trainer's role in a thread of its own. Made by ``init_engines``.
+
+    place: gives the place in the job, in that thread, where a job that is run here is started.
+    """
+
+    def __init__(self, place: Callable[[], Place], *, run: LocalRun | None, host: str, timeout: float) -> None:
+        self.handover: Handover | None = None
+        self.place: Place | None = None
+        self.job: RLJob | None = None
+        self.error: BaseException | None = None
+        self.closing = False
+        self._locate = place
+        self._run_here = run
+        self._host = host
+        self._timeout = timeout
+        self._joined = threading.Event()
+        self._context: JobContext | None = None
+        self._loop = uvloop.new_event_loop()
+        self.thread = threading.Thread(target=self._run, name="asyncflow session", daemon=True)
+        self.thread.start()
+
+    def opened(self) -> Handover:
+        """Return the trainer's back end as soon as it is loaded. Raises what went wrong instead."""
+        if not self._joined.wait(self._timeout) or (self.handover and not self.handover.opened.wait(self._timeout)):
+            self.leave()
+            hint = "Is the job running, and is its driver reached from here?"
+            raise DeadlineExceeded(f"the job was not joined within {self._timeout:g} s", where=WHERE, hint=hint)
+        if self.error is not None or self.handover is None:
+            raise self.reason()
+        return self.handover
+
+    def reason(self) -> BaseException:
+        """Return why the session is over."""
+        if self.error is not None:
+            return self.error
+        if self.closing:
+            return Refused("the session was closed", where="session", hint="Call init_engines again")
+        hint = "Call init_engines again, once no other process is the job's trainer"
+        return Fenced("the job was told to stop, or another process is its trainer now", where="session", hint=hint)
+
+    def leave(self) -> None:
+        """Have the trainer write what is complete into a checkpoint, and leave."""
+        self.closing = True
+        if self._context is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._context.stopping.set)
+        if self.handover is not None:
+            self.handover.end(self.reason)
+
+    def _run(self) -> None:
+        well = False
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._serve())
+            well = not self.closing
+        except BaseExceptionGroup as group:
+            self.error = group.exceptions[0]
+        except BaseException as error:  # noqa: BLE001 — each call of the user's raises it
+            self.error = error
+        finally:
+            try:
+                if self._run_here is not None:
+                    self._run_here.end(well=well and self.error is None, timeout=self._timeout)
+            except AsyncFlowError as error:
+                self.error = self.error or error
+            if self.handover is not None:
+                self.handover.end(self.reason)
+            self._joined.set()
+
+    async def _serve(self) -> None:
+        self.place = self._locate()
+        self.job = job = self.place.job
+        if job.spec.algorithm.epochs * job.spec.algorithm.mini_batches > 1:
+            what, hint = "a loop of your own makes its updates itself", "Leave epochs and miniBatches at 1"
+            raise ManifestError(what, where="spec.algorithm", hint=hint)
+        attempt = await asyncio.to_thread(_next_attempt, self.place)
+        certificate = self.place.certificate("trainer")
+        assert self.place.manifest is not None
+        assert self.place.workdir is not None
+        self._context = JobContext(
+            job=job,
+            options=RoleOptions(
+                role="trainer",
+                job=self.place.manifest,
+                driver=self.place.address,
+                index=0,
+                attempt=attempt,
+                workdir=self.place.workdir,
+            ),
+            credentials=None if certificate is None else Credentials(certificate),
+            host=self._host,
+        )
+        if self.closing:
+            return
+        await serve(self._context, make_backend=self._make)
+
+    def _make(self, settings: BackendSettings, *, group: ProcessGroup) -> Handover:
+        self.handover = Handover(settings, group=group)
+        if self.closing:
+            self.handover.end(self.reason)
+        self._joined.set()
+        return self.handover
+
+
+def _next_attempt(place: Place) -> int:
+    consumer = Consumer(QueueAddress(address=place.address, tls=place.certificate(CLIENT)))
+    try:
+        return 1 + int(consumer.queue.snapshot(partition=TRAIN, timeout=_CALL_S).attempt)
+    finally:
+        consumer.close()
+
+
+class Engines:
+    """The engines of a job, or a queue alone, to a user's process. Made by ``init_engines``; a context that closes it.
+
+    job: None for a queue alone; model: folder of the job's model, with θ_0; state: what the checkpoint holds that was
+    gone on from, as it was given to ``weight_sync_notify``, None at the beginning; partition: of the rows; step: the
+    last completed one; steps: how many there are.
+    """
+
+    def __init__(self, *, session: Session | None, place: Place, partition: str) -> None:
+        self.job: RLJob | None = None
+        self.state: Any = None
+        self.model = Path()
+        self.step = self.steps = 0
+        self.partition = partition
+        self._session = session
+        self._place = place
+        self._queue: Consumer | None = None
+        self._owner = uuid4().hex
+        self._declared: set[str] = set()
+        LEASE_OWNERS[self._owner] = self
+        if session is not None:
+            handover = session.opened()
+            assert session.job is not None
+            assert place.workdir is not None
+            self.job, self.state = session.job, handover.state
+            self.step, self.steps = handover.step, self.job.spec.algorithm.steps
+            source = self.job.spec.model.source
+            self.model = materialize_config(source, place.workdir)
+            materialize_weights(source, self.model)
+
+    def put_prompts_data(self, prompts: Sequence[Any] | Mapping[str, Any], *, timeout: float = _CALL_S) -> list[int]:
+        """Put prompts, a row each, into the queue and return the rows' ids. Waits for room.
+
+        prompts: a value for each row (column ``prompts``), or columns by name. Raises Refused for a job, whose driver
+        puts the prompts of ``spec.data``.
+        """
+        if self.job is not None:
+            hint = "Name your prompts in spec.data.train: jsonl://FILE, or another source"
+            raise Refused("the driver puts the prompts of a job", where="put_prompts_data", hint=hint)
+        columns = prompts if isinstance(prompts, Mapping) else {"prompts": prompts}
+        return self._in_partition(lambda rows: rows.put(columns, timeout=timeout))
+
+    def get_experience_data(
+        self,
+        experience_consumer_stage: str = "train",
+        experience_columns: Sequence[str] = (),
+        experience_count: int = 0,
+        *,
+        timeout: float = WAIT_S,
+    ) -> Any:
+        """Return what is ready for a consumer, as soon as something is; None at the end.
+
+        In a job ``train`` is the trainer: it is given the samples of step ``step + 1``, an ``Experience`` at a time,
+        as soon as their groups are finished, and None when it has had all of them. Any other stage is a task of the
+        queue, which is given up to ``experience_count`` rows as ``Rows``, with ``experience_columns``; of an open
+        partition the task is made known by this. It is None when no more rows will come; the rows are its own until it
+        puts what it made of them.
+
+        Raises DeadlineExceeded where nothing was ready in time.
+        """
+        if self.job is not None and experience_consumer_stage == "train":
+            return self._next_experience(timeout)
+        if not experience_columns or experience_count < 1:
+            hint = "Say which columns, and how many rows at most"
+            raise Refused("experience_columns and experience_count are missing", where="get_experience_data", hint=hint)
+        return self._claim(experience_consumer_stage, list(experience_columns), experience_count, timeout)
+
+    def put_experience_data(
+        self,
+        data: Mapping[str, Any],
+        index: BatchLease | None = None,
+        *,
+        timeout: float = _CALL_S,
+    ) -> list[bool]:
+        """Write columns, a value for each row.
+
+        index: of the rows that were got, which are completed by this: False for one whose lease had ended, and which
+        another consumer has. Without it they are new rows.
+        """
+        if index is None:
+            return [True] * len(self._in_partition(lambda rows: rows.put(data, timeout=timeout)))
+        if index.owner == self._owner:
+            consumer = self._consumer()
+            return consumer.run(self._complete(consumer, index, data))
+        if (owner := LEASE_OWNERS.get(index.owner)) is None:
+            hint = "Put results while the loader that gave their index is there"
+            raise Refused("these rows were claimed by a loader that is gone", where="put_experience_data", hint=hint)
+        result: list[bool] = owner.complete(Batch(metas=[], columns={}, lease=index), data)
+        return result
+
+    def weight_sync_notify(
+        self,
+        weights: nn.Module | Mapping[str, Tensor],
+        *,
+        state: Any = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Say which weights there are now: first those of ``step``, and after the samples of a step those it made.
+
+        They are published, and the rollouts swap as the job's schedule says. weights: a model of transformers, or its
+        parameters by name; state: all that is needed to go on with the next step (tensors, numbers, texts, lists and
+        dicts), which goes into the checkpoints; metrics: finite numbers for ``metrics.jsonl``. Both are copied, so the
+        model may change as soon as this returns. Raises Refused before all samples of the step were taken, or where the
+        queue stands alone.
+        """
+        if self._session is None:
+            hint = "Give init_engines the manifest of a job, or the folder of its run"
+            raise Refused("a queue alone has no rollouts", where="weight_sync_notify", hint=hint)
+        handover = self._session.opened()
+        named = dict(weights.named_parameters()) if isinstance(weights, nn.Module) else weights
+        if not handover.begun:
+            handover.begin(named)
+            return
+        handover.finish(named, state=state, metrics=_checked(metrics or {}))
+        self.step += 1
+
+    def close(self, *, timeout: float = WAIT_S) -> None:
+        """Leave; after the last step wait until the job has ended well, which was run by this process or elsewhere.
+
+        Before it, a checkpoint is written of the last completed step, and a job that this process runs is ended; it
+        goes on when ``init_engines`` is called again. Raises what went wrong meanwhile.
+        """
+        session, self._session = self._session, None
+        if self._queue is not None:
+            self._queue.close()
+        if session is None:
+            return
+        if self.step < self.steps:
+            session.leave()
+        session.thread.join(timeout)
+        if session.thread.is_alive():
+            session.leave()
+            raise DeadlineExceeded(f"the job did not end within {timeout:g} s", where="close", hint="Its view says why")
+        if session.error is not None:
+            raise session.error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+            return
+        try:
+            if self._session is not None:
+                self._session.leave()
+            self.close()
+        except AsyncFlowError as other:
+            log.warning("while the session ended: %s", other)
+
+    def keep(self, rows: Any) -> None:
+        """Keep the lease of rows in force whose index has come from another process."""
+        consumer = self._consumer()
+        consumer.run(consumer.keep(rows))
+
+    @property
+    def queue(self) -> QueueAddress:
+        """The queue, as the data sets of ``asyncflow`` take it."""
+        return QueueAddress(address=self._place.address, tls=self._place.certificate(CLIENT))
+
+    def _next_experience(self, timeout: float) -> Experience | None:
+        if self._session is None:
+            raise Refused("the session was closed", where="get_experience_data", hint="Call init_engines again")
+        handover, step = self._session.opened(), self.step + 1
+        if not handover.begun:
+            hint = "Call weight_sync_notify(model) first: the rollouts generate with it"
+            raise Refused("there are no weights yet", where="get_experience_data", hint=hint)
+        if step > self.steps:
+            return None
+        batch = handover.take(what=f"samples of step {step}", timeout=timeout)
+        return None if batch is None else Experience.of(batch, step=step)
+
+    def _consumer(self) -> Consumer:
+        if self._queue is None:
+            self._queue = Consumer(self.queue)
+        return self._queue
+
+    def _in_partition(self, use: Callable[[Partition], Any]) -> Any:
+        consumer = self._consumer()
+        return consumer.run(use(Partition(consumer.client, self.partition, tensors=True)))
+
+    def _claim(self, stage: str, columns: list[str], count: int, timeout: float) -> Rows | None:
+        consumer = self._consumer()
+
+        async def claim() -> Rows | None:
+            rows = Partition(consumer.client, self.partition, tensors=True)
+            if self.job is None and stage not in self._declared:
+                await rows.declare(stage, columns, timeout=_CALL_S)
+                self._declared.add(stage)
+            claimed = await consumer.client.claim(
+                partition=self.partition, task=stage, max_rows=count, until_done=True, timeout=timeout
+            )
+            if not claimed.rows:
+                if claimed.ended:
+                    return None
+                what, hint = f"no row was ready for {stage} within {timeout:g} s", "asyncflow queue show says what it lacks"
+                raise DeadlineExceeded(what, where=self.partition, hint=hint)
+            await consumer.keep(claimed.rows)
+            try:
+                found = await rows.get(claimed.rows, columns, timeout=_CALL_S)
+            except AsyncFlowError:
+                await consumer.give_back(claimed.rows, "its columns could not be read")
+                raise
+            return Rows(found, BatchLease(self._owner, claimed.rows))
+
+        return consumer.run(claim())
+
+    async def _complete(self, consumer: Consumer, index: BatchLease, data: Mapping[str, Any]) -> list[bool]:
+        from asyncflow.queue.values import encode_columns
+
+        return await consumer.complete(index.rows, encode_columns(data))
+
+
+def init_engines(
+    job: RLJob | Path | str,
+    *,
+    output: Path | str | None = None,
+    overrides: Sequence[str] = (),
+    address: str | None = None,
+    tls: Path | str | None = None,
+    workdir: Path | str | None = None,
+    host: str = LOOPBACK,
+    partition: str = OPEN,
+    timeout: float = 300.0,
+) -> Engines:
+    """Bring up the engines of a job whose trainer is this process, or join those that are up.
+
+    job: a manifest, or a job made in Python, which is run on this machine as a child process in the folder ``output``
+    (``runs/NAME``), and continued where that holds a run; the folder of a run that goes on; or the address of a queue
+    that stands alone (``tcp://HOST:PORT``) or its folder. overrides: ``path=value`` each.
+
+    address: of the driver of a job that runs elsewhere, whose manifest ``job`` is; tls: folder with the certificates
+    ``trainer-0`` and ``client-0`` of that job (of a queue: the folder with a client's certificate); workdir: folder on
+    durable storage for checkpoints and the model (``runs/NAME``); host: the address at which rollouts reach this
+    process. partition: of the rows of a queue. timeout: seconds until the job is joined.
+
+    Raises ManifestError for what cannot be run or joined, DeadlineExceeded where the driver was not reached.
+    """
+    alone = isinstance(job, str) and "://" in job
+    if alone:
+        return Engines(session=None, place=Place(address=str(job), own=None if tls is None else Path(tls)), partition=partition)
+    folder = None if isinstance(job, RLJob) or not Path(job).is_dir() else Path(job)
+    if folder is not None and address is None:
+        place = running(folder)
+        if place.manifest is None:
+            return Engines(session=None, place=place, partition=partition)
+        session = Session(lambda: place, run=None, host=host, timeout=timeout)
+    elif address is not None:
+        session = Session(
+            lambda: elsewhere(job, address=address, tls=tls, workdir=workdir, overrides=overrides),
+            run=None,
+            host=host,
+            timeout=timeout,
+        )
+    else:
+        local = LocalRun(job, output=output, overrides=overrides)
+        session = Session(lambda: local.start(timeout=timeout), run=local, host=host, timeout=timeout)
+    session.opened()
+    assert session.place is not None
+    return Engines(session=session, place=session.place, partition=TRAIN)
+
+
+def _checked(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics as plain numbers. Raises Refused for one that is not finite, or has a name of ours."""
+    plain = {name: float(value) for name, value in metrics.items()}
+    for name, value in plain.items():
+        if not math.isfinite(value) or name in _RESERVED:
+            why = "is not finite" if name not in _RESERVED else "has the name of a figure of the report"
+            raise Refused(f"the metric {name} = {value} {why}", where="weight_sync_notify")
+    return plain
