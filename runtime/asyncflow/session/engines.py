@@ -20,37 +20,32 @@ each one says why.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 from uuid import uuid4
 
-import uvloop
 from torch import Tensor, nn
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import CLIENT
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, ManifestError, Refused
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Refused
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.models.source import materialize_config, materialize_weights
 from asyncflow.queue.partition import Partition
 from asyncflow.queue.torch.batch import LEASE_OWNERS, Batch, BatchLease
 from asyncflow.queue.torch.dataset import Consumer, QueueAddress
-from asyncflow.queue.values import Values
-from asyncflow.roles.context import LOOPBACK, JobContext, RoleOptions
-from asyncflow.roles.trainer import serve
-from asyncflow.rpc.tls import Credentials
+from asyncflow.queue.values import Values, encode_columns
+from asyncflow.roles.context import LOOPBACK
+from asyncflow.roles.rollout import MakeEngine
 from asyncflow.session.experience import Experience
-from asyncflow.session.handover import Handover
-from asyncflow.session.joining import WHERE, LocalRun, Place, elsewhere, running
-from asyncflow.training.ranks import ProcessGroup
+from asyncflow.session.joining import LocalRun, Place, elsewhere, running
+from asyncflow.session.loader import StreamLoader, create_stream_data_loader, make_known
+from asyncflow.session.role import Session
 from asyncflow.training.report import Seconds, TrainReport
-from asyncflow.training.settings import BackendSettings
 
 log = logging.getLogger(__name__)
 
@@ -67,118 +62,6 @@ class Rows(NamedTuple):
 
     data: dict[str, Values]
     index: BatchLease
-
-
-class Session:
-    """The trainer's role in a thread of its own. Made by ``init_engines``.
-
-    place: gives the place in the job, in that thread, where a job that is run here is started.
-    """
-
-    def __init__(self, place: Callable[[], Place], *, run: LocalRun | None, host: str, timeout: float) -> None:
-        self.handover: Handover | None = None
-        self.place: Place | None = None
-        self.job: RLJob | None = None
-        self.error: BaseException | None = None
-        self.closing = False
-        self._locate = place
-        self._run_here = run
-        self._host = host
-        self._timeout = timeout
-        self._joined = threading.Event()
-        self._context: JobContext | None = None
-        self._loop = uvloop.new_event_loop()
-        self.thread = threading.Thread(target=self._run, name="asyncflow session", daemon=True)
-        self.thread.start()
-
-    def opened(self) -> Handover:
-        """Return the trainer's back end as soon as it is loaded. Raises what went wrong instead."""
-        if not self._joined.wait(self._timeout) or (self.handover and not self.handover.opened.wait(self._timeout)):
-            self.leave()
-            hint = "Is the job running, and is its driver reached from here?"
-            raise DeadlineExceeded(f"the job was not joined within {self._timeout:g} s", where=WHERE, hint=hint)
-        if self.error is not None or self.handover is None:
-            raise self.reason()
-        return self.handover
-
-    def reason(self) -> BaseException:
-        """Return why the session is over."""
-        if self.error is not None:
-            return self.error
-        if self.closing:
-            return Refused("the session was closed", where="session", hint="Call init_engines again")
-        hint = "Call init_engines again, once no other process is the job's trainer"
-        return Fenced("the job was told to stop, or another process is its trainer now", where="session", hint=hint)
-
-    def leave(self) -> None:
-        """Have the trainer write what is complete into a checkpoint, and leave."""
-        self.closing = True
-        if self._context is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._context.stopping.set)
-        if self.handover is not None:
-            self.handover.end(self.reason)
-
-    def _run(self) -> None:
-        well = False
-        try:
-            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(self._serve())
-            well = not self.closing
-        except BaseExceptionGroup as group:
-            self.error = group.exceptions[0]
-        except BaseException as error:  # noqa: BLE001 — each call of the user's raises it
-            self.error = error
-        finally:
-            try:
-                if self._run_here is not None:
-                    self._run_here.end(well=well and self.error is None, timeout=self._timeout)
-            except AsyncFlowError as error:
-                self.error = self.error or error
-            if self.handover is not None:
-                self.handover.end(self.reason)
-            self._joined.set()
-
-    async def _serve(self) -> None:
-        self.place = self._locate()
-        self.job = job = self.place.job
-        if job.spec.algorithm.epochs * job.spec.algorithm.mini_batches > 1:
-            what, hint = "a loop of your own makes its updates itself", "Leave epochs and miniBatches at 1"
-            raise ManifestError(what, where="spec.algorithm", hint=hint)
-        attempt = await asyncio.to_thread(_next_attempt, self.place)
-        certificate = self.place.certificate("trainer")
-        assert self.place.manifest is not None
-        assert self.place.workdir is not None
-        self._context = JobContext(
-            job=job,
-            options=RoleOptions(
-                role="trainer",
-                job=self.place.manifest,
-                driver=self.place.address,
-                index=0,
-                attempt=attempt,
-                workdir=self.place.workdir,
-            ),
-            credentials=None if certificate is None else Credentials(certificate),
-            host=self._host,
-        )
-        if self.closing:
-            return
-        await serve(self._context, make_backend=self._make)
-
-    def _make(self, settings: BackendSettings, *, group: ProcessGroup) -> Handover:
-        self.handover = Handover(settings, group=group)
-        if self.closing:
-            self.handover.end(self.reason)
-        self._joined.set()
-        return self.handover
-
-
-def _next_attempt(place: Place) -> int:
-    consumer = Consumer(QueueAddress(address=place.address, tls=place.certificate(CLIENT)))
-    try:
-        return 1 + int(consumer.queue.snapshot(partition=TRAIN, timeout=_CALL_S).attempt)
-    finally:
-        consumer.close()
 
 
 class Engines:
@@ -199,7 +82,7 @@ class Engines:
         self._place = place
         self._queue: Consumer | None = None
         self._owner = uuid4().hex
-        self._declared: set[str] = set()
+        self._known: set[str] = set()
         LEASE_OWNERS[self._owner] = self
         if session is not None:
             handover = session.opened()
@@ -297,6 +180,30 @@ class Engines:
         handover.finish(named, state=state, metrics=_checked(metrics or {}))
         self.step += 1
 
+    def generate_here(self, make_engine: MakeEngine) -> None:
+        """Be one more rollout of the job, with an engine of one's own (``rollout.engines.base``)."""
+        if self._session is None:
+            hint = "Give init_engines the manifest of a job, or the folder of its run"
+            raise Refused("a queue alone has no rollouts", where="generate_here", hint=hint)
+        self._session.generate(make_engine)
+
+    def create_stream_data_loader(
+        self,
+        experience_consumer_stage: str,
+        experience_columns: Sequence[str],
+        experience_count: int,
+        **options: Any,
+    ) -> StreamLoader:
+        """Return a loader of a stage's rows; see ``asyncflow.create_stream_data_loader``."""
+        return create_stream_data_loader(
+            self.queue,
+            experience_consumer_stage,
+            experience_columns,
+            experience_count,
+            partition=self.partition,
+            **options,
+        )
+
     def close(self, *, timeout: float = WAIT_S) -> None:
         """Leave; after the last step wait until the job has ended well, which was run by this process or elsewhere.
 
@@ -327,6 +234,7 @@ class Engines:
         try:
             if self._session is not None:
                 self._session.leave()
+                self._session.thread.join(WAIT_S)
             self.close()
         except AsyncFlowError as other:
             log.warning("while the session ended: %s", other)
@@ -367,9 +275,9 @@ class Engines:
 
         async def claim() -> Rows | None:
             rows = Partition(consumer.client, self.partition, tensors=True)
-            if self.job is None and stage not in self._declared:
-                await rows.declare(stage, columns, timeout=_CALL_S)
-                self._declared.add(stage)
+            if stage not in self._known:
+                await make_known(rows, stage, columns)
+                self._known.add(stage)
             claimed = await consumer.client.claim(
                 partition=self.partition, task=stage, max_rows=count, until_done=True, timeout=timeout
             )
@@ -389,8 +297,6 @@ class Engines:
         return consumer.run(claim())
 
     async def _complete(self, consumer: Consumer, index: BatchLease, data: Mapping[str, Any]) -> list[bool]:
-        from asyncflow.queue.values import encode_columns
-
         return await consumer.complete(index.rows, encode_columns(data))
 
 
