@@ -94,17 +94,27 @@ class Engines:
             self.model = materialize_config(source, place.workdir)
             materialize_weights(source, self.model)
 
-    def put_prompts_data(self, prompts: Sequence[Any] | Mapping[str, Any], *, timeout: float = _CALL_S) -> list[int]:
+    def put_prompts_data(
+        self, prompts: Sequence[Any] | Mapping[str, Any], *, last: bool = False, timeout: float = _CALL_S
+    ) -> list[int]:
         """Put prompts, a row each, into the queue and return the rows' ids. Waits for room.
 
-        prompts: a value for each row (column ``prompts``), or columns by name. Raises Refused for a job, whose driver
-        puts the prompts of ``spec.data``.
+        prompts: a value for each row (column ``prompts``), or columns by name; last: no more rows will be put, so that
+        consumers end when they have had all. Raises Refused for a job, whose driver puts the prompts of ``spec.data``.
         """
         if self.job is not None:
             hint = "Name your prompts in spec.data.train: jsonl://FILE, or another source"
             raise Refused("the driver puts the prompts of a job", where="put_prompts_data", hint=hint)
         columns = prompts if isinstance(prompts, Mapping) else {"prompts": prompts}
-        return self._in_partition(lambda rows: rows.put(columns, timeout=timeout))
+
+        async def put(rows: Partition) -> list[int]:
+            ids = await rows.put(columns, timeout=timeout)
+            if last:
+                await rows.close(timeout=timeout)
+            return ids
+
+        put_ids: list[int] = self._in_partition(put)
+        return put_ids
 
     def get_experience_data(
         self,

@@ -19,6 +19,7 @@ from asyncflow.driver.tasks import TRAIN
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, ManifestError, Refused
 from asyncflow.queue.torch.dataset import Consumer, QueueAddress
 from asyncflow.roles import rollout, trainer
+from asyncflow.roles.backend import kind_of_backend
 from asyncflow.roles.context import JobContext, RoleOptions
 from asyncflow.roles.rollout import MakeEngine
 from asyncflow.rpc.tls import Credentials
@@ -150,7 +151,10 @@ class Session:
         return JobContext(job=self.job, options=options, credentials=credentials, host=self._host)
 
     def _make(self, settings: BackendSettings, *, group: ProcessGroup) -> Handover:
+        assert self.job is not None
+        backend = kind_of_backend(self.job.spec, device=settings.device)
         self.handover = Handover(settings, group=group)
+        self.handover.of_model = backend.of_model
         if self._leaving:
             self.handover.end(self.reason)
         self._joined.set()
