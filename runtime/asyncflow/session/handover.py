@@ -112,7 +112,7 @@ class Handover(TrainerBackend):
         self.opened.set()
 
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:  # noqa: ARG002
-        """Read the user's state from ``checkpoint``; the weights come by ``begin``."""
+        """Read the user's state from ``checkpoint``, and wait for the weights that go with it (``begin``)."""
         if checkpoint is not None:
             self.step = msgspec.json.decode((checkpoint / MANIFEST).read_bytes(), type=CheckpointManifest).step
             try:
@@ -122,6 +122,8 @@ class Handover(TrainerBackend):
                 hint = "It was written by another back end, or holds what torch.load(weights_only=True) refuses"
                 raise CheckpointError(f"{_FILE}: {error}", where=str(checkpoint), hint=hint) from error
         self.opened.set()
+        with self._changed:
+            self._wait_here(lambda: self._weights is not None)
 
     def micro_batch(self, batch: MicroBatch, *, version: int | None) -> None:  # noqa: ARG002
         """Offer the samples, and wait until they are taken."""
@@ -138,20 +140,15 @@ class Handover(TrainerBackend):
         """Say that the step has no more samples, and wait until it is finished."""
         self._offer(_END)
         with self._changed:
-            while not self._finished:
-                self._check_here()
-                self._changed.wait()
+            self._wait_here(lambda: self._finished)
             self._finished, self.trained = False, 0
             return self._metrics
 
     def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any]]]:
-        """Yield the weights that were given last; waits for the first."""
+        """Yield the weights that were given last."""
         with self._changed:
-            while self._weights is None:
-                self._check_here()
-                self._changed.wait()
             weights = self._weights
-        for name, tensor in weights.items():
+        for name, tensor in (weights or {}).items():
             yield name, as_array(rounded(tensor, getattr(torch, dtype)))
 
     def snapshot(self, *, shared: bool = True) -> Callable[[Path], None]:  # noqa: ARG002
@@ -165,13 +162,14 @@ class Handover(TrainerBackend):
         with self._changed:
             self._offered = what
             self._changed.notify_all()
-            while self._offered is not None:
-                self._check_here()
-                self._changed.wait()
+            self._wait_here(lambda: self._offered is None)
 
-    def _check_here(self) -> None:
-        if self._ended is not None:
-            raise GroupLeft
+    def _wait_here(self, there: Callable[[], bool]) -> None:
+        """Wait in the trainer's thread. Raises GroupLeft once the session has ended."""
+        while not there():
+            if self._ended is not None:
+                raise GroupLeft
+            self._changed.wait()
 
     def _check(self) -> None:
         if self._ended is not None:

@@ -56,6 +56,7 @@ class Session:
         self._loop = uvloop.new_event_loop()
         self.thread = threading.Thread(target=self._run, name="asyncflow session", daemon=True)
         self.thread.start()
+        threading.Thread(target=self._leave_with_main, name="end of asyncflow session", daemon=True).start()
 
     def opened(self) -> Handover:
         """Return the handover as soon as the checkpoint is read. Raises what ended the session instead."""
@@ -95,6 +96,11 @@ class Session:
             self._loop.call_soon_threadsafe(self._stop)
         if self.handover is not None:
             self.handover.end(self.reason)
+
+    def _leave_with_main(self) -> None:
+        """Leave when the main thread has ended: the interpreter waits for threads that wait for the user's loop."""
+        threading.main_thread().join()
+        self.leave()
 
     def _stop(self) -> None:
         for context in self._contexts:
@@ -152,9 +158,12 @@ class Session:
 
     def _make(self, settings: BackendSettings, *, group: ProcessGroup) -> Handover:
         assert self.job is not None
-        backend = kind_of_backend(self.job.spec, device=settings.device)
+        spec = self.job.spec
         self.handover = Handover(settings, group=group)
-        self.handover.of_model = backend.of_model
+        # Of the back end that is not used only this counts; that of torch would take seconds to import.
+        self.handover.of_model = (
+            spec.trainer.backend.name == "torch" or kind_of_backend(spec, device=settings.device).of_model
+        )
         if self._leaving:
             self.handover.end(self.reason)
         self._joined.set()
