@@ -43,4 +43,4 @@ def learn(address: str) -> float:
 
 
 if __name__ == "__main__":
-    print(act(sys.argv[2]) if sys.argv[1] == "actor" else learn(sys.argv[2]))  # noqa: T201
+    print(act(sys.argv[2]) if sys.argv[1] == "actor" else learn(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""An algorithm of one's own: a loss that replaces the job's, here the plain policy gradient with weights w = min(ρ, 2)."""
+"""An algorithm of one's own: another loss, here the policy gradient with truncated importance weights min(ρ, 2)."""
 
 import sys
 

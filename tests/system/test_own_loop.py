@@ -1,6 +1,7 @@
 """A loop of one's own as the trainer of a job: killed, started again, replaced, joined by folder and by address."""
 
 import json
+import runpy
 import shutil
 import signal
 import subprocess
@@ -8,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from one_run import EXAMPLES, finish, start
+from one_run import EXAMPLES, finish, start, wait_for_step
 
 torch = pytest.importorskip("torch")
 
@@ -28,24 +29,20 @@ SETTINGS = [
     "storage.checkpoints.every=2",
     "transferQueue.storageUnits=1",
     "rollout.replicas=1",
-    "rollout.engine.options={token_s: 0}",
 ]
-COUNTING = """
-import sys, time, torch, asyncflow
+OWN = EXAMPLES / "own"
 
-with asyncflow.init_engines(sys.argv[1], output=sys.argv[2], overrides=sys.argv[4:]) as engines:
-    seen = torch.zeros(4096) if engines.state is None else engines.state["seen"]
-    engines.weight_sync_notify({"seen": seen})
-    while engines.step < engines.steps:
-        while (batch := engines.get_experience_data()) is not None:
-            for serial, sample in batch.keys:
-                seen[serial * 4 + sample] += 1
-            if engines.step == int(sys.argv[3]):
-                print("in the middle of a step", flush=True)
-                time.sleep(600)
-        engines.weight_sync_notify({"seen": seen}, state={"seen": seen}, metrics={"seen": float(seen.sum())})
-print(int(seen.sum()), int(seen.max()), flush=True)
-"""
+
+def run_example(name: str, *arguments: str) -> None:
+    """Run an example in this process, as from the command line."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(OWN / name), run_name="__main__")
+
+
+def small(manifest: str, folder: Path, *settings: str) -> list[str]:
+    """Return the arguments of an example that trains a few samples."""
+    return [str(EXAMPLES / manifest), str(folder), *SETTINGS, *settings]
 
 
 def count(engines: asyncflow.Engines, *, until: int) -> torch.Tensor:
@@ -64,31 +61,62 @@ def go_on(engines: asyncflow.Engines, seen: torch.Tensor, *, until: int = STEPS)
     return seen
 
 
-def trained_once(folder: Path) -> None:
+def trained_once(folder: Path, *, group: int = GROUP) -> None:
+    samples = STEPS * PROMPTS * group
     report = audit_ledgers(folder / "ledger")
     assert report.ok, report.problems
-    assert (report.dispatched, report.trained, report.lost, report.duplicated) == (SAMPLES, SAMPLES, 0, 0)
+    assert (report.dispatched, report.trained, report.lost, report.duplicated) == (samples, samples, 0, 0)
 
 
 def test_a_loop_that_is_killed_with_its_job_goes_on_and_trains_each_sample_once(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    command = [sys.executable, "-c", COUNTING, str(EXAMPLES / "counting.yaml"), str(folder)]
-    with subprocess.Popen([*command, "3", *SETTINGS], stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "in the middle of a step\n"
+    arguments = small("quickstart.yaml", folder, "rollout.engine={name: simulated, options: {token_s: 0.02}}")
+    with subprocess.Popen([sys.executable, str(OWN / "loop.py"), *arguments]) as first:
+        wait_for_step(folder, 3, first, within_s=200)
         first.send_signal(signal.SIGKILL)
-    again = subprocess.run([*command, "-1", *SETTINGS], stdout=subprocess.PIPE, text=True, check=True)
-    assert again.stdout.split() == [str(SAMPLES), "1"]
-    trained_once(folder)
+    assert not (folder / "summary.json").exists()
+    run_example("loop.py", *arguments)
+    trained_once(folder, group=8)
+    assert (folder / "export" / "model.safetensors").exists()
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["step"] == STEPS
-    assert lines[-1]["seen"] == SAMPLES
-    assert lines[-1]["attempt"] == 1
+    assert (lines[-1]["step"], lines[-1]["attempt"]) == (STEPS, 1)
+
+
+def test_an_algorithm_may_bring_its_own_loss_and_its_own_generation(tmp_path: Path) -> None:
+    class Mine(runpy.run_path(str(OWN / "algorithm.py"))["TruncatedImportance"]):
+        gaps: list[float] = []
+
+        def generate_sequences(self, prompts):
+            return super().generate_sequences(prompts)
+
+        def update(self, batch):
+            self.gaps.append(float((self.logprobs(batch) - batch.logprobs)[batch.mask].abs().max()))
+            return super().update(batch)
+
+    sync = "schedule={mode: sync, update: sync, maxStaleness: 0}"
+    sizes = ["algorithm.steps=2", "algorithm.groupSize=2", "rollout.replicas=0", "rollout.minReplicas=0"]
+    with asyncflow.init_engines(
+        EXAMPLES / "quickstart.yaml", output=tmp_path / "run", overrides=[*SETTINGS, sync, *sizes]
+    ) as engines:
+        Mine(engines).fit()
+    report = audit_ledgers(tmp_path / "run" / "ledger")
+    assert (report.trained, report.duplicated) == (2 * PROMPTS * 2, 0)
+    assert max(Mine.gaps) < 1e-4  # what was generated, was generated by the weights that were just trained
+
+
+def test_trl_trains_what_the_queue_gives_it(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    folder = tmp_path / "run"
+    sizes = ["algorithm.steps=2", "algorithm.groupSize=4"]
+    run_example("trl_grpo.py", *small("quickstart.yaml", folder, "rollout.engine={name: simulated}", *sizes))
+    report = audit_ledgers(folder / "ledger")
+    assert (report.trained, report.duplicated, report.unfinished) == (2 * PROMPTS * 4, 0, 0)
 
 
 def test_sessions_by_folder_and_by_address_follow_one_another(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run = start("counting.yaml", folder, [*SETTINGS, "trainer.external=true"])
+    settings = [*SETTINGS, "trainer.external=true"]
+    run = start("counting.yaml", folder, settings)
     try:
         while not (folder / "run" / "processes.json").exists():
             assert run.poll() is None, run.communicate()
@@ -106,7 +134,7 @@ def test_sessions_by_folder_and_by_address_follow_one_another(tmp_path: Path) ->
         driver = json.loads((folder / "run" / "processes.json").read_text())["driver"]
         with asyncflow.init_engines(
             EXAMPLES / "counting.yaml",
-            overrides=[*SETTINGS, "trainer.external=true"],
+            overrides=settings,
             address=driver.rpartition("/")[0],
             tls=keys,
             workdir=folder,

@@ -153,8 +153,8 @@ class TrainerSpec(Spec):
     replicas: Annotated[int, Field(ge=1, le=4096)] = 1
     """Replicas, one pod each. A replica runs one rank on each of its devices, or one on the CPU."""
     external: bool = False
-    """The trainer is a process of yours, of one rank, which joins the job by ``asyncflow.init_engines`` and may come and
-    go; nothing starts one."""
+    """The trainer is a process of yours, of one rank, that joins the job by ``asyncflow.init_engines`` and may come and
+    go: nothing starts one."""
     ranks_per_replica: Annotated[int, Field(ge=1, le=64)] | None = None
     """Ranks of one replica, each a process. Absent: one for each device (``accelerator.count``), 1 on the CPU."""
     backend: BackendSpec = Field(default_factory=BackendSpec)

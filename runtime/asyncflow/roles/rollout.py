@@ -38,7 +38,7 @@ def main(options: RoleOptions) -> int:
 
 
 async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -> None:
-    """Generate until told to stop or to drain. make_engine: by default the engine is the one that the manifest names."""
+    """Generate until told to stop or to drain. make_engine: makes the engine, by default the manifest's."""
     spec, options = context.job.spec, context.options
     metrics = RolloutMetrics()
     folder = materialize_config(spec.model.source, options.workdir)
@@ -116,9 +116,7 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
             draining.cancel()
 
 
-def engine_of(
-    spec: RLJobSpec, folder: Path, tokenizer: Tokenizer, *, make: MakeEngine | None = None
-) -> RolloutEngine:
+def engine_of(spec: RLJobSpec, folder: Path, tokenizer: Tokenizer, *, make: MakeEngine | None = None) -> RolloutEngine:
     """Return the engine of the job's rollouts for the model in ``folder``, not started; ``make`` makes another one."""
     accelerator = spec.rollout.accelerator
     return (make or partial(open_engine, spec.rollout.engine.name))(

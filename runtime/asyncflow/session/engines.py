@@ -1,4 +1,4 @@
-"""The five verbs of AsyncFlow's user-level interface (arXiv 2507.01663, §5): a job or a queue, from a loop of one's own.
+"""The five verbs of AsyncFlow's user-level interface (arXiv 2507.01663, §5), for a job or a queue.
 
     engines = init_engines("job.yaml")
     engines.weight_sync_notify(model)                           # θ_step, which the rollouts begin with
@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import CLIENT
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Refused
 from asyncflow.driver.tasks import TRAIN
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Refused
 from asyncflow.models.source import materialize_config, materialize_weights
 from asyncflow.queue.partition import Partition
 from asyncflow.queue.torch.batch import LEASE_OWNERS, Batch, BatchLease
@@ -58,7 +58,7 @@ _RESERVED = {"at", *TrainReport.__struct_fields__, *(f"{name}_s" for name in Sec
 
 
 class Rows(NamedTuple):
-    """Rows that were claimed. data: their columns by name; index: what ``put_experience_data`` takes with the results."""
+    """Rows that were claimed. data: their columns by name; index: for ``put_experience_data``, with the results."""
 
     data: dict[str, Values]
     index: BatchLease
@@ -183,7 +183,7 @@ class Engines:
             hint = "Give init_engines the manifest of a job, or the folder of its run"
             raise Refused("a queue alone has no rollouts", where="weight_sync_notify", hint=hint)
         handover = self._session.opened()
-        named = dict(weights.named_parameters()) if isinstance(weights, nn.Module) else weights
+        named = _saved(weights) if isinstance(weights, nn.Module) else weights
         if not handover.begun:
             handover.begin(named)
             return
@@ -294,7 +294,8 @@ class Engines:
             if not claimed.rows:
                 if claimed.ended:
                     return None
-                what, hint = f"no row was ready for {stage} within {timeout:g} s", "asyncflow queue show says what it lacks"
+                what = f"no row was ready for {stage} within {timeout:g} s"
+                hint = "asyncflow queue show says what they lack"
                 raise DeadlineExceeded(what, where=self.partition, hint=hint)
             await consumer.keep(claimed.rows)
             try:
@@ -335,9 +336,9 @@ def init_engines(
 
     Raises ManifestError for what cannot be run or joined, DeadlineExceeded where the driver was not reached.
     """
-    alone = isinstance(job, str) and "://" in job
-    if alone:
-        return Engines(session=None, place=Place(address=str(job), own=None if tls is None else Path(tls)), partition=partition)
+    if isinstance(job, str) and "://" in job:
+        alone = Place(address=job, own=None if tls is None else Path(tls))
+        return Engines(session=None, place=alone, partition=partition)
     folder = None if isinstance(job, RLJob) or not Path(job).is_dir() else Path(job)
     if folder is not None and address is None:
         place = running(folder)
@@ -357,6 +358,12 @@ def init_engines(
     session.opened()
     assert session.place is not None
     return Engines(session=session, place=session.place, partition=TRAIN)
+
+
+def _saved(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a model, each once, and the buffers that are saved with them, by name."""
+    kept = model.state_dict().keys()
+    return {**dict(model.named_parameters()), **{name: each for name, each in model.named_buffers() if name in kept}}
 
 
 def _checked(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -79,7 +79,7 @@ class Handover(TrainerBackend):
         return self._weights is not None
 
     def take(self, *, what: str, timeout: float) -> MicroBatch | None:
-        """Return the next samples of the step, None once all were taken. Raises DeadlineExceeded, which says ``what``."""
+        """Return the next samples of the step, None once all were taken. Raises DeadlineExceeded, with ``what``."""
         with self._changed:
             if self._taken_all:
                 return None

@@ -1,9 +1,9 @@
 """The place that a session takes: of a job that is run here, of one that runs already, or of a queue that stands alone.
 
-    job.yaml, a job made in Python      it is run here, by ``asyncflow run`` as a child process
-    the same, with the driver's address it runs elsewhere
-    the folder of a run, or of a queue  it runs on this machine
-    tcp://HOST:PORT                     a queue that stands alone
+    a manifest, a job made in Python       it is run here, by ``asyncflow run`` as a child process
+    the same, with the driver's address    it runs elsewhere
+    the folder of a run, or of a queue     it runs on this machine
+    tcp://HOST:PORT                        a queue that stands alone
 
 Invariants: a job is run with ``trainer.external``, and only such a job is joined as its trainer; a child that was
 started here ends with the thread that started it, however that ends.
@@ -80,7 +80,12 @@ def running(folder: Path) -> Place:
 
 
 def elsewhere(
-    job: RLJob | Path | str, *, address: str, tls: Path | str | None, workdir: Path | str | None, overrides: Sequence[str]
+    job: RLJob | Path | str,
+    *,
+    address: str,
+    tls: Path | str | None,
+    workdir: Path | str | None,
+    overrides: Sequence[str],
 ) -> Place:
     """Return the place in the job whose driver is at ``address``; the manifest is kept in ``workdir``."""
     manifest = load(job, overrides)
@@ -114,7 +119,7 @@ class LocalRun:
         self._said = self.folder.with_name(f"{self.folder.name}.log")
 
     def start(self, *, timeout: float) -> Place:
-        """Start it, and return the place of its trainer. Raises AsyncFlowError where the run ended, or did not begin."""
+        """Start it, and return the place of its trainer. Raises AsyncFlowError where it ended, or did not begin."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         source = Path(self._job) if not isinstance(self._job, RLJob) else self._written(self._job)
         command = [sys.executable, "-m", "asyncflow", "run", str(source), "--output", str(self.folder)]
@@ -141,7 +146,7 @@ class LocalRun:
     def check(self) -> None:
         """Raise AsyncFlowError where it has ended."""
         if self._child is not None and (status := self._child.poll()) is not None:
-            raise AsyncFlowError(f"asyncflow run ended with exit status {status}", where=str(self.folder), hint=self._tail())
+            raise self._failed(status)
 
     def end(self, *, well: bool, timeout: float) -> None:
         """Wait for its end, which it reaches by itself where ``well``. Raises AsyncFlowError where it failed."""
@@ -157,12 +162,14 @@ class LocalRun:
             what = f"asyncflow run did not end within {timeout:g} s, and was killed"
             raise DeadlineExceeded(what, where=str(self.folder)) from None
         if well and status:
-            raise AsyncFlowError(f"asyncflow run ended with exit status {status}", where=str(self.folder), hint=self._tail())
+            raise self._failed(status)
 
     def _written(self, job: RLJob) -> Path:
         source = self.folder.with_name(f"{self.folder.name}.yaml")
         write_whole(source, to_yaml(load(job)).encode())
         return source
 
-    def _tail(self) -> str:
-        return f"It said: {self._said.read_text(errors='replace')[-_TAIL:].strip()}"
+    def _failed(self, status: int) -> AsyncFlowError:
+        said = self._said.read_text(errors="replace")[-_TAIL:].strip()
+        what = f"asyncflow run ended with exit status {status}"
+        return AsyncFlowError(what, where=str(self.folder), hint=f"It said: {said}")

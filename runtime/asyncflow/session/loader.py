@@ -56,9 +56,7 @@ class StreamLoader:
 
     def __init__(self, dataset: StreamingDataset, *, form: _Form, workers: int) -> None:
         self._dataset = dataset
-        self._loader = DataLoader(
-            dataset, batch_size=None, collate_fn=form, num_workers=workers, in_order=workers == 0
-        )
+        self._loader = DataLoader(dataset, batch_size=None, collate_fn=form, num_workers=workers, in_order=workers == 0)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], BatchLease]]:
         return iter(self._loader)

@@ -33,7 +33,9 @@ def test_rows_go_from_prompts_to_experience_to_the_learner(served):
 
 def test_experience_may_be_put_by_whoever_made_it(served):
     with asyncflow.init_engines(served.address, partition="own") as engines:
-        engines.put_experience_data({"ids": [torch.tensor([1, 2]), torch.tensor([3])], "reward": torch.tensor([0.5, 1.0])})
+        engines.put_experience_data(
+            {"ids": [torch.tensor([1, 2]), torch.tensor([3])], "reward": torch.tensor([0.5, 1.0])}
+        )
         data, _ = engines.get_experience_data("learner", ["ids", "reward"], 8)
         assert [ids.tolist() for ids in data["ids"]] == [[1, 2], [3]]
         assert data["reward"].tolist() == [0.5, 1.0]
