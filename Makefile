@@ -132,5 +132,5 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "setuptools" "wheel"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[torch,lora,tensordict,gym,math,data,import,plot,docs,mooncake,redis,operator,dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[torch,lora,tensordict,trl,gym,math,data,import,plot,docs,mooncake,redis,operator,dev]"
 	touch $@

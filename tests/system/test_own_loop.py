@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from one_run import EXAMPLES, finish, start, wait_for_step
@@ -84,13 +85,13 @@ def test_a_loop_that_is_killed_with_its_job_goes_on_and_trains_each_sample_once(
 
 def test_an_algorithm_may_bring_its_own_loss_and_its_own_generation(tmp_path: Path) -> None:
     class Mine(runpy.run_path(str(OWN / "algorithm.py"))["TruncatedImportance"]):
-        gaps: list[float] = []
+        gaps: ClassVar[list[float]] = []
 
         def generate_sequences(self, prompts):
             return super().generate_sequences(prompts)
 
         def update(self, batch):
-            self.gaps.append(float((self.logprobs(batch) - batch.logprobs)[batch.mask].abs().max()))
+            self.gaps.append(float((self.logprobs(batch).detach() - batch.logprobs)[batch.mask].abs().max()))
             return super().update(batch)
 
     sync = "schedule={mode: sync, update: sync, maxStaleness: 0}"

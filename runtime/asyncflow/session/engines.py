@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 from uuid import uuid4
 
 from torch import Tensor, nn
@@ -57,11 +58,18 @@ _CALL_S = 60.0
 _RESERVED = {"at", *TrainReport.__struct_fields__, *(f"{name}_s" for name in Seconds.__struct_fields__)}
 
 
-class Rows(NamedTuple):
-    """Rows that were claimed. data: their columns by name; index: for ``put_experience_data``, with the results."""
+@dataclass(frozen=True)
+class Rows:
+    """Rows that were claimed, also as the pair (data, index).
+
+    data: their columns by name; index: for ``put_experience_data``, with the results.
+    """
 
     data: dict[str, Values]
     index: BatchLease
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.data, self.index))
 
 
 class Engines:

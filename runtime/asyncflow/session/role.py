@@ -11,8 +11,6 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-import uvloop
-
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import CLIENT
 from asyncflow.driver.tasks import TRAIN
@@ -53,7 +51,7 @@ class Session:
         self._joined = threading.Event()
         self._contexts: list[JobContext] = []
         self._tasks = asyncio.TaskGroup()
-        self._loop = uvloop.new_event_loop()
+        self._loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, name="asyncflow session", daemon=True)
         self.thread.start()
         threading.Thread(target=self._leave_with_main, name="end of asyncflow session", daemon=True).start()
@@ -130,6 +128,9 @@ class Session:
         if algorithm.epochs * algorithm.mini_batches > 1:
             what, hint = "a loop of your own makes its updates itself", "Leave epochs and miniBatches at 1"
             raise ManifestError(what, where="spec.algorithm", hint=hint)
+        if self.job.spec.trainer.lora is not None:
+            what = "rollouts would wait for adapters, and a loop of your own publishes whole weights"
+            raise ManifestError(what, where="spec.trainer.lora", hint="Leave it out")
         self._attempt = await asyncio.to_thread(_next_attempt, self.place)
         self._contexts.append(self._as("trainer", 0))
         if self._leaving:

@@ -144,7 +144,7 @@ class Trainer:
     def _load(self, tensors: Mapping[str, NDArray[Any]]) -> None:
         assert self.actor is not None
         for name, parameter in self.actor.named_parameters():
-            given = torch.from_numpy(tensors[name])
+            given = torch.tensor(tensors[name])
             with torch.no_grad():
                 parameter.copy_(given.view(torch.bfloat16) if given.dtype == torch.uint16 else given)
 
