@@ -15,7 +15,7 @@ from one_run import EXAMPLES, finish, start, wait_for_step
 torch = pytest.importorskip("torch")
 
 import asyncflow  # noqa: E402
-from asyncflow.errors import Fenced, ManifestError, Refused  # noqa: E402
+from asyncflow.errors import AsyncFlowError, Fenced, ManifestError, Refused  # noqa: E402
 from asyncflow.queue.ledger.audit import audit_ledgers  # noqa: E402
 from asyncflow.training.checkpoint import Checkpoints  # noqa: E402
 
@@ -168,3 +168,8 @@ def test_a_job_with_a_trainer_of_its_own_is_not_joined(tmp_path: Path) -> None:
 def test_where_nothing_runs_there_is_nothing_to_join(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="nothing was run there"):
         asyncflow.init_engines(tmp_path)
+
+
+def test_a_job_that_cannot_be_run_says_why(tmp_path: Path) -> None:
+    with pytest.raises(AsyncFlowError, match=r"algorithm\.steps = -1"):
+        asyncflow.init_engines(EXAMPLES / "counting.yaml", output=tmp_path / "run", overrides=["algorithm.steps=-1"])

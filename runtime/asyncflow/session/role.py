@@ -27,6 +27,7 @@ from asyncflow.training.ranks import ProcessGroup
 from asyncflow.training.settings import BackendSettings
 
 _CALL_S = 60.0
+_LOOK_S = 1.0
 
 
 class Session:
@@ -136,8 +137,16 @@ class Session:
         if self._leaving:
             return
         async with self._tasks:
+            watching = self._tasks.create_task(self._watch(), name="watch the run")
             await trainer.serve(self._contexts[0], make_backend=self._make)
+            watching.cancel()
             self._stop()
+
+    async def _watch(self) -> None:
+        """Raise AsyncFlowError when the job that is run here ends although its trainer was not told to."""
+        while self._run_here is not None:
+            self._run_here.check()
+            await asyncio.sleep(_LOOK_S)
 
     def _as(self, role: str, index: int) -> JobContext:
         """Return the context of a process of the job that this one stands for."""
