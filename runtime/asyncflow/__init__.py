@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from asyncflow.queue.protocol.messages import Samples, TaskSpec
     from asyncflow.queue.torch import Batch, QueueAddress, StepDataset, StreamingDataset, share_batches
     from asyncflow.rpc.columns import Jagged
-    from asyncflow.session.engines import Engines, Rows, init_engines
+    from asyncflow.session.engines import ClaimedRows, Engines, init_engines
     from asyncflow.session.experience import Experience
     from asyncflow.session.loader import create_stream_data_loader
     from asyncflow.session.trainer import Trainer
@@ -33,13 +33,13 @@ __version__ = "0.1.0"
 __all__ = [
     "Batch",
     "BlockingPartition",
+    "ClaimedRows",
     "Engines",
     "Experience",
     "Jagged",
     "Partition",
     "QueueAddress",
     "RLJob",
-    "Rows",
     "Samples",
     "StepDataset",
     "StreamingDataset",
@@ -58,12 +58,12 @@ __all__ = [
 _WHERE = {
     "Batch": "asyncflow.queue.torch",
     "BlockingPartition": "asyncflow.queue.blocking",
+    "ClaimedRows": "asyncflow.session.engines",
     "Engines": "asyncflow.session.engines",
     "Experience": "asyncflow.session.experience",
     "Jagged": "asyncflow.rpc.columns",
     "Partition": "asyncflow.queue.partition",
     "QueueAddress": "asyncflow.queue.torch",
-    "Rows": "asyncflow.session.engines",
     "RLJob": "asyncflow.api.job",
     "Samples": "asyncflow.queue.protocol.messages",
     "StepDataset": "asyncflow.queue.torch",

@@ -43,9 +43,9 @@ from asyncflow.queue.values import Values, encode_columns
 from asyncflow.roles.context import LOOPBACK
 from asyncflow.roles.rollout import MakeEngine
 from asyncflow.session.experience import Experience
-from asyncflow.session.joining import LocalRun, Place, elsewhere, running
+from asyncflow.session.joining import LocalRun, SessionPlace, elsewhere, running
 from asyncflow.session.loader import StreamLoader, create_stream_data_loader, make_known
-from asyncflow.session.role import Session
+from asyncflow.session.role import TrainerSession
 from asyncflow.training.report import Seconds, TrainReport
 
 log = logging.getLogger(__name__)
@@ -59,8 +59,8 @@ _RESERVED = {"at", *TrainReport.__struct_fields__, *(f"{name}_s" for name in Sec
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows that were claimed, also as the pair (data, index).
+class ClaimedRows:
+    """ClaimedRows that were claimed, also as the pair (data, index).
 
     data: their columns by name; index: for ``put_experience_data``, with the results.
     """
@@ -80,7 +80,7 @@ class Engines:
     last completed one; steps: how many there are.
     """
 
-    def __init__(self, *, session: Session | None, place: Place, partition: str) -> None:
+    def __init__(self, *, session: TrainerSession | None, place: SessionPlace, partition: str) -> None:
         self.job: RLJob | None = None
         self.state: Any = None
         self.model = Path()
@@ -136,8 +136,8 @@ class Engines:
 
         In a job ``train`` is the trainer: it is given the samples of step ``step + 1``, an ``Experience`` at a time,
         as soon as their groups are finished, and None when it has had all of them. Any other stage is a task of the
-        queue, which is given up to ``experience_count`` rows as ``Rows``, with ``experience_columns``; of an open
-        partition the task is made known by this. It is None when no more rows will come; the rows are its own until it
+        queue, which is given up to ``experience_count`` rows as ``ClaimedRows``, with ``experience_columns``; an open
+        partition learns of the task by this. It is None when no more rows will come; the rows are its own until it
         puts what it made of them.
 
         Raises DeadlineExceeded where nothing was ready in time.
@@ -288,10 +288,10 @@ class Engines:
         consumer = self._consumer()
         return consumer.run(use(Partition(consumer.client, self.partition, tensors=True)))
 
-    def _claim(self, stage: str, columns: list[str], count: int, timeout: float) -> Rows | None:
+    def _claim(self, stage: str, columns: list[str], count: int, timeout: float) -> ClaimedRows | None:
         consumer = self._consumer()
 
-        async def claim() -> Rows | None:
+        async def claim() -> ClaimedRows | None:
             rows = Partition(consumer.client, self.partition, tensors=True)
             if stage not in self._known:
                 await make_known(rows, stage, columns)
@@ -311,7 +311,7 @@ class Engines:
             except AsyncFlowError:
                 await consumer.give_back(claimed.rows, "its columns could not be read")
                 raise
-            return Rows(found, BatchLease(self._owner, claimed.rows))
+            return ClaimedRows(found, BatchLease(self._owner, claimed.rows))
 
         return consumer.run(claim())
 
@@ -345,16 +345,16 @@ def init_engines(
     Raises ManifestError for what cannot be run or joined, DeadlineExceeded where the driver was not reached.
     """
     if isinstance(job, str) and "://" in job:
-        alone = Place(address=job, own=None if tls is None else Path(tls))
+        alone = SessionPlace(address=job, own=None if tls is None else Path(tls))
         return Engines(session=None, place=alone, partition=partition)
     folder = None if isinstance(job, RLJob) or not Path(job).is_dir() else Path(job)
     if folder is not None and address is None:
         place = running(folder)
         if place.manifest is None:
             return Engines(session=None, place=place, partition=partition)
-        session = Session(lambda: place, run=None, host=host, timeout=timeout)
+        session = TrainerSession(lambda: place, run=None, host=host, timeout=timeout)
     elif address is not None:
-        session = Session(
+        session = TrainerSession(
             lambda: elsewhere(job, address=address, tls=tls, workdir=workdir, overrides=overrides),
             run=None,
             host=host,
@@ -362,7 +362,7 @@ def init_engines(
         )
     else:
         local = LocalRun(job, output=output, overrides=overrides)
-        session = Session(lambda: local.start(timeout=timeout), run=local, host=host, timeout=timeout)
+        session = TrainerSession(lambda: local.start(timeout=timeout), run=local, host=host, timeout=timeout)
     session.opened()
     assert session.place is not None
     return Engines(session=session, place=session.place, partition=TRAIN)
@@ -375,7 +375,7 @@ def _saved(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _checked(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics as plain numbers. Raises Refused for one that is not finite, or has a name of ours."""
+    """Return the metrics as plain numbers. Raises Refused for one that is not finite, or named as the report's own."""
     plain = {name: float(value) for name, value in metrics.items()}
     for name, value in plain.items():
         if not math.isfinite(value) or name in _RESERVED:

@@ -35,7 +35,7 @@ WHERE = "init_engines"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class SessionPlace:
     """Where a session belongs.
 
     address: of the driver, or of the queue's controller; manifest: file of the job, None for a queue; workdir: folder
@@ -66,7 +66,7 @@ class Place:
         return job
 
 
-def running(folder: Path) -> Place:
+def running(folder: Path) -> SessionPlace:
     """Return the place in the job, or the queue, that runs from ``folder``. Raises ManifestError where none does."""
     folder = folder.absolute()
     record = load_record(folder / "run" / "processes.json")
@@ -75,8 +75,8 @@ def running(folder: Path) -> Place:
         raise ManifestError("nothing was run there", where=str(folder), hint=hint)
     tls = folder / "run" / "tls"
     if (folder / QUEUE).is_file():
-        return Place(address=record.driver, own=tls / f"{CLIENT}-0")
-    return Place(address=record.driver, manifest=folder / JOB, workdir=folder, tls=tls)
+        return SessionPlace(address=record.driver, own=tls / f"{CLIENT}-0")
+    return SessionPlace(address=record.driver, manifest=folder / JOB, workdir=folder, tls=tls)
 
 
 def elsewhere(
@@ -86,7 +86,7 @@ def elsewhere(
     tls: Path | str | None,
     workdir: Path | str | None,
     overrides: Sequence[str],
-) -> Place:
+) -> SessionPlace:
     """Return the place in the job whose driver is at ``address``; the manifest is kept in ``workdir``."""
     manifest = load(job, overrides)
     if not isinstance(manifest, RLJob):
@@ -94,7 +94,7 @@ def elsewhere(
     folder = Path(workdir) if workdir is not None else RUNS / manifest.name
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / JOB, to_yaml(manifest).encode())
-    return Place(
+    return SessionPlace(
         address=address,
         manifest=(folder / JOB).absolute(),
         workdir=folder.absolute(),
@@ -118,7 +118,7 @@ class LocalRun:
         self._child: subprocess.Popen[bytes] | None = None
         self._said = self.folder.with_name(f"{self.folder.name}.log")
 
-    def start(self, *, timeout: float) -> Place:
+    def start(self, *, timeout: float) -> SessionPlace:
         """Start it, and return the place of its trainer. Raises AsyncFlowError where it ended, or did not begin."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         source = Path(self._job) if not isinstance(self._job, RLJob) else self._written(self._job)

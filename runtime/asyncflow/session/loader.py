@@ -66,7 +66,7 @@ class StreamLoader:
         return self._dataset.complete(Batch(metas=[], columns={}, lease=index), data)
 
     def close(self) -> None:
-        """Give back what was claimed and not put."""
+        """Let others claim what was claimed here and not put."""
         self._dataset.close()
 
     def __enter__(self) -> Self:

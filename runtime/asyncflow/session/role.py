@@ -22,7 +22,7 @@ from asyncflow.roles.context import JobContext, RoleOptions
 from asyncflow.roles.rollout import MakeEngine
 from asyncflow.rpc.tls import Credentials
 from asyncflow.session.handover import Handover
-from asyncflow.session.joining import WHERE, LocalRun, Place
+from asyncflow.session.joining import WHERE, LocalRun, SessionPlace
 from asyncflow.training.ranks import ProcessGroup
 from asyncflow.training.settings import BackendSettings
 
@@ -30,7 +30,7 @@ _CALL_S = 60.0
 _LOOK_S = 1.0
 
 
-class Session:
+class TrainerSession:
     """The place of a job's trainer, taken by this process.
 
     place: gives it, in that thread, where a job that is run here is started; run: that job; host: the address at which
@@ -38,9 +38,9 @@ class Session:
     place, and the handover between the user's loop and the trainer. error: what ended the session.
     """
 
-    def __init__(self, place: Callable[[], Place], *, run: LocalRun | None, host: str, timeout: float) -> None:
+    def __init__(self, place: Callable[[], SessionPlace], *, run: LocalRun | None, host: str, timeout: float) -> None:
         self.handover: Handover | None = None
-        self.place: Place | None = None
+        self.place: SessionPlace | None = None
         self.job: RLJob | None = None
         self.error: BaseException | None = None
         self._locate = place
@@ -180,7 +180,7 @@ class Session:
         return self.handover
 
 
-def _next_attempt(place: Place) -> int:
+def _next_attempt(place: SessionPlace) -> int:
     """Return the attempt after the last one that has begun."""
     consumer = Consumer(QueueAddress(address=place.address, tls=place.certificate(CLIENT)))
     try:

@@ -24,7 +24,7 @@ from asyncflow.session.experience import Experience
 from asyncflow.session.generating import UserEngine
 
 
-class Trainer:
+class OwnTrainer:
     """A training loop in plain torch over ``engines``, for models that one device holds.
 
     ``update`` is the loss, ``generate_sequences`` what the rollouts do; ``build`` makes the model and its optimizer. An
@@ -90,7 +90,7 @@ class Trainer:
 
     def fit(self) -> None:
         """Train until the last step."""
-        if type(self).generate_sequences is not Trainer.generate_sequences:
+        if type(self).generate_sequences is not OwnTrainer.generate_sequences:
             self._generate_here()
         self.engines.weight_sync_notify(self.model)
         while self.engines.step < self.engines.steps:
@@ -147,6 +147,10 @@ class Trainer:
             given = torch.tensor(tensors[name])
             with torch.no_grad():
                 parameter.copy_(given.view(torch.bfloat16) if given.dtype == torch.uint16 else given)
+
+
+Trainer = OwnTrainer
+"""The name under which ``asyncflow`` has it."""
 
 
 def _sample(model: nn.Module, prompt: GenerationRequest) -> tuple[list[int], list[float]]:
