@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 VLLM := $(VENV)/.vllm
 
 # Folders whose names and sentences hack/words.py checks; it always checks the subjects of commits.
-PLAIN := benchmarks operator $(addprefix runtime/asyncflow/,algorithms api commands data driver flow local models plan queue rewards roles rollout rpc telemetry training view weights)
+PLAIN := benchmarks operator $(addprefix runtime/asyncflow/,algorithms api commands data driver flow local models plan queue rewards roles rollout rpc session telemetry training view weights)
 
 # A run and the tests start hundreds of processes, none of which should compile the same source again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -132,5 +132,5 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt "setuptools" "wheel"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[torch,lora,tensordict,gym,math,data,import,plot,docs,mooncake,redis,tensorboard,wandb,mlflow,operator,dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[torch,lora,tensordict,trl,gym,math,data,import,plot,docs,mooncake,redis,tensorboard,wandb,mlflow,operator,dev]"
 	touch $@

@@ -3,6 +3,8 @@
 ``train`` runs a job on this machine, ``load`` reads and checks a manifest, ``RLJob`` is a job made in Python;
 ``connect`` and ``aconnect`` are clients of a queue, for threads and for an event loop, with ``BlockingPartition`` and
 ``Partition`` for its rows. ``StreamingDataset``, ``StepDataset`` and ``share_batches`` are its data sets for torch.
+``init_engines`` makes this process the trainer of a job, or a client of a queue, with AsyncFlow's five verbs
+(``Engines``); ``Trainer`` is a loop to subclass, ``create_stream_data_loader`` a loader of a stage's rows.
 ``MetricSink`` is the base of sinks for figures.
 
 Invariant: importing the package loads nothing heavy; each name is loaded when it is first used.
@@ -23,12 +25,19 @@ if TYPE_CHECKING:
     from asyncflow.queue.protocol.messages import Samples, TaskSpec
     from asyncflow.queue.torch import Batch, QueueAddress, StepDataset, StreamingDataset, share_batches
     from asyncflow.rpc.columns import Jagged
+    from asyncflow.session.engines import ClaimedRows, Engines, init_engines
+    from asyncflow.session.experience import Experience
+    from asyncflow.session.loader import create_stream_data_loader
+    from asyncflow.session.trainer import Trainer
     from asyncflow.telemetry.sinks.base import MetricSink
 
 __version__ = "0.1.0"
 __all__ = [
     "Batch",
     "BlockingPartition",
+    "ClaimedRows",
+    "Engines",
+    "Experience",
     "Jagged",
     "MetricSink",
     "Partition",
@@ -38,9 +47,12 @@ __all__ = [
     "StepDataset",
     "StreamingDataset",
     "TaskSpec",
+    "Trainer",
     "__version__",
     "aconnect",
     "connect",
+    "create_stream_data_loader",
+    "init_engines",
     "load",
     "share_batches",
     "train",
@@ -49,6 +61,9 @@ __all__ = [
 _WHERE = {
     "Batch": "asyncflow.queue.torch",
     "BlockingPartition": "asyncflow.queue.blocking",
+    "ClaimedRows": "asyncflow.session.engines",
+    "Engines": "asyncflow.session.engines",
+    "Experience": "asyncflow.session.experience",
     "Jagged": "asyncflow.rpc.columns",
     "MetricSink": "asyncflow.telemetry.sinks.base",
     "Partition": "asyncflow.queue.partition",
@@ -57,9 +72,12 @@ _WHERE = {
     "Samples": "asyncflow.queue.protocol.messages",
     "StepDataset": "asyncflow.queue.torch",
     "StreamingDataset": "asyncflow.queue.torch",
+    "Trainer": "asyncflow.session.trainer",
     "TaskSpec": "asyncflow.queue.protocol.messages",
     "aconnect": "asyncflow.queue.client",
     "connect": "asyncflow.queue.blocking",
+    "create_stream_data_loader": "asyncflow.session.loader",
+    "init_engines": "asyncflow.session.engines",
     "load": "asyncflow.commands.preflight",
     "share_batches": "asyncflow.queue.torch",
     "train": "asyncflow.commands.run",

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from pydantic import ValidationError
 
 from asyncflow.api.base import COLLECT, Spec
-from asyncflow.api.check import inspect, legible
+from asyncflow.api.check import Problem, inspect, legible
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import JOB_FILE
 from asyncflow.api.queue import QueueStatus, TransferQueue
@@ -146,9 +146,23 @@ def _parsed(kind: str, raw: Json, labels: dict[str, str]) -> tuple[Any, str, str
     if model is None:
         model, problems = inspect(_MODELS[kind][0], legible(_MODELS[kind][0], given))
     if not problems:
+        problems = list(_only_on_one_machine(model))
+    if not problems:
         return model, "", ""
     reason = NOT_YET if all(problem.planned for problem in problems) else INVALID
     return None, "; ".join(str(problem) for problem in problems)[:_SHOWN], reason
+
+
+def _only_on_one_machine(model: Any) -> Iterator[Problem]:
+    """Yield a problem for each field that asks for what this version does without a cluster alone."""
+    if isinstance(model, RLJob) and model.spec.trainer.external:
+        yield Problem(
+            place=("spec", "trainer", "external"),
+            value=True,
+            reason="not yet: a trainer of one's own joins jobs of one machine",
+            fix="Leave it out, or run the job with asyncflow.init_engines",
+            planned=True,
+        )
 
 
 def _status(kind: str, raw: Json, written: Json) -> Any:

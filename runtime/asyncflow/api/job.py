@@ -319,6 +319,7 @@ class RLJobSpec(Spec):
         Frozen(reads="schedule.update", why="samples on their way carry versions of the old schedule"),
         Frozen(reads="schedule.swap_at", why="samples on their way carry versions of the old schedule"),
         Frozen(reads="trainer.backend.name", why="checkpoints belong to the old back end"),
+        Frozen(reads="trainer.external", why="checkpoints belong to whoever trained so far"),
         Frozen(reads="trainer.lora", why="checkpoints and published versions belong to the old adapters"),
         Frozen(reads="storage.ledger.sync", why="the ledger's promise covers its whole life"),
         Frozen(reads="managed_by", why="two controllers would both think that the job is theirs"),

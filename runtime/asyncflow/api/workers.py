@@ -152,6 +152,9 @@ class TrainerSpec(Spec):
 
     replicas: Annotated[int, Field(ge=1, le=4096)] = 1
     """Replicas, one pod each. A replica runs one rank on each of its devices, or one on the CPU."""
+    external: bool = False
+    """The trainer is a process of yours, of one rank, that joins the job by ``asyncflow.init_engines`` and may come and
+    go: nothing starts one."""
     ranks_per_replica: Annotated[int, Field(ge=1, le=64)] | None = None
     """Ranks of one replica, each a process. Absent: one for each device (``accelerator.count``), 1 on the CPU."""
     backend: BackendSpec = Field(default_factory=BackendSpec)
@@ -188,6 +191,14 @@ class TrainerSpec(Spec):
             "|| self.accelerator.count == self.ranksPerReplica",
             why="each rank trains on exactly one device",
             fix="Leave it out, or give it the value of accelerator.count",
+        ),
+        Rule(
+            reads=("external", "replicas", "ranks_per_replica", "accelerator.count"),
+            ok=lambda trainer: not trainer.external or trainer.ranks == 1,
+            cel="!self.external || (self.replicas == 1 && self.accelerator.count <= 1"
+            " && (!has(self.ranksPerReplica) || self.ranksPerReplica == 1))",
+            why="a trainer of yours is one process of one rank",
+            fix="Give replicas: 1 and at most one device, or leave external out",
         ),
         _devices_are_used("backend"),
         *(_legal_gang(name) for name, facts in PROFILES.items() if facts.gang_counts != facts.legal_counts),

@@ -526,7 +526,17 @@ def local_site(
         if is_job:
             issuer.issue(OPERATOR)
             issuer.issue(FOLLOWER)
+            _issue_to_user(issuer, roles)
         yield LocalSite(supervisor=supervisor, address=address, http_port=http_port, certificate=people)
+
+
+def _issue_to_user(issuer: Issuer, roles: Sequence[Role]) -> None:
+    """Issue what the user's own process shows where it is the trainer, and may be one more rollout."""
+    named = {role.name: role for role in roles}
+    if "trainer" not in named:
+        issuer.issue("trainer")
+        issuer.issue(CLIENT)
+        issuer.issue("rollout", named["rollout"].most)
 
 
 def _scaling(roles: Sequence[Role], folder: RunFolder, *, policy: bool) -> Scaling | None:

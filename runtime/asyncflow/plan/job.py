@@ -1,8 +1,9 @@
 """``plan(job)``: which roles a job has, and which tasks they run.
 
 Invariants: a pure function of the job, the same on every substrate; roles stand in the order in which they start, each
-after those it waits for. There is no list of endpoints in a plan: a role is told the driver's address and dials in. The
-flow of samples is that of ``asyncflow.api.graph``; the policies that make it are ``asyncflow.flow``.
+after those it waits for. There is no list of endpoints in a plan: a role is told the driver's address and dials in, as
+does a trainer that is the user's own process (``trainer.external``) and so no role of the plan. The flow of samples is
+that of ``asyncflow.api.graph``; the policies that make it are ``asyncflow.flow``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def plan(job: RLJob) -> JobPlan:
     """Return the roles of ``job`` and its tasks."""
     spec = job.spec
     holding = holding_roles(spec.transfer_queue, "driver", lambda *given: _holding(spec, *given))
-    serving = (_driver(spec), _controller(spec), *holding, _storage(spec), _trainer(spec))
+    trainer = () if spec.trainer.external else (_trainer(spec),)
+    serving = (_driver(spec), _controller(spec), *holding, _storage(spec), *trainer)
     beside = [_working(spec, name, worker) for name, worker in working_roles(spec).items()]
     roles = (*serving, *beside, _rollout(spec))
     return JobPlan(job=job.name, roles=roles, graph=graph_of(spec))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.placement import PROFILES
@@ -26,19 +28,22 @@ from asyncflow.telemetry.metrics import RolloutMetrics
 from asyncflow.weights.permits import SwapPermits
 from asyncflow.weights.receiver import WeightReceiver
 
+MakeEngine: TypeAlias = Callable[..., RolloutEngine]
+"""Maker of an engine, with the settings that ``RolloutEngine`` takes."""
+
 
 def main(options: RoleOptions) -> int:
     """Run an instance."""
     return run_role(serve, options)
 
 
-async def serve(context: JobContext) -> None:
-    """Generate until told to stop or to drain."""
+async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -> None:
+    """Generate until told to stop or to drain. make_engine: makes the engine, by default the manifest's."""
     spec, options = context.job.spec, context.options
     metrics = RolloutMetrics()
     folder = materialize_config(spec.model.source, options.workdir)
     tokenizer = Tokenizer.load(folder)
-    engine = engine_of(spec, folder, tokenizer)
+    engine = engine_of(spec, folder, tokenizer, make=make_engine)
     metrics.relay(engine.metrics)
     special = {text: tokenizer.special_id(text) for text in spec.sampling.stop}
     rewards = open_rewards(
@@ -115,11 +120,10 @@ async def serve(context: JobContext) -> None:
             draining.cancel()
 
 
-def engine_of(spec: RLJobSpec, folder: Path, tokenizer: Tokenizer) -> RolloutEngine:
-    """Return the engine of the job's rollouts for the model in ``folder``, not started."""
+def engine_of(spec: RLJobSpec, folder: Path, tokenizer: Tokenizer, *, make: MakeEngine | None = None) -> RolloutEngine:
+    """Return the engine of the job's rollouts for the model in ``folder``, not started; ``make`` makes another one."""
     accelerator = spec.rollout.accelerator
-    return open_engine(
-        spec.rollout.engine.name,
+    return (make or partial(open_engine, spec.rollout.engine.name))(
         folder=folder,
         slots=spec.rollout.engine.slots,
         max_length=spec.longest,

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
+from typing import Protocol
 
 import msgspec
 from aiohttp import web
@@ -42,10 +43,11 @@ from asyncflow.rpc.http import HttpServer
 from asyncflow.rpc.membership import Directives, Membership
 from asyncflow.rpc.server import RpcServer
 from asyncflow.telemetry.metrics import TrainerMetrics, labelled
+from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.checkpoint import BestCheckpoints, Checkpoints
 from asyncflow.training.ranks import GatherService, HostProcessGroup, ProcessGroup, SingleProcess
 from asyncflow.training.report import ReportReply, TrainReport
-from asyncflow.training.settings import TrainerSettings
+from asyncflow.training.settings import BackendSettings, TrainerSettings
 from asyncflow.training.trainer import Trainer
 from asyncflow.weights.sender import WeightSender
 
@@ -57,6 +59,13 @@ END_S = 2.0
 _ANSWER_S = 0.8
 """Seconds within which a rank has to answer; a kubelet gives its first probes one second."""
 _BY_SIGNAL = 128
+
+
+class MakeBackend(Protocol):
+    """Maker of a rank's back end, which is usually its class."""
+
+    def __call__(self, settings: BackendSettings, *, group: ProcessGroup) -> TrainerBackend:
+        """Return it, not loaded."""
 
 
 def main(options: RoleOptions) -> int:
@@ -71,10 +80,14 @@ async def _serve(context: JobContext) -> int | None:
     return None
 
 
-async def serve(context: JobContext) -> None:
-    """Train to the last step, then serve weights until told to stop."""
-    spec, options = context.job.spec, context.options
-    kind, metrics = kind_of_backend(spec, device=PROFILES[spec.trainer.accelerator.profile].device), TrainerMetrics()
+async def serve(context: JobContext, *, make_backend: MakeBackend | None = None) -> None:
+    """Train to the last step, then serve weights until told to stop.
+
+    make_backend: makes the back end, by default the one that the manifest names.
+    """
+    spec, options, metrics = context.job.spec, context.options, TrainerMetrics()
+    if make_backend is None:
+        make_backend = kind_of_backend(spec, device=PROFILES[spec.trainer.accelerator.profile].device)
     server = RpcServer(
         name=f"trainer-{options.index}", bind=context.bind, credentials=context.credentials, access=context.access
     )
@@ -116,7 +129,7 @@ async def serve(context: JobContext) -> None:
     queue = QueueClient.of(membership, credentials=context.credentials)
     folder = materialize_config(spec.model.source, options.workdir)
     settings = backend_settings(spec, host=context.host, local_rank=options.local_rank or 0)
-    backend = kind(settings, group=group)
+    backend = make_backend(settings, group=group)
     trainer = Trainer(
         queue=queue,
         sender=sender,

@@ -1,0 +1,46 @@
+"""The queue between somebody else's actor and learner, in plain torch: no job, no manifest, any number of actors.
+
+asyncflow queue serve &
+python actor_learner.py actor tcp://127.0.0.1:5571 &
+python actor_learner.py learner tcp://127.0.0.1:5571
+"""
+
+import sys
+
+import torch
+
+import asyncflow
+
+ARMS = 4
+
+
+def act(address: str) -> None:
+    """Pull an arm at random in each state; the right one is the sign of the state's entries, read as a number."""
+    with asyncflow.init_engines(address) as engines:
+        for data, index in engines.create_stream_data_loader("actor", ["state"], 32):
+            action = torch.randint(ARMS, (len(data["state"]),))
+            right = (data["state"] > 0).long() @ torch.tensor([1, 2])
+            engines.put_experience_data({"action": action, "reward": (action == right).float()}, index)
+
+
+def learn(address: str) -> float:
+    """Fit the reward of each arm, and return how often the best arm is the right one."""
+    torch.manual_seed(0)
+    value = torch.nn.Sequential(torch.nn.Linear(2, 32), torch.nn.Tanh(), torch.nn.Linear(32, ARMS))
+    optimizer = torch.optim.Adam(value.parameters(), lr=1e-2)
+    with asyncflow.init_engines(address) as engines:
+        engines.put_prompts_data({"state": torch.randn(4096, 2)}, last=True)
+        while rows := engines.get_experience_data("learner", ["state", "action", "reward"], 64):
+            data = rows.data
+            expected = value(data["state"]).gather(1, data["action"][:, None])[:, 0]
+            loss = (expected - data["reward"]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            engines.put_experience_data({}, rows.index)  # done with these
+    states = torch.randn(1000, 2)
+    return float((value(states).argmax(1) == (states > 0).long() @ torch.tensor([1, 2])).float().mean())
+
+
+if __name__ == "__main__":
+    print(act(sys.argv[2]) if sys.argv[1] == "actor" else learn(sys.argv[2]))

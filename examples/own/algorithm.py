@@ -1,0 +1,19 @@
+"""An algorithm of one's own: another loss, here the policy gradient with truncated importance weights min(ρ, 2)."""
+
+import sys
+
+from torch import Tensor
+
+import asyncflow
+
+
+class TruncatedImportance(asyncflow.Trainer):
+    def update(self, batch: asyncflow.Experience) -> Tensor:
+        logprobs = self.logprobs(batch)
+        ratio = (logprobs.detach() - batch.logprobs).exp().clamp(max=2.0)
+        return -(ratio * batch.advantages[:, None] * logprobs)[batch.mask].sum()
+
+
+if __name__ == "__main__":
+    with asyncflow.init_engines(sys.argv[1], output=sys.argv[2], overrides=sys.argv[3:]) as engines:
+        TruncatedImportance(engines).fit()

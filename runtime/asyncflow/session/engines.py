@@ -1,0 +1,384 @@
+"""The five verbs of AsyncFlow's user-level interface (arXiv 2507.01663, §5), for a job or a queue.
+
+    engines = init_engines("job.yaml")
+    engines.weight_sync_notify(model)                           # θ_step, which the rollouts begin with
+    while engines.step < engines.steps:
+        while (batch := engines.get_experience_data()) is not None:
+            loss(model, batch).backward()
+        optimizer.step()
+        engines.weight_sync_notify(model, state={"model": model.state_dict(), ...})
+    engines.close()
+
+Everything that waits for others goes on in one thread with an event loop of its own, so the caller may be a script, a
+notebook, or a coroutine's worker thread, and computes undisturbed.
+
+Invariants: a session of a job is its trainer (``roles.trainer``), with the user's loop for a back end (``handover``):
+each sample is trained once in the weights that survive, whenever this process is killed and started again, since steps
+are committed with the checkpoint that holds the user's state; every call has a deadline, and once the session has ended
+each one says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from uuid import uuid4
+
+from torch import Tensor, nn
+
+from asyncflow.api.job import RLJob
+from asyncflow.api.names import CLIENT
+from asyncflow.driver.tasks import TRAIN
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Refused
+from asyncflow.models.source import materialize_config, materialize_weights
+from asyncflow.queue.partition import Partition
+from asyncflow.queue.torch.batch import LEASE_OWNERS, Batch, BatchLease
+from asyncflow.queue.torch.dataset import Consumer, QueueAddress
+from asyncflow.queue.values import Values, encode_columns
+from asyncflow.roles.context import LOOPBACK
+from asyncflow.roles.rollout import MakeEngine
+from asyncflow.session.experience import Experience
+from asyncflow.session.joining import LocalRun, SessionPlace, elsewhere, running
+from asyncflow.session.loader import StreamLoader, create_stream_data_loader, make_known
+from asyncflow.session.role import TrainerSession
+from asyncflow.training.report import Seconds, TrainReport
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 3600.0
+"""Seconds that samples may take, unless the caller says."""
+OPEN = "experience"
+"""Partition of a queue that stands alone, unless the caller names one."""
+_CALL_S = 60.0
+_RESERVED = {"at", *TrainReport.__struct_fields__, *(f"{name}_s" for name in Seconds.__struct_fields__)}
+
+
+@dataclass(frozen=True)
+class ClaimedRows:
+    """ClaimedRows that were claimed, also as the pair (data, index).
+
+    data: their columns by name; index: for ``put_experience_data``, with the results.
+    """
+
+    data: dict[str, Values]
+    index: BatchLease
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.data, self.index))
+
+
+class Engines:
+    """The engines of a job, or a queue alone, to a user's process. Made by ``init_engines``; a context that closes it.
+
+    job: None for a queue alone; model: folder of the job's model, with θ_0; state: what the checkpoint holds that was
+    gone on from, as it was given to ``weight_sync_notify``, None at the beginning; partition: of the rows; step: the
+    last completed one; steps: how many there are.
+    """
+
+    def __init__(self, *, session: TrainerSession | None, place: SessionPlace, partition: str) -> None:
+        self.job: RLJob | None = None
+        self.state: Any = None
+        self.model = Path()
+        self.step = self.steps = 0
+        self.partition = partition
+        self._session = session
+        self._place = place
+        self._queue: Consumer | None = None
+        self._owner = uuid4().hex
+        self._known: set[str] = set()
+        LEASE_OWNERS[self._owner] = self
+        if session is not None:
+            handover = session.opened()
+            assert session.job is not None
+            assert place.workdir is not None
+            self.job, self.state = session.job, handover.state
+            self.step, self.steps = handover.step, self.job.spec.algorithm.steps
+            source = self.job.spec.model.source
+            self.model = materialize_config(source, place.workdir)
+            materialize_weights(source, self.model)
+
+    def put_prompts_data(
+        self, prompts: Sequence[Any] | Mapping[str, Any], *, last: bool = False, timeout: float = _CALL_S
+    ) -> list[int]:
+        """Put prompts, a row each, into the queue and return the rows' ids. Waits for room.
+
+        prompts: a value for each row (column ``prompts``), or columns by name; last: no more rows will be put, so that
+        consumers end when they have had all. Raises Refused for a job, whose driver puts the prompts of ``spec.data``.
+        """
+        if self.job is not None:
+            hint = "Name your prompts in spec.data.train: jsonl://FILE, or another source"
+            raise Refused("the driver puts the prompts of a job", where="put_prompts_data", hint=hint)
+        columns = prompts if isinstance(prompts, Mapping) else {"prompts": prompts}
+
+        async def put(rows: Partition) -> list[int]:
+            ids = await rows.put(columns, timeout=timeout)
+            if last:
+                await rows.close(timeout=timeout)
+            return ids
+
+        put_ids: list[int] = self._in_partition(put)
+        return put_ids
+
+    def get_experience_data(
+        self,
+        experience_consumer_stage: str = "train",
+        experience_columns: Sequence[str] = (),
+        experience_count: int = 0,
+        *,
+        timeout: float = WAIT_S,
+    ) -> Any:
+        """Return what is ready for a consumer, as soon as something is; None at the end.
+
+        In a job ``train`` is the trainer: it is given the samples of step ``step + 1``, an ``Experience`` at a time,
+        as soon as their groups are finished, and None when it has had all of them. Any other stage is a task of the
+        queue, which is given up to ``experience_count`` rows as ``ClaimedRows``, with ``experience_columns``; an open
+        partition learns of the task by this. It is None when no more rows will come; the rows are its own until it
+        puts what it made of them.
+
+        Raises DeadlineExceeded where nothing was ready in time.
+        """
+        if self.job is not None and experience_consumer_stage == "train":
+            return self._next_experience(timeout)
+        if not experience_columns or experience_count < 1:
+            hint = "Say which columns, and how many rows at most"
+            raise Refused("experience_columns and experience_count are missing", where="get_experience_data", hint=hint)
+        return self._claim(experience_consumer_stage, list(experience_columns), experience_count, timeout)
+
+    def put_experience_data(
+        self,
+        data: Mapping[str, Any],
+        index: BatchLease | None = None,
+        *,
+        timeout: float = _CALL_S,
+    ) -> list[bool]:
+        """Write columns, a value for each row.
+
+        index: of the rows that were got, which are completed by this: False for one whose lease had ended, and which
+        another consumer has. Without it they are new rows.
+        """
+        if index is None:
+            return [True] * len(self._in_partition(lambda rows: rows.put(data, timeout=timeout)))
+        if index.owner == self._owner:
+            consumer = self._consumer()
+            return consumer.run(self._complete(consumer, index, data))
+        if (owner := LEASE_OWNERS.get(index.owner)) is None:
+            hint = "Put results while the loader that gave their index is there"
+            raise Refused("these rows were claimed by a loader that is gone", where="put_experience_data", hint=hint)
+        result: list[bool] = owner.complete(Batch(metas=[], columns={}, lease=index), data)
+        return result
+
+    def weight_sync_notify(
+        self,
+        weights: nn.Module | Mapping[str, Tensor],
+        *,
+        state: Any = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Say which weights there are now: first those of ``step``, and after the samples of a step those it made.
+
+        They are published, and the rollouts swap as the job's schedule says. weights: a model of transformers, or its
+        parameters by name; state: all that is needed to go on with the next step (tensors, numbers, texts, lists and
+        dicts), which goes into the checkpoints; metrics: finite numbers for ``metrics.jsonl``. Both are copied, so the
+        model may change as soon as this returns. Raises Refused before all samples of the step were taken, or where the
+        queue stands alone.
+        """
+        if self._session is None:
+            hint = "Give init_engines the manifest of a job, or the folder of its run"
+            raise Refused("a queue alone has no rollouts", where="weight_sync_notify", hint=hint)
+        handover = self._session.opened()
+        named = _saved(weights) if isinstance(weights, nn.Module) else weights
+        if not handover.begun:
+            handover.begin(named)
+            return
+        handover.finish(named, state=state, metrics=_checked(metrics or {}))
+        self.step += 1
+
+    def generate_here(self, make_engine: MakeEngine) -> None:
+        """Be one more rollout of the job, with an engine of one's own (``rollout.engines.base``)."""
+        if self._session is None:
+            hint = "Give init_engines the manifest of a job, or the folder of its run"
+            raise Refused("a queue alone has no rollouts", where="generate_here", hint=hint)
+        self._session.generate(make_engine)
+
+    def create_stream_data_loader(
+        self,
+        experience_consumer_stage: str,
+        experience_columns: Sequence[str],
+        experience_count: int,
+        **options: Any,
+    ) -> StreamLoader:
+        """Return a loader of a stage's rows; see ``asyncflow.create_stream_data_loader``."""
+        return create_stream_data_loader(
+            self.queue,
+            experience_consumer_stage,
+            experience_columns,
+            experience_count,
+            partition=self.partition,
+            **options,
+        )
+
+    def close(self, *, timeout: float = WAIT_S) -> None:
+        """Leave; after the last step wait until the job has ended well, which was run by this process or elsewhere.
+
+        Before it, a checkpoint is written of the last completed step, and a job that this process runs is ended; it
+        goes on when ``init_engines`` is called again. Raises what went wrong meanwhile.
+        """
+        session, self._session = self._session, None
+        if self._queue is not None:
+            self._queue.close()
+        if session is None:
+            return
+        if self.step < self.steps:
+            session.leave()
+        session.thread.join(timeout)
+        if session.thread.is_alive():
+            session.leave()
+            raise DeadlineExceeded(f"the job did not end within {timeout:g} s", where="close", hint="Its view says why")
+        if session.error is not None:
+            raise session.error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+            return
+        try:
+            if self._session is not None:
+                self._session.leave()
+                self._session.thread.join(WAIT_S)
+            self.close()
+        except AsyncFlowError as other:
+            log.warning("while the session ended: %s", other)
+
+    def keep(self, rows: Any) -> None:
+        """Keep the lease of rows in force whose index has come from another process."""
+        consumer = self._consumer()
+        consumer.run(consumer.keep(rows))
+
+    @property
+    def queue(self) -> QueueAddress:
+        """The queue, as the data sets of ``asyncflow`` take it."""
+        return QueueAddress(address=self._place.address, tls=self._place.certificate(CLIENT))
+
+    def _next_experience(self, timeout: float) -> Experience | None:
+        if self._session is None:
+            raise Refused("the session was closed", where="get_experience_data", hint="Call init_engines again")
+        handover, step = self._session.opened(), self.step + 1
+        if not handover.begun:
+            hint = "Call weight_sync_notify(model) first: the rollouts generate with it"
+            raise Refused("there are no weights yet", where="get_experience_data", hint=hint)
+        if step > self.steps:
+            return None
+        batch = handover.take(what=f"samples of step {step}", timeout=timeout)
+        return None if batch is None else Experience.of(batch, step=step)
+
+    def _consumer(self) -> Consumer:
+        if self._queue is None:
+            self._queue = Consumer(self.queue)
+        return self._queue
+
+    def _in_partition(self, use: Callable[[Partition], Any]) -> Any:
+        consumer = self._consumer()
+        return consumer.run(use(Partition(consumer.client, self.partition, tensors=True)))
+
+    def _claim(self, stage: str, columns: list[str], count: int, timeout: float) -> ClaimedRows | None:
+        consumer = self._consumer()
+
+        async def claim() -> ClaimedRows | None:
+            rows = Partition(consumer.client, self.partition, tensors=True)
+            if stage not in self._known:
+                await make_known(rows, stage, columns)
+                self._known.add(stage)
+            claimed = await consumer.client.claim(
+                partition=self.partition, task=stage, max_rows=count, until_done=True, timeout=timeout
+            )
+            if not claimed.rows:
+                if claimed.ended:
+                    return None
+                what = f"no row was ready for {stage} within {timeout:g} s"
+                hint = "asyncflow queue show says what they lack"
+                raise DeadlineExceeded(what, where=self.partition, hint=hint)
+            await consumer.keep(claimed.rows)
+            try:
+                found = await rows.get(claimed.rows, columns, timeout=_CALL_S)
+            except AsyncFlowError:
+                await consumer.give_back(claimed.rows, "its columns could not be read")
+                raise
+            return ClaimedRows(found, BatchLease(self._owner, claimed.rows))
+
+        return consumer.run(claim())
+
+    async def _complete(self, consumer: Consumer, index: BatchLease, data: Mapping[str, Any]) -> list[bool]:
+        return await consumer.complete(index.rows, encode_columns(data))
+
+
+def init_engines(
+    job: RLJob | Path | str,
+    *,
+    output: Path | str | None = None,
+    overrides: Sequence[str] = (),
+    address: str | None = None,
+    tls: Path | str | None = None,
+    workdir: Path | str | None = None,
+    host: str = LOOPBACK,
+    partition: str = OPEN,
+    timeout: float = 300.0,
+) -> Engines:
+    """Bring up the engines of a job whose trainer is this process, or join those that are up.
+
+    job: a manifest, or a job made in Python, which is run on this machine as a child process in the folder ``output``
+    (``runs/NAME``), and continued where that holds a run; the folder of a run that goes on; or the address of a queue
+    that stands alone (``tcp://HOST:PORT``) or its folder. overrides: ``path=value`` each.
+
+    address: of the driver of a job that runs elsewhere, whose manifest ``job`` is; tls: folder with the certificates
+    ``trainer-0`` and ``client-0`` of that job (of a queue: the folder with a client's certificate); workdir: folder on
+    durable storage for checkpoints and the model (``runs/NAME``); host: the address at which rollouts reach this
+    process. partition: of the rows of a queue. timeout: seconds until the job is joined.
+
+    Raises ManifestError for what cannot be run or joined, DeadlineExceeded where the driver was not reached.
+    """
+    if isinstance(job, str) and "://" in job:
+        alone = SessionPlace(address=job, own=None if tls is None else Path(tls))
+        return Engines(session=None, place=alone, partition=partition)
+    folder = None if isinstance(job, RLJob) or not Path(job).is_dir() else Path(job)
+    if folder is not None and address is None:
+        place = running(folder)
+        if place.manifest is None:
+            return Engines(session=None, place=place, partition=partition)
+        session = TrainerSession(lambda: place, run=None, host=host, timeout=timeout)
+    elif address is not None:
+        session = TrainerSession(
+            lambda: elsewhere(job, address=address, tls=tls, workdir=workdir, overrides=overrides),
+            run=None,
+            host=host,
+            timeout=timeout,
+        )
+    else:
+        local = LocalRun(job, output=output, overrides=overrides)
+        session = TrainerSession(lambda: local.start(timeout=timeout), run=local, host=host, timeout=timeout)
+    session.opened()
+    assert session.place is not None
+    return Engines(session=session, place=session.place, partition=TRAIN)
+
+
+def _saved(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a model, each once, and the buffers that are saved with them, by name."""
+    kept = model.state_dict().keys()
+    return {**dict(model.named_parameters()), **{name: each for name, each in model.named_buffers() if name in kept}}
+
+
+def _checked(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics as plain numbers. Raises Refused for one that is not finite, or named as the report's own."""
+    plain = {name: float(value) for name, value in metrics.items()}
+    for name, value in plain.items():
+        if not math.isfinite(value) or name in _RESERVED:
+            why = "is not finite" if name not in _RESERVED else "has the name of a figure of the report"
+            raise Refused(f"the metric {name} = {value} {why}", where="weight_sync_notify")
+    return plain

@@ -1,0 +1,140 @@
+"""A rollout engine whose generating is a function of the user's: whole batches of prompts in, responses out.
+
+Invariant: weights change between two batches only, so all tokens of a response have one version, that of the weights
+under which its batch was generated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncflow.errors import ManifestError, Refused
+from asyncflow.identity import SampleKey, Version
+from asyncflow.rollout.engines.base import Completion, EngineStats, GenerationRequest, RolloutEngine
+
+_WHERE = "generate_sequences"
+
+Generate = Callable[[Sequence[GenerationRequest]], Sequence[tuple[Sequence[int], Sequence[float]]]]
+"""Return for each request the tokens that follow its prompt, and what it has of a response, with their log-probs."""
+Load = Callable[[Mapping[str, NDArray[Any]]], None]
+"""Take the weights to generate with, by parameter name; bfloat16 as its uint16 bits."""
+
+
+class UserEngine(RolloutEngine):
+    """An engine that calls ``generate`` and ``load``, one at a time, in another thread than the event loop."""
+
+    def __init__(self, *, generate: Generate, load: Load, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._generate = generate
+        self._load = load
+        self._asked: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
+        self._aborted: set[tuple[str, SampleKey]] = set()
+        self._some = asyncio.Event()
+        self._one = asyncio.Lock()
+        self._working: asyncio.Task[None] | None = None
+        self._running = 0
+        self._tokens: Counter[str] = Counter()
+        self._busy_s = 0.0
+
+    async def start(self) -> None:
+        """Begin to wait for requests."""
+        self._working = asyncio.create_task(self._work(), name="generate sequences")
+
+    async def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
+        """Have the weights taken as soon as no batch is generated."""
+        async with self._one:
+            await asyncio.to_thread(self._load, tensors)
+            self.version = version
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Generate one response, in a batch with others that are wanted now."""
+        request.check(max_length=self.max_length)
+        if self.version is None:
+            raise Refused("no weights were loaded yet", where=_WHERE)
+        done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._asked.append((request, done))
+        self._some.set()
+        return await done
+
+    async def abort(self, keys: Iterable[SampleKey], *, purpose: str = "train") -> None:
+        """End these sequences, with nothing made here, when their batch ends."""
+        self._aborted |= {(purpose, key) for key in keys}
+
+    async def ended(self) -> None:
+        """Raise what the user's function raised."""
+        assert self._working is not None
+        await asyncio.shield(self._working)
+
+    def stats(self) -> EngineStats:
+        """Return the counters."""
+        return EngineStats(
+            running=self._running, waiting=len(self._asked), tokens=dict(self._tokens), busy_s=self._busy_s
+        )
+
+    async def close(self) -> None:
+        """Take no more requests."""
+        if self._working is not None:
+            self._working.cancel()
+            await asyncio.wait([self._working])
+
+    async def _work(self) -> None:
+        while True:
+            await self._some.wait()
+            await asyncio.sleep(0)  # those that came in one claim are asked for in one turn of the loop
+            batch, self._asked = self._asked[: self.slots], self._asked[self.slots :]
+            if not self._asked:
+                self._some.clear()
+            batch = [(request, done) for request, done in batch if not done.done()]
+            if batch:
+                await self._serve(batch)
+
+    async def _serve(self, batch: Sequence[tuple[GenerationRequest, asyncio.Future[Completion]]]) -> None:
+        requests = [request for request, _ in batch]
+        async with self._one:
+            self._running, began = len(batch), time.monotonic()
+            made = await asyncio.to_thread(self._generate, requests)
+            self._running, self._busy_s = 0, self._busy_s + time.monotonic() - began
+            assert self.version is not None
+            completions = [self._completion(*pair, version=self.version) for pair in _pairs(requests, made)]
+        for (request, done), completion in zip(batch, completions, strict=True):
+            self._tokens[request.purpose] += len(completion) - request.begun
+            if not done.done():
+                done.set_result(completion)
+
+    def _completion(
+        self, request: GenerationRequest, made: tuple[Sequence[int], Sequence[float]], *, version: Version
+    ) -> Completion:
+        ids, logprobs = np.asarray(made[0], np.int32), np.asarray(made[1], np.float32)
+        name, room = (request.purpose, request.key), request.max_tokens - request.begun
+        if ids.shape != logprobs.shape or not 1 <= len(ids) <= room or not np.isfinite(logprobs).all():
+            what = f"a response has {ids.shape} tokens and {logprobs.shape} log-probs, or some that are not finite"
+            raise ManifestError(what, where=_WHERE, hint=f"Give a log-prob for each of 1 to {room} tokens")
+        if name in self._aborted:
+            self._aborted.discard(name)
+            return request.continues
+        stopped = int(ids[-1]) in request.stop_ids
+        if not stopped and (stops := self.stops_of(request)) is not None:
+            stopped = stops.met([*request.continues.ids.tolist(), *ids.tolist()])
+        rest = Completion(
+            ids=ids,
+            logprobs=logprobs,
+            versions=np.full(len(ids), version.packed, np.int64),
+            finish="stop" if stopped else "length",
+        )
+        return request.continues.followed_by(rest)
+
+
+def _pairs(
+    requests: Sequence[GenerationRequest], made: Sequence[tuple[Sequence[int], Sequence[float]]]
+) -> Iterable[tuple[GenerationRequest, tuple[Sequence[int], Sequence[float]]]]:
+    if len(made) != len(requests):
+        what = f"{len(made)} responses for {len(requests)} prompts"
+        raise ManifestError(what, where=_WHERE, hint="Give one for each prompt, in their order")
+    return zip(requests, made, strict=True)

@@ -1,0 +1,208 @@
+"""A back end whose computing is done elsewhere: by a loop of the user's, in a thread of the user's.
+
+    trainer (``training.trainer``)             the user's loop
+    load            checkpoint  ────>  state
+    tensors         weights     <────  begin
+    micro_batch     samples     ────>  take, take, ..., None
+    finish_step     weights     <────  finish
+
+Everything else that a trainer does stays as it is: claims and their prefetching, publications, reports, checkpoints and
+the commits that follow them, leaving.
+
+Invariants: neither thread ever computes for the other; what the user gives is copied before the call returns, so that
+a checkpoint or a publication of a step holds what the step was finished with; once the session has ended, for whatever
+reason, no thread stays blocked here.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncflow.errors import CheckpointError, DeadlineExceeded, ManifestError, Refused
+from asyncflow.training.backend import TrainerBackend
+from asyncflow.training.batch import MicroBatch
+from asyncflow.training.checkpoint import MANIFEST, CheckpointManifest
+from asyncflow.training.ranks import GroupLeft, ProcessGroup
+from asyncflow.training.settings import BackendSettings, WeightsDtype
+from asyncflow.training.torch.device import as_array, rounded
+
+_FILE: Final = "state.pt"
+_END: Final = "end"
+
+
+class Handover(TrainerBackend):
+    """The trainer's side, and the user's (``begin``, ``take``, ``finish``), of one session.
+
+    state: what the checkpoint holds that the session went on from, None where it begins at θ_0; step: its step, 0
+    there. opened: set once both are known, or the session has ended.
+    """
+
+    def __init__(self, settings: BackendSettings, *, group: ProcessGroup) -> None:
+        if group.world > 1:
+            what, hint = f"{group.world} ranks", "Give trainer.replicas: 1"
+            raise ManifestError(what, where="spec.trainer", hint=hint)
+        super().__init__(settings, group=group)
+        self.state: Any = None
+        self.step = 0
+        self.opened = threading.Event()
+        self._changed = threading.Condition()
+        self._ended: Callable[[], BaseException] | None = None
+        self._weights: dict[str, Tensor] | None = None
+        self._kept = b""
+        self._offered: MicroBatch | Literal["end"] | None = None
+        self._taken_all = self._finished = False
+        self._metrics: dict[str, float] = {}
+
+    def begin(self, weights: Mapping[str, Tensor]) -> None:
+        """Take the weights with which the session begins."""
+        copied = _copied(weights)
+        with self._changed:
+            self._check()
+            self._weights = copied
+            self._changed.notify_all()
+
+    @property
+    def begun(self) -> bool:
+        """True once there are weights."""
+        return self._weights is not None
+
+    def take(self, *, what: str, timeout: float) -> MicroBatch | None:
+        """Return the next samples of the step, None once all were taken. Raises DeadlineExceeded, with ``what``."""
+        with self._changed:
+            if self._taken_all:
+                return None
+            self._wait(lambda: self._offered is not None, what=what, timeout=timeout)
+            offered, self._offered = self._offered, None
+            self._changed.notify_all()
+            if not isinstance(offered, MicroBatch):
+                self._taken_all = True
+                return None
+            self.trained += len(offered)
+            return offered
+
+    def finish(self, weights: Mapping[str, Tensor], *, state: Any, metrics: Mapping[str, float]) -> None:
+        """Take what the step made of the weights. Raises Refused before all its samples were taken."""
+        copied, kept = _copied(weights), _packed(state, tried=bool(self._kept))
+        with self._changed:
+            self._check()
+            if not self._taken_all:
+                hint = "Call get_experience_data until it returns None: a step trains all of its samples"
+                raise Refused("the step has samples that were not taken yet", where="weight_sync_notify", hint=hint)
+            self._weights, self._kept, self._metrics = copied, kept, dict(metrics)
+            self._taken_all, self._finished = False, True
+            self._changed.notify_all()
+
+    def end(self, reason: Callable[[], BaseException]) -> None:
+        """Wake everybody: the trainer's thread leaves, the user's calls raise ``reason()`` from now on."""
+        with self._changed:
+            self._ended = self._ended or reason
+            self._changed.notify_all()
+        self.opened.set()
+
+    def load(self, folder: Path, *, checkpoint: Path | None) -> None:  # noqa: ARG002
+        """Read the user's state from ``checkpoint``, and wait for the weights that go with it (``begin``)."""
+        if checkpoint is not None:
+            self.step = msgspec.json.decode((checkpoint / MANIFEST).read_bytes(), type=CheckpointManifest).step
+            try:
+                self._kept = (checkpoint / _FILE).read_bytes()
+                self.state = torch.load(io.BytesIO(self._kept), weights_only=True)
+            except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+                hint = "It was written by another back end, or holds what torch.load(weights_only=True) refuses"
+                raise CheckpointError(f"{_FILE}: {error}", where=str(checkpoint), hint=hint) from error
+        self.opened.set()
+        with self._changed:
+            self._wait_here(lambda: self._weights is not None)
+
+    def micro_batch(self, batch: MicroBatch, *, version: int | None) -> None:  # noqa: ARG002
+        """Offer the samples, and wait until they are taken."""
+        if len(batch):
+            self._offer(batch)
+
+    def update(self, step: int) -> None:
+        """Refuse: a loop of the user's makes its updates itself."""
+        raise ManifestError(
+            f"step {step} has several updates", where="spec.algorithm", hint="Leave epochs and miniBatches at 1"
+        )
+
+    def finish_step(self, step: int) -> dict[str, float]:  # noqa: ARG002
+        """Say that the step has no more samples, and wait until it is finished."""
+        self._offer(_END)
+        with self._changed:
+            self._wait_here(lambda: self._finished)
+            self._finished, self.trained = False, 0
+            return self._metrics
+
+    def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any]]]:
+        """Yield the weights that were given last."""
+        with self._changed:
+            weights = self._weights
+        for name, tensor in (weights or {}).items():
+            yield name, as_array(rounded(tensor, getattr(torch, dtype)))
+
+    def snapshot(self, *, shared: bool = True) -> Callable[[Path], None]:  # noqa: ARG002
+        """Return what writes the state that the last step was finished with."""
+        return partial(_write, kept=self._kept)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _offer(self, what: MicroBatch | Literal["end"]) -> None:
+        with self._changed:
+            self._offered = what
+            self._changed.notify_all()
+            self._wait_here(lambda: self._offered is None)
+
+    def _wait_here(self, there: Callable[[], bool]) -> None:
+        """Wait in the trainer's thread. Raises GroupLeft once the session has ended."""
+        while not there():
+            if self._ended is not None:
+                raise GroupLeft
+            self._changed.wait()
+
+    def _check(self) -> None:
+        if self._ended is not None:
+            raise self._ended()
+
+    def _wait(self, there: Callable[[], bool], *, what: str, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while not there():
+            self._check()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                hint = "GET /v1/status of the driver, or the view of asyncflow run, says what it waits for"
+                raise DeadlineExceeded(f"{what} did not come within {timeout:g} s", where="session", hint=hint)
+            self._changed.wait(left)
+
+
+def _copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights.items()}
+
+
+def _packed(state: Any, *, tried: bool) -> bytes:
+    """Return the state as bytes. tried: whether one of its kind was read again before. Raises Refused."""
+    target = io.BytesIO()
+    torch.save(state, target)
+    if not tried:
+        try:
+            torch.load(io.BytesIO(target.getvalue()), weights_only=True)
+        except pickle.UnpicklingError as error:
+            hint = "Give tensors, numbers, texts, and lists and dicts of them, as state_dict() returns"
+            what = f"a checkpoint with this state could not be read: {error}"
+            raise Refused(what, where="weight_sync_notify", hint=hint) from error
+    return target.getvalue()
+
+
+def _write(folder: Path, *, kept: bytes) -> None:
+    (folder / _FILE).write_bytes(kept)

@@ -1,0 +1,172 @@
+"""An algorithm as a class: subclass ``Trainer``, and override what it does differently.
+
+Invariant: what is not overridden follows the manifest, and a setting of it that nothing here carries out is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from asyncflow.algorithms.losses import Clip, ppo_clip
+from asyncflow.api.placement import PROFILES
+from asyncflow.errors import ManifestError
+from asyncflow.roles.backend import backend_settings
+from asyncflow.rollout.engines.base import GenerationRequest
+from asyncflow.session.engines import Engines
+from asyncflow.session.experience import Experience
+from asyncflow.session.generating import UserEngine
+
+
+class OwnTrainer:
+    """A training loop in plain torch over ``engines``, for models that one device holds.
+
+    ``update`` is the loss, ``generate_sequences`` what the rollouts do; ``build`` makes the model and its optimizer. An
+    override of any of them is a new algorithm. model, optimizer: what ``build`` made; actor: the model that generates
+    in this process, where ``generate_sequences`` is overridden.
+    """
+
+    def __init__(self, engines: Engines) -> None:
+        if engines.job is None:
+            hint = "Give init_engines the manifest of a job, or the folder of its run"
+            raise ManifestError("a queue alone has no model and no rollouts", where="Trainer", hint=hint)
+        self.engines = engines
+        self.spec = engines.job.spec
+        self.device = torch.device(PROFILES[self.spec.trainer.accelerator.profile].device)
+        self._settings = backend_settings(self.spec, host="")
+        self.model, self.optimizer = self.build()
+        self.actor: nn.Module | None = None
+        if engines.state is not None:
+            self.model.load_state_dict(engines.state["model"])
+            self.optimizer.load_state_dict(engines.state["optimizer"])
+
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return the model with θ_0, and its optimizer: AdamW as the manifest has it."""
+        model = AutoModelForCausalLM.from_pretrained(self.engines.model, dtype=torch.float32).to(self.device)
+        how = self._settings.optimizer
+        decayed = [each for each in model.parameters() if each.ndim > 1]
+        others = [each for each in model.parameters() if each.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": how.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        return model, torch.optim.AdamW(groups, lr=how.learning_rate, betas=how.betas, eps=how.epsilon)
+
+    def logprobs(self, batch: Experience) -> Tensor:
+        """Return log p of each token behind those before it, as it was sampled, float32[n, length]; 0 for the first."""
+        logits = self.model(input_ids=batch.ids, attention_mask=batch.attention).logits[:, :-1].float()
+        chosen = torch.log_softmax(logits / self.spec.sampling.temperature, -1).gather(-1, batch.ids[:, 1:, None])
+        return nn.functional.pad(chosen[..., 0], (1, 0))
+
+    def update(self, batch: Experience) -> Tensor:
+        """Return the sum of the losses of the tokens that count, of which ``fit`` takes the mean over the step.
+
+        By default it is the clipped policy gradient with ``spec.algorithm.clip``. Raises ManifestError for settings of
+        the algorithm that this does not carry out.
+        """
+        self._check_default()
+        clip = self.spec.algorithm.clip
+        logprobs, advantages = self.logprobs(batch), batch.advantages[:, None].expand_as(batch.logprobs)
+        terms = ppo_clip(
+            logprobs[batch.mask],
+            batch.logprobs[batch.mask],
+            advantages[batch.mask],
+            Clip(low=clip.low, high=clip.high, dual=clip.dual),
+        )
+        return terms.loss.sum()
+
+    def generate_sequences(self, prompts: Sequence[GenerationRequest]) -> list[tuple[list[int], list[float]]]:
+        """Return for each prompt the tokens that follow it, and the log-prob with which each was drawn.
+
+        The job's rollouts generate unless this is overridden; then it is called in a thread of its own, with prompts of
+        one version of the weights (those of ``actor``), and the job wants no rollouts: ``rollout.replicas: 0``. Called
+        by an override, it samples as they do.
+        """
+        assert self.actor is not None
+        return [_sample(self.actor, prompt) for prompt in prompts]
+
+    def fit(self) -> None:
+        """Train until the last step."""
+        if type(self).generate_sequences is not OwnTrainer.generate_sequences:
+            self._generate_here()
+        self.engines.weight_sync_notify(self.model)
+        while self.engines.step < self.engines.steps:
+            loss, tokens = 0.0, 0
+            self.optimizer.zero_grad()
+            while (batch := self.engines.get_experience_data()) is not None:
+                part = self.update(batch.to(self.device))
+                part.backward()
+                loss, tokens = loss + float(part.detach()), tokens + int(batch.mask.sum())
+            norm = self._step(tokens)
+            state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+            metrics = {"loss": loss / max(1, tokens), "grad_norm": norm}
+            self.engines.weight_sync_notify(self.model, state=state, metrics=metrics)
+
+    def _step(self, tokens: int) -> float:
+        how = self._settings.optimizer
+        for group in self.optimizer.param_groups:
+            group["lr"] = how.rate(self.engines.step + 1)
+        gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
+        for gradient in gradients:
+            gradient /= max(1, tokens)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), how.max_grad_norm or float("inf"))
+        self.optimizer.step()
+        return float(norm)
+
+    def _check_default(self) -> None:
+        algorithm = self.spec.algorithm
+        wrong = {
+            "aggregation": algorithm.aggregation != "token-mean",
+            "kl.coefficient": algorithm.kl.coefficient > 0,
+            "entropy": algorithm.entropy != 0,
+            "correction": algorithm.correction is not None,
+            "old": algorithm.old != "behaviour",
+        }
+        if found := [f"spec.algorithm.{name}" for name, asked in wrong.items() if asked]:
+            hint = "Override update, or leave them at token-mean, 0, 0, absent and behaviour"
+            raise ManifestError("Trainer.update does not carry this out", where=", ".join(found), hint=hint)
+
+    def _generate_here(self) -> None:
+        if self.spec.rollout.replicas:
+            what, hint = "rollouts of the job would generate, too", "Give rollout.replicas: 0"
+            raise ManifestError(what, where="spec.rollout.replicas", hint=hint)
+        config = AutoConfig.from_pretrained(self.engines.model)
+        self.actor = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(self.device).eval()
+        self.engines.generate_here(partial(UserEngine, generate=self._generate, load=self._load))
+
+    def _generate(self, prompts: Sequence[GenerationRequest]) -> Sequence[tuple[Sequence[int], Sequence[float]]]:
+        with torch.no_grad():
+            return self.generate_sequences(prompts)
+
+    def _load(self, tensors: Mapping[str, NDArray[Any]]) -> None:
+        assert self.actor is not None
+        for name, parameter in self.actor.named_parameters():
+            given = torch.tensor(tensors[name])
+            with torch.no_grad():
+                parameter.copy_(given.view(torch.bfloat16) if given.dtype == torch.uint16 else given)
+
+
+Trainer = OwnTrainer
+"""The name under which ``asyncflow`` has it."""
+
+
+def _sample(model: nn.Module, prompt: GenerationRequest) -> tuple[list[int], list[float]]:
+    """Sample one response, token by token."""
+    device = next(model.parameters()).device
+    tokens = torch.tensor([[*prompt.prompt_ids, *prompt.continues.ids.tolist()]], device=device)
+    ids: list[int] = []
+    logprobs: list[float] = []
+    cache = None
+    while len(ids) < prompt.max_tokens - prompt.begun and not (ids and ids[-1] in prompt.stop_ids):
+        out = model(input_ids=tokens, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        logits = out.logits[0, -1].float()
+        drawn = torch.log_softmax(logits / (prompt.temperature or 1.0), -1)
+        token = int(drawn.argmax() if prompt.temperature == 0 else torch.multinomial(drawn.exp(), 1))
+        ids.append(token)
+        logprobs.append(float(drawn[token]))
+        tokens = torch.tensor([[token]], device=device)
+    return ids, logprobs

@@ -1,0 +1,116 @@
+"""The trainer's thread and the user's thread, which hand each other samples and weights."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from asyncflow.errors import CheckpointError, DeadlineExceeded, Fenced, Refused  # noqa: E402
+from asyncflow.identity import SampleKey  # noqa: E402
+from asyncflow.rpc.columns import Jagged  # noqa: E402
+from asyncflow.session.handover import Handover  # noqa: E402
+from asyncflow.training.batch import MicroBatch  # noqa: E402
+from asyncflow.training.checkpoint import MANIFEST, CheckpointManifest  # noqa: E402
+from asyncflow.training.ranks import GroupLeft, SingleProcess  # noqa: E402
+from asyncflow.training.settings import BackendSettings, OptimizerSettings  # noqa: E402
+
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def trainer():
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        yield thread
+
+
+@pytest.fixture
+def handover(trainer):
+    made = Handover(BackendSettings(optimizer=OptimizerSettings(learning_rate=0.1, steps=1)), group=SingleProcess())
+    yield made
+    made.end(lambda: Refused("the test is over"))
+
+
+def one(serial):
+    empty = Jagged.from_rows([[]], "int32")
+    return MicroBatch(
+        keys=[SampleKey(serial, 0)],
+        prompts=Jagged.from_rows([[1]], "int32"),
+        responses=empty,
+        logprobs=Jagged.from_rows([[]], "float32"),
+        versions=Jagged.from_rows([[]], "int64"),
+        advantages=np.zeros(1, np.float32),
+    )
+
+
+def test_a_step_goes_through(handover, trainer):
+    loaded = trainer.submit(handover.load, None, checkpoint=None)
+    handover.begin({"w": torch.ones(2)})
+    loaded.result(WAIT_S)
+    assert (handover.state, handover.step) == (None, 0)
+    for serial in (1, 2):
+        trainer.submit(handover.micro_batch, one(serial), version=None)
+    finished = trainer.submit(handover.finish_step, 1)
+    taken = [handover.take(what="samples", timeout=WAIT_S) for _ in range(3)]
+    assert [batch and batch.keys[0].serial for batch in taken] == [1, 2, None]
+    assert handover.trained == 2
+    weights = torch.full((2,), 5.0)
+    handover.finish({"w": weights}, state={"step": 1}, metrics={"loss": 0.5})
+    weights += 1
+    assert finished.result(WAIT_S) == {"loss": 0.5}
+    assert {name: array.tolist() for name, array in handover.tensors()} == {"w": [5.0, 5.0]}
+    assert handover.trained == 0
+
+
+def test_what_a_step_was_finished_with_is_what_a_checkpoint_holds(handover, trainer, tmp_path):
+    trainer.submit(handover.finish_step, 1)
+    assert handover.take(what="samples", timeout=WAIT_S) is None
+    state = {"step": 1, "moments": torch.ones(3)}
+    handover.finish({"w": torch.ones(1)}, state=state, metrics={})
+    state["moments"] += 1
+    handover.snapshot()(tmp_path)
+    (tmp_path / MANIFEST).write_bytes(msgspec.json.encode(CheckpointManifest(attempt=0, step=1, samples=4)))
+    again = Handover(handover.settings, group=SingleProcess())
+    again.begin({"w": torch.ones(1)})
+    again.load(tmp_path, checkpoint=tmp_path)
+    assert (again.step, again.state["step"], again.state["moments"].tolist()) == (1, 1, [1.0, 1.0, 1.0])
+
+
+def test_a_checkpoint_of_another_back_end_is_refused(handover, tmp_path):
+    (tmp_path / MANIFEST).write_bytes(msgspec.json.encode(CheckpointManifest(attempt=0, step=1, samples=4)))
+    with pytest.raises(CheckpointError, match="another back end"):
+        handover.load(tmp_path, checkpoint=tmp_path)
+
+
+def test_a_step_is_not_finished_before_its_samples_were_taken(handover, trainer):
+    trainer.submit(handover.micro_batch, one(1), version=None)
+    with pytest.raises(Refused, match="not taken yet"):
+        handover.finish({"w": torch.ones(1)}, state=None, metrics={})
+
+
+def test_a_state_that_could_not_be_read_again_is_refused_at_once(handover, trainer):
+    trainer.submit(handover.finish_step, 1)
+    handover.take(what="samples", timeout=WAIT_S)
+    with pytest.raises(Refused, match="could not be read"):
+        handover.finish({"w": torch.ones(1)}, state={"who": threading.Thread}, metrics={})
+
+
+def test_a_wait_for_samples_has_an_end(handover):
+    with pytest.raises(DeadlineExceeded, match="samples of step 3 did not come"):
+        handover.take(what="samples of step 3", timeout=0.01)
+
+
+def test_the_end_wakes_both_sides(handover, trainer):
+    offered = trainer.submit(handover.micro_batch, one(1), version=None)
+    handover.take(what="samples", timeout=WAIT_S)
+    offered.result(WAIT_S)
+    finishing = trainer.submit(handover.finish_step, 1)
+    threading.Timer(0.01, handover.end, [lambda: Fenced("replaced")]).start()
+    with pytest.raises(GroupLeft):
+        finishing.result(WAIT_S)
+    handover.take(what="samples", timeout=WAIT_S)  # the end of the step had been offered before
+    with pytest.raises(Fenced, match="replaced"):
+        handover.finish({"w": torch.ones(1)}, state=None, metrics={})
