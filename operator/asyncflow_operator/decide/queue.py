@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from asyncflow.api.names import CLIENT, LABEL_JOB, LABEL_QUEUE, LABEL_ROLE, QUEUE_ROLES, RPC_PORT, RoleName, service
 from asyncflow.api.queue import QueueStatus, TransferQueue
-from asyncflow.api.status import RoleRecord
+from asyncflow.api.records import RoleRecord
 from asyncflow.plan import plan as plan_of
 from asyncflow.plan.queue import queue_roles
 from asyncflow.plan.roles import Role
