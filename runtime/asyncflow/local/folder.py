@@ -56,10 +56,11 @@ _SETTINGS_OF_DATA: Place = ("spec", "data", "train", "config")
 
 JOB = "job.yaml"
 QUEUE = "queue.yaml"
-"""Names of the manifest in a folder, of a run and of a queue that stands alone."""
+SYNC = "weights.yaml"
+"""Names of the manifest in a folder: of a run, of a queue that stands alone, of a model that is published."""
 LEAST_FREE = 16 << 20
 """Bytes that must be free where a run begins: its logs, its ledger and its first checkpoint would not fit into less."""
-_RUN_ENTRIES = (*(JOB, QUEUE, "ledger", "checkpoints"), *FILES, *(f"{name}{ASIDE}" for name in FILES))
+_RUN_ENTRIES = (*(JOB, QUEUE, SYNC, "ledger", "checkpoints"), *FILES, *(f"{name}{ASIDE}" for name in FILES))
 """Entries that make a folder one that holds a run: nothing of this is there when a run begins in it."""
 _SUPERVISORS = (
     "lock",
