@@ -70,7 +70,7 @@ class StoredModel:
         self.folder = folder
         self._stamp: dict[str, tuple[str, int, int, int]] = {}
         try:
-            self._text(_CONFIG)
+            json.loads(self._text(_CONFIG))
             self._places = dict(self._find())
             if not self._places:
                 raise ValueError("there are no tensors")
