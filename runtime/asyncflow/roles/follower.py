@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
+from typing import Any
 
 from aiohttp import web
 
@@ -67,7 +68,16 @@ async def serve_published(context: SyncContext) -> None:
     await _follow(context, engine, spec.accelerator, probe_gap=ROUNDED)
 
 
-async def _follow(
+async def _follow(context: ProcessContext, engine: RolloutEngine, *given: Any, **more: Any) -> None:
+    """Start ``engine`` and have it serve. given, more: see ``serve_newest``."""
+    try:
+        if await context.unless_stopped(engine.start()):
+            await serve_newest(context, engine, *given, **more)
+    finally:
+        await engine.close()
+
+
+async def serve_newest(
     context: ProcessContext,
     engine: RolloutEngine,
     accelerator: AcceleratorSpec,
@@ -75,7 +85,7 @@ async def _follow(
     probe_gap: float,
     merge: Merge | None = None,
 ) -> None:
-    """Serve by ``engine`` under the newest weights. merge, probe_gap: see ``WeightLoader``."""
+    """Serve by an engine that was started, under the newest weights. merge, probe_gap: see ``WeightLoader``."""
     options, metrics = context.options, FollowerMetrics()
     metrics.relay(engine.metrics)
 
@@ -83,9 +93,6 @@ async def _follow(
         return engine.version is not None, "ready" if engine.version is not None else "no weights are loaded yet"
 
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(engine.close)
-        if not await context.unless_stopped(engine.start()):
-            return
         http = context.http(metrics, ready=ready)
         url = await http.start(context.host, options.http_port)
         stack.push_async_callback(http.close)
