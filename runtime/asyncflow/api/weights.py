@@ -161,7 +161,7 @@ class PublisherSpec(Spec):
 
 
 class FollowerSpec(Spec):
-    """What ``asyncflow role follower`` runs where the source is a model; those of a job have its rollouts' engine."""
+    """A follower of the source's model, by ``asyncflow role follower``; one of a job has its rollouts' engine."""
 
     engine: EngineSpec = Field(default_factory=EngineSpec)
     """Engine that generates."""

@@ -85,7 +85,7 @@ class StoredModel:
 
     @property
     def stamp(self) -> Stamp:
-        """What changes whenever a file of the model is written or replaced, as it was when this was made."""
+        """Marks of the files of the model, which change with every write, as they were when this was made."""
         return tuple(sorted(self._stamp.values()))
 
     @property
