@@ -8,6 +8,7 @@ from typing import TextIO
 
 from asyncflow.api.load import load
 from asyncflow.api.weights import WeightSync
+from asyncflow.commands.preflight import check_plugins
 from asyncflow.commands.run import RUNS, serve_alone
 from asyncflow.errors import ManifestError
 from asyncflow.local.folder import SYNC
@@ -27,6 +28,7 @@ def publish(source: Path | TextIO, overrides: Sequence[str], *, output: Path | N
     """
     sync = load(source, overrides)
     assert isinstance(sync, WeightSync)
+    check_plugins(sync, source=f"WeightSync {sync.metadata.name}")
     if sync.spec.source is None or (model := sync.spec.publishes) is None:
         what, hint = "it publishes no model by itself", "Give spec.source.model, or run the job that names it"
         raise ManifestError(what, where=f"WeightSync {sync.metadata.name}", hint=hint)
