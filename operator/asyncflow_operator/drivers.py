@@ -19,6 +19,7 @@ from typing import Final, Never
 from pydantic import ValidationError
 
 from asyncflow.api.base import MOST_REPLICAS
+from asyncflow.api.names import PUBLISHER
 from asyncflow.api.status import DriverStatus
 from asyncflow.errors import AsyncFlowError, ProtocolError, Refused
 from asyncflow.identity import ProcessIdentity
@@ -26,6 +27,8 @@ from asyncflow_operator.exchange import HEAD_BYTES, TlsIdentities, exchange
 from asyncflow_operator.observed import DriverProbe, Owner
 from asyncflow_operator.worklist import backoff
 
+LEADERS: Final = ("driver", PUBLISHER)
+"""Roles that answer ``GET /v1/status``: a publisher does as a driver, with what it knows of versions."""
 AT_ONCE: Final = 32
 """Exchanges under way at a time with drivers that answer at once, and as many with all others."""
 FAST_S: Final = 0.5

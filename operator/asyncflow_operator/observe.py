@@ -20,6 +20,7 @@ from asyncflow_operator.cluster.store import Entry, ObjectGroup, ObjectStore
 from asyncflow_operator.decide.naming import NamedSync, weights_for
 from asyncflow_operator.decide.progress import FINISHED
 from asyncflow_operator.desired.gang import refers_to
+from asyncflow_operator.drivers import LEADERS
 from asyncflow_operator.observed import (
     Denial,
     DriverProbe,
@@ -170,7 +171,7 @@ class Observer:
             queue=next((queue.status for queue in queues.values()), None),
             pods=pods,
             objects=objects,
-            probe=_of_driver(self._probe(owner.uid), pods),
+            probe=_of_leader(self._probe(owner.uid), pods),
             scaled_by=resource.scaled_by,
             namespace_ending=self._refused.ends(owner.namespace),
             denied=tuple(
@@ -201,10 +202,11 @@ class Observer:
         )
 
     def sync(self, resource: CustomResource) -> SyncState:
-        """Return the state of the weight versions of a job."""
+        """Return the state of the weight versions of a job, or of a model that is published."""
         owner, job = self._with_job(resource)
         if resource.controller[0] != RLJOB.name and resource.model is not None:
             job = self._served(resource)
+        pods, objects = _members(self._store.of(ObjectGroup(owner.namespace, owner.kind, owner.name)), {owner.uid})
         return SyncState(
             owner=owner,
             sync=resource.model,
@@ -212,6 +214,11 @@ class Observer:
             problem_reason=resource.problem_reason,
             status=resource.status,
             job=job,
+            pods=pods,
+            objects=objects,
+            probe=_of_leader(self._probe(owner.uid), pods),
+            namespace_ending=self._refused.ends(owner.namespace),
+            denied=self._refused.denied(_key(resource)),
         )
 
     def _with_weights(self, resource: CustomResource) -> tuple[RLJob | None, str, str]:
@@ -303,9 +310,9 @@ def _key(resource: CustomResource) -> Key:
     return Key(resource.owner.kind, resource.owner.namespace, resource.owner.name)
 
 
-def _of_driver(probe: DriverProbe, pods: Collection[PodView]) -> DriverProbe:
-    """Return the answer of the driver that the job has now; that of an earlier one holds no more."""
-    others = [pod.uid for pod in pods if pod.role == "driver" and pod.uid != probe.pod]
+def _of_leader(probe: DriverProbe, pods: Collection[PodView]) -> DriverProbe:
+    """Return the answer of the driver, or publisher, that there is now; that of an earlier one holds no more."""
+    others = [pod.uid for pod in pods if pod.role in LEADERS and pod.uid != probe.pod]
     return DriverProbe() if probe.pod and others else probe
 
 

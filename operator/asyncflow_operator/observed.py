@@ -222,7 +222,11 @@ class TransferQueueState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncState:
-    """Everything that decides the status of one WeightSync."""
+    """Everything that decides about one WeightSync.
+
+    job: whose versions it shows, None where it publishes a model by itself; pods, objects, probe, denied: of that
+    publisher, as of a job.
+    """
 
     owner: Owner
     sync: WeightSync | None
@@ -230,3 +234,8 @@ class SyncState:
     problem_reason: str = ""
     status: WeightsStatus = field(default_factory=WeightsStatus)
     job: JobState | None = None
+    pods: tuple[PodView, ...] = ()
+    objects: Mapping[Ref, ObjectView] = field(default_factory=lambda: MappingProxyType({}))
+    probe: DriverProbe = DriverProbe()
+    namespace_ending: bool = False
+    denied: tuple[Denial, ...] = ()

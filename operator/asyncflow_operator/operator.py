@@ -17,13 +17,13 @@ from asyncflow.plan.certificates import period_of
 from asyncflow_operator.cluster.apply import PlanExecutor
 from asyncflow_operator.cluster.client import Api
 from asyncflow_operator.cluster.events import Recorder
-from asyncflow_operator.cluster.kinds import CUSTOM_KINDS, POD, RLJOB
+from asyncflow_operator.cluster.kinds import CUSTOM_KINDS, POD
 from asyncflow_operator.cluster.store import Entry, ObjectGroup
 from asyncflow_operator.decide.job import decide_job
 from asyncflow_operator.decide.queue import decide_queue
 from asyncflow_operator.decide.weights import decide_sync
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
-from asyncflow_operator.drivers import Drivers, RunningDriver
+from asyncflow_operator.drivers import LEADERS, Drivers, RunningDriver
 from asyncflow_operator.leader import Leader
 from asyncflow_operator.lookups import Capacity, Lookups
 from asyncflow_operator.observe import Observer, RefusalRecord
@@ -217,20 +217,20 @@ class Operator:
         await self._leader.release()
 
     def _running_drivers(self) -> Iterator[RunningDriver]:
-        """Yield the drivers that run, each with the number of rollout pods that its job has."""
+        """Yield the drivers and publishers that run, each with the number of rollout pods that its job has."""
         rollouts: Counter[ObjectGroup] = Counter()
         drivers: list[Entry[PodView]] = []
         for _, _, entry in self._watch.store.all(POD.name):
             pod: PodView = entry.view
             if pod.role == "rollout":
                 rollouts[entry.group] += 1
-            elif pod.role == "driver" and pod.phase == "Running" and pod.ip and not pod.deleting:
+            elif pod.role in LEADERS and pod.phase == "Running" and pod.ip and not pod.deleting:
                 drivers.append(entry)
         for entry in drivers:
-            job = self._watch.store.get(RLJOB.name, entry.group.namespace, entry.group.name)
-            if entry.group.kind == RLJOB.name and job is not None and job.uid == entry.owner:
+            owner = self._watch.store.get(entry.group.kind, entry.group.namespace, entry.group.name)
+            if owner is not None and owner.uid == entry.owner:
                 yield RunningDriver(
-                    owner=job.view.owner, pod=entry.uid, host=entry.view.ip, rollouts=rollouts[entry.group]
+                    owner=owner.view.owner, pod=entry.uid, host=entry.view.ip, rollouts=rollouts[entry.group]
                 )
 
     def _mark_job(self, job: Owner | Key) -> None:

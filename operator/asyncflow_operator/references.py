@@ -27,7 +27,7 @@ def named_by(model: Any, namespace: str) -> Key | None:
     """Return what a spec in force names, None for nothing."""
     if isinstance(model, RLJob) and (name := model.spec.weight_sync.name) is not None:
         return Key("WeightSync", namespace, name)
-    if isinstance(model, WeightSync) and model.spec.source is not None:
+    if isinstance(model, WeightSync) and model.spec.source is not None and model.spec.source.job is not None:
         return Key("RLJob", namespace, model.spec.source.job)
     return None
 

@@ -224,7 +224,7 @@ class ClusterWatch:
                 informer.exists()
         affected = _AFFECTED.get(kind, (RLJOB.name, QUEUE.name))
         for entry in self.store.of(group):
-            if entry.kind in affected:
+            if entry.kind in affected or entry.kind == group.kind:
                 self._mark(Key(entry.kind, group.namespace, entry.view.owner.name))
         if kind in _CUSTOM:
             owner = (after or before).owner
@@ -252,4 +252,5 @@ def _decisive(before: CustomResource | None, after: CustomResource | None) -> bo
 
 _CUSTOM: Final = frozenset(kind.name for kind in CUSTOM_KINDS)
 _AFFECTED: Final = {RLJOB.name: (RLJOB.name, QUEUE.name, SYNC.name), SYNC.name: (RLJOB.name, SYNC.name)}
-"""By the kind that changed: the kinds of its group to reconcile; RLJob and TransferQueue by default."""
+"""By the kind that changed: the kinds of its group to reconcile, with that which the group is of; RLJob and
+TransferQueue by default."""

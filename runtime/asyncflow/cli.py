@@ -48,7 +48,7 @@ def _port(command: Command) -> Command:
         type=click.IntRange(0, 65535),
         default=5571,
         show_default=True,
-        help="Port at which a queue that stands alone is dialled; 0 is any.",
+        help="Port at which what stands alone, and is no job, is dialled; 0 is any.",
     )(command)
 
 
@@ -66,14 +66,16 @@ def app() -> None:
 @click.option("--fresh", is_flag=True, help="Begin anew; a run in the folder is moved aside to FOLDER.N.")
 @_port
 def run(file: Path, output: Path | None, overrides: tuple[str, ...], resume: bool, fresh: bool, port: int) -> int:
-    """Run a job, or serve a TransferQueue, on this machine."""
+    """Run a job, or serve a TransferQueue or the model of a WeightSync, on this machine."""
     from asyncflow.api.load import kind_of
+    from asyncflow.commands import publish as publishing
     from asyncflow.commands import run as command
 
     if resume and fresh:
         raise ManifestError("--resume and --fresh exclude each other", hint="Give one of them")
-    if kind_of(file) == "TransferQueue":
-        return command.serve(file, overrides, output=output, fresh=fresh, port=port)
+    alone = {"TransferQueue": command.serve, "WeightSync": publishing.publish}.get(kind_of(file))
+    if alone is not None:
+        return alone(file, overrides, output=output, fresh=fresh, port=port)
     return command.run(file, output=output, overrides=overrides, resume=resume, fresh=fresh)
 
 
@@ -138,11 +140,30 @@ def sinks(directory: Path, *, kind: str | None, job: Path | None, follow: bool) 
 
 
 @app.command()
+@click.argument("model")
+@click.option("--watch", is_flag=True, help="Publish each newer model that the folder gets, too.")
+@click.option("--name", default="weights", show_default=True, help="Its name.")
+@_port
+@click.option("--output", type=_DIRECTORY, help="Folder for its files; runs/NAME by default.")
+@_overrides
+@click.option("--fresh", is_flag=True, help="Begin anew; what is in the folder is moved aside to FOLDER.N.")
+def publish(
+    model: str, watch: bool, name: str, port: int, output: Path | None, overrides: tuple[str, ...], fresh: bool
+) -> int:
+    """Publish MODEL, a folder or a source as in a manifest, for followers, until Ctrl-C."""
+    from asyncflow.commands import publish as command
+
+    given = [f"metadata.name={name}", f"source.model={model}", *(["source.watch=true"] if watch else [])]
+    source = io.StringIO(command.SMALLEST_SYNC)
+    return command.publish(source, [*given, *overrides], output=output, fresh=fresh, port=port)
+
+
+@app.command()
 @click.argument("directory", metavar="RUN", type=_DIRECTORY)
 @click.option("--http-port", type=click.IntRange(0, 65535), default=0, help="Port of /metrics; 0 is any.")
 @click.option("--serve-port", type=click.IntRange(0, 65535), default=0, help="Port of the inference service; 0 is any.")
 def follow(directory: Path, http_port: int, serve_port: int) -> int:
-    """Serve the newest weights of a run with an engine of its own, until Ctrl-C."""
+    """Serve the newest weights of a run, or of a publisher, with an engine of its own, until Ctrl-C."""
     from asyncflow.plugins import importing
 
     with importing():

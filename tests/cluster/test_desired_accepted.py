@@ -1,4 +1,4 @@
-"""A real API server accepts all that is made for a job or a queue, in a namespace with the restricted standard."""
+"""A real API server accepts all that is made for any owner of pods, in a namespace with the restricted standard."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import yaml
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import FIELD_MANAGER, RoleName
 from asyncflow.api.queue import TransferQueue
+from asyncflow.api.weights import WeightSync
 from asyncflow_operator.cluster.kinds import BY_NAME
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
-from asyncflow_operator.observed import JobState, Manifest, Owner, Ref, ReferredObject, TransferQueueState
+from asyncflow_operator.desired.secrets import SecretPart
+from asyncflow_operator.observed import JobState, Manifest, Owner, Ref, ReferredObject, SyncState, TransferQueueState
 from kube import foreign
 from kube.plane import ControlPlane
 from kube.rest import APPLY, DRY_RUN, STRICT, Refused
@@ -203,6 +205,17 @@ def test_a_queue_that_stands_alone(server: ControlPlane, restricted: str):
     apply(server, supporting[:1], dry=False)
     pods = [DESIRED.queue_pod(state, role, 0, 0) for role in ("controller", "storage")]
     apply(server, (*supporting, *pods), dry=True)
+
+
+def test_a_publisher(server: ControlPlane, restricted: str):
+    spec = {"source": {"model": "pvc://exports/math", "watch": True}, "publisher": {"resources": {"memory": "8Gi"}}}
+    sync = WeightSync.model_validate({"metadata": {"name": "fleet", "namespace": restricted}, "spec": spec})
+    owner = Owner(kind="WeightSync", namespace=restricted, name="fleet", uid="a-uid")
+    state = SyncState(owner=owner, sync=sync)
+    supporting = DESIRED.sync_supporting(state)
+    secrets = [DESIRED.secret(owner, SecretPart(role=role, leaves=1)) for role in ("publisher", "follower")]
+    apply(server, supporting[:1], dry=False)
+    apply(server, (*supporting, *secrets, DESIRED.sync_pod(state, 0)), dry=True)
 
 
 def test_what_is_applied_again_is_not_written_again(server: ControlPlane, restricted: str):

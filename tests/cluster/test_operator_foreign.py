@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from asyncflow.api.job import RLJob
-from asyncflow.api.status import JobStatus, RoleRecord
+from asyncflow.api.records import RoleRecord
+from asyncflow.api.status import JobStatus
 from asyncflow_operator.actions import Apply
 from asyncflow_operator.cluster.apply import Failures, PlanExecutor
 from asyncflow_operator.cluster.client import Api

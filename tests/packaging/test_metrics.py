@@ -21,6 +21,7 @@ from asyncflow.telemetry.metrics import (
     ControllerMetrics,
     DriverMetrics,
     FollowerMetrics,
+    PublisherMetrics,
     ReferenceMetrics,
     RolloutMetrics,
     StorageMetrics,
@@ -54,6 +55,7 @@ def registries() -> Iterator[CollectorRegistry]:
         worker.watch_busy(BusyClock())
         yield worker.registry
     yield FollowerMetrics().registry
+    yield PublisherMetrics().registry
     yield Metrics().registry
 
 

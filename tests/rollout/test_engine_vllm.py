@@ -5,25 +5,39 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sys
 import textwrap
 import time
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+import aiohttp
 import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
+from safetensors.numpy import save_file
 
+from asyncflow.api.placement import AcceleratorSpec
+from asyncflow.api.weights import WeightSync
 from asyncflow.errors import ManifestError, PeerLost
 from asyncflow.identity import SampleKey, Version
+from asyncflow.local.placement import PortReservation
+from asyncflow.models.folder import whole_folder
+from asyncflow.models.stored import ModelWatch
 from asyncflow.models.tiny import write_config
+from asyncflow.models.tokenizer import Tokenizer
+from asyncflow.roles import publisher
+from asyncflow.roles.context import RoleOptions, SyncContext
+from asyncflow.roles.follower import serve_newest
 from asyncflow.rollout.engines import open_engine
 from asyncflow.rollout.engines.base import GenerationRequest
 from asyncflow.rollout.engines.vllm.program import REFUSED
+from asyncflow.rollout.loading import ROUNDED
 
 from .conftest import random_weights
 
@@ -55,8 +69,6 @@ def weights(folder) -> dict[Version, dict[str, np.ndarray]]:
 
 @pytest.fixture(scope="module")
 def decode(folder):
-    from asyncflow.models.tokenizer import Tokenizer
-
     return lambda ids: Tokenizer.load(folder).decode(ids, skip_special_tokens=False)
 
 
@@ -267,6 +279,65 @@ REFUSALS = """
         except SystemExit as end:
             print(json.dumps([end.code, refusal.read_text()]))
 """
+
+
+def constant(like: dict[str, np.ndarray], token: int) -> dict[str, np.ndarray]:
+    """Weights of a model that says one token, whatever it is asked: its layers add nothing to the embeddings."""
+    made = {name: np.full_like(array, float("norm" in name)) for name, array in like.items()}
+    made["model.embed_tokens.weight"][:] = 1
+    made["model.embed_tokens.weight"][token] = 2
+    return made
+
+
+def publish(folder: Path, config: Path, tensors: dict[str, np.ndarray]) -> None:
+    with whole_folder(folder, replace=True) as made:
+        shutil.copy(config / "config.json", made)
+        save_file(tensors, made / "model.safetensors")
+
+
+async def answers(url: str, wanted: str) -> None:
+    """Wait until a completion is ``wanted``."""
+    async with aiohttp.ClientSession(url) as session, asyncio.timeout(120):
+        async with session.get("/v1/models") as listed:
+            model = (await listed.json())["data"][0]["id"]
+        asked = {"model": model, "prompt": "1+2=", "max_tokens": 3, "temperature": 0}
+        said = ""
+        while said != wanted:
+            async with session.post("/v1/completions", json=asked) as answer:
+                said = (await answer.json())["choices"][0]["text"]
+
+
+async def test_one_that_follows_a_publisher_answers_by_the_newest_weights(
+    engine, folder, weights, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(publisher, "LOOK_S", 0.05)
+    monkeypatch.setattr(publisher, "ModelWatch", partial(ModelWatch, settle_s=0.2))
+    encode = Tokenizer.load(folder).encode
+    seven, three = (constant(weights[V1], encode(digit)[0]) for digit in "73")
+    publish(tmp_path / "model", folder, seven)
+    source = {"model": str(tmp_path / "model"), "watch": True}
+    sync = WeightSync.model_validate({"metadata": {"name": "weights"}, "spec": {"source": source}})
+    with PortReservation(2) as (rpc, serve):
+        options = {"job": tmp_path / "weights.yaml", "driver": f"tcp://127.0.0.1:{rpc}", "workdir": tmp_path}
+        contexts = [
+            SyncContext(options=RoleOptions(role=role, index=0, attempt=0, serve_port=serve, **options), resource=sync)
+            for role in ("publisher", "follower")
+        ]
+        tasks = [
+            asyncio.create_task(publisher.serve(contexts[0])),
+            asyncio.create_task(serve_newest(contexts[1], engine, AcceleratorSpec(), probe_gap=ROUNDED)),
+        ]
+        url = f"http://127.0.0.1:{serve}"
+        while engine.version != Version(0, 0):
+            assert not any(task.done() for task in tasks)
+            await asyncio.sleep(0.05)
+        await answers(url, "777")
+        publish(tmp_path / "model", folder, three)
+        await answers(url, "333")
+        assert engine.version == Version(0, 1)
+        for context in contexts:
+            context.stopping.set()
+        await asyncio.gather(*tasks)
 
 
 async def test_what_the_installed_vllm_cannot_do_is_refused_in_words(folder):

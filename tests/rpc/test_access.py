@@ -85,7 +85,7 @@ def test_a_rollout_claims_writes_and_pulls_and_no_more():
 @pytest.mark.parametrize(
     ("method", "roles"),
     [
-        ("weights.publish", {"trainer"}),
+        ("weights.publish", {"trainer", "publisher"}),
         ("queue.commit", {"trainer", "client"}),
         ("queue.open_step", {"driver", "client"}),
         ("queue.close", {"driver", "client"}),
@@ -214,7 +214,7 @@ _ROLES = set().union(*ACCESS.values())
 
 def _row(method):
     roles, own = ACCESS[method], {role for role, named in ACCESS[method].items() if list(named(WHOLE))}
-    everybody = {len(_ROLES): "all", len(_ROLES) - 3: "all of the queue"}.get(len(roles), "")
+    everybody = {len(_ROLES): "all", len(_ROLES) - 4: "all of the queue"}.get(len(roles), "")
     names = everybody or ", ".join(role + " (own)" * (role in own) for role in sorted(roles))
     return f"| `{method}` | {names}{' (own)' * bool(everybody and own)} |\n"
 

@@ -11,6 +11,7 @@ from asyncflow.telemetry.metrics import (
     ControllerMetrics,
     DriverMetrics,
     FollowerMetrics,
+    PublisherMetrics,
     RoleMetrics,
     RolloutMetrics,
     StorageMetrics,
@@ -25,6 +26,7 @@ ROLES: list[type[RoleMetrics]] = [
     StorageMetrics,
     RolloutMetrics,
     FollowerMetrics,
+    PublisherMetrics,
     TrainerMetrics,
 ]
 SHARES = {f"asyncflow_driver_{name}_ratio" for name in ("eval_accuracy", "eval_pass", "idle_share")}

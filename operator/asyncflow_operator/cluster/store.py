@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from asyncflow.api.names import LABEL_JOB, LABEL_QUEUE
-from asyncflow_operator.cluster.kinds import CUSTOM_KINDS, QUEUE, RLJOB
+from asyncflow.api.names import LABEL_JOB, LABEL_QUEUE, LABEL_SYNC
+from asyncflow_operator.cluster.kinds import CUSTOM_KINDS, QUEUE, RLJOB, SYNC
 from asyncflow_operator.cluster.views import controller_of
 
 Json = Mapping[str, Any]
@@ -150,4 +150,6 @@ def group_of(kind: str, raw: Json) -> ObjectGroup:
         )
     if LABEL_JOB in labels:
         return ObjectGroup(namespace, RLJOB.name, labels[LABEL_JOB])
+    if LABEL_SYNC in labels:
+        return ObjectGroup(namespace, SYNC.name, labels[LABEL_SYNC])
     return ObjectGroup(namespace, QUEUE.name, labels.get(LABEL_QUEUE, ""))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from asyncflow.api.status import RoleRecord
+from asyncflow.api.records import RoleRecord
 from asyncflow.plan.describe import duration
 from asyncflow.plan.roles import DISRUPTED, MOST_DISRUPTIONS, REFUSED, RestartPolicy, Role
 from asyncflow_operator.actions import Note

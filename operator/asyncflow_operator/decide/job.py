@@ -15,7 +15,8 @@ from typing import Any, Final
 from asyncflow.api.base import GROUP
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import FOLLOWER, QUEUE_ROLES, VIEWER, labels
-from asyncflow.api.status import JobStatus, RoleRecord
+from asyncflow.api.records import RoleRecord
+from asyncflow.api.status import JobStatus
 from asyncflow.plan import plan as plan_of
 from asyncflow.plan.roles import Role
 from asyncflow_operator.actions import Plan

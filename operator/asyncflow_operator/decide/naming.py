@@ -39,7 +39,7 @@ def weights_for(job: str, sync: NamedSync, *, begun: WeightsSpec | None) -> tupl
     elif sync.spec is None:
         why = "that WeightSync is refused, or is being deleted. Its condition Accepted says why"
     elif sync.owned or sync.spec.source is not None:
-        why = "that WeightSync is for another job. Make one without a source, or leave the name out"
+        why = "that WeightSync is for another job, or for followers. Make one without a source, or leave the name out"
     elif sync.user not in ("", job):
         why = f"RLJob {sync.user} has that WeightSync, and it serves one job. Make another one"
     elif begun is not None and sync.spec.transport != begun.transport:

@@ -15,20 +15,21 @@ from typing import Any, Final
 
 from asyncflow.api.names import CLIENT, LABEL_JOB, LABEL_QUEUE, LABEL_ROLE, QUEUE_ROLES, RPC_PORT, RoleName, service
 from asyncflow.api.queue import QueueStatus, TransferQueue
-from asyncflow.api.status import RoleRecord
+from asyncflow.api.records import RoleRecord
 from asyncflow.plan import plan as plan_of
 from asyncflow.plan.queue import queue_roles
 from asyncflow.plan.roles import Role
 from asyncflow_operator.actions import Plan
 from asyncflow_operator.decide.admission import admitted
+from asyncflow_operator.decide.alone import make_alone
 from asyncflow_operator.decide.draft import Draft, accept, refuse
 from asyncflow_operator.decide.failure import FailureResult, record_ends
 from asyncflow_operator.decide.pending import why_denied
 from asyncflow_operator.decide.progress import ACTIVE, lacking, may_start, ready_of
-from asyncflow_operator.decide.replicas import ReplicaMoves, plan_replicas
-from asyncflow_operator.decide.secrets import has_certificate, secret_upkeep
-from asyncflow_operator.decide.upkeep import DesiredQueue, Upkeep, needs, restore_notes, upkeep, with_needs
-from asyncflow_operator.observed import JobState, PodView, TransferQueueState
+from asyncflow_operator.decide.replicas import PodReplica, ReplicaMoves, plan_replicas
+from asyncflow_operator.decide.secrets import has_certificate
+from asyncflow_operator.decide.upkeep import DesiredQueue, Upkeep, needs, upkeep, with_needs
+from asyncflow_operator.observed import JobState, Manifest, PodView, TransferQueueState
 
 FIGURES: Final = frozenset(("rows", "bytes", "limit", "ready_units"))
 """Fields of a queue's status that may wait."""
@@ -127,29 +128,26 @@ def _act(
             moves += plan_replicas(role, pods, ends.record, may_make=may, alarm=draft.alarm)
     draft.fields["failures"] = records
     draft.delete_pods(moves.remove)
-    make, absent = moves.make, supporting_upkeep.absent
+
+    def pod(replica: PodReplica) -> Manifest:
+        return desired.queue_pod(state, replica.role, replica.index, replica.attempt)
+
     if state.job is not None:
         written = state.job.status.secrets
-        make = tuple(each for each in make if has_certificate(written, each.role, each.index))
+        made = (pod(each) for each in moves.make if has_certificate(written, each.role, each.index))
+        draft.add_then(with_needs(made, supporting_upkeep.absent))
     else:
-        secrets = secret_upkeep(
-            state.owner,
-            setting.roles,
+        make_alone(
+            draft,
+            moves.make,
+            pod=pod,
+            roles=setting.roles,
             people=(CLIENT,),
             pods=state.pods,
-            made=make,
-            records=state.status.secrets,
+            supporting=supporting_upkeep,
+            denied=state.denied,
             desired=desired,
-            alarm=draft.alarm,
         )
-        draft.keep_secrets(secrets)
-        absent = {**absent, **secrets.needed}
-        draft.add_first(supporting_upkeep.write)
-        draft.notes.extend(
-            restore_notes(supporting_upkeep.changed, state.denied, owner=f"TransferQueue {state.owner.name}")
-        )
-    made = (desired.queue_pod(state, replica.role, replica.index, replica.attempt) for replica in make)
-    draft.add_then(with_needs(made, absent))
     return failure
 
 

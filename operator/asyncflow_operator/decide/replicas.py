@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from asyncflow.api.names import RoleName
-from asyncflow.api.status import RoleRecord
+from asyncflow.api.records import RoleRecord
 from asyncflow.plan.roles import Role
 from asyncflow_operator.actions import Delete, DriverOrder, Note
 from asyncflow_operator.decide.failure import begins_at, may_be_replaced

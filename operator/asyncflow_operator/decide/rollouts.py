@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncflow.api.job import RLJobSpec
-from asyncflow.api.status import DrainingRollout, JobStatus, RoleRecord, RolloutState
+from asyncflow.api.records import RoleRecord
+from asyncflow.api.status import DrainingRollout, JobStatus, RolloutState
 from asyncflow.plan.roles import Role
 from asyncflow_operator.actions import DriverOrder
 from asyncflow_operator.decide.failure import end_of, may_be_replaced

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from asyncflow.api.names import STORE_ROLES
-from asyncflow.api.status import SecretRecord
+from asyncflow.api.records import SecretRecord
 from asyncflow.plan.certificates import PERIOD_S, period_of
 from asyncflow.plan.roles import Role
 from asyncflow_operator.actions import Apply

@@ -1,7 +1,8 @@
-"""Status of one WeightSync: versions, how they reach instances, which of these are behind and why, and how to follow.
+"""Decision about one WeightSync: versions, how they reach instances, which are behind and why, and how to follow.
 
-What there is of versions is the driver's to say. Invariant: it owns nothing, so its plan is a status and no more; that
-status is bounded however many instances there are.
+What there is of versions is the driver's to say, or the publisher's where the source is a model that no job trains.
+Invariant: but for that publisher it owns nothing, so its plan is a status and no more; that status is bounded however
+many instances there are.
 """
 
 from __future__ import annotations
@@ -9,30 +10,45 @@ from __future__ import annotations
 from typing import Final, Protocol
 
 from asyncflow.api.names import FOLLOWER
+from asyncflow.api.records import RoleRecord
 from asyncflow.api.status import DriverStatus
 from asyncflow.api.versions import LAG_BUCKETS, VersionsState
 from asyncflow.api.weights import WeightsStatus
+from asyncflow.plan.publisher import publisher_role
+from asyncflow.plan.roles import Role
 from asyncflow_operator.actions import Plan
+from asyncflow_operator.decide.alone import make_alone
 from asyncflow_operator.decide.draft import Draft, refuse
+from asyncflow_operator.decide.failure import record_ends
+from asyncflow_operator.decide.pending import why_denied
 from asyncflow_operator.decide.progress import ACTIVE
-from asyncflow_operator.observed import Owner, SyncState
+from asyncflow_operator.decide.replicas import ReplicaMoves, plan_replicas
+from asyncflow_operator.decide.secrets import DesiredSecrets
+from asyncflow_operator.decide.upkeep import needs, upkeep
+from asyncflow_operator.observed import Manifest, Owner, SyncState
 
 _OF_DRIVER: Final = tuple(VersionsState.model_fields)
 FIGURES: Final = frozenset((*_OF_DRIVER, "version", "attempt"))
 """Fields of its status that may wait."""
 
 
-class DesiredFollowing(Protocol):
-    """Facts that whoever follows a job has to know."""
+class DesiredSync(DesiredSecrets, Protocol):
+    """Objects of a publisher, and facts that whoever follows it, or a job, has to know."""
+
+    def sync_supporting(self, state: SyncState) -> tuple[Manifest, ...]:
+        """Return every object of the publisher, except its pod and Secrets."""
+
+    def sync_pod(self, state: SyncState, attempt: int) -> Manifest:
+        """Return the publisher's pod."""
 
     def address(self, owner: Owner) -> str:
-        """Return the address of a job's driver."""
+        """Return the address of a job's driver, or of a publisher."""
 
     def certificate(self, owner: Owner, role: str) -> str:
         """Return the name of the Secret with a certificate of people of ``role``."""
 
 
-def decide_sync(state: SyncState, *, now: float, desired: DesiredFollowing) -> Plan:
+def decide_sync(state: SyncState, *, now: float, desired: DesiredSync) -> Plan:
     """Return the plan for a WeightSync as it is at ``now`` (unix seconds)."""
     if state.owner.deleting:
         return Plan()
@@ -40,6 +56,9 @@ def decide_sync(state: SyncState, *, now: float, desired: DesiredFollowing) -> P
     if state.sync is None:
         return refuse(draft, problem=state.problem, reason=state.problem_reason)
     draft.conditions.set("Accepted", True, "Accepted")
+    if state.sync.spec.publishes is not None:
+        _publish(draft, state, publisher_role(state.sync), desired)
+        return draft.plan(figures=FIGURES)
     draft.fields |= dict.fromkeys(("job", "address", "certificate"))
     if state.job is not None:
         job = state.job.owner
@@ -58,6 +77,48 @@ def decide_sync(state: SyncState, *, now: float, desired: DesiredFollowing) -> P
         allowed = state.job.job.spec.schedule.max_staleness if state.job.job is not None else 0
         _report(draft, seen, allowed=allowed, followed=state.sync.spec.source is not None)
     return draft.plan(figures=FIGURES)
+
+
+def _publish(draft: Draft[WeightsStatus], state: SyncState, role: Role, desired: DesiredSync) -> None:
+    """Keep the publisher of a model, and state what it answers."""
+    supporting = upkeep(desired.sync_supporting(state), seen=state.objects)
+    ends = record_ends(role, state.pods, state.status.failures.get(role.name, RoleRecord()), draft.alarm)
+    draft.notes.extend(ends.notes)
+    moves = ReplicaMoves()
+    if ends.failure is None:
+        waits = state.namespace_ending or bool(needs(desired.sync_pod(state, 0), supporting.going))
+        moves = plan_replicas(role, state.pods, ends.record, may_make=not waits, alarm=draft.alarm)
+    draft.fields |= {
+        "failures": {role.name: ends.record},
+        "address": desired.address(state.owner),
+        "certificate": desired.certificate(state.owner, FOLLOWER),
+    }
+    draft.delete_pods(moves.remove)
+    make_alone(
+        draft,
+        moves.make,
+        pod=lambda each: desired.sync_pod(state, each.attempt),
+        roles=(role,),
+        people=(FOLLOWER,),
+        pods=state.pods,
+        supporting=supporting,
+        denied=state.denied,
+        desired=desired,
+    )
+    seen = state.probe.status
+    if state.denied:
+        why = why_denied(state.denied)
+        draft.conditions.set("Ready", False, why.reason, why.message)
+    elif seen is None or seen.versions.bytes is None:
+        waits_for = f"The publisher waits for {seen.waiting_for}" if seen is not None and seen.waiting_for else ""
+        draft.conditions.set("Ready", False, "NoVersion", waits_for or "The publisher has not published yet")
+        draft.fields |= {"followers": 0, "behind": 0, "lag": (), "laggards": ()}
+    else:
+        _report(draft, seen, allowed=0, followed=True)
+    if ends.failure is not None:
+        draft.conditions.set("Degraded", True, ends.failure.reason, ends.failure.message)
+    elif draft.conditions.has("Degraded"):
+        draft.conditions.set("Degraded", False, "Mended")
 
 
 def _why_none(state: SyncState) -> tuple[str, str]:

@@ -20,16 +20,18 @@ from asyncflow.api.base import Spec
 from asyncflow.api.durability import LimitsSpec
 from asyncflow.api.job import RLJob
 from asyncflow.api.learning import RewardSpec
-from asyncflow.api.names import LABEL_QUEUE, QUEUE_ROLES, REWARD_CONTAINER, RPC_PORT, RoleName, service
+from asyncflow.api.names import LABEL_QUEUE, PUBLISHER, QUEUE_ROLES, REWARD_CONTAINER, RPC_PORT, RoleName, service
 from asyncflow.api.placement import PROFILES, SchedulingSpec, TemplateSpec
 from asyncflow.api.queue import LEAVE_S, StoreSpec, TransferQueue
+from asyncflow.api.weights import PublisherSpec, WeightSync
 from asyncflow.plan import plan
 from asyncflow.plan.job import working_roles
+from asyncflow.plan.publisher import publisher_role
 from asyncflow.plan.queue import queue_role, queue_roles
 from asyncflow.plan.roles import Role
 from asyncflow_operator.desired.objects import Family
 from asyncflow_operator.desired.secrets import OwnerSecrets
-from asyncflow_operator.desired.storage import Mounted, job_mounts, queue_mounts
+from asyncflow_operator.desired.storage import Mounted, job_mounts, model_mounts, queue_mounts
 
 _GRACE_S: Final = 10.0
 _DRAIN_MARGIN_S: Final = 5.0
@@ -199,6 +201,24 @@ def queue_blueprint(
         scheduling=SchedulingSpec(),
         store=spec.store if name == "storage" else None,
         first_replica=_before(role, queue_roles(queue)),
+    )
+
+
+def publisher_blueprint(sync: WeightSync, *, family: Family, secrets: OwnerSecrets, registry: Registry) -> Blueprint:
+    """Return the blueprint of the publisher of a WeightSync whose source is a model."""
+    role, stated = publisher_role(sync), sync.spec.publisher or PublisherSpec()
+    return Blueprint(
+        family=family,
+        secrets=secrets,
+        role=role,
+        templates=(stated.template,),
+        requested=_without_defaults(template=stated.template, resources=stated.resources, model=sync.spec.publishes),
+        image=image_of(role, templates=(stated.template,), pinned={}, registry=registry),
+        leader=leader_address(family, PUBLISHER),
+        leads=True,
+        labels={},
+        mounts=model_mounts(sync.spec.publishes or ""),
+        scheduling=SchedulingSpec(),
     )
 
 

@@ -1,4 +1,4 @@
-"""Everything that should exist for a job or a queue, as one bundle of pure functions.
+"""Everything that should exist for a job, a queue or a publisher, as one bundle of pure functions.
 
 Invariant: same state, same bytes. What is returned depends on the spec, the owner's identity, the pinned images and the
 settings; on nothing that was observed, so that it need not be applied again because something happened.
@@ -6,11 +6,14 @@ settings; on nothing that was observed, so that it need not be applied again bec
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from asyncflow.api.job import RLJob
-from asyncflow.api.names import REWARD_CONTAINER, RoleName
+from asyncflow.api.names import PUBLISHER, REWARD_CONTAINER, RoleName
 from asyncflow.api.queue import TransferQueue
+from asyncflow.api.weights import WeightSync
 from asyncflow.plan import plan
 from asyncflow.plan.queue import queue_roles
 from asyncflow.plan.roles import Role
@@ -20,11 +23,12 @@ from asyncflow_operator.desired.blueprint import (
     image_of,
     job_blueprint,
     leader_address,
+    publisher_blueprint,
     queue_blueprint,
     templates_of,
 )
 from asyncflow_operator.desired.gang import granted, make_gang
-from asyncflow_operator.desired.objects import job_family, queue_family
+from asyncflow_operator.desired.objects import Family, job_family, queue_family, sync_family
 from asyncflow_operator.desired.pods import make_pod
 from asyncflow_operator.desired.secrets import OwnerSecrets, SecretPart
 from asyncflow_operator.desired.storage import job_claims, queue_claims
@@ -39,7 +43,7 @@ from asyncflow_operator.desired.supporting import (
     make_leader_service,
     make_network_policy,
 )
-from asyncflow_operator.observed import JobState, Manifest, Owner, TransferQueueState
+from asyncflow_operator.observed import JobState, Manifest, Owner, SyncState, TransferQueueState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +60,16 @@ class DesiredSettings:
     watchers: tuple[str, ...] = ()
 
 
+_FAMILIES: Final[Mapping[str, Callable[[Owner], Family]]] = {
+    "RLJob": job_family,
+    "TransferQueue": queue_family,
+    "WeightSync": sync_family,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """Builder of what should exist. Every method raises ValueError for a state without a legal job or queue."""
+    """Builder of what should exist. Every method raises ValueError for a state without a legal owner."""
 
     settings: DesiredSettings
 
@@ -118,6 +129,26 @@ class Desired:
             )
         return make_pod(blueprint, index=index, attempt=attempt)
 
+    def sync_supporting(self, state: SyncState) -> tuple[Manifest, ...]:
+        """Return all but Secrets that the publisher of a WeightSync needs."""
+        family, sync = sync_family(state.owner), _sync(state)
+        return (
+            make_account(family),
+            make_config(sync, family),
+            make_network_policy(family, watchers=self.settings.watchers),
+            make_leader_service(family, PUBLISHER),
+        )
+
+    def sync_pod(self, state: SyncState, attempt: int) -> Manifest:
+        """Return the publisher's pod."""
+        blueprint = publisher_blueprint(
+            _sync(state),
+            family=sync_family(state.owner),
+            secrets=self.secrets(state.owner),
+            registry=self.settings.registry,
+        )
+        return make_pod(blueprint, index=0, attempt=attempt)
+
     def images(self, job: RLJob) -> dict[str, str]:
         """Return the image of each role, and of what scores, as a job begins with it; its status pins them."""
         registry = self.settings.registry
@@ -128,17 +159,16 @@ class Desired:
         return images | {REWARD_CONTAINER: images["rollout"]}
 
     def secret(self, owner: Owner, part: SecretPart) -> Manifest:
-        """Return a Secret of a job or of a queue that stands alone."""
-        family = job_family(owner) if owner.kind == "RLJob" else queue_family(owner)
-        return self.secrets(owner).make(family, part)
+        """Return a Secret of what has processes: a job, a queue that stands alone, a publisher."""
+        return self.secrets(owner).make(_FAMILIES[owner.kind](owner), part)
 
     def secrets(self, owner: Owner) -> OwnerSecrets:
-        """Return the secrets of a job or of a queue that stands alone."""
+        """Return the secrets of what has processes."""
         return OwnerSecrets(owner, self.settings.master)
 
     def address(self, owner: Owner) -> str:
-        """Return the address of a job's driver."""
-        return leader_address(job_family(owner), "driver")
+        """Return the address that followers dial: of a job's driver, or of a publisher."""
+        return leader_address(_FAMILIES[owner.kind](owner), "driver" if owner.kind == "RLJob" else PUBLISHER)
 
     def certificate(self, owner: Owner, role: str) -> str:
         """Return the name of the Secret with the certificate of people of ``role``."""
@@ -168,6 +198,12 @@ def _job(state: JobState) -> RLJob:
     if state.job is None:
         raise ValueError(f"{state.owner.name} is no legal job: {state.problem}")
     return state.job
+
+
+def _sync(state: SyncState) -> WeightSync:
+    if state.sync is None or state.sync.spec.publishes is None:
+        raise ValueError(f"{state.owner.name} publishes no model: {state.problem}")
+    return state.sync
 
 
 def _queue(state: TransferQueueState) -> TransferQueue:

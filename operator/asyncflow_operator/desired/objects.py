@@ -1,7 +1,7 @@
 """The frame that all objects of a family share (name, labels, owner, digest), and the merge of a user's part of a pod.
 
-A family is what is made for one job, or for one TransferQueue that stands alone: its objects carry one label by which
-they find each other and are found.
+A family is what is made for one job, for one TransferQueue that stands alone, or for one WeightSync that publishes a
+model: its objects carry one label by which they find each other and are found.
 
 A user's part is merged as ``kubectl patch`` would do it: mappings are merged, null takes a field away, lists of things
 that have names are merged by name, tolerations are added, every other list is replaced whole.
@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from asyncflow.api.base import API_VERSION
-from asyncflow.api.names import DIGEST, LABEL_JOB, LABEL_QUEUE, MANAGED
+from asyncflow.api.names import DIGEST, LABEL_JOB, LABEL_QUEUE, LABEL_SYNC, MANAGED
 from asyncflow_operator.observed import Manifest, Owner
 
 DIGEST_DIGITS: Final = 16
@@ -86,8 +86,19 @@ def queue_family(owner: Owner) -> Family:
     )
 
 
+def sync_family(owner: Owner) -> Family:
+    """Return the family of a WeightSync that publishes a model."""
+    return Family(
+        name=owner.name,
+        namespace=owner.namespace,
+        owner=owner,
+        selector={LABEL_SYNC: owner.name},
+        labels=_inherited(owner),
+    )
+
+
 def _inherited(owner: Owner) -> dict[str, str]:
-    """Return the labels of a job or queue that its objects have too.
+    """Return the labels of an owner that its objects have too.
 
     Kueue's are left out: it takes each pod that names a queue for a Workload of its own.
     """

@@ -1,4 +1,4 @@
-"""Secrets of a job, or of a queue that stands alone: certificates, and what else only some of its pods may know.
+"""Secrets of a job, a lone queue or a publisher: certificates, and what else only some of its pods may know.
 
 Everything follows from the operator's master secret and the owner's UID (``plan.certificates``), so nothing but the
 master secret has to be kept, nothing is read back, and making a Secret again changes no byte. There are three sorts:

@@ -87,7 +87,8 @@ def job_mounts(job: RLJob, role: Role) -> tuple[Mounted, ...]:
         for volume in role.durable
         for mounted in _folder(volume, specs[volume], job.name, first=role.gang and not shared)
     )
-    return (*durable, *(_model(job.spec.model.source) if kind_of_role(role.name) in _READS_MODEL else ()))
+    reads = kind_of_role(role.name) in _READS_MODEL
+    return (*durable, *(model_mounts(job.spec.model.source) if reads else ()))
 
 
 def queue_mounts(queue: TransferQueue, role: Role) -> tuple[Mounted, ...]:
@@ -104,7 +105,8 @@ def _folder(volume: Durable, spec: ClaimSpec | None, owner: str, *, first: bool 
     return (Mounted(volume=volume, claim=name, path=WORKDIR, within=owner, first=first),)
 
 
-def _model(source: str) -> tuple[Mounted, ...]:
+def model_mounts(source: str) -> tuple[Mounted, ...]:
+    """Return the mount of the claim that a model lies on, if it does."""
     if not source.startswith(_MODEL_CLAIM):
         return ()
     name = source.removeprefix(_MODEL_CLAIM).partition("/")[0]

@@ -38,6 +38,7 @@ from asyncflow.api.names import (
     service,
 )
 from asyncflow.api.queue import TransferQueue
+from asyncflow.api.weights import WeightSync
 from asyncflow_operator.desired.objects import Family, make_object, stamped
 from asyncflow_operator.observed import Manifest
 
@@ -49,7 +50,7 @@ _OPERATOR: Final = MappingProxyType({"app.kubernetes.io/name": FIELD_MANAGER})
 _DNS_PORT: Final = 53
 
 
-def make_config(manifest: RLJob | TransferQueue, family: Family) -> Manifest:
+def make_config(manifest: RLJob | TransferQueue | WeightSync, family: Family) -> Manifest:
     """Return the ConfigMap with the manifest, and with a job's ``spec.reward`` alone, for the container that scores."""
     data = {_key(JOB_FILE): _text(_whole(manifest, family))}
     if isinstance(manifest, RLJob):
@@ -57,7 +58,7 @@ def make_config(manifest: RLJob | TransferQueue, family: Family) -> Manifest:
     return stamped(make_object("v1", "ConfigMap", family, name=family.name, body={"data": data}))
 
 
-def _whole(manifest: RLJob | TransferQueue, family: Family) -> Manifest:
+def _whole(manifest: RLJob | TransferQueue | WeightSync, family: Family) -> Manifest:
     spec = _stated(manifest.spec)
     spec.pop("suspend", None)
     if (weights := spec.get("weightSync")) is not None:

@@ -21,6 +21,7 @@ ROLES: Final[tuple[RoleName, ...]] = (
     "storage",
     "rollout",
     "trainer",
+    "publisher",
     "follower",
     "reference",
     "reward",
@@ -60,8 +61,10 @@ VIEWER: Final = "viewer"
 """Role of a person who looks into a queue."""
 OPERATOR: Final = "operator"
 """Role of whoever supervises a job: it directs the driver, looks into the queue, and drains its storage units."""
+PUBLISHER: Final = "publisher"
+"""Role of the process that publishes versions which no job trains, and that their followers dial."""
 FOLLOWER: Final = "follower"
-"""Role of whoever receives the versions of a job and has no other part in it; any number may share one certificate."""
+"""Role of whoever receives versions and has no other part in it; any number may share one certificate."""
 STORE_PASSWORD_FILE: Final = f"{CONFIG_DIR}/store-password"
 """Path, in the pods of storage units, of the password of a store that others run."""
 STORE_PASSWORD_FILE_ENV: Final = "ASYNCFLOW_STORE_PASSWORD_FILE"  # noqa: S105 — a name, not a password
@@ -102,7 +105,9 @@ LABEL_JOB: Final = f"{GROUP}/job"
 LABEL_QUEUE: Final = f"{GROUP}/queue"
 """Label of what a TransferQueue owns, its own name; also where the queue belongs to a job."""
 LABEL_FOLLOWS: Final = f"{GROUP}/follows"
-"""Label of pods that somebody else runs: the job whose versions they follow."""
+"""Label of pods that somebody else runs: the job, or the WeightSync, whose versions they follow."""
+LABEL_SYNC: Final = f"{GROUP}/weights"
+"""Label of what a WeightSync owns that publishes by itself, its own name."""
 LABEL_ROLE: Final = f"{GROUP}/role"
 LABEL_INDEX: Final = f"{GROUP}/index"
 LABEL_ATTEMPT: Final = f"{GROUP}/attempt"

@@ -12,7 +12,7 @@ from pydantic import Field, StringConstraints
 from asyncflow.api.base import API_VERSION, Conditions, Frozen, Name, ObjectMeta, PluginName, Quantity, Rule, Spec, Time
 from asyncflow.api.durability import LedgerSpec
 from asyncflow.api.placement import ResourcesSpec, TemplateSpec
-from asyncflow.api.status import RoleRecord, SecretRecords
+from asyncflow.api.records import RoleRecord, SecretRecords
 from asyncflow.api.versions import Count
 
 LEAST_BYTES = 1 << 20

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import FailFast, Field, StringConstraints
 
 from asyncflow.api.base import MOST_REPLICAS, Conditions, Name, Spec, Time
+from asyncflow.api.records import RoleKey, RoleRecord, SecretRecords, Uid
 from asyncflow.api.versions import Count, Span, VersionsState, Wire, WorkerId
 from asyncflow.api.weights import WeightsSpec
 
@@ -20,10 +21,8 @@ Attempt = Annotated[int, Field(ge=0, le=1_000_000_000)]
 """An attempt as a driver says it: whatever it says, there are more to come."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Line = Annotated[str, StringConstraints(max_length=1024)]
-RoleKey = Annotated[str, StringConstraints(max_length=64)]
 ShortWord = Annotated[str, StringConstraints(max_length=32)]
 PassAt = Annotated[dict[Annotated[str, StringConstraints(pattern="^[0-9]{1,4}$")], Share], Field(max_length=8)]
-Uid = Annotated[str, StringConstraints(max_length=64)]
 
 
 class Staleness(Wire):
@@ -270,45 +269,6 @@ class DriverStatus(Wire):
         """Progress of the job and what it waits for, in one sentence."""
         words = self.step_progress.words if self.step_progress else self.phase.lower()
         return f"{words}; still waiting for {self.waiting_for}" if self.waiting_for else words
-
-
-class RoleRecord(Spec):
-    """Record of a role's processes, so that no end counts twice and no attempt of a gang is used twice."""
-
-    attempt: Count = 0
-    """Attempt of the next process; it only grows."""
-    begun: bool = False
-    """Of a gang: whether processes of this attempt may exist."""
-    whole: bool = False
-    """Of a gang: whether all of this attempt have existed."""
-    restarts: Count = 0
-    """Failures within the window."""
-    disruptions: Count = 0
-    """Ends within the window that another process caused."""
-    window_start: Time | None = None
-    """Time at which the window began."""
-    in_a_row: Count = 0
-    """Ends in a row."""
-    last_failure: Time | None = None
-    """Time at which the last end was counted."""
-    counted: Annotated[tuple[Uid, ...], Field(max_length=256)] = ()
-    """UIDs of pods whose end is counted and that may still exist."""
-
-
-class SecretRecord(Spec):
-    """A Secret that the operator has written, so that it need not be read."""
-
-    name: Annotated[str, StringConstraints(max_length=253)]
-    """Its name."""
-    leaves: Count = 0
-    """Certificates in it."""
-    period: Count = 0
-    """Period of the certificates; each is of two days."""
-    time: Time
-    """Time at which it was written."""
-
-
-SecretRecords = Annotated[dict[RoleKey, SecretRecord], Field(max_length=128)]
 
 
 class DrainingRollout(Spec):

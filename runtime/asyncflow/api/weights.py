@@ -1,9 +1,10 @@
 """WeightSync: how versions of weights reach those who need them, as part of a job and as a resource of its own.
 
 A job has the fields itself or names a WeightSync that has them. One that names a source instead is for followers: what
-receives the versions of a job and has no other part in it.
+receives the versions of a job, or of a model that no job trains, and has no other part in it.
 
-Invariant: a WeightSync owns no pods and serves one job; its status is bounded however many instances there are.
+Invariant: a WeightSync serves one job, or follows one, or publishes one model; only the last has a pod, its publisher.
+The status is bounded however many instances there are.
 """
 
 from __future__ import annotations
@@ -21,10 +22,15 @@ from asyncflow.api.base import (
     ObjectMeta,
     Quantity,
     Rule,
+    Source,
     Spec,
+    Threads,
     Time,
 )
+from asyncflow.api.placement import AcceleratorSpec, ResourcesSpec, TemplateSpec
+from asyncflow.api.records import RoleRecord, SecretRecords
 from asyncflow.api.versions import VersionsState
+from asyncflow.api.workers import EngineSpec, devices_are_used
 
 PublishedDtype = Literal["float32", "bfloat16"]
 _LEAST_CHUNK, _LARGEST_CHUNK = 64 << 10, 256 << 20
@@ -112,10 +118,61 @@ class JobWeightsSpec(WeightsSpec):
 
 
 class WeightSourceSpec(Spec):
-    """Origin of versions that followers receive."""
+    """Origin of versions that followers receive: a job that trains them, or a model that is published as it is."""
 
-    job: Name
+    job: Name | None = None
     """An RLJob of the namespace: what its trainer publishes."""
+    model: Source | None = None
+    """A model as in ``spec.model.source`` of a job: a folder, ``pvc://CLAIM/PATH``, ``hf://ORG/NAME`` (local cache),
+    ``tiny://NAME``. Its safetensors files are published as they are, as θ_0."""
+    watch: bool = False
+    """Publish again whenever the folder has a newer model: itself, replaced as a whole, or a subfolder whose name ends
+    with a number, which is the version's."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            reads=("model", "job"),
+            ok=lambda source: (source.job is None) != (source.model is None),
+            cel="has(self.job) != has(self.model)",
+            why="versions come from one origin",
+            fix="Give either job or model",
+        ),
+        Rule(
+            reads=("watch", "model"),
+            ok=lambda source: not source.watch or _is_folder(source.model),
+            cel="!self.watch || (has(self.model) && (self.model.startsWith('pvc://') || !self.model.contains('://')))",
+            why="only a folder may get another model",
+            fix="Give a folder or pvc://CLAIM/PATH, or leave watch out",
+        ),
+    )
+
+
+def _is_folder(model: str | None) -> bool:
+    return model is not None and (model.startswith("pvc://") or "://" not in model)
+
+
+class PublisherSpec(Spec):
+    """The process that publishes the source's model."""
+
+    resources: ResourcesSpec = Field(default_factory=ResourcesSpec)
+    """Its CPU and memory: it holds ``keep`` versions, and one more while it reads that."""
+    template: TemplateSpec = Field(default_factory=TemplateSpec)
+    """Additions to its pod."""
+
+
+class FollowerSpec(Spec):
+    """A follower of the source's model, by ``asyncflow role follower``; one of a job has its rollouts' engine."""
+
+    engine: EngineSpec = Field(default_factory=EngineSpec)
+    """Engine that generates."""
+    accelerator: AcceleratorSpec = Field(default_factory=AcceleratorSpec)
+    """Devices of one follower."""
+    threads: Threads = 1
+    """Compute threads of one follower (OMP_NUM_THREADS)."""
+    max_length: Annotated[int, Field(ge=2, le=1 << 20)] | None = None
+    """Most tokens of a sequence. Absent: the model's positions, at most 4,096."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (devices_are_used("engine"),)
 
 
 class SyncSpec(WeightsSpec):
@@ -123,11 +180,30 @@ class SyncSpec(WeightsSpec):
 
     source: WeightSourceSpec | None = None
     """Origin of the versions where this object is for followers. Absent: the trainer of the job that names it."""
+    publisher: PublisherSpec | None = None
+    """The process that publishes ``source.model``."""
+    follower: FollowerSpec | None = None
+    """Followers of ``source.model`` that ``asyncflow role follower`` runs."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *WeightsSpec.rules,
+        Rule(
+            reads=("publisher", "follower", "source"),
+            ok=lambda sync: sync.publishes is not None or (sync.publisher, sync.follower) == (None, None),
+            cel="(has(self.source) && has(self.source.model)) || !(has(self.publisher) || has(self.follower))",
+            why="only a model has a publisher, and followers with an engine of their own",
+            fix="Give source.model, or leave publisher and follower out",
+        ),
+    )
     frozen_fields: ClassVar[tuple[Frozen, ...]] = (
         *WeightsSpec.frozen_fields,
         Frozen(reads="source", why="followers have certificates of one source"),
     )
+
+    @property
+    def publishes(self) -> str | None:
+        """The model that this object publishes by itself, None for none."""
+        return None if self.source is None else self.source.model
 
 
 class WeightsStatus(VersionsState):
@@ -136,7 +212,7 @@ class WeightsStatus(VersionsState):
     observed_generation: Annotated[int, Field(ge=0)] = 0
     """Generation of the spec that this status speaks of."""
     conditions: Conditions = ()
-    """Accepted, Ready, Lagging."""
+    """Accepted, Ready, Lagging; of one that publishes a model also Degraded."""
     progress_time: Time | None = None
     """Time at which this status was written: its figures are as of then."""
     job: Name | None = None
@@ -149,10 +225,14 @@ class WeightsStatus(VersionsState):
     """Address that followers dial."""
     certificate: Annotated[str, StringConstraints(max_length=253)] | None = None
     """Secret with the certificate that followers show."""
+    failures: Annotated[dict[str, RoleRecord], Field(max_length=16)] = Field(default_factory=dict)
+    """By role: ends and attempts of the publisher, as far as they must be remembered."""
+    secrets: SecretRecords = Field(default_factory=dict)
+    """By role: Secrets of a WeightSync that publishes a model; ``follower``: that for its followers."""
 
 
 class WeightSync(Spec):
-    """The weight versions of one job."""
+    """The weight versions of one job, or of a model that no job trains."""
 
     api_version: Literal["asyncflow.dev/v1alpha1"] = API_VERSION
     """asyncflow.dev/v1alpha1."""

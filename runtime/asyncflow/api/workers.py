@@ -17,7 +17,7 @@ ON_CPU: Final = ("transformers", "simulated", "counting")
 """Engines and back ends that compute on the CPU only."""
 
 
-def _devices_are_used(plugin: str) -> Rule:
+def devices_are_used(plugin: str) -> Rule:
     """Return the rule that a role asks for no devices where its ``plugin`` (engine or backend) computes on the CPU."""
     return Rule(
         reads=("accelerator.profile", f"{plugin}.name"),
@@ -90,7 +90,7 @@ class RolloutSpec(Spec):
             why="maxReplicas is below replicas",
             fix="Give minReplicas <= replicas <= maxReplicas",
         ),
-        _devices_are_used("engine"),
+        devices_are_used("engine"),
     )
 
 
@@ -200,7 +200,7 @@ class TrainerSpec(Spec):
             why="a trainer of yours is one process of one rank",
             fix="Give replicas: 1 and at most one device, or leave external out",
         ),
-        _devices_are_used("backend"),
+        devices_are_used("backend"),
         *(_legal_gang(name) for name, facts in PROFILES.items() if facts.gang_counts != facts.legal_counts),
         Rule(
             reads=("lora", "backend.name"),

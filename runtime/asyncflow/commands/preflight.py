@@ -62,6 +62,10 @@ _PLUGINS = {
         (("spec", "transferQueue", "backend"), BACKENDS),
     ),
     "TransferQueue": ((("spec", "backend"), BACKENDS),),
+    "WeightSync": (
+        (("spec", "transport"), "asyncflow.transports"),
+        (("spec", "follower", "engine", "name"), "asyncflow.rollout_engines"),
+    ),
 }
 """By kind: the places in a manifest that name a plug-in, and the group that has it."""
 
@@ -80,8 +84,7 @@ def load(source: Path | str | RLJob, overrides: Sequence[str] = ()) -> Manifest:
         text = Path(source)
         name, beside = str(source), text.absolute().parent
     manifest = parse(text, overrides)
-    if problems := list(_absent_plugins(manifest)):
-        raise refusal(problems, source=name)
+    check_plugins(manifest, source=name)
     if not isinstance(manifest, RLJob):
         return manifest
     algorithm_of(manifest.spec)
@@ -137,10 +140,19 @@ def _absolute(source: str, base: Path) -> str:
     return f"{scheme}://{base / rest}" if scheme in FILE_SCHEMES else source
 
 
+def check_plugins(manifest: Manifest, *, source: str) -> None:
+    """Refuse a manifest that names plug-ins which are not installed here. Raises ManifestError."""
+    if problems := list(_absent_plugins(manifest)):
+        raise refusal(problems, source=source)
+
+
 def _absent_plugins(manifest: Manifest) -> Iterator[Problem]:
     data = manifest.model_dump(mode="json", by_alias=True)
     for place, group in _PLUGINS.get(manifest.kind, ()):
-        name: Any = reduce(getitem, place, data)
+        try:
+            name: Any = reduce(getitem, place, data)
+        except TypeError:  # a part that is absent
+            continue
         known = installed(group)
         if name not in known:
             yield Problem(

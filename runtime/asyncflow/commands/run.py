@@ -33,6 +33,7 @@ from asyncflow.api.load import load, load_job, name_of, to_yaml
 from asyncflow.api.names import TLS_ENV
 from asyncflow.api.queue import TransferQueue
 from asyncflow.api.status import DriverStatus
+from asyncflow.api.weights import WeightSync
 from asyncflow.commands.preflight import folder_of, preflight, runnable_job
 from asyncflow.driver.journal import METRICS
 from asyncflow.durable import write_whole
@@ -43,6 +44,7 @@ from asyncflow.local.scaling import write_request
 from asyncflow.local.supervisor import Elastic, Limits, LocalSite, RunOutcome, local_site
 from asyncflow.plan.job import plan
 from asyncflow.plan.queue import queue_roles
+from asyncflow.plan.roles import Role
 from asyncflow.plugins import load_plugin
 from asyncflow.queue.storage.backend import BACKENDS, Backend
 from asyncflow.training.checkpoint import Checkpoints
@@ -340,25 +342,50 @@ def serve(source: Path | TextIO, overrides: Sequence[str], *, output: Path | Non
     resume = (path / QUEUE).is_file() and not fresh
     if resume:
         _check_same(path / QUEUE, queue)
-    folder = RunFolder.claim(path, resume=resume, fresh=fresh, name=QUEUE)
+    view = partial(QueueView, units=queue.spec.storage_units)
+    outcome, folder = serve_alone(
+        queue, queue_roles(queue), path=path, name=QUEUE, resume=resume, fresh=fresh, port=port, make_view=view
+    )
+    gone = "what lay in memory is gone; " if queue.spec.store is None else ""
+    click.echo(f"{gone}the ledger stays in {folder.path}: asyncflow audit {folder.path}")
+    return outcome.exit_code
+
+
+def serve_alone(
+    manifest: TransferQueue | WeightSync,
+    roles: Sequence[Role],
+    *,
+    path: Path,
+    name: str,
+    resume: bool,
+    fresh: bool,
+    port: int,
+    make_view: Callable[..., LiveView],
+) -> tuple[RunOutcome, RunFolder]:
+    """Run what stands alone from the folder ``path`` until told to end.
+
+    name: of the file for the manifest; resume: go on with what is there; port: that all dial, 0: any. Raises
+    AsyncFlowError where it failed, and leaves nothing behind where it was refused.
+    """
+    folder = RunFolder.claim(path, resume=resume, fresh=fresh, name=name)
     begun = False
     try:
         if folder.moved_to:
-            click.echo(f"the queue that was there is now in {folder.moved_to}")
-        write_whole(folder.job, to_yaml(queue).encode())
+            click.echo(f"what was there is now in {folder.moved_to}")
+        write_whole(folder.job, to_yaml(manifest).encode())
         folder.write_token()
-        with local_site(queue_roles(queue), folder=folder, limits=Limits(), port=port) as here:
+        with local_site(roles, folder=folder, limits=Limits(), port=port) as here:
             begun = True
-            view = QueueView(
+            view = make_view(
                 address=here.address,
-                units=queue.spec.storage_units,
-                name=queue.metadata.name,
+                name=manifest.metadata.name,
                 folder=folder.path,
                 placed=lambda: here.supervisor.placed,
                 console=Console(highlight=False),
                 http_port=here.http_port,
             )
-            click.echo(f"clients show the certificate in {here.certificate}: export {TLS_ENV}={here.certificate}")
+            who = "clients" if isinstance(manifest, TransferQueue) else "followers"
+            click.echo(f"{who} show the certificate in {here.certificate}: export {TLS_ENV}={here.certificate}")
             outcome = _attended(here, view)
     finally:
         folder.release(undo=not (begun or resume))
@@ -366,9 +393,7 @@ def serve(source: Path | TextIO, overrides: Sequence[str], *, output: Path | Non
         leave(outcome)
     if outcome.failure:
         raise outcome.failure
-    gone = "what lay in memory is gone; " if queue.spec.store is None else ""
-    click.echo(f"{gone}the ledger stays in {folder.path}: asyncflow audit {folder.path}")
-    return outcome.exit_code
+    return outcome, folder
 
 
 def _check_same(file: Path, queue: TransferQueue) -> None:

@@ -13,12 +13,13 @@ from types import MappingProxyType
 from typing import Final
 
 from asyncflow.api.graph import TRAIN, JobGraph
-from asyncflow.api.names import FOLLOWER
+from asyncflow.api.names import FOLLOWER, PUBLISHER
 from asyncflow.api.status import RolloutState, Standing, TaskState
 from asyncflow.api.versions import LAG_BUCKETS, MOST_LAGGARDS, Laggard, PhaseSeconds, VersionsState
 from asyncflow.flow.instance import SwapAt
 from asyncflow.identity import Version
 from asyncflow.queue.protocol.messages import QueueStats
+from asyncflow.rpc.directory import Directory
 from asyncflow.rpc.membership import Member, Status
 
 SILENT_S: Final = 2.5
@@ -29,6 +30,14 @@ _SWAPS_WHEN: Final[Mapping[SwapAt, str]] = MappingProxyType(
 
 Heard = tuple[Member, Status, float]
 """A member, what it said in its last heartbeat, and the seconds since."""
+
+
+def heard_of(directory: Directory) -> list[Heard]:
+    """Return all members of a directory as they were heard last."""
+    return [
+        (member, directory.status(member.incarnation), directory.silent_s(member.incarnation) or 0.0)
+        for member in directory.members()
+    ]
 
 
 def rollout_state(member: Member, status: Status, *, newest: int | None, lag: int) -> RolloutState:
@@ -90,7 +99,7 @@ def versions_state(heard: Sequence[Heard], *, nbytes: int | None, newest: int | 
 
     heard: all members; nbytes, newest: size and step of the newest version; swap_at: when rollouts swap.
     """
-    trainers = [status for member, status, _ in heard if member.role == "trainer"]
+    publishing = [status for member, status, _ in heard if member.role in ("trainer", PUBLISHER)]
     loading = [each for each in heard if each[0].role in ("rollout", FOLLOWER)]
     serving = [each for each in loading if _step_of(each[1], "version") is not None]
     behind = {member.incarnation: _lag(status, newest) for member, status, _ in serving}
@@ -115,7 +124,7 @@ def versions_state(heard: Sequence[Heard], *, nbytes: int | None, newest: int | 
         bytes=nbytes,
         wire_bytes=None if wire_bytes is None else int(wire_bytes),
         seconds=PhaseSeconds(
-            publish=median("publish_s", trainers),
+            publish=median("publish_s", publishing),
             transfer=median("transfer_s", told),
             stage=median("stage_s", told),
             swap=median("swap_s", told),

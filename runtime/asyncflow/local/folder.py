@@ -56,11 +56,12 @@ _SETTINGS_OF_DATA: Place = ("spec", "data", "train", "config")
 
 JOB = "job.yaml"
 QUEUE = "queue.yaml"
-"""Names of the manifest in a folder, of a run and of a queue that stands alone."""
+SYNC = "weights.yaml"
+"""Names of the manifest in a folder: of a run, of a queue that stands alone, of a model that is published."""
 LEAST_FREE = 16 << 20
 """Bytes that must be free where a run begins: its logs, its ledger and its first checkpoint would not fit into less."""
 _RUN_ENTRIES = (
-    *(JOB, QUEUE, "ledger", "checkpoints", "samples", "sinks"),
+    *(JOB, QUEUE, SYNC, "ledger", "checkpoints", "samples", "sinks"),
     *FILES,
     *(f"{name}{ASIDE}" for name in FILES),
 )

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncflow.api.names import CLIENT, FOLLOWER, OPERATOR, VIEWER
+from asyncflow.api.names import CLIENT, FOLLOWER, OPERATOR, PUBLISHER, VIEWER
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, DiskError, RoleFailed
 from asyncflow.local import reaper
 from asyncflow.local.folder import Placed, Record, RoleLog, RunFolder, attempts_in_logs, load_record, open_log
@@ -462,7 +462,7 @@ def _now() -> str:
 class LocalSite:
     """A job that is ready to start. address: that all dial; http_port: of the service of the first replica.
 
-    certificate: folder of one for people who look at the job, or use the queue.
+    certificate: folder of one for people who look at the job, or use the queue, or for followers of a publisher.
     """
 
     supervisor: Supervisor
@@ -494,7 +494,8 @@ def local_site(
         roles = [replace(role, replicas=begins) if role.name == scaling.role.name else role for role in roles]
     replicas = replicas_of(roles)
     reserved = PortReservation(2 + len(replicas), first=port)
-    is_job = replicas[0].role == "driver"
+    leader = replicas[0].role
+    is_job = leader == "driver"
     issuer = Issuer(folder.tls)
     with open_log(folder.log("supervisor")) as log, reserved as (rpc_port, control_port, *ports), issuer.renewing():
         setup_logging("supervisor", 0, stream=log)
@@ -522,7 +523,7 @@ def local_site(
             limits=limits,
             fleet=fleet,
         )
-        people = issuer.issue(VIEWER if is_job else CLIENT)
+        people = issuer.issue({"driver": VIEWER, PUBLISHER: FOLLOWER}.get(leader, CLIENT))
         if is_job:
             issuer.issue(OPERATOR)
             issuer.issue(FOLLOWER)

@@ -9,11 +9,11 @@ met, its first weights are published), a rollout to generate (its first weights 
 for a role that starts after it.
 
 Invariants: the address that a process tells others is ``host``, never "all interfaces"; ``/readyz`` says no until the
-process is registered; contexts of a job and of a queue that stands alone differ in what the manifest says, and in
-nothing else; a role's exit status says how it ended (0: done, or told to by the driver; 1: an error that a restart may
-mend; 2: one that it cannot; 3: what it worked on was lost with another process; 128 + n: ended by signal n), and an
-error is logged with its words; the event loop of a role never computes, so that heartbeats go on; a role may open as
-many files and sockets as the hard limit of its process allows.
+process is registered; contexts of a job, of a queue that stands alone and of a model that is published differ in what
+the manifest says, and in nothing else; a role's exit status says how it ended (0: done, or told to by the driver; 1: an
+error that a restart may mend; 2: one that it cannot; 3: what it worked on was lost with another process; 128 + n: ended
+by signal n), and an error is logged with its words; the event loop of a role never computes, so that heartbeats go on;
+a role may open as many files and sockets as the hard limit of its process allows.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from typing import Any
 from aiohttp import web
 
 from asyncflow import clock
+from asyncflow.api.base import Spec
 from asyncflow.api.durability import LedgerSpec, LimitsSpec
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import Manifest, load
@@ -51,6 +52,7 @@ from asyncflow.api.names import (
 )
 from asyncflow.api.placement import PROFILES, AcceleratorSpec
 from asyncflow.api.queue import QueueSpec, TransferQueue
+from asyncflow.api.weights import WeightSourceSpec, WeightsSpec, WeightSync
 from asyncflow.errors import AsyncFlowError, CheckpointError, Diverged, LedgerCorrupt, ManifestError, RowsLost
 from asyncflow.plan.roles import DISRUPTED, REFUSED
 from asyncflow.rpc.access import Access, worker_name
@@ -104,7 +106,8 @@ class ProcessContext:
 
     By the manifest: access decides who may call what of the servers of this process; owner: name of the job or queue,
     which nothing else in the cluster has (on one machine, its own name); queue, ledger: specifications of the queue and
-    of its ledger; start_s: seconds that this process may take to become ready.
+    of its ledger, where there is one; weights: how versions travel, where there are some; start_s: seconds that this
+    process may take to become ready.
     """
 
     options: RoleOptions
@@ -119,6 +122,7 @@ class ProcessContext:
     owner: str = field(init=False)
     queue: QueueSpec = field(init=False)
     ledger: LedgerSpec = field(init=False)
+    weights: WeightsSpec = field(init=False)
     start_s: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -201,6 +205,22 @@ class ProcessContext:
         registered = True
         return membership
 
+    def transport(self, accelerator: AcceleratorSpec) -> Transport:
+        """Open the transport of weights of this worker, which has devices of ``accelerator``."""
+        weights, profile = self.weights, PROFILES[accelerator.profile]
+        device = profile.device if profile.device == "cpu" else f"{profile.device}:{self.options.local_rank or 0}"
+        return open_transport(
+            weights.transport,
+            device=device,
+            collective=profile.collective,
+            name=f"{self.options.role}-{self.options.index}",
+            bind=self.bind,
+            credentials=self.credentials,
+            chunk_bytes=weights.chunk_bytes.bytes,
+            delta=weights.delta,
+            bandwidth=None if weights.bandwidth is None else weights.bandwidth.bytes,
+        )
+
     async def unless_stopped(self, work: Coroutine[Any, Any, object]) -> bool:
         """Do ``work``; return False where it was cancelled because this process is to end. Raises what it raises."""
         working, told = asyncio.create_task(work), asyncio.create_task(self.stopping.wait())
@@ -236,23 +256,7 @@ class JobContext(ProcessContext):
         spec = self.job.spec
         self.access = Access(ranks=spec.trainer.local_ranks)
         self.owner, self.start_s = self.job.partition, spec.limits.start_seconds
-        self.queue, self.ledger = spec.transfer_queue, spec.storage.ledger
-
-    def transport(self, accelerator: AcceleratorSpec) -> Transport:
-        """Open the transport of weights of this worker, which has devices of ``accelerator``."""
-        weights, profile = self.job.spec.weight_sync, PROFILES[accelerator.profile]
-        device = profile.device if profile.device == "cpu" else f"{profile.device}:{self.options.local_rank or 0}"
-        return open_transport(
-            weights.transport,
-            device=device,
-            collective=profile.collective,
-            name=f"{self.options.role}-{self.options.index}",
-            bind=self.bind,
-            credentials=self.credentials,
-            chunk_bytes=weights.chunk_bytes.bytes,
-            delta=weights.delta,
-            bandwidth=None if weights.bandwidth is None else weights.bandwidth.bytes,
-        )
+        self.queue, self.ledger, self.weights = spec.transfer_queue, spec.storage.ledger, spec.weight_sync
 
     def control(self, routes: Iterable[web.RouteDef], *, refused: Callable[[str, str], None]) -> HttpServer | None:
         """Return the service by which a supervisor or a person directs this process, not yet started.
@@ -283,29 +287,62 @@ class QueueContext(ProcessContext):
         self.start_s = LimitsSpec().start_seconds
 
 
+@dataclass(kw_only=True)
+class SyncContext(ProcessContext):
+    """Context of a process of a WeightSync whose model is published, or of one that follows it.
+
+    Raises ManifestError where it publishes none.
+    """
+
+    resource: WeightSync
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.access = Access()
+        self.owner = self.resource.metadata.uid or self.resource.metadata.name
+        self.weights, self.start_s = self.resource.spec, LimitsSpec().start_seconds
+        if self.resource.spec.publishes is None:
+            what, hint = "it publishes no model by itself", "Give spec.source.model"
+            raise ManifestError(what, where=f"WeightSync {self.resource.metadata.name}", hint=hint)
+
+    @property
+    def source(self) -> WeightSourceSpec:
+        """The model, and whether others will be published."""
+        assert self.resource.spec.source is not None
+        return self.resource.spec.source
+
+
 def job_folder(job: RLJob, options: RoleOptions) -> Path:
     """Return the folder where the job's relative paths and modules are: that of its manifest, unless the job says."""
     return Path((job.metadata.annotations or {}).get(FOLDER, options.job.parent))
 
 
 def run_role(
-    serve: Callable[[JobContext], Awaitable[int | None]],
+    serve: Callable[[JobContext], Awaitable[int | None]] | None,
     options: RoleOptions,
     *,
     alone: Callable[[QueueContext], Awaitable[None]] | None = None,
+    published: Callable[[SyncContext], Awaitable[None]] | None = None,
     new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
 ) -> int:
     """Run a role to its end and return its exit status, which may be what ``serve`` returns.
 
-    alone: serves in a queue that stands alone, for roles that such a queue has; new_loop: makes the event loop.
+    serve: in a job; alone: in a queue that stands alone; published: for a model that no job trains; None for what has
+    no such role; new_loop: makes the event loop.
     """
     setup_logging(options.role, options.index)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     status = 0
+    serving: dict[type[Spec], tuple[Any, Any]] = {
+        RLJob: (JobContext, serve),
+        TransferQueue: (QueueContext, alone),
+        WeightSync: (SyncContext, published),
+    }
     try:
         with asyncio.Runner(loop_factory=new_loop) as runner:
-            status = runner.run(_run(serve, alone, options, load(options.job)))
+            manifest = load(options.job)
+            status = runner.run(_run(*serving[type(manifest)], options, manifest))
     except* AsyncFlowError as group:
         errors = list(_leaves(group))
         for error in errors:
@@ -345,21 +382,18 @@ def _status(errors: Sequence[AsyncFlowError]) -> int:
 
 
 async def _run(
-    serve: Callable[[JobContext], Awaitable[int | None]],
-    alone: Callable[[QueueContext], Awaitable[None]] | None,
+    kind: Callable[..., Any],
+    serve: Callable[[Any], Awaitable[int | None]] | None,
     options: RoleOptions,
     manifest: Manifest,
 ) -> int:
-    host = os.environ.get(HOST_ENV, LOOPBACK)
-    common: dict[str, Any] = {"options": options, "credentials": Credentials.of_environment(), "host": host}
-    if isinstance(manifest, RLJob):
-        context = JobContext(job=manifest, **common)
-        return await _serve(context, serve(context))
-    if isinstance(manifest, TransferQueue) and alone is not None:
-        queue_context = QueueContext(resource=manifest, **common)
-        return await _serve(queue_context, alone(queue_context))
-    where, hint = str(options.job), "Give the manifest of an RLJob"
-    raise ManifestError(f"kind = {manifest.kind!r}: it has no {options.role}", where=where, hint=hint)
+    """Run ``serve`` in a context of ``kind``. Raises ManifestError where there is no such role."""
+    if serve is None:
+        where, hint = str(options.job), "Give a manifest of another kind, such as an RLJob"
+        raise ManifestError(f"kind = {manifest.kind!r}: it has no {options.role}", where=where, hint=hint)
+    host, given = os.environ.get(HOST_ENV, LOOPBACK), "job" if isinstance(manifest, RLJob) else "resource"
+    context = kind(options=options, credentials=Credentials.of_environment(), host=host, **{given: manifest})
+    return await _serve(context, serve(context))
 
 
 async def _serve(context: ProcessContext, serving: Awaitable[int | None]) -> int:

@@ -1,5 +1,6 @@
-"""One follower: an engine as rollouts have it, outside of the job, that serves under the job's newest weights.
+"""One follower: an engine that serves under the newest weights of a job, or of a model that is published.
 
+It is outside of the job, whose rollouts have the same engine; where no job trains the model, the WeightSync says which.
 The engine's own inference service (of vLLM: OpenAI-compatible) is served in plain HTTP, without asking who calls: who
 may reach the port is for the network around it to say. It takes a place of its own in the job's directory, so that any
 number of followers may share one certificate. It does not end with the job.
@@ -8,18 +9,24 @@ number of followers may share one certificate. It does not end with the job.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
+from typing import Any
 
 from aiohttp import web
 
-from asyncflow.models.source import materialize_config
+from asyncflow.api.placement import AcceleratorSpec
+from asyncflow.api.weights import FollowerSpec
+from asyncflow.models.source import ModelSource, materialize_config, positions
+from asyncflow.models.stored import newest_config
 from asyncflow.models.tokenizer import Tokenizer
-from asyncflow.roles.context import JobContext, RoleOptions, run_role
-from asyncflow.roles.rollout import engine_of, merge_of, probe_gap_of
+from asyncflow.roles.context import JobContext, ProcessContext, RoleOptions, SyncContext, run_role
+from asyncflow.roles.rollout import engine_for, engine_of, merge_of, probe_gap_of
+from asyncflow.rollout.engines.base import RolloutEngine
 from asyncflow.rollout.following import FollowingEngine
-from asyncflow.rollout.loading import WeightLoader
+from asyncflow.rollout.loading import ROUNDED, Merge, WeightLoader
 from asyncflow.rpc.membership import Status
 from asyncflow.telemetry.metrics import FollowerMetrics
 from asyncflow.weights.follower import Follower
@@ -27,29 +34,65 @@ from asyncflow.weights.follower import Follower
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 1.0
+_USUAL_LENGTH = 4096
 _MOST_BODY = 16 << 20
 
 
 def main(options: RoleOptions) -> int:
     """Run a follower."""
-    return run_role(serve, options)
+    return run_role(serve, options, published=serve_published)
 
 
 async def serve(context: JobContext) -> None:
-    """Follow the job until told to end by a signal."""
-    spec, options, metrics = context.job.spec, context.options, FollowerMetrics()
-    folder = materialize_config(spec.model.source, options.workdir)
+    """Follow a job until told to end by a signal."""
+    spec = context.job.spec
+    folder = materialize_config(spec.model.source, context.options.workdir)
     engine = engine_of(spec, folder, Tokenizer.load(folder))
+    merge = await asyncio.to_thread(merge_of, spec, folder)
+    await _follow(context, engine, spec.rollout.accelerator, probe_gap=probe_gap_of(spec), merge=merge)
+
+
+async def serve_published(context: SyncContext) -> None:
+    """Follow the publisher of a model until told to end by a signal. What it publishes is proved by digests alone."""
+    spec, source, options = context.resource.spec.follower or FollowerSpec(), context.source, context.options
+    assert source.model is not None
+    if source.watch:
+        folder = newest_config(ModelSource.resolve(source.model, options.workdir).folder)
+    else:
+        folder = materialize_config(source.model, options.workdir)
+    longest = spec.max_length
+    if longest is None:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        longest = min(_USUAL_LENGTH, positions(config) or _USUAL_LENGTH)
+    engine = engine_for(spec, folder, Tokenizer.load(folder), max_length=longest)
+    await _follow(context, engine, spec.accelerator, probe_gap=ROUNDED)
+
+
+async def _follow(context: ProcessContext, engine: RolloutEngine, *given: Any, **more: Any) -> None:
+    """Start ``engine`` and have it serve. given, more: see ``serve_newest``."""
+    try:
+        if await context.unless_stopped(engine.start()):
+            await serve_newest(context, engine, *given, **more)
+    finally:
+        await engine.close()
+
+
+async def serve_newest(
+    context: ProcessContext,
+    engine: RolloutEngine,
+    accelerator: AcceleratorSpec,
+    *,
+    probe_gap: float,
+    merge: Merge | None = None,
+) -> None:
+    """Serve by an engine that was started, under the newest weights. merge, probe_gap: see ``WeightLoader``."""
+    options, metrics = context.options, FollowerMetrics()
     metrics.relay(engine.metrics)
 
     def ready() -> tuple[bool, str]:
         return engine.version is not None, "ready" if engine.version is not None else "no weights are loaded yet"
 
     async with AsyncExitStack() as stack:
-        merge = await asyncio.to_thread(merge_of, spec, folder)
-        stack.push_async_callback(engine.close)
-        if not await context.unless_stopped(engine.start()):
-            return
         http = context.http(metrics, ready=ready)
         url = await http.start(context.host, options.http_port)
         stack.push_async_callback(http.close)
@@ -61,14 +104,13 @@ async def serve(context: JobContext) -> None:
         def join(status: Callable[[], Status]) -> tuple[Follower, WeightLoader]:
             follower = Follower(
                 driver=options.driver,
-                transport=context.transport(spec.rollout.accelerator),
+                transport=context.transport(accelerator),
                 credentials=context.credentials,
                 http=url,
                 status=status,
                 on_transfer=metrics.count_pull,
             )
-            gap = probe_gap_of(spec)
-            return follower, WeightLoader(follower.receiver, engine, metrics=metrics, probe_gap=gap, merge=merge)
+            return follower, WeightLoader(follower.receiver, engine, metrics=metrics, probe_gap=probe_gap, merge=merge)
 
         await context.unless_stopped(FollowingEngine(engine, join=join, join_s=context.start_s).run())
 

@@ -7,10 +7,12 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.placement import PROFILES
+from asyncflow.api.weights import FollowerSpec
+from asyncflow.api.workers import RolloutSpec
 from asyncflow.flow.instance import Instance
 from asyncflow.models.lora import MergedWeights
 from asyncflow.models.source import materialize_config, materialize_weights
@@ -122,21 +124,44 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
 
 def engine_of(spec: RLJobSpec, folder: Path, tokenizer: Tokenizer, *, make: MakeEngine | None = None) -> RolloutEngine:
     """Return the engine of the job's rollouts for the model in ``folder``, not started; ``make`` makes another one."""
-    accelerator = spec.rollout.accelerator
-    return (make or partial(open_engine, spec.rollout.engine.name))(
-        folder=folder,
-        slots=spec.rollout.engine.slots,
+    return engine_for(
+        spec.rollout,
+        folder,
+        tokenizer,
+        make=make,
         max_length=spec.longest,
-        threads=spec.rollout.threads,
-        dtype=spec.rollout.engine.dtype,
         seed=spec.algorithm.seed,
-        options=spec.rollout.engine.options,
-        decode=partial(tokenizer.decode, skip_special_tokens=False),
-        devices=Devices(
-            kind=PROFILES[accelerator.profile].device, count=max(1, accelerator.count), share=accelerator.share
-        ),
         deterministic=spec.schedule.deterministic,
         keeps_prefix=spec.schedule.prefix == "keep",
+    )
+
+
+def engine_for(
+    worker: RolloutSpec | FollowerSpec,
+    folder: Path,
+    tokenizer: Tokenizer,
+    *,
+    max_length: int,
+    make: MakeEngine | None = None,
+    **how: Any,
+) -> RolloutEngine:
+    """Return the engine of ``worker`` for the model in ``folder``, not started. make: makes another than it names; how:
+    see ``open_engine``.
+    """
+    return (make or partial(open_engine, worker.engine.name))(
+        folder=folder,
+        slots=worker.engine.slots,
+        max_length=max_length,
+        threads=worker.threads,
+        dtype=worker.engine.dtype,
+        options=worker.engine.options,
+        decode=partial(tokenizer.decode, skip_special_tokens=False),
+        devices=Devices(
+            kind=PROFILES[worker.accelerator.profile].device,
+            count=max(1, worker.accelerator.count),
+            share=worker.accelerator.share,
+        ),
+        **how,
     )
 
 

@@ -1,6 +1,6 @@
-"""An engine that follows a job: it loads each new version as soon as that is here, and serves whoever asks.
+"""An engine that follows a job or a publisher: it loads each new version as soon as that is here, and serves all.
 
-Invariant: the engine is changed by nothing but the versions of the job; where the job ends, the last one stays loaded,
+Invariant: the engine is changed by nothing but these versions; where the job ends, the last one stays loaded,
 and when the job goes on, so does the engine.
 """
 

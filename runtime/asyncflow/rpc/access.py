@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-from asyncflow.api.names import CLIENT, FOLLOWER, OPERATOR, TASK, VIEWER, kind_of_role
+from asyncflow.api.names import CLIENT, FOLLOWER, OPERATOR, PUBLISHER, TASK, VIEWER, kind_of_role
 from asyncflow.errors import Refused
 from asyncflow.identity import ProcessIdentity
 
 _PEOPLE: Final = (CLIENT, OPERATOR, VIEWER)
 _WORKERS: Final = ("driver", "rollout", "reference", TASK)
 _QUEUE: Final = (*_WORKERS, "controller", "storage", "trainer", *_PEOPLE)
-_ALL: Final = (*_QUEUE, "master", "holder", FOLLOWER)
+_ALL: Final = (*_QUEUE, "master", "holder", PUBLISHER, FOLLOWER)
 _SHARED: Final = (_PEOPLE, (FOLLOWER,))
 _WEIGHTS: Final = ("weights.fetch", "weights.place", "weights.pair", "weights.send")
 HELD_BY: Final = "@"
@@ -95,7 +95,7 @@ def _table() -> dict[str, dict[str, Named]]:
     trains = _may(_nobody, "trainer", CLIENT)
     ranks = _may(_own("rank"), "trainer") | _may(_nobody, CLIENT)
     publishes = _may(_nobody, "trainer")
-    receives = _may(_own("worker"), "rollout", "trainer", FOLLOWER)
+    receives = _may(_own("worker"), "rollout", "trainer", PUBLISHER, FOLLOWER)
     units = _may(_own("session"), "storage")
     between = _may(_nobody, "controller")
     return {
@@ -106,14 +106,14 @@ def _table() -> dict[str, dict[str, Named]]:
         "trainer.gather": _may(_own("rank"), "trainer"),
         "trainer.leave": _may(_own("rank"), "trainer"),
         "trainer.left": publishes,
-        "weights.publish": _may(_own("part", "worker"), "trainer"),
+        "weights.publish": _may(_own("part", "worker"), "trainer") | _may(_own("worker"), PUBLISHER),
         "weights.watch": receives,
         "weights.locate": receives,
         "weights.held": receives,
         "weights.dropped": receives,
         "weights.permit": _may(_own("worker"), "rollout"),
         "weights.changed": _may(_own("worker"), "rollout"),
-        **dict.fromkeys(_WEIGHTS, _may(_nobody, "rollout", "trainer", FOLLOWER)),
+        **dict.fromkeys(_WEIGHTS, _may(_nobody, "rollout", "trainer", PUBLISHER, FOLLOWER)),
         "queue.begin": trains,
         "queue.slot": ranks,
         "queue.step_done": ranks,

@@ -140,7 +140,7 @@ class Membership:
     ) -> None:
         self.member = member
         self.driver = RpcClient(
-            name=str(member), resolve=driver, credentials=credentials, expects=("driver", "controller")
+            name=str(member), resolve=driver, credentials=credentials, expects=("driver", "controller", "publisher")
         )
         self.directives = Directives()
         self.connected = False

@@ -314,6 +314,17 @@ class LoadingMetrics(RoleMetrics):
         self.pulled.inc(record.sent)
 
 
+class PublisherMetrics(RoleMetrics):
+    """The publisher of a model that no job trains."""
+
+    role = "publisher"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version_step = self.gauge("version_step", "number of the newest published version")
+        self.publish_seconds = self.histogram("publish_seconds", "time to read, digest and announce a version")
+
+
 class FollowerMetrics(LoadingMetrics):
     """One follower."""
 

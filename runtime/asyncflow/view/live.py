@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from pydantic import BaseModel
@@ -240,30 +240,61 @@ def read_summary(path: Path) -> dict[str, Any] | None:
         return None
 
 
-class QueueView(TextView):
-    """The view of one queue, in lines. address: that clients dial; units: how many storage units it shall have."""
+class StandaloneView(TextView, Generic[M]):
+    """The view of what is served until it is told to end, in lines. address: that all dial; shape: of its status."""
 
-    def __init__(self, *, address: str, units: int, **options: Any) -> None:
+    shape: type[M]
+
+    def __init__(self, *, address: str, **options: Any) -> None:
         super().__init__(**options)
         self._address = address
-        self._units = units
+
+    @abstractmethod
+    def _line(self, status: M) -> str:
+        """Return the line about how it is; it is printed when it is another than before."""
 
     def _show(self) -> None:
         self._print_beginning()
-        going, whole = True, False
+        going, said = True, ""
         while going:
             going, events = self._collect()
             self._print_metrics()
             for at, event in events:
                 if line := event_line(event):
                     self._print(line, at)
-            status = self._ask(QueueStatus) if going else None
-            if status is not None and (status.ready_units == self._units) != whole:
-                whole = not whole
-                self._print(self._line(status))
+            status = self._ask(self.shape) if going else None
+            if status is not None and (told := self._line(status)) not in ("", said):
+                said = told
+                self._print(told)
+
+
+class QueueView(StandaloneView[QueueStatus]):
+    """The view of one queue. units: how many storage units it shall have."""
+
+    shape = QueueStatus
+
+    def __init__(self, *, units: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._units = units
+        self._whole = False
 
     def _line(self, status: QueueStatus) -> str:
         if status.ready_units < self._units:
-            return f"{status.ready_units} of {self._units} storage units are there"
+            lacks, self._whole = self._whole, False
+            return f"{status.ready_units} of {self._units} storage units are there" if lacks else ""
+        self._whole = True
         units = "1 storage unit" if self._units == 1 else f"{self._units} storage units"
         return f"serving at {self._address}: {units}, room for {size(status.limit)}; Ctrl-C ends it"
+
+
+class PublisherView(StandaloneView[DriverStatus]):
+    """The view of one publisher."""
+
+    shape = DriverStatus
+
+    def _line(self, status: DriverStatus) -> str:
+        waits = f"waiting for {status.waiting_for}" if status.waiting_for else ""
+        if status.versions.bytes is None:
+            return waits
+        serving = f"serving θ_{status.version} at {self._address}: {size(status.versions.bytes)}; Ctrl-C ends it"
+        return f"{serving}; {waits}" if waits else serving

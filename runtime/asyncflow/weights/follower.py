@@ -1,4 +1,4 @@
-"""Following a job from outside: a member of it that receives every new version and has no other part in it.
+"""Following a job, or a publisher, from outside: a member that receives every new version and has no other part.
 
     async with follow("tcp://...", tls=folder) as versions:
         async for version, tensors in versions:
@@ -40,7 +40,7 @@ _WATCH_S: Final = 3600.0
 
 
 class Follower:
-    """A follower of the job whose driver is at ``driver``; an asynchronous iterator of versions and their tensors.
+    """A follower of the driver, or of the publisher, at ``driver``; an asynchronous iterator of versions and tensors.
 
     transport: made for this follower alone; http: where it serves metrics, "" where it serves none; status: what
     heartbeats report, by default what the receiver does; layout: what is needed of each tensor; on_transfer: called
@@ -124,10 +124,10 @@ async def follow(
     layout: Layout = whole,
     join_s: float = JOIN_S,
 ) -> AsyncIterator[Follower]:
-    """Follow the job whose driver is at the address ``driver``: iterate over what this yields.
+    """Follow the job whose driver, or the publisher that, is at the address ``driver``: iterate over what this yields.
 
-    tls: folder with a certificate of the role ``follower`` of that job, as ``ASYNCFLOW_TLS`` names one; host: the
-    address at which this process is reached by other followers; transport: that of the job's ``spec.weightSync``;
+    tls: folder with a certificate of its role ``follower``, as ``ASYNCFLOW_TLS`` names one; host: the address at which
+    this process is reached by other followers; transport: that of the job's ``spec.weightSync``;
     layout: which box of each tensor is needed (name, shape), all of it by default. Tensors are read-only numpy arrays,
     bfloat16 as its bits in uint16; those of a job with LoRA are its adapters.
 

@@ -4,8 +4,8 @@ Level-triggered: whenever the catalogue's view or the own holdings changed, what
 what is held, and the difference is announced; with each watch the catalogue compares, too. So a restarted driver, a
 lost announcement and a worker that was believed dead all heal in the same way.
 
-Invariants: a version is dropped only when the catalogue called it releasable and ``in_use`` does not name it; of a
-version that is still arriving only what was checked is served, and nothing is announced.
+Invariants: a version is dropped only when the catalogue called it releasable, or will not know it, and ``in_use`` does
+not name it; of a version that is still arriving only what was checked is served, and nothing is announced.
 """
 
 from __future__ import annotations
@@ -233,11 +233,11 @@ class Holder:
             if copy is None:
                 continue
             try:
-                await (
-                    self._publish(copy.origin)
-                    if isinstance(copy.origin, ManifestPart)
-                    else self._hold(copy, copy.origin)
-                )
+                if isinstance(copy.origin, ManifestPart):
+                    await self._publish(copy.origin)
+                elif not await self._hold(copy, copy.origin) and version not in self._in_use():
+                    del self.copies[version]
+                    log.info("weights: dropped %s, which the catalogue does not want", version)
             except Refused as error:
                 del self.copies[version]
                 log.warning("weights: dropped %s: %s", version, error)
@@ -251,7 +251,8 @@ class Holder:
         self._believed.add(Version.unpack(part.version))
         return published.complete
 
-    async def _hold(self, copy: Copy, manifest: Manifest) -> None:
+    async def _hold(self, copy: Copy, manifest: Manifest) -> bool:
+        """Announce a copy; return whether the catalogue knows it now: of a follower it learns of no version."""
         boxes = copy.arena.boxes
         request = VersionsHeld(
             worker=self.worker,
@@ -265,6 +266,7 @@ class Holder:
             reply = await self._driver.call("weights.held", told, VersionsHeldReply, timeout=_CALL_S)
         if reply.known:
             self._believed.add(Version.unpack(manifest.version))
+        return reply.known
 
 
 def _part(data: bytes, box: Box) -> memoryview:

@@ -1,4 +1,4 @@
-"""The trainer's side: a rank copies its slices of a new version aside, digests the copy, and announces it.
+"""The publishing side: a trainer rank copies its slices of a new version aside, digests the copy, and announces it.
 
 Invariant: when ``copy`` has returned, the trainer may change its tensors; what was published never changes, and is
 served until the catalogue releases it. Nobody's pull is ever waited for. A large tensor is published in several slices,
@@ -8,7 +8,7 @@ so that receivers can check it, and pass it on, part by part; all ranks that hav
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -100,6 +100,22 @@ class WeightSender:
         for name, shard in shards.items():
             np.copyto(arena.arrays[name], shard.array)
         return Copied(version, arena, {name: shard.shape for name, shard in shards.items()})
+
+    def fill(
+        self,
+        version: Version,
+        tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+        read: Callable[[str, AnyArray], None],
+    ) -> Copied:
+        """Have ``read`` write whole tensors where they will be served from; blocks. ``part`` and ``announce`` follow.
+
+        tensors: by name dtype (a key of ``slices.DTYPES``) and shape; read: fills the array of a tensor by its name.
+        """
+        boxes = {name: (dtype, Box.whole(shape)) for name, (dtype, shape) in tensors.items()}
+        arena = Arena(boxes, allocate=self._holder.transport.allocate)
+        for name, array in arena.arrays.items():
+            read(name, array)
+        return Copied(version, arena, {name: shape for name, (_, shape) in tensors.items()})
 
     def part(self, copied: Copied) -> ManifestPart:
         """Digest a copy; blocks, in whatever thread."""

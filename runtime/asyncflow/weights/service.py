@@ -1,4 +1,4 @@
-"""The catalogue as a service of the driver: ``weights.`` publish, watch, locate, held and dropped.
+"""The catalogue as a service of the driver, or of a publisher: ``weights.`` publish, watch, locate, held and dropped.
 
 Invariants: what all workers are told is encoded once a change, and every such change wakes every parked watch; changes
 that come while many are being told are told together; what concerns few wakes nobody. Nothing is pushed, so a worker

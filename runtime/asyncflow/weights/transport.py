@@ -5,8 +5,8 @@ gives it. One that has found wrong bytes is told so by ``doubt``, and may go ano
 
 Invariant: ``pull`` gives every region at most once to the sink, and those it gave stay given when it raises: the caller
 asks another peer only for the rest. A peer that is slow is waited for; one that makes no progress is not. What the sink
-gets is always the whole bytes of a region, whatever travelled for them. Only trainers, rollouts and followers of the
-job are pulled from.
+gets is always the whole bytes of a region, whatever travelled for them. Only trainers, publishers, rollouts and
+followers of the job are pulled from.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from asyncflow.api.names import FOLLOWER
+from asyncflow.api.names import FOLLOWER, PUBLISHER
 from asyncflow.identity import Version
 from asyncflow.plugins import load_plugin
 from asyncflow.rpc.client import RpcClient
@@ -33,7 +33,7 @@ GROUP = "asyncflow.transports"
 
 LONGEST_WAIT_S = 10.0
 """Seconds that a holder lets a peer wait at most for what it has not got yet itself."""
-_PEERS = ("trainer", "rollout", FOLLOWER)
+_PEERS = ("trainer", "rollout", PUBLISHER, FOLLOWER)
 
 Read = Callable[[Version, str, Box], memoryview]
 """Returns the bytes of a box of a tensor of a version, in C order. Raises StaleHandle where it is not held."""

@@ -7,7 +7,8 @@ import pytest
 from model_samples import DESIRED, START, job_of, pod_view
 
 from asyncflow.api.names import DIGEST
-from asyncflow.api.status import JobStatus, RoleRecord
+from asyncflow.api.records import RoleRecord
+from asyncflow.api.status import JobStatus
 from asyncflow_operator.actions import Release, Report
 from asyncflow_operator.cluster.views import object_view
 from asyncflow_operator.decide import decide_job

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from model_samples import START, dead, pod_view
 
-from asyncflow.api.status import RoleRecord
+from asyncflow.api.records import RoleRecord
 from asyncflow.plan.roles import MOST_DISRUPTIONS, Readiness, Resources, RestartPolicy, Role
 from asyncflow_operator.decide.failure import DISMISSED_S, PodEnd, delay, end_of, may_be_replaced, record_ends
 from asyncflow_operator.decide.times import Alarm, from_rfc3339

@@ -4,7 +4,7 @@ import pytest
 from model import World
 from model_samples import START, dead, job_of, pod_view
 
-from asyncflow.api.status import RoleRecord
+from asyncflow.api.records import RoleRecord
 from asyncflow.plan.roles import Readiness, Resources, RestartPolicy, Role
 from asyncflow_operator.decide.failure import record_ends
 from asyncflow_operator.decide.replicas import OVERDUE_S, caught_up, next_attempt, plan_gang

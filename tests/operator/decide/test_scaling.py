@@ -5,7 +5,8 @@ from dataclasses import replace
 from model import World
 from model_samples import JOB, START, dead, job_of, names, pending, pod_view
 
-from asyncflow.api.status import DrainingRollout, DriverStatus, RoleRecord, RolloutState
+from asyncflow.api.records import RoleRecord
+from asyncflow.api.status import DrainingRollout, DriverStatus, RolloutState
 from asyncflow.plan import plan
 from asyncflow_operator.decide.replicas import ReplicaMoves
 from asyncflow_operator.decide.rollouts import RegisteredRollouts, plan_rollouts, still_draining

@@ -1,0 +1,50 @@
+"""``asyncflow publish``: the versions of a model that no job trains, from this machine, until it is told to end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from asyncflow.api.load import load
+from asyncflow.api.weights import WeightSync
+from asyncflow.commands.preflight import check_plugins
+from asyncflow.commands.run import RUNS, serve_alone
+from asyncflow.errors import ManifestError
+from asyncflow.local.folder import SYNC
+from asyncflow.plan.publisher import publisher_role
+from asyncflow.view.live import PublisherView
+
+SMALLEST_SYNC = "{apiVersion: asyncflow.dev/v1alpha1, kind: WeightSync, metadata: {name: weights}}"
+"""The manifest of a WeightSync of which nothing is said."""
+
+
+def publish(source: Path | TextIO, overrides: Sequence[str], *, output: Path | None, fresh: bool, port: int) -> int:
+    """Publish the model of a WeightSync from ``output`` until told to end, and return the exit status.
+
+    overrides: ``path=value`` each; fresh: move aside what is there; port: that followers dial, 0: any. A relative
+    folder starts at that of the manifest, or at the working directory. Raises ManifestError before anything was
+    started, another AsyncFlowError where it failed.
+    """
+    sync = load(source, overrides)
+    assert isinstance(sync, WeightSync)
+    check_plugins(sync, source=f"WeightSync {sync.metadata.name}")
+    if sync.spec.source is None or (model := sync.spec.publishes) is None:
+        what, hint = "it publishes no model by itself", "Give spec.source.model, or run the job that names it"
+        raise ManifestError(what, where=f"WeightSync {sync.metadata.name}", hint=hint)
+    if "://" not in model:
+        base = source.absolute().parent if isinstance(source, Path) else Path.cwd()
+        anchored = sync.spec.source.model_copy(update={"model": str(base / model)})
+        sync = sync.model_copy(update={"spec": sync.spec.model_copy(update={"source": anchored})})
+    path = output or RUNS / sync.metadata.name
+    outcome, _ = serve_alone(
+        sync,
+        (publisher_role(sync),),
+        path=path,
+        name=SYNC,
+        resume=(path / SYNC).is_file() and not fresh,
+        fresh=fresh,
+        port=port,
+        make_view=PublisherView,
+    )
+    return outcome.exit_code

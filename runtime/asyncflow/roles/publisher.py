@@ -1,0 +1,182 @@
+"""The publisher: versions of a model that no job trains, at the one address that their followers dial.
+
+It is the first member of its own directory, serves the catalogue, and publishes as a trainer of one rank does. A model
+that stays is θ_0. Of a folder that is watched each newer model is a version (``models.stored``), numbered as its
+subfolder, or counted.
+
+Invariants: all versions have the tensors of the first, by name, dtype and shape, since no engine could change to
+others; what differs, or has the very bytes of the version before, is passed over. A model that stays and cannot be had
+is refused at once; in a folder that is watched it is waited for, and the status says what for. A publisher that starts
+again publishes as a newer attempt, and followers get what they lack of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Final
+
+from asyncflow.api.names import PUBLISHER
+from asyncflow.api.placement import AcceleratorSpec
+from asyncflow.api.status import DriverStatus
+from asyncflow.driver.instances import heard_of, versions_state
+from asyncflow.driver.status import status_route
+from asyncflow.errors import DiskError
+from asyncflow.identity import Version
+from asyncflow.models.source import ModelSource, materialize_config, materialize_weights
+from asyncflow.models.stored import ModelWatch, StoredModel
+from asyncflow.roles.context import RoleOptions, SyncContext, run_role
+from asyncflow.rpc.directory import Directory
+from asyncflow.rpc.membership import Status
+from asyncflow.rpc.retry import retry
+from asyncflow.rpc.server import RpcServer
+from asyncflow.telemetry.metrics import PublisherMetrics
+from asyncflow.weights.catalogue import Catalogue
+from asyncflow.weights.manifest import TensorEntry
+from asyncflow.weights.sender import WeightSender
+from asyncflow.weights.service import CatalogueService
+
+log = logging.getLogger(__name__)
+
+LOOK_S: Final = 1.0
+"""Seconds between two looks at a folder."""
+_CALL_S: Final = 30.0
+
+
+def main(options: RoleOptions) -> int:
+    """Run a publisher."""
+    return run_role(None, options, published=serve)
+
+
+async def serve(context: SyncContext) -> None:
+    """Publish until told to end by a signal."""
+    metrics = PublisherMetrics()
+    front = RpcServer(
+        name=PUBLISHER,
+        bind=context.options.driver,
+        credentials=context.credentials,
+        access=context.access,
+        advertise=context.host,
+    )
+    directory, catalogue = Directory(), Catalogue(keep=context.weights.keep)
+    directory.attach(front)
+    service = CatalogueService(front, catalogue=catalogue)
+    service.require(())
+    directory.on_leave.append(lambda member, _: service.leave(member.incarnation))
+    publishing = Publishing(context, metrics=metrics)
+
+    def status() -> DriverStatus:
+        newest = catalogue.newest
+        nbytes = catalogue.manifest(newest).nbytes if newest is not None and catalogue.available(newest) else None
+        step = 0 if newest is None else newest.step
+        return DriverStatus(
+            attempt=context.options.attempt,
+            phase="Starting" if newest is None else "Running",
+            insecure=context.insecure,
+            version=step,
+            versions=versions_state(heard_of(directory), nbytes=nbytes, newest=step, swap_at="token"),
+            waiting_for=publishing.waits[:_LINE],
+        )
+
+    def ready() -> tuple[bool, str]:
+        return catalogue.newest is not None, publishing.waits or "ready"
+
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(front.close)
+        stack.push_async_callback(directory.close)
+        membership = await context.join(
+            metrics=metrics,
+            status=publishing.status,
+            ready=ready,
+            routes=[status_route(status)],
+            directory=await front.start(),
+        )
+        stack.push_async_callback(membership.close)
+        sender = WeightSender(
+            membership=membership, worker=context.worker, transport=context.transport(AcceleratorSpec())
+        )
+        await sender.start()
+        stack.push_async_callback(sender.close)
+        if await context.unless_stopped(publishing.run(sender)):
+            await context.stopping.wait()
+
+
+_LINE: Final = 1024
+
+
+class Publishing:
+    """Publishes the model of a context, one version after another. waits: what keeps the next one from being there."""
+
+    def __init__(self, context: SyncContext, *, metrics: PublisherMetrics) -> None:
+        self.waits = "the model to be read"
+        self._context = context
+        self._metrics = metrics
+        self._seconds: float | None = None
+        self._entries: tuple[TensorEntry, ...] = ()
+        self._shapes: object = None
+
+    def status(self) -> Status:
+        """Return what heartbeats report: the seconds that the last version took."""
+        return {} if self._seconds is None else {"publish_s": self._seconds}
+
+    async def run(self, sender: WeightSender) -> None:
+        """Publish the model, and where its folder is watched, each newer one for ever. Raises ManifestError."""
+        watched = self._context.source.watch
+        watch = await self._open()
+        while watched or not self._entries:
+            found = await asyncio.to_thread(watch.look, time.monotonic())
+            self.waits = watch.waits
+            if found is not None:
+                try:
+                    await self._publish(*found, sender=sender, watch=watch)
+                except DiskError as error:
+                    log.warning("θ_%d is not published: %s", found[0], error)
+                    self.waits = str(error)
+            if watched or not self._entries:
+                await asyncio.sleep(LOOK_S)
+
+    async def _open(self) -> ModelWatch:
+        """Return the watch of the folder. Raises ManifestError where a model that stays is not whole."""
+        source, workdir, dtype = self._context.source, self._context.options.workdir, self._context.weights.dtype
+        assert source.model is not None
+        resolved = ModelSource.resolve(source.model, workdir)
+        if source.watch:
+            return ModelWatch(folder=resolved.folder, dtype=dtype)
+        folder = await asyncio.to_thread(materialize_config, source.model, workdir)
+        await asyncio.to_thread(materialize_weights, source.model, folder)
+        await asyncio.to_thread(StoredModel, folder, dtype=dtype)
+        if resolved.kind == "folder":
+            return ModelWatch(folder=folder, dtype=dtype)
+        return ModelWatch(folder=folder, dtype=dtype, settle_s=0.0)
+
+    async def _publish(self, step: int, model: StoredModel, *, sender: WeightSender, watch: ModelWatch) -> None:
+        """Publish a model as θ_step unless it is passed over. Raises DiskError where its files change meanwhile."""
+        if self._shapes not in (None, dict(model.tensors)):
+            why = f"{model.folder} has other tensors than the version before: publish it by another WeightSync"
+            log.warning("%s", why)
+            watch.pass_over(model, why)
+            return
+        began = time.monotonic()
+        version = Version(self._context.options.attempt, step)
+        copied = await asyncio.to_thread(sender.fill, version, model.tensors, model.read)
+        part = await asyncio.to_thread(sender.part, copied)
+        if not await asyncio.to_thread(lambda: model.unchanged):
+            raise DiskError("it has changed while it was read", where=str(model.folder))
+        if part.tensors == self._entries:
+            log.info("%s has the bytes of the version before: it is passed over", model.folder)
+            watch.pass_over(model)
+            return
+        await retry(
+            partial(sender.announce, copied, part, timeout=_CALL_S),
+            what=f"publishing {version}",
+            timeout=self._context.start_s,
+        )
+        watch.take(step, model)
+        self._entries, self._shapes = part.tensors, dict(model.tensors)
+        self._seconds = time.monotonic() - began
+        self._metrics.publish_seconds.observe(self._seconds)
+        self._metrics.version_step.set(step)
+        log.info("published %s: %s, %d bytes in %.2f s", version, model.folder, copied.arena.nbytes, self._seconds)
