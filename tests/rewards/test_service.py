@@ -33,6 +33,15 @@ FUNCTION = """
         if response == "raise":
             raise KeyError(prompt)
         return float(response == answer)
+
+    def among(*, responses, prompt):
+        return [{"reward": rank, "details": {"of": len(responses)}} for rank in range(len(responses))]
+"""
+SUM = """
+    timeoutSeconds: 5
+    components:
+    - {name: right, function: "mine:score"}
+    - {name: among, function: "mine:among", weight: 0.5}
 """
 
 
@@ -46,9 +55,9 @@ class Place:
         return RewardClient(self.socket, start_timeout_s=start_timeout_s, silence_s=silence_s)
 
     @contextmanager
-    def server(self, function: str = "mine:score") -> Iterator[subprocess.Popen[bytes]]:
+    def server(self, function: str = "mine:score", *, said: str | None = None) -> Iterator[subprocess.Popen[bytes]]:
         reward = self.folder / "reward.yaml"
-        reward.write_text(textwrap.dedent(REWARD % function))
+        reward.write_text(textwrap.dedent(said or REWARD % function))
         command = [sys.executable, "-m", "asyncflow", "rewards", "--reward", str(reward), "--socket", str(self.socket)]
         process = subprocess.Popen(command)
         try:
@@ -82,6 +91,18 @@ async def test_samples_are_scored_there_side_by_side(place: Place) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
     assert not place.socket.exists()
+
+
+async def test_a_sum_over_groups_is_scored_there_and_comes_with_its_parts(place: Place) -> None:
+    with place.server(said=SUM):
+        client = place.client()
+        await client.start()
+        assert client.by_group
+        first, second = await client.score([example("7", "7"), example("8", "7")])
+        await client.close()
+    assert (first.value, first.components) == (1.0, {"right": 1.0, "among": 0.0})
+    assert (second.value, second.components) == (0.5, {"right": 0.0, "among": 1.0})
+    assert second.details == b'{"among":{"of":2}}'
 
 
 async def test_a_sample_outlives_the_process_that_scores_it_once(place: Place) -> None:

@@ -14,7 +14,7 @@ from asyncflow.data.base import Prompt
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta
 from asyncflow.rewards.wire import RewardResult
 from asyncflow.rollout.engines.base import Completion
-from asyncflow.rollout.job import Group, Job
+from asyncflow.rollout.job import ClaimedGroup, Job
 from asyncflow.rollout.scoring import Scoring
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -73,7 +73,7 @@ class Together:
 
 
 def jobs_of(count: int) -> list[Job]:
-    group = Group()
+    group = ClaimedGroup()
     made = Completion(ids=np.zeros(3, np.int32), logprobs=np.zeros(3), versions=np.zeros(3, np.int64), finish="stop")
     metas = [RowMeta(partition="train", serial=1, sample=sample, step=1) for sample in range(count)]
     return [

@@ -63,7 +63,7 @@ class RolloutSettings:
 
 
 @dataclass(eq=False, kw_only=True)
-class Group:
+class ClaimedGroup:
     """The rows of one prompt that one claim gave; see ``rollout.scoring``.
 
     examples: what is generated of them; scored: their rewards, None where the group came apart.
@@ -95,7 +95,7 @@ class Job:
     """
 
     row: LeasedRow
-    group: Group = field(default_factory=Group, repr=False)
+    group: ClaimedGroup = field(default_factory=ClaimedGroup, repr=False)
     prompt_ids: tuple[int, ...] = ()
     prompt: Prompt | None = None
     begun: Completion = NOTHING

@@ -31,7 +31,7 @@ from asyncflow.rollout.engines.base import Completion, SequenceName
 from asyncflow.rollout.job import (
     INPUTS,
     RESPONSE,
-    Group,
+    ClaimedGroup,
     Job,
     RolloutSettings,
     SampleOutcome,
@@ -195,7 +195,7 @@ class InFlightTable:
 
     def take(self, rows: Iterable[LeasedRow]) -> None:
         """Hold rows that a claim gave, and fetch their prompts."""
-        groups: defaultdict[int, Group] = defaultdict(Group)
+        groups: defaultdict[int, ClaimedGroup] = defaultdict(ClaimedGroup)
         jobs = [Job(row=row, group=groups[row.meta.serial]) for row in rows]
         self._jobs.update(jobs)
         self._holding(len(self._jobs))
