@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from asyncflow.errors import CheckpointError, DeadlineExceeded, Fenced, Refused  # noqa: E402
+from asyncflow.algorithms.loss import Loss  # noqa: E402
+from asyncflow.algorithms.reinforce import ReinforcePlusPlus  # noqa: E402
+from asyncflow.errors import CheckpointError, DeadlineExceeded, Fenced, ManifestError, Refused  # noqa: E402
 from asyncflow.identity import SampleKey  # noqa: E402
 from asyncflow.rpc.columns import Jagged  # noqa: E402
 from asyncflow.session.handover import Handover  # noqa: E402
@@ -114,3 +117,9 @@ def test_the_end_wakes_both_sides(handover, trainer):
     handover.take(what="samples", timeout=WAIT_S)  # the end of the step had been offered before
     with pytest.raises(Fenced, match="replaced"):
         handover.finish({"w": torch.ones(1)}, state=None, metrics={})
+
+
+def test_an_algorithm_whose_advantages_the_trainer_makes_is_refused(handover):
+    settings = replace(handover.settings, loss=Loss(algorithm=ReinforcePlusPlus()))
+    with pytest.raises(ManifestError, match=r"spec\.algorithm\.name"):
+        Handover(settings, group=SingleProcess())

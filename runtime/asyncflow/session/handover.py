@@ -53,6 +53,9 @@ class Handover(TrainerBackend):
         if group.world > 1:
             what, hint = f"{group.world} ranks", "Give trainer.replicas: 1"
             raise ManifestError(what, where="spec.trainer", hint=hint)
+        if settings.loss.algorithm.whole_step:
+            what, hint = "its advantages are made by the job's own trainer", "Take grpo, and compute them in your loop"
+            raise ManifestError(what, where="spec.algorithm.name", hint=hint)
         super().__init__(settings, group=group)
         self.state: Any = None
         self.step = 0

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from asyncflow.algorithms.base import Algorithm
 from asyncflow.algorithms.losses import Clip, ppo_clip
 from asyncflow.api.placement import PROFILES
 from asyncflow.errors import ManifestError
@@ -119,6 +120,7 @@ class OwnTrainer:
     def _check_default(self) -> None:
         algorithm = self.spec.algorithm
         wrong = {
+            "name": type(self._settings.loss.algorithm).policy is not Algorithm.policy,
             "aggregation": algorithm.aggregation != "token-mean",
             "kl.coefficient": algorithm.kl.coefficient > 0,
             "entropy": algorithm.entropy != 0,
@@ -126,7 +128,7 @@ class OwnTrainer:
             "old": algorithm.old != "behaviour",
         }
         if found := [f"spec.algorithm.{name}" for name, asked in wrong.items() if asked]:
-            hint = "Override update, or leave them at token-mean, 0, 0, absent and behaviour"
+            hint = "Override update, or leave them at grpo, token-mean, 0, 0, absent and behaviour"
             raise ManifestError("Trainer.update does not carry this out", where=", ".join(found), hint=hint)
 
     def _generate_here(self) -> None:
