@@ -11,6 +11,7 @@ import pytest
 from queue_world import answer_all, claim_all, queue_of
 
 from asyncflow.algorithms.base import Group
+from asyncflow.algorithms.dapo import Dapo, DapoOptions
 from asyncflow.algorithms.grpo import Grpo
 from asyncflow.api.load import load_job
 from asyncflow.driver import groups as module
@@ -72,6 +73,13 @@ def test_shuffling_permutes_within_the_group_and_is_a_function_of_the_serial() -
     others = [shuffled.decide(group_of(*rewards, serial=serial)).advantages for serial in range(20)]
     different = [not np.array_equal(other, once) for other in others]
     assert any(different)
+
+
+def test_shuffled_samples_are_not_told_apart_by_their_length() -> None:
+    dapo = Dapo(DapoOptions(overlong_buffer=4), longest=8)
+    group = group_of(0, 0, 1, 1)._replace(lengths=np.array([8, 1, 1, 1]))
+    found = [policy(algorithm=dapo, shuffle_seed=3).decide(group._replace(serial=serial)) for serial in range(40)]
+    assert len({int(decision.advantages.argmin()) for decision in found}) == 4
 
 
 def test_advantages_are_the_estimators() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -20,6 +21,7 @@ from train_reference import TEMPERATURE, part, samples
 from train_world import GROUPS, PARTITION, SIZE, Seat, World, counting, take_seat, training
 
 from asyncflow.algorithms.loss import Loss
+from asyncflow.algorithms.reinforce import ReinforcePlusPlus
 from asyncflow.errors import Diverged, ManifestError
 from asyncflow.flow.schedule import Schedule
 from asyncflow.identity import Version
@@ -169,6 +171,27 @@ async def test_every_sample_is_trained_once_in_each_epoch(tmp_path: Path) -> Non
     report = audit_ledger(tmp_path / "ledger")
     assert report.ok, report
     assert report.trained == STEPS * GROUPS * SIZE
+
+
+async def test_advantages_of_a_whole_step_do_not_depend_on_slots_and_arrival(tmp_path: Path, tiny_folder: Path) -> None:
+    loss = Loss(algorithm=ReinforcePlusPlus(penalised=True), kl=0.1, kl_name="k1", penalised=True)
+
+    async def train(folder: Path, *, slot_tokens: int, shuffled: int) -> dict[str, torch.Tensor]:
+        async with World(folder) as world:
+            await world.dispatch(1, STEPS, shuffled=shuffled)
+            seat = await seated(world, training(steps=STEPS, loss=loss), model=tiny_folder, slot_tokens=slot_tokens)
+            assert await seat.run() == STEPS
+        assert all("penalty_kl" in said.metrics for said in seat.talk.reports)
+        latest = Checkpoints(folder / "checkpoints").latest()
+        assert latest is not None
+        return load_file(latest.folder / "model.safetensors")
+
+    few = await train(tmp_path / "few", slot_tokens=4096, shuffled=1)
+    many = await train(tmp_path / "many", slot_tokens=16, shuffled=2)
+    before = load_file(tiny_folder / "model.safetensors")
+    assert any((few[name] - before[name]).abs().max() > 1e-4 for name in few)
+    for name, tensor in few.items():
+        torch.testing.assert_close(tensor, many[name], rtol=0, atol=1e-6)
 
 
 async def test_a_run_with_several_updates_goes_on_with_the_same_bits(tmp_path: Path, tiny_folder: Path) -> None:

@@ -218,11 +218,12 @@ def group_rows(serial: int, *, step: int) -> tuple[Samples, list[dict[str, Tag]]
     return samples, tags, columns
 
 
-def training(*, steps: int) -> Callable[[ProcessGroup], TrainerBackend]:
+def training(*, steps: int, **more: Any) -> Callable[[ProcessGroup], TrainerBackend]:
     from asyncflow.training.settings import BackendSettings, OptimizerSettings
     from asyncflow.training.torch.backend import TorchBackend
 
-    settings = BackendSettings(optimizer=OptimizerSettings(learning_rate=1e-3, steps=steps), threads=1)
+    optimizer = OptimizerSettings(learning_rate=1e-3, steps=steps, epsilon=1e-2)
+    settings = BackendSettings(optimizer=optimizer, threads=1, **more)
     return lambda group: TorchBackend(settings, group=group)
 
 

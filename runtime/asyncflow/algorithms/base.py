@@ -50,6 +50,10 @@ class Group(NamedTuple):
     lengths: NDArray[np.int64]
     cut: NDArray[np.bool_]
 
+    def permuted(self, order: NDArray[np.int64]) -> Group:
+        """Return the group as if each sample had been judged for another one, by their indices [n]."""
+        return self._replace(rewards=self.rewards[order], lengths=self.lengths[order], cut=self.cut[order])
+
 
 class Tokens(NamedTuple):
     """N target tokens of a pack, each field [N]; only ``logprobs`` has a gradient.

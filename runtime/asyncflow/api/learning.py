@@ -176,7 +176,8 @@ class RewardSpec(Spec):
     resources: ResourcesSpec = Field(default_factory=ResourcesSpec)
     """CPU and memory of the container that judges, one in each pod of a rollout."""
     shuffle: bool = False
-    """Permute rewards within each group, keyed by the seed: a control, in which nothing may be learned."""
+    """Permute rewards within each group, and the lengths that shape them, keyed by the seed: a control, in which
+    nothing may be learned."""
     config: Options = Field(default_factory=dict)
     """Settings that the function is given."""
 

@@ -155,9 +155,9 @@ class GroupPolicy:
     """Rules for what becomes of a finished group.
 
     algorithm: shapes rewards, leaves out samples, and computes advantages. drop_zero_variance: DAPO's dynamic sampling,
-    with at most ``most_filtered`` groups dropped for one step. right_at: the least reward of a right answer.
-    drop_timeouts: a reward that ran into its deadline is
-    none, instead of 0. shuffle_seed: permute the rewards of each group by it, the control in which nothing may be
+    with at most ``most_filtered`` groups dropped for one step. drop_timeouts: a reward that ran into its deadline is
+    none, instead of 0. right_at: the least reward of a right answer. shuffle_seed: permute the rewards of each group by
+    it, with all else that a decision goes by (a punished length would teach): the control in which nothing may be
     learned; None is off. refills: whether another group takes the place of one that goes no further; in a run that
     promises the same bits none can, because which one it is would depend on when it happens.
     """
@@ -189,7 +189,7 @@ class GroupPolicy:
             return GroupDecision(reason, {}, np.zeros(0, np.float32))
         if self.shuffle_seed is not None:
             rng = np.random.default_rng([self.shuffle_seed, group.serial])
-            group = group._replace(rewards=rng.permutation(group.rewards))
+            group = group.permuted(rng.permutation(len(group.rewards)))
         shaped, left_out = self.algorithm.shaped(group), self.algorithm.excluded(group)
         if len(left_out) == len(shaped):
             return GroupDecision(next(iter(left_out.values())), {}, np.zeros(0, np.float32))
