@@ -105,7 +105,6 @@ def test_a_bad_override_is_refused_like_a_bad_file(override: str, reason: str) -
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["algorithm.name=ppo"],
         ["reference={replicas: 1}", "algorithm.kl.coefficient=0.1"],
         ["critic={replicas: 1}"],
         ["reward.config={scale: 2}"],

@@ -140,11 +140,14 @@ def _one_of(*values: str) -> Callable[[object], bool]:
     return frozenset(values).__contains__
 
 
+def _is_a_role(critic: Any) -> bool:
+    return critic is not None and critic.replicas is not None
+
+
 _PLANNED: Final[Mapping[str, tuple[tuple[str, Callable[[Any], bool], str], ...]]] = {
     "RLJob": (
-        ("spec.algorithm.name", _one_of("ppo"), "an algorithm without a critic"),
         ("spec.reference", bool, "nothing: the trainer computes the reference itself"),
-        ("spec.critic", bool, "nothing"),
+        ("spec.critic", _is_a_role, "a critic inside the trainer: leave replicas out"),
         ("spec.reward.config", bool, "nothing: a function is given response, prompt, answer and meta"),
     ),
 }

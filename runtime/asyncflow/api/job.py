@@ -13,7 +13,15 @@ from pydantic import Field, StringConstraints
 
 from asyncflow.api.base import API_VERSION, Frozen, ObjectMeta, Rule, Spec
 from asyncflow.api.durability import ElasticitySpec, FailurePolicySpec, LimitsSpec, StorageSpec
-from asyncflow.api.learning import AlgorithmSpec, DataSpec, EvaluationSpec, ModelSpec, RewardSpec, SamplingSpec
+from asyncflow.api.learning import (
+    AlgorithmSpec,
+    CriticSpec,
+    DataSpec,
+    EvaluationSpec,
+    ModelSpec,
+    RewardSpec,
+    SamplingSpec,
+)
 from asyncflow.api.placement import AUTO, DriverSpec, SchedulingSpec, TemplateSpec
 from asyncflow.api.queue import LEAST_BYTES, QueueSpec
 from asyncflow.api.schedule import AHEAD_CEL, LAG_CEL, STEPS_OUT_CEL, ScheduleSpec
@@ -47,8 +55,8 @@ class RLJobSpec(Spec):
     """The trainer."""
     reference: AuxiliarySpec | None = None
     """Reference models of their own. Absent: the trainer computes them."""
-    critic: AuxiliarySpec | None = None
-    """Value models, for algorithms that have one."""
+    critic: CriticSpec | None = None
+    """The critic, of algorithms that have one. Absent: all of its settings are the usual ones."""
     driver: DriverSpec = Field(default_factory=DriverSpec)
     """Place of the driver."""
     template: TemplateSpec = Field(default_factory=TemplateSpec)
@@ -279,6 +287,13 @@ class RLJobSpec(Spec):
             cel="!has(self.reference) || self.algorithm.kl.coefficient > 0.0",
             why="a reference model is only used by the KL penalty, whose coefficient is 0",
             fix="Give algorithm.kl.coefficient, or leave reference out",
+        ),
+        Rule(
+            reads=("critic.warmup_steps", "algorithm.steps"),
+            ok=lambda job: job.critic is None or job.critic.warmup_steps < job.algorithm.steps,
+            cel="!has(self.critic) || self.critic.warmupSteps < self.algorithm.steps",
+            why="the run ends before the policy is trained",
+            fix="Give critic.warmupSteps < algorithm.steps",
         ),
     )
     frozen_fields: ClassVar[tuple[Frozen, ...]] = (

@@ -216,7 +216,7 @@ class TrainerSpec(Spec):
 
 
 class AuxiliarySpec(Spec):
-    """A model of its own beside the policy: reference or critic."""
+    """A model of its own beside the policy: the reference."""
 
     replicas: Annotated[int, Field(ge=0, le=4096)] = 1
     """Processes."""
