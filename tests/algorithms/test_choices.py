@@ -48,6 +48,10 @@ def group_of(*rewards: float, lengths: tuple[int, ...] = (), cut: tuple[int, ...
         ("quickstart", ["algorithm.name=pf-ppo", "algorithm.options={keep: 10}"], "keep is 10, and a group has 8"),
         ("quickstart", ["algorithm.name=reinforce-plus-plus", PERIODIC], "needs? all samples of a step"),
         ("quickstart", ["algorithm.kl={coefficient: 0.1, place: reward}", PERIODIC], "need all samples of a step"),
+        ("ppo", ["algorithm.groupSize=1", "reward.shuffle=true"], "a group of 1 has one order"),
+        ("ppo", ["algorithm.options={whiten: true}", PERIODIC], "need all samples of a step"),
+        ("ppo", ["algorithm.options={lam: 2}"], "lam"),
+        ("quickstart", ["critic={learningRate: 1e-4}"], "grpo has no critic"),
         (
             "quickstart",
             ["algorithm.name=reinforce-plus-plus", "algorithm.groupSize=1", "algorithm.filterZeroVariance=drop"],

@@ -105,7 +105,6 @@ def test_a_bad_override_is_refused_like_a_bad_file(override: str, reason: str) -
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["algorithm.name=ppo"],
         ["critic={replicas: 1}"],
     ],
     ids=", ".join,

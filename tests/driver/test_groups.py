@@ -13,6 +13,7 @@ from queue_world import answer_all, claim_all, queue_of
 from asyncflow.algorithms.base import Group
 from asyncflow.algorithms.dapo import Dapo, DapoOptions
 from asyncflow.algorithms.grpo import Grpo
+from asyncflow.algorithms.ppo import Ppo
 from asyncflow.api.load import load_job
 from asyncflow.driver import groups as module
 from asyncflow.driver.dispatch import PromptAssignment
@@ -84,6 +85,23 @@ def test_shuffled_samples_are_not_told_apart_by_their_length() -> None:
     group = group_of(0, 0, 1, 1)._replace(lengths=np.array([8, 1, 1, 1]))
     found = [policy(algorithm=dapo, shuffle_seed=3).decide(group._replace(serial=serial)) for serial in range(40)]
     assert len({int(decision.advantages.argmin()) for decision in found}) == 4
+
+
+def test_where_samples_are_not_compared_shuffling_leaves_none_its_own_reward() -> None:
+    rewards = [0, 1, 2, 3, 4]
+    shuffled = policy(algorithm=Ppo(), shuffle_seed=3)
+    orders = [shuffled.decide(group_of(*rewards, serial=serial)).advantages for serial in range(50)]
+    assert all((order != rewards).all() and sorted(order) == rewards for order in orders)
+    assert len({tuple(order) for order in orders}) > 10
+
+
+def test_of_an_algorithm_with_a_critic_groups_are_filtered_and_the_trainer_is_told_the_outcomes() -> None:
+    decided = policy(algorithm=Ppo()).decide(group_of(0.5))
+    assert (decided.reason, decided.advantages.tolist()) == (None, [0.5])
+    filtering = policy(algorithm=Ppo(), drop_zero_variance=True)
+    assert filtering.decide(group_of(1, 1)).reason == FILTERED_ZERO_VARIANCE
+    assert filtering.decide(group_of(1)).reason is None, "a group of one is not known to vary"
+    assert filtering.alike(group_of(1)) is None
 
 
 def test_advantages_are_the_estimators() -> None:

@@ -13,7 +13,7 @@ from asyncflow.api.load import load_job
 from asyncflow.data.base import Prompt
 from asyncflow.data.prompter import Prompter, PromptFormat
 from asyncflow.driver.dispatch import PromptColumns
-from asyncflow.driver.tasks import tasks_of
+from asyncflow.driver.tasks import outputs_of, tasks_of
 from asyncflow.errors import ManifestError
 from asyncflow.flow.admission import InFlight, admission_of, admit
 from asyncflow.rewards import wire
@@ -52,6 +52,15 @@ def test_what_tasks_write_is_what_the_bound_counts() -> None:
     wanted = spec()
     written = {column for task in tasks_of(wanted) for column in task.writes}
     assert written | {"details"} == wanted.output_bytes.keys()
+
+
+def test_where_the_trainer_makes_advantages_the_driver_writes_outcomes() -> None:
+    wanted = spec("algorithm.name=ppo")
+    tasks = {task.name: task for task in tasks_of(wanted)}
+    assert tasks["advantage"].writes == ["outcome"]
+    assert tasks["train"].needs[-1] == "outcome"
+    assert {column for task in tasks.values() for column in task.writes} == outputs_of(wanted).keys()
+    assert sum(outputs_of(wanted).values()) == sum(wanted.output_bytes.values())
 
 
 def test_the_longest_response_is_within_what_was_promised() -> None:

@@ -27,7 +27,7 @@ from asyncflow.training.ranks import SingleProcess
 from asyncflow.training.settings import OptimizerSettings
 from asyncflow.training.torch import optimizer as optimizer_module
 from asyncflow.training.torch.backend import TorchBackend
-from asyncflow.training.torch.optimizer import FlatAdamW, round_stochastically
+from asyncflow.training.torch.optimizer import FlatAdamW, apply_together, round_stochastically
 
 BFLOAT16 = torch.finfo(torch.bfloat16)
 seeds = st.integers(0, 2**32 - 1)
@@ -83,7 +83,7 @@ def stepped(model: nn.Module, optimizer: FlatAdamW, steps: int) -> Tensor:
     """The weights after updates that each make them smaller by the learning rate."""
     for step in range(1, steps + 1):
         optimizer.gradient.fill_(1.0)
-        optimizer.apply(step, divisor=1.0, norm=lambda gradient: float(gradient.norm()))
+        apply_together(step, {optimizer: 1.0}, norm=lambda gradient: float(gradient.norm()))
     return model.weight.detach().float()
 
 

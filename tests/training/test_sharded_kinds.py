@@ -12,7 +12,19 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from rank_process import gang
-from train_kinds import COMPUTES, MIXTURES, MODELS, SMOOTH, STEPS, Found, adapters_run, all_runs, is_figure, make_models
+from train_kinds import (
+    COMPUTES,
+    MIXTURES,
+    MODELS,
+    SMOOTH,
+    STEPS,
+    Found,
+    adapters_run,
+    all_runs,
+    critic_run,
+    is_figure,
+    make_models,
+)
 from train_reference import reference_gradient, relative_error, samples
 
 from asyncflow.training.ranks import SingleProcess
@@ -93,6 +105,25 @@ def test_an_old_policy_of_one_step_behind_and_its_correction_are_those_of_one_ra
         for name in figures:
             assert rank[f"lagged/{name}"] == pytest.approx(one[f"lagged/{name}"], rel=1e-4), name
         assert_close(of(rank, "lagged/weights"), of(one, "lagged/weights"))
+
+
+def test_a_critic_cut_over_two_ranks_learns_what_it_learns_on_one(two: list[Found], one: Found) -> None:
+    assert one["critic/explained_variance"] != 0
+    for rank in two:
+        for name in ("value_loss", "critic_grad_norm", "explained_variance"):
+            assert rank[f"critic/{name}"] == pytest.approx(one[f"critic/{name}"], rel=1e-4), name
+        assert_close(of(rank, "critic/weights"), of(one, "critic/weights"))
+
+
+def test_a_critic_resumes_on_as_many_ranks_with_the_same_bits_and_on_others_with_the_same_weights(
+    two: list[Found], one: Found, folder: Path
+) -> None:
+    on_one = critic_run(folder / "dense", SingleProcess(), resumed=folder / "critic-2")
+    assert_close(of(on_one, "weights"), of(one, "critic/weights"))
+    for rank in two:
+        assert_close(of(rank, "critic-1/weights"), of(one, "critic/weights"))
+        for name, array in of(rank, "critic-2/weights").items():
+            np.testing.assert_array_equal(array, rank[f"critic/weights/{name}"], err_msg=name)
 
 
 @pytest.mark.parametrize("model", MIXTURES)

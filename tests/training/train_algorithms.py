@@ -32,7 +32,8 @@ def samples_for(algorithm: Algorithm) -> MicroBatch:
     """Samples with what the driver writes: rewards, or the numbers of pairs; all have tokens that count."""
     batch = samples()
     if not algorithm.pairs:
-        return replace(batch, advantages=np.round(batch.advantages))
+        assert batch.advantages is not None
+        return replace(batch, advantages=None, outcomes=np.round(batch.advantages))
     batch = part(batch, [i for i, key in enumerate(batch.keys) if key.serial not in (1, 2)])
     return replace(batch, advantages=np.array([1, -2, 2, -1] * (len(batch) // 4), np.float32))
 

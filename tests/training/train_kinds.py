@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from ppo_reference import rewarded
 from torch import nn
 from train_reference import TEMPERATURE, GradientKept, adapter_steps, part, samples, train_share
 from transformers import (
@@ -24,10 +25,12 @@ from transformers import (
 
 from asyncflow.algorithms.correction import Correction
 from asyncflow.algorithms.loss import Loss
+from asyncflow.algorithms.ppo import Ppo, PpoOptions
 from asyncflow.api.workers import LoraSpec
 from asyncflow.training.ranks import ProcessGroup
-from asyncflow.training.settings import BackendSettings, OptimizerSettings
+from asyncflow.training.settings import BackendSettings, CriticSettings, OptimizerSettings
 from asyncflow.training.torch.backend import TorchBackend
+from asyncflow.training.torch.critic import CRITIC_FILE
 from asyncflow.weights.sender import PublishedSlice
 
 Found: TypeAlias = dict[str, NDArray[Any]]
@@ -143,6 +146,44 @@ def adapters_run(folder: Path, group: ProcessGroup, **more: Any) -> Found:
     return run(folder / "dense", group, lora=LORA, loss=Loss(kl=0.5, kl_name="k2"), **more)
 
 
+def critic_run(model: Path, group: ProcessGroup, *, resumed: Path | None = None, saved: Path | None = None) -> Found:
+    """Train policy and critic as ``run`` does; every other step makes two updates, of whitened advantages.
+
+    Rank 1 has no sample of the second mini-batch.
+    """
+    optimizer = OptimizerSettings(learning_rate=3e-3, steps=8, epsilon=1e-2)
+    chosen = {"loss": Loss(algorithm=Ppo(PpoOptions(whiten=True))), "critic": CriticSettings(optimizer=optimizer)}
+    backend = TorchBackend(settings(**chosen), group=group)
+    backend.load(model, checkpoint=resumed)
+    found, batch, metrics = models_of(backend, "first"), rewarded(samples()), dict[str, float]()
+    mine = [i for i in range(len(batch)) if group.world == 1 or (i < 6 and i % 2 == 0) == group.rank]
+    for step in range(1 if resumed is None else SAVED_AFTER + 1, STEPS + 1):
+        if step % 2:
+            prepared = backend.prepare(batch.take(mine))
+            for half in (range(10), range(10, 20)):
+                if half.start:
+                    backend.update(step)
+                backend.micro_batch(prepared.take([n for n, i in enumerate(mine) if i in half]), version=None)
+        else:
+            backend.micro_batch(batch.take(mine), version=None)
+        metrics = backend.finish_step(step)
+        if step == SAVED_AFTER and saved is not None:
+            (folder := saved / f"rank-{group.rank:04d}" if group.rank else saved).mkdir(parents=True, exist_ok=True)
+            backend.snapshot()(folder)
+    found |= models_of(backend, "weights")
+    found |= {name: np.array(metrics[name]) for name in ("value_loss", "critic_grad_norm", "explained_variance")}
+    backend.close()
+    return found
+
+
+def models_of(backend: TorchBackend, what: str) -> Found:
+    """The weights of policy and critic, whole."""
+    assert backend._critic is not None
+    critic = backend._critic.state()[CRITIC_FILE]
+    gathered = {one.name: backend._ranks.whole(one.tensor, one.shape) if one.cut else one.tensor for one in critic}
+    return whole(backend, what) | {f"{what}/critic/{name}": t.numpy().copy() for name, t in gathered.items()}
+
+
 def lagged_run(model: Path, group: ProcessGroup) -> Found:
     """Train with the old policy of one step behind, and a correction by the products over responses."""
     loss = Loss(old="lagged", correction=Correction(level="sequence", low=0.1, high=3.0))
@@ -203,6 +244,9 @@ def all_runs(folder: Path, group: ProcessGroup) -> Found:
     # Rank 1 has no sample of the second mini-batch.
     mine = [i for i in range(len(samples())) if group.world == 1 or (i < 6 and i % 2 == 0) == group.rank]
     found |= named("mini-batches", adapter_steps(folder / "dense", group, mine))
+    found |= named("critic", critic_run(folder / "dense", group, saved=folder / f"critic-{group.world}"))
+    for saved in sorted(folder.glob("critic-[12]")):
+        found |= named(saved.name, critic_run(folder / "dense", group, resumed=saved))
     found |= named("lagged", lagged_run(folder / "dense", group))
     for model in MIXTURES:
         found |= named(model, run(folder / model, group, watch=watched_experts))

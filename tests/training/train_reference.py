@@ -55,16 +55,7 @@ def samples(groups: int = 5, size: int = 4) -> MicroBatch:
 
 
 def part(batch: MicroBatch, indices: Sequence[int]) -> MicroBatch:
-    assert batch.loss_mask is not None
-    return MicroBatch(
-        keys=[batch.keys[i] for i in indices],
-        prompts=batch.prompts.take(indices),
-        responses=batch.responses.take(indices),
-        logprobs=batch.logprobs.take(indices),
-        versions=batch.versions.take(indices),
-        advantages=batch.advantages[list(indices)],
-        loss_mask=batch.loss_mask.take(indices),
-    )
+    return batch.take(list(indices))
 
 
 def padded_logprobs(model: Any, batch: MicroBatch, longest: int) -> torch.Tensor:

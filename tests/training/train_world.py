@@ -136,6 +136,7 @@ async def take_seat(
             whole=whole,
             epochs=epochs,
             mini_batches=mini_batches,
+            decided=made.settings.loss.algorithm.writes,
             checkpoint_every=checkpoint_every,
             checkpoint_evaluated=checkpoint_evaluated,
             patience_s=20,
@@ -168,7 +169,9 @@ class World:
         )
         self.queue = self.places.queue("test")
         order = "key" if self.whole else "fifo"
-        task = TaskSpec(partition=PARTITION, name="train", needs=list(COLUMNS), kind="gang", groups=True, order=order)
+        task = TaskSpec(
+            partition=PARTITION, name="train", needs=[*COLUMNS, "advantage"], kind="gang", groups=True, order=order
+        )
         await self.queue.declare([task], timeout=10)
         return self
 
@@ -214,6 +217,7 @@ def group_rows(serial: int, *, step: int) -> tuple[Samples, list[dict[str, Tag]]
         "versions": Jagged.from_rows([np.full(n, made_by) for n in lengths], "int64"),
         "reward": Jagged.from_rows([[1.0], [0.0]], "float32"),
         "advantage": Jagged.from_rows([[0.5], [-0.5]], "float32"),
+        "outcome": Jagged.from_rows([[1.0], [0.0]], "float32"),
     }
     return samples, tags, columns
 

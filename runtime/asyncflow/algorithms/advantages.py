@@ -56,5 +56,5 @@ def group_advantages(rewards: NDArray[np.floating], *, name: AdvantageName = "gr
 
 
 def zero_variance(metric: NDArray[np.floating]) -> bool:
-    """Return whether all samples of a group, metric [G], did equally well, so that every advantage is 0."""
-    return not np.ptp(np.asarray(metric, dtype=np.float64))
+    """Return whether the samples of a group, metric [G], are several and all did equally well."""
+    return len(metric) > 1 and not np.ptp(np.asarray(metric, dtype=np.float64))

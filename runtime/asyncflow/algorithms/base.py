@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 ALGORITHMS: Final = "asyncflow.algorithms"
 """The group of entry points."""
+OUTCOME: Final = "outcome"
+"""The column in the place of ``advantage`` where the trainer makes advantages: the reward that they are made of."""
+_FEWEST_SHUFFLED: Final = 2
 NAME: Final = "spec.algorithm.name"
 OPTIONS: Final = "spec.algorithm.options"
 
@@ -150,6 +153,16 @@ class Algorithm(Generic[Own]):
         self.seed = seed
         self.whole_step = self.batch_wide or penalised
 
+    @property
+    def writes(self) -> str:
+        """Column that the driver writes: ``advantage``, or ``outcome`` where the trainer makes advantages of it."""
+        return OUTCOME if self.whole_step or self.critic else "advantage"
+
+    @property
+    def compares(self) -> bool:
+        """True where what a sample earns is relative to the others of its group."""
+        return self.fewest > 1
+
     def problems(self, spec: RLJobSpec) -> Iterator[Problem]:
         """Yield what in a manifest cannot be with this algorithm; an algorithm adds its own demands."""
         name = spec.algorithm.name
@@ -162,6 +175,11 @@ class Algorithm(Generic[Own]):
         if self.whole_step and spec.schedule.mode == "periodic":
             why = "the advantages need all samples of a step, and the mode periodic trains them as they arrive"
             yield wrong(spec, "schedule.mode", why, "Give mode: sync or async")
+        if spec.reward.shuffle and spec.algorithm.group_size < _FEWEST_SHUFFLED:
+            why = "rewards are permuted within a group, and a group of 1 has one order"
+            yield wrong(spec, "reward.shuffle", why, "Give a groupSize of at least 2")
+        if spec.critic is not None and not self.critic:
+            yield wrong(spec, "critic", f"{name} has no critic", "Leave critic out, or take the algorithm ppo")
         if self.filters and spec.algorithm.kl.place == "reward":
             why = f"{name} leaves out samples of a group before the trainer adds the KL to its rewards"
             yield wrong(spec, "algorithm.kl.place", why, "Give place: loss")

@@ -22,10 +22,9 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from asyncflow.algorithms.base import Algorithm, Everywhere, StepSamples, wrong
+from asyncflow.algorithms.whitening import whitened
 from asyncflow.api.check import Problem
 from asyncflow.api.job import RLJobSpec
-
-_STD_FLOOR = 1e-8
 
 
 class ReinforceOptions(Struct, frozen=True, kw_only=True):
@@ -57,13 +56,7 @@ class ReinforcePlusPlus(Algorithm[ReinforceOptions]):
         rewards = step.rewards
         if self.options.baseline == "group":
             rewards = rewards - group_means(step, everywhere)
-        returns = self._returns(step, rewards)
-        chosen = returns[step.counted]
-        moments = everywhere(np.array([[len(chosen), chosen.sum()]])).sum(axis=0)
-        count, mean = max(1.0, moments[0]), moments[1] / max(1.0, moments[0])
-        spread = everywhere(np.array([[np.square(chosen - mean).sum()]])).sum()
-        std = np.sqrt(spread / max(1.0, count - 1))
-        return np.where(step.counted, (returns - mean) / (std + _STD_FLOOR), 0.0).astype(np.float32)
+        return whitened(self._returns(step, rewards), step.counted, everywhere=everywhere).astype(np.float32)
 
     def _returns(self, step: StepSamples, rewards: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return what each counted token and those after it earn, float64[N], the samples side by side."""

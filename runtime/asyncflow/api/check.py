@@ -136,15 +136,12 @@ _LIMITS = {
 _FOLLOWS = ("default_factory_not_called",)
 
 
-def _one_of(*values: str) -> Callable[[object], bool]:
-    return frozenset(values).__contains__
+def _is_a_role(critic: Any) -> bool:
+    return critic is not None and critic.replicas is not None
 
 
 _PLANNED: Final[Mapping[str, tuple[tuple[str, Callable[[Any], bool], str], ...]]] = {
-    "RLJob": (
-        ("spec.algorithm.name", _one_of("ppo"), "an algorithm without a critic"),
-        ("spec.critic", bool, "nothing"),
-    ),
+    "RLJob": (("spec.critic", _is_a_role, "a critic inside the trainer: leave replicas out"),),
 }
 """Fields that the schema names for features that are planned, by kind: the attribute path, whether a value asks for
 such a feature, and the values that work now."""

@@ -18,6 +18,7 @@ from asyncflow.api.graph import REF_LOGPROBS, flaws, graph_of
 from asyncflow.api.learning import (
     MOST_DETAILS,
     AlgorithmSpec,
+    CriticSpec,
     DataSpec,
     EvaluationSpec,
     ModelSpec,
@@ -30,7 +31,7 @@ from asyncflow.api.schedule import AHEAD_CEL, LAG_CEL, STEPS_OUT_CEL, ScheduleSp
 from asyncflow.api.status import JobStatus
 from asyncflow.api.tasks import ENTRY_BYTES, ReferenceSpec, UserTaskSpec
 from asyncflow.api.weights import JobWeightsSpec, PublishedDtype
-from asyncflow.api.workers import AuxiliarySpec, RolloutSpec, TrainerSpec
+from asyncflow.api.workers import RolloutSpec, TrainerSpec
 
 _TASKS_CEL = (
     "(has(self.tasks) ? self.tasks.map(t,"
@@ -66,8 +67,8 @@ class RLJobSpec(Spec):
     """The trainer."""
     reference: ReferenceSpec | None = None
     """The reference model as a role of its own. Absent: the trainer computes it."""
-    critic: AuxiliarySpec | None = None
-    """Value models, for algorithms that have one."""
+    critic: CriticSpec | None = None
+    """The critic, of algorithms that have one. Absent: all of its settings are the usual ones."""
     tasks: Annotated[tuple[UserTaskSpec, ...], Field(max_length=5, json_schema_extra=keyed_by("name"))] = ()
     """Tasks of the user's own: functions over finished responses, each in processes of its own."""
     driver: DriverSpec = Field(default_factory=DriverSpec)
@@ -309,6 +310,13 @@ class RLJobSpec(Spec):
             cel="!has(self.reference) || self.algorithm.kl.coefficient > 0.0",
             why="a reference model is only used by the KL penalty, whose coefficient is 0",
             fix="Give algorithm.kl.coefficient, or leave reference out",
+        ),
+        Rule(
+            reads=("critic.warmup_steps", "algorithm.steps"),
+            ok=lambda job: job.critic is None or job.critic.warmup_steps < job.algorithm.steps,
+            cel="!has(self.critic) || self.critic.warmupSteps < self.algorithm.steps",
+            why="the run ends before the policy is trained",
+            fix="Give critic.warmupSteps < algorithm.steps",
         ),
     )
     frozen_fields: ClassVar[tuple[Frozen, ...]] = (

@@ -352,8 +352,8 @@ class AlgorithmSpec(Spec):
     """The learning algorithm. Step k takes promptsPerStep groups of groupSize samples."""
 
     name: PluginName = "grpo"
-    """The algorithm: ``grpo``, ``gspo``, ``cispo``, ``dapo``, ``reinforce-plus-plus``, ``pf-ppo``, ``dpo``, ``ipo``,
-    or what another installed package offers."""
+    """The algorithm: ``grpo``, ``gspo``, ``cispo``, ``dapo``, ``reinforce-plus-plus``, ``ppo``, ``pf-ppo``, ``dpo``,
+    ``ipo``, or what another installed package offers."""
     options: Options = Field(default_factory=dict)
     """The algorithm's own options."""
     group_size: Annotated[int, Field(ge=1, le=4096)] = 8
@@ -460,6 +460,21 @@ class AlgorithmSpec(Spec):
         Frozen(reads="prompts_per_step", why="every prompt carries the step that it belongs to"),
         Frozen(reads="seed", why="random numbers are keyed by it"),
     )
+
+
+class CriticSpec(Spec):
+    """The critic, a value model beside the policy, of the algorithms that have one.
+
+    It begins with the model's weights and a last layer of zeros, and is trained by AdamW as the policy is, but with a
+    learning rate of its own, which rises and falls like the policy's.
+    """
+
+    learning_rate: Annotated[float, Field(gt=0, le=10)] = 1e-5
+    """Learning rate of AdamW after the warm-up of ``algorithm.warmupSteps``."""
+    warmup_steps: Steps = 0
+    """First steps of the run that train the critic alone; each makes a version all the same, with equal weights."""
+    replicas: Annotated[int, Field(ge=0, le=4096)] | None = None
+    """Processes of its own. Absent: it is inside the trainer, cut over its ranks."""
 
 
 class SamplingSpec(Spec):

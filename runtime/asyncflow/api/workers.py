@@ -224,10 +224,3 @@ class TrainerSpec(Spec):
             fix="Give bf16, or leave lora out",
         ),
     )
-
-
-class AuxiliarySpec(Spec):
-    """A model of its own beside the policy: reference or critic."""
-
-    replicas: Annotated[int, Field(ge=0, le=4096)] = 1
-    """Processes."""

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from asyncflow.api.job import RLJobSpec
 from asyncflow.data.prompter import Prompter
-from asyncflow.driver.tasks import TRAIN
+from asyncflow.driver.tasks import TRAIN, outputs_of
 from asyncflow.errors import ManifestError
 from asyncflow.flow.admission import Admission, InFlight, admit
 from asyncflow.flow.schedule import Schedule
@@ -215,7 +215,7 @@ class PromptColumns:
             max_tokens=spec.sampling.max_prompt_tokens,
             max_task_bytes=spec.data.max_task_bytes,
             skips=spec.data.overlong == "skip",
-            outputs=spec.output_bytes,
+            outputs=outputs_of(spec),
         )
 
     def encode(self, serial: int) -> EncodedPrompt:

@@ -32,7 +32,7 @@ import numpy as np
 from msgspec import Meta
 
 from asyncflow.algorithms.advantages import zero_variance
-from asyncflow.algorithms.base import Algorithm, Group, algorithm_of
+from asyncflow.algorithms.base import OUTCOME, Algorithm, Group, algorithm_of
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.learning import EvaluationSpec
 from asyncflow.api.status import RewardState
@@ -195,11 +195,11 @@ class GroupPolicy:
             return GroupDecision(reason, {}, np.zeros(0, np.float32))
         if self.shuffle_seed is not None:
             rng = np.random.default_rng([self.shuffle_seed, group.serial])
-            group = group.permuted(rng.permutation(len(group.rewards)))
+            group = group.permuted(_order(len(group.rewards), rng, compared=self.algorithm.compares))
         shaped, left_out = self.algorithm.shaped(group), self.algorithm.excluded(group)
         if len(left_out) == len(shaped):
             return GroupDecision(next(iter(left_out.values())), {}, np.zeros(0, np.float32))
-        later = self.algorithm.whole_step
+        later = self.algorithm.writes == OUTCOME
         return GroupDecision(None, left_out, shaped.astype(np.float32) if later else self.algorithm.advantages(shaped))
 
     def alike(self, group: Group) -> str | None:
@@ -255,6 +255,20 @@ class _Exchange(NamedTuple):
     serial: int
     step: int
     late: int
+
+
+def _order(size: int, rng: np.random.Generator, *, compared: bool) -> np.ndarray:
+    """Return the order, int64[n], in which samples are given the rewards of a group, so that these say nothing of them.
+
+    compared: samples are judged relative to the group; then each order is as likely, and the mean of an advantage over
+    all of them is 0. Otherwise no sample keeps its own reward: with one chance in n of that it would still be earned.
+    """
+    order = rng.permutation(size)
+    if compared:
+        return order
+    others = np.empty_like(order)
+    others[order] = np.roll(order, 1)
+    return others
 
 
 def _judged(serial: int, rows: Sequence[LeasedRow]) -> Group:
@@ -335,7 +349,7 @@ class AdvantageTask:
                 cells = [group.advantages[i : i + 1] for i in range(len(group.rows))]
                 column = Jagged.from_rows(cells, np.float32)
                 await self._drop(group.others, group.reasons)
-                await self.queue.complete(group.rows, {"advantage": column}, timeout=CALL_TIMEOUT_S)
+                await self.queue.complete(group.rows, {self.policy.algorithm.writes: column}, timeout=CALL_TIMEOUT_S)
                 self._held[step].pop(serial, None)
             del self._held[step]
 

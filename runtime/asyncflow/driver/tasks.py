@@ -3,11 +3,16 @@
 Rollouts also write ``details``, which no task needs: what reward functions said of a sample beside its reward. A gang
 whose algorithm compares pairs takes whole groups.
 
+Of an algorithm whose advantages the trainer makes, the task ``advantage`` filters and shapes as ever, and writes
+``outcome``, the reward that they are made of.
+
 Invariant: what the graph of the job says (``asyncflow.api.graph``), and nothing else; the process that serves the queue
 declares them before any client can ask.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from asyncflow.algorithms.base import algorithm_of
 from asyncflow.api.graph import DRIVER_LEASE_S, EVAL, TRAIN, graph_of
@@ -19,14 +24,18 @@ __all__ = ["DRIVER_LEASE_S", "EVAL", "TRAIN", "tasks_of"]
 
 def tasks_of(spec: RLJobSpec) -> list[TaskSpec]:
     """Return the tasks of both partitions."""
-    pairs = algorithm_of(spec).pairs
+    algorithm = algorithm_of(spec)
+
+    def decided(columns: Sequence[str]) -> list[str]:
+        return [algorithm.writes if column == "advantage" else column for column in columns]
+
     return [
         TaskSpec(
             partition=task.partition,
             name=task.name,
-            needs=list(task.reads),
-            writes=list(task.writes),
-            groups=task.groups or (task.gang and pairs),
+            needs=decided(task.reads),
+            writes=decided(task.writes),
+            groups=task.groups or (task.gang and algorithm.pairs),
             order=task.order,
             kind="gang" if task.gang else "lease",
             shared_tokens=task.shared_tokens,
@@ -34,3 +43,9 @@ def tasks_of(spec: RLJobSpec) -> list[TaskSpec]:
         )
         for task in graph_of(spec).tasks
     ]
+
+
+def outputs_of(spec: RLJobSpec) -> dict[str, int]:
+    """Return the most bytes of each column that is written to a training sample after its creation."""
+    own = algorithm_of(spec).writes
+    return {own if name == "advantage" else name: size for name, size in spec.output_bytes.items()}

@@ -16,7 +16,7 @@ from asyncflow.algorithms.correction import Correction
 from asyncflow.algorithms.loss import Aggregation, Loss
 from asyncflow.algorithms.losses import Clip, KlTarget
 from asyncflow.api.job import RLJobSpec
-from asyncflow.api.learning import CorrectionSpec, KlTargetSpec
+from asyncflow.api.learning import CorrectionSpec, CriticSpec, KlTargetSpec
 from asyncflow.api.placement import PROFILES
 from asyncflow.errors import ManifestError
 from asyncflow.models.folder import export_folder
@@ -26,7 +26,7 @@ from asyncflow.plugins import load_plugin
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.checkpoint import Checkpoints, find_checkpoint
 from asyncflow.training.ranks import SingleProcess, gather_bytes, jointly
-from asyncflow.training.settings import BackendSettings, OptimizerSettings
+from asyncflow.training.settings import BackendSettings, CriticSettings, OptimizerSettings
 
 EXPORT, EXPORT_BEST = "export", "export-best"
 """Folders of a run with its last and its best weights."""
@@ -45,21 +45,23 @@ def kind_of_backend(spec: RLJobSpec, *, device: str) -> type[TrainerBackend]:
 
 def backend_settings(spec: RLJobSpec, *, host: str, local_rank: int = 0) -> BackendSettings:
     """Return what the backend of a rank that others reach at ``host`` has to know of the job."""
-    algorithm, backend = spec.algorithm, spec.trainer.backend
+    algorithm, backend, chosen = spec.algorithm, spec.trainer.backend, algorithm_of(spec)
+    optimizer = OptimizerSettings(
+        learning_rate=algorithm.learning_rate,
+        steps=algorithm.steps,
+        warmup_steps=algorithm.warmup_steps,
+        curve=algorithm.learning_rate_curve,
+        final_fraction=algorithm.final_learning_rate / algorithm.learning_rate,
+        betas=(algorithm.betas[0], algorithm.betas[1]),
+        epsilon=algorithm.epsilon,
+        weight_decay=algorithm.weight_decay,
+        max_grad_norm=algorithm.max_grad_norm,
+    )
     return BackendSettings(
-        optimizer=OptimizerSettings(
-            learning_rate=algorithm.learning_rate,
-            steps=algorithm.steps,
-            warmup_steps=algorithm.warmup_steps,
-            curve=algorithm.learning_rate_curve,
-            final_fraction=algorithm.final_learning_rate / algorithm.learning_rate,
-            betas=(algorithm.betas[0], algorithm.betas[1]),
-            epsilon=algorithm.epsilon,
-            weight_decay=algorithm.weight_decay,
-            max_grad_norm=algorithm.max_grad_norm,
-        ),
+        optimizer=optimizer,
+        critic=_critic(spec.critic or CriticSpec(), optimizer) if chosen.critic else None,
         loss=Loss(
-            algorithm=algorithm_of(spec),
+            algorithm=chosen,
             clip=Clip(low=algorithm.clip.low, high=algorithm.clip.high, dual=algorithm.clip.dual),
             aggregation=Aggregation(name=algorithm.aggregation, horizon=spec.sampling.max_tokens),
             old=algorithm.old,
@@ -90,6 +92,11 @@ def backend_settings(spec: RLJobSpec, *, host: str, local_rank: int = 0) -> Back
     )
 
 
+def _critic(spec: CriticSpec, policy: OptimizerSettings) -> CriticSettings:
+    optimizer = replace(policy, learning_rate=spec.learning_rate)
+    return CriticSettings(optimizer=optimizer, warmup_steps=spec.warmup_steps)
+
+
 def _target(spec: KlTargetSpec | None) -> KlTarget | None:
     return None if spec is None else KlTarget(value=spec.value, horizon=spec.horizon)
 
@@ -114,7 +121,7 @@ def export_checkpoint(spec: RLJobSpec, *, run: Path, step: str, target: Path) ->
         checkpoint.verify()
     settings = backend_settings(spec, host="127.0.0.1")
     options = {name: value for name, value in settings.options.items() if name != "compile"}
-    settings = replace(settings, loss=Loss(), device="cpu", share=1.0, options=options)
+    settings = replace(settings, loss=Loss(), critic=None, device="cpu", share=1.0, options=options)
     backend = kind(settings, group=SingleProcess())
     if not backend.of_model:
         name = spec.trainer.backend.name

@@ -29,6 +29,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
+from asyncflow.algorithms.base import algorithm_of
 from asyncflow.api.graph import trained_columns
 from asyncflow.api.placement import PROFILES
 from asyncflow.driver.tasks import TRAIN
@@ -254,6 +255,7 @@ def _settings(context: JobContext) -> TrainerSettings:
         epochs=spec.algorithm.epochs,
         mini_batches=spec.algorithm.mini_batches,
         published=spec.published_dtype if spec.trainer.lora is None else "float32",
+        decided=algorithm_of(spec).writes,
         checkpoint_every=spec.storage.checkpoints.every,
         checkpoint_evaluated=spec.storage.checkpoints.keep_best is not None,
         extra_columns=trained_columns(spec),

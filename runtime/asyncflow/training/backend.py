@@ -45,7 +45,9 @@ class TrainerBackend(ABC):
     trained = 0
 
     def __init__(self, settings: BackendSettings, *, group: ProcessGroup) -> None:
-        """Prepare. A backend raises ManifestError for ``settings.options`` that it does not know."""
+        """Prepare. A backend raises ManifestError for ``settings.options`` that it does not know, and for
+        ``settings.critic`` where it learns and has none.
+        """
         self.settings = settings
         self.group = group
         self.slot_tokens = settings.pack_tokens or max(SLOT_TOKENS, settings.longest_part)

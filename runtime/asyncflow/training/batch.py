@@ -7,37 +7,38 @@ they do not is refused and names the sample.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncflow.algorithms.base import OUTCOME
 from asyncflow.api.graph import REF_LOGPROBS
 from asyncflow.errors import ProtocolError
 from asyncflow.identity import SampleKey
 from asyncflow.rpc.columns import Jagged
 
-COLUMNS = ("prompt_ids", "response_ids", "logprobs", "versions", "reward", "advantage")
-"""Columns that a trainer fetches of each row."""
+COLUMNS = ("prompt_ids", "response_ids", "logprobs", "versions", "reward")
+"""Columns that a trainer fetches of each row, beside what the driver decides: ``advantage`` or ``outcome``."""
 
 LOSS_MASK = "loss_mask"
 """Optional column: bool for each response token, False where the policy did not choose it (an observation)."""
 
 
-_JAGGED = ("prompts", "responses", "logprobs", "versions", LOSS_MASK, "old", "reference", "token_advantages")
-_KNOWN = (*COLUMNS, LOSS_MASK, REF_LOGPROBS)
+_KNOWN = (*COLUMNS, "advantage", OUTCOME, LOSS_MASK, REF_LOGPROBS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """n samples. prompts, responses: token ids; logprobs: the engine's, float; versions: packed, int64; advantages [n].
+    """n samples. prompts, responses: token ids; logprobs: the engine's, float; versions: packed, int64.
 
-    ``loss_mask`` may be None: then every response token counts. rewards [n] are only reported. old: the log-probs that
-    a back end computed before the updates of a step, None where it did not. token_advantages: of each response token,
-    where the algorithm gives each its own; then ``advantages`` are the shaped rewards that they were made of.
-    reference: the log-probs of θ_0, where a role of their own computed them, else None. extra: columns that users'
-    tasks wrote, by name.
+    advantages: one a sample, [n]; token_advantages: one a response token, which count instead where they are there. A
+    batch without either has outcomes [n], the rewards that a back end makes advantages of. ``loss_mask`` may be None:
+    then every response token counts. rewards [n] are only reported. old, values, returns: the old policy's log-probs,
+    the critic's values and the estimated returns of the response tokens, which a back end computed before the updates
+    of a step; None where it did not. reference: the log-probs of θ_0, where a role of their own computed them, else
+    None. extra: columns that users' tasks wrote, by name.
     """
 
     keys: Sequence[SampleKey]
@@ -45,11 +46,14 @@ class MicroBatch:
     responses: Jagged
     logprobs: Jagged
     versions: Jagged
-    advantages: NDArray[np.float32]
+    advantages: NDArray[np.float32] | None = None
+    token_advantages: Jagged | None = None
+    outcomes: NDArray[np.float32] | None = None
     loss_mask: Jagged | None = None
     rewards: NDArray[np.float32] | None = None
     old: Jagged | None = None
-    token_advantages: Jagged | None = None
+    values: Jagged | None = None
+    returns: Jagged | None = None
     reference: Jagged | None = None
     extra: Mapping[str, Jagged] = field(default_factory=dict)
 
@@ -64,21 +68,26 @@ class MicroBatch:
             logprobs=Jagged.from_rows([], "float32"),
             versions=Jagged.from_rows([], "int64"),
             advantages=np.zeros(0, np.float32),
+            outcomes=np.zeros(0, np.float32),
         )
 
     @classmethod
     def of(cls, keys: Sequence[SampleKey], columns: Mapping[str, Jagged]) -> MicroBatch:
         """Build it from fetched columns, in the order of ``keys``.
 
-        Raises ProtocolError where the columns disagree, or a reward is not finite.
+        The cells of ``advantage`` have one entry each, or some of them one for each response token. Raises
+        ProtocolError where the columns disagree, or a reward is not finite.
         """
-        responses = columns["response_ids"]
+        responses, advantage = columns["response_ids"], columns.get("advantage")
         expected = dict.fromkeys(("logprobs", "versions", LOSS_MASK, REF_LOGPROBS), responses)
+        if of_tokens := advantage is not None and bool((advantage.lengths != 1).any()):
+            columns = {**columns, "advantage": _of_tokens(advantage, responses)}
+            expected["advantage"] = responses
         for name, column in columns.items():
             if len(column) != len(keys):
                 raise ProtocolError(f"column {name} has {len(column)} rows for {len(keys)} samples", where="trainer")
             lengths = expected[name].lengths if name in expected else None
-            if name in ("advantage", "reward"):
+            if lengths is None and name in ("advantage", "reward", OUTCOME):
                 lengths = np.ones(len(keys), dtype=np.int64)
             if lengths is None:
                 continue
@@ -89,7 +98,7 @@ class MicroBatch:
                     f"not {lengths[wrong[0]]}",
                     where="trainer",
                 )
-        rewards = np.asarray(columns["reward"].values, dtype=np.float32) if "reward" in columns else None
+        rewards = _numbers(columns.get("reward"))
         if rewards is not None and len(odd := np.flatnonzero(~np.isfinite(rewards))):
             raise ProtocolError(f"sample {tuple(keys[odd[0]])}: reward is {rewards[odd[0]]}", where="trainer")
         return cls(
@@ -98,7 +107,9 @@ class MicroBatch:
             responses=responses,
             logprobs=columns["logprobs"],
             versions=columns["versions"],
-            advantages=np.asarray(columns["advantage"].values, dtype=np.float32),
+            advantages=None if of_tokens else _numbers(columns.get("advantage")),
+            token_advantages=columns["advantage"] if of_tokens else None,
+            outcomes=_numbers(columns.get(OUTCOME)),
             loss_mask=columns.get(LOSS_MASK),
             rewards=rewards,
             reference=columns.get(REF_LOGPROBS),
@@ -111,21 +122,12 @@ class MicroBatch:
         some = [batch for batch in batches if len(batch)]
         if not some:
             return cls.empty()
-
-        def column(name: str) -> Any:
-            parts = [getattr(batch, name) for batch in some]
-            if parts[0] is None:
-                return None
-            return Jagged.gather([(part, 0, len(part)) for part in parts])
-
+        if any(batch.token_advantages is not None for batch in some):
+            some = [replace(batch.credited(batch.credit()), advantages=None) for batch in some]
         whole = cls(
             keys=[key for batch in some for key in batch.keys],
-            advantages=np.concatenate([batch.advantages for batch in some]),
-            rewards=None if some[0].rewards is None else np.concatenate([batch.rewards for batch in some]),
-            **{name: column(name) for name in _JAGGED},
-            extra={
-                name: Jagged.gather([(batch.extra[name], 0, len(batch)) for batch in some]) for name in some[0].extra
-            },
+            **{name: _joined([getattr(batch, name) for batch in some]) for name in _PARTS},
+            extra={name: _joined([batch.extra[name] for batch in some]) for name in some[0].extra},
         )
         return whole.take(sorted(range(len(whole)), key=whole.keys.__getitem__))
 
@@ -150,27 +152,42 @@ class MicroBatch:
         return np.diff(counted[self.loss_mask.offsets])
 
     def credit(self) -> NDArray[np.float32]:
-        """Return the advantage of each response token, [N]: its own, or its sample's."""
+        """Return the advantage of each response token, [N]: its own, or its sample's.
+
+        Raises ProtocolError where there is neither.
+        """
         if self.token_advantages is not None:
             return np.asarray(self.token_advantages.values, dtype=np.float32)
-        return np.repeat(self.advantages, self.response_lengths())
+        return np.repeat(self.given(), self.response_lengths())
 
     def credited(self, advantages: NDArray[np.float32]) -> MicroBatch:
         """Return the samples with the advantage of each response token, [N]."""
         return replace(self, token_advantages=Jagged(advantages, self.responses.offsets))
 
+    def earned(self) -> NDArray[np.float32]:
+        """Return the outcomes, [n]. Raises ProtocolError where there are none."""
+        if self.outcomes is None:
+            raise ProtocolError("the samples have no outcomes", where="trainer")
+        return self.outcomes
+
+    def given(self) -> NDArray[np.float32]:
+        """Return the advantages of the samples, [n]. Raises ProtocolError where there are none."""
+        if self.advantages is None:
+            raise ProtocolError("the samples have no advantages", where="trainer")
+        return self.advantages
+
     def strongest(self) -> NDArray[np.float32]:
-        """Return the largest |advantage| among the tokens of each sample, [n]."""
+        """Return the largest |advantage| among the tokens of each sample that count, [n]; inf where it is not known."""
         if self.token_advantages is None:
-            return np.abs(self.advantages)
+            return np.full(len(self), np.inf, np.float32) if self.advantages is None else np.abs(self.advantages)
         found = np.zeros(len(self), np.float32)
         of_token = np.repeat(np.arange(len(self)), self.response_lengths())
-        np.maximum.at(found, of_token, np.abs(self.token_advantages.values))
+        np.maximum.at(found, of_token, np.abs(self.token_advantages.values) * self.counted())
         return found
 
     def pairs(self) -> NDArray[np.int64]:
         """Return the number of the pair of each sample, [n]: those of a group with the same |advantage| are one."""
-        named = np.column_stack([[key.serial for key in self.keys], np.abs(self.advantages)]).reshape(-1, 2)
+        named = np.column_stack([[key.serial for key in self.keys], np.abs(self.given())]).reshape(-1, 2)
         numbers: NDArray[np.int64] = np.unique(named, axis=0, return_inverse=True)[1].reshape(-1)
         return numbers
 
@@ -186,17 +203,36 @@ class MicroBatch:
 
     def take(self, indices: Sequence[int]) -> MicroBatch:
         """Return the samples at ``indices`` alone."""
-        return MicroBatch(
-            keys=[self.keys[index] for index in indices],
-            prompts=self.prompts.take(indices),
-            responses=self.responses.take(indices),
-            logprobs=self.logprobs.take(indices),
-            versions=self.versions.take(indices),
-            advantages=self.advantages[list(indices)],
-            loss_mask=None if self.loss_mask is None else self.loss_mask.take(indices),
-            rewards=None if self.rewards is None else self.rewards[list(indices)],
-            old=None if self.old is None else self.old.take(indices),
-            token_advantages=None if self.token_advantages is None else self.token_advantages.take(indices),
-            reference=None if self.reference is None else self.reference.take(indices),
-            extra={name: column.take(indices) for name, column in self.extra.items()},
-        )
+        keys = [self.keys[index] for index in indices]
+        extra = {name: column.take(indices) for name, column in self.extra.items()}
+        return MicroBatch(keys=keys, **{name: _taken(getattr(self, name), indices) for name in _PARTS}, extra=extra)
+
+
+_PARTS = tuple(part.name for part in fields(MicroBatch) if part.name not in ("keys", "extra"))
+
+
+def _numbers(column: Jagged | None) -> NDArray[np.float32] | None:
+    return None if column is None else np.asarray(column.values, dtype=np.float32)
+
+
+def _of_tokens(advantage: Jagged, responses: Jagged) -> Jagged:
+    """Return ``advantage`` with an entry for each response token in the place of one that holds for all of them."""
+    if len(advantage) != len(responses):
+        return advantage
+    single = advantage.lengths == 1
+    lengths = np.where(single, responses.lengths, advantage.lengths)
+    repeats = np.repeat(np.where(single, responses.lengths, 1), advantage.lengths)
+    return Jagged.trusted(np.repeat(advantage.values, repeats), lengths, advantage.dtype)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Return a field of several batches as one."""
+    if isinstance(parts[0], Jagged):
+        return Jagged.gather([(part, 0, len(part)) for part in parts])
+    return None if parts[0] is None else np.concatenate(parts)
+
+
+def _taken(part: Any, indices: Sequence[int]) -> Any:
+    if isinstance(part, Jagged):
+        return part.take(indices)
+    return None if part is None else part[list(indices)]

@@ -45,6 +45,7 @@ COUNTS = ("silent_samples", COMPUTED_TOKENS, "packed_tokens")
 TOKEN_MEANS = (
     "kl", "entropy", "surprise", "ratio", "approx_kl", "clip_low", "clip_high", "clip_dual",
     "correction_ess", "correction_mean", "correction_high", "correction_low", "correction_k1", "correction_k3",
+    "value_loss", "value_clip", "return_mean",
 )  # fmt: skip
 """Metrics that are means over the computed tokens of an update."""
 MAXIMA = ("ratio_max", "correction_max")
@@ -152,7 +153,7 @@ class SlotPrefetcher:
             slot = await retry(
                 lambda: self._ask(step, number, tokens), what=f"asking the queue for {what}", timeout=patience
             )
-        rows, columns = slot.rows, [*COLUMNS, *settings.extra_columns]
+        rows, columns = slot.rows, [*COLUMNS, settings.decided, *settings.extra_columns]
         if not rows:
             return FilledSlot(batch=MicroBatch.empty(), last=slot.last, totals=slot.totals)
         fetched = await retry(

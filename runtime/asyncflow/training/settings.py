@@ -53,23 +53,33 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticSettings:
+    """Settings of a critic inside the trainer. warmup_steps: first steps, which train it alone."""
+
+    optimizer: OptimizerSettings
+    warmup_steps: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackendSettings:
     """Settings of a backend.
 
-    lora: adapters to train in place of the weights, None for all weights; temperature: of the sampling that made the
-    responses, applied to the trainer's logits too; compute: dtype of forward and backward; weights: dtype in
-    which weights are held (bfloat16: each update is rounded stochastically; moments and the sum of gradients are always
-    float32); layout: see ``packing``; pack_tokens: most tokens of a rank's part of a slot, which is computed as one
-    pack (None: the backend's choice); longest: most tokens of one sample (None: not known); threads: of this rank, 0 =
-    the library's choice; group_size: samples of one prompt; device: torch's name of the kind of device; local_rank:
-    which of the devices that this process sees is its own; share: part of its memory that this rank may use; host: the
-    address at which other ranks reach this one; deterministic: the same bits again on an accelerator too, which costs
-    speed (the CPU gives them always); reference_given: whether batches bring the reference's log-probs, so that no
-    reference model is held here; options: the backend's own.
+    critic: the model beside the policy of an algorithm that has one; lora: adapters to train in place of the weights,
+    None for all weights; temperature: of the sampling that made the responses, applied to the trainer's logits too;
+    compute: dtype of forward and backward; weights: dtype in which weights are held (bfloat16: each update is rounded
+    stochastically; moments and the sum of gradients are always float32); layout: see ``packing``; pack_tokens: most
+    tokens of a rank's part of a slot, which is computed as one pack (None: the backend's choice); longest: most tokens
+    of one sample (None: not known); threads: of this rank, 0 = the library's choice; group_size: samples of one prompt;
+    device: torch's name of the kind of device; local_rank: which of the devices that this process sees is its own;
+    share: part of its memory that this rank may use; host: the address at which other ranks reach this one;
+    deterministic: the same bits again on an accelerator too, which costs speed (the CPU gives them always);
+    reference_given: whether batches bring the reference's log-probs, so that no reference model is held here; options:
+    the backend's own.
     """
 
     optimizer: OptimizerSettings
     loss: Loss = field(default_factory=Loss)
+    critic: CriticSettings | None = None
     lora: LoraSpec | None = None
     temperature: float = 1.0
     compute: Literal["float32", "bfloat16"] = "float32"
@@ -122,9 +132,10 @@ class TrainerSettings:
     rows; attempt: of this gang, which fences older ones; whole: collect all of D_k before the first gradient (the
     synchronous loop); epochs, mini_batches: passes over D_k, and optimizer updates of each; published: what weights are
     rounded to when they are published; checkpoint_every: steps between checkpoints, 0 = the last one only;
-    checkpoint_evaluated: whether versions that are evaluated have one too; extra_columns: fetched beside the usual ones
-    (``loss_mask``, what other tasks wrote); patience_s: how long the queue or the driver may be away; leave_s: how long
-    the ledger may take to be on disk once the trainer is leaving.
+    checkpoint_evaluated: whether versions that are evaluated have one too; decided: column that the driver writes, see
+    ``Algorithm.writes``; extra_columns: fetched beside the usual ones (``loss_mask``, what other tasks wrote);
+    patience_s: how long the queue or the driver may be away; leave_s: how long the ledger may take to be on disk once
+    the trainer is leaving.
     """
 
     schedule: Schedule
@@ -136,6 +147,7 @@ class TrainerSettings:
     published: WeightsDtype = "float32"
     checkpoint_every: int = 10
     checkpoint_evaluated: bool = False
+    decided: str = "advantage"
     extra_columns: tuple[str, ...] = ()
     patience_s: float = 120.0
     leave_s: float = 2.0

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,8 +37,9 @@ from asyncflow.training.ranks import ProcessGroup
 from asyncflow.training.settings import BackendSettings, TorchOptions, WeightsDtype
 from asyncflow.training.slice_files import unwritable
 from asyncflow.training.torch.credit import credited, divergences
+from asyncflow.training.torch.critic import open_critic
 from asyncflow.training.torch.device import TensorGroup, as_array, collective, find_device, on_device, rounded
-from asyncflow.training.torch.figures import StepFigures, metrics_of
+from asyncflow.training.torch.figures import StepFigures, critics, metrics_of
 from asyncflow.training.torch.lora import (
     add_adapters,
     base_shards,
@@ -55,7 +57,7 @@ from asyncflow.training.torch.model import (
     open_model,
     smallest_pack,
 )
-from asyncflow.training.torch.optimizer import FlatAdamW
+from asyncflow.training.torch.optimizer import FlatAdamW, apply_together
 from asyncflow.training.torch.sharding import older, open_sharded
 from asyncflow.training.torch.shards import (
     TensorShard,
@@ -91,12 +93,13 @@ class TorchBackend(TrainerBackend):
         self._device = find_device(settings.device, share=settings.share, local_rank=settings.local_rank)
         choose_kernels(self._device, deterministic=settings.deterministic)
         torch.manual_seed(settings.seed)
-        self._how: dict[str, Any] = {
-            "temperature": settings.temperature,
-            "compute": getattr(torch, settings.compute),
-            "rows": options.head_tokens,
-            "few_sizes": options.compile,
-        }
+        self._logprobs = partial(
+            LogprobModel,
+            temperature=settings.temperature,
+            compute=getattr(torch, settings.compute),
+            rows=options.head_tokens,
+            few_sizes=options.compile,
+        )
         self._budget = PackBudget(self.slot_tokens)
         self._ranks = TensorGroup(
             group,
@@ -145,6 +148,16 @@ class TorchBackend(TrainerBackend):
             if read_saved(checkpoint, STATE_FILE, state, optional=generator, group=self.group, ranks=self._ranks):
                 torch.set_rng_state(generator.tensor.reshape(-1))
             self._resume_coefficient(checkpoint)
+        self._critic = open_critic(
+            folder,
+            checkpoint,
+            resumed=resumed,
+            settings=self.settings,
+            options=self._options,
+            device=self._device,
+            group=self.group,
+            ranks=self._ranks,
+        )
         if self.settings.pack_tokens is None and self._device.type != "cpu":
             self._find_slot_tokens()
 
@@ -194,9 +207,9 @@ class TorchBackend(TrainerBackend):
             model = open_model(folder, weights=first, **held).requires_grad_(not frozen)
             if lora is not None:
                 add_adapters(model, lora)
-            opened = LogprobModel(model, **self._how)
+            opened = self._logprobs(model)
         else:
-            opened = open_sharded(folder, mesh=mesh, frozen=frozen, lora=lora, how=self._how, **held)
+            opened = open_sharded(folder, mesh=mesh, frozen=frozen, lora=lora, wrap=self._logprobs, **held)
             if first:
                 longest = self.settings.longest
                 read_first(folder, base_shards(opened.model), longest=longest, group=self.group, ranks=self._ranks)
@@ -234,7 +247,7 @@ class TorchBackend(TrainerBackend):
         if loss.old != "behaviour":
             with nullcontext(self._policy.evaluate) if weights is None else self._under(weights) as evaluate:
                 batch = replace(batch, old=self._evaluated(batch, evaluate))
-        if not loss.algorithm.whole_step:
+        if not loss.algorithm.whole_step and (self._critic is None or weights is not None):
             return batch
         penalty = np.zeros(len(batch.responses.values))
         if loss.penalised and (batch.reference is not None or self._reference is not None):
@@ -242,6 +255,8 @@ class TorchBackend(TrainerBackend):
             kl = divergences(batch, reference, loss)
             self._figures.count([("penalty_tokens", float(batch.loss_lengths().sum())), ("penalty", float(kl.sum()))])
             penalty = self._loss.kl * kl
+        if self._critic is not None:
+            return self._critic.estimated(batch, values=self._evaluated(batch, self._critic.evaluate), penalty=penalty)
         return credited(batch, penalty, loss, group=self.group)
 
     def _referred(self, pack: Pack) -> Tensor:
@@ -261,15 +276,19 @@ class TorchBackend(TrainerBackend):
         return self._evaluated_once(batch, evaluate)
 
     def _evaluated_once(self, batch: MicroBatch, evaluate: Callable[[Pack], Tensor]) -> Jagged:
-        values, loss = np.zeros(len(batch.responses.values), np.float32), self.settings.loss
-        silent = np.zeros(len(batch), np.bool_) if loss.algorithm.whole_step else loss.silent(batch.strongest())
-        active = np.flatnonzero(~silent & (batch.loss_lengths() > 0))
+        values = np.zeros(len(batch.responses.values), np.float32)
+        active = np.flatnonzero(~self._silent(batch) & (batch.loss_lengths() > 0))
         for pack in self._in_step(self._packs(batch, active)):
             found = evaluate(pack or smallest_pack()).cpu().numpy()
             if pack is not None:
                 entries, _ = _entries(batch, pack, active[pack.samples])
                 values[entries] = found
         return Jagged(values, batch.responses.offsets)
+
+    def _silent(self, batch: MicroBatch) -> NDArray[np.bool_]:
+        """Return for each sample whether its gradient is exactly 0: never where a critic learns from it."""
+        silent = self._loss.silent(batch.strongest())
+        return silent if self._critic is None else np.zeros_like(silent)
 
     @contextmanager
     def _under(self, weights: Mapping[str, NDArray[Any]]) -> Iterator[Callable[[Pack], Tensor]]:
@@ -313,11 +332,13 @@ class TorchBackend(TrainerBackend):
     def _forget_step(self) -> None:
         """Drop all since the last update: a backward pass that failed has added a part of its gradient."""
         self._optimizer.clear()
+        if self._critic is not None:
+            self._critic.optimizer.clear()
         self._figures, self._step = StepFigures(self._loss.algorithm.figures), []
 
     def _add(self, batch: MicroBatch, *, version: int | None) -> None:
         loss, lengths = self._loss, batch.loss_lengths()
-        silent = loss.silent(batch.strongest())
+        silent = self._silent(batch)
         totals = ("tokens", lengths.sum()), ("sequences", np.count_nonzero(lengths)), ("silent", silent.sum())
         self._figures.count((name, float(value)) for name, value in totals)
         active = np.flatnonzero(~silent & (lengths > 0))
@@ -325,12 +346,11 @@ class TorchBackend(TrainerBackend):
         packs = self._packs(batch, active)
         self._figures.count([("packed_tokens", float(sum(len(pack.ids) for pack in packs)))])
         weights, current = loss.aggregation.weights(lengths), batch.makers() == version
-        credit = batch.credit()
         for pack in self._in_step(packs):
             if pack is None:
                 self._accompany()
             else:
-                self._accumulate(batch, pack, active[pack.samples], weights, credit, current)
+                self._accumulate(batch, pack, active[pack.samples], weights, current)
                 self.trained += len(np.unique(pack.samples))
 
     def _accompany(self) -> None:
@@ -338,6 +358,8 @@ class TorchBackend(TrainerBackend):
         if self._reference is not None and self.settings.loss.compares:
             with torch.no_grad():
                 self._reference(smallest_pack(), entropy=False)
+        if self._critic is not None:
+            self._critic.accompany()
         logprobs, _ = self._policy(smallest_pack(), entropy=False)
         (logprobs * 0).sum().backward()
 
@@ -408,7 +430,6 @@ class TorchBackend(TrainerBackend):
         pack: Pack,
         samples: NDArray[np.int64],
         weights: NDArray[np.float64],
-        credit: NDArray[np.float32],
         current: NDArray[np.bool_],
     ) -> None:
         loss = self._loss
@@ -421,12 +442,17 @@ class TorchBackend(TrainerBackend):
         elif self._reference is not None and loss.compares:
             with torch.no_grad():
                 reference, _ = self._reference(pack, entropy=False)
+        advantages: NDArray[np.floating] = (
+            batch.credit()[entries]
+            if self._critic is None
+            else self._critic.add(batch, pack, samples, entries, counted, figures=self._figures)
+        )
         logprobs, entropy = self._policy(pack, entropy=loss.entropy != 0)
         counts = self._tensor(counted)
         terms = loss.tokens(
             logprobs,
             behaviour=behaviour,
-            advantages=self._tensor(credit[entries]),
+            advantages=self._tensor(advantages),
             reference=reference,
             entropy=entropy,
             before=None if batch.old is None else self._tensor(batch.old.values[entries]),
@@ -469,11 +495,16 @@ class TorchBackend(TrainerBackend):
         meter = self._figures.merged(self.group, step=step)
         totals = LossTotals(int(meter.sums["tokens"]), int(meter.sums["sequences"]))
         divisor = self.settings.loss.aggregation.divisor(totals)
-        applied = self._optimizer.apply(step, divisor=divisor, norm=self._ranks.norm)
+        gradients, resting = {self._optimizer: divisor}, set[FlatAdamW]()
+        if self._critic is not None:
+            gradients[self._critic.optimizer] = float(max(1, totals.tokens))
+            resting = {self._optimizer} if self._critic.learns_alone(step) else resting
+        applied, *others = apply_together(step, gradients, norm=self._ranks.norm, resting=resting)
         if not applied.moved:
             log.warning("step %d: the gradient is not finite, the weights stay as they are", step)
         self._step, self._trained_before = [], self.trained
-        self._updates.append(metrics_of(meter, divisor=divisor, applied=applied, own=self._loss.algorithm.figures))
+        metrics = metrics_of(meter, divisor=divisor, applied=applied, own=self._loss.algorithm.figures)
+        self._updates.append(metrics | {name: value for other in others for name, value in critics(other).items()})
 
     def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any] | PublishedSlice]]:
         """Yield what is trained, by transformers' or peft's names; on the CPU what is not rounded is shared.
@@ -528,6 +559,8 @@ class TorchBackend(TrainerBackend):
     def snapshot(self, *, shared: bool = True) -> Callable[[Path], None]:
         """See the base class: model.safetensors and optimizer.safetensors (moments, step counts, the generator)."""
         state = {WEIGHTS_FILE: self._shards, STATE_FILE: self._state()}
+        if self._critic is not None:
+            state |= self._critic.state()
         if shared:
             state = {name: copied(shards, group=self.group) for name, shards in state.items()}
 

@@ -36,7 +36,7 @@ def credited(batch: MicroBatch, penalty: NDArray[np.float64], loss: Loss, *, gro
     step = StepSamples(
         serials=keys[:, 0],
         samples=keys[:, 1],
-        rewards=batch.advantages.astype(np.float64),
+        rewards=batch.earned().astype(np.float64),
         offsets=batch.responses.offsets,
         counted=batch.counted(),
         penalty=penalty,

@@ -7,7 +7,7 @@ them all at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -25,8 +25,10 @@ _SUMS = (
     "tokens", "sequences", "computed", "loss", "kl", "entropy", "surprise", "ratio", "approx_kl",
     "clip_low", "clip_high", "clip_dual", "silent", "packed_tokens", "gap_tokens", "gap",
     "correction_units", "correction_weights", "correction_squares", "correction_high", "correction_low",
-    "correction_k1", "correction_k3", "penalty_tokens", "penalty",
+    "correction_k1", "correction_k3", "penalty_tokens", "penalty", "value_tokens", "value_loss", "value_clip",
+    "return", "return_squares", "value_error", "value_error_squares",
 )  # fmt: skip
+_OF_VALUES = ("value_loss", "value_clip", "return", "return_squares", "value_error", "value_error_squares")
 _MAXIMA = ("ratio_max", "correction_max", "correction_least")
 """``correction_least`` is the smallest weight with its sign turned."""
 _MEANS = ("kl", "entropy", "surprise", "ratio", "approx_kl", "clip_low", "clip_high", "clip_dual")
@@ -39,6 +41,7 @@ class StepFigures:
         self._own = own
         self._meter = _meter(own)
         self._packs: list[tuple[tuple[str, ...], Tensor, Tensor]] = []
+        self._values: list[Tensor] = []
 
     def count(self, values: Iterable[tuple[str, float]]) -> None:
         """Add numbers that are on the host already, by name."""
@@ -87,6 +90,10 @@ class StepFigures:
         gaps = torch.where(on_policy > 0, gap, float("nan"))
         self._packs.append((tuple(values), torch.stack(list(values.values())), gaps))
 
+    def values(self, *, loss: Tensor, clipped: Tensor) -> None:
+        """Add the sums of a critic's pack: of its loss, and of the tokens whose loss is clipped."""
+        self._values.append(torch.stack([loss, clipped]))
+
     def merged(self, group: ProcessGroup, *, step: int) -> StepMeter:
         """Return the figures of all ranks, and begin anew. Collective; waits for every pack since the last step."""
         self._read()
@@ -95,6 +102,9 @@ class StepFigures:
         return meter
 
     def _read(self) -> None:
+        for row in torch.stack(self._values).tolist() if self._values else ():
+            self._meter.add(zip(("value_loss", "value_clip"), row, strict=True))
+        self._values = []
         if not self._packs:
             return
         names, figures, gaps = zip(*self._packs, strict=True)
@@ -141,7 +151,27 @@ def metrics_of(meter: StepMeter, *, divisor: float, applied: Applied, own: tuple
             "correction_k1": sums["correction_k1"] / computed,
             "correction_k3": sums["correction_k3"] / computed,
         }
+    if tokens := sums["value_tokens"]:
+        metrics |= _values_of({name: sums[name] / tokens for name in _OF_VALUES})
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def critics(applied: Applied) -> dict[str, float]:
+    """Return the metrics of an optimizer step of the critic, those that are finite."""
+    metrics = {"critic_grad_norm": applied.grad_norm, "critic_learning_rate": applied.learning_rate}
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _values_of(means: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a critic out of means over tokens: ``explained_variance`` is 1 - Var(R - V) / Var(R)."""
+    spread = means["return_squares"] - means["return"] ** 2
+    unexplained = means["value_error_squares"] - means["value_error"] ** 2
+    return {
+        "value_loss": means["value_loss"],
+        "value_clip": means["value_clip"],
+        "return_mean": means["return"],
+        "explained_variance": 1 - unexplained / spread if spread > 0 else 0.0,
+    }
 
 
 def _correction(terms: CorrectionTerms, *, counted: Tensor) -> dict[str, Tensor]:

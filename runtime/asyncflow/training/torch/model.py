@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -135,24 +134,52 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
-class LogprobModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
+class PackModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
+    """A model of transformers that computes on packs.
+
+    compute: the dtype of its layers; few_sizes: fill packs up, so that few sizes occur (``packing.few_sizes``).
+    """
+
+    def __init__(self, model: nn.Module, *, compute: torch.dtype, few_sizes: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.compute = compute
+        self._few_sizes = few_sizes
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its parameters."""
+        found: torch.device = next(self.model.parameters()).device
+        return found
+
+    def cast(self, **how: Any) -> AbstractContextManager[Any]:
+        """Return what has the layers of this block compute in ``compute``; how: as for ``torch.autocast``."""
+        chosen: AbstractContextManager[Any] = torch.autocast(
+            self.device.type, dtype=self.compute, enabled=self.compute != torch.float32, **how
+        )
+        return chosen
+
+    def inputs(self, pack: Pack) -> dict[str, Any]:
+        """Return the arguments of a forward pass over ``pack``."""
+        filled = pack.padded(few_sizes(len(pack.ids))) if self._few_sizes else pack
+        layout = _layout(self.model.config, device=self.device, compute=self.compute)
+        return _inputs(filled, self.device, layout)
+
+
+class LogprobModel(PackModel):
     """A model that is asked for the log-probs of targets instead of logits.
 
     rows: most targets whose logits exist at once. A pack with more is taken in chunks, each computed again in the
     backward pass, so that memory does not grow with the pack. A model that changes what its output layer makes, by a
-    scale or a cap, makes all logits of a pack at once; which it is, the first pass finds out. few_sizes: fill packs up,
-    so that few sizes occur (``packing.few_sizes``).
+    scale or a cap, makes all logits of a pack at once; which it is, the first pass finds out.
     """
 
     def __init__(
         self, model: nn.Module, *, temperature: float, compute: torch.dtype, rows: int, few_sizes: bool = False
     ) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model, compute=compute, few_sizes=few_sizes)
         self._temperature = temperature
-        self._compute = compute
         self._rows = rows
-        self._few_sizes = few_sizes
         self._ends_in_its_head: bool | None = None
 
     def evaluate(self, pack: Pack, *, temperature: float | None = None) -> Tensor:
@@ -173,21 +200,18 @@ class LogprobModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
         temperature: that of sampling where none is given.
         """
         temperature = self._temperature if temperature is None else temperature
-        device = next(self.model.parameters()).device
-        cast = partial(torch.autocast, device.type, dtype=self._compute, enabled=self._compute != torch.float32)
         if self._ends_in_its_head is None:
-            self._look(cast)
-        filled = pack.padded(few_sizes(len(pack.ids))) if self._few_sizes else pack
-        inputs = _inputs(filled, device, _layout(self.model.config, device=device, compute=self._compute))
-        targets, rows = (on_device(array, device) for array in (pack.targets, pack.rows))
+            self._look()
+        inputs = self.inputs(pack)
+        targets, rows = (on_device(array, self.device) for array in (pack.targets, pack.rows))
         if not self._ends_in_its_head or len(targets) <= self._rows:
-            with cast():
+            with self.cast():
                 logits = self.model(**inputs, logits_to_keep=rows).logits[0]
                 return _logprobs(logits, targets, temperature=temperature, entropy=entropy)
-        with cast():
+        with self.cast():
             states = self.model.base_model(**inputs).last_hidden_state[0].index_select(0, rows)
         # One rounded copy of the head for all chunks would add up their gradients in its own precision.
-        with cast(cache_enabled=False):
+        with self.cast(cache_enabled=False):
             chunks = [
                 checkpoint(self._chunk, *chunk, temperature, entropy, use_reentrant=False, preserve_rng_state=False)
                 for chunk in zip(states.split(self._rows), targets.split(self._rows), strict=True)
@@ -195,12 +219,12 @@ class LogprobModel(nn.Module):  # type: ignore[misc]  # mypy does not read torch
         logprobs, entropies = zip(*chunks, strict=True)
         return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
-    def _look(self, cast: Callable[[], AbstractContextManager[Any]]) -> None:
+    def _look(self) -> None:
         """Find out what the model is like, in its first pass. Raises NotYetError where packs cannot hold it."""
         # Layers that are cut over ranks or hold narrower weights compute in the narrower dtype, whoever calls them.
-        narrow = isinstance(self, FSDPModule) or next(self.model.parameters()).dtype == self._compute
-        rounds = narrow and self._compute != torch.float32
-        with cast() if rounds else nullcontext():
+        narrow = isinstance(self, FSDPModule) or next(self.model.parameters()).dtype == self.compute
+        rounds = narrow and self.compute != torch.float32
+        with self.cast() if rounds else nullcontext():
             _check_packs(self.model, leak=_ROUNDED_LEAK if rounds else _LEAK)
             self._ends_in_its_head = _ends_in_its_head(self.model)
 

@@ -9,13 +9,13 @@ are smaller than half of the distance between two neighbours in bfloat16, so rou
 Stochastic rounding takes one of the two neighbours, each with a probability such that the expected value is the exact
 one (arXiv 2010.06192).
 
-Invariants: ``apply`` is a function of (weights, moments, summed gradient, divisor, step, seed), so no random state has
+Invariants: ``move`` is a function of (weights, moments, gradient, step, seed), so no random state has
 to be saved; what is copied out of ``state`` and into it again continues bit for bit; weights are rounded here only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -104,7 +104,9 @@ def _update(
 
 
 class Applied(NamedTuple):
-    """Effect of an optimizer step: norm of the gradient before clipping, learning rate, whether the weights moved."""
+    """Effect of an optimizer step: norm of the gradient before clipping; learning rate, 0 for weights that rest; moved:
+    whether all gradients of the step were finite, so that weights which do not rest moved.
+    """
 
     grad_norm: float
     learning_rate: float
@@ -164,31 +166,56 @@ class FlatAdamW:
         """Forget the gradient."""
         self._gradient.zero_()
 
-    def apply(self, step: int, *, divisor: float, norm: Callable[[Tensor], float]) -> Applied:
-        """Make one step of the accumulated gradient / ``divisor``.
+    def normalise(self, divisor: float, *, norm: Callable[[Tensor], float]) -> float:
+        """Divide what was accumulated by ``divisor``, and return its norm over all ranks.
 
-        norm: takes the norm of a vector of which every rank gives its shard. A gradient that is not finite moves
-        nothing: the step counts, its samples are spent, the weights stay.
+        norm: takes the norm of a vector of which every rank gives its shard.
         """
         self._gradient.div_(divisor)
-        size = norm(self._gradient)
-        rate = self._settings.rate(step)
-        moved = size < float("inf")
-        if moved:
-            limit = self._settings.max_grad_norm
-            if limit and size > limit:
-                self._gradient.mul_(limit / size)
-            for group in self._adam.param_groups:
-                group["lr"] = rate
-            self._adam.step()
-        self.clear()
-        return Applied(size, rate, moved)
+        return norm(self._gradient)
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of ``step``."""
+        return self._settings.rate(step)
+
+    def move(self, step: int, *, norm: float) -> None:
+        """Make one step of the gradient, whose norm is ``norm``, clipped."""
+        limit = self._settings.max_grad_norm
+        if limit and norm > limit:
+            self._gradient.mul_(limit / norm)
+        for group in self._adam.param_groups:
+            group["lr"] = self.rate(step)
+        self._adam.step()
 
     def state(self) -> Iterator[TensorShard]:
         """Yield the moments and step counts, sharing their memory; copying into them restores a state."""
         for shard, parameter in self._held:
             for kind, tensor in self._adam.state[parameter].items():
                 yield shard.beside(kind, tensor)
+
+
+def apply_together(
+    step: int,
+    gradients: Mapping[FlatAdamW, float],
+    *,
+    norm: Callable[[Tensor], float],
+    resting: Collection[FlatAdamW] = (),
+) -> list[Applied]:
+    """Make one step of each optimizer, of its accumulated gradient divided by the number given.
+
+    norm: takes the norm of a vector of which every rank gives its shard; resting: those whose weights stay. Where a
+    gradient is not finite none moves anything: the step counts, its samples are spent, all weights stay.
+    """
+    norms = [optimizer.normalise(divisor, norm=norm) for optimizer, divisor in gradients.items()]
+    finite = all(size < float("inf") for size in norms)
+    applied = []
+    for optimizer, size in zip(gradients, norms, strict=True):
+        rests = optimizer in resting
+        if finite and not rests:
+            optimizer.move(step, norm=size)
+        optimizer.clear()
+        applied.append(Applied(size, 0.0 if rests else optimizer.rate(step), finite))
+    return applied
 
 
 def _set_gradient(parameter: Tensor, gradient: Tensor) -> None:

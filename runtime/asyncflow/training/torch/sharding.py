@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from numpy.typing import NDArray
@@ -25,8 +25,10 @@ from torch.func import functional_call
 from asyncflow.api.workers import LoraSpec
 from asyncflow.training.torch.device import weights_on_device
 from asyncflow.training.torch.lora import add_adapters
-from asyncflow.training.torch.model import LogprobModel, open_model
+from asyncflow.training.torch.model import LogprobModel, PackModel, open_model
 from asyncflow.training.torch.shards import TensorShard
+
+Computes = TypeVar("Computes", bound=PackModel)
 
 
 def open_sharded(
@@ -38,9 +40,9 @@ def open_sharded(
     frozen: bool = False,
     lora: LoraSpec | None = None,
     longest: int | None = None,
-    how: dict[str, Any],
-) -> LogprobModel:
-    """Open the model folder cut over ``mesh``, with parameters of arbitrary content; ``how``: as ``LogprobModel``'s.
+    wrap: Callable[[nn.Module], Computes],
+) -> Computes:
+    """Open the model folder cut over ``mesh``, with parameters of arbitrary content; wrap: makes the model compute.
 
     dtype: of the parameters; frozen: it is not trained; lora: adapters that alone are trained. Raises ManifestError
     where the folder holds no model that transformers can open.
@@ -49,11 +51,11 @@ def open_sharded(
         model = open_model(folder, weights=False, device=None, dtype=dtype, longest=longest).requires_grad_(not frozen)
         if lora is not None:
             add_adapters(model, lora)
-    sharded = LogprobModel(model, **how)
+        sharded = wrap(model)
     # Below the root, computing in a narrower dtype begins with the gathering; inputs stay what they are on one rank.
-    narrow = how["compute"] if how["compute"] != torch.float32 else None
+    narrow = sharded.compute if sharded.compute != torch.float32 else None
     policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for block in _blocks(model):
+    for block in _blocks(sharded.model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     # The output layer is used after the root's forward, where its shards are computed again: it stays gathered.
     of_root = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -1,0 +1,221 @@
+"""The critic inside the trainer: a model of its own that tells how much reward is still to come, and how it learns.
+
+    V(s_t) = w · h(prompt, tokens before t) + b        h: last states of a model like the policy, w and b begin at 0
+
+It begins with the weights of the policy's model folder, has an optimizer of its own, is cut over the ranks as the
+policy is, and belongs to each checkpoint. It is never published.
+
+Invariants: the values that advantages and returns are made of are those before the step, whatever updates the step
+makes; a step moves critic and policy together or neither, so that a checkpoint has both of the same step; the gradient
+is that of one big padded batch up to rounding, however D_k was cut into slots, packs and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
+
+from asyncflow.algorithms.ppo import Ppo, value_loss
+from asyncflow.algorithms.whitening import whitened
+from asyncflow.rpc.columns import Jagged
+from asyncflow.training.batch import MicroBatch
+from asyncflow.training.packing import Pack
+from asyncflow.training.ranks import ProcessGroup, gather_rows
+from asyncflow.training.settings import BackendSettings, TorchOptions
+from asyncflow.training.torch.device import TensorGroup, on_device
+from asyncflow.training.torch.figures import StepFigures
+from asyncflow.training.torch.model import (
+    PackModel,
+    checkpoint_layers,
+    compile_layers,
+    named_weights,
+    open_model,
+    smallest_pack,
+)
+from asyncflow.training.torch.optimizer import FlatAdamW
+from asyncflow.training.torch.sharding import open_sharded
+from asyncflow.training.torch.shards import TensorShard, read_first, read_saved, tensor_shard
+
+CRITIC_FILE: Final = "critic-model.safetensors"
+CRITIC_STATE_FILE: Final = "critic-optimizer.safetensors"
+_HEAD = "value_head"
+_SALT = 1
+"""Makes the critic's stochastic rounding another one than the policy's."""
+
+
+class ValueModel(PackModel):
+    """A model that is asked for one number in the place of logits."""
+
+    def __init__(self, model: nn.Module, *, compute: torch.dtype, few_sizes: bool = False) -> None:
+        super().__init__(model.base_model, compute=compute, few_sizes=few_sizes)
+        logits = model.get_output_embeddings().weight
+        self.prefix = f"{model.base_model_prefix}."
+        self.head = nn.Linear(logits.shape[1], 1, device=logits.device, dtype=logits.dtype)
+
+    def evaluate(self, pack: Pack) -> Tensor:
+        """Return the value of each target's state, without a gradient: float32[N]; by all ranks where it is cut."""
+        with torch.no_grad():
+            values: Tensor = self(pack)
+        if isinstance(self, FSDPModule):
+            self.reshard()
+        return values
+
+    def forward(self, pack: Pack) -> Tensor:
+        """Return the value of the state in which each target of ``pack`` was chosen: float32[N]."""
+        rows = on_device(pack.rows, self.device)
+        with self.cast():
+            states = self.model(**self.inputs(pack)).last_hidden_state[0].index_select(0, rows)
+        states = states.to(torch.promote_types(states.dtype, torch.float32))
+        return functional.linear(states, self.head.weight.to(states.dtype), self.head.bias.to(states.dtype))[:, 0]
+
+    def weights(self) -> list[TensorShard]:
+        """Return what this rank holds of the weights that a model folder has, by their names there."""
+        return [tensor_shard(self.prefix + name, tensor) for name, tensor in named_weights(self.model)]
+
+    def value_head(self) -> list[TensorShard]:
+        """Return what this rank holds of the layer that makes values of states."""
+        return [tensor_shard(f"{_HEAD}.{name}", tensor) for name, tensor in self.head.named_parameters()]
+
+
+def open_critic(
+    folder: Path,
+    checkpoint: Path | None,
+    *,
+    resumed: bool,
+    settings: BackendSettings,
+    options: TorchOptions,
+    device: torch.device,
+    group: ProcessGroup,
+    ranks: TensorGroup,
+) -> Critic | None:
+    """Open the critic with the weights of the model folder, or ``resumed`` from a checkpoint; collective.
+
+    None for an algorithm without one. Raises CheckpointError where the checkpoint has none that fits.
+    """
+    if settings.critic is None:
+        return None
+    wrap = partial(ValueModel, compute=getattr(torch, settings.compute), few_sizes=options.compile)
+    held: dict[str, Any] = {"device": device, "dtype": getattr(torch, settings.weights), "longest": settings.longest}
+    if ranks.mesh is None:
+        model = wrap(open_model(folder, weights=not resumed, **held))
+    else:
+        model = open_sharded(folder, mesh=ranks.mesh, wrap=wrap, **held)
+        if not resumed:
+            read_first(folder, model.weights(), longest=settings.longest, group=group, ranks=ranks)
+    for shard in model.value_head():
+        shard.tensor.zero_()
+    if options.gradient_checkpointing:
+        checkpoint_layers(model.model)
+    if options.compile:
+        compile_layers(model.model, device=device)
+    critic = Critic(model, settings, group=group)
+    for file, shards in critic.state().items() if resumed else ():
+        read_saved(checkpoint, file, shards, group=group, ranks=ranks)
+    return critic
+
+
+class Critic:
+    """One rank's share of the critic: its model, its optimizer, and the gradient of its loss.
+
+    Raises TypeError where the algorithm of ``settings`` is none with a critic.
+    """
+
+    def __init__(self, model: ValueModel, settings: BackendSettings, *, group: ProcessGroup) -> None:
+        critic, algorithm = settings.critic, settings.loss.algorithm
+        if critic is None or not isinstance(algorithm, Ppo):
+            raise TypeError(f"{type(algorithm).__name__} has no critic")
+        self._model = model
+        self._algorithm = algorithm
+        self._warmup_steps = critic.warmup_steps
+        self._group = group
+        self.optimizer = FlatAdamW(model, critic.optimizer, seed=(settings.seed, group.rank, _SALT))
+
+    def state(self) -> dict[str, list[TensorShard]]:
+        """Return what a checkpoint has of it on this rank, by file, sharing its memory."""
+        return {
+            CRITIC_FILE: [*self._model.weights(), *self._model.value_head()],
+            CRITIC_STATE_FILE: list(self.optimizer.state()),
+        }
+
+    def learns_alone(self, step: int) -> bool:
+        """Return whether the policy's weights stay in ``step``."""
+        return step <= self._warmup_steps
+
+    def evaluate(self, pack: Pack) -> Tensor:
+        """Return the value of each target's state, without a gradient: float32[N]; collective."""
+        return self._model.evaluate(pack)
+
+    def estimated(self, batch: MicroBatch, *, values: Jagged, penalty: NDArray[np.float64]) -> MicroBatch:
+        """Return this rank's samples of a step with what is made of the critic's values; collective.
+
+        values: of the state in which each response token was chosen; penalty [N]: what each of them pays.
+        """
+        counted = batch.counted()
+        advantages, returns = self._algorithm.estimates(
+            batch.earned(), values.values, lengths=values.lengths, counted=counted, penalties=penalty
+        )
+        if self._algorithm.options.whiten:
+            advantages = whitened(advantages, counted, everywhere=partial(gather_rows, self._group))
+        made = replace(batch, values=values, returns=Jagged(returns.astype(np.float32), values.offsets))
+        return made.credited(advantages.astype(np.float32))
+
+    def add(
+        self,
+        batch: MicroBatch,
+        pack: Pack,
+        samples: NDArray[np.int64],
+        entries: NDArray[np.int64],
+        counted: NDArray[np.bool_],
+        *,
+        figures: StepFigures,
+    ) -> NDArray[np.floating]:
+        """Add the gradient of the loss of a pack; return the advantage of each of its targets, float32[N].
+
+        samples [N]: the sample of the batch that each target belongs to; entries [N]: where it is among the batch's
+        response tokens; counted [N]: whether it counts in the loss. Waits for the device where the batch has no values
+        yet, as before the first update of a step: then they are those of this pass.
+        """
+        values = self._model(pack)
+        if batch.values is None or batch.returns is None:
+            old: NDArray[np.floating] = values.detach().cpu().numpy()
+            begins = np.flatnonzero(np.diff(samples, prepend=-1))
+            lengths, outcomes = np.diff(np.r_[begins, len(samples)]), batch.earned()[samples[begins]]
+            found = self._algorithm.estimates(outcomes, old, lengths=lengths, counted=counted)
+            advantages: NDArray[np.floating] = found.advantages
+            returns: NDArray[np.floating] = found.returns
+        else:
+            old, returns = batch.values.values[entries], batch.returns.values[entries]
+            advantages = batch.credit()[entries]
+        weight = self._tensor(counted)
+        terms = value_loss(values, self._tensor(old), self._tensor(returns), clip=self._algorithm.options.value_clip)
+        loss = (terms.loss * weight).sum()
+        loss.backward()
+        figures.values(loss=loss.detach(), clipped=(terms.clipped * weight).sum())
+        figures.count(_figures(old[counted], returns[counted]))
+        return advantages
+
+    def accompany(self) -> None:
+        """Make the pass of a pack that adds nothing, since other ranks make one."""
+        (self._model(smallest_pack()) * 0).sum().backward()
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        return on_device(array.astype(np.float32), self._model.device)
+
+
+def _figures(values: NDArray[np.floating], returns: NDArray[np.floating]) -> Iterator[tuple[str, float]]:
+    """Yield the sums that tell how well values explain returns."""
+    errors = returns.astype(np.float64) - values
+    yield "value_tokens", float(len(returns))
+    for name, numbers in (("return", returns), ("value_error", errors)):
+        yield name, float(numbers.sum(dtype=np.float64))
+        yield f"{name}_squares", float(np.square(numbers, dtype=np.float64).sum())
