@@ -81,7 +81,7 @@ async def made_groups(queue: QueueClient, *, step: int = 1, groups: int = GROUPS
     while len(finished) < len(rows):
         finished += (await queue.claim(partition=TRAIN, task="advantage", max_rows=1 << 20, timeout=10)).rows
     by_serial = {serial: [row for row in finished if row.meta.serial == serial] for serial in serials}
-    return [DecidedGroup(group, np.arange(SIZE, dtype=np.float32)) for group in by_serial.values()]
+    return [DecidedGroup(group, np.arange(SIZE, dtype=np.float32), [], {}) for group in by_serial.values()]
 
 
 def names(samples: Sequence[SampleText]) -> set[tuple[int, int]]:
