@@ -16,7 +16,7 @@ from asyncflow.api.load import load_job
 from asyncflow.driver.evaluation import EvaluatedRow
 from asyncflow.driver.groups import DecidedGroup
 from asyncflow.driver.sample_files import SAMPLES, Format, SampleText, read_step, sample_files, write_samples
-from asyncflow.driver.samples import Candidate, Choice, SampleCollector, rank_of
+from asyncflow.driver.samples import Choice, Grounds, SampleCollector, rank_of
 from asyncflow.driver.tasks import EVAL, TRAIN
 from asyncflow.errors import AsyncFlowError
 from asyncflow.queue.client import QueueClient
@@ -43,10 +43,10 @@ def test_a_choice_made_bit_by_bit_is_the_choice_among_all(
     parts: list[dict[tuple[int, int], float]], drawn: int, extremes: int, seed: int
 ) -> None:
     choice = Choice(drawn=drawn, extremes=extremes)
-    known: dict[tuple[int, int], Candidate] = {}
-    every: dict[tuple[int, int], Candidate] = {}
+    known: dict[tuple[int, int], Grounds] = {}
+    every: dict[tuple[int, int], Grounds] = {}
     for part in parts:
-        new = {key: Candidate(rank_of(key, seed=seed), reward) for key, reward in part.items() if key not in every}
+        new = {key: Grounds(rank_of(key, seed=seed), reward) for key, reward in part.items() if key not in every}
         every |= new
         known |= new
         known = {key: known[key] for key in choice.of(known)}

@@ -55,7 +55,7 @@ Kept: TypeAlias = tuple[Purpose, int]
 """What has a file: a step, or the evaluation of its weights."""
 
 
-class Candidate(NamedTuple):
+class Grounds(NamedTuple):
     """Grounds of a choice. rank: the hash of the name."""
 
     rank: int
@@ -78,7 +78,7 @@ class Choice:
     drawn: int
     extremes: int
 
-    def of(self, candidates: Mapping[Key, Candidate]) -> set[Key]:
+    def of(self, candidates: Mapping[Key, Grounds]) -> set[Key]:
         """Return the chosen keys."""
         by_reward = {key: one.reward for key, one in candidates.items() if one.reward == one.reward}
         rank = {key: one.rank for key, one in candidates.items()}
@@ -86,7 +86,7 @@ class Choice:
         worst = nsmallest(self.extremes, by_reward, key=lambda key: (by_reward[key], rank[key]))
         return {*self.draw(candidates), *best, *worst}
 
-    def draw(self, candidates: Mapping[Key, Candidate]) -> set[Key]:
+    def draw(self, candidates: Mapping[Key, Grounds]) -> set[Key]:
         """Return the keys that are drawn, whatever their rewards."""
         return set(nsmallest(self.drawn, candidates, key=lambda key: candidates[key].rank))
 
@@ -104,13 +104,13 @@ class _Reservoir:
     """The samples of one step or evaluation: what is chosen so far, which texts are there, and which are wanted."""
 
     choice: Choice
-    candidates: dict[Key, Candidate] = field(default_factory=dict)
+    candidates: dict[Key, Grounds] = field(default_factory=dict)
     texts: dict[Key, SampleText] = field(default_factory=dict)
     wanted: dict[Key, _Wanted] = field(default_factory=dict)
     changed: bool = False
     written: float = 0.0
 
-    def offer(self, offered: Mapping[Key, tuple[Candidate, _Wanted]]) -> None:
+    def offer(self, offered: Mapping[Key, tuple[Grounds, _Wanted]]) -> None:
         """Choose anew, now that these samples are there, too; one with the name of another takes its place."""
         self.candidates |= {key: candidate for key, (candidate, _) in offered.items()}
         chosen = self.choice.of(self.candidates)
@@ -221,7 +221,7 @@ class SampleCollector:
         """Keep samples of an evaluation, which are dropped next; what cannot be read in time is missing."""
         if not self._choices["eval"].drawn:
             return
-        by_step: dict[int, dict[Key, tuple[Candidate, _Wanted]]] = {}
+        by_step: dict[int, dict[Key, tuple[Grounds, _Wanted]]] = {}
         for row, place, name in rows:
             key = (place, row.meta.sample)
             by_step.setdefault(row.meta.step, {})[key] = self._candidate(key, row), _Wanted(row, None, name)
@@ -246,7 +246,7 @@ class SampleCollector:
             for text in self._written(purpose, step):
                 key = (text.serial, text.sample)
                 reservoir.texts[key] = text
-                reservoir.candidates[key] = Candidate(rank_of(key, seed=self._seed), _reward(text.reward))
+                reservoir.candidates[key] = Grounds(rank_of(key, seed=self._seed), _reward(text.reward))
         return self._open[purpose, step]
 
     def _written(self, purpose: Purpose, step: int) -> list[SampleText]:
@@ -258,9 +258,9 @@ class SampleCollector:
             log.warning("the samples of step %d begin anew: %s", step, error)
             return []
 
-    def _candidate(self, key: Key, row: LeasedRow) -> Candidate:
+    def _candidate(self, key: Key, row: LeasedRow) -> Grounds:
         reward = None if failure_of(row) else row.meta.tags.get("reward")
-        return Candidate(rank_of(key, seed=self._seed), _reward(None if reward is None else float(reward)))
+        return Grounds(rank_of(key, seed=self._seed), _reward(None if reward is None else float(reward)))
 
     async def _fill(self, purpose: Purpose, step: int, reservoir: _Reservoir) -> None:
         wanted = dict(reservoir.wanted)
