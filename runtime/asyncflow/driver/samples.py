@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from heapq import nsmallest
 from math import isfinite
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -44,6 +44,8 @@ WRITE_S = 0.25
 """Seconds between two writes of a step that is not trained yet."""
 FETCH_S = 10.0
 _COLUMNS = ("prompt_ids", "response_ids", "task")
+_DETAILS = "details"
+"""Column with what a reward function told of a sample, JSON or nothing."""
 _OWN_FIELDS = frozenset(
     ("reward", "failure", "finish", TOKENS_TAG, "response_tokens", "version_min", "version_max", ROUND)
 )
@@ -270,8 +272,9 @@ class SampleCollector:
     async def _texts(self, purpose: Purpose, step: int, wanted: Mapping[Key, _Wanted]) -> dict[Key, SampleText | None]:
         """Return the texts, None for a row that is gone."""
         rows = [each.row for each in wanted.values()]
+        columns = [*_COLUMNS, _DETAILS] if all(_DETAILS in row.bytes for row in rows) else _COLUMNS
         try:
-            cells = await self._queue.fetch(rows, _COLUMNS, timeout=min(FETCH_S, CALL_TIMEOUT_S))
+            cells = await self._queue.fetch(rows, columns, timeout=min(FETCH_S, CALL_TIMEOUT_S))
         except StaleHandle:
             if len(wanted) == 1:
                 return dict.fromkeys(wanted)
@@ -294,6 +297,7 @@ class SampleCollector:
         for index, (key, (row, advantage, name)) in enumerate(wanted.items()):
             prompt, response, task = (cells[column].row(index) for column in _COLUMNS)
             tags, failure = row.meta.tags, failure_of(row)
+            told = cells[_DETAILS].row(index).tobytes() if _DETAILS in cells else b""
             texts[key] = SampleText(
                 purpose=purpose,
                 step=step,
@@ -312,7 +316,8 @@ class SampleCollector:
                 version_min=int(tags.get("version_min", 0)),
                 version_max=int(tags.get("version_max", 0)),
                 finish=str(tags.get("finish", "")),
-                details={tag: _sayable(value) for tag, value in tags.items() if tag not in _OWN_FIELDS},
+                details={tag: _sayable(value) for tag, value in tags.items() if tag not in _OWN_FIELDS}
+                | _details(told),
             )
         return texts
 
@@ -342,6 +347,14 @@ def _reward(value: float | None) -> float:
 def _sayable(value: Tag) -> Tag:
     """Return a tag as JSON can say it, which knows no infinite numbers."""
     return str(value) if isinstance(value, float) and not isfinite(value) else value
+
+
+def _details(told: bytes) -> dict[str, Any]:
+    """Return what a reward function told, which may be nothing."""
+    try:
+        return msgspec.json.decode(told, type=dict[str, Any]) if told else {}
+    except msgspec.MsgspecError:
+        return {}
 
 
 def _answer(task: bytes) -> str:
