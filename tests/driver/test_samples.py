@@ -16,7 +16,7 @@ from asyncflow.api.load import load_job
 from asyncflow.driver.evaluation import EvaluatedRow
 from asyncflow.driver.groups import DecidedGroup
 from asyncflow.driver.sample_files import SAMPLES, Format, SampleText, read_step, sample_files, write_samples
-from asyncflow.driver.samples import Candidate, Choice, SampleCollector, rank_of
+from asyncflow.driver.samples import Choice, Grounds, SampleCollector, rank_of
 from asyncflow.driver.tasks import EVAL, TRAIN
 from asyncflow.errors import AsyncFlowError
 from asyncflow.queue.client import QueueClient
@@ -43,10 +43,10 @@ def test_a_choice_made_bit_by_bit_is_the_choice_among_all(
     parts: list[dict[tuple[int, int], float]], drawn: int, extremes: int, seed: int
 ) -> None:
     choice = Choice(drawn=drawn, extremes=extremes)
-    known: dict[tuple[int, int], Candidate] = {}
-    every: dict[tuple[int, int], Candidate] = {}
+    known: dict[tuple[int, int], Grounds] = {}
+    every: dict[tuple[int, int], Grounds] = {}
     for part in parts:
-        new = {key: Candidate(rank_of(key, seed=seed), reward) for key, reward in part.items() if key not in every}
+        new = {key: Grounds(rank_of(key, seed=seed), reward) for key, reward in part.items() if key not in every}
         every |= new
         known |= new
         known = {key: known[key] for key in choice.of(known)}
@@ -76,7 +76,10 @@ async def made_groups(queue: QueueClient, *, step: int = 1, groups: int = GROUPS
         {"reward": float(row.meta.serial + row.meta.sample / 10), "version_min": 2, "version_max": 3, "style": 0.5}
         for row in rows
     ]
-    assert all(await answer_all(queue, rows, tags))
+    dtypes = {"logprobs": np.float32, "versions": np.int64, "reward": np.float32, "response_ids": np.int32}
+    cells = {name: Jagged.from_rows([[0]] * len(rows), dtype) for name, dtype in dtypes.items()}
+    cells["details"] = Jagged.from_rows([np.frombuffer(b'{"why": ["x"]}', np.uint8)] * len(rows), np.uint8)
+    assert all(await queue.complete(rows, cells, tags=tags, timeout=10))
     finished: list[LeasedRow] = []
     while len(finished) < len(rows):
         finished += (await queue.claim(partition=TRAIN, task="advantage", max_rows=1 << 20, timeout=10)).rows
@@ -121,7 +124,7 @@ async def test_samples_are_drawn_by_their_names_whatever_comes_when_and_whoever_
     assert len(kept) <= 5 + 2 * 2
     best = max(kept, key=lambda sample: sample.reward or 0.0)
     assert (best.prompt, best.response, best.reward, best.advantage) == ("p", "\0", 5.3, 3.0)
-    assert (best.version_min, best.version_max, best.details) == (2, 3, {"style": 0.5})
+    assert (best.version_min, best.version_max, best.details) == (2, 3, {"style": 0.5, "why": ["x"]})
 
 
 async def test_a_sample_that_is_made_again_takes_its_own_place(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from msgspec import Struct
 
 from asyncflow.durable import make_folder, write_whole
 from asyncflow.errors import AsyncFlowError, ManifestError
-from asyncflow.queue.protocol.messages import Tag
 
 SAMPLES = "samples"
 """Folder of a run with these files."""
@@ -40,7 +39,8 @@ class SampleText(Struct, frozen=True, kw_only=True):
     all sets; set: name of the evaluation's set; drawn: whether it is of the unbiased draw, or there for its reward
     alone; prompt, response: texts with special tokens; answer: of the data source, as JSON; reward: None where there is
     none, for ``failure``; advantage: None in an evaluation; version_min, version_max: steps of the weights that made
-    its oldest and newest token; details: what else the rollout noted, such as components of the reward.
+    its oldest and newest token; details: what else the rollout noted, JSON values by name: components of the reward,
+    and what the reward function told of the sample.
     """
 
     purpose: Purpose
@@ -60,7 +60,7 @@ class SampleText(Struct, frozen=True, kw_only=True):
     version_min: int
     version_max: int
     finish: str
-    details: dict[str, Tag] = {}
+    details: dict[str, Any] = {}
 
 
 class SampleFile(NamedTuple):
@@ -121,7 +121,7 @@ def _jsonl(samples: Iterable[SampleText]) -> bytes:
 def _parquet(samples: Sequence[SampleText]) -> bytes:
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     kinds: dict[Any, Any] = {str: arrow.string(), int: arrow.int64(), bool: arrow.bool_()}
-    kinds |= {float | None: arrow.float64(), Purpose: arrow.string(), dict[str, Tag]: arrow.string()}
+    kinds |= {float | None: arrow.float64(), Purpose: arrow.string(), dict[str, Any]: arrow.string()}
     fields = msgspec.structs.fields(SampleText)
     schema = arrow.schema([(field.name, kinds[field.type]) for field in fields])
     columns = [{**msgspec.structs.asdict(one), "details": msgspec.json.encode(one.details).decode()} for one in samples]

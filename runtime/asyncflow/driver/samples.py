@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from heapq import nsmallest
 from math import isfinite
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -44,6 +44,8 @@ WRITE_S = 0.25
 """Seconds between two writes of a step that is not trained yet."""
 FETCH_S = 10.0
 _COLUMNS = ("prompt_ids", "response_ids", "task")
+_DETAILS = "details"
+"""Column with what a reward function told of a sample, JSON or nothing."""
 _OWN_FIELDS = frozenset(
     ("reward", "failure", "finish", TOKENS_TAG, "response_tokens", "version_min", "version_max", ROUND)
 )
@@ -55,7 +57,7 @@ Kept: TypeAlias = tuple[Purpose, int]
 """What has a file: a step, or the evaluation of its weights."""
 
 
-class Candidate(NamedTuple):
+class Grounds(NamedTuple):
     """Grounds of a choice. rank: the hash of the name."""
 
     rank: int
@@ -78,7 +80,7 @@ class Choice:
     drawn: int
     extremes: int
 
-    def of(self, candidates: Mapping[Key, Candidate]) -> set[Key]:
+    def of(self, candidates: Mapping[Key, Grounds]) -> set[Key]:
         """Return the chosen keys."""
         by_reward = {key: one.reward for key, one in candidates.items() if one.reward == one.reward}
         rank = {key: one.rank for key, one in candidates.items()}
@@ -86,7 +88,7 @@ class Choice:
         worst = nsmallest(self.extremes, by_reward, key=lambda key: (by_reward[key], rank[key]))
         return {*self.draw(candidates), *best, *worst}
 
-    def draw(self, candidates: Mapping[Key, Candidate]) -> set[Key]:
+    def draw(self, candidates: Mapping[Key, Grounds]) -> set[Key]:
         """Return the keys that are drawn, whatever their rewards."""
         return set(nsmallest(self.drawn, candidates, key=lambda key: candidates[key].rank))
 
@@ -104,13 +106,13 @@ class _Reservoir:
     """The samples of one step or evaluation: what is chosen so far, which texts are there, and which are wanted."""
 
     choice: Choice
-    candidates: dict[Key, Candidate] = field(default_factory=dict)
+    candidates: dict[Key, Grounds] = field(default_factory=dict)
     texts: dict[Key, SampleText] = field(default_factory=dict)
     wanted: dict[Key, _Wanted] = field(default_factory=dict)
     changed: bool = False
     written: float = 0.0
 
-    def offer(self, offered: Mapping[Key, tuple[Candidate, _Wanted]]) -> None:
+    def offer(self, offered: Mapping[Key, tuple[Grounds, _Wanted]]) -> None:
         """Choose anew, now that these samples are there, too; one with the name of another takes its place."""
         self.candidates |= {key: candidate for key, (candidate, _) in offered.items()}
         chosen = self.choice.of(self.candidates)
@@ -221,7 +223,7 @@ class SampleCollector:
         """Keep samples of an evaluation, which are dropped next; what cannot be read in time is missing."""
         if not self._choices["eval"].drawn:
             return
-        by_step: dict[int, dict[Key, tuple[Candidate, _Wanted]]] = {}
+        by_step: dict[int, dict[Key, tuple[Grounds, _Wanted]]] = {}
         for row, place, name in rows:
             key = (place, row.meta.sample)
             by_step.setdefault(row.meta.step, {})[key] = self._candidate(key, row), _Wanted(row, None, name)
@@ -246,7 +248,7 @@ class SampleCollector:
             for text in self._written(purpose, step):
                 key = (text.serial, text.sample)
                 reservoir.texts[key] = text
-                reservoir.candidates[key] = Candidate(rank_of(key, seed=self._seed), _reward(text.reward))
+                reservoir.candidates[key] = Grounds(rank_of(key, seed=self._seed), _reward(text.reward))
         return self._open[purpose, step]
 
     def _written(self, purpose: Purpose, step: int) -> list[SampleText]:
@@ -258,9 +260,9 @@ class SampleCollector:
             log.warning("the samples of step %d begin anew: %s", step, error)
             return []
 
-    def _candidate(self, key: Key, row: LeasedRow) -> Candidate:
+    def _candidate(self, key: Key, row: LeasedRow) -> Grounds:
         reward = None if failure_of(row) else row.meta.tags.get("reward")
-        return Candidate(rank_of(key, seed=self._seed), _reward(None if reward is None else float(reward)))
+        return Grounds(rank_of(key, seed=self._seed), _reward(None if reward is None else float(reward)))
 
     async def _fill(self, purpose: Purpose, step: int, reservoir: _Reservoir) -> None:
         wanted = dict(reservoir.wanted)
@@ -270,8 +272,9 @@ class SampleCollector:
     async def _texts(self, purpose: Purpose, step: int, wanted: Mapping[Key, _Wanted]) -> dict[Key, SampleText | None]:
         """Return the texts, None for a row that is gone."""
         rows = [each.row for each in wanted.values()]
+        columns = [*_COLUMNS, _DETAILS] if all(_DETAILS in row.bytes for row in rows) else _COLUMNS
         try:
-            cells = await self._queue.fetch(rows, _COLUMNS, timeout=min(FETCH_S, CALL_TIMEOUT_S))
+            cells = await self._queue.fetch(rows, columns, timeout=min(FETCH_S, CALL_TIMEOUT_S))
         except StaleHandle:
             if len(wanted) == 1:
                 return dict.fromkeys(wanted)
@@ -294,6 +297,7 @@ class SampleCollector:
         for index, (key, (row, advantage, name)) in enumerate(wanted.items()):
             prompt, response, task = (cells[column].row(index) for column in _COLUMNS)
             tags, failure = row.meta.tags, failure_of(row)
+            told = cells[_DETAILS].row(index).tobytes() if _DETAILS in cells else b""
             texts[key] = SampleText(
                 purpose=purpose,
                 step=step,
@@ -312,7 +316,8 @@ class SampleCollector:
                 version_min=int(tags.get("version_min", 0)),
                 version_max=int(tags.get("version_max", 0)),
                 finish=str(tags.get("finish", "")),
-                details={tag: _sayable(value) for tag, value in tags.items() if tag not in _OWN_FIELDS},
+                details={tag: _sayable(value) for tag, value in tags.items() if tag not in _OWN_FIELDS}
+                | _details(told),
             )
         return texts
 
@@ -342,6 +347,14 @@ def _reward(value: float | None) -> float:
 def _sayable(value: Tag) -> Tag:
     """Return a tag as JSON can say it, which knows no infinite numbers."""
     return str(value) if isinstance(value, float) and not isfinite(value) else value
+
+
+def _details(told: bytes) -> dict[str, Any]:
+    """Return what a reward function told, which may be nothing."""
+    try:
+        return msgspec.json.decode(told, type=dict[str, Any]) if told else {}
+    except msgspec.MsgspecError:
+        return {}
 
 
 def _answer(task: bytes) -> str:
