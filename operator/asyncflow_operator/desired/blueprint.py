@@ -79,7 +79,8 @@ class Blueprint:
     role, as JSON values; leader: the address that others dial, where process 0 of the role listens if ``leads``;
     first_replica,
     first_slot: number of process 0 among all of the family, and among those that have devices; store: one that others
-    run, which the role uses; reward: what its pods score by, None for nothing; grace_s: seconds from SIGTERM to
+    run, which the role uses; reward: what its pods score by, None for nothing; has_environment:
+    whether they answer turns of the model, too; grace_s: seconds from SIGTERM to
     SIGKILL; node_lost_s: for which its node may not answer; readers: roles that read from this one; granted: what the
     gang scheduler has given to the core's pods of the role.
     """
@@ -97,6 +98,7 @@ class Blueprint:
     scheduling: SchedulingSpec
     store: StoreSpec | None = None
     reward: RewardSpec | None = None
+    has_environment: bool = False
     grace_s: float = _GRACE_S
     node_lost_s: int = LimitsSpec().node_lost_seconds
     first_replica: int = 0
@@ -166,6 +168,7 @@ def job_blueprint(
         scheduling=spec.scheduling,
         store=spec.transfer_queue.store if name == "storage" else None,
         reward=spec.reward if name == "rollout" and (not pinned or REWARD_CONTAINER in pinned) else None,
+        has_environment=spec.environment is not None,
         readers=("trainer", "rollout", *working_roles(spec)) if name == "storage" else (),
         granted=granted,
     )
