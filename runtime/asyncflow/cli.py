@@ -250,15 +250,16 @@ def role(name: str, *, insecure: bool, **options: Any) -> int:
 
 @app.command(hidden=True)
 @click.option("--reward", type=_DIRECTORY, required=True, help="File with the section spec.reward of a job.")
+@click.option("--environment", type=_DIRECTORY, help="File with the section spec.environment, where the job has one.")
 @click.option("--socket", type=_DIRECTORY, required=True, help="Where to listen, a path.")
-def rewards(reward: Path, socket: Path) -> None:
-    """Score samples for a rollout beside this process. The operator's pods call this."""
+def rewards(reward: Path, environment: Path | None, socket: Path) -> None:
+    """Score samples for a rollout beside this process, and answer its turns. The operator's pods call this."""
     from asyncflow.process import die_with_parent
 
     die_with_parent()  # before anything else is imported
-    from asyncflow.rewards.service import serve
+    from asyncflow.environments.service import serve_beside
 
-    serve(reward, path=socket)
+    serve_beside(reward, environment, path=socket)
 
 
 @app.group()

@@ -1,6 +1,7 @@
 """Prompt sources: random access, pure, disjoint, distinct where held out; and every way to be wrong about one."""
 
 import json
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from asyncflow.api.learning import EvalDataSpec, TrainDataSpec
 from asyncflow.data.base import HELD_OUT_SHARE, GeneratedSource, Prompt, PromptSource, held_out
-from asyncflow.data.generated import REVERSE_DIGITS
+from asyncflow.data.generated import PRODUCTS, TASKS, TinyTask
 from asyncflow.data.sources import check_disjoint, open_source
+from asyncflow.environments.calculator import answer as calculator
 from asyncflow.errors import ManifestError
 
 GYM = {"source": "gym://chain_sum", "config": {"max_terms": 3, "max_digits": 2}, "seed": 7}
@@ -81,13 +83,29 @@ def test_the_share_held_out_is_as_stated_and_ignores_white_space() -> None:
     assert all(held_out(f"question {n}") == held_out(f" question\n{n}  ") for n in range(100))
 
 
-def test_a_lesson_never_shows_a_held_out_prompt() -> None:
-    lesson = REVERSE_DIGITS.lesson(seed=0)
+def solved(question: str) -> str:
+    """Return the right answer to a tiny question."""
+    first, _, second = question[:-1].partition("*")
+    return str(int(first) * int(second)) if second else first[::-1]
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_a_lesson_never_shows_a_held_out_prompt(task: TinyTask) -> None:
+    lesson = task.lesson(seed=0)
     pairs = [next(lesson) for _ in range(2000)]
     assert not any(held_out(question) for question, _ in pairs)
-    right = sum(response == question[:5][::-1] for question, response in pairs) / 2000
-    assert 0.10 < right < 0.14
-    assert sum(share for share, _ in REVERSE_DIGITS.habits) == pytest.approx(1)
+    right = sum(turns[-1] == solved(question) for question, turns in pairs) / 2000
+    assert right == pytest.approx(task.habits[0][0], abs=0.03)
+    assert sum(share for share, _ in task.habits) == pytest.approx(1)
+
+
+def test_a_lesson_shows_what_the_calculator_says() -> None:
+    lesson = PRODUCTS.lesson(seed=0)
+    called = [turns for _, turns in islice(lesson, 200) if len(turns) > 1]
+    assert len(called) > 80
+    for call, value, _ in called:
+        transcript = [{"role": "assistant", "content": call}]
+        assert calculator(transcript=transcript, prompt="", answer=None, meta={}, config={}) == value
 
 
 def test_a_generator_with_too_few_questions_is_refused() -> None:

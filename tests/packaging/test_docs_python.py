@@ -15,6 +15,7 @@ INTERFACES = {
     "queue-backends.md": {"asyncflow.queue.storage.backend", "asyncflow.queue.storage.packed"},
     "weights.md": {"asyncflow.weights"},
     "algorithm.md": {"asyncflow.algorithms.base", "asyncflow.algorithms.losses"},
+    "engine.md": {"asyncflow.errors", "asyncflow.rollout.engines.base", "asyncflow.rollout.sampling"},
 }
 """By page: the modules with what a plug-in that it shows derives from, or the package that it is about."""
 BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)

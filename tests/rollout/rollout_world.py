@@ -16,7 +16,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from asyncflow.api.learning import RewardSpec
+from asyncflow.api.names import LOSS_MASK
 from asyncflow.data.base import Prompt
+from asyncflow.environments.pool import Environments
 from asyncflow.flow.instance import Instance
 from asyncflow.flow.stagger import Permits, Supply
 from asyncflow.identity import NEWEST, Version
@@ -40,7 +42,8 @@ from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.sender import WeightSender
 from asyncflow.weights.service import CatalogueService
 
-MADE = ["response_ids", "logprobs", "versions", "reward"]
+MADE = ("response_ids", "logprobs", "versions", "reward")
+OF_TURNS = (*MADE, LOSS_MASK)
 VOCAB = 97
 CALL_S = 20.0
 
@@ -73,6 +76,7 @@ class Rollout:
 class World:
     folder: Path
     lease_s: float = 20.0
+    columns: tuple[str, ...] = MADE
     controller: Controller | None = None
     controller_address: str | None = None
     units: dict[int, StorageUnit] = field(default_factory=dict)
@@ -102,13 +106,13 @@ class World:
                 partition=p,
                 name="rollout",
                 needs=["prompt_ids", "task"],
-                writes=MADE,
+                writes=list(self.columns),
                 groups=True,
                 lease_s=self.lease_s,
             )
             for p in ("train", "eval")
         ]
-        tasks += [TaskSpec(partition=p, name="read", needs=["prompt_ids", *MADE]) for p in ("train", "eval")]
+        tasks += [TaskSpec(partition=p, name="read", needs=["prompt_ids", *self.columns]) for p in ("train", "eval")]
         await self.queue.declare(tasks, timeout=CALL_S)
 
     async def start_controller(self) -> None:
@@ -183,7 +187,7 @@ class World:
                 claimed = await self.queue.claim(partition=purpose, task="read", max_rows=1000, timeout=1.0)
                 rows += claimed.rows
         rows.sort(key=lambda row: row.meta.key)
-        columns = await self.queue.fetch(rows, MADE, timeout=CALL_S)
+        columns = await self.queue.fetch(rows, self.columns, timeout=CALL_S)
         return rows, {name: [column.row(i) for i in range(len(rows))] for name, column in columns.items()}
 
     async def rollout(
@@ -199,6 +203,8 @@ class World:
         max_tokens: int = 12,
         merge: Callable[[Weights], Weights] | None = None,
         staggered: bool = False,
+        environment: Environments | None = None,
+        stop_ids: tuple[int, ...] = (1,),
         **options: Any,
     ) -> Rollout:
         instance = Instance(swap_at=swap_at, slots=slots, ahead=2, staggered=staggered)
@@ -211,7 +217,7 @@ class World:
         settings = RolloutSettings(
             temperature=1.0,
             max_tokens=max_tokens,
-            stop_ids=(1,),
+            stop_ids=stop_ids,
             seed=7,
             group_sizes={"train": 4},
             lease_s=self.lease_s,
@@ -219,6 +225,7 @@ class World:
             load_s=5.0,
             drain_s=5.0,
             mixes=swap_at == "token",
+            max_turns=1 if environment is None else 3,
         )
         generator = open_engine(engine, folder=model, slots=slots, max_length=64, options=options)
         await generator.start()
@@ -237,6 +244,7 @@ class World:
             settings=settings,
             metrics=RolloutMetrics(),
             merge=merge,
+            environment=environment,
             permits=SwapPermits(membership=self.link(name), worker=name) if staggered else None,
         )
         running = asyncio.create_task(worker.run())

@@ -23,6 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from asyncflow.algorithms.correction import Correction
 from asyncflow.algorithms.loss import Loss
 from asyncflow.errors import CheckpointError, DiskError, Diverged, ManifestError
 from asyncflow.identity import Version
@@ -67,6 +68,37 @@ def test_two_runs_and_a_resumed_one_have_the_same_bits(tiny_folder: Path, tmp_pa
     assert_same_bits(weights(runs[0]), weights(resumed))
     assert metrics[0] == metrics[1] == metrics[2]
     assert metrics[0]["kl"] > 0
+
+
+@pytest.mark.parametrize("layout", ["separate", "shared-prompt"])
+@pytest.mark.parametrize("old", ["behaviour", "recompute"])
+def test_observation_tokens_have_no_gradient_to_the_bit(tiny_folder: Path, layout: LayoutName, old: Any) -> None:
+    """Nothing that is known of a masked token but its id enters, and the id only where later tokens see it."""
+    correction = Correction(kind="mask", level="sequence", high=100.0)
+    loss = Loss(old=old, correction=correction, kl=0.1, entropy=0.01)
+    batch = samples()
+    assert batch.loss_mask is not None
+    masked = ~batch.loss_mask.values
+    last = batch.responses.offsets[1:][batch.response_lengths() > 0] - 1
+    unseen = last[masked[last]]
+    assert len(unseen), "a response ends in an observation"
+    logprobs, ids = batch.logprobs.values.copy(), batch.responses.values.copy()
+    logprobs[masked] = np.nan
+    ids[unseen] = (ids[unseen] + 7) % 64
+    offsets = batch.responses.offsets
+    other = replace(batch, logprobs=Jagged(logprobs, offsets), responses=Jagged(ids, offsets))
+    made = []
+    for each in (batch, other):
+        trainer = backend(tiny_folder, loss=loss, layout=layout)
+        prepared = trainer.prepare(each)
+        trainer.micro_batch(prepared, version=0)
+        trainer.measure(each, weights=weights(trainer))
+        made.append((weights(trainer), trainer.finish_step(1), weights(trainer)))
+    (start, figures, end), (other_start, other_figures, other_end) = made
+    assert_same_bits(start, other_start)
+    assert_same_bits(end, other_end)
+    assert figures == other_figures
+    assert figures["logprob_gap_tokens"] >= batch.loss_lengths().sum()
 
 
 def test_micro_batches_leave_the_weights_alone_and_restart_cleanly(tiny_folder: Path) -> None:

@@ -82,9 +82,9 @@ class Blueprint:
     first_replica,
     first_slot: number of process 0 among all of the family, and among those that have devices; store: one that others
     run, which the role uses; env_from: Secrets whose entries are variables of its environment; reward: what its pods
-    score by, None for nothing; grace_s: seconds from SIGTERM to SIGKILL; node_lost_s: for which its node may not
-    answer; readers: roles that read from this one; granted: what the gang scheduler has given to the core's pods of
-    the role.
+    score by, None for nothing; has_environment: whether they answer turns of the model, too; grace_s: seconds from
+    SIGTERM to SIGKILL; node_lost_s: for which its node may not answer; readers: roles that read from this one; granted:
+    what the gang scheduler has given to the core's pods of the role.
     """
 
     family: Family
@@ -100,6 +100,7 @@ class Blueprint:
     scheduling: SchedulingSpec
     store: StoreSpec | None = None
     reward: RewardSpec | None = None
+    has_environment: bool = False
     grace_s: float = _GRACE_S
     node_lost_s: int = LimitsSpec().node_lost_seconds
     env_from: tuple[str, ...] = ()
@@ -171,6 +172,7 @@ def job_blueprint(
         store=spec.transfer_queue.store if name == "storage" else None,
         env_from=_sink_secrets(job) if name == "driver" else (),
         reward=spec.reward if name == "rollout" and (not pinned or REWARD_CONTAINER in pinned) else None,
+        has_environment=spec.environment is not None,
         readers=("trainer", "rollout", *working_roles(spec)) if name == "storage" else (),
         granted=granted,
     )

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 from asyncflow.api.names import (
     CERTIFICATE_FILES,
     CONFIG_DIR,
+    ENVIRONMENT_FILE,
     GANG_PORT,
     HOST_ENV,
     JOB_FILE,
@@ -101,7 +102,8 @@ def reward_mounts(blueprint: Blueprint) -> list[Manifest]:
 def _rewards(blueprint: Blueprint) -> Volumes:
     if blueprint.reward is None:
         return Volumes([], [])
-    part = {"name": blueprint.family.name, "items": _items(REWARD_FILE), "defaultMode": _READ_BY_GROUP}
+    files = (REWARD_FILE, ENVIRONMENT_FILE) if blueprint.has_environment else (REWARD_FILE,)
+    part = {"name": blueprint.family.name, "items": _items(*files), "defaultMode": _READ_BY_GROUP}
     volumes: list[Manifest] = [
         {"name": "rewards-config", "configMap": part},
         {"name": "rewards-tmp", "emptyDir": {}},

@@ -20,6 +20,7 @@ from typing import Final
 
 from asyncflow.api.names import (
     CONTAINER,
+    ENVIRONMENT_FILE,
     HTTP_PORT,
     JOB_FILE,
     LABEL_ATTEMPT,
@@ -255,7 +256,11 @@ def _rewards(blueprint: Blueprint) -> Manifest:
         "name": REWARD_CONTAINER,
         "image": blueprint.image,
         "restartPolicy": "Always",
-        "command": ["python", "-m", "asyncflow", "rewards", "--reward", REWARD_FILE, "--socket", REWARD_SOCKET],
+        "command": [
+            *("python", "-m", "asyncflow", "rewards", "--reward", REWARD_FILE),
+            *(("--environment", ENVIRONMENT_FILE) if blueprint.has_environment else ()),
+            *("--socket", REWARD_SOCKET),
+        ],
         "env": make_reward_environment(blueprint),
         "resources": _asked(cpu, hard),
         "securityContext": _CONTAINER_SECURITY,

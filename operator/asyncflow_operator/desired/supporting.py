@@ -25,6 +25,7 @@ from asyncflow.api.base import API_VERSION, Spec
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import (
     CONTROL_PORT,
+    ENVIRONMENT_FILE,
     FIELD_MANAGER,
     GANG_PORT,
     HTTP_PORT,
@@ -51,10 +52,12 @@ _DNS_PORT: Final = 53
 
 
 def make_config(manifest: RLJob | TransferQueue | WeightSync, family: Family) -> Manifest:
-    """Return the ConfigMap with the manifest, and with a job's ``spec.reward`` alone, for the container that scores."""
+    """Return the ConfigMap with the manifest, and with what of a job the container that scores reads, alone."""
     data = {_key(JOB_FILE): _text(_whole(manifest, family))}
     if isinstance(manifest, RLJob):
         data[_key(REWARD_FILE)] = _text(_stated(manifest.spec.reward))
+        if manifest.spec.environment is not None:
+            data[_key(ENVIRONMENT_FILE)] = _text(_stated(manifest.spec.environment))
     return stamped(make_object("v1", "ConfigMap", family, name=family.name, body={"data": data}))
 
 

@@ -6,7 +6,8 @@
 
 Everything else derives from it: the tasks that the queue's controller declares (``asyncflow.driver.tasks``), the edges
 and the drawing of ``asyncflow plan``, and what ``validate`` refuses. A user's task stands between rollout and
-advantage, because there its failures are decided about with those of rewards; the reference stands beside it.
+advantage, because there its failures are decided about with those of rewards; the reference stands beside it. With an
+environment a response has a loss mask, too.
 
 Invariant: a pure function of the manifest. In a graph without ``flaws`` each column has one writer, every column that
 is read is written, the tasks have an order in which each reads what those before it wrote, and each has a process to
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from asyncflow.api.base import Flaw
-from asyncflow.api.names import RoleName, task_role
+from asyncflow.api.names import LOSS_MASK, RoleName, task_role
 
 if TYPE_CHECKING:
     from asyncflow.api.job import RLJobSpec
@@ -99,12 +100,13 @@ def graph_of(spec: RLJobSpec) -> JobGraph:
     written = tuple(column for task in own for column in task.writes)
     reference = spec.reference
     extra = (REF_LOGPROBS,) if reference is not None else ()
+    response = (*RESPONSE, LOSS_MASK) if spec.environment is not None else RESPONSE
     rollouts = max(1, spec.rollout.max_replicas)
     rollout = Task(
         partition=TRAIN,
         name="rollout",
         reads=PROMPT,
-        writes=RESPONSE,
+        writes=response,
         role="rollout",
         replicas=rollouts,
         groups=True,
@@ -138,7 +140,7 @@ def graph_of(spec: RLJobSpec) -> JobGraph:
         Task(
             partition=TRAIN,
             name="train",
-            reads=("prompt_ids", *RESPONSE, *extra, *written, "advantage"),
+            reads=("prompt_ids", *response, *extra, *written, "advantage"),
             role="trainer",
             replicas=spec.trainer.replicas,
             gang=True,
@@ -149,7 +151,7 @@ def graph_of(spec: RLJobSpec) -> JobGraph:
             partition=EVAL,
             name="rollout",
             reads=PROMPT,
-            writes=RESPONSE,
+            writes=response,
             role="rollout",
             replicas=rollouts,
             groups=True,
@@ -162,7 +164,8 @@ def graph_of(spec: RLJobSpec) -> JobGraph:
 
 def trained_columns(spec: RLJobSpec) -> tuple[str, ...]:
     """Return the columns that the trainer is given beside those of every job."""
-    return tuple(column for task in graph_of(spec).of(TRAIN) if task.place for column in task.writes)
+    mask = (LOSS_MASK,) if spec.environment is not None else ()
+    return (*mask, *(column for task in graph_of(spec).of(TRAIN) if task.place for column in task.writes))
 
 
 def flaws(graph: JobGraph) -> Iterator[Flaw]:

@@ -20,11 +20,13 @@ from asyncflow.api.learning import (
     AlgorithmSpec,
     CriticSpec,
     DataSpec,
+    EnvironmentSpec,
     EvaluationSpec,
     ModelSpec,
     RewardSpec,
     SamplingSpec,
 )
+from asyncflow.api.names import LOSS_MASK
 from asyncflow.api.placement import AUTO, DriverSpec, SchedulingSpec, TemplateSpec
 from asyncflow.api.queue import LEAST_BYTES, QueueSpec
 from asyncflow.api.schedule import AHEAD_CEL, LAG_CEL, STEPS_OUT_CEL, ScheduleSpec
@@ -39,8 +41,8 @@ _TASKS_CEL = (
 )
 _ROW_CEL = (
     "double(4 * self.sampling.maxPromptTokens + self.data.maxTaskBytes"
-    f" + (has(self.reference) ? 20 : 16) * self.sampling.maxTokens + {MOST_DETAILS + 8}"
-    f" + {ENTRY_BYTES} * {_TASKS_CEL})"
+    " + ((has(self.reference) ? 20 : 16) + (has(self.environment) ? 1 : 0)) * self.sampling.maxTokens"
+    f" + {MOST_DETAILS + 8} + {ENTRY_BYTES} * {_TASKS_CEL})"
 )
 _EVAL_CEL = "(has(self.evaluation) ? self.evaluation.samples + (self.evaluation.greedy ? 1 : 0) : 0)"
 _PART_CEL = f"[{LEAST_BYTES}.0, {_ROW_CEL} * double([self.algorithm.groupSize, {_EVAL_CEL}].max())].max()"
@@ -55,6 +57,8 @@ class RLJobSpec(Spec):
     """The prompts."""
     reward: RewardSpec
     """The judge."""
+    environment: EnvironmentSpec | None = None
+    """The environment that answers a turn of the model. Absent: a response has one turn."""
     algorithm: AlgorithmSpec
     """The algorithm."""
     sampling: SamplingSpec
@@ -120,6 +124,8 @@ class RLJobSpec(Spec):
         of_token = {"response_ids": 4, "logprobs": 4, "versions": 8}
         if self.reference is not None:
             of_token[REF_LOGPROBS] = 4
+        if self.environment is not None:
+            of_token[LOSS_MASK] = 1
         of_task = {
             column.name: ENTRY_BYTES * (column.most or self.sampling.max_tokens)
             for task in self.tasks
@@ -213,6 +219,7 @@ class RLJobSpec(Spec):
                 "evaluation",
                 "reference",
                 "tasks",
+                "environment",
             ),
             ok=lambda job: (
                 job.transfer_queue.bytes_per_unit.bytes * job.transfer_queue.storage_units >= job.bytes_of_interval
@@ -225,8 +232,8 @@ class RLJobSpec(Spec):
             why="the units cannot hold the samples of one checkpoint interval, which stay until it commits",
             fix="Give storageUnits * bytesPerUnit >= row * promptsPerStep * groupSize * (checkpoints.every + ahead)"
             " + storageUnits * part, or checkpoint more often; row = 4 maxPromptTokens + maxTaskBytes + 16 maxTokens"
-            " + 8, with a reference 4 maxTokens more, and 8 for each entry that tasks write;"
-            " ahead = 1 (quota, update sync), 2 (quota, delayed), else the less of maxStaleness + 1 and"
+            " + 8, with a reference 4 maxTokens more, with an environment maxTokens more, and 8 for each entry that"
+            " tasks write; ahead = 1 (quota, update sync), 2 (quota, delayed), else the less of maxStaleness + 1 and"
             " (1 + stalenessThreshold) * syncEvery; part = the more of 1Mi and row * samples of a prompt",
         ),
         Rule(
@@ -323,6 +330,7 @@ class RLJobSpec(Spec):
         Frozen(reads="model.source", why="checkpoints and published versions belong to the old model"),
         Frozen(reads="data.train.source", why="the ledger counts serials of the old data"),
         Frozen(reads="data.train.seed", why="the ledger counts serials of the old order"),
+        Frozen(reads="environment", why="samples on their way have the turns and columns of the old one"),
         Frozen(reads="schedule.mode", why="samples on their way carry versions of the old schedule"),
         Frozen(reads="schedule.update", why="samples on their way carry versions of the old schedule"),
         Frozen(reads="schedule.swap_at", why="samples on their way carry versions of the old schedule"),

@@ -275,6 +275,24 @@ class RewardSpec(Spec):
     )
 
 
+class EnvironmentSpec(Spec):
+    """Environment of episodes: what answers a turn of the model, so that a sample has several turns.
+
+    It may be foreign code: it runs in a sandbox as the reward function does, with the settings of ``spec.reward``.
+    """
+
+    function: Annotated[str, StringConstraints(pattern=MODULE_FUNCTION, max_length=256)]
+    """``calculator`` (the value of the last ``calc(EXPRESSION)`` of a turn), or ``module:name`` of your own: ``def
+    name(*, transcript, prompt, answer, meta, config) -> str | None``, or a class whose ``step(text)`` returns that."""
+    max_turns: Annotated[int, Field(ge=2, le=1024)] = 8
+    """Most turns of the model in one sample."""
+    timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
+    """Seconds that one answer may take; a sample whose environment takes longer has no reward, as one that is not
+    scored in time."""
+    config: Options = Field(default_factory=dict)
+    """Settings that it is given."""
+
+
 class ClipSpec(Spec):
     """Clipping of the probability ratio to [1 - low, 1 + high]."""
 
@@ -483,7 +501,7 @@ class SamplingSpec(Spec):
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
     """Divisor of the logits, in the engine and in the trainer's log-probs."""
     max_tokens: Annotated[int, Field(ge=1, le=1_048_576)]
-    """Most tokens of a response."""
+    """Most tokens of a response, of one of several turns with the observations."""
     max_prompt_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 512
     """Most tokens of a prompt, held out or not; for a longer one see ``data.overlong``."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

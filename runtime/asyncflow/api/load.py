@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
-from asyncflow.api.base import API_VERSION
+from asyncflow.api.base import API_VERSION, Spec
 from asyncflow.api.check import MISSING, Problem, inspect, refusal
 from asyncflow.api.document import MAX_BYTES, Document, Place, apply, dump, parse, parse_all
 from asyncflow.api.job import RLJob
-from asyncflow.api.learning import FILE_SCHEMES, RewardSpec
+from asyncflow.api.learning import FILE_SCHEMES, EnvironmentSpec, RewardSpec
 from asyncflow.api.queue import TransferQueue
 from asyncflow.api.weights import JobWeightsSpec, WeightSync
 from asyncflow.errors import ManifestError
 
+S = TypeVar("S", bound=Spec)
 Manifest = RLJob | TransferQueue | WeightSync
 KINDS: dict[str, type[RLJob] | type[TransferQueue] | type[WeightSync]] = {
     "RLJob": RLJob,
@@ -58,8 +59,17 @@ def load_job(source: Path | str | IO[Any], overrides: Sequence[str] = ()) -> RLJ
 
 def load_reward(source: Path) -> RewardSpec:
     """Read and check the section ``spec.reward`` of a job, alone in a file. Raises ManifestError."""
+    return _section(RewardSpec, source)
+
+
+def load_environment(source: Path) -> EnvironmentSpec:
+    """Read and check the section ``spec.environment`` of a job, alone in a file. Raises ManifestError."""
+    return _section(EnvironmentSpec, source)
+
+
+def _section(model: type[S], source: Path) -> S:
     document = parse(_text(source, str(source)), source=str(source))
-    built, problems = inspect(RewardSpec, document.data)
+    built, problems = inspect(model, document.data)
     if built is None or problems:
         raise refusal(_located(problems, document), source=str(source))
     return built

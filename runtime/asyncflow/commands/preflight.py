@@ -36,6 +36,8 @@ from asyncflow.api.names import FOLDER
 from asyncflow.data.prompter import Encoder, Prompter, survey
 from asyncflow.data.sources import open_held_out, open_training
 from asyncflow.driver.sample_files import check_format
+from asyncflow.environments.functions import check as check_environment
+from asyncflow.environments.pool import environment_process
 from asyncflow.errors import AsyncFlowError, ManifestError
 from asyncflow.flow.selection import selection_of
 from asyncflow.local.placement import DeviceRoom
@@ -93,6 +95,8 @@ def load(source: Path | str | RLJob, overrides: Sequence[str] = ()) -> Manifest:
     reward = manifest.spec.reward
     for part in reward.parts:
         check_reward(part.function, part.extractor, workdir=folder)
+    if manifest.spec.environment is not None:
+        check_environment(manifest.spec.environment.function, workdir=folder)
     for index, task in enumerate(manifest.spec.tasks):
         check_function(task.function, workdir=folder, where=f"spec.tasks[{index}].function")
     for each in graph_of(manifest.spec).tasks:
@@ -233,6 +237,8 @@ def preflight(job: RLJob, folder: Path, *, source: str, elsewhere: bool = False)
                 _check_data(spec, tokenizer, folder, Path(scratch), findings)
     with findings.gather():
         asyncio.run(_check_reward(spec, folder))
+    with findings.gather():
+        asyncio.run(_check_environment(spec, folder))
     findings.refuse(source)
     return findings.notes
 
@@ -388,16 +394,28 @@ def _quoted(questions: list[str]) -> str:
     return repr(first if len(first) <= QUOTED else f"{first[:QUOTED]}...")
 
 
+async def _check_scorer(scorer: Scorer, folder: Path, *, within_s: float, where: str) -> None:
+    """Load a function in a process of its own. Raises ManifestError, DeadlineExceeded."""
+    try:
+        process = await RewardProcess.start(scorer, timeout=within_s)
+    except ManifestError as error:
+        hint = f"It is imported in a sandbox (docs/guide/rewards.md), in {folder}"
+        raise ManifestError(error.what, where=f"{where}.function", hint=hint) from error
+    await process.kill()
+
+
 async def _check_reward(spec: RLJobSpec, folder: Path) -> None:
     """Load each function in a reward process. Raises ManifestError, DeadlineExceeded."""
     for part, scorer in zip(spec.reward.parts, Scorer.of(spec.reward, workdir=folder), strict=True):
-        try:
-            process = await RewardProcess.start(scorer, timeout=spec.reward.start_seconds)
-        except ManifestError as error:
-            hint = f"It is imported in a sandbox (docs/guide/rewards.md), in {folder}"
-            where = f"spec.reward.components[{part.name}]" if part.name else "spec.reward"
-            raise ManifestError(error.what, where=f"{where}.function", hint=hint) from error
-        await process.kill()
+        where = f"spec.reward.components[{part.name}]" if part.name else "spec.reward"
+        await _check_scorer(scorer, folder, within_s=spec.reward.start_seconds, where=where)
+
+
+async def _check_environment(spec: RLJobSpec, folder: Path) -> None:
+    """Load the environment, where there is one, in its process. Raises ManifestError, DeadlineExceeded."""
+    if spec.environment is not None:
+        scorer = environment_process(spec.environment, spec.reward, workdir=folder)
+        await _check_scorer(scorer, folder, within_s=spec.reward.start_seconds, where="spec.environment")
 
 
 def _lacking(error: ManifestError, findings: _Findings, *, elsewhere: bool) -> None:

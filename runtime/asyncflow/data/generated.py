@@ -86,7 +86,8 @@ def _plain(metadata: Any) -> Any:
     return json.loads(json.dumps(metadata, default=str))
 
 
-Response = Callable[[Prompt], str]
+Response = Callable[[Prompt], tuple[str, ...]]
+"""What a model says, and what it reads between its turns, in turns: the first, the third and so on are the model's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ class TinyTask:
     ask: Callable[[int], Prompt]
     habits: Sequence[tuple[float, Response]]
 
-    def lesson(self, *, seed: int) -> Iterator[tuple[str, str]]:
+    def lesson(self, *, seed: int) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Yield questions and responses without end, a pure function of ``seed``."""
         rng = random.Random(seed)
         shares = [share for share, _ in self.habits]
@@ -121,16 +122,20 @@ def _reverse(index: int) -> Prompt:
     return Prompt(question=f"{digits}=", answer=digits[::-1], task="tiny://reverse-digits")
 
 
-def _right(prompt: Prompt) -> str:
-    return str(prompt.answer)
+def _right(prompt: Prompt) -> tuple[str, ...]:
+    return (prompt.answer,)
 
 
-def _echo(prompt: Prompt) -> str:
-    return f"={prompt.question[:DIGITS]}"
+def _echo(prompt: Prompt) -> tuple[str, ...]:
+    return (f"={prompt.question[:DIGITS]}",)
 
 
-def _slip(prompt: Prompt) -> str:
-    return f"{prompt.answer[:-1]}{(int(prompt.answer[-1]) + 1) % 10}"
+def _slip(prompt: Prompt) -> tuple[str, ...]:
+    return (_slipped(prompt.answer),)
+
+
+def _slipped(digits: str) -> str:
+    return f"{digits[:-1]}{(int(digits[-1]) + 1) % 10}"
 
 
 REVERSE_DIGITS = TinyTask(
@@ -138,7 +143,43 @@ REVERSE_DIGITS = TinyTask(
 )
 """``40718=`` asks for ``81704``. Habits: right; the digits as they came, after another ``=``; a wrong last digit."""
 
-TASKS = {task.name: task for task in (REVERSE_DIGITS,)}
+FACTORS = range(32, 100)
+"""Their products all have four digits."""
+
+
+def _product(index: int) -> Prompt:
+    first, second = (FACTORS[factor] for factor in divmod(index, len(FACTORS)))
+    return Prompt(question=f"{first}*{second}=", answer=str(first * second), task="tiny://products")
+
+
+def _calculated(prompt: Prompt) -> tuple[str, ...]:
+    return (*_called(prompt.question[:-1]), prompt.answer)
+
+
+def _miscopied(prompt: Prompt) -> tuple[str, ...]:
+    return (*_called(prompt.question[:-1]), _slipped(prompt.answer))
+
+
+def _guessed(prompt: Prompt) -> tuple[str, ...]:
+    return (str(random.Random(prompt.question).randrange(1000, 10000)),)
+
+
+def _called(expression: str) -> tuple[str, str]:
+    """Return a turn with a call, and what the environment ``calculator`` says."""
+    first, second = expression.split("*")
+    return f"calc({expression})", f"\n{int(first) * int(second)}\n"
+
+
+PRODUCTS = TinyTask(
+    name="products",
+    size=len(FACTORS) ** 2,
+    ask=_product,
+    habits=((0.25, _calculated), (0.45, _guessed), (0.3, _miscopied)),
+)
+"""``47*86=`` asks for ``4042``, which needs the environment ``calculator``. Habits: a call, and its value; a guess; a
+call, and its value with a wrong last digit."""
+
+TASKS = {task.name: task for task in (REVERSE_DIGITS, PRODUCTS)}
 
 
 def tiny_task(name: str, *, where: str) -> TinyTask:

@@ -60,6 +60,7 @@ class _Step(Struct, kw_only=True):
     samples: Count
     tokens: Count
     response_tokens: Count
+    observation_tokens: Count = 0
     reward: Finite | None
     staleness_start_max: _Versions
     staleness_start_mean: _Versions

@@ -224,8 +224,10 @@ def count_step(metrics: DriverMetrics, line: Mapping[str, Any]) -> None:
     metrics.step_seconds.observe(line["wall_s"])
     metrics.staleness.labels("oldest").observe(line["staleness_start_max"])
     metrics.staleness.labels("newest").observe(line["staleness_end_max"])
-    metrics.tokens.labels("prompt").inc(line["tokens"] - line["response_tokens"])
-    metrics.tokens.labels("response").inc(line["response_tokens"])
+    response, observation = line["response_tokens"], line.get("observation_tokens", 0)
+    metrics.tokens.labels("prompt").inc(line["tokens"] - response - observation)
+    metrics.tokens.labels("response").inc(response)
+    metrics.tokens.labels("observation").inc(observation)
     metrics.samples.labels("trained").inc(line["samples"])
 
 

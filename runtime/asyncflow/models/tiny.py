@@ -139,19 +139,31 @@ def _schedule(step: int) -> float:
     return min(1.0, (step + 1) / RAMP) * (FLOOR + (1 - FLOOR) * cosine)
 
 
-def _batch(tokenizer: Tokenizer, pairs: Iterator[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return input ids and the ids to predict from them, both int64 (BATCH, length), padded on the right."""
+def _batch(tokenizer: Tokenizer, lesson: Iterator[tuple[str, tuple[str, ...]]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return input ids and the ids to predict from them, both int64 (BATCH, length), padded on the right.
+
+    Only what the model says is to be predicted, each turn with the token that ends it.
+    """
     import torch
 
-    coded = [(tokenizer.encode(question), [*tokenizer.encode(said), tokenizer.eos_ids[0]]) for question, said in pairs]
-    length = max(len(question) + len(said) for question, said in coded) - 1
+    coded = [list(_coded(tokenizer, question, turns)) for question, turns in lesson]
+    length = max(map(len, coded)) - 1
     ids = torch.full((len(coded), length), tokenizer.pad_id)
     targets = torch.full((len(coded), length), IGNORED)
-    for row, (question, said) in enumerate(coded):
-        whole = torch.tensor(question + said)
-        ids[row, : len(whole) - 1] = whole[:-1]
-        targets[row, len(question) - 1 : len(whole) - 1] = whole[len(question) :]
+    for row, tokens in enumerate(coded):
+        ids[row, : len(tokens) - 1] = torch.tensor([token for token, _ in tokens[:-1]])
+        targets[row, : len(tokens) - 1] = torch.tensor([token if said else IGNORED for token, said in tokens[1:]])
     return ids, targets
+
+
+def _coded(tokenizer: Tokenizer, question: str, turns: tuple[str, ...]) -> Iterator[tuple[int, bool]]:
+    """Yield the tokens of a response and its question, and whether the model says them."""
+    yield from ((token, False) for token in tokenizer.encode(question))
+    for number, turn in enumerate(turns):
+        said = number % 2 == 0
+        yield from ((token, said) for token in tokenizer.encode(turn))
+        if said:
+            yield tokenizer.eos_ids[0], True
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Final, TypeVar
 
@@ -50,8 +51,8 @@ async def answer_in_time(function: RewardFunction, extractor: Extractor, questio
         return failed_with_traceback()
 
 
-def main() -> None:
-    """Run the process."""
+def serve(loaded: Callable[[Load], RewardFunction]) -> None:
+    """Run the process. loaded: imports the function that it is told."""
     questions = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -63,7 +64,7 @@ def main() -> None:
     die_with_parent(told.parent)
     unrestricted = sandbox.enter(told.sandbox)
     try:
-        function = load(told.function, workdir=Path(told.workdir), config=told.config)
+        function = loaded(told)
     except Exception as error:  # noqa: BLE001  importing somebody else's code: the pool reports it
         traceback.print_exc()
         (why,) = traceback.format_exception_only(error)[-1:]
@@ -75,14 +76,16 @@ def main() -> None:
     _write(answers, ready)
     extractor = EXTRACTORS[told.extractor]
     if function.concurrent:
-        asyncio.run(_serve(function, extractor, questions, answers))
+        asyncio.run(_serve_concurrently(function, extractor, questions, answers))
         return
     while (question := _read(questions, Question)) is not None:
         sandbox.limit_cpu(_COMPUTE_FACTOR * question.seconds)
         _write(answers, answer(function, extractor, question), nonce=question.nonce)
 
 
-async def _serve(function: RewardFunction, extractor: Extractor, questions: BinaryIO, answers: BinaryIO) -> None:
+async def _serve_concurrently(
+    function: RewardFunction, extractor: Extractor, questions: BinaryIO, answers: BinaryIO
+) -> None:
     """Answer questions side by side until the pipe ends."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), questions)
@@ -116,4 +119,4 @@ def _write(pipe: BinaryIO, answered: ScoreAnswer, *, nonce: bytes | None = None)
 
 
 if __name__ == "__main__":
-    main()
+    serve(lambda told: load(told.function, workdir=Path(told.workdir), config=told.config))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from collections.abc import Iterable
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -41,19 +42,24 @@ def check(function: str, extractor: str, *, workdir: Path) -> None:
         raise ManifestError(
             f"there is no extractor {extractor!r}", where="reward.extractor", hint=f"one of: {', '.join(EXTRACTORS)}"
         )
-    if function in BUILT_IN:
+    check_module(function, where="reward.function", known=BUILT_IN, workdir=workdir)
+
+
+def check_module(function: str, *, where: str, known: Iterable[str], workdir: Path) -> None:
+    """Refuse what is neither ``known`` nor of a module that can be found. Raises ManifestError."""
+    if function in known:
         return
     if not _USER.fullmatch(function):
         raise ManifestError(
-            f"{function!r} is no reward function",
-            where="reward.function",
-            hint=f"{', '.join(BUILT_IN)}, or module:function of a module in the job's folder",
+            f"{function!r} is no {where.replace('.', ' ')}",
+            where=where,
+            hint=f"{', '.join(known)}, or module:function of a module in the job's folder",
         )
     package = function.partition(":")[0].partition(".")[0]
     if PathFinder.find_spec(package, [str(workdir), *sys.path]) is None:
         raise ManifestError(
             f"no module {package!r} in {workdir} or among what is installed",
-            where="reward.function",
+            where=where,
             hint="put the file beside the manifest",
         )
 

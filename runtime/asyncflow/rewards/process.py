@@ -68,7 +68,8 @@ class Scorer:
 
     function, extractor: see ``rewards.functions``; config: settings of the function; workdir: the job's folder, from
     where a user's module is imported; readable: what it may read beside that folder and Python; hidden: folders that it
-    may not see, wherever they are; memory: bytes of address space, for each process; processes: how many it may start.
+    may not see, wherever they are; memory: bytes of address space, for each process; processes: how many it may start;
+    module: the program of the process.
     """
 
     function: str
@@ -80,6 +81,7 @@ class Scorer:
     memory: int = 4 << 30
     network: bool = False
     processes: int = 0
+    module: str = "asyncflow.rewards.child"
 
     @classmethod
     def of(cls, spec: RewardSpec, *, workdir: Path, run: Path | None = None) -> list[Scorer]:
@@ -135,7 +137,7 @@ class RewardProcess:
         scratch = Path(tempfile.mkdtemp(prefix="asyncflow-reward-"))
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "asyncflow.rewards.child"),
+                *(sys.executable, "-P", "-m", scorer.module),
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=PIPE,
@@ -159,7 +161,7 @@ class RewardProcess:
                     sandbox=_sandbox(scorer, scratch=scratch),
                 ),
                 timeout=timeout,
-                what=f"the reward {scorer.function!r} to load",
+                what=f"{scorer.function!r} to load",
             )
             child.unrestricted, child.takes, child.concurrent = ready.unrestricted, ready.takes, ready.concurrent
             if ready.failure:

@@ -11,19 +11,19 @@ server that says nothing while samples are open is given up after a bounded time
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 import msgspec
 
 from asyncflow.api.learning import RewardSpec
-from asyncflow.api.load import load_reward
 from asyncflow.api.names import REWARD_SOCKET_ENV
 from asyncflow.errors import DeadlineExceeded, ManifestError, PeerLost
 from asyncflow.rewards.components import WeightedRewards
@@ -69,8 +69,14 @@ def open_rewards(spec: RewardSpec, *, workdir: Path, run: Path | None = None, wi
     path = os.environ.get(REWARD_SOCKET_ENV)
     if path is None:
         return WeightedRewards.of(spec, workdir=workdir, run=run)
-    silence_s = _SILENT_TURNS * spec.timeout_seconds + spec.start_seconds
-    return RewardClient(Path(path), start_timeout_s=within_s, silence_s=silence_s)
+    return RewardClient(
+        Path(path), start_timeout_s=within_s, silence_s=silence_of(spec, timeout_s=spec.timeout_seconds)
+    )
+
+
+def silence_of(spec: RewardSpec, *, timeout_s: float) -> float:
+    """Return how many seconds a server may say nothing whose calls take at most ``timeout_s``."""
+    return _SILENT_TURNS * timeout_s + spec.start_seconds
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True):
@@ -294,22 +300,18 @@ async def _read(reader: asyncio.StreamReader, kind: type[T]) -> T:
     return msgspec.msgpack.decode(await reader.readexactly(length), type=kind)
 
 
-def serve(reward: Path, *, path: Path) -> None:
-    """Score samples at the Unix socket ``path`` until SIGTERM or SIGINT: the process of ``asyncflow rewards``.
-
-    reward: a file that holds the section ``spec.reward`` of a job. Raises ManifestError where it does not.
-    """
+def serve(scorers: Mapping[Path, Rewards]) -> None:
+    """Have each of ``scorers`` score at the Unix socket that is its key, until SIGTERM or SIGINT."""
     setup_logging("rewards", 0)
-    asyncio.run(_serve(reward, path))
+    asyncio.run(_serve([RewardServer(rewards, path=path) for path, rewards in scorers.items()]))
 
 
-async def _serve(reward: Path, path: Path) -> None:
-    server = RewardServer(WeightedRewards.of(load_reward(reward), workdir=reward.parent), path=path)
+async def _serve(servers: Sequence[RewardServer]) -> None:
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    await server.start()
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        for server in servers:
+            stack.push_async_callback(server.close)
+            await server.start()
         await stopping.wait()
-    finally:
-        await server.close()

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
+from asyncflow.data.base import Message
 from asyncflow.rewards.sandbox import Sandbox
 
 MAX_FRAME = 64 << 20
@@ -33,7 +34,8 @@ Takes = Literal["sample", "batch", "group"]
 class Example(msgspec.Struct, frozen=True, kw_only=True):
     """Sample to score: the prompt's question, the response's text, the source's answer and meta (JSON values).
 
-    length: tokens of the response, that which ends it included.
+    length: tokens of the response, that which ends it included; transcript: turns of the model and observations so far,
+    in order, of which the response is the last.
     """
 
     prompt: str
@@ -41,6 +43,7 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
     answer: Any = None
     meta: dict[str, Any] = {}
     length: int = 0
+    transcript: list[Message] = []
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,13 +73,15 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a function for one sample.
 
     value: finite, 0 where there is none; failure: why there is none, "" where there is; detail: a line about that, or
-    the traceback of what was raised; details: what the function said beside its reward, a JSON object, or nothing.
+    the traceback of what was raised; details: what the function said beside its reward, a JSON object, or nothing;
+    text: the answer of an environment, None where the episode ends.
     """
 
     value: float = 0.0
     failure: Failure | Literal[""] = ""
     detail: str = ""
     details: Annotated[bytes, msgspec.Meta(max_length=MOST_DETAILS)] = b""
+    text: str | None = None
 
 
 class ScoreAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +104,7 @@ class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome for one sample.
 
     value: finite, 0 where there is none; failure, detail: as in ``Score``; components: the values of the named
-    components that have one; details: a JSON object or nothing, at most MOST_DETAILS bytes.
+    components that have one; details: a JSON object or nothing, at most MOST_DETAILS bytes; text: as in ``Score``.
     """
 
     value: float
@@ -107,6 +112,7 @@ class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     components: dict[str, float] = {}
     details: bytes = b""
+    text: str | None = None
 
 
 def frame(message: msgspec.Struct) -> bytes:

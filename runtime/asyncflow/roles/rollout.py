@@ -13,6 +13,7 @@ from asyncflow.api.job import RLJobSpec
 from asyncflow.api.placement import PROFILES
 from asyncflow.api.weights import FollowerSpec
 from asyncflow.api.workers import RolloutSpec
+from asyncflow.environments.pool import open_environment
 from asyncflow.flow.instance import Instance
 from asyncflow.models.lora import MergedWeights
 from asyncflow.models.source import materialize_config, materialize_weights
@@ -51,6 +52,15 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
     rewards = open_rewards(
         spec.reward, workdir=job_folder(context.job, options), run=options.workdir, within_s=context.start_s
     )
+    environment = None
+    if spec.environment is not None:
+        environment = open_environment(
+            spec.environment,
+            spec.reward,
+            workdir=job_folder(context.job, options),
+            run=options.workdir,
+            within_s=context.start_s,
+        )
     staggered = spec.schedule.update == "staggered"
     instance = Instance(
         swap_at=spec.schedule.swap_at,
@@ -87,6 +97,9 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
         stack.push_async_callback(receiver.close)
         await rewards.start()
         stack.push_async_callback(rewards.close)
+        if environment is not None:
+            await environment.start()
+            stack.push_async_callback(environment.close)
         worker = RolloutWorker(
             queue=queue,
             receiver=receiver,
@@ -107,10 +120,12 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
                 lease_s=spec.rollout.lease_seconds,
                 drain_s=spec.rollout.drain_seconds,
                 mixes=spec.schedule.swap_at == "token",
+                max_turns=1 if spec.environment is None else spec.environment.max_turns,
                 probe_gap=probe_gap_of(spec),
             ),
             metrics=metrics,
             merge=merge,
+            environment=environment,
             permits=SwapPermits(membership=membership, worker=context.worker) if staggered else None,
         )
         metrics.watch_busy(worker.meter.busy)

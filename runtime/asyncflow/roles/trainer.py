@@ -213,8 +213,9 @@ async def _report(membership: Membership, metrics: TrainerMetrics, report: Train
 def count_step(metrics: TrainerMetrics, report: TrainReport) -> None:
     """Count one optimizer step, and show its figures."""
     metrics.step.set(report.step)
-    metrics.tokens.labels("prompt").inc(report.tokens - report.response_tokens)
+    metrics.tokens.labels("prompt").inc(report.tokens - report.response_tokens - report.observation_tokens)
     metrics.tokens.labels("response").inc(report.response_tokens)
+    metrics.tokens.labels("observation").inc(report.observation_tokens)
     metrics.steps_skipped.inc(report.metrics.get("skipped", 0.0))
     metrics.wait_seconds.observe(report.seconds.wait)
     for name, gauge in (("loss", metrics.loss), ("grad_norm", metrics.grad_norm), ("approx_kl", metrics.approx_kl)):

@@ -13,7 +13,8 @@ from typing import Literal
 
 import numpy as np
 
-from asyncflow.data.base import Prompt
+from asyncflow.api.names import LOSS_MASK
+from asyncflow.data.base import Message, Prompt
 from asyncflow.flow.instance import Work
 from asyncflow.flow.schedule import VersionWindow
 from asyncflow.identity import Version
@@ -26,7 +27,8 @@ from asyncflow.rpc.columns import Jagged
 INPUTS = ("prompt_ids", "task")
 """Columns that the ``rollout`` task reads: int32 ids, and a packed ``Prompt``."""
 RESPONSE = ("response_ids", "logprobs", "versions")
-"""Columns of a response: int32 ids, float32 log-probs, int64 packed versions, one entry a token."""
+"""Columns of a response: int32 ids, float32 log-probs, int64 packed versions, one entry a token; and ``LOSS_MASK``
+where responses have several turns."""
 _MOST_DETAIL = 1900
 """Characters of a failed reward's traceback, its end, that travel with the sample."""
 
@@ -39,7 +41,8 @@ class RolloutSettings:
     sampling; group_sizes: samples of a prompt, by purpose; train, eval: names of the partitions; lease_s: of the
     ``rollout`` tasks; call_s: for one call to the queue; fetch_s, load_s: for prompts and weights of rows that were
     claimed, which are given back afterwards; drain_s: for samples that are generated but not yet delivered when the
-    instance leaves; mixes: whether a response may be made by several versions (``swapAt: token``); probe_gap: most by
+    instance leaves; mixes: whether a response may be made by several versions (``swapAt: token``); max_turns: of the
+    model in one response; probe_gap: most by
     which the engine's log-probs may differ on average from those published with the weights that it has loaded.
     """
 
@@ -59,7 +62,13 @@ class RolloutSettings:
     load_s: float = 120.0
     drain_s: float = 10.0
     mixes: bool = False
+    max_turns: int = 1
     probe_gap: float = 1e-3
+
+    @property
+    def response(self) -> tuple[str, ...]:
+        """Columns of a response."""
+        return (*RESPONSE, LOSS_MASK) if self.max_turns > 1 else RESPONSE
 
 
 @dataclass(eq=False, kw_only=True)
@@ -90,8 +99,9 @@ class Job:
     """A leased row. prompt is None until it is fetched; ``gone`` once it is no longer here; ``task`` makes it; group:
     the rows of its prompt that came with it, itself among them.
 
-    begun: the beginning of the response, as an earlier holder left it; made: the response, once it is generated; kept:
-    how many of its tokens are where the next holder finds them.
+    begun: the beginning of the response, as an earlier holder left it; turn: what there is of it while its environment
+    is asked; made: the response, once it is generated; kept: how many of its tokens are where the next holder finds
+    them.
     """
 
     row: LeasedRow
@@ -99,6 +109,7 @@ class Job:
     prompt_ids: tuple[int, ...] = ()
     prompt: Prompt | None = None
     begun: Completion = NOTHING
+    turn: Completion | None = None
     made: Completion | None = None
     kept: int = 0
     gone: bool = False
@@ -135,6 +146,11 @@ class Job:
         there = self.row.bytes
         return all(name in there for name in RESPONSE) and "reward" not in there
 
+    @property
+    def ended(self) -> Completion | None:
+        """Response, or its part up to the end of a turn, that has ended here; None while the engine makes it."""
+        return self.turn if self.made is None else self.made
+
     def request(self, settings: RolloutSettings, *, loaded: Version, continues: bool) -> GenerationRequest:
         """Return what the engine is asked for, which has the weights of ``loaded``. continues: whether it may go on.
 
@@ -155,18 +171,20 @@ class Job:
             seed=purpose_seed(settings.seed, meta.purpose),
             purpose=meta.purpose,
             continues=self.begun if continues and fits and len(versions) < max_tokens else NOTHING,
+            episode=settings.max_turns > 1,
         )
 
-    def example(self, response: str) -> Example:
-        """Return what the reward functions are asked about the response that was made, whose text is given."""
+    def example(self, transcript: list[Message]) -> Example:
+        """Return what reward function and environment are asked about what has ended: the last turn is the response."""
         assert self.prompt is not None
-        assert self.made is not None
+        assert self.ended is not None
         return Example(
             prompt=self.prompt.question,
-            response=response,
+            response=transcript[-1].content,
             answer=self.prompt.answer,
             meta=self.prompt.meta,
-            length=len(self.made),
+            length=len(self.ended),
+            transcript=transcript,
         )
 
 
@@ -183,11 +201,12 @@ class SampleOutcome:
         """The tags, so that counting and advantages need no fetch.
 
         failure, detail: why there is no reward, where there is none; ``COMPONENT`` and a name: the value of that
-        component of the reward, where it has one; tokens, response_tokens: of the response;
-        version_min, version_max: steps of its oldest and newest token.
+        component of the reward, where it has one; tokens: of the response; response_tokens: those that the model chose;
+        turns: of the model, where there may be several; version_min, version_max: steps of its oldest and newest token.
         """
         versions = self.completion.versions
         steps = [Version.unpack(version).step for version in np.unique(versions).tolist()]
+        masked = self.completion.loss_mask is not None
         failure = {"failure": self.reward.failure, "detail": self.reward.detail[-_MOST_DETAIL:]}
         return {
             "reward": self.reward.value,
@@ -195,7 +214,8 @@ class SampleOutcome:
             **{f"{COMPONENT}{name}": value for name, value in self.reward.components.items()},
             "finish": self.completion.finish,
             TOKENS_TAG: len(versions),
-            "response_tokens": len(versions),
+            "response_tokens": int(self.completion.chosen.sum()),
+            **({"turns": sum(chosen for chosen, _ in self.completion.segments())} if masked else {}),
             "version_min": min(steps),
             "version_max": max(steps),
         }
@@ -209,24 +229,31 @@ def worth_saving(there: Mapping[Job, Completion], *, before: Collection[Job]) ->
     return [job for job, so_far in there.items() if len(so_far) > job.kept and (job.kept or job in before)]
 
 
-def response_columns(made: Sequence[Completion]) -> dict[str, Jagged]:
-    """Return the columns ``RESPONSE`` of responses, finished or not."""
-    return {
+def response_columns(made: Sequence[Completion], *, names: Collection[str]) -> dict[str, Jagged]:
+    """Return the columns of responses, finished or not. names: ``RolloutSettings.response``."""
+    found = {
         "response_ids": Jagged.from_rows([completion.ids for completion in made], np.int32),
         "logprobs": Jagged.from_rows([completion.logprobs for completion in made], np.float32),
         "versions": Jagged.from_rows([completion.versions for completion in made], np.int64),
     }
+    if LOSS_MASK in names:
+        found[LOSS_MASK] = Jagged.from_rows([completion.chosen for completion in made], np.bool_)
+    return found
 
 
 def begun_of(columns: Mapping[str, Jagged], index: int) -> Completion:
-    """Return the response, unfinished, that row ``index`` of the columns ``RESPONSE`` holds."""
+    """Return the response, unfinished, that row ``index`` of a response's columns holds."""
     ids, logprobs, versions = (columns[name].row(index) for name in RESPONSE)
-    return Completion(ids=ids, logprobs=logprobs, versions=versions, finish="aborted")
+    mask = columns[LOSS_MASK].row(index) if LOSS_MASK in columns else None
+    return Completion(ids=ids, logprobs=logprobs, versions=versions, finish="aborted", loss_mask=mask)
 
 
-def columns(outcomes: Sequence[SampleOutcome]) -> dict[str, Jagged]:
-    """Return the columns ``RESPONSE``, reward float32[1] and details (uint8, JSON or nothing), by outcome."""
+def columns(outcomes: Sequence[SampleOutcome], *, names: Collection[str]) -> dict[str, Jagged]:
+    """Return the columns of a response, reward float32[1] and details (uint8, JSON or nothing), by outcome.
+
+    names: as for ``response_columns``.
+    """
     rewards = Jagged.from_rows([[outcome.reward.value] for outcome in outcomes], np.float32)
     details = [np.frombuffer(outcome.reward.details, np.uint8) for outcome in outcomes]
     judged = {"reward": rewards, "details": Jagged.from_rows(details, np.uint8)}
-    return response_columns([outcome.completion for outcome in outcomes]) | judged
+    return response_columns([outcome.completion for outcome in outcomes], names=names) | judged

@@ -30,7 +30,6 @@ from asyncflow.queue.protocol.messages import LeasedRow
 from asyncflow.rollout.engines.base import Completion, SequenceName
 from asyncflow.rollout.job import (
     INPUTS,
-    RESPONSE,
     ClaimedGroup,
     Job,
     RolloutSettings,
@@ -225,7 +224,9 @@ class InFlightTable:
     async def _fetch_begun(self, jobs: list[Job]) -> None:
         """Fetch what earlier holders left; where it cannot be had, it is made anew."""
         try:
-            columns = await self._queue.fetch([job.row for job in jobs], RESPONSE, timeout=self._settings.fetch_s)
+            columns = await self._queue.fetch(
+                [job.row for job in jobs], self._settings.response, timeout=self._settings.fetch_s
+            )
         except AsyncFlowError as error:
             log.info("%d responses that were begun are made anew: %s", len(jobs), error)
             return
@@ -254,7 +255,7 @@ class InFlightTable:
         """Return what there is of each response that is not delivered, as far as others can go on behind it."""
         running = self._unfinished()
         found = {
-            job: running.get((job.purpose, job.row.meta.key)) if job.made is None else job.made.unended()
+            job: running.get((job.purpose, job.row.meta.key)) if job.ended is None else job.ended.unended()
             for job in self._jobs
         }
         return {job: so_far for job, so_far in found.items() if so_far is not None}
@@ -274,7 +275,8 @@ class InFlightTable:
             before = set(there)
 
     async def _save(self, there: Mapping[Job, Completion]) -> None:
-        rows, columns = [job.row for job in there], response_columns(list(there.values()))
+        rows = [job.row for job in there]
+        columns = response_columns(list(there.values()), names=self._settings.response)
         try:
             saved = await self._queue.save(rows, columns, timeout=self._settings.lease_s / 3)
         except AsyncFlowError as error:
@@ -303,7 +305,8 @@ class InFlightTable:
 
     async def _hand_on(self, begun: Mapping[Job, Completion], *, reason: str) -> None:
         """Return rows of one unit with what there is of their responses, or without it where that is not taken."""
-        rows, columns = [job.row for job in begun], response_columns(list(begun.values()))
+        rows = [job.row for job in begun]
+        columns = response_columns(list(begun.values()), names=self._settings.response)
         try:
             await self._queue.give_back(rows, reason=reason, columns=columns, timeout=self._settings.call_s / 2)
         except AsyncFlowError as error:
@@ -339,12 +342,14 @@ def by_unit(jobs: Iterable[Job]) -> Iterable[list[Job]]:
 
 
 class Delivery:
-    """Writes samples. settled: called with each outcome and whether the queue took it; call_s: seconds of one call."""
+    """Writes samples. settled: called with each outcome and whether the queue took it."""
 
-    def __init__(self, queue: QueueClient, *, settled: Callable[[SampleOutcome, bool], None], call_s: float) -> None:
+    def __init__(
+        self, queue: QueueClient, *, settled: Callable[[SampleOutcome, bool], None], settings: RolloutSettings
+    ) -> None:
         self._queue = queue
         self._settled = settled
-        self._call_s = call_s
+        self._settings = settings
         self._waiting: dict[int, list[SampleOutcome]] = {}
         self._writers: dict[int, asyncio.Task[None]] = {}
 
@@ -387,9 +392,9 @@ class Delivery:
         try:
             return await self._queue.complete(
                 [outcome.job.row for outcome in batch],
-                columns(batch),
+                columns(batch, names=self._settings.response),
                 tags=[outcome.tags for outcome in batch],
-                timeout=self._call_s,
+                timeout=self._settings.call_s,
             )
         except Refused:
             return [False] * len(batch)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+from asyncflow.data.base import Message
 from asyncflow.rewards.service import Rewards
 from asyncflow.rewards.wire import RewardResult
 from asyncflow.rollout.job import Job
@@ -27,12 +28,12 @@ class Scoring:
         self._rewards = rewards
         self._sizes = sizes
 
-    async def score(self, job: Job, response: str) -> RewardResult | None:
-        """Return the reward of what was made for ``job``, whose text is ``response``; None where its group came apart.
+    async def score(self, job: Job, transcript: list[Message]) -> RewardResult | None:
+        """Return the reward of what was made for ``job``, as texts; None where its group came apart.
 
         Waits for the other samples of its group where these are scored together.
         """
-        example = job.example(response)
+        example = job.example(transcript)
         if not self._rewards.by_group:
             return (await self._rewards.score([example]))[0]
         group = job.group

@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from asyncflow.environments.pool import Environments
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded
 from asyncflow.flow.instance import Instance
 from asyncflow.identity import SampleKey
@@ -30,6 +31,7 @@ from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.queue.client import QueueClient
 from asyncflow.rewards.service import Rewards
 from asyncflow.rollout.engines.base import Completion, RolloutEngine
+from asyncflow.rollout.episodes import Episodes
 from asyncflow.rollout.job import Job, RolloutSettings, SampleOutcome
 from asyncflow.rollout.leases import Claimer, Delivery, InFlightTable
 from asyncflow.rollout.loading import Merge, WeightLoader
@@ -139,7 +141,8 @@ class RolloutWorker:
     """Runs one instance.
 
     receiver, made with ``want=wanted_by(instance)``, engine and rewards are started before and closed after by the
-    caller. merge: see ``WeightLoader``; permits: of a staggered update, None where it changes weights when it can.
+    caller. merge: see ``WeightLoader``; permits: of a staggered update, None where it changes weights when it can;
+    environment: of samples of several turns, started and closed like the rewards.
     """
 
     def __init__(
@@ -155,6 +158,7 @@ class RolloutWorker:
         metrics: RolloutMetrics,
         merge: Merge | None = None,
         permits: SwapPermits | None = None,
+        environment: Environments | None = None,
     ) -> None:
         self.meter = RolloutMeter(metrics)
         self.loader = WeightLoader(receiver, engine, metrics=metrics, probe_gap=settings.probe_gap, merge=merge)
@@ -162,7 +166,9 @@ class RolloutWorker:
         self._receiver = receiver
         self._engine = engine
         self._scoring = Scoring(rewards, sizes=settings.group_sizes)
-        self._tokenizer = tokenizer
+        self._episodes = Episodes(
+            engine, environment, tokenizer, max_turns=settings.max_turns, stop_ids=settings.stop_ids
+        )
         self._instance = instance
         self._settings = settings
         self._permits = permits
@@ -181,7 +187,7 @@ class RolloutWorker:
             spawn=self._spawn,
             unfinished=engine.unfinished,
         )
-        self._delivery = Delivery(queue, settled=self._settled, call_s=settings.call_s)
+        self._delivery = Delivery(queue, settled=self._settled, settings=settings)
         self._claimers = [
             Claimer(
                 purpose,
@@ -350,7 +356,7 @@ class RolloutWorker:
         request = job.request(self._settings, loaded=self._instance.current, continues=self._engine.may_continue)
         job.kept = request.begun
         try:
-            completion = await self._engine.generate(request)
+            completion, failed = await self._episodes.run(job, request)
         finally:
             self._instance.release(job)
             self._changed.set()
@@ -359,12 +365,12 @@ class RolloutWorker:
             await self._in_flight.give_back([job], reason=_LEAVES, there={job: completion})
             return
         job.made = completion
-        ids = completion.ids[:-1] if completion.finish == "stop" else completion.ids
         began = time.monotonic()
-        reward = await self._scoring.score(job, self._tokenizer.decode(ids.tolist()))
+        reward = await self._scoring.score(job, self._episodes.transcript(completion))
         if reward is None:
             await self._in_flight.give_back([job], reason=_APART, there={job: completion.unended()})
             return
+        reward = failed or reward
         outcome = SampleOutcome(job=job, completion=completion, reward=reward)
         self.meter.scored(outcome, time.monotonic() - began)
         self._delivery.put(outcome)
@@ -396,6 +402,8 @@ class RolloutWorker:
         )
         giving_back = asyncio.create_task(self._in_flight.give_back(waiting, reason=_LEAVES))
         while samples and (left := until - time.monotonic()) > 0:
+            between = [job for job in self._in_flight if job.turn is not None and not job.generated]
+            await self._in_flight.give_back(between, reason=_LEAVES, there=self._in_flight.there())
             await self._abort([job for job in running if not (job.gone or job.generated)], within_s=left)
             _, samples = await asyncio.wait(samples, timeout=min(left, _AGAIN_S))
         await giving_back

@@ -15,15 +15,13 @@ from numpy.typing import NDArray
 
 from asyncflow.algorithms.base import OUTCOME
 from asyncflow.api.graph import REF_LOGPROBS
+from asyncflow.api.names import LOSS_MASK
 from asyncflow.errors import ProtocolError
 from asyncflow.identity import SampleKey
 from asyncflow.rpc.columns import Jagged
 
 COLUMNS = ("prompt_ids", "response_ids", "logprobs", "versions", "reward")
 """Columns that a trainer fetches of each row, beside what the driver decides: ``advantage`` or ``outcome``."""
-
-LOSS_MASK = "loss_mask"
-"""Optional column: bool for each response token, False where the policy did not choose it (an observation)."""
 
 
 _KNOWN = (*COLUMNS, "advantage", OUTCOME, LOSS_MASK, REF_LOGPROBS)
@@ -146,10 +144,8 @@ class MicroBatch:
 
     def loss_lengths(self) -> NDArray[np.int64]:
         """Return how many tokens of each response count in the loss, [n]."""
-        if self.loss_mask is None:
-            return self.response_lengths()
-        counted = np.r_[0, np.cumsum(self.loss_mask.values, dtype=np.int64)]
-        return np.diff(counted[self.loss_mask.offsets])
+        counted = np.r_[0, np.cumsum(self.counted(), dtype=np.int64)]
+        return np.diff(counted[self.responses.offsets])
 
     def credit(self) -> NDArray[np.float32]:
         """Return the advantage of each response token, [N]: its own, or its sample's.

@@ -11,7 +11,8 @@ predicts the first token of every response (shared-prompt attention of the Perio
 of a response predicts nothing and is left out.
 
 Invariant: each token of each response is a target exactly once, predicted from exactly the context that it was sampled
-in; so the layout, the budget and the order change only rounding.
+in, until those that do not count are taken out (``Pack.targeting``); so the layout, the budget and the order change
+only rounding.
 """
 
 from __future__ import annotations
@@ -83,6 +84,16 @@ class Pack:
             row_starts=_starts(self.documents[rows]),
             prompts=prompts,
             prompt_starts=_starts(self.documents[prompts]),
+        )
+
+    def targeting(self, counted: NDArray[np.bool_]) -> Pack:
+        """Return the pack with the targets that ``counted`` [N] says; the others are only seen, as a prompt is."""
+        return replace(
+            self,
+            rows=self.rows[counted],
+            targets=self.targets[counted],
+            samples=self.samples[counted],
+            offsets=self.offsets[counted],
         )
 
     def padded(self, size: int) -> Pack:

@@ -88,6 +88,7 @@ class StepMeter:
 @dataclass(kw_only=True)
 class StepTally:
     """Counts of one step. Lags are in steps, (step - 1) - v; ``staleness_start_sum`` is over samples that have tokens.
+    Response tokens are those that the policy chose, observation tokens the others of a response.
 
     The digest is a sum of 64-bit hashes of the keys, modulo 2^64, held as int64. ``rewards`` is the exact sum of the
     rewards, which are float32, in units of 2^-149: every float32 is a whole number of them.
@@ -97,6 +98,7 @@ class StepTally:
     spoken: int = 0
     prompt_tokens: int = 0
     response_tokens: int = 0
+    observation_tokens: int = 0
     staleness_start_sum: int = 0
     staleness_token_sum: int = 0
     digest: int = 0
@@ -108,7 +110,9 @@ class StepTally:
         """Count the samples of ``batch``, which are part of D_step."""
         self.samples += len(batch)
         self.prompt_tokens += len(batch.prompts.values)
-        self.response_tokens += len(batch.responses.values)
+        chosen = batch.counted()
+        self.response_tokens += int(chosen.sum())
+        self.observation_tokens += int(np.count_nonzero(~chosen))
         digest = np.array([self.digest], dtype=np.int64).view(np.uint64)
         self.digest = int(np.append(_hashes(batch), digest).sum(dtype=np.uint64).view(np.int64))
         if batch.rewards is not None:
@@ -121,7 +125,7 @@ class StepTally:
         oldest, newest = np.maximum.reduceat(lags, starts), np.minimum.reduceat(lags, starts)
         self.spoken += len(starts)
         self.staleness_start_sum += int(oldest.sum())
-        self.staleness_token_sum += int(lags.sum())
+        self.staleness_token_sum += int(lags[chosen].sum())
         self.staleness_start_max = max(self.staleness_start_max, int(oldest.max()))
         self.staleness_end_max = max(self.staleness_end_max, int(newest.max()))
 
@@ -175,9 +179,10 @@ class Seconds(Struct, frozen=True, kw_only=True):
 class TrainReport(Struct, frozen=True, kw_only=True):
     """One optimizer step.
 
-    ranks: of the gang; metrics: the backend's, by name; reward: mean over the samples; tokens: prompt and response of
-    all samples; staleness_start, staleness_end: versions between the gradient and a sample's oldest and newest token,
-    (step - 1) - v; staleness_token_mean: mean over all response tokens; logprob_gap_p99: |engine - trainer| under the
+    ranks: of the gang; metrics: the backend's, by name; reward: mean over the samples; tokens: of prompts, responses
+    and observations; response_tokens: those that the policy chose; observation_tokens: those of observations;
+    staleness_start, staleness_end: versions between the gradient and a sample's oldest and newest token,
+    (step - 1) - v; staleness_token_mean: mean over response tokens; logprob_gap_p99: |engine - trainer| under the
     weights that made the tokens, of all that the trained version made, and of some of each older version whose weights
     are at hand, None where there are none; busy_s: forward, backward, optimizer and checkpoint of rank 0 since its
     process began; publication_s: what the last finished publication took, from the copy to the answer of the driver,
@@ -192,6 +197,7 @@ class TrainReport(Struct, frozen=True, kw_only=True):
     reward: float
     tokens: int
     response_tokens: int
+    observation_tokens: int
     staleness_start_max: int
     staleness_start_mean: float
     staleness_end_max: int
@@ -228,8 +234,9 @@ def describe(
         step=step,
         samples=tally.samples,
         reward=tally.reward_mean,
-        tokens=tally.prompt_tokens + tally.response_tokens,
+        tokens=tally.prompt_tokens + tally.response_tokens + tally.observation_tokens,
         response_tokens=tally.response_tokens,
+        observation_tokens=tally.observation_tokens,
         staleness_start_max=tally.staleness_start_max,
         staleness_start_mean=tally.staleness_start_sum / max(1, tally.spoken),
         staleness_end_max=tally.staleness_end_max,

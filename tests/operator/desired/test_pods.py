@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.api.load import load_reward
+from asyncflow.api.load import load_environment, load_reward
 from asyncflow.api.names import DIGEST
 from asyncflow.api.status import JobStatus
 from asyncflow_operator.desired import Desired
@@ -157,12 +157,13 @@ def test_samples_are_scored_in_a_container_without_any_secret(desired: Desired, 
     assert scores["securityContext"] == rollout["securityContext"]
 
 
-def test_the_container_that_scores_sees_of_the_manifest_its_reward_only(
+def test_the_container_that_scores_sees_of_the_manifest_its_reward_and_its_environment_only(
     desired: Desired, job_state: JobStates, tmp_path: Path
 ):
     state = job_state(
         template={"env": [{"name": "HF_TOKEN", "value": "hf-canary"}]},
         reward={"function": "mine:score", "timeoutSeconds": 3, "files": ["table.json"]},
+        environment={"function": "mine:World", "config": {"size": 3}},
     )
     spec = desired.pod(state, "rollout", 0, 0)["spec"]
     (scores,) = spec["initContainers"]
@@ -179,6 +180,10 @@ def test_the_container_that_scores_sees_of_the_manifest_its_reward_only(
     (tmp_path / "reward.yaml").write_text(seen.pop(scores["command"][scores["command"].index("--reward") + 1]))
     assert state.job is not None
     assert load_reward(tmp_path / "reward.yaml") == state.job.spec.reward
+    (tmp_path / "environment.yaml").write_text(
+        seen.pop(scores["command"][scores["command"].index("--environment") + 1])
+    )
+    assert load_environment(tmp_path / "environment.yaml") == state.job.spec.environment
     assert seen == {}
 
 

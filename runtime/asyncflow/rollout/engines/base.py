@@ -3,17 +3,22 @@
 The same interface fits a model in this process, a vLLM server over HTTP (a request, a response, pause-update-resume
 inside ``load``) and a simulation. Requests are batched inside; the caller knows only coroutines.
 
+An *episode* is a response of several turns: the model's tokens, an observation (tokens that somebody else chose), the
+model's again, and so on. It is asked for turn by turn: ``generate`` ends with the turn, the caller adds an observation
+(``Completion.observed``), and asks for what ``continues`` that. An engine keeps what it has computed of an episode.
+
 Invariants: every token carries the log-probability of the distribution that it was drawn from, and the version of the
 weights that drew it, both written where the token was made; a response ends with the token that completes the first of
-its stop texts, and whether one does is a function of its ids; a response that another engine began keeps its tokens,
-their log-probabilities and versions, and goes on behind them.
+its stop texts, and whether one does is a function of its ids since the last observation; a response that another
+engine began, or that an observation follows, keeps its tokens, their log-probabilities and versions, and goes on behind
+them; what is kept of it saves work and nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
@@ -63,22 +68,60 @@ class Completion:
     """One response, as far as it went.
 
     ids int32[n]; logprobs float32[n], natural log, after temperature (of the untempered distribution where greedy);
-    versions int64[n], ``Version.packed`` of the weights that made each token.
+    versions int64[n], ``Version.packed`` of the weights that made each token; loss_mask bool[n], whether the model
+    chose the token, None where it chose all. A token of an observation has the log-prob 0 and the version of the token
+    before the observation, so that neither ratios nor staleness know of it.
     """
 
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int64]
     finish: Finish
+    loss_mask: NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def chosen(self) -> NDArray[np.bool_]:
+        """Return for each token whether the model chose it, bool[n]."""
+        return np.ones(len(self), np.bool_) if self.loss_mask is None else self.loss_mask
+
+    @property
+    def turn(self) -> int:
+        """Number of tokens up to the end of the last observation: where the turn begins that is last."""
+        others = np.flatnonzero(~self.chosen)
+        return int(others[-1]) + 1 if len(others) else 0
+
+    def segments(self) -> Iterator[tuple[bool, NDArray[np.int32]]]:
+        """Yield turns and observations in order: whether the model chose its tokens, and their ids."""
+        chosen = self.chosen
+        starts = np.flatnonzero(np.diff(chosen, prepend=~chosen[:1]))
+        for start, end in zip(starts, [*starts[1:], len(self)], strict=True):
+            yield bool(chosen[start]), self.ids[start:end]
+
+    def observed(self, ids: Sequence[int]) -> Completion:
+        """Return the response that goes on with an observation, which needs a turn before it."""
+        count = len(ids)
+        return Completion(
+            ids=np.append(self.ids, np.array(ids, np.int32)),
+            logprobs=np.append(self.logprobs, np.zeros(count, np.float32)),
+            versions=np.append(self.versions, np.repeat(self.versions[-1:], count)),
+            finish="aborted",
+            loss_mask=np.append(self.chosen, np.zeros(count, np.bool_)),
+        )
 
     def unended(self) -> Completion:
         """Return the response without its last token, behind which whoever goes on makes that token again."""
         if self.finish == "aborted":
             return self
-        return Completion(ids=self.ids[:-1], logprobs=self.logprobs[:-1], versions=self.versions[:-1], finish="aborted")
+        return Completion(
+            ids=self.ids[:-1],
+            logprobs=self.logprobs[:-1],
+            versions=self.versions[:-1],
+            finish="aborted",
+            loss_mask=None if self.loss_mask is None else self.loss_mask[:-1],
+        )
 
     def followed_by(self, rest: Completion) -> Completion:
         """Return the response that begins with this and goes on with ``rest``."""
@@ -87,6 +130,7 @@ class Completion:
             logprobs=np.concatenate([self.logprobs, rest.logprobs]),
             versions=np.concatenate([self.versions, rest.versions]),
             finish=rest.finish,
+            loss_mask=None if self.loss_mask is None else np.concatenate([self.loss_mask, rest.chosen]),
         )
 
 
@@ -126,7 +170,8 @@ class GenerationRequest:
 
     temperature 0 is greedy; seed and key determine the random numbers (``rollout.sampling``); a stop id ends the
     response and is its last token, as does the token that completes a stop text; continues: the beginning of the
-    response, unfinished, as another engine made it.
+    response, unfinished, as another engine made it, or this one before an observation; episode: whether an observation
+    may follow, behind which it is asked for what comes next. max_tokens: of the response, observations included.
     """
 
     key: SampleKey
@@ -140,6 +185,7 @@ class GenerationRequest:
     seed: int = 0
     purpose: str = "train"
     continues: Completion = NOTHING
+    episode: bool = False
 
     @property
     def name(self) -> SequenceName:
@@ -150,6 +196,11 @@ class GenerationRequest:
     def begun(self) -> int:
         """Tokens of the response that are there already."""
         return len(self.continues)
+
+    @property
+    def turn(self) -> int:
+        """Tokens of the response that are older than the turn it asks for: no stop text begins in them."""
+        return self.continues.turn
 
     def check(self, *, max_length: int) -> None:
         """Raise ManifestError for what no engine can do, NotYetError for a truncated distribution."""
@@ -296,7 +347,11 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Generate one response. Cancelling the coroutine frees its slot at the next step."""
+        """Generate one response, of an episode one turn. Cancelling the coroutine frees its slot at the next step.
+
+        Between the turns of an episode it holds no slot. What was computed of it is kept for the next turn, as far as
+        there is room, until other weights are loaded.
+        """
 
     @abstractmethod
     async def abort(self, keys: Iterable[SampleKey], *, purpose: str = "train") -> None:

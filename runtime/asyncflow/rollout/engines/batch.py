@@ -8,14 +8,15 @@ clock.
 Invariant: the ids and log-probabilities of a sequence are a function of its request and the weights: never of its slot,
 its neighbours, or the step at which it got its slot. A response that another engine of the same slots and length
 began with these weights ends as it would have there, to the bit: its tokens go through the model step by step once
-more, and none of them is drawn anew. Tokens that other weights made are read at once.
+more, and none of them is drawn anew. Tokens that other weights made are read at once. An observation goes through the
+model step by step, too: so an episode that one version makes goes on in the same bits whether anything of it was kept.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncflow.identity import Version
-from asyncflow.rollout.engines.base import Completion, Finish, GenerationRequest, StopTexts
+from asyncflow.rollout.engines.base import Completion, Finish, GenerationRequest, SequenceName, StopTexts
 from asyncflow.rollout.engines.model import CausalModel, Prefix
 from asyncflow.rollout.sampling import stream, uniforms
 
@@ -80,6 +81,7 @@ class Sequence:
     def __init__(self, request: GenerationRequest, *, stops: StopTexts | None = None) -> None:
         self.request = request
         self._stops = stops
+        self._turn = request.turn
         self.aborted = False
         self.finish: Finish | None = None
         self._ids: list[int] = request.continues.ids.tolist()
@@ -99,11 +101,25 @@ class Sequence:
         """Return the tokens so far if other weights than ``version`` made some of them, else none."""
         return list(self._ids) if any(made_by != version for made_by in self._versions) else []
 
+    def tokens(self) -> tuple[int, ...]:
+        """Return the prompt and what there is of the response."""
+        return (*self.request.prompt_ids, *self._ids)
+
+    def versions(self) -> tuple[int, ...]:
+        """Return the versions that made the response so far."""
+        return tuple(self._versions)
+
+    def begins_with(self, kept: _Kept) -> bool:
+        """Return whether this goes on behind what was kept: the same tokens, made by the same versions."""
+        return (
+            self.tokens()[: len(kept.tokens)] == kept.tokens and self.versions()[: len(kept.versions)] == kept.versions
+        )
+
     def append(self, token: int, logprob: float, version: int) -> None:
         """Take one token; sets ``finish`` where it is the last."""
         self._ids.append(token)
         self._logprobs.append(logprob)
-        if token in self.request.stop_ids or (self._stops is not None and self._stops.met(self._ids)):
+        if token in self.request.stop_ids or (self._stops is not None and self._stops.met(self._ids[self._turn :])):
             self.finish = "stop"
         elif len(self._ids) == self.request.max_tokens:
             self.finish = "length"
@@ -127,7 +143,23 @@ class Sequence:
             logprobs=np.array(self._logprobs[:tokens], dtype=np.float32),
             versions=np.array(self._versions[:tokens], dtype=np.int64),
             finish=finish,
+            loss_mask=self._mask(tokens),
         )
+
+    def _mask(self, tokens: int) -> NDArray[np.bool_] | None:
+        begun = self.request.continues
+        if begun.loss_mask is None:
+            return None
+        return np.append(begun.loss_mask, np.ones(max(0, tokens - len(begun)), np.bool_))[:tokens]
+
+
+class _Kept(NamedTuple):
+    """An episode between two turns: what is in the cache of all but the last of its ``tokens``, prompt included."""
+
+    tokens: tuple[int, ...]
+    versions: tuple[int, ...]
+    prefix: Prefix
+    oldest: int
 
 
 class DecodeBatch:
@@ -151,6 +183,7 @@ class DecodeBatch:
         self._active: dict[int, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._prefixes: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
+        self._kept: OrderedDict[SequenceName, _Kept] = OrderedDict()
         self._version: Version | None = None
         self.prefilled = 0
         self.steps = 0
@@ -175,6 +208,7 @@ class DecodeBatch:
         self._prefixes.clear()
         self._version = version
         if not self._keeps_prefix:
+            self._kept.clear()
             for slot, sequence in self._active.items():
                 self._place(slot, sequence)
 
@@ -222,8 +256,17 @@ class DecodeBatch:
             self._place(slot, sequence)
 
     def _place(self, slot: int, sequence: Sequence) -> None:
-        """Read what there is of a sequence into its slot: at once where other weights made some of it."""
+        """Read what there is of a sequence into its slot: at once where other weights made some of it.
+
+        Of an episode that goes on, what was kept is there already.
+        """
         assert self._version is not None
+        kept = self._kept.pop(sequence.request.name, None)
+        if kept is not None and sequence.begins_with(kept):
+            self._cache.begin(slot, kept.prefix)
+            self._positions[slot] = len(kept.versions) - 1
+            self._oldest[slot], self._newest[slot] = kept.oldest, self._version.packed
+            return
         prompt_ids, there = sequence.request.prompt_ids, sequence.ids_of_others(self._version.packed)
         if there:
             prefix = self._model.prefill((*prompt_ids, *there))
@@ -261,9 +304,19 @@ class DecodeBatch:
             sequence.append(tokens[slot], values[slot], versions[slot])
             self.stale += int(self._oldest[slot] != versions[slot])
             if sequence.finish is not None:
+                if sequence.finish == "stop" and sequence.request.episode:
+                    self._keep(slot, sequence)
                 self._release(slot)
                 ended.append(sequence)
         return ended
+
+    def _keep(self, slot: int, sequence: Sequence) -> None:
+        """Keep what was computed of an episode for its next turn: of as many episodes as there are slots."""
+        prefix = self._cache.copy(slot, logits=self._logits[slot])
+        oldest = int(self._oldest[slot])
+        self._kept[sequence.request.name] = _Kept(sequence.tokens(), sequence.versions(), prefix, oldest)
+        if len(self._kept) > self._cache.slots:
+            self._kept.popitem(last=False)
 
     def _release(self, slot: int) -> None:
         del self._active[slot]

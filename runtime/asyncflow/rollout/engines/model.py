@@ -118,6 +118,15 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.mask[slot, ..., prefix.length :] = float("-inf")
         self.lengths[slot] = prefix.length
 
+    def copy(self, slot: int, *, logits: Tensor) -> Prefix:
+        """Copy what ``slot`` holds, to be begun with again. logits: float32[vocab] at its end."""
+        length = int(self.lengths[slot])
+        return Prefix(
+            keys=[layer.keys[slot, :, :length].clone() for layer in self.layers],
+            values=[layer.values[slot, :, :length].clone() for layer in self.layers],
+            logits=logits.clone(),
+        )
+
     def end(self, slot: int) -> None:
         """Free ``slot``: the row stands at position 0 and writes only there, which the next sequence overwrites."""
         self.mask[slot, ..., 1:] = float("-inf")

@@ -38,9 +38,11 @@ from asyncflow.rollout.engines.base import (
 from asyncflow.rollout.sampling import stream, uniforms
 
 _LENGTH_POSITIONS = (2**40, 2**40 + 1)
-"""Positions, never a token's, whose uniforms decide the length."""
+"""Positions, never a token's, whose uniforms decide the length: of a turn that begins later, so many more."""
 _GROUP_POSITIONS = (2**40 + 2, 2**40 + 3)
 """The same, of the first sample of a prompt, for what the lengths of all its samples have in common."""
+_TURN_POSITIONS = 4
+"""Positions that one turn needs for its length."""
 
 _RESOLUTION_S = 1e-9
 """Timers are no more exact than this."""
@@ -56,7 +58,8 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True):
     response and per load; share_s: seconds more per token for each further sequence that runs, so that n of them take
     token_s + share_s * (n - 1) for a token of each; recompute_s: seconds per token whose cache is computed again: at a
     load, unless caches are kept, of the prompts and tokens so far of all that run, which stand still for their sum; of
-    what another instance began, when it goes on here, the tokens of the response; time_scale: multiplies all seconds;
+    what another instance began, when it goes on here, the tokens of the response, and of an observation those of that;
+    time_scale: multiplies all seconds;
     vocab: ids are below it. Source of the shape: decoding is bound by memory, reading weights (token_s) and the cache
     of each sequence (share_s); computing a cache again is bound by arithmetic.
     """
@@ -210,6 +213,7 @@ class SimulatedEngine(RolloutEngine):
         self._running: set[_Sequence] = set()
         self._waiting: dict[_Sequence, None] = {}
         self._loading = asyncio.Lock()
+        self._kept: dict[SequenceName, int] = {}
         self._clock = _Clock(share=self._set.share_s / self._set.token_s if self._set.share_s else 0.0)
         self._tokens: Counter[str] = Counter()
         self._stale = 0
@@ -229,6 +233,7 @@ class SimulatedEngine(RolloutEngine):
                 again = 0.0
                 now = self._clock.now()
                 if not self.keeps_prefix:
+                    self._kept.clear()
                     again = self._set.recompute_s * sum(each.length(now) for each in self._running)
                 await asyncio.sleep((self._set.load_s + again) * self._set.time_scale)
                 self.weights, self.version = copied, version
@@ -258,6 +263,10 @@ class SimulatedEngine(RolloutEngine):
             self._tokens[request.purpose] += made
             self._stale += sequence.stale(at)
         finish: Finish = "aborted" if made < left else "length" if length == request.max_tokens else "stop"
+        if finish == "stop" and request.episode:
+            self._kept[request.name] = length
+            if len(self._kept) > self.slots:
+                del self._kept[next(iter(self._kept))]
         return request.continues.followed_by(self._made_up(sequence, made, finish))
 
     def _admit(self) -> None:
@@ -280,19 +289,26 @@ class SimulatedEngine(RolloutEngine):
             self._admit()
 
     async def _run(self, sequence: _Sequence, tokens: int) -> None:
-        prefill_s = self._set.prefill_s + sequence.request.begun * self._set.recompute_s
+        request = sequence.request
+        kept = self._kept.pop(request.name, None)
+        prefill_s = self._set.prefill_s if kept is None else 0.0
+        prefill_s += max(0, request.begun - (kept or 0)) * self._set.recompute_s
         seconds = (prefill_s + tokens * self._set.token_s) * self._set.time_scale
         self._clock.begin(sequence, seconds=seconds)
         await sequence.ended
 
     def _length(self, request: GenerationRequest) -> int:
-        """Return the response's length: lognormal, from normals keyed by the sample and by the prompt."""
+        """Return the length of the response to the end of the turn.
+
+        A turn's own is lognormal, from normals keyed by the sample and by the prompt, and by where it begins.
+        """
         typical, rho = self._set.tokens or request.max_tokens, self._set.rho
-        normal = _normal(request.seed, request.key, _LENGTH_POSITIONS)
+        normal = _normal(request.seed, request.key, _LENGTH_POSITIONS, turn=request.turn)
         if rho:
-            common = _normal(request.seed, SampleKey(request.key.serial, 0), _GROUP_POSITIONS)
+            common = _normal(request.seed, SampleKey(request.key.serial, 0), _GROUP_POSITIONS, turn=request.turn)
             normal = math.sqrt(rho) * common + math.sqrt(1 - rho) * normal
-        return max(1, min(request.max_tokens, round(typical * math.exp(self._set.sigma * normal))))
+        turn = max(1, round(typical * math.exp(self._set.sigma * normal)))
+        return min(request.max_tokens, request.turn + turn)
 
     def _made_up(self, sequence: _Sequence, length: int, finish: Finish) -> Completion:
         """Return ``length`` tokens behind those that were there already."""
@@ -345,8 +361,11 @@ class SimulatedEngine(RolloutEngine):
             sequence.abort()
 
 
-def _normal(seed: int, key: SampleKey, positions: tuple[int, int]) -> float:
-    """Return a standard normal by Box and Muller from the two uniforms of ``key`` at ``positions``."""
+def _normal(seed: int, key: SampleKey, positions: tuple[int, int], *, turn: int) -> float:
+    """Return a standard normal by Box and Muller from the two uniforms of ``key`` at ``positions``.
+
+    turn: where the turn begins for which it is; each begins with numbers of its own.
+    """
     state = np.array([stream(seed=seed, key=key)], dtype=np.uint64)
-    first, second = uniforms(state, np.array(positions)).tolist()
+    first, second = uniforms(state, np.array(positions) + _TURN_POSITIONS * turn).tolist()
     return math.sqrt(-2 * math.log(1 - first)) * math.cos(2 * math.pi * second)

@@ -394,12 +394,13 @@ class TorchBackend(TrainerBackend):
         return bool(self.group.gather(np.array([fits]), what="who has room for older weights").all())
 
     def _measure_older(self, batch: MicroBatch, weights: Mapping[str, NDArray[Any]]) -> None:
-        packs = self._packs(batch, np.arange(len(batch)))
+        spoken = np.flatnonzero(batch.loss_lengths() > 0)
+        packs = self._packs(batch, spoken)
         with self._under(weights) as evaluate:
             for pack in self._in_step(packs):
                 logprobs = evaluate(pack or smallest_pack())
                 if pack is not None:
-                    entries, counted = _entries(batch, pack, pack.samples)
+                    entries, counted = _entries(batch, pack, spoken[pack.samples])
                     gap = (logprobs - self._tensor(batch.logprobs.values[entries])).abs().cpu().numpy()
                     self._figures.gaps(gap[counted])
 
@@ -413,9 +414,10 @@ class TorchBackend(TrainerBackend):
         yield from (None for _ in range(int(most) - len(packs)))
 
     def _packs(self, batch: MicroBatch, chosen: NDArray[np.int64]) -> list[Pack]:
+        """Pack the samples ``chosen``, each of which has a token that counts; only such tokens are targets."""
         pairs = self.settings.loss.algorithm.pairs
         groups = batch.pairs().tolist() if pairs else [key.serial for key in batch.keys]
-        return pack_samples(
+        packs = pack_samples(
             [batch.prompts.row(i) for i in chosen.tolist()],
             [batch.responses.row(i) for i in chosen.tolist()],
             [groups[i] for i in chosen.tolist()],
@@ -423,6 +425,9 @@ class TorchBackend(TrainerBackend):
             budget=self._budget.tokens,
             whole=pairs,
         )
+        if batch.loss_mask is None:
+            return packs
+        return [pack.targeting(_entries(batch, pack, chosen[pack.samples])[1]) for pack in packs]
 
     def _accumulate(
         self,

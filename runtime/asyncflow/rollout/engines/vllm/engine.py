@@ -130,7 +130,7 @@ class _Open:
             raise AsyncFlowError(f"vLLM's answer is not whole: {said}", where="rollout.engine")
         begun = self.request.continues
         if stops is not None:
-            there = begun.ids.tolist()
+            there = begun.ids[self.request.turn :].tolist()
             ends = (end for end in range(1, len(ids) + 1) if stops.met([*there, *ids[:end]]))
             if (end := next(ends, None)) is not None:
                 ids, finish = ids[:end], "stop"

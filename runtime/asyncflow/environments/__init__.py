@@ -1,0 +1,1 @@
+"""Environments: what answers a turn of the model, run in the sandboxed processes of rewards."""

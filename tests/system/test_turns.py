@@ -1,0 +1,79 @@
+"""Samples of several turns through a whole run: a rollout that is told to end between two turns hands on all."""
+
+import hashlib
+import json
+import re
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from one_run import EXAMPLES, counted_once, finish, kill, start, wait_for_step
+
+pytestmark = pytest.mark.process
+
+ENVIRONMENT = """import time
+
+def answer(*, transcript, prompt, answer, meta, config):
+    time.sleep(config["seconds"])
+    return f"\\n{len(transcript)}\\n"
+"""
+LEFT = re.compile(r"leaving; (\d+) rows are given back, (\d+) are handed on unfinished")
+MADE = re.compile(r"left; (\d+) tokens were made here")
+
+
+def begun(folder: Path, name: str, *settings: str, spec: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """Begin a run of an example with an environment that takes its time, and without evaluation."""
+    manifest = yaml.safe_load((EXAMPLES / name).read_text())
+    del manifest["spec"]["evaluation"], manifest["spec"]["data"]["eval"]
+    manifest["spec"] |= {"environment": {"function": "slow:answer", "maxTurns": 3, "config": {"seconds": 0.2}}, **spec}
+    folder.mkdir()
+    (folder / "slow.py").write_text(ENVIRONMENT)
+    (folder / "job.yaml").write_text(yaml.safe_dump(manifest))
+    return start(str(folder / "job.yaml"), folder / "run", list(settings))
+
+
+def rollout_logs(folder: Path) -> str:
+    return "".join(file.read_text() for file in (folder / "run" / "logs").glob("rollout-*.log"))
+
+
+@pytest.mark.timeout(200)
+def test_a_drain_between_turns_loses_nothing(tmp_path: Path) -> None:
+    steps, samples = 4, 16
+    folder = tmp_path / "drained"
+    spec = {"algorithm": {"name": "grpo", "groupSize": 4, "promptsPerStep": 4, "steps": steps, "learningRate": 0.001}}
+    engine = "rollout.engine.options={tokens: 4, sigma: 0.3, token_s: 0.002}"
+    run = begun(folder, "counting.yaml", engine, "sampling.maxTokens=40", spec=spec)
+    for step, rollout in ((1, 0), (2, 1)):
+        wait_for_step(folder / "run", step, run)
+        kill(folder / "run", "rollout", rollout, by=signal.SIGTERM)
+    finish(run, within_s=120)
+    counted_once(folder / "run", steps * samples)
+    said = rollout_logs(folder)
+    handed_on = sum(int(count) for _, count in LEFT.findall(said))
+    assert handed_on > 0, "between turns, as most of the time was"
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["observation_tokens"] for line in lines] == [samples * 2 * 3] * steps
+    trained = sum(line["response_tokens"] for line in lines)
+    made = sum(map(int, MADE.findall(said)))
+    assert trained <= made <= trained + handed_on, "the token that ends a turn is made again, and no other"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_drain_between_turns_changes_no_bit_of_the_weights(tmp_path: Path) -> None:
+    digests = []
+    for hits in (0, 2):
+        folder = tmp_path / str(hits)
+        model = {"model": {"source": "tiny://reverse-digits"}, "reward": {"function": "task"}}
+        settings = ["schedule.deterministic=true", "algorithm.steps=4", "algorithm.promptsPerStep=4"]
+        run = begun(folder, "tools.yaml", *settings, "data.train.source=tiny://reverse-digits", spec=model)
+        for rollout in range(hits):
+            wait_for_step(folder / "run", 1 + rollout, run, within_s=180)
+            kill(folder / "run", "rollout", rollout, by=signal.SIGTERM)
+        finish(run, within_s=300)
+        digests.append(hashlib.sha256((folder / "run" / "export" / "model.safetensors").read_bytes()).hexdigest())
+    assert digests[0] == digests[1]
+    assert any(int(count) for _, count in LEFT.findall(rollout_logs(tmp_path / "2")))
