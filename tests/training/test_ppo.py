@@ -162,7 +162,7 @@ def test_later_updates_keep_the_values_from_before_the_step(
 ) -> None:
     options, batch = msgspec.structs.replace(OPTIONS, whiten=whiten), rewarded(samples())
     before = wanted = None
-    for what, slots, more in cuts(batch):
+    for what, slots, more in list(cuts(batch))[1::5]:
         trainer = backend(tiny_folder, options, penalty=penalty, **more)
         before = before or reference(
             tiny_folder, batch, critic=copies(critic_of(trainer)), whiten=whiten, penalty=penalty, **FORMULA

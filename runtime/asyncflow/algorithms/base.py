@@ -179,7 +179,8 @@ class Algorithm(Generic[Own]):
             why = "rewards are permuted within a group, and a group of 1 has one order"
             yield wrong(spec, "reward.shuffle", why, "Give a groupSize of at least 2")
         if spec.critic is not None and not self.critic:
-            yield wrong(spec, "critic", f"{name} has no critic", "Leave critic out, or take the algorithm ppo")
+            fix = "Leave it out, or take the algorithm ppo"
+            yield Problem(place=("spec", "critic"), reason=f"{name} has no critic", fix=fix)
         if self.filters and spec.algorithm.kl.place == "reward":
             why = f"{name} leaves out samples of a group before the trainer adds the KL to its rewards"
             yield wrong(spec, "algorithm.kl.place", why, "Give place: loss")
