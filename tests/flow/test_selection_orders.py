@@ -8,10 +8,10 @@ import pytest
 
 from asyncflow import plugins
 from asyncflow.errors import ManifestError
-from asyncflow.flow.selection import SELECTIONS, Candidate, Selection, selection_of
+from asyncflow.flow.selection import SELECTIONS, ReadyItem, Selection, selection_of
 
 ROWS = [
-    Candidate(step=step, serial=serial, sample=sample, version=version, tokens=tokens)
+    ReadyItem(step=step, serial=serial, sample=sample, version=version, tokens=tokens)
     for step, serial, sample, version, tokens in ((2, 4, 0, 0, 9), (1, 3, 1, 1, 5), (1, 3, 0, 2, 7), (2, 5, 0, 0, 20))
 ]
 
@@ -19,8 +19,8 @@ ROWS = [
 class Shortest(Selection):
     """What a package adds."""
 
-    def rank(self, candidate: Candidate) -> tuple[int, ...]:
-        return (candidate.tokens,)
+    def rank(self, item: ReadyItem) -> tuple[int, ...]:
+        return (item.tokens,)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_replicas_that_take_the_longest_first_end_at_about_the_same_time() -> No
     dice, replicas = random.Random(4), 4
     worst = {"fifo": 0.0, "longest": 0.0}
     for _ in range(50):
-        rows = [Candidate(1, n, 0, 0, min(512, int(dice.lognormvariate(4, 1)) + 1)) for n in range(24)]
+        rows = [ReadyItem(1, n, 0, 0, min(512, int(dice.lognormvariate(4, 1)) + 1)) for n in range(24)]
         best = max(sum(row.tokens for row in rows) / replicas, max(row.tokens for row in rows))
         for name in worst:
             loads = [0] * replicas

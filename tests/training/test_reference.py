@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from train_reference import TEMPERATURE, GradientKept, relative_error, samples
 
-from asyncflow.algorithms.grpo import GrpoLoss
+from asyncflow.algorithms.loss import Loss
 from asyncflow.identity import Version
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta
 from asyncflow.rpc.columns import Jagged
@@ -21,7 +21,7 @@ from asyncflow.training.settings import BackendSettings, OptimizerSettings
 from asyncflow.training.torch.model import LogprobModel, open_model
 from asyncflow.training.torch.reference import ReferenceModel
 
-LOSS = GrpoLoss(kl=0.3, kl_name="k3")
+LOSS = Loss(kl=0.3, kl_name="k3")
 
 
 def settings_of(**more: Any) -> BackendSettings:

@@ -312,10 +312,12 @@ class RLJobSpec(Spec):
             fix="Give mode: sync or async, or leave epochs and miniBatches at 1",
         ),
         Rule(
-            reads=("reference", "algorithm.kl.coefficient"),
-            ok=lambda job: job.reference is None or job.algorithm.kl.coefficient > 0,
-            cel="!has(self.reference) || self.algorithm.kl.coefficient > 0.0",
-            why="a reference model is only used by the KL penalty, whose coefficient is 0",
+            reads=("reference", "algorithm.kl.coefficient", "algorithm.name"),
+            ok=lambda job: (
+                job.reference is None or job.algorithm.kl.coefficient > 0 or job.algorithm.name in ("dpo", "ipo")
+            ),
+            cel="!has(self.reference) || self.algorithm.kl.coefficient > 0.0 || self.algorithm.name in ['dpo', 'ipo']",
+            why="a reference model is only used by DPO, IPO and the KL penalty, whose coefficient is 0",
             fix="Give algorithm.kl.coefficient, or leave reference out",
         ),
         Rule(

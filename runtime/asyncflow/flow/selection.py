@@ -23,7 +23,7 @@ _CLOSE = 200
 """Ranks are even when they differ by less than this part of the heaviest."""
 
 
-class Candidate(NamedTuple):
+class ReadyItem(NamedTuple):
     """A row, or a whole group, that is ready for a task.
 
     step: the optimizer step that it belongs to; serial: of its prompt; sample: its number in the group, 0 for a group;
@@ -42,10 +42,10 @@ class Selection(ABC):
     """The order in which a task takes what is ready."""
 
     @abstractmethod
-    def rank(self, candidate: Candidate) -> tuple[int, ...]:
-        """Return the place of a candidate: smaller ones come first, equal ones as they became ready.
+    def rank(self, item: ReadyItem) -> tuple[int, ...]:
+        """Return the place of a item: smaller ones come first, equal ones as they became ready.
 
-        All ranks have the same number of entries. Called once for each candidate, in the controller: it must be quick,
+        All ranks have the same number of entries. Called once for each item, in the controller: it must be quick,
         and a function of its argument alone.
         """
 
@@ -53,33 +53,33 @@ class Selection(ABC):
 class Fifo(Selection):
     """Oldest step first."""
 
-    def rank(self, candidate: Candidate) -> tuple[int, ...]:
+    def rank(self, item: ReadyItem) -> tuple[int, ...]:
         """Return the step."""
-        return (candidate.step,)
+        return (item.step,)
 
 
 class ByKey(Selection):
     """In the order of the data."""
 
-    def rank(self, candidate: Candidate) -> tuple[int, ...]:
+    def rank(self, item: ReadyItem) -> tuple[int, ...]:
         """Return serial and sample."""
-        return (candidate.serial, candidate.sample)
+        return (item.serial, item.sample)
 
 
 class OldestVersion(Selection):
     """Samples of the oldest weights first, so that none becomes too stale behind newer ones."""
 
-    def rank(self, candidate: Candidate) -> tuple[int, ...]:
+    def rank(self, item: ReadyItem) -> tuple[int, ...]:
         """Return version and step."""
-        return (candidate.version, candidate.step)
+        return (item.version, item.step)
 
 
 class LongestFirst(Selection):
     """Most tokens first, within the oldest step: longest-processing-time scheduling (Graham, 1969)."""
 
-    def rank(self, candidate: Candidate) -> tuple[int, ...]:
+    def rank(self, item: ReadyItem) -> tuple[int, ...]:
         """Return the step, and the tokens downwards."""
-        return (candidate.step, -candidate.tokens)
+        return (item.step, -item.tokens)
 
 
 SELECTIONS: Final = "asyncflow.selections"

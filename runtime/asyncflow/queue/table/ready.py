@@ -15,7 +15,7 @@ from itertools import groupby
 
 from asyncflow.flow.ready import ReadyIndex
 from asyncflow.flow.schedule import VersionWindow
-from asyncflow.flow.selection import Candidate, selection_of
+from asyncflow.flow.selection import ReadyItem, selection_of
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.table.state import IDLE, Row, RowGroup, RowState
 
@@ -81,7 +81,7 @@ class TaskQueue:
         rows, sample = (group.rows, 0) if row is None else ([row], row.sample)
         version = min([int(each.tags.get("version_min", window.oldest)) for each in rows])
         tokens = sum([each.weight for each in rows])
-        return window, self._selection.rank(Candidate(group.step, group.serial, sample, version, tokens))
+        return window, self._selection.rank(ReadyItem(group.step, group.serial, sample, version, tokens))
 
     def _is_over(self, row: Row) -> bool:
         """Tell whether nothing more happens to ``row`` here: it is done or final."""
