@@ -56,7 +56,7 @@ class Experience:
             mask[in_response] = batch.loss_mask.values
         rewards = np.zeros(len(batch), np.float32) if batch.rewards is None else batch.rewards
         arrays = {"ids": ids, "attention": attention, "mask": mask, "logprobs": logprobs, "versions": versions}
-        arrays |= {"rewards": rewards, "advantages": batch.given()}
+        arrays |= {"rewards": rewards, "advantages": batch.by_sample()}
         tensors = {name: torch.from_numpy(np.require(array, requirements="W")) for name, array in arrays.items()}
         return cls(step=step, keys=batch.keys, **tensors)
 

@@ -154,7 +154,7 @@ class MicroBatch:
         """
         if self.token_advantages is not None:
             return np.asarray(self.token_advantages.values, dtype=np.float32)
-        return np.repeat(self.given(), self.response_lengths())
+        return np.repeat(self.by_sample(), self.response_lengths())
 
     def credited(self, advantages: NDArray[np.float32]) -> MicroBatch:
         """Return the samples with the advantage of each response token, [N]."""
@@ -166,8 +166,8 @@ class MicroBatch:
             raise ProtocolError("the samples have no outcomes", where="trainer")
         return self.outcomes
 
-    def given(self) -> NDArray[np.float32]:
-        """Return the advantages of the samples, [n]. Raises ProtocolError where there are none."""
+    def by_sample(self) -> NDArray[np.float32]:
+        """Return the advantages, [n]. Raises ProtocolError where samples have none as a whole."""
         if self.advantages is None:
             raise ProtocolError("the samples have no advantages", where="trainer")
         return self.advantages
@@ -183,7 +183,7 @@ class MicroBatch:
 
     def pairs(self) -> NDArray[np.int64]:
         """Return the number of the pair of each sample, [n]: those of a group with the same |advantage| are one."""
-        named = np.column_stack([[key.serial for key in self.keys], np.abs(self.given())]).reshape(-1, 2)
+        named = np.column_stack([[key.serial for key in self.keys], np.abs(self.by_sample())]).reshape(-1, 2)
         numbers: NDArray[np.int64] = np.unique(named, axis=0, return_inverse=True)[1].reshape(-1)
         return numbers
 
