@@ -118,6 +118,9 @@ def test_each_figure_has_our_name_and_those_that_the_field_has_stand_beside_it()
     assert {"asyncflow/keys", "asyncflow/published", "asyncflow/at"}.isdisjoint(values)
     assert {"asyncflow/logprob_gap", "actor/lr", "rollout_corr/rollout_is_mean"}.isdisjoint(values)
     assert "prompt_length/mean" not in step_values(step(3) | {"samples": 0})
+    observed = step_values(step(3) | {"observation_tokens": 3, "tokens": step(3)["tokens"] + 3, "value_loss": 0.5})
+    assert (observed["prompt_length/mean"], observed["critic/vf_loss"]) == (values["prompt_length/mean"], 0.5)
+    assert "critic/vf_loss" not in values
 
 
 def test_an_evaluation_names_its_sets() -> None:

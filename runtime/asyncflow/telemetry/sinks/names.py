@@ -26,6 +26,10 @@ def _of(name: str) -> Formula:
     return lambda line: float(line[name])
 
 
+def _prompt_tokens(line: Line) -> float:
+    return float(line["tokens"] - line["response_tokens"] - line.get("observation_tokens", 0))
+
+
 def _seconds(*names: str) -> Formula:
     return lambda line: sum(float(line[name]) for name in names)
 
@@ -42,7 +46,11 @@ FIELD: Mapping[str, Formula] = {
     "actor/pg_clipfrac_lower": _of("clip_dual"),
     "critic/rewards/mean": _of("reward"),
     "response_length/mean": lambda line: line["response_tokens"] / line["samples"],
-    "prompt_length/mean": lambda line: (line["tokens"] - line["response_tokens"]) / line["samples"],
+    "prompt_length/mean": lambda line: _prompt_tokens(line) / line["samples"],
+    "critic/vf_loss": _of("value_loss"),
+    "critic/vf_clipfrac": _of("value_clip"),
+    "critic/vf_explained_var": _of("explained_variance"),
+    "critic/returns/mean": _of("return_mean"),
     "rollout_corr/rollout_is_mean": _of("correction_mean"),
     "rollout_corr/rollout_is_max": _of("correction_max"),
     "rollout_corr/rollout_is_min": _of("correction_min"),
