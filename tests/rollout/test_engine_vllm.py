@@ -249,38 +249,6 @@ async def test_nothing_of_the_server_outlives_its_parent(folder):
     assert await asyncio.to_thread(gone, processes)
 
 
-async def test_a_server_that_is_killed_ends_what_runs_with_an_error(engine, weights):
-    await engine.load(V1, weights[V1])
-    server = next(each for each in descendants(os.getpid()) if "engines.vllm.program" in " ".join(each.cmdline()))
-    processes = [server, *server.children(recursive=True)]
-    assert len(processes) >= 2
-    running = asyncio.create_task(engine.generate(request(max_tokens=290)))
-    await asyncio.sleep(0.05)
-    server.send_signal(signal.SIGKILL)
-    with pytest.raises(PeerLost, match="vLLM server"):
-        await running
-    assert await asyncio.to_thread(gone, processes)
-    began = time.monotonic()
-    with pytest.raises(PeerLost, match="ended with status -9"):
-        await engine.generate(request())
-    assert time.monotonic() - began < 5
-
-
-REFUSALS = """
-    import json, sys
-    from pathlib import Path
-    from asyncflow.rollout.engines.vllm.program import ServerSettings, main
-
-    usual = {"required": {"model": sys.argv[1], "max_num_seqs": 2}, "optional": {}, "given": {}, "device": "cpu"}
-    for wrong in json.loads(sys.argv[2]):
-        refusal = Path(sys.argv[1], "refusal")
-        try:
-            main(ServerSettings(**{**usual, **wrong}, deterministic=False, refusal=str(refusal)))
-        except SystemExit as end:
-            print(json.dumps([end.code, refusal.read_text()]))
-"""
-
-
 def constant(like: dict[str, np.ndarray], token: int) -> dict[str, np.ndarray]:
     """Weights of a model that says one token, whatever it is asked: its layers add nothing to the embeddings."""
     made = {name: np.full_like(array, float("norm" in name)) for name, array in like.items()}
@@ -329,7 +297,10 @@ async def test_one_that_follows_a_publisher_answers_by_the_newest_weights(
         ]
         url = f"http://127.0.0.1:{serve}"
         while engine.version != Version(0, 0):
-            assert not any(task.done() for task in tasks)
+            for task in tasks:
+                if task.done():
+                    task.result()
+                    raise AssertionError("a role has ended")
             await asyncio.sleep(0.05)
         await answers(url, "777")
         publish(tmp_path / "model", folder, three)
@@ -338,6 +309,38 @@ async def test_one_that_follows_a_publisher_answers_by_the_newest_weights(
         for context in contexts:
             context.stopping.set()
         await asyncio.gather(*tasks)
+
+
+async def test_a_server_that_is_killed_ends_what_runs_with_an_error(engine, weights):
+    await engine.load(V1, weights[V1])
+    server = next(each for each in descendants(os.getpid()) if "engines.vllm.program" in " ".join(each.cmdline()))
+    processes = [server, *server.children(recursive=True)]
+    assert len(processes) >= 2
+    running = asyncio.create_task(engine.generate(request(max_tokens=290)))
+    await asyncio.sleep(0.05)
+    server.send_signal(signal.SIGKILL)
+    with pytest.raises(PeerLost, match="vLLM server"):
+        await running
+    assert await asyncio.to_thread(gone, processes)
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match="ended with status -9"):
+        await engine.generate(request())
+    assert time.monotonic() - began < 5
+
+
+REFUSALS = """
+    import json, sys
+    from pathlib import Path
+    from asyncflow.rollout.engines.vllm.program import ServerSettings, main
+
+    usual = {"required": {"model": sys.argv[1], "max_num_seqs": 2}, "optional": {}, "given": {}, "device": "cpu"}
+    for wrong in json.loads(sys.argv[2]):
+        refusal = Path(sys.argv[1], "refusal")
+        try:
+            main(ServerSettings(**{**usual, **wrong}, deterministic=False, refusal=str(refusal)))
+        except SystemExit as end:
+            print(json.dumps([end.code, refusal.read_text()]))
+"""
 
 
 async def test_what_the_installed_vllm_cannot_do_is_refused_in_words(folder):
