@@ -22,7 +22,7 @@ MOST_A_MINUTE = 10
 """Reconciles of one broken object."""
 
 JOBS: dict[str, dict[str, Any]] = {
-    "planned": {"reward": {"config": {"scale": 2}}},
+    "planned": {"critic": {"replicas": 1}},
     "misspelt": {"template": {"podSpec": {"nodeSelectr": {"disk": "fast"}}}},
     "unimportant": {"template": {"podSpec": {"priorityClassName": "no-such-class"}}},
     "unpulled": {"template": HELD | {"podSpec": {"imagePullSecrets": [{"name": "no-such-secret"}]}}},
@@ -35,7 +35,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "accounted": {},
 }
 SAYS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "planned": ("Accepted", "NotYet", ("spec.reward.config", "What works is nothing")),
+    "planned": ("Accepted", "NotYet", ("spec.critic", "leave replicas out")),
     "misspelt": ("WhyPending", "Denied", ("Pod/misspelt-driver-0", 'unknown field "spec.nodeSelectr"')),
     "unimportant": ("WhyPending", "Denied", ("no PriorityClass with name no-such-class", "must change")),
     "unpulled": ("WhyPending", "ImagePull", ("unpulled-driver-0", "ImagePullBackOff", "imagePullSecrets")),
@@ -158,7 +158,7 @@ def test_each_runs_once_it_is_mended(
         kwok_plane.api.delete(path)
     for name in ("configured", "served", "queued", "accounted"):
         jobs[name].edit(rollout={"maxReplicas": 5})
-    jobs["planned"].edit(reward={"config": None})
+    jobs["planned"].edit(critic=None)
     for name in ("misspelt", "unimportant"):
         jobs[name].edit(template={"podSpec": None})
     for name in ("unpulled", "secretless"):

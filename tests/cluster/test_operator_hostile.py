@@ -58,6 +58,7 @@ def test_hostile_drivers_cost_neither_memory_nor_the_jobs_of_others(
         return all(len(seen[f"{kind}-0"]) >= times for kind in kinds)
 
     world.until(lambda: asked(KINDS, 1), "all hostile drivers to be asked")
+    world.until(lambda: all(status(world, f"{kind}-0").get("phase") == "Running" for kind in QUICK), "them to run")
     for kind in QUICK:
         kwok_plane.api.patch(f"{jobs}/{kind}-0", {"spec": {"suspend": True}})
     before = len(hostile.asked()["honest"])

@@ -339,7 +339,7 @@ class Driver:
             prompts_skipped=self._dispatcher.skipped,
             step_progress=watched if watched and watched.step == self.progress.done + 1 else None,
             clock_ahead_s=clock.ahead(),
-            waiting_for=self.rewards.paused
+            waiting_for=(self.rewards.paused if self.phase != "Running" else "")
             or waiting_for(
                 self.progress,
                 spec=self.job.spec,

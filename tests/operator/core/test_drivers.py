@@ -299,6 +299,7 @@ def largest(rollouts: int) -> DriverStatus:
         step=LARGEST,
         steps=LARGEST,
         reward=longest,
+        reward_components={f"{number:02}" + "n" * 61: longest for number in range(16)},
         eval=longest,
         eval_greedy=longest,
         eval_reward=longest,
