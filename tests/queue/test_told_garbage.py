@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from msgspec import Struct
 
-from asyncflow.errors import LedgerCorrupt
+from asyncflow.errors import LedgerCorrupt, ManifestError
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol import calls, unit_calls
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.table import replication
 from asyncflow.queue.table.apply import QueueState
+from asyncflow.queue.table.table import Table
 
 WORDS = st.sampled_from(["p", "t", "a", "b", "key", "", "880000100000000"])
 NUMBERS = st.sampled_from([0, 1, 2, 7, 8, 9, -1, -2, 1 << 20, 1 << 32, (1 << 63) - 1])
@@ -119,6 +120,16 @@ def test_a_snapshot_that_cannot_be_one_is_called_corrupt(record, what):
     replication.take(state, PARTITION)
     with pytest.raises(LedgerCorrupt, match=what):
         replication.take(state, record)
+
+
+def test_a_task_in_an_order_that_is_none_is_refused_before_anybody_is_told() -> None:
+    spec, told, table = TaskSpec(partition="p", name="t", needs=["a"], order="pigeon"), [], Table()
+    table.state.observer = told.append
+    with pytest.raises(ManifestError, match="task p/t: no installed package offers 'pigeon'"):
+        table.declare([spec])
+    assert (told, table.state.outbox) == ([], [])
+    with pytest.raises(LedgerCorrupt, match="pigeon"):
+        replication.take(QueueState(), ev.Declared(spec, 0))
 
 
 @pytest.mark.parametrize("module", [calls, unit_calls])

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncflow.data.base import Prompt
+from asyncflow.data.base import Message, Prompt
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta
 from asyncflow.rewards.wire import RewardResult
 from asyncflow.rollout.engines.base import Completion
@@ -88,7 +88,8 @@ def jobs_of(count: int) -> list[Job]:
 
 
 def begin(scoring: Scoring, jobs: list[Job]) -> list[asyncio.Task[RewardResult | None]]:
-    return [asyncio.create_task(scoring.score(job, str(job.row.meta.sample))) for job in jobs]
+    said = [[Message("assistant", str(job.row.meta.sample))] for job in jobs]
+    return [asyncio.create_task(scoring.score(*each)) for each in zip(jobs, said, strict=True)]
 
 
 async def test_samples_are_scored_in_their_order_whichever_is_made_first() -> None:

@@ -82,7 +82,10 @@ def test_what_a_step_was_finished_with_is_what_a_checkpoint_holds(handover, trai
     assert (again.step, again.state["step"], again.state["moments"].tolist()) == (1, 1, [1.0, 1.0, 1.0])
 
 
-def test_a_checkpoint_of_another_back_end_is_refused(handover, tmp_path):
+@pytest.mark.parametrize("file", [None, b"", b"no state", b"PK\3\4"])
+def test_a_checkpoint_of_another_back_end_is_refused(handover, tmp_path, file):
+    if file is not None:
+        (tmp_path / "state.pt").write_bytes(file)
     (tmp_path / MANIFEST).write_bytes(msgspec.json.encode(CheckpointManifest(attempt=0, step=1, samples=4)))
     with pytest.raises(CheckpointError, match="another back end"):
         handover.load(tmp_path, checkpoint=tmp_path)
@@ -94,11 +97,12 @@ def test_a_step_is_not_finished_before_its_samples_were_taken(handover, trainer)
         handover.finish({"w": torch.ones(1)}, state=None, metrics={})
 
 
-def test_a_state_that_could_not_be_read_again_is_refused_at_once(handover, trainer):
+@pytest.mark.parametrize("state", [threading.Thread, lambda: 1, threading.Lock()])
+def test_a_state_that_could_not_be_read_again_is_refused_at_once(handover, trainer, state):
     trainer.submit(handover.finish_step, 1)
     handover.take(what="samples", timeout=WAIT_S)
     with pytest.raises(Refused, match="could not be read"):
-        handover.finish({"w": torch.ones(1)}, state={"who": threading.Thread}, metrics={})
+        handover.finish({"w": torch.ones(1)}, state={"who": state}, metrics={})
 
 
 def test_a_wait_for_samples_has_an_end(handover):

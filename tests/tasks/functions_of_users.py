@@ -13,6 +13,15 @@ def seen(rows, config):
     return [{"length": [row.serial, row.sample, len(row.response), len(row.question)]} for row in rows]
 
 
+def plain(rows, config):
+    """Say what it was given, print, read and write: none of it reaches the pipe."""
+    print("printed", input() if config["reads"] else "")  # noqa: T201
+    for row in rows:
+        row["response_ids"][:] += 1
+    (row,) = rows
+    return [{"length": [row["response_ids"].dtype.itemsize, int(row["response_ids"].sum()), row.tags["x"], row.answer]}]
+
+
 async def awaited(rows, config):
     await asyncio.sleep(config.get("seconds", 0))
     return lengths(rows, config)

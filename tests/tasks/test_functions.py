@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -66,6 +67,28 @@ async def test_a_plain_function_is_called_in_a_process_of_its_own() -> None:
         assert process.pid != os.getpid()
         assert said(await made.compute(*batch(3))) == [[3, 0, 0, 4], [3, 1, 1, 4], [3, 2, 2, 4]]
     assert not psutil.pid_exists(process.pid) or psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
+
+
+async def test_what_it_is_given_is_its_own_and_what_it_prints_or_reads_is_not_the_pipe() -> None:
+    rows, columns = batch(4)
+    row = msgspec.structs.replace(rows[3], meta=msgspec.structs.replace(rows[3].meta, tags={"x": 2}))
+    given = {name: Jagged.from_rows([column.row(3)], column.dtype) for name, column in columns.items()}
+    async with function("plain", config={"reads": False}) as made:
+        assert said(await made.compute([row], given)) == [[4, 1 + 2 + 3, 2, 4]]
+        assert given["response_ids"].row(0).tolist() == [0, 1, 2]
+        made._config = {"reads": True}
+        (result,) = await made.compute([row], given)
+        assert isinstance(result, RowFailure)
+        assert "EOFError" in result.detail
+
+
+async def test_a_process_that_says_something_else_is_asked_no_more() -> None:
+    async with function("lengths") as made:
+        (process,) = made._alive
+        process._outputs = [OutputColumn(name="length", dtype="float64", most=4)]
+        assert said(await made.compute(*batch(1))) == ["died"]
+        assert not process.usable
+        assert said(await made.compute(*batch(1))) == [[0]], "by another one"
 
 
 async def test_an_async_function_is_awaited_here_many_at_once() -> None:

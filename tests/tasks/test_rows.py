@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.tasks.rows import OutputColumn, RowFailure, columns_of, read_results
+from asyncflow.tasks.rows import OutputColumn, RowFailure, columns_of, packed, read_results, unpacked
 
 SCORE = OutputColumn(name="score", dtype="float32", most=2)
 COUNT = OutputColumn(name="count", dtype="int64", most=1)
@@ -40,3 +40,20 @@ def test_anything_else_is_a_failure_with_its_reason(found: Any, says: str) -> No
     assert result.kind == "invalid"
     assert says in result.detail
     assert columns_of([result], [COUNT])["count"].lengths.tolist() == [0]
+
+
+def test_results_go_through_bytes_and_are_checked_again() -> None:
+    results = read_results([{"score": [0.5, 2], "count": 3}, None, {"score": [], "count": []}], [SCORE, COUNT], rows=3)
+    again = unpacked(packed(results), [SCORE, COUNT], rows=3)
+    assert again[1] == results[1]
+    for one, other in zip(again, results, strict=True):
+        if not isinstance(one, RowFailure) and not isinstance(other, RowFailure):
+            assert {name: (x.dtype, x.tolist()) for name, x in one.items()} == {
+                name: (x.dtype, x.tolist()) for name, x in other.items()
+            }
+    for said in ({"count": bytes(16)}, {"count": b"", "x": b""}, {}):
+        (result,) = unpacked([said], [COUNT], rows=1)
+        assert isinstance(result, RowFailure)
+    for wrong in ([], [{"count": bytes(7)}]):
+        with pytest.raises(ValueError, match=r"outcomes of|multiple"):
+            unpacked(wrong, [COUNT], rows=1)

@@ -17,7 +17,6 @@ reason, no thread stays blocked here.
 from __future__ import annotations
 
 import io
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -121,7 +120,7 @@ class Handover(TrainerBackend):
             try:
                 self._kept = (checkpoint / _FILE).read_bytes()
                 self.state = torch.load(io.BytesIO(self._kept), weights_only=True)
-            except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+            except Exception as error:
                 hint = "It was written by another back end, or holds what torch.load(weights_only=True) refuses"
                 raise CheckpointError(f"{_FILE}: {error}", where=str(checkpoint), hint=hint) from error
         self.opened.set()
@@ -196,14 +195,14 @@ def _copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _packed(state: Any, *, tried: bool) -> bytes:
     """Return the state as bytes. tried: whether one of its kind was read again before. Raises Refused."""
     target = io.BytesIO()
-    torch.save(state, target)
-    if not tried:
-        try:
+    try:
+        torch.save(state, target)
+        if not tried:
             torch.load(io.BytesIO(target.getvalue()), weights_only=True)
-        except pickle.UnpicklingError as error:
-            hint = "Give tensors, numbers, texts, and lists and dicts of them, as state_dict() returns"
-            what = f"a checkpoint with this state could not be read: {error}"
-            raise Refused(what, where="weight_sync_notify", hint=hint) from error
+    except Exception as error:
+        hint = "Give tensors, numbers, texts, and lists and dicts of them, as state_dict() returns"
+        what = f"a checkpoint with this state could not be read: {error}"
+        raise Refused(what, where="weight_sync_notify", hint=hint) from error
     return target.getvalue()
 
 

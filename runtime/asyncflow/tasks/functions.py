@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,7 +59,6 @@ class TaskFunction:
         self._groups = groups
         self._decode = decode
         self._parallel = parallel
-        self._threads = ThreadPoolExecutor(max_workers=parallel, thread_name_prefix="task")
         self._free: asyncio.LifoQueue[FunctionProcess] = asyncio.LifoQueue()
         self._alive: set[FunctionProcess] = set()
         self._awaited: Callable[..., Awaitable[object]] | None = None
@@ -77,11 +75,9 @@ class TaskFunction:
             self._free.put_nowait(process)
 
     async def close(self) -> None:
-        """Kill all processes."""
-        for process in self._alive:
-            process.kill()
-        self._alive.clear()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """End all processes."""
+        alive, self._alive = self._alive, set()
+        await asyncio.gather(*(process.end() for process in alive))
 
     async def compute(self, rows: Sequence[LeasedRow], columns: Mapping[str, Jagged]) -> list[Result]:
         """Return the result of each row; never raises for what the function does."""
@@ -97,44 +93,36 @@ class TaskFunction:
         return task_rows(rows, columns, texts=texts)
 
     async def _call(self, rows: list[TaskRow]) -> list[Result]:
-        found = await (self._await(rows) if self._awaited is not None else self._ask(rows))
-        if isinstance(found, RowFailure):
-            return [found] * len(rows)
-        return read_results(found, self._outputs, rows=len(rows))
+        try:
+            return await (self._await(rows) if self._awaited is not None else self._ask(rows))
+        except DeadlineExceeded as error:
+            return [RowFailure("timeout", str(error))] * len(rows)
+        except PeerLost as error:
+            return [RowFailure("died", str(error))] * len(rows)
 
-    async def _await(self, rows: list[TaskRow]) -> object:
+    async def _await(self, rows: list[TaskRow]) -> list[Result]:
         assert self._awaited is not None
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
-                return await self._awaited(rows, self._config)
+                return read_results(await self._awaited(rows, self._config), self._outputs, rows=len(rows))
         except Exception as error:  # noqa: BLE001  somebody else's code: what it raises is the outcome
             if isinstance(error, TimeoutError) and limit.expired():
-                return RowFailure("timeout", f"the function took longer than {self._timeout_s:g} s")
-            return RowFailure("raised", traceback.format_exc(limit=SHOWN))
+                return [RowFailure("timeout", f"the function took longer than {self._timeout_s:g} s")] * len(rows)
+            return [RowFailure("raised", traceback.format_exc(limit=SHOWN))] * len(rows)
 
-    async def _ask(self, rows: list[TaskRow]) -> object:
+    async def _ask(self, rows: list[TaskRow]) -> list[Result]:
         process = await self._free.get()
         try:
             if not process.usable:
                 self._alive.discard(process)
                 process = await self._add()
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, process.call, rows, self._config, self._timeout_s)
-        except DeadlineExceeded as error:
-            return RowFailure("timeout", str(error))
-        except PeerLost as error:
-            return RowFailure("died", str(error))
-        except asyncio.CancelledError:
-            process.kill()
-            raise
+            return await process.call(rows, self._config, timeout=self._timeout_s)
         finally:
             self._free.put_nowait(process)
 
     async def _add(self) -> FunctionProcess:
-        """Start a process here, since the kernel ends it with the thread that started it, and wait until it is
-        ready.
-        """
-        process = FunctionProcess(self._function, workdir=self._workdir)
+        """Start a process, in the thread of the event loop: the kernel ends it with the thread that started it."""
+        process = await FunctionProcess.start(outputs=self._outputs)
         self._alive.add(process)
-        await asyncio.get_running_loop().run_in_executor(self._threads, process.load, _START_S)
+        await process.load(self._function, workdir=self._workdir, timeout=_START_S)
         return process

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -44,8 +45,7 @@ class TaskRow:
         return self.columns[column]
 
 
-@dataclass(frozen=True, slots=True)
-class RowFailure:
+class RowFailure(msgspec.Struct, frozen=True, array_like=True):
     """A row for which there is no result. detail: the end of a traceback, or what was wrong."""
 
     kind: FailureKind
@@ -101,6 +101,31 @@ def _result(found: object, outputs: Sequence[OutputColumn]) -> Result:
         if len(made[output.name]) > output.most:
             return RowFailure("invalid", f"{output.name} has {len(made[output.name])} entries, more than {output.most}")
     return made
+
+
+def packed(results: Sequence[Result]) -> list[dict[str, bytes] | RowFailure]:
+    """Return what ``read_results`` gave as bytes, which ``unpacked`` reads."""
+    return [
+        RowFailure(result.kind, result.said)
+        if isinstance(result, RowFailure)
+        else {name: values.tobytes() for name, values in result.items()}
+        for result in results
+    ]
+
+
+def unpacked(
+    said: Sequence[Mapping[str, bytes] | RowFailure], outputs: Sequence[OutputColumn], *, rows: int
+) -> list[Result]:
+    """Return the results that ``packed`` was given, checked again. Raises ValueError for what it did not give."""
+    if len(said) != rows:
+        raise ValueError(f"{len(said)} outcomes of {rows} rows")
+    dtypes = {output.name: output.dtype for output in outputs}
+    return [
+        one
+        if isinstance(one, RowFailure)
+        else _result({name: np.frombuffer(data, dtypes.get(name, "uint8")) for name, data in one.items()}, outputs)
+        for one in said
+    ]
 
 
 def columns_of(results: Sequence[Result], outputs: Sequence[OutputColumn]) -> dict[str, Jagged]:

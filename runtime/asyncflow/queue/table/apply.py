@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import repeat
 from typing import Any, Final, TypeAlias
 
-from asyncflow.errors import LedgerCorrupt, Refused
+from asyncflow.errors import LedgerCorrupt, ManifestError, Refused
 from asyncflow.flow.schedule import VersionWindow
 from asyncflow.identity import location_at
 from asyncflow.queue.ledger import events as ev
@@ -63,7 +63,7 @@ class QueueState:
         """Apply ``event``. LedgerCorrupt where it cannot have followed what happened before."""
         try:
             APPLY[type(event)](self, event)
-        except (KeyError, IndexError, ValueError) as error:
+        except (KeyError, IndexError, ValueError, ManifestError) as error:
             raise LedgerCorrupt(f"{event} does not follow from what went before: {error!r}") from error
 
     def replay(self, events: Iterable[ev.Event]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from asyncflow.errors import Refused
+from asyncflow.flow.selection import selection_of
 from asyncflow.identity import epoch_of
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.messages import KEY_TAG, RowMeta, Tag, TaskSpec, Wanted, check_task
@@ -56,6 +57,7 @@ class Table:
         """Make tasks known, each at one controller for ever; the same ones again change nothing."""
         for spec in specs:
             check_task(spec)
+            selection_of(spec.order, where=f"task {spec.partition}/{spec.name}")
             partition = self.state.partition(spec.partition)
             gang = partition.gang_queue
             if spec.kind == "gang" and gang is not None and gang.spec.name != spec.name:
