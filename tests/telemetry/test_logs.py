@@ -72,3 +72,11 @@ def test_a_record_that_the_disk_does_not_take_is_dropped_without_a_word(
     log.warning("there")
     assert capsys.readouterr().err == ""
     assert [line.rpartition(": ")[2] for line in stream.getvalue().splitlines()] == ["there"]
+
+
+def test_a_record_for_a_stream_that_was_closed_is_dropped(
+    stream: io.StringIO, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream.close()
+    logging.getLogger("asyncflow.test").warning("late")
+    assert capsys.readouterr().err == ""

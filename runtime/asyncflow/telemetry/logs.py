@@ -27,8 +27,8 @@ class LineFormatter(logging.Formatter):
 
 class _Handler(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (the name is logging's)
-        """Drop a record that cannot be written."""
-        if not isinstance(sys.exc_info()[1], OSError):
+        """Drop a record that cannot be written, as its stream fails or was closed."""
+        if not (isinstance(sys.exc_info()[1], OSError) or self.stream.closed):
             super().handleError(record)
 
 
