@@ -101,6 +101,19 @@ def next_attempt(record: RoleRecord) -> RoleRecord:
     return record.model_copy(update={"attempt": record.attempt + 1, "begun": False, "whole": False})
 
 
+def followed(record: RoleRecord, pods: Collection[PodView], *, before: RoleRecord) -> RoleRecord:
+    """Return the record of a role of one process, no two of whose pods may have the same attempt.
+
+    before: the record without the ends that were entered just now. A pod of the present attempt that was seen and is
+    gone has ended, though nobody saw how, as where a person deletes it at once.
+    """
+    if record.attempt > before.attempt:
+        return record.model_copy(update={"whole": False})
+    if any(pod.attempt == record.attempt for pod in pods):
+        return record.model_copy(update={"whole": True})
+    return next_attempt(record) if record.whole else record
+
+
 def plan_gang(
     role: Role, pods: Collection[PodView], record: RoleRecord, *, may_make: bool, never_made: bool, alarm: Alarm
 ) -> tuple[RoleRecord, ReplicaMoves, tuple[Note, ...]]:

@@ -22,7 +22,7 @@ from asyncflow_operator.decide.draft import Draft, refuse
 from asyncflow_operator.decide.failure import record_ends
 from asyncflow_operator.decide.pending import why_denied
 from asyncflow_operator.decide.progress import ACTIVE
-from asyncflow_operator.decide.replicas import ReplicaMoves, plan_replicas
+from asyncflow_operator.decide.replicas import ReplicaMoves, followed, plan_replicas
 from asyncflow_operator.decide.secrets import DesiredSecrets
 from asyncflow_operator.decide.upkeep import needs, upkeep
 from asyncflow_operator.observed import Manifest, Owner, SyncState
@@ -82,14 +82,16 @@ def decide_sync(state: SyncState, *, now: float, desired: DesiredSync) -> Plan:
 def _publish(draft: Draft[WeightsStatus], state: SyncState, role: Role, desired: DesiredSync) -> None:
     """Keep the publisher of a model, and state what it answers."""
     supporting = upkeep(desired.sync_supporting(state), seen=state.objects)
-    ends = record_ends(role, state.pods, state.status.failures.get(role.name, RoleRecord()), draft.alarm)
+    before = state.status.failures.get(role.name, RoleRecord())
+    ends = record_ends(role, state.pods, before, draft.alarm)
+    record = followed(ends.record, state.pods, before=before)
     draft.notes.extend(ends.notes)
     moves = ReplicaMoves()
     if ends.failure is None:
         waits = state.namespace_ending or bool(needs(desired.sync_pod(state, 0), supporting.going))
-        moves = plan_replicas(role, state.pods, ends.record, may_make=not waits, alarm=draft.alarm)
+        moves = plan_replicas(role, state.pods, record, may_make=not waits, alarm=draft.alarm)
     draft.fields |= {
-        "failures": {role.name: ends.record},
+        "failures": {role.name: record},
         "address": desired.address(state.owner),
         "certificate": desired.certificate(state.owner, FOLLOWER),
     }

@@ -95,6 +95,19 @@ def test_one_that_ends_is_made_again_as_a_newer_attempt_after_its_backoff():
     assert again.stages[-1][0].manifest["metadata"]["labels"]["asyncflow.dev/attempt"] == "1"
 
 
+def test_one_that_is_gone_without_a_sign_is_made_again_as_a_newer_attempt():
+    def attempt(plan: Plan) -> str:
+        return plan.stages[-1][0].manifest["metadata"]["labels"]["asyncflow.dev/attempt"]
+
+    asked = after(state(), decide(state()))
+    assert attempt(decide(asked)) == "0", "nobody has seen one yet"
+    seen = replace(asked, pods=(pod_view("publisher"),))
+    seen = after(seen, decide(seen))
+    again = decide(replace(seen, pods=()))
+    assert (made(again), attempt(again)) == ([POD], "1")
+    assert attempt(decide(replace(after(seen, again), pods=()))) == "1", "it is not seen before it is made"
+
+
 def test_one_that_refuses_its_model_is_left_for_people_to_see():
     refused = state(dead("publisher", code=2, last_words="models/math: no whole model"))
     plan = decide(refused)
