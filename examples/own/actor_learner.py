@@ -43,4 +43,7 @@ def learn(address: str) -> float:
 
 
 if __name__ == "__main__":
-    print(act(sys.argv[2]) if sys.argv[1] == "actor" else learn(sys.argv[2]))
+    if sys.argv[1] == "actor":
+        act(sys.argv[2])
+    else:
+        print(learn(sys.argv[2]))

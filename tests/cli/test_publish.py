@@ -25,6 +25,7 @@ def test_a_weight_sync_that_follows_a_job_is_nothing_to_run(tmp_path: Path, caps
         (["hf://org/name", "--watch"], "only a folder may get another model"),
         (["model", "--set", "kepp=3"], "Did you mean keep?"),
         (["model", "--set", "follower.engine.name=counting"], "no installed package offers it"),
+        (["no-such-folder"], "no-such-folder has no config.json"),
     ],
 )
 def test_what_is_wrong_with_it_is_told(
@@ -51,6 +52,9 @@ def test_a_relative_folder_is_where_the_command_is_given_or_beside_the_manifest(
     manifest.write_text(
         "{apiVersion: asyncflow.dev/v1alpha1, kind: WeightSync, metadata: {name: mine}, spec: {source: {model: a/b}}}"
     )
+    for folder in (tmp_path / "a" / "b", manifest.parent / "a" / "b"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").touch()
     for words in (["publish", "a/b", "--name", "own"], ["publish", "pvc://a/b"], ["run", str(manifest)]):
         assert invoke(words) == 0
     assert served == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TextIO
 
 from asyncflow.api.load import load
@@ -12,6 +13,7 @@ from asyncflow.commands.preflight import check_plugins
 from asyncflow.commands.run import RUNS, serve_alone
 from asyncflow.errors import ManifestError
 from asyncflow.local.folder import SYNC
+from asyncflow.models.source import materialize_config
 from asyncflow.plan.publisher import publisher_role
 from asyncflow.view.live import PublisherView
 
@@ -32,10 +34,14 @@ def publish(source: Path | TextIO, overrides: Sequence[str], *, output: Path | N
     if sync.spec.source is None or (model := sync.spec.publishes) is None:
         what, hint = "it publishes no model by itself", "Give spec.source.model, or run the job that names it"
         raise ManifestError(what, where=f"WeightSync {sync.metadata.name}", hint=hint)
+    watched = sync.spec.source.watch
     if "://" not in model:
-        base = source.absolute().parent if isinstance(source, Path) else Path.cwd()
-        anchored = sync.spec.source.model_copy(update={"model": str(base / model)})
+        model = str((source.absolute().parent if isinstance(source, Path) else Path.cwd()) / model)
+        anchored = sync.spec.source.model_copy(update={"model": model})
         sync = sync.model_copy(update={"spec": sync.spec.model_copy(update={"source": anchored})})
+    if not (watched or model.startswith("pvc://")):
+        with TemporaryDirectory() as scratch:
+            materialize_config(model, Path(scratch))
     path = output or RUNS / sync.metadata.name
     outcome, _ = serve_alone(
         sync,
