@@ -1,6 +1,7 @@
 """An engine whose generating is a function of the user's."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -75,3 +76,30 @@ async def test_what_cannot_be_a_response_ends_the_engine(made, wrong):
         await engine.ended()
     asked.cancel()
     await engine.close()
+
+
+async def test_ending_a_sequence_ends_what_is_here_and_nothing_that_is_asked_for_later():
+    begun, going_on, rounds = threading.Event(), threading.Event(), []
+
+    def generate(prompts):
+        rounds.append([prompt.key.serial for prompt in prompts])
+        begun.set()
+        assert going_on.wait(30)
+        return [([8, 9], [-0.5, -0.5]) for _ in prompts]
+
+    engine = await opened(generate)
+    await engine.load(Version(0, 0), {})
+    await engine.abort([SampleKey(1, 0)])
+    running = [asyncio.create_task(engine.generate(request(serial))) for serial in (1, 2)]
+    await asyncio.to_thread(begun.wait, 30)
+    waiting = asyncio.create_task(engine.generate(request(3)))
+    await asyncio.sleep(0)
+    await engine.abort([SampleKey(serial, 0) for serial in (2, 3, 4)])
+    assert len(await waiting) == 0, "it waits for no batch"
+    going_on.set()
+    first, second = await asyncio.gather(*running)
+    assert (first.ids.tolist(), second.ids.tolist(), second.finish) == ([8, 9], [], "aborted")
+    again = await asyncio.gather(*(engine.generate(request(serial)) for serial in (2, 3, 4)))
+    await engine.close()
+    assert [each.ids.tolist() for each in again] == [[8, 9]] * 3
+    assert rounds == [[1, 2], [2, 3, 4]]

@@ -133,3 +133,15 @@ async def test_what_cannot_be_called_is_refused_with_the_reason() -> None:
     check_function("functions_of_users:lengths", workdir=HERE, where="spec.tasks[0].function")
     with pytest.raises(ManifestError, match="no module 'nowhere'"):
         check_function("nowhere:lengths", workdir=HERE, where="spec.tasks[0].function")
+
+
+async def test_a_function_that_cannot_be_loaded_again_is_a_failure_of_its_rows(tmp_path: Path) -> None:
+    module = tmp_path / "leaving.py"
+    module.write_text("import os\n\n\ndef leave(rows, config):\n    os._exit(3)\n")
+    made = TaskFunction("leaving:leave", workdir=tmp_path, outputs=(LENGTH,), config={})
+    await made.start()
+    module.unlink()
+    ended = await made.compute(*batch(1))
+    unloaded = await made.compute(*batch(1))
+    await made.close()
+    assert [result.kind for result in (*ended, *unloaded) if isinstance(result, RowFailure)] == ["died", "died"]

@@ -132,22 +132,26 @@ class RewardProcess:
     async def start(cls, scorer: Scorer, *, timeout: float) -> RewardProcess:
         """Start a child and wait until it has loaded its function.
 
-        timeout: seconds. Raises ManifestError where the function cannot be loaded, DeadlineExceeded, PeerLost.
+        timeout: seconds. Raises ManifestError where the function cannot be loaded, DeadlineExceeded, PeerLost where the
+        process ended, or the machine has no room for it.
         """
-        scratch = Path(tempfile.mkdtemp(prefix="asyncflow-reward-"))
         try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", scorer.module),
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=PIPE,
-                cwd=scorer.workdir,
-                env=_environment(scratch),
-                process_group=0,
-            )
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
+            scratch = Path(tempfile.mkdtemp(prefix="asyncflow-reward-"))
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-P", "-m", scorer.module),
+                    stdin=PIPE,
+                    stdout=PIPE,
+                    stderr=PIPE,
+                    cwd=scorer.workdir,
+                    env=_environment(scratch),
+                    process_group=0,
+                )
+            except BaseException:
+                shutil.rmtree(scratch, ignore_errors=True)
+                raise
+        except OSError as error:
+            raise PeerLost(f"no process for {scorer.function!r} can be started: {error}") from error
         child = cls(process, scratch=scratch, processes=scorer.processes)
         try:
             ready = await child._ask(

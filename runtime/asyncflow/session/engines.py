@@ -363,9 +363,13 @@ def init_engines(
     else:
         local = LocalRun(job, output=output, overrides=overrides)
         session = TrainerSession(lambda: local.start(timeout=timeout), run=local, host=host, timeout=timeout)
-    session.opened()
-    assert session.place is not None
-    return Engines(session=session, place=session.place, partition=TRAIN)
+    try:
+        session.opened()
+        assert session.place is not None
+        return Engines(session=session, place=session.place, partition=TRAIN)
+    except BaseException:
+        session.leave()
+        raise
 
 
 def _saved(model: nn.Module) -> dict[str, Tensor]:

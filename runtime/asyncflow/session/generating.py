@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from asyncflow.errors import ManifestError, Refused
 from asyncflow.identity import SampleKey, Version
-from asyncflow.rollout.engines.base import Completion, EngineStats, GenerationRequest, RolloutEngine
+from asyncflow.rollout.engines.base import Completion, EngineStats, GenerationRequest, RolloutEngine, SequenceName
 
 _WHERE = "generate_sequences"
 
@@ -35,11 +35,11 @@ class UserEngine(RolloutEngine):
         self._generate = generate
         self._load = load
         self._asked: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
-        self._aborted: set[tuple[str, SampleKey]] = set()
+        self._aborted: set[SequenceName] = set()
         self._some = asyncio.Event()
         self._one = asyncio.Lock()
         self._working: asyncio.Task[None] | None = None
-        self._running = 0
+        self._batch: Sequence[tuple[GenerationRequest, asyncio.Future[Completion]]] = ()
         self._tokens: Counter[str] = Counter()
         self._busy_s = 0.0
 
@@ -48,7 +48,7 @@ class UserEngine(RolloutEngine):
         self._working = asyncio.create_task(self._work(), name="generate sequences")
 
     async def load(self, version: Version, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Have the weights taken as soon as no batch is generated."""
+        """Load the weights as soon as no batch is generated."""
         async with self._one:
             await asyncio.to_thread(self._load, tensors)
             self.version = version
@@ -64,8 +64,12 @@ class UserEngine(RolloutEngine):
         return await done
 
     async def abort(self, keys: Iterable[SampleKey], *, purpose: str = "train") -> None:
-        """End these sequences, with nothing made here, when their batch ends."""
-        self._aborted |= {(purpose, key) for key in keys}
+        """End these sequences with nothing made here: at once where they wait, else when their batch ends."""
+        ended = {(purpose, key) for key in keys}
+        for request, done in self._asked:
+            if request.name in ended and not done.done():
+                done.set_result(request.continues)
+        self._aborted |= ended & {request.name for request, _ in self._batch}
 
     async def ended(self) -> None:
         """Raise what the user's function raised."""
@@ -75,7 +79,7 @@ class UserEngine(RolloutEngine):
     def stats(self) -> EngineStats:
         """Return the counters."""
         return EngineStats(
-            running=self._running, waiting=len(self._asked), tokens=dict(self._tokens), busy_s=self._busy_s
+            running=len(self._batch), waiting=len(self._asked), tokens=dict(self._tokens), busy_s=self._busy_s
         )
 
     async def close(self) -> None:
@@ -93,17 +97,20 @@ class UserEngine(RolloutEngine):
                 self._some.clear()
             batch = [(request, done) for request, done in batch if not done.done()]
             if batch:
-                await self._serve(batch)
+                self._batch = batch
+                await self._serve()
+                self._batch = ()
+                self._aborted.clear()
 
-    async def _serve(self, batch: Sequence[tuple[GenerationRequest, asyncio.Future[Completion]]]) -> None:
-        requests = [request for request, _ in batch]
+    async def _serve(self) -> None:
+        requests = [request for request, _ in self._batch]
         async with self._one:
-            self._running, began = len(batch), time.monotonic()
+            began = time.monotonic()
             made = await asyncio.to_thread(self._generate, requests)
-            self._running, self._busy_s = 0, self._busy_s + time.monotonic() - began
+            self._busy_s += time.monotonic() - began
             assert self.version is not None
             completions = [self._completion(*pair, version=self.version) for pair in _pairs(requests, made)]
-        for (request, done), completion in zip(batch, completions, strict=True):
+        for (request, done), completion in zip(self._batch, completions, strict=True):
             self._tokens[request.purpose] += len(completion) - request.begun
             if not done.done():
                 done.set_result(completion)
@@ -112,12 +119,11 @@ class UserEngine(RolloutEngine):
         self, request: GenerationRequest, made: tuple[Sequence[int], Sequence[float]], *, version: Version
     ) -> Completion:
         ids, logprobs = np.asarray(made[0], np.int32), np.asarray(made[1], np.float32)
-        name, room = (request.purpose, request.key), request.max_tokens - request.begun
+        room = request.max_tokens - request.begun
         if ids.shape != logprobs.shape or not 1 <= len(ids) <= room or not np.isfinite(logprobs).all():
             what = f"a response has {ids.shape} tokens and {logprobs.shape} log-probs, or some that are not finite"
             raise ManifestError(what, where=_WHERE, hint=f"Give a log-prob for each of 1 to {room} tokens")
-        if name in self._aborted:
-            self._aborted.discard(name)
+        if request.name in self._aborted:
             return request.continues
         stopped = int(ids[-1]) in request.stop_ids
         if not stopped and (stops := self.stops_of(request)) is not None:

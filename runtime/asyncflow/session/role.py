@@ -8,6 +8,7 @@ then every call of the user's says which of these it was.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -89,9 +90,9 @@ class TrainerSession:
         self._loop.call_soon_threadsafe(begin)
 
     def leave(self) -> None:
-        """Have the trainer write what is complete into a checkpoint, and everything here end."""
+        """End everything here, once the trainer has written what is complete into a checkpoint."""
         self._leaving = True
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop was closed: the session is over
             self._loop.call_soon_threadsafe(self._stop)
         if self.handover is not None:
             self.handover.end(self.reason)

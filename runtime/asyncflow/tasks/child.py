@@ -76,9 +76,13 @@ class FunctionProcess:
 
     @classmethod
     async def start(cls, *, outputs: Sequence[OutputColumn]) -> FunctionProcess:
-        """Start a process. outputs: what its function returns."""
+        """Start a process. outputs: what its function returns. Raises PeerLost where the machine has no room for it."""
         command = (sys.executable, "-P", "-m", __name__)
-        return cls(await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE), outputs=outputs)
+        try:
+            process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+        except OSError as error:
+            raise PeerLost(f"no process for the function can be started: {error}") from error
+        return cls(process, outputs=outputs)
 
     async def load(self, function: str, *, workdir: Path, timeout: float) -> None:
         """Have the function loaded. Raises ManifestError where it cannot be, and what ``call`` raises."""

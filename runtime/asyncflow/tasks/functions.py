@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from asyncflow.errors import DeadlineExceeded, PeerLost
+from asyncflow.errors import DeadlineExceeded, ManifestError, PeerLost
 from asyncflow.queue.protocol.messages import LeasedRow
 from asyncflow.rpc.columns import Jagged
 from asyncflow.tasks.child import FunctionProcess
@@ -97,7 +97,7 @@ class TaskFunction:
             return await (self._await(rows) if self._awaited is not None else self._ask(rows))
         except DeadlineExceeded as error:
             return [RowFailure("timeout", str(error))] * len(rows)
-        except PeerLost as error:
+        except (PeerLost, ManifestError) as error:
             return [RowFailure("died", str(error))] * len(rows)
 
     async def _await(self, rows: list[TaskRow]) -> list[Result]:
