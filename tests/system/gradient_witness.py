@@ -14,6 +14,7 @@ import torch
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.torch.backend import TorchBackend
 from asyncflow.training.torch.model import LogprobModel, open_model
+from asyncflow.training.torch.packs import entries
 
 
 class GradientWitness(TorchBackend):
@@ -26,21 +27,18 @@ class GradientWitness(TorchBackend):
     def micro_batch(self, batch: MicroBatch, *, version: int) -> None:
         super().micro_batch(batch, version=version)
         loss, weights = self.settings.loss, self.settings.loss.aggregation.weights(batch.loss_lengths())
-        packs = self._packs(batch, np.flatnonzero(~loss.silent(batch.advantages))) if len(batch) else []
+        packs = self._packs.of(batch, np.flatnonzero(~loss.silent(batch.advantages))) if len(batch) else []
         self._tokens.append(sum(len(pack.ids) for pack in packs))
-        chosen = np.flatnonzero(~loss.silent(batch.advantages))
         for pack in packs:
-            samples = chosen[pack.samples]
-            entries = batch.responses.offsets[samples] + pack.offsets
             logprobs, _ = self._exact(pack, entropy=False)
             terms = loss.tokens(
                 logprobs,
-                behaviour=torch.from_numpy(batch.logprobs.values[entries]).double(),
-                advantages=torch.from_numpy(batch.advantages[samples]).double(),
+                behaviour=torch.from_numpy(batch.logprobs.values[entries(batch, pack)]).double(),
+                advantages=torch.from_numpy(batch.advantages[pack.samples]).double(),
                 reference=None,
                 entropy=None,
             )
-            (terms.total * torch.from_numpy(weights[samples])).sum().backward()
+            (terms.total * torch.from_numpy(weights[pack.samples])).sum().backward()
 
     def finish_step(self, step: int) -> dict[str, float]:
         gradient = torch.cat([parameter.grad.flatten() for parameter in self._exact.parameters()])

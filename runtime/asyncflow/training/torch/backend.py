@@ -48,7 +48,7 @@ from asyncflow.training.torch.lora import (
     trained_shards,
     without_adapters,
 )
-from asyncflow.training.torch.memory import FIELD, PackBudget, find_largest_pack
+from asyncflow.training.torch.memory import FIELD, find_largest_pack
 from asyncflow.training.torch.model import (
     LogprobModel,
     checkpoint_layers,
@@ -58,6 +58,7 @@ from asyncflow.training.torch.model import (
     smallest_pack,
 )
 from asyncflow.training.torch.optimizer import FlatAdamW, apply_together
+from asyncflow.training.torch.packs import Packs, entries
 from asyncflow.training.torch.sharding import older, open_sharded
 from asyncflow.training.torch.shards import (
     TensorShard,
@@ -100,7 +101,7 @@ class TorchBackend(TrainerBackend):
             rows=options.head_tokens,
             few_sizes=options.compile,
         )
-        self._budget = PackBudget(self.slot_tokens)
+        self._packs = Packs(settings, tokens=self.slot_tokens, group=group)
         self._ranks = TensorGroup(
             group,
             device=self._device,
@@ -169,12 +170,11 @@ class TorchBackend(TrainerBackend):
         """Try which packs fit the device; the ranks agree on what fits all of them."""
 
         def step(batch: MicroBatch, tokens: int) -> None:
-            self._budget = PackBudget(tokens)
+            self._packs = Packs(self.settings, tokens=tokens, group=self.group)
             try:
                 self._add(batch, version=None)
             except torch.OutOfMemoryError as full:
-                if self.group.world > 1:
-                    raise self._does_not_fit(full) from full
+                self._packs.refuse_in_gang(full)
                 raise
             finally:
                 self._forget_step()
@@ -196,7 +196,7 @@ class TorchBackend(TrainerBackend):
             found = max(self.settings.longest_part or 1, few_sizes_below(found))
         self.slot_tokens = int(self.group.gather(np.array([found]), what="tokens of a micro-batch").min())
         self.trained = 0
-        self._budget = PackBudget(self.slot_tokens)
+        self._packs = Packs(self.settings, tokens=self.slot_tokens, group=self.group)
 
     def _open(self, folder: Path, *, first: bool, frozen: bool = False, lora: LoraSpec | None = None) -> LogprobModel:
         """Open the model, cut over the ranks, with the weights of the folder (``first``) or arbitrary ones."""
@@ -265,25 +265,9 @@ class TorchBackend(TrainerBackend):
             return self._reference(pack, entropy=False)[0]
 
     def _evaluated(self, batch: MicroBatch, evaluate: Callable[[Pack], Tensor]) -> Jagged:
-        """Return what ``evaluate`` gives for each response token whose gradient is not 0, and 0 elsewhere; collective.
-
-        Where memory runs out, once more in packs of half the size.
-        """
-        try:
-            return self._evaluated_once(batch, evaluate)
-        except torch.OutOfMemoryError as full:
-            self._make_packs_smaller(full)
-        return self._evaluated_once(batch, evaluate)
-
-    def _evaluated_once(self, batch: MicroBatch, evaluate: Callable[[Pack], Tensor]) -> Jagged:
-        values = np.zeros(len(batch.responses.values), np.float32)
+        """Return what ``evaluate`` gives for response tokens whose gradient is not 0, and 0 elsewhere; collective."""
         active = np.flatnonzero(~self._silent(batch) & (batch.loss_lengths() > 0))
-        for pack in self._in_step(self._packs(batch, active)):
-            found = evaluate(pack or smallest_pack()).cpu().numpy()
-            if pack is not None:
-                entries, _ = _entries(batch, pack, active[pack.samples])
-                values[entries] = found
-        return Jagged(values, batch.responses.offsets)
+        return self._packs.evaluated(batch, active, evaluate)
 
     def _silent(self, batch: MicroBatch) -> NDArray[np.bool_]:
         """Return for each sample whether its gradient is exactly 0: never where a critic learns from it."""
@@ -303,7 +287,7 @@ class TorchBackend(TrainerBackend):
         try:
             self._add(batch, version=version)
         except torch.OutOfMemoryError as full:
-            self._make_packs_smaller(full)
+            self._packs.halve(full)
         else:
             return
         # Not above, where the error's traceback still holds the tensors of the pass that failed.
@@ -314,20 +298,6 @@ class TorchBackend(TrainerBackend):
         self.trained = before
         for batch, version in again:
             self.micro_batch(batch, version=version)
-
-    def _make_packs_smaller(self, full: torch.OutOfMemoryError) -> None:
-        """Halve the budget of packs. Raises ManifestError where it was halved before, or in a gang."""
-        if self.group.world > 1:
-            raise self._does_not_fit(full) from full
-        self._budget.halve(full)
-
-    def _does_not_fit(self, full: torch.OutOfMemoryError) -> ManifestError:
-        """Return the error of a rank that cannot compute the step again by itself, since the others would not."""
-        return ManifestError(
-            f"out of memory with packs of {self._budget.tokens} tokens: {full}",
-            where=FIELD,
-            hint="Give half of that: ranks of a gang make equally many passes, so that one cannot go back alone",
-        )
 
     def _forget_step(self) -> None:
         """Drop all since the last update: a backward pass that failed has added a part of its gradient."""
@@ -343,14 +313,15 @@ class TorchBackend(TrainerBackend):
         self._figures.count((name, float(value)) for name, value in totals)
         active = np.flatnonzero(~silent & (lengths > 0))
         self.trained += len(batch) - len(active)
-        packs = self._packs(batch, active)
-        self._figures.count([("packed_tokens", float(sum(len(pack.ids) for pack in packs)))])
+        packs = self._packs.of(batch, active)
+        sizes = ("packed_tokens", sum(len(pack.ids) for pack in packs)), ("computed", sum(len(p.rows) for p in packs))
+        self._figures.count((name, float(value)) for name, value in sizes)
         weights, current = loss.aggregation.weights(lengths), batch.makers() == version
-        for pack in self._in_step(packs):
+        for pack in self._packs.in_step(packs):
             if pack is None:
                 self._accompany()
             else:
-                self._accumulate(batch, pack, active[pack.samples], weights, current)
+                self._accumulate(batch, pack, weights, current)
                 self.trained += len(np.unique(pack.samples))
 
     def _accompany(self) -> None:
@@ -395,77 +366,40 @@ class TorchBackend(TrainerBackend):
 
     def _measure_older(self, batch: MicroBatch, weights: Mapping[str, NDArray[Any]]) -> None:
         spoken = np.flatnonzero(batch.loss_lengths() > 0)
-        packs = self._packs(batch, spoken)
+        packs = self._packs.of(batch, spoken)
         with self._under(weights) as evaluate:
-            for pack in self._in_step(packs):
+            for pack in self._packs.in_step(packs):
                 logprobs = evaluate(pack or smallest_pack())
                 if pack is not None:
-                    entries, counted = _entries(batch, pack, spoken[pack.samples])
-                    gap = (logprobs - self._tensor(batch.logprobs.values[entries])).abs().cpu().numpy()
-                    self._figures.gaps(gap[counted])
-
-    def _in_step(self, packs: list[Pack]) -> Iterator[Pack | None]:
-        """Yield the packs, and then None as often as another rank has more: all ranks have to make equally many passes.
-
-        Collective before the first, so that no rank begins one that another, which leaves, will not make.
-        """
-        most = self.group.gather(np.array([len(packs)]), what="the number of packs").max()
-        yield from packs
-        yield from (None for _ in range(int(most) - len(packs)))
-
-    def _packs(self, batch: MicroBatch, chosen: NDArray[np.int64]) -> list[Pack]:
-        """Pack the samples ``chosen``, each of which has a token that counts; only such tokens are targets."""
-        pairs = self.settings.loss.algorithm.pairs
-        groups = batch.pairs().tolist() if pairs else [key.serial for key in batch.keys]
-        packs = pack_samples(
-            [batch.prompts.row(i) for i in chosen.tolist()],
-            [batch.responses.row(i) for i in chosen.tolist()],
-            [groups[i] for i in chosen.tolist()],
-            layout=self.settings.layout,
-            budget=self._budget.tokens,
-            whole=pairs,
-        )
-        if batch.loss_mask is None:
-            return packs
-        return [pack.targeting(_entries(batch, pack, chosen[pack.samples])[1]) for pack in packs]
+                    behaviour = self._tensor(batch.logprobs.values[entries(batch, pack)])
+                    self._figures.gaps((logprobs - behaviour).abs().cpu().numpy())
 
     def _accumulate(
-        self,
-        batch: MicroBatch,
-        pack: Pack,
-        samples: NDArray[np.int64],
-        weights: NDArray[np.float64],
-        current: NDArray[np.bool_],
+        self, batch: MicroBatch, pack: Pack, weights: NDArray[np.float64], current: NDArray[np.bool_]
     ) -> None:
-        loss = self._loss
-        entries, counted = _entries(batch, pack, samples)
-        weight = self._tensor(weights[samples] * counted)
-        behaviour = self._tensor(batch.logprobs.values[entries])
+        loss, places = self._loss, entries(batch, pack)
+        behaviour = self._tensor(batch.logprobs.values[places])
         reference = None
         if batch.reference is not None and loss.compares:
-            reference = on_device(batch.reference.values[entries], self._device)
+            reference = on_device(batch.reference.values[places], self._device)
         elif self._reference is not None and loss.compares:
             with torch.no_grad():
                 reference, _ = self._reference(pack, entropy=False)
         advantages: NDArray[np.floating] = (
-            batch.credit()[entries]
-            if self._critic is None
-            else self._critic.add(batch, pack, samples, entries, counted, figures=self._figures)
+            batch.credit()[places] if self._critic is None else self._critic.add(batch, pack, figures=self._figures)
         )
         logprobs, entropy = self._policy(pack, entropy=loss.entropy != 0)
-        counts = self._tensor(counted)
         terms = loss.tokens(
             logprobs,
             behaviour=behaviour,
             advantages=self._tensor(advantages),
             reference=reference,
             entropy=entropy,
-            before=None if batch.old is None else self._tensor(batch.old.values[entries]),
-            counted=counts,
-            sequences=self._numbers(samples),
-            pairs=self._numbers(batch.pairs()[samples]) if loss.algorithm.pairs else None,
+            before=None if batch.old is None else self._tensor(batch.old.values[places]),
+            sequences=self._numbers(pack.samples),
+            pairs=self._numbers(batch.pairs()[pack.samples]) if loss.algorithm.pairs else None,
         )
-        value = (terms.total * weight).sum()
+        value = (terms.total * self._tensor(weights[pack.samples])).sum()
         value.backward()
         self._figures.pack(
             terms,
@@ -473,8 +407,7 @@ class TorchBackend(TrainerBackend):
             logprobs=logprobs.detach(),
             behaviour=behaviour,
             entropy=entropy,
-            counted=counts,
-            on_policy=self._tensor(current[samples] & counted),
+            on_policy=self._tensor(current[pack.samples]),
         )
 
     @collective()
@@ -591,12 +524,3 @@ class TorchBackend(TrainerBackend):
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return on_device(array.astype(np.float32, copy=False), self._device)
-
-
-def _entries(batch: MicroBatch, pack: Pack, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return where the targets of ``pack`` are among the batch's response tokens, and whether they count in the loss.
-
-    samples: the index in the batch of each target's sample.
-    """
-    entries = batch.responses.offsets[samples] + pack.offsets
-    return entries, np.ones(len(entries), bool) if batch.loss_mask is None else batch.loss_mask.values[entries]

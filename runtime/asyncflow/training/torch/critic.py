@@ -43,6 +43,7 @@ from asyncflow.training.torch.model import (
     smallest_pack,
 )
 from asyncflow.training.torch.optimizer import FlatAdamW
+from asyncflow.training.torch.packs import entries
 from asyncflow.training.torch.sharding import open_sharded
 from asyncflow.training.torch.shards import TensorShard, read_first, read_saved, tensor_shard
 
@@ -169,39 +170,30 @@ class Critic:
         made = replace(batch, values=values, returns=Jagged(returns.astype(np.float32), values.offsets))
         return made.credited(advantages.astype(np.float32))
 
-    def add(
-        self,
-        batch: MicroBatch,
-        pack: Pack,
-        samples: NDArray[np.int64],
-        entries: NDArray[np.int64],
-        counted: NDArray[np.bool_],
-        *,
-        figures: StepFigures,
-    ) -> NDArray[np.floating]:
-        """Add the gradient of the loss of a pack; return the advantage of each of its targets, float32[N].
+    def add(self, batch: MicroBatch, pack: Pack, *, figures: StepFigures) -> NDArray[np.floating]:
+        """Add the gradient of the loss of a pack of ``batch``; return the advantage of each of its targets, float[N].
 
-        samples [N]: the sample of the batch that each target belongs to; entries [N]: where it is among the batch's
-        response tokens; counted [N]: whether it counts in the loss. Waits for the device where the batch has no values
-        yet, as before the first update of a step: then they are those of this pass.
+        Waits for the device where the batch has no values yet, as before the first update of a step: then they are
+        those of this pass.
         """
         values = self._model(pack)
         if batch.values is None or batch.returns is None:
             old: NDArray[np.floating] = values.detach().cpu().numpy()
-            begins = np.flatnonzero(np.diff(samples, prepend=-1))
-            lengths, outcomes = np.diff(np.r_[begins, len(samples)]), batch.earned()[samples[begins]]
-            found = self._algorithm.estimates(outcomes, old, lengths=lengths, counted=counted)
+            begins = np.flatnonzero(np.diff(pack.samples, prepend=-1))
+            lengths, outcomes = np.diff(np.r_[begins, len(old)]), batch.earned()[pack.samples[begins]]
+            found = self._algorithm.estimates(outcomes, old, lengths=lengths, counted=np.ones(len(old), np.bool_))
             advantages: NDArray[np.floating] = found.advantages
             returns: NDArray[np.floating] = found.returns
         else:
-            old, returns = batch.values.values[entries], batch.returns.values[entries]
-            advantages = batch.credit()[entries]
-        weight = self._tensor(counted)
+            places = entries(batch, pack)
+            old, returns, advantages = (
+                part[places] for part in (batch.values.values, batch.returns.values, batch.credit())
+            )
         terms = value_loss(values, self._tensor(old), self._tensor(returns), clip=self._algorithm.options.value_clip)
-        loss = (terms.loss * weight).sum()
+        loss = terms.loss.sum()
         loss.backward()
-        figures.values(loss=loss.detach(), clipped=(terms.clipped * weight).sum())
-        figures.count(_figures(old[counted], returns[counted]))
+        figures.values(loss=loss.detach(), clipped=terms.clipped.sum())
+        figures.count(_figures(old, returns))
         return advantages
 
     def accompany(self) -> None:

@@ -60,33 +60,31 @@ class StepFigures:
         logprobs: Tensor,
         behaviour: Tensor,
         entropy: Tensor | None,
-        counted: Tensor,
         on_policy: Tensor,
     ) -> None:
         """Compute the figures of a pack where it was computed.
 
-        counted, on_policy: 1 for targets that count in the loss, and for those of them that the current weights made.
+        on_policy: 1 for targets that the current weights made.
         """
         policy, logratio = terms.policy, logprobs - behaviour
         gap, zero = logratio.abs(), logprobs.new_zeros(())
         values = {
             "loss": loss,
-            "computed": counted.sum(),
-            "kl": zero if terms.kl is None else (terms.kl.detach() * counted).sum(),
-            "entropy": zero if entropy is None else (entropy.detach() * counted).sum(),
-            "surprise": -(logprobs * counted).sum(),
-            "ratio": (policy.ratio * counted).sum(),
-            "ratio_max": (policy.ratio * counted).max(),
-            "approx_kl": ((logratio.clamp(max=MAX_LOG_RATIO).exp() - 1 - logratio) * counted).sum(),
-            "clip_low": (policy.clipped_low * counted).sum(),
-            "clip_high": (policy.clipped_high * counted).sum(),
-            "clip_dual": (policy.clipped_dual * counted).sum(),
+            "kl": zero if terms.kl is None else terms.kl.detach().sum(),
+            "entropy": zero if entropy is None else entropy.detach().sum(),
+            "surprise": -logprobs.sum(),
+            "ratio": policy.ratio.sum(),
+            "ratio_max": policy.ratio.max(),
+            "approx_kl": (logratio.clamp(max=MAX_LOG_RATIO).exp() - 1 - logratio).sum(),
+            "clip_low": policy.clipped_low.sum(),
+            "clip_high": policy.clipped_high.sum(),
+            "clip_dual": policy.clipped_dual.sum(),
             "gap_tokens": on_policy.sum(),
             "gap": (gap * on_policy).sum(),
         }
-        values |= {name: (policy.figures[name] * counted).sum() for name in self._own}
+        values |= {name: policy.figures[name].sum() for name in self._own}
         if terms.correction is not None:
-            values |= _correction(terms.correction, counted=counted)
+            values |= _correction(terms.correction)
         gaps = torch.where(on_policy > 0, gap, float("nan"))
         self._packs.append((tuple(values), torch.stack(list(values.values())), gaps))
 
@@ -174,19 +172,19 @@ def _values_of(means: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _correction(terms: CorrectionTerms, *, counted: Tensor) -> dict[str, Tensor]:
+def _correction(terms: CorrectionTerms) -> dict[str, Tensor]:
     """Return the figures of importance weights: sums over tokens or responses, whichever were weighed."""
     weight, unit = terms.weight, terms.unit
     return {
         "correction_units": unit.sum(),
         "correction_weights": (weight * unit).sum(),
         "correction_squares": (weight.square() * unit).sum(),
-        "correction_max": (weight * counted).max(),
-        "correction_least": (-weight).where(counted > 0, float("-inf")).max(),
+        "correction_max": weight.max(),
+        "correction_least": (-weight).max(),
         "correction_high": (terms.above * unit).sum(),
         "correction_low": (terms.below * unit).sum(),
-        "correction_k1": (terms.k1 * counted).sum(),
-        "correction_k3": (terms.k3 * counted).sum(),
+        "correction_k1": terms.k1.sum(),
+        "correction_k3": terms.k3.sum(),
     }
 
 

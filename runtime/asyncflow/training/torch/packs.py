@@ -1,0 +1,101 @@
+"""Packs of a rank's batches: at most as many tokens as memory has shown to hold, and equally many passes on every rank.
+
+Invariants: a pack names each target by its sample's index in the batch, and every target counts in the loss; all ranks
+of a gang make equally many passes over a batch, so that none waits in a collective which another never enters; a rank
+alone that runs out of memory halves its packs once, one of a gang ends, since the others would not go back with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncflow.errors import ManifestError
+from asyncflow.rpc.columns import Jagged
+from asyncflow.training.batch import MicroBatch
+from asyncflow.training.packing import Pack, pack_samples
+from asyncflow.training.ranks import ProcessGroup
+from asyncflow.training.settings import BackendSettings
+from asyncflow.training.torch.memory import FIELD, PackBudget
+from asyncflow.training.torch.model import smallest_pack
+
+
+class Packs:
+    """The packs of one rank. tokens: most of a pack."""
+
+    def __init__(self, settings: BackendSettings, *, tokens: int, group: ProcessGroup) -> None:
+        self._layout = settings.layout
+        self._pairs = settings.loss.algorithm.pairs
+        self._group = group
+        self._budget = PackBudget(tokens)
+
+    def of(self, batch: MicroBatch, chosen: NDArray[np.int64]) -> list[Pack]:
+        """Pack the samples ``chosen``, each of which has a token that counts; only such tokens are targets."""
+        groups = batch.pairs().tolist() if self._pairs else [key.serial for key in batch.keys]
+        packs = pack_samples(
+            [batch.prompts.row(i) for i in chosen.tolist()],
+            [batch.responses.row(i) for i in chosen.tolist()],
+            [groups[i] for i in chosen.tolist()],
+            layout=self._layout,
+            budget=self._budget.tokens,
+            whole=self._pairs,
+        )
+        packs = [replace(pack, samples=chosen[pack.samples]) for pack in packs]
+        if batch.loss_mask is None:
+            return packs
+        counted = batch.counted()
+        return [pack.targeting(counted[entries(batch, pack)]) for pack in packs]
+
+    def in_step(self, packs: list[Pack]) -> Iterator[Pack | None]:
+        """Yield the packs, and then None as often as another rank has more: all ranks have to make equally many passes.
+
+        Collective before the first, so that no rank begins one that another, which leaves, will not make.
+        """
+        most = self._group.gather(np.array([len(packs)]), what="the number of packs").max()
+        yield from packs
+        yield from (None for _ in range(int(most) - len(packs)))
+
+    def evaluated(self, batch: MicroBatch, chosen: NDArray[np.int64], evaluate: Callable[[Pack], Tensor]) -> Jagged:
+        """Return what ``evaluate`` gives for each target of the samples ``chosen``, and 0 elsewhere; collective.
+
+        Where memory runs out, once more in packs of half the size.
+        """
+        try:
+            return self._evaluated_once(batch, chosen, evaluate)
+        except torch.OutOfMemoryError as full:
+            self.halve(full)
+        return self._evaluated_once(batch, chosen, evaluate)
+
+    def _evaluated_once(
+        self, batch: MicroBatch, chosen: NDArray[np.int64], evaluate: Callable[[Pack], Tensor]
+    ) -> Jagged:
+        values = np.zeros(len(batch.responses.values), np.float32)
+        for pack in self.in_step(self.of(batch, chosen)):
+            found = evaluate(pack or smallest_pack()).cpu().numpy()
+            if pack is not None:
+                values[entries(batch, pack)] = found
+        return Jagged(values, batch.responses.offsets)
+
+    def halve(self, full: torch.OutOfMemoryError) -> None:
+        """Halve the packs because memory ran out. Raises ManifestError where they were halved before, or in a gang."""
+        self.refuse_in_gang(full)
+        self._budget.halve(full)
+
+    def refuse_in_gang(self, full: torch.OutOfMemoryError) -> None:
+        """Raise ManifestError where other ranks made the pass that ran out of memory, and would not make it again."""
+        if self._group.world > 1:
+            raise ManifestError(
+                f"out of memory with packs of {self._budget.tokens} tokens: {full}",
+                where=FIELD,
+                hint="Give half of that: ranks of a gang make equally many passes, so that one cannot go back alone",
+            ) from full
+
+
+def entries(batch: MicroBatch, pack: Pack) -> NDArray[np.int64]:
+    """Return where the targets of ``pack`` are among the response tokens of its batch, [N]."""
+    return batch.responses.offsets[pack.samples] + pack.offsets
