@@ -58,6 +58,16 @@ def test_a_pause_shows_the_first_that_failed_as_most_did() -> None:
     assert "The first: KeyError: 'a'" in made.paused
 
 
+def test_a_pause_says_whether_the_reward_or_a_task_is_to_be_mended() -> None:
+    made = tally(needed=4)
+    made.take(row("raised", "of the reward"), step=1)
+    for _ in range(2):
+        made.take(row("judge: raised", "of the task"), step=1)
+    assert made.paused.startswith("the task judge to be mended: 3 of 3 samples")
+    assert "mend the task judge and resume" in made.paused
+    assert made.first_failure == "judge: raised: of the task"
+
+
 def test_a_timeout_that_the_manifest_values_is_counted_and_does_not_pause() -> None:
     made = RewardTally(needed=4, keep=lambda totals: None, timeouts_fail=False)
     for _ in range(8):

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.api.learning import EnvironmentSpec, RewardSpec
 from asyncflow.api.names import REWARD_SOCKET_ENV
+from asyncflow.api.rewards import EnvironmentSpec, RewardSpec
 from asyncflow.data.base import Message
 from asyncflow.environments.calculator import answer as calculator
 from asyncflow.environments.functions import check, load

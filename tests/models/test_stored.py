@@ -175,6 +175,21 @@ def test_a_model_is_next_once_it_has_settled_and_again_when_it_was_replaced(tmp_
     assert take(watch, 13.0) == 1
 
 
+def test_a_model_that_stays_is_read_once_and_another_that_comes_in_its_place_is_seen(tmp_path: Path) -> None:
+    folder = split(tmp_path / "model")
+    watch = ModelWatch(folder=folder, settle_s=SETTLE)
+    watch.look(0.0)
+    found, again = watch.look(SETTLE), watch.look(SETTLE + 1)
+    assert found is not None
+    assert again is not None
+    assert found[1] is again[1]
+    assert found[1].unchanged
+    (write(tmp_path / "other", seed=1) / "model.safetensors").rename(folder / "model.safetensors")
+    assert not found[1].unchanged
+    assert watch.look(SETTLE + 2) is None
+    assert take(watch, 2 * SETTLE + 2) == 0
+
+
 def test_what_is_still_written_is_never_next(tmp_path: Path) -> None:
     """File by file and byte by byte, with pauses that are longer than the time to settle."""
     whole = {file.name: file.read_bytes() for file in split(tmp_path / "whole").iterdir()}

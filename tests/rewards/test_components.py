@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from scoring_one import one
 
-from asyncflow.api.learning import RewardSpec
+from asyncflow.api.rewards import RewardSpec
 from asyncflow.errors import ManifestError
 from asyncflow.rewards.components import WeightedRewards
 from asyncflow.rewards.wire import MOST_DETAILS, Example, RewardResult

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from scoring_one import one
 
-from asyncflow.api.learning import RewardSpec
+from asyncflow.api.rewards import RewardSpec
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.rewards.components import WeightedRewards
 from asyncflow.rewards.endpoint import Endpoint

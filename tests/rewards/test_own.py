@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asyncflow.api.learning import RewardSpec
+from asyncflow.api.rewards import RewardSpec
 from asyncflow.rewards.components import WeightedRewards
 from asyncflow.rewards.wire import Example
 

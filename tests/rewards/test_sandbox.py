@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from scoring_one import one
 
-from asyncflow.api.learning import RewardSpec
+from asyncflow.api.rewards import RewardSpec
 from asyncflow.rewards import process, sandbox
 from asyncflow.rewards.components import WeightedRewards
 from asyncflow.rewards.wire import Example, RewardResult

@@ -15,8 +15,8 @@ import tokenizers
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from asyncflow.api.learning import RewardSpec
 from asyncflow.api.names import LOSS_MASK
+from asyncflow.api.rewards import RewardSpec
 from asyncflow.data.base import Prompt
 from asyncflow.environments.pool import Environments
 from asyncflow.flow.instance import Instance

@@ -19,10 +19,10 @@ from typing import Any, Final
 from asyncflow.api.base import Spec
 from asyncflow.api.durability import LimitsSpec
 from asyncflow.api.job import RLJob
-from asyncflow.api.learning import RewardSpec
 from asyncflow.api.names import LABEL_QUEUE, PUBLISHER, QUEUE_ROLES, REWARD_CONTAINER, RPC_PORT, RoleName, service
 from asyncflow.api.placement import PROFILES, SchedulingSpec, TemplateSpec
 from asyncflow.api.queue import LEAVE_S, StoreSpec, TransferQueue
+from asyncflow.api.rewards import RewardSpec
 from asyncflow.api.weights import PublisherSpec, WeightSync
 from asyncflow.plan import plan
 from asyncflow.plan.job import working_roles

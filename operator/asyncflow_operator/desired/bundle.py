@@ -6,9 +6,7 @@ settings; on nothing that was observed, so that it need not be applied again bec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import PUBLISHER, REWARD_CONTAINER, RoleName
@@ -28,7 +26,7 @@ from asyncflow_operator.desired.blueprint import (
     templates_of,
 )
 from asyncflow_operator.desired.gang import granted, make_gang
-from asyncflow_operator.desired.objects import Family, job_family, queue_family, sync_family
+from asyncflow_operator.desired.objects import family_of
 from asyncflow_operator.desired.pods import make_pod
 from asyncflow_operator.desired.secrets import OwnerSecrets, SecretPart
 from asyncflow_operator.desired.storage import job_claims, queue_claims
@@ -60,13 +58,6 @@ class DesiredSettings:
     watchers: tuple[str, ...] = ()
 
 
-_FAMILIES: Final[Mapping[str, Callable[[Owner], Family]]] = {
-    "RLJob": job_family,
-    "TransferQueue": queue_family,
-    "WeightSync": sync_family,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Desired:
     """Builder of what should exist. Every method raises ValueError for a state without a legal owner."""
@@ -75,7 +66,7 @@ class Desired:
 
     def supporting(self, state: JobState) -> tuple[Manifest, ...]:
         """Return all that a job's pods need but Secrets, in the order to apply: everything but pods and children."""
-        job, family = _job(state), job_family(state.owner)
+        job, family = _job(state), family_of(state.owner)
         roles = plan(job).roles
         core = [role for role in roles if role.core and role.name != "rollout"]
         gangs = [role for role in roles if role.spread]
@@ -94,7 +85,7 @@ class Desired:
 
     def children(self, state: JobState) -> tuple[Manifest, ...]:
         """Return the TransferQueue and the WeightSync that the job makes for itself."""
-        return make_children(_job(state), job_family(state.owner))
+        return make_children(_job(state), family_of(state.owner))
 
     def pod(self, state: JobState, role: RoleName, index: int, attempt: int) -> Manifest:
         """Return a pod of the job. Raises KeyError for a role that it has not."""
@@ -104,7 +95,7 @@ class Desired:
         """Return all but Secrets that the pods of a queue need that stands alone; those of a job's have the job's."""
         if state.job is not None:
             return ()
-        queue, family = _queue(state), queue_family(state.owner)
+        queue, family = _queue(state), family_of(state.owner)
         roles = queue_roles(queue)
         return (
             make_account(family),
@@ -123,7 +114,7 @@ class Desired:
             blueprint = queue_blueprint(
                 _queue(state),
                 role,
-                family=queue_family(state.owner),
+                family=family_of(state.owner),
                 secrets=self.secrets(state.owner),
                 registry=self.settings.registry,
             )
@@ -131,7 +122,7 @@ class Desired:
 
     def sync_supporting(self, state: SyncState) -> tuple[Manifest, ...]:
         """Return all but Secrets that the publisher of a WeightSync needs."""
-        family, sync = sync_family(state.owner), _sync(state)
+        family, sync = family_of(state.owner), _sync(state)
         return (
             make_account(family),
             make_config(sync, family),
@@ -143,7 +134,7 @@ class Desired:
         """Return the publisher's pod."""
         blueprint = publisher_blueprint(
             _sync(state),
-            family=sync_family(state.owner),
+            family=family_of(state.owner),
             secrets=self.secrets(state.owner),
             registry=self.settings.registry,
         )
@@ -160,7 +151,7 @@ class Desired:
 
     def secret(self, owner: Owner, part: SecretPart) -> Manifest:
         """Return a Secret of what has processes: a job, a queue that stands alone, a publisher."""
-        return self.secrets(owner).make(_FAMILIES[owner.kind](owner), part)
+        return self.secrets(owner).make(family_of(owner), part)
 
     def secrets(self, owner: Owner) -> OwnerSecrets:
         """Return the secrets of what has processes."""
@@ -168,7 +159,7 @@ class Desired:
 
     def address(self, owner: Owner) -> str:
         """Return the address that followers dial: of a job's driver, or of a publisher."""
-        return leader_address(_FAMILIES[owner.kind](owner), "driver" if owner.kind == "RLJob" else PUBLISHER)
+        return leader_address(family_of(owner), "driver" if owner.kind == "RLJob" else PUBLISHER)
 
     def certificate(self, owner: Owner, role: str) -> str:
         """Return the name of the Secret with the certificate of people of ``role``."""
@@ -178,7 +169,7 @@ class Desired:
         return job_blueprint(
             _job(state),
             role,
-            family=job_family(state.owner).of(owner),
+            family=family_of(state.owner).of(owner),
             secrets=self.secrets(state.owner),
             pinned=state.status.images,
             registry=self.settings.registry,
@@ -191,7 +182,7 @@ class Desired:
             return ()
         asking = replace(state, objects={})
         core = [(role, self.pod(asking, role.name, 0, 0)) for role in roles if role.core]
-        return make_gang(job, job_family(state.owner), core=core, found=state.found)
+        return make_gang(job, family_of(state.owner), core=core, found=state.found)
 
 
 def _job(state: JobState) -> RLJob:

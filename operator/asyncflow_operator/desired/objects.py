@@ -64,35 +64,17 @@ class Family:
         return replace(self, owner=owner)
 
 
-def job_family(owner: Owner) -> Family:
-    """Return the family of a job."""
+_LABELS: Final = {"RLJob": LABEL_JOB, "TransferQueue": LABEL_QUEUE, "WeightSync": LABEL_SYNC}
+"""By kind of what has a family: the label that its objects have."""
+
+
+def family_of(owner: Owner) -> Family:
+    """Return the family of a job, of a queue that stands alone, or of a WeightSync that publishes a model."""
     return Family(
         name=owner.name,
         namespace=owner.namespace,
         owner=owner,
-        selector={LABEL_JOB: owner.name},
-        labels=_inherited(owner),
-    )
-
-
-def queue_family(owner: Owner) -> Family:
-    """Return the family of a queue that stands alone."""
-    return Family(
-        name=owner.name,
-        namespace=owner.namespace,
-        owner=owner,
-        selector={LABEL_QUEUE: owner.name},
-        labels=_inherited(owner),
-    )
-
-
-def sync_family(owner: Owner) -> Family:
-    """Return the family of a WeightSync that publishes a model."""
-    return Family(
-        name=owner.name,
-        namespace=owner.namespace,
-        owner=owner,
-        selector={LABEL_SYNC: owner.name},
+        selector={_LABELS[owner.kind]: owner.name},
         labels=_inherited(owner),
     )
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from asyncflow.api.base import Flaw
@@ -32,6 +32,8 @@ EVAL: Final = "eval"
 """The partitions of a job."""
 REFERENCE: Final = "reference"
 """The task of the reference model, and its role."""
+ADVANTAGE: Final = "advantage"
+"""Column that the driver writes, and its task; of some algorithms the column has another name."""
 REF_LOGPROBS: Final = "ref_logprobs"
 """Column of the reference's log-probs: one for each response token."""
 PROMPT: Final = ("prompt_ids", "task")
@@ -94,21 +96,23 @@ class JobGraph:
         return layers
 
 
-def graph_of(spec: RLJobSpec) -> JobGraph:
-    """Return the flow that a manifest describes, sound or not."""
+def graph_of(spec: RLJobSpec, *, decided: str = ADVANTAGE) -> JobGraph:
+    """Return the flow that a manifest describes, sound or not.
+
+    decided: the column that the driver writes of a sample that is to be trained (``Algorithm.writes``).
+    """
     own = [_users(spec, index) for index in range(len(spec.tasks))]
     written = tuple(column for task in own for column in task.writes)
     reference = spec.reference
     extra = (REF_LOGPROBS,) if reference is not None else ()
     response = (*RESPONSE, LOSS_MASK) if spec.environment is not None else RESPONSE
-    rollouts = max(1, spec.rollout.max_replicas)
     rollout = Task(
         partition=TRAIN,
         name="rollout",
         reads=PROMPT,
         writes=response,
         role="rollout",
-        replicas=rollouts,
+        replicas=max(1, spec.rollout.max_replicas),
         groups=True,
         lease_s=spec.rollout.lease_seconds,
     )
@@ -130,9 +134,9 @@ def graph_of(spec: RLJobSpec) -> JobGraph:
     tasks += [
         Task(
             partition=TRAIN,
-            name="advantage",
+            name=ADVANTAGE,
             reads=("reward", *written),
-            writes=("advantage",),
+            writes=(decided,),
             role="driver",
             replicas=1,
             groups=True,
@@ -140,23 +144,14 @@ def graph_of(spec: RLJobSpec) -> JobGraph:
         Task(
             partition=TRAIN,
             name="train",
-            reads=("prompt_ids", *response, *extra, *written, "advantage"),
+            reads=("prompt_ids", *response, *extra, *written, decided),
             role="trainer",
             replicas=spec.trainer.replicas,
             gang=True,
             order="key" if spec.schedule.whole_steps else "fifo",
             shared_tokens=spec.trainer.backend.packing == "shared-prompt",
         ),
-        Task(
-            partition=EVAL,
-            name="rollout",
-            reads=PROMPT,
-            writes=response,
-            role="rollout",
-            replicas=rollouts,
-            groups=True,
-            lease_s=spec.rollout.lease_seconds,
-        ),
+        replace(rollout, partition=EVAL),
         Task(partition=EVAL, name="score", reads=("reward",), role="driver", replicas=1),
     ]
     return JobGraph(sources={TRAIN: PROMPT, EVAL: PROMPT}, tasks=tuple(tasks))
@@ -224,7 +219,7 @@ def _is_users(task: Task) -> bool:
     return task.place[:1] == ("tasks",)
 
 
-RESERVED: Final = ("rollout", REFERENCE, "advantage", "train", "score")
+RESERVED: Final = ("rollout", REFERENCE, ADVANTAGE, "train", "score")
 """Names of tasks that are the project's own."""
 
 

@@ -15,20 +15,11 @@ from pydantic import Field, StringConstraints
 from asyncflow.api.base import API_VERSION, Flaw, Frozen, ObjectMeta, Rule, Spec, keyed_by
 from asyncflow.api.durability import ElasticitySpec, FailurePolicySpec, LimitsSpec, StorageSpec, TelemetrySpec
 from asyncflow.api.graph import REF_LOGPROBS, flaws, graph_of
-from asyncflow.api.learning import (
-    MOST_DETAILS,
-    AlgorithmSpec,
-    CriticSpec,
-    DataSpec,
-    EnvironmentSpec,
-    EvaluationSpec,
-    ModelSpec,
-    RewardSpec,
-    SamplingSpec,
-)
+from asyncflow.api.learning import AlgorithmSpec, CriticSpec, DataSpec, EvaluationSpec, ModelSpec, SamplingSpec
 from asyncflow.api.names import LOSS_MASK
 from asyncflow.api.placement import AUTO, DriverSpec, SchedulingSpec, TemplateSpec
 from asyncflow.api.queue import LEAST_BYTES, QueueSpec
+from asyncflow.api.rewards import MOST_DETAILS, EnvironmentSpec, RewardSpec
 from asyncflow.api.schedule import AHEAD_CEL, LAG_CEL, STEPS_OUT_CEL, ScheduleSpec
 from asyncflow.api.status import JobStatus
 from asyncflow.api.tasks import ENTRY_BYTES, ReferenceSpec, UserTaskSpec

@@ -17,8 +17,9 @@ from asyncflow.api.base import API_VERSION, Spec
 from asyncflow.api.check import MISSING, Problem, inspect, refusal
 from asyncflow.api.document import MAX_BYTES, Document, Place, apply, dump, parse, parse_all
 from asyncflow.api.job import RLJob
-from asyncflow.api.learning import FILE_SCHEMES, EnvironmentSpec, RewardSpec
+from asyncflow.api.learning import FILE_SCHEMES
 from asyncflow.api.queue import TransferQueue
+from asyncflow.api.rewards import EnvironmentSpec, RewardSpec
 from asyncflow.api.weights import JobWeightsSpec, WeightSync
 from asyncflow.errors import ManifestError
 

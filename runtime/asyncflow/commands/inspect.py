@@ -41,6 +41,7 @@ def validate(file: Path, overrides: Sequence[str]) -> None:
 
 def plan(file: Path, overrides: Sequence[str], *, svg: Path | None = None) -> None:
     """Print a job's plan: its tasks as a tree, and tables. svg: where to draw the flow of a training sample."""
+    from asyncflow.algorithms.base import algorithm_of
     from asyncflow.api.graph import EVAL, TRAIN
     from asyncflow.commands.preflight import runnable_job
     from asyncflow.local.placement import resolve
@@ -51,7 +52,7 @@ def plan(file: Path, overrides: Sequence[str], *, svg: Path | None = None) -> No
     job, notes = resolve(runnable_job(file, overrides))
     for note in notes:
         click.echo(f"note: {note}")
-    planned = make_plan(job)
+    planned = make_plan(job, decided=algorithm_of(job.spec).writes)
     if svg is not None:
         try:
             svg.write_text(drawing.svg(planned, TRAIN), encoding="utf-8")

@@ -62,6 +62,13 @@ class Totals(msgspec.Struct, frozen=True):
     first_failure: Annotated[str, Meta(max_length=_MOST_WORDS)]
 
 
+def to_mend(failures: Counter[str]) -> str:
+    """Return what has to be mended, by the most frequent of ``failures``: the reward, or a task, which names itself."""
+    most = next((failure for failure, _ in failures.most_common(1)), "")
+    task, colon, _ = most.partition(": ")
+    return f"the task {task}" if colon else "the reward"
+
+
 def failure_of(row: LeasedRow) -> str:
     """Return why a sample has no reward, "" where it has one."""
     return str(row.meta.tags.get("failure", ""))
@@ -149,10 +156,11 @@ class RewardTally:
         if failed > self.most_failed * max(self.needed, judged):
             said = ", ".join(f"{count} {failure}" for failure, count in failures.most_common())
             self.first_failure = self._firsts[failures.most_common(1)[0][0]]
+            blamed = to_mend(failures)
             last_line = self.first_failure.strip().rpartition("\n")[2][:300]
             self.pause(
-                f"the reward to be mended: {failed} of {judged} samples of step {step} have none ({said}). The first: "
-                f"{last_line}. Suspend the job, mend the reward and resume; or POST /v1/resume to go on as it is"
+                f"{blamed} to be mended: {failed} of {judged} samples of step {step} have none ({said}). The first: "
+                f"{last_line}. Suspend the job, mend {blamed} and resume; or POST /v1/resume to go on as it is"
             )
 
 
@@ -357,7 +365,8 @@ class AdvantageTask:
         if counts := self.finished(serial):
             for row in group:
                 self.rewards.take(row, step=row.meta.step)
-        failed = {row.row: f"reward {failure}" for row in group if self.policy.drops(failure := failure_of(row))}
+        failing = [row for row in group if self.policy.drops(failure_of(row))]
+        failed = {row.row: f"reward {failure_of(row)}" for row in failing}
         kept = [row for row in group if row.row not in failed]
         judged = _judged(serial, kept)
         reason, left_out, advantages = self.policy.decide(judged)
@@ -366,12 +375,12 @@ class AdvantageTask:
         if reason is not None:
             log.info("group %d goes no further: %s", serial, reason)
             # Before the drops, whose answer may be lost: what is dropped is not claimed again.
-            first = self._exclude(serial, reason)
+            first = self._exclude(serial, reason, mend=to_mend(Counter(map(failure_of, failing))))
             await self._drop(group, dict.fromkeys([row.row for row in kept], reason) | failed)
             if first and reason == FILTERED_ZERO_VARIANCE:
                 self._count_filtered(group[0].meta.step, reward=judged.rewards[0])
             return
-        await self._drop([row for row in group if row.row in failed], failed)
+        await self._drop(failing, failed)
         chosen = [i for i in range(len(kept)) if i not in left_out]
         others = {kept[i].row: why for i, why in left_out.items()}
         decided = DecidedGroup(
@@ -414,11 +423,11 @@ class AdvantageTask:
         for reason, alike in groupby(sorted(rows, key=reason_of), key=reason_of):
             await self.queue.drop(list(alike), reason=reason, timeout=CALL_TIMEOUT_S)
 
-    def _exclude(self, serial: int, reason: str) -> bool:
+    def _exclude(self, serial: int, reason: str, *, mend: str) -> bool:
         first = self.excluded(serial)
         if not self.policy.refills:
             self.rewards.pause(
-                f"the reward to be mended: group {serial} goes no further ({reason}), and schedule.deterministic is "
+                f"{mend} to be mended: group {serial} goes no further ({reason}), and schedule.deterministic is "
                 "true: which prompt takes its place would depend on when that happened"
             )
         return first

@@ -205,7 +205,7 @@ class SampleCollector:
     async def write(self, *, everything: bool = False) -> None:
         """Write what has changed and is over, of other steps now and then; forget what is over.
 
-        everything: whether to write all that has changed, as at the end of the run.
+        everything: all that has changed is due, as at the end of the run.
         """
         now = time.monotonic()
         for (purpose, step), reservoir in list(self._open.items()):
@@ -217,7 +217,8 @@ class SampleCollector:
                 await self._write(purpose, step, reservoir)
             if over and not reservoir.wanted and not reservoir.changed:
                 self._open.pop((purpose, step), None)
-                self._judged.discard(step if purpose == "eval" else -1)
+                if not training:
+                    self._judged.discard(step)
 
     async def evaluating(self, rows: Sequence[EvaluatedRow]) -> None:
         """Keep samples of an evaluation, which are dropped next; what cannot be read in time is missing."""

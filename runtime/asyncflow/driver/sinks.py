@@ -44,17 +44,17 @@ class Sinks:
         self._closing = asyncio.Event()
 
     def start(self) -> None:
-        """Start to feed them."""
+        """Start one process for each sink."""
         self._tasks = [asyncio.create_task(self._keep(kind), name=f"sink {kind}") for kind in self._kinds]
 
     def notify(self) -> None:
-        """Tell them that there is more to write."""
+        """Wake each process that feeds a sink: the files of the run have new lines."""
         for process in self._running.values():
             if process.stdin is not None and not process.stdin.is_closing():
                 process.stdin.write(b"\n")
 
     async def close(self, *, within_s: float = CLOSE_S) -> None:
-        """Have them write the rest, and end; what they lack after that time ``asyncflow sinks`` can write."""
+        """End the feeding once all is written, or after that time; what is missing then ``asyncflow sinks`` writes."""
         self._closing.set()
         for process in self._running.values():
             if process.stdin is not None:
@@ -68,7 +68,7 @@ class Sinks:
         await self.abandon()
 
     async def abandon(self) -> None:
-        """End what still runs."""
+        """Kill the processes that still run."""
         for process in self._running.values():
             with contextlib.suppress(ProcessLookupError):
                 process.kill()

@@ -12,10 +12,8 @@ declares them before any client can ask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from asyncflow.algorithms.base import algorithm_of
-from asyncflow.api.graph import DRIVER_LEASE_S, EVAL, TRAIN, graph_of
+from asyncflow.api.graph import ADVANTAGE, DRIVER_LEASE_S, EVAL, TRAIN, graph_of
 from asyncflow.api.job import RLJobSpec
 from asyncflow.queue.protocol.messages import TaskSpec
 
@@ -25,27 +23,23 @@ __all__ = ["DRIVER_LEASE_S", "EVAL", "TRAIN", "tasks_of"]
 def tasks_of(spec: RLJobSpec) -> list[TaskSpec]:
     """Return the tasks of both partitions."""
     algorithm = algorithm_of(spec)
-
-    def decided(columns: Sequence[str]) -> list[str]:
-        return [algorithm.writes if column == "advantage" else column for column in columns]
-
     return [
         TaskSpec(
             partition=task.partition,
             name=task.name,
-            needs=decided(task.reads),
-            writes=decided(task.writes),
+            needs=list(task.reads),
+            writes=list(task.writes),
             groups=task.groups or (task.gang and algorithm.pairs),
             order=task.order,
             kind="gang" if task.gang else "lease",
             shared_tokens=task.shared_tokens,
             lease_s=task.lease_s,
         )
-        for task in graph_of(spec).tasks
+        for task in graph_of(spec, decided=algorithm.writes).tasks
     ]
 
 
 def outputs_of(spec: RLJobSpec) -> dict[str, int]:
     """Return the most bytes of each column that is written to a training sample after its creation."""
     own = algorithm_of(spec).writes
-    return {own if name == "advantage" else name: size for name, size in spec.output_bytes.items()}
+    return {own if name == ADVANTAGE else name: size for name, size in spec.output_bytes.items()}

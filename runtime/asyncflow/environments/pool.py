@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-from asyncflow.api.learning import EnvironmentSpec, RewardSpec
 from asyncflow.api.names import ENVIRONMENT_SOCKET, REWARD_SOCKET_ENV
+from asyncflow.api.rewards import EnvironmentSpec, RewardSpec
 from asyncflow.rewards.pool import PoolLimits, RewardPool
 from asyncflow.rewards.process import Scorer
 from asyncflow.rewards.service import RewardClient, Rewards, silence_of

@@ -92,6 +92,8 @@ class StoredModel:
     def unchanged(self) -> bool:
         """Return whether all files are still those that they were when this was made."""
         try:
+            if (self.folder / WEIGHTS).exists() != (WEIGHTS in self._stamp):
+                return False
             return all(_mark(name, os.stat(self.folder / name)) == mark for name, mark in self._stamp.items())
         except OSError:
             return False
@@ -192,15 +194,17 @@ class ModelWatch:
     settle_s: float = SETTLE_S
     waits: str = field(default="", init=False)
     _seen: dict[Stamp, float] = field(default_factory=dict, init=False)
+    _known: dict[Path, StoredModel] = field(default_factory=dict, init=False)
     _passed: dict[Stamp, str] = field(default_factory=dict, init=False)
     _step: int = field(default=-1, init=False)
 
     def look(self, now: float) -> tuple[int, StoredModel] | None:
         """Return the step and the model that is next, whole and settled at ``now`` (seconds, monotonic), or None."""
         self.waits, seen, self._seen = "", self._seen, {}
+        known, self._known = self._known, {}
         try:
             for step, folder in self._candidates():
-                model = self._whole(folder)
+                model = self._whole(folder, known.get(folder))
                 if model is None or model.stamp in self._passed:
                     self.waits = self.waits or (self._passed[model.stamp] if model is not None else "")
                     continue
@@ -227,12 +231,15 @@ class ModelWatch:
             return [(number, each) for number, each in models if number > self._step]
         return [(self._step + 1, self.folder)]
 
-    def _whole(self, folder: Path) -> StoredModel | None:
+    def _whole(self, folder: Path, known: StoredModel | None) -> StoredModel | None:
+        """Return the model in a folder, None where none is whole; its headers are read again only once it changed."""
         try:
-            return StoredModel(folder, dtype=self.dtype)
+            model = known if known is not None and known.unchanged else StoredModel(folder, dtype=self.dtype)
         except ManifestError as error:
             self.waits = self.waits or str(error)
             return None
+        self._known[folder] = model
+        return model
 
 
 def _mark(name: str, found: os.stat_result) -> tuple[str, int, int, int]:

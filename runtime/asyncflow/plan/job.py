@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from asyncflow.api.durability import RestartSpec
-from asyncflow.api.graph import REFERENCE, TRAIN, Task, graph_of
+from asyncflow.api.graph import ADVANTAGE, REFERENCE, TRAIN, Task, graph_of
 from asyncflow.api.job import RLJob, RLJobSpec
 from asyncflow.api.names import CONTROL_PORT, RoleName, task_role
 from asyncflow.api.placement import PROFILES, AcceleratorSpec, ResourcesSpec, TemplateSpec
@@ -25,15 +25,15 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 _CPU_ONLY = AcceleratorSpec()
 
 
-def plan(job: RLJob) -> JobPlan:
-    """Return the roles of ``job`` and its tasks."""
+def plan(job: RLJob, *, decided: str = ADVANTAGE) -> JobPlan:
+    """Return the roles of ``job`` and its tasks. decided: see ``graph_of``."""
     spec = job.spec
     holding = holding_roles(spec.transfer_queue, "driver", lambda *given: _holding(spec, *given))
     trainer = () if spec.trainer.external else (_trainer(spec),)
     serving = (_driver(spec), _controller(spec), *holding, _storage(spec), *trainer)
     beside = [_working(spec, name, worker) for name, worker in working_roles(spec).items()]
     roles = (*serving, *beside, _rollout(spec))
-    return JobPlan(job=job.name, roles=roles, graph=graph_of(spec))
+    return JobPlan(job=job.name, roles=roles, graph=graph_of(spec, decided=decided))
 
 
 def _driver(spec: RLJobSpec) -> Role:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from asyncflow.api.learning import RewardSpec
+from asyncflow.api.rewards import RewardSpec
 from asyncflow.rewards.calling import packed
 from asyncflow.rewards.pool import PoolLimits, RewardPool
 from asyncflow.rewards.process import Scorer

@@ -28,8 +28,8 @@ from typing import Any
 import msgspec
 import psutil
 
-from asyncflow.api.learning import RewardSpec
 from asyncflow.api.names import REWARD_VARIABLES
+from asyncflow.api.rewards import RewardSpec
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, PeerLost
 from asyncflow.rewards.sandbox import MOST_THREADS, Sandbox
 from asyncflow.rewards.wire import LENGTH, MAX_ANSWER, Example, Load, Question, ScoreAnswer, Takes, frame

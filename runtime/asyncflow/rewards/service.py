@@ -23,8 +23,8 @@ from typing import Final, Protocol, TypeVar
 
 import msgspec
 
-from asyncflow.api.learning import RewardSpec
 from asyncflow.api.names import REWARD_SOCKET_ENV
+from asyncflow.api.rewards import RewardSpec
 from asyncflow.errors import DeadlineExceeded, ManifestError, PeerLost
 from asyncflow.rewards.components import WeightedRewards
 from asyncflow.rewards.wire import LENGTH, MAX_FRAME, Example, RewardResult, frame

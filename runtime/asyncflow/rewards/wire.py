@@ -17,7 +17,7 @@ from asyncflow.rewards.sandbox import Sandbox
 MAX_FRAME = 64 << 20
 MAX_ANSWER = 8 << 20
 MOST_DETAILS = 2048
-"""``api.learning.MOST_DETAILS``, which a reward process does not import."""
+"""``api.rewards.MOST_DETAILS``, which a reward process does not import."""
 COMPONENT = "reward/"
 """Tags that begin so hold the value of the component of the reward that is named behind."""
 LENGTH = struct.Struct(">I")

@@ -126,7 +126,7 @@ class Publishing:
         """Publish the model, and where its folder is watched, each newer one for ever. Raises ManifestError."""
         watched = self._context.source.watch
         watch = await self._open()
-        while watched or not self._entries:
+        while True:
             found = await asyncio.to_thread(watch.look, time.monotonic())
             self.waits = watch.waits
             if found is not None:
@@ -135,8 +135,9 @@ class Publishing:
                 except DiskError as error:
                     log.warning("θ_%d is not published: %s", found[0], error)
                     self.waits = str(error)
-            if watched or not self._entries:
-                await asyncio.sleep(LOOK_S)
+            if self._entries and not watched:
+                return
+            await asyncio.sleep(LOOK_S)
 
     async def _open(self) -> ModelWatch:
         """Return the watch of the folder. Raises ManifestError where a model that stays is not whole."""

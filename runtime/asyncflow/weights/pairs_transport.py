@@ -216,7 +216,7 @@ class PairLine(Line):
         self._pair = await self._transport.join(reply)
 
     async def bring(self, regions: Sequence[Region]) -> Chunk:
-        """Have regions sent, and receive them."""
+        """Ask for regions, and receive them."""
         sizes = [region.nbytes for region in regions]
         async with self._turn:
             coming = self._transport.receive(self._pair, sum(sizes))

@@ -107,7 +107,7 @@ class WeightSender:
         tensors: Mapping[str, tuple[str, tuple[int, ...]]],
         read: Callable[[str, AnyArray], None],
     ) -> Copied:
-        """Have ``read`` write whole tensors where they will be served from; blocks. ``part`` and ``announce`` follow.
+        """Read whole tensors, by ``read``, to where they will be served from; blocks. ``part`` and ``announce`` follow.
 
         tensors: by name dtype (a key of ``slices.DTYPES``) and shape; read: fills the array of a tensor by its name.
         """

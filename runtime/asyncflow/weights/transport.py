@@ -167,7 +167,7 @@ class CallTransport(Transport):
 
     @contextlib.asynccontextmanager
     async def _client(self, pull: Pull) -> AsyncIterator[RpcClient]:
-        """Have a client to the source of a pull."""
+        """Open a client to the source of a pull, which is closed with the context."""
         client = RpcClient(
             name=f"{self.name} pulls {pull.version}",
             resolve=pull.source.address,

@@ -28,7 +28,7 @@ from asyncflow.api.status import (
 from asyncflow.api.versions import LAG_BUCKETS, MOST_LAGGARDS, Laggard, PhaseSeconds, VersionsState
 from asyncflow.plan.certificates import period_of
 from asyncflow_operator import drivers
-from asyncflow_operator.desired.objects import job_family
+from asyncflow_operator.desired.objects import family_of
 from asyncflow_operator.desired.secrets import OwnerSecrets, SecretPart
 from asyncflow_operator.drivers import ROLLOUT_BYTES, STATUS_BYTES, Drivers, RunningDriver
 from asyncflow_operator.observed import Owner
@@ -42,7 +42,7 @@ NOW = period_of(time.time())
 def context_of(folder: Path, role: str, owner: Owner = OWNER) -> ssl.SSLContext:
     """Return the side of a server that is process 0 of ``role``, as its pod sees its Secret."""
     part = SecretPart(role=role, leaves=1, period=NOW)
-    for name, value in OwnerSecrets(owner, MASTER).make(job_family(owner), part)["data"].items():
+    for name, value in OwnerSecrets(owner, MASTER).make(family_of(owner), part)["data"].items():
         (folder / name).write_bytes(base64.b64decode(value))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_REQUIRED

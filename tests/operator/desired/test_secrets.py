@@ -19,7 +19,7 @@ from asyncflow.plan.certificates import period_of
 from asyncflow.rpc import tls
 from asyncflow.rpc.tls import Credentials
 from asyncflow_operator.desired import Desired
-from asyncflow_operator.desired.objects import job_family
+from asyncflow_operator.desired.objects import family_of
 from asyncflow_operator.desired.secrets import KEYS, LEAVES, OwnerSecrets, SecretPart, part_name
 from asyncflow_operator.observed import JobState, Manifest, Owner
 
@@ -116,7 +116,7 @@ def test_a_pod_of_a_rollout_sees_neither_the_trainers_key_nor_that_of_the_author
 def test_a_full_secret_is_less_than_half_of_what_one_may_hold() -> None:
     secrets = OwnerSecrets(JOB, MASTER)
     part = SecretPart(role="rollout", first=9_984, leaves=LEAVES, period=NOW)
-    assert sum(map(len, content(secrets.make(job_family(JOB), part)).values())) < 1 << 19
+    assert sum(map(len, content(secrets.make(family_of(JOB), part)).values())) < 1 << 19
     assert part.name == part_name("rollout", 10_000) == "rollout-39"
 
 

@@ -77,7 +77,7 @@ class MetricSink(ABC):
 
     @abstractmethod
     def rewind(self, step: int) -> None:
-        """Say that what was written of ``step`` and of later ones is void: they are made again."""
+        """Mark as void what was written of ``step`` and of later ones: they are made again."""
 
     @abstractmethod
     def flush(self) -> None:

@@ -69,7 +69,7 @@ class MlflowSink(MetricSink):
         """Return at once: each point was written as it was logged."""
 
     def close(self, phase: str) -> None:
-        """Say how the run ended, where that is known."""
+        """Write down how the run ended, where that is known."""
         if phase in _STATUS:
             self._client.set_terminated(self._run, status=_STATUS[phase])
 
