@@ -246,7 +246,7 @@ async def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(workdir:
 async def test_a_process_that_cannot_be_started_again_is_a_failure_of_the_sample(workdir: Path) -> None:
     pool = RewardPool(Scorer(function="myreward:score", workdir=workdir), PoolLimits(max_workers=1))
     await pool.start()
-    workdir.rename(workdir.with_name("elsewhere"))
+    await asyncio.to_thread(workdir.rename, workdir.with_name("elsewhere"))
     score = await asyncio.wait_for(one(pool, example("exit")), 30)
     await pool.close()
     assert score.failure == "died"

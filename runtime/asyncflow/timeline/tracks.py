@@ -1,0 +1,139 @@
+"""Spans on tracks: when each process of a run did what, and why it was idle; of real roles and of simulated ones.
+
+A track is one life of one process. Its *main* spans fill that life one after another: what the process did, or that it
+was idle, and why. Spans *beside* them overlap them and each other: a version that is received while sequences run, a
+checkpoint that is written while the next step is trained, a reward that is awaited.
+
+Invariants: the main spans of a track are in order, do not overlap, and their lengths sum to its life; times are Unix
+seconds of one clock (of a simulation: virtual seconds from 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final, Literal
+
+import msgspec
+
+Kind = Literal[
+    "starting",
+    "generate",
+    "prefill",
+    "swap",
+    "receive",
+    "stage",
+    "claim",
+    "fetch",
+    "forward",
+    "backward",
+    "optimizer",
+    "publish",
+    "reward",
+    "compute",
+    "evaluation",
+    "checkpoint",
+    "idle",
+]
+"""What a process does in a span. compute: a user's task, or forward and backward where they are not told apart."""
+
+Cause = Literal[
+    "",
+    "starved",
+    "tail",
+    "sync",
+    "back-pressure",
+    "reward",
+    "data plane",
+    "evaluation",
+    "starting",
+    "lost",
+]
+"""Why a process was idle.
+
+starved: what it needs is still made, by the role that ``Span.by`` names; tail: the others finish the last sequences of
+a step, and there is no prompt for this one; sync: other weights are published, received or waited for; back-pressure:
+the limit on staleness or on prompts in flight lets nothing out until the role that ``Span.by`` names has gone on;
+reward: samples wait for their rewards; data plane: what it needs is there and on its way (claim, fetch, queue, ledger);
+evaluation: held-out prompts run elsewhere; starting: a process that it needs, or it, starts; lost: the process was
+killed or silent.
+"""
+
+KINDS: Final[tuple[Kind, ...]] = Kind.__args__  # type: ignore[attr-defined]
+CAUSES: Final[tuple[Cause, ...]] = Cause.__args__  # type: ignore[attr-defined]
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that a process did. step, version: that it worked on and with, -1 where it has none.
+
+    waits: of an idle span, what the process itself knew that it waited for (``claim``, ``weights``, ``reward``, ...);
+    cause, by: what the spans of all processes together say (``timeline.causes``).
+    """
+
+    kind: Kind
+    begin: float
+    end: float
+    step: int = -1
+    version: int = -1
+    waits: str = ""
+    cause: Cause = ""
+    by: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Length of the span."""
+        return self.end - self.begin
+
+
+class Track(msgspec.Struct, frozen=True, kw_only=True):
+    """One life of one process. killed: it ended without having said so."""
+
+    role: str
+    index: int
+    attempt: int
+    main: Sequence[Span]
+    beside: Sequence[Span] = ()
+    killed: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the process, as in the view: ``rollout-0``."""
+        return f"{self.role}-{self.index}"
+
+    @property
+    def begin(self) -> float:
+        """When it began."""
+        return self.main[0].begin
+
+    @property
+    def end(self) -> float:
+        """When it ended, or was seen last."""
+        return self.main[-1].end
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened at one moment: a kill, a change of the number of rollouts, an evaluation. of: whose."""
+
+    at: float
+    what: str
+    of: str = ""
+
+
+class Timeline(msgspec.Struct, frozen=True, kw_only=True):
+    """A run. begin, end: the window in which its time is counted, Unix seconds."""
+
+    tracks: Sequence[Track]
+    marks: Sequence[Mark] = ()
+    begin: float
+    end: float
+
+
+def flaw_of(track: Track) -> str:
+    """Return what breaks the invariant of a track, "" for nothing: the main spans are in order and leave no gap."""
+    for span in track.main:
+        if span.end < span.begin:
+            return f"{span.kind} of {track.name} ends before it begins"
+    for before, after in pairwise(track.main):
+        if after.begin != before.end:
+            return f"{after.kind} of {track.name} begins {after.begin - before.end:+.6f} s after {before.kind} ends"
+    return "" if track.main else f"{track.name} has no span"
