@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from asyncflow.training.packing import LayoutName, Pack, pack_samples
-from asyncflow.training.torch.attention import AttentionPart, FlashKernel, KernelSequences, attend_sequences
+from asyncflow.training.torch.attention import AttentionPart, FlashKernel, KernelSequences, attend, attend_sequences
 
 HEADS, KEY_HEADS, WIDTH, SCALE = 4, 2, 8, 0.3
 CPU = torch.device("cpu")
@@ -122,3 +123,37 @@ def test_the_kernel_of_torch_is_called_as_it_asks(layout: LayoutName) -> None:
         assert out.shape == query.shape
         out.sum().backward()
     assert [part.grad.shape for part in (query, key, value)] == [part.shape for part in (query, key, value)]
+
+
+@pytest.mark.parametrize("layout", ["separate", "shared-prompt"])
+def test_a_compiled_layer_is_one_graph_with_its_attention_and_serves_packs_of_any_shape(layout: LayoutName) -> None:
+    """Traced alone: without a device nothing is computed."""
+    graphs = CompileCounter()
+    torch.compiler.reset()
+
+    @torch.compile(backend=graphs, fullgraph=True)
+    def layer(query: Tensor, key: Tensor, value: Tensor, documents: KernelSequences) -> Tensor:
+        return attend(torch.nn.Identity(), query * 2, key, value, None, documents=documents)[0] + 1
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+
+        def fake(part: AttentionPart | Tensor | None) -> AttentionPart | Tensor | None:
+            if isinstance(part, AttentionPart):
+                return part._replace(**{name: mode.from_tensor(getattr(part, name)) for name in part._fields[:2]})
+            return None if part is None else mode.from_tensor(part)
+
+        for number, (prompt, response) in enumerate([(3, 5), (4, 7), (2, 9), (5, 6), (7, 3), (6, 2)]):
+            size = 2 * (number + 2)
+            prompts, responses = [np.zeros(prompt, int)] * size, [np.zeros(response, int)] * size
+            names = [i // 2 for i in range(size)]
+            (pack,) = pack_samples(prompts, responses, names, layout=layout, budget=999)
+            laid = KernelSequences(*(fake(part) for part in KernelSequences.of(pack, CPU)))
+            query, key, value = (
+                mode.from_tensor(part.detach().half().transpose(0, 1)[None]).requires_grad_()
+                for part in states(len(pack.ids), 1)
+            )
+            out = layer(query, key, value, laid)
+            assert out.shape == (1, len(pack.ids), HEADS, WIDTH)
+            out.sum().backward()
+    torch.compiler.reset()
+    assert graphs.frame_count <= 2, "one for the first shape, one for all others"

@@ -98,6 +98,7 @@ def sequences_of(pack: Pack) -> tuple[list[int], list[int], NDArray[np.int64] | 
     return queries, np.cumsum([len(part) for part in keys]).tolist(), rows if shared else None
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # mypy does not read torch
 def attend_on_npu(query: Tensor, key: Tensor, value: Tensor, *, sequences: NpuSequences, scale: float) -> Tensor:
     """Attend within sequences: query [T, H, d], key and value [T, H / groups, d] -> [T, H, d], all of one dtype."""
     if sequences.keys is not None:
@@ -299,7 +300,6 @@ class Documents(NamedTuple):
         return cls(places, rows, mask, len(table.places))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # mypy does not read torch
 def attend(
     module: nn.Module,  # noqa: ARG001
     query: Tensor,
@@ -315,21 +315,25 @@ def attend(
     """Attend within documents: query [1, H, T, d], key and value [1, H / groups, T, d] -> [1, T, H, d].
 
     The signature is that of transformers' attention functions; ``documents`` comes from the caller of the model.
+    Attention over sequences is compiled with the layer around it, so that what is around its kernel is one with that.
     """
     if documents is None:
         raise TypeError("its layers do not pass on what they are called with")
     check_attention({"dropout": dropout, **more}, longest=documents.longest)
+    scale = scaling or query.shape[-1] ** -0.5
+    if isinstance(documents, Documents):
+        return _attend_documents(query, key, value, documents, scale=scale)[None], None
+    # Norms and rotary embeddings leave queries and keys in float32 under autocast; the kernels want one dtype.
+    query, key, value = (part[0].transpose(0, 1).to(value.dtype).contiguous() for part in (query, key, value))
     if isinstance(documents, NpuSequences):
-        # Norms and rotary embeddings leave queries and keys in float32 under autocast; the kernel wants one dtype.
-        rows = (part[0].transpose(0, 1).to(value.dtype).contiguous() for part in (query, key, value))
-        out = attend_on_npu(*rows, sequences=documents, scale=scaling or query.shape[-1] ** -0.5)
-        return out[None], None
+        return attend_on_npu(query, key, value, sequences=documents, scale=scale)[None], None
+    return attend_sequences(query, key, value, documents, scale=scale, kernel=_FLASH)[None], None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # mypy does not read torch
+def _attend_documents(query: Tensor, key: Tensor, value: Tensor, documents: Documents, *, scale: float) -> Tensor:
+    """Attend document by document: query [1, H, T, d], key and value [1, H / groups, T, d] -> [T, H, d]."""
     heads = query.shape[1]
-    if isinstance(documents, KernelSequences):
-        # Norms and rotary embeddings leave queries and keys in float32 under autocast.
-        query, key, value = (part[0].transpose(0, 1).to(value.dtype).contiguous() for part in (query, key, value))
-        scale = scaling or query.shape[-1] ** -0.5
-        return attend_sequences(query, key, value, documents, scale=scale, kernel=_FLASH)[None], None
 
     def by_document(states: Tensor) -> Tensor:
         rows = states[0].transpose(0, 1).index_select(0, documents.places)
@@ -342,9 +346,9 @@ def attend(
         by_document(value),
         attn_mask=documents.mask,
         is_causal=documents.mask is None,
-        scale=scaling,
+        scale=scale,
     )
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, documents.rows)[None], None
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, documents.rows)
 
 
 def takes_sequences(config: PretrainedConfig, *, device: torch.device, compute: torch.dtype) -> bool:

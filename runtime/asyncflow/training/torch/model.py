@@ -257,7 +257,9 @@ def _inputs(pack: Pack, device: torch.device, layout: Layout = Documents) -> dic
 
 
 def _logprobs(logits: Tensor, targets: Tensor, *, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature != 1:
+        logits = logits / temperature
     logprobs = -F.cross_entropy(logits, targets, reduction="none")
     if not entropy:
         return logprobs, None
