@@ -316,7 +316,7 @@ async def test_staggered_one_changes_weights_while_the_other_goes_on(world, swap
     """Both are at work when θ1 comes: one of them changes to it while the other begins more under θ0."""
     await world.publish(0)
     both = [await world.rollout(name, token_s=0.02, swap_at=swap_at, staggered=True) for name in ("r0", "r1")]
-    await world.put(range(40), step=1, oldest=0, newest=9)
+    await world.put(range(400), step=1, oldest=0, newest=9)
     await until(lambda: all(rollout.instance.running >= 8 for rollout in both), "sequences")
     grant, found = world.permits.grant, []
 
