@@ -1,0 +1,34 @@
+"""Runs in virtual time: discrete events over the policies of ``flow``, with engines, links and stores as models."""
+
+from asyncflow.sim.models import (
+    Colocation,
+    EngineModel,
+    LinkModel,
+    Models,
+    RewardModel,
+    StartModel,
+    StorageModel,
+    TrainerModel,
+)
+from asyncflow.sim.result import Simulated, StepFigures
+from asyncflow.sim.run import simulate
+from asyncflow.sim.scenario import EvaluationLoad, Happening, Scenario, models_of, scenario_of
+
+__all__ = [
+    "Colocation",
+    "EngineModel",
+    "EvaluationLoad",
+    "Happening",
+    "LinkModel",
+    "Models",
+    "RewardModel",
+    "Scenario",
+    "Simulated",
+    "StartModel",
+    "StepFigures",
+    "StorageModel",
+    "TrainerModel",
+    "models_of",
+    "scenario_of",
+    "simulate",
+]
