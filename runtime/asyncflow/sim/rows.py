@@ -100,7 +100,7 @@ class Pool:
         self._parked.pop(rollout, None)
 
     def claim(self, rollout: Rollout, ask: Ask, *, most: int) -> list[Row]:
-        """Return rows for ``rollout``, whole groups of at most ``most`` rows or one; park the claim if there are none."""
+        """Return whole groups of at most ``most`` rows, at least one; park the claim if there are none."""
         versions = VersionFilter(ask.version, ask.accept)
         rows = self._take(versions, most, exact=True) or (self._take(versions, most, exact=False) if ask.accept else [])
         if not rows:
