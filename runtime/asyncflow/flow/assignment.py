@@ -46,6 +46,11 @@ class PromptAssignment:
         self._undecided[self._lowest] += 1
         return serial, self._step_of[serial]
 
+    @property
+    def full(self) -> bool:
+        """Return whether every step had its prompts when one was asked for last."""
+        return self._lowest > self.steps
+
     def note(self, *, serial: int, step: int) -> None:
         """Record that ``serial`` belongs to ``step``."""
         self._step_of[serial] = step

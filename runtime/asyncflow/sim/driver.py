@@ -14,6 +14,7 @@ from asyncflow.flow.instance import Purpose
 from asyncflow.flow.schedule import VersionWindow
 from asyncflow.identity import SampleKey
 from asyncflow.rollout.sampling import purpose_seed
+from asyncflow.sim.recorder import Recorder
 from asyncflow.sim.rows import Group, Row
 
 if TYPE_CHECKING:
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
 
 
 class Driver:
-    """done: the newest step that was reported; opened: when the first prompt was put, None before; evaluated: steps."""
+    """reported: the newest step that was; opened: when the first prompt was put, None before; evaluated: steps."""
 
     def __init__(self, world: World) -> None:
         scenario = world.scenario
+        self.recorder = Recorder("driver", 0, 0, now=world.agenda.now, keeps=world.keeps)
         self.reported = 0
         self.opened: float | None = None
         self.evaluated: set[int] = set()
@@ -37,6 +39,7 @@ class Driver:
         self._groups: dict[int, Group] = {}
         self._held: dict[int, list[Group]] = {}
         self._asked: dict[int, int] = {}
+        self._evaluated_from: dict[int, float] = {}
         self._lengths = scenario.models.engine.lengths
         self._seeds = {purpose: purpose_seed(world.seed, purpose) for purpose in ("train", "eval")}
 
@@ -49,13 +52,13 @@ class Driver:
         """Put the prompts and evaluations that may be put now."""
         world, newest = self._world, self._world.catalogue.newest
         if newest is None:
+            self.recorder.turn(world.agenda.now, "idle", waits="version")
             return
         self._evaluate()
-        assignment, put = self.assignment, []
+        assignment = self.assignment
+        put: list[int] = []
         flow = InFlight(published=newest.step, dispatched=assignment.dispatched, running=assignment.running)
-        for _ in range(admit(self._policies, flow)):
-            if (pair := assignment.issue()) is None:
-                break
+        while len(put) < admit(self._policies, flow) and (pair := assignment.issue()) is not None:
             put.append(pair[0])
             self._put(*pair)
         if put:
@@ -63,8 +66,14 @@ class Driver:
             if self.opened is None:
                 self.opened = world.agenda.now
                 world.open()
+        self._record()
         if world.catalogue.require(self._required()):
             world.tell_rollouts()
+
+    def _record(self) -> None:
+        """Note why no more prompts go out, as ``driver.dispatch`` does."""
+        waits = "admission" if self.schedule.lag else "version"
+        self.recorder.turn(self._world.agenda.now, "idle", waits="dispatched" if self.assignment.full else waits)
 
     def report(self, step: int) -> None:
         """Take in that the trainer has made a step."""
@@ -80,6 +89,8 @@ class Driver:
         if group.purpose == "eval":
             self._asked[group.step] -= 1
             if not self._asked[group.step]:
+                now = self._world.agenda.now
+                self.recorder.beside("evaluation", self._evaluated_from[group.step], now, step=group.step)
                 self.evaluated.add(group.step)
                 self._world.agenda.tell(self)
         else:
@@ -124,6 +135,7 @@ class Driver:
             if step in self._asked or step > self.reported or self._world.catalogue.find(step) is None:
                 continue
             self._asked[step] = load.prompts
+            self._evaluated_from[step] = self._world.agenda.now
             for prompt in range(load.prompts):
                 serial = place * load.prompts + prompt
                 group = self._group(serial, step, "eval", VersionWindow(step, step), load.group_size)

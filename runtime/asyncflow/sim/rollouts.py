@@ -4,7 +4,7 @@ It does what ``rollout.worker`` does, in the same order: inform the instance of 
 admits, swap where it says so, claim what it asks for.
 
 Invariants: one claim of a purpose is out at a time; nothing begins while weights are loaded; one version is pulled at a
-time; of its time each second is one of those that the real one tells apart (generate, swap, weights, reward, claim).
+time; of its time each second is one of those that the real one tells apart.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from asyncflow.identity import Version
 from asyncflow.sim.engine import Engine
 from asyncflow.sim.recorder import Recorder
 from asyncflow.sim.rows import Row
+from asyncflow.timeline.tracks import Kind
 
 if TYPE_CHECKING:
     from asyncflow.sim.run import World
@@ -61,13 +62,17 @@ class Rollout:
         self._claims = 0
         self._bell = 0
         self._backlog: dict[Row, None] = {}
+        self._scoring = 0
+        self._scores_since = 0.0
+        self._begun_step = -1
         self._judges = [0.0] * scenario.models.reward.workers
         self.up = False
 
     @property
     def busy_s(self) -> float:
         """Seconds with a running sequence."""
-        return self.recorder.spent(self._agenda.now).get(("generate", ""), 0.0)
+        spent = self.recorder.spent(self._agenda.now)
+        return spent.get(("generate", ""), 0.0) + spent.get(("evaluation", ""), 0.0)
 
     @property
     def resting(self) -> bool:
@@ -131,12 +136,12 @@ class Rollout:
             assert isinstance(row, Row)
             assert instance.current is not None
             self._begin(row, instance.current.step, now)
-        step = instance.swap()
-        if step is not None:
+        if (step := instance.swap()) is not None:
             self._swap(step)
         if begun:
+            self._begun_step = begun[-1].id.group.step  # type: ignore[attr-defined]
             self._ring()
-        self._meter(swaps=step is not None)
+        self._meter()
 
     def _begin(self, row: Row, version: int, now: float) -> None:
         mixes = self._world.mixes and row.work.purpose == "train"
@@ -145,23 +150,34 @@ class Rollout:
         row.mark(row.made, version)
         self._engine.begin(row, now)
 
-    def _meter(self, *, swaps: bool = False) -> None:
+    def _meter(self) -> None:
+        """Note what it does, as ``rollout.worker`` does."""
         instance, now, version = self.instance, self._agenda.now, self.instance.current
-        if self._loading is not None and version is not None:
-            self.recorder.turn(now, "swap", version=self._loading.step)
-        elif version is None:
+        loaded = -1 if version is None else version.step
+        if version is None:
             self.recorder.turn(now, "starting")
+        elif self._loading is not None:
+            self.recorder.turn(now, "swap", version=self._loading.step)
         elif instance.running:
-            self.recorder.turn(now, "generate", version=version.step)
-        elif swaps or self._ensuring is not None or self._waits():
-            self.recorder.turn(now, "idle", waits="weights", version=version.step)
-        elif self._backlog:
-            self.recorder.turn(now, "idle", waits="reward", version=version.step)
+            kind: Kind = "evaluation" if instance.evaluating else "generate"
+            self.recorder.turn(now, kind, step=self._begun_step, version=loaded)
+        elif self._ensuring is not None:
+            self.recorder.turn(now, "swap", version=self._ensuring)
         else:
-            self.recorder.turn(now, "idle", waits="claim", version=version.step)
+            self.recorder.turn(now, "idle", waits=self._waits_for(), version=loaded)
 
-    def _waits(self) -> bool:
-        return self.instance.waits(self._wanted, required=self._world.catalogue.required)
+    def _waits_for(self) -> str:
+        """Return why no sequence runs."""
+        instance = self.instance
+        if instance.waits(self._wanted, required=self._world.catalogue.required):
+            return "weights"
+        if instance.wants_permit:
+            return "permit"
+        if instance.held or self._claiming:
+            return "fetch"
+        if self._scoring:
+            return "reward"
+        return "delivery" if self._backlog else "claim"
 
     @property
     def _staged(self) -> Version | None:
@@ -295,6 +311,9 @@ class Rollout:
             self.instance.release(row)
             self._backlog[row] = None
             row.mark(row.response_tokens, row.newest)
+            if not self._scoring:
+                self._scores_since = now
+            self._scoring += 1
             self._agenda.at(self._judged_at(row, now), self._judged, row)
         self._ring()
         self._agenda.tell(self)
@@ -311,8 +330,12 @@ class Rollout:
         return ends
 
     def _judged(self, row: Row) -> None:
-        if self.up:
-            self._agenda.at(self._world.written_at(row), self._settled, row)
+        if not self.up:
+            return
+        self._scoring -= 1
+        if not self._scoring and self._agenda.now > self._scores_since:
+            self.recorder.beside("reward", self._scores_since, self._agenda.now)
+        self._agenda.at(self._world.written_at(row), self._settled, row)
 
     def _settled(self, row: Row) -> None:
         if not self.up:

@@ -23,7 +23,7 @@ from asyncflow.sim.scenario import Happening, Scenario
 from asyncflow.sim.trainer import Trainer
 from asyncflow.timeline.tracks import Mark, Timeline, Track
 
-_BUSY = frozenset(("generate", "compute", "optimizer", "checkpoint", "forward", "backward"))
+_BUSY = frozenset(("generate", "evaluation", "compute", "optimizer", "checkpoint"))
 """Kinds of spans that count as busy, as in the idle shares of a real run."""
 _RECENT = 10
 """Steps by which the supply of a staggered update is judged."""
@@ -70,6 +70,7 @@ class World:
     def run(self) -> Simulated:
         """Run to the end."""
         scenario, agenda = self.scenario, self.agenda
+        agenda.tell(self.driver)
         agenda.at(scenario.models.start.trainer_s, self.trainer.start)
         for index in range(scenario.rollouts):
             self._join(index)
@@ -249,7 +250,12 @@ class World:
     # The end
 
     def _recorders(self) -> list[Recorder]:
-        return [self.trainer.recorder, *(rollout.recorder for rollout in self.rollouts.values()), *self._dead]
+        return [
+            self.driver.recorder,
+            self.trainer.recorder,
+            *(rollout.recorder for rollout in self.rollouts.values()),
+            *self._dead,
+        ]
 
     def _result(self) -> Simulated:
         opened = self.driver.opened or 0.0
@@ -267,7 +273,7 @@ class World:
     def _timeline(self, opened: float) -> Timeline:
         now = self.agenda.now
         tracks: list[Track] = []
-        for recorder in sorted(self._recorders(), key=lambda each: (each.role != "trainer", each.index, each.attempt)):
+        for recorder in sorted(self._recorders(), key=lambda each: (each.role, each.index, each.attempt)):
             recorder.finish(now)
             if (track := recorder.track()) is not None:
                 tracks.append(track)

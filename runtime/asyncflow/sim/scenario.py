@@ -148,7 +148,7 @@ def models_of(job: RLJob) -> Models:
             )
     return Models(
         engine=engine_model(engine.options, slots=engine.slots),
-        trainer=TrainerModel(slot_s=float(backend.options.get("sleep_s", 0.0))),
+        trainer=trainer_model(backend.options),
     )
 
 
@@ -156,5 +156,11 @@ def engine_model(options: Mapping[str, Any], *, slots: int) -> EngineModel:
     """Return the model of a simulated engine with these options."""
     given = {name: float(value) for name, value in options.items() if name != "vocab"}
     scale = given.pop("time_scale", 1.0)
-    lengths = Lengths(**{name: given.pop(name) for name in ("tokens", "sigma", "rho") if name in given})
-    return EngineModel(slots=slots, lengths=lengths, **{name: seconds * scale for name, seconds in given.items()})
+    tokens, sigma, rho = (given.pop(name, 0.0) for name in ("tokens", "sigma", "rho"))
+    seconds = {name: value * scale for name, value in given.items()}
+    return EngineModel(slots=slots, lengths=Lengths(tokens=tokens, sigma=sigma, rho=rho), **seconds)
+
+
+def trainer_model(options: Mapping[str, Any]) -> TrainerModel:
+    """Return the model of a counting trainer with these options."""
+    return TrainerModel(slot_s=float(options.get("sleep_s", 0.0)))

@@ -46,7 +46,7 @@ class Trainer:
         self._model = scenario.models.trainer
         self._whole = scenario.schedule.whole_steps or scenario.passes > 1
         self._ready: defaultdict[int, list[Group]] = defaultdict(list)
-        self._feeds = False
+        self._feeds = self._fetching = self._computing = self._exhausted = self._alone = False
         self._begin_step()
         self._since = (0.0, self._spent())
         self._copied_at = self._announced_at = 0.0
@@ -98,7 +98,7 @@ class Trainer:
 
     def _begin_step(self) -> None:
         self._bound = 0
-        self._fetching = self._computing = self._alone = self._exhausted = False
+        self._fetching = self._computing = self._exhausted = self._alone = False
         self._slots: list[Slot] = []
         self._carry: list[Row] = []
         self._rows: list[Row] = []
@@ -111,7 +111,10 @@ class Trainer:
             return
         if (slot := self._decide()) is not None:
             self._fetching, self._exhausted = True, slot.last
-            self._agenda.at(self._world.fetched_at(slot.ranks), self._fetched, slot)
+            now, fetched = self._agenda.now, self._world.fetched_at(slot.ranks)
+            if fetched > now:
+                self.recorder.beside("fetch", now, fetched, step=self.step + 1)
+            self._agenda.at(fetched, self._fetched, slot)
 
     def _fetched(self, slot: Slot) -> None:
         self._fetching = False
@@ -162,7 +165,7 @@ class Trainer:
         self._computing = False
         if last:
             self._feeds = False
-            self.recorder.turn(self._agenda.now, "idle", waits="publish", step=self.step + 1, version=self.step)
+            self.recorder.turn(self._agenda.now, "publish", step=self.step + 1, version=self.step)
             self._agenda.at(self._copied_at, self._optimize)
         elif self._slots:
             self._agenda.tell(self)
@@ -178,7 +181,7 @@ class Trainer:
         if not self._world.driver.schedule.publishes(self.step):
             self._report()
             return
-        self.recorder.turn(self._agenda.now, "idle", waits="publish", step=self.step, version=self.step)
+        self.recorder.turn(self._agenda.now, "publish", step=self.step, version=self.step - 1)
         self._agenda.at(self._announced_at, self._published)
 
     def _published(self) -> None:
@@ -189,7 +192,7 @@ class Trainer:
         now, colocated = self._agenda.now, self._world.scenario.colocated
         self._copied_at = now + (0.0 if colocated is not None else self._model.copy_s)
         self._announced_at = now + (0.0 if colocated is not None else max(self._model.copy_s, self._model.publish_s))
-        self.recorder.beside("publish", now, self._announced_at, version=step)
+        self.recorder.beside("publish", now, self._announced_at, step=step, version=step)
         self._agenda.at(self._announced_at, self._world.publish, Version(0, step))
 
     def _report(self) -> None:
@@ -208,7 +211,7 @@ class Trainer:
                 wait_s=seconds.get(("idle", "claim"), 0.0),
                 compute_s=seconds.get(("compute", ""), 0.0),
                 optimizer_s=seconds.get(("optimizer", ""), 0.0),
-                publish_s=seconds.get(("idle", "publish"), 0.0),
+                publish_s=seconds.get(("publish", ""), 0.0),
                 checkpoint_s=seconds.get(("checkpoint", ""), 0.0),
                 samples=len(self._rows),
                 tokens=sum(row.weight for row in self._rows),
@@ -227,13 +230,13 @@ class Trainer:
             self._world.close()
         self._begin_step()
         if last or (every and self.step % every == 0):
-            self.recorder.turn(now, "checkpoint", step=self.step, version=self.step)
+            self.recorder.turn(now, "checkpoint", step=self.step, version=self.step - 1)
             self._agenda.after(self._model.checkpoint_s, self._rest if last else self._feed)
         else:
             self._feed()
 
     def _rest(self) -> None:
-        self.recorder.turn(self._agenda.now, "idle", waits="", version=self.step)
+        self.recorder.turn(self._agenda.now, "idle", waits="end")
 
     def _spent(self) -> dict[tuple[str, str], float]:
         return self.recorder.spent(self._agenda.now)
