@@ -311,33 +311,42 @@ class Rollout:
             self.instance.release(row)
             self._backlog[row] = None
             row.mark(row.response_tokens, row.newest)
-            if not self._scoring:
-                self._scores_since = now
-            self._scoring += 1
-            self._agenda.at(self._judged_at(row, now), self._judged, row)
+            self._score(row, now)
         self._ring()
         self._agenda.tell(self)
         self._world.quiet()
 
-    def _judged_at(self, row: Row, now: float) -> float:
-        """Return when the reward of a sample is there: after that of those before it, if all workers are busy."""
+    def _score(self, row: Row, now: float) -> None:
+        """Have the reward of a sample computed, after those before it where all workers are busy."""
         reward = self._world.scenario.models.reward
         if not reward.seconds:
-            return now
+            self._write(row)
+            return
         draw = random.Random(f"{self._world.seed}.{row.group.purpose}.{row.group.serial}.{row.sample}")
         ends = max(now, self._judges[0]) + reward.seconds * math.exp(reward.sigma * draw.gauss(0, 1))
         heapq.heapreplace(self._judges, ends)
-        return ends
+        if not self._scoring:
+            self._scores_since = now
+        self._scoring += 1
+        self._agenda.at(ends, self._scored, row)
 
-    def _judged(self, row: Row) -> None:
+    def _scored(self, row: Row) -> None:
         if not self.up:
             return
         self._scoring -= 1
-        if not self._scoring and self._agenda.now > self._scores_since:
+        if not self._scoring:
             self.recorder.beside("reward", self._scores_since, self._agenda.now)
-        self._agenda.at(self._world.written_at(row), self._settled, row)
+        self._write(row)
 
-    def _settled(self, row: Row) -> None:
+    def _write(self, row: Row) -> None:
+        """Have a sample written to the queue."""
+        written = self._world.written_at(row)
+        if written > self._agenda.now:
+            self._agenda.at(written, self._settle, row)
+        else:
+            self._settle(row)
+
+    def _settle(self, row: Row) -> None:
         if not self.up:
             return
         del self._backlog[row]
