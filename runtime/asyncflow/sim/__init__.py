@@ -12,7 +12,7 @@ from asyncflow.sim.models import (
 )
 from asyncflow.sim.result import Simulated, StepFigures
 from asyncflow.sim.run import simulate
-from asyncflow.sim.scenario import EvaluationLoad, Happening, Scenario, models_of, scenario_of
+from asyncflow.sim.scenario import EvaluationLoad, Happening, Scenario, engine_model, models_of, scenario_of
 
 __all__ = [
     "Colocation",
@@ -28,6 +28,7 @@ __all__ = [
     "StepFigures",
     "StorageModel",
     "TrainerModel",
+    "engine_model",
     "models_of",
     "scenario_of",
     "simulate",
