@@ -107,7 +107,7 @@ class Driver:
         group = Group(serial=serial, step=step, purpose=purpose, window=window, left=size)
         for sample in range(size):
             tokens = self._lengths.of(SampleKey(serial, sample), seed=seed, most=scenario.max_tokens)
-            group.rows.append(Row(group, sample, prompt_tokens=scenario.models.prompt_tokens, response_tokens=tokens))
+            group.rows.append(Row(group, sample, tokens=scenario.models.prompt_tokens, response_tokens=tokens))
         group.open = list(group.rows)
         return group
 

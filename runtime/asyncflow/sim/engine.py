@@ -80,7 +80,7 @@ class Engine:
         """Return the seconds in which the caches of all that runs are computed again."""
         if not self._model.recompute_s or not self._running:
             return 0.0
-        tokens = sum(row.prompt_tokens + self.made(row, now) for _, _, row in self._running)
+        tokens = sum(row.tokens + self.made(row, now) for _, _, row in self._running)
         return self._model.recompute_s * tokens
 
     def _run(self, row: Row) -> None:

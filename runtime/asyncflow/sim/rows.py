@@ -19,26 +19,38 @@ if TYPE_CHECKING:
 
 
 class Row:
-    """One sample. made: tokens that it has from another rollout, in versions ``oldest`` to ``newest``; weighted: sum of
-    the versions of its tokens; marked: tokens up to which that is counted.
+    """One sample.
+
+    tokens: of its prompt; made: tokens that it has from another rollout, in versions ``oldest`` to ``newest``;
+    weighted: sum of the versions of its tokens; marked: tokens up to which that is counted.
     """
 
     __slots__ = (
-        "began", "ends", "group", "made", "marked", "newest", "oldest", "prompt_tokens", "response_tokens", "sample",
-        "weighted", "work",
+        "began",
+        "ends",
+        "group",
+        "made",
+        "marked",
+        "newest",
+        "oldest",
+        "response_tokens",
+        "sample",
+        "tokens",
+        "weighted",
+        "work",
     )  # fmt: skip
 
-    def __init__(self, group: Group, sample: int, *, prompt_tokens: int, response_tokens: int) -> None:
+    def __init__(self, group: Group, sample: int, *, tokens: int, response_tokens: int) -> None:
         self.group, self.sample = group, sample
-        self.prompt_tokens, self.response_tokens = prompt_tokens, response_tokens
+        self.tokens, self.response_tokens = tokens, response_tokens
         self.work = Work(self, group.purpose, group.window)
         self.began = self.ends = 0.0
         self.forget()
 
     @property
     def weight(self) -> int:
-        """Tokens of prompt and response."""
-        return self.prompt_tokens + self.response_tokens
+        """Tokens of prompt and response, at least 1."""
+        return max(1, self.tokens + self.response_tokens)
 
     def forget(self) -> None:
         """Forget what was made of it."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from asyncflow.algorithms.base import algorithm_of
 from asyncflow.api.job import RLJob
 from asyncflow.api.schedule import ScheduleSpec
 from asyncflow.errors import ManifestError
@@ -47,9 +48,11 @@ class Scenario:
     """A job and models of what takes time in it.
 
     max_tokens: of a response; rollouts, ranks: how many; slot_tokens: most tokens of one rank's part of a slot;
-    passes: of the trainer over D_k; checkpoint_every: steps, 0 for the last alone; keep: newest versions that can be
-    had whoever needs them; stagger: most rollouts that change weights at once; colocated: one set of devices generates
-    and then trains, None for two sets.
+    shared_prompt: whether the rows of a group in it share their prompt; whole_groups: whether groups stay whole there;
+    whole_steps: whether the algorithm needs all of D_k at once, whatever the schedule; passes: of the trainer over D_k;
+    checkpoint_every: steps, 0 for the last alone; keep: newest versions that can be had whoever needs them; stagger:
+    most rollouts that change weights at once; parked_s: see ``PARKED_S``; colocated: one set of devices generates and
+    then trains, None for two sets.
     """
 
     schedule: ScheduleSpec
@@ -61,6 +64,9 @@ class Scenario:
     models: Models
     ranks: int = 1
     slot_tokens: int = 1 << 24
+    shared_prompt: bool = False
+    whole_groups: bool = False
+    whole_steps: bool = False
     passes: int = 1
     checkpoint_every: int = 0
     keep: int = 2
@@ -104,7 +110,7 @@ def scenario_of(
             prompts=sum(each.size for each in spec.data.held_out.values()),
             group_size=spec.evaluation.group_size,
         )
-    algorithm = spec.algorithm
+    algorithm, kind = spec.algorithm, algorithm_of(spec)
     return Scenario(
         schedule=spec.schedule,
         steps=algorithm.steps,
@@ -115,6 +121,9 @@ def scenario_of(
         models=models_of(job) if models is None else models,
         ranks=spec.trainer.ranks,
         slot_tokens=spec.trainer.backend.tokens_per_micro_batch or max(SLOT_TOKENS, spec.longest),
+        shared_prompt=spec.trainer.backend.packing == "shared-prompt",
+        whole_groups=kind.pairs,
+        whole_steps=kind.whole_step or algorithm.epochs * algorithm.mini_batches > 1,
         passes=algorithm.epochs,
         checkpoint_every=spec.storage.checkpoints.every,
         keep=spec.weight_sync.keep,

@@ -11,9 +11,9 @@ order; of its time each second is one of those that the real one tells apart.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from asyncflow.flow.selection import balance
+from asyncflow.flow.slots import SlotRequest, next_slot, weight_of
 from asyncflow.identity import Version
 from asyncflow.sim.recorder import Recorder
 from asyncflow.sim.result import StepFigures
@@ -21,9 +21,6 @@ from asyncflow.sim.rows import Group, Row
 
 if TYPE_CHECKING:
     from asyncflow.sim.run import World
-
-_AHEAD: Final = 8
-"""Slots that are dealt together, so that the ranks come out even."""
 
 
 class Slot(NamedTuple):
@@ -44,7 +41,10 @@ class Trainer:
         self._world = world
         self._agenda = world.agenda
         self._model = scenario.models.trainer
-        self._whole = scenario.schedule.whole_steps or scenario.passes > 1
+        self._request = SlotRequest(
+            scenario.ranks, scenario.slot_tokens, groups=scenario.whole_groups, shared=scenario.shared_prompt
+        )
+        self._whole = scenario.schedule.whole_steps or scenario.whole_steps
         self._ready: defaultdict[int, list[Group]] = defaultdict(list)
         self._feeds = self._fetching = self._computing = self._exhausted = self._alone = False
         self._begin_step()
@@ -128,26 +128,24 @@ class Trainer:
             return None
         if self._whole:
             ready.sort(key=_serial)
-        rows, most = list(self._carry), _AHEAD * scenario.ranks * scenario.slot_tokens
-        load, taken = sum(row.weight for row in rows), 0
-        for group in ready:
-            if load >= most:
-                break
-            rows += group.rows
-            load += sum(row.weight for row in group.rows)
-            taken += 1
-        weights = [row.weight for row in rows]
-        dealt = balance(weights, ranks=scenario.ranks, budget=scenario.slot_tokens, before=self._loads)[0]
-        chosen = [[rows[index] for index in indices] for indices in dealt]
+        chosen = next_slot(
+            self._carry,
+            (group.rows for group in ready[:room]),
+            self._request,
+            before=self._loads,
+            complete=len(ready) >= room,
+        )
         given = {row for rank in chosen for row in rank}
-        begun = [group for group in ready[:taken] if not given.isdisjoint(group.rows)]
+        begun = [group for group in ready if not given.isdisjoint(group.rows)]
         self._bound += len(begun)
         self._ready[self.step + 1] = [group for group in ready if group not in begun]
         opened = [*self._carry, *(row for group in begun for row in group.rows)]
         self._carry = [row for row in opened if row not in given]
-        for rank, rows_of in enumerate(chosen):
-            self._loads[rank] += sum(row.weight for row in rows_of)
+        self._loads = [load + self._weight(rows) for load, rows in zip(self._loads, chosen, strict=True)]
         return Slot(chosen, last=not self._carry and self._bound == scenario.prompts_per_step)
+
+    def _weight(self, rows: list[Row]) -> int:
+        return weight_of(rows, shared=self._request.shared)
 
     def _compute(self) -> None:
         self._computing = True
@@ -156,7 +154,7 @@ class Trainer:
         self._made += 1
         self._rows += [row for rank in slot.ranks for row in rank]
         samples = max(map(len, slot.ranks))
-        tokens = max(sum(row.weight for row in rank) for rank in slot.ranks)
+        tokens = max(map(self._weight, slot.ranks))
         seconds = model.slot_s + model.sample_s * samples + model.token_s * tokens
         self.recorder.turn(self._agenda.now, "compute", step=self.step + 1, version=self.step)
         self._agenda.after(seconds * self._world.scenario.passes, self._computed, slot.last)
