@@ -134,6 +134,16 @@ def sim_file(file: Path, overrides: tuple[str, ...], **options: Any) -> None:
     command.sim(file, overrides, **options)
 
 
+@sim.command()
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@click.option("--output", type=_DIRECTORY, help="File of the models; DIR/models.json by default.")
+def fit(directory: Path, output: Path | None) -> None:
+    """Fit models to a recorded run: how long engines, trainer and links take."""
+    from asyncflow.commands import sim as command
+
+    command.fit(directory, output=output)
+
+
 @app.command()
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 def audit(directory: Path) -> int:
