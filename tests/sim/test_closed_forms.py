@@ -6,7 +6,7 @@ import pytest
 
 from asyncflow.identity import SampleKey
 from asyncflow.rollout.lengths import Lengths
-from asyncflow.sim import Colocation, EngineModel, EvaluationLoad, LinkModel, RewardModel, TrainerModel, simulate
+from asyncflow.sim import Colocation, EngineModel, EvaluationLoad, LinkModel, RewardTimes, TrainerModel, simulate
 
 from .scenarios import MOST, equal, scenario
 
@@ -89,11 +89,11 @@ def test_what_runs_at_a_publication_stands_still_while_its_cache_is_computed() -
 
 
 def test_the_last_reward_is_waited_for() -> None:
-    reward = RewardModel(seconds=2.0, workers=99)
+    reward = RewardTimes(seconds=2.0, workers=99)
     made = simulate(scenario("sync", engine=ENGINE, trainer=TRAINER, link=PULLS, reward=reward), seed=1)
     assert made.wall_s == pytest.approx(6 * (0.7 + 0.3 + GENERATES + 2.0 + TRAINS) + 5 * 0.4)
     assert made.spent["rollout"]["idle", "reward"] == pytest.approx(2 * 6 * 2.0)
-    queued = RewardModel(seconds=1.0, workers=4)
+    queued = RewardTimes(seconds=1.0, workers=4)
     made = simulate(scenario("sync", engine=ENGINE, trainer=TRAINER, link=PULLS, reward=queued), seed=1)
     assert made.wall_s == pytest.approx(6 * (0.7 + 0.3 + GENERATES + 4.0 + TRAINS) + 5 * 0.4)
 

@@ -16,7 +16,7 @@ from asyncflow.sim import (
     EngineModel,
     LinkModel,
     Models,
-    RewardModel,
+    RewardTimes,
     Simulated,
     StorageModel,
     TrainerModel,
@@ -33,7 +33,7 @@ TRUE = Models(
     trainer=TrainerModel(slot_s=0.05, token_s=2e-5, optimizer_s=0.4, publish_s=0.2, checkpoint_s=0.1),
     link=LinkModel(pull_s=0.5),
     storage=StorageModel(slot_s=0.02, write_s=0.05),
-    reward=RewardModel(seconds=0.3, workers=64),
+    reward=RewardTimes(seconds=0.3, workers=64),
     prompt_tokens=20,
 )
 SETTINGS = (

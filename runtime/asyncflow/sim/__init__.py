@@ -5,12 +5,12 @@ from asyncflow.sim.models import (
     EngineModel,
     LinkModel,
     Models,
-    RewardModel,
+    RewardTimes,
     StartModel,
     StorageModel,
     TrainerModel,
 )
-from asyncflow.sim.result import Simulated, StepFigures
+from asyncflow.sim.result import Simulated, SimulatedStep
 from asyncflow.sim.run import simulate
 from asyncflow.sim.scenario import EvaluationLoad, Happening, Scenario, engine_model, models_of, scenario_of
 
@@ -21,11 +21,11 @@ __all__ = [
     "Happening",
     "LinkModel",
     "Models",
-    "RewardModel",
+    "RewardTimes",
     "Scenario",
     "Simulated",
+    "SimulatedStep",
     "StartModel",
-    "StepFigures",
     "StorageModel",
     "TrainerModel",
     "engine_model",

@@ -19,7 +19,7 @@ class Looking(Protocol):
 
 
 class Agenda:
-    """What is to come. now: the present virtual second."""
+    """Events to come. now: the present virtual second."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from asyncflow.identity import Version
 
 
-class Catalogue:
+class VersionList:
     """A ``flow.versions.VersionOffer``. required: steps; available: oldest first; newest: None before the first."""
 
     def __init__(self, *, keep: int) -> None:

@@ -14,19 +14,19 @@ from asyncflow.flow.instance import Purpose
 from asyncflow.flow.schedule import VersionWindow
 from asyncflow.identity import SampleKey
 from asyncflow.rollout.sampling import purpose_seed
-from asyncflow.sim.recorder import Recorder
-from asyncflow.sim.rows import Group, Row
+from asyncflow.sim.recorder import TrackRecorder
+from asyncflow.sim.rows import SimulatedGroup, SimulatedRow
 
 if TYPE_CHECKING:
     from asyncflow.sim.run import World
 
 
-class Driver:
+class SimulatedDriver:
     """reported: the newest step that was; opened: when the first prompt was put, None before; evaluated: steps."""
 
     def __init__(self, world: World) -> None:
         scenario = world.scenario
-        self.recorder = Recorder("driver", 0, 0, now=world.agenda.now, keeps=world.keeps)
+        self.recorder = TrackRecorder("driver", 0, 0, now=world.agenda.now, keeps=world.keeps)
         self.reported = 0
         self.opened: float | None = None
         self.evaluated: set[int] = set()
@@ -36,8 +36,8 @@ class Driver:
         self._policies = scenario.admission
         self._completion = scenario.schedule.fill == "completion"
         self._evaluations = self.schedule.evaluations() if scenario.evaluation is not None else []
-        self._groups: dict[int, Group] = {}
-        self._held: dict[int, list[Group]] = {}
+        self._groups: dict[int, SimulatedGroup] = {}
+        self._held: dict[int, list[SimulatedGroup]] = {}
         self._asked: dict[int, int] = {}
         self._evaluated_from: dict[int, float] = {}
         self._lengths = scenario.models.engine.lengths
@@ -80,7 +80,7 @@ class Driver:
         self.reported = step
         self._world.agenda.tell(self)
 
-    def done(self, row: Row) -> None:
+    def done(self, row: SimulatedRow) -> None:
         """Take in a finished sample."""
         group = row.group
         group.left -= 1
@@ -102,16 +102,16 @@ class Driver:
         self._groups[serial] = group
         self._world.pools["train"].put(group)
 
-    def _group(self, serial: int, step: int, purpose: Purpose, window: VersionWindow, size: int) -> Group:
+    def _group(self, serial: int, step: int, purpose: Purpose, window: VersionWindow, size: int) -> SimulatedGroup:
         scenario, seed = self._world.scenario, self._seeds[purpose]
-        group = Group(serial=serial, step=step, purpose=purpose, window=window, left=size)
+        group = SimulatedGroup(serial=serial, step=step, purpose=purpose, window=window, left=size)
         for sample in range(size):
             tokens = self._lengths.of(SampleKey(serial, sample), seed=seed, most=scenario.max_tokens)
-            group.rows.append(Row(group, sample, tokens=scenario.models.prompt_tokens, response_tokens=tokens))
+            group.rows.append(SimulatedRow(group, sample, tokens=scenario.models.prompt_tokens, response_tokens=tokens))
         group.open = list(group.rows)
         return group
 
-    def _decide(self, group: Group) -> None:
+    def _decide(self, group: SimulatedGroup) -> None:
         """Let the trainer have a finished group, with those that are to be complete with it."""
         assignment, schedule = self.assignment, self.schedule
         assignment.finish(group.serial)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from asyncflow.sim.models import EngineModel
-from asyncflow.sim.rows import Row
+from asyncflow.sim.rows import SimulatedRow
 
 _ROUNDING = 1e-9
 
@@ -22,14 +22,14 @@ class Engine:
     def __init__(self, model: EngineModel) -> None:
         self._model = model
         self._share = model.share
-        self._running: list[tuple[float, int, Row]] = []
-        self._waiting: deque[Row] = deque()
+        self._running: list[tuple[float, int, SimulatedRow]] = []
+        self._waiting: deque[SimulatedRow] = deque()
         self._begun = 0
         self._clock = 0.0
         self._at = 0.0
         self._stopped = False
 
-    def begin(self, row: Row, now: float) -> None:
+    def begin(self, row: SimulatedRow, now: float) -> None:
         """Run a sequence, or have it wait for a slot."""
         if len(self._running) < self._model.slots:
             self._advance(now)
@@ -44,7 +44,7 @@ class Engine:
             return None
         return self._at + max(0.0, self._running[0][0] - self._clock) * self._slowdown
 
-    def ended(self, now: float) -> list[Row]:
+    def ended(self, now: float) -> list[SimulatedRow]:
         """Return the sequences that have ended by now; their slots go to those that wait."""
         self._advance(now)
         rows = []
@@ -63,12 +63,12 @@ class Engine:
         """Stand still no more."""
         self._at, self._stopped = now, False
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[SimulatedRow]:
         """Return all that runs or waits."""
         yield from (row for _, _, row in self._running)
         yield from self._waiting
 
-    def made(self, row: Row, now: float) -> int:
+    def made(self, row: SimulatedRow, now: float) -> int:
         """Return how many tokens a sequence has now; the last one is never there before the end."""
         self._advance(now)
         if row.ends <= row.began:
@@ -83,7 +83,7 @@ class Engine:
         tokens = sum(row.tokens + self.made(row, now) for _, _, row in self._running)
         return self._model.recompute_s * tokens
 
-    def _run(self, row: Row) -> None:
+    def _run(self, row: SimulatedRow) -> None:
         model = self._model
         left = row.response_tokens - row.made
         row.began = self._clock

@@ -23,7 +23,7 @@ import numpy as np
 from asyncflow.api.job import RLJob
 from asyncflow.errors import ManifestError
 from asyncflow.rollout.lengths import Lengths
-from asyncflow.sim.models import EngineModel, LinkModel, Models, RewardModel, StorageModel, TrainerModel
+from asyncflow.sim.models import EngineModel, LinkModel, Models, RewardTimes, StorageModel, TrainerModel
 from asyncflow.sim.result import Simulated
 from asyncflow.sim.run import simulate
 from asyncflow.sim.scenario import Scenario, engine_model, scenario_of
@@ -52,7 +52,7 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What a run left. steps: lines of metrics.jsonl; slots: by step, how many it had, as far as the ledger says;
+    """Record of a run. steps: lines of metrics.jsonl; slots: by step, how many it had, as far as the ledger says;
     generating_s: seconds in which rollouts generated, of all together; timeline: None where there is none.
     """
 
@@ -86,7 +86,7 @@ def fitted(job: RLJob, recorded: Recorded) -> Fitted:
         trainer=trainer_of(counted, recorded.slots, ranks=spec.trainer.ranks),
         link=LinkModel(pull_s=_span_s(recorded.timeline, "receive")),
         storage=storage_of(recorded.timeline),
-        reward=RewardModel(seconds=_span_s(recorded.timeline, "reward"), workers=engine.slots),
+        reward=RewardTimes(seconds=_span_s(recorded.timeline, "reward"), workers=engine.slots),
         prompt_tokens=round(fmean(sample.tokens for sample in recorded.samples)) if recorded.samples else 0,
     )
     scenario = scenario_of(job, models=models)

@@ -104,7 +104,7 @@ class StorageModel(msgspec.Struct, frozen=True, kw_only=True):
     token_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 16
 
 
-class RewardModel(msgspec.Struct, frozen=True, kw_only=True):
+class RewardTimes(msgspec.Struct, frozen=True, kw_only=True):
     """The reward of a sample: lognormal with median ``seconds``; at most ``workers`` at once in each rollout."""
 
     seconds: _Seconds = 0.0
@@ -141,7 +141,7 @@ class Models(msgspec.Struct, frozen=True, kw_only=True):
     trainer: TrainerModel
     link: LinkModel = LinkModel()
     storage: StorageModel = StorageModel()
-    reward: RewardModel = RewardModel()
+    reward: RewardTimes = RewardTimes()
     start: StartModel = StartModel()
     prompt_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from asyncflow.timeline.tracks import Kind, Span, Track
 
 
-class Recorder:
+class TrackRecorder:
     """One life of one process, which begins as ``kind``. keeps: whether spans are kept, or their sums alone."""
 
     def __init__(

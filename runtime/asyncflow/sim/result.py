@@ -17,7 +17,7 @@ Spent: TypeAlias = Mapping[tuple[str, str], float]
 """Seconds by kind of span, and of idle ones by what was waited for."""
 
 
-class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
+class SimulatedStep(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step.
 
     ended: when it was reported; wall_s: since the report before, of which the trainer waited ``wait_s`` for samples and
@@ -52,7 +52,7 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
     None where no spans were asked for.
     """
 
-    steps: Sequence[StepFigures]
+    steps: Sequence[SimulatedStep]
     wall_s: float
     ended: float
     spent: Mapping[str, Spent]

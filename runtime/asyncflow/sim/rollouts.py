@@ -18,8 +18,8 @@ from asyncflow.flow.instance import Ask, Instance, Purpose
 from asyncflow.flow.versions import next_version
 from asyncflow.identity import Version
 from asyncflow.sim.engine import Engine
-from asyncflow.sim.recorder import Recorder
-from asyncflow.sim.rows import Row
+from asyncflow.sim.recorder import TrackRecorder
+from asyncflow.sim.rows import SimulatedRow
 from asyncflow.timeline.tracks import Kind
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _BACKLOG: Final = 4
 _PURPOSES: Final[tuple[Purpose, ...]] = ("train", "eval")
 
 
-class Rollout:
+class SimulatedRollout:
     """One life of one rollout, from ``start`` on. delivered: samples so far; worker: its name among all lives."""
 
     def __init__(self, world: World, index: int, attempt: int) -> None:
@@ -38,7 +38,7 @@ class Rollout:
         self.index, self.attempt = index, attempt
         self.worker = f"rollout-{index}.{attempt}"
         self.delivered = 0
-        self.recorder = Recorder("rollout", index, attempt, now=world.agenda.now, keeps=world.keeps)
+        self.recorder = TrackRecorder("rollout", index, attempt, now=world.agenda.now, keeps=world.keeps)
         self._world = world
         self._agenda = world.agenda
         self._model = scenario.models.engine
@@ -61,7 +61,7 @@ class Rollout:
         self._claiming: set[Purpose] = set()
         self._claims = 0
         self._bell = 0
-        self._backlog: dict[Row, None] = {}
+        self._backlog: dict[SimulatedRow, None] = {}
         self._scoring = 0
         self._scores_since = 0.0
         self._begun_step = -1
@@ -97,7 +97,7 @@ class Rollout:
         if self._staggered:
             self._permits()
 
-    def granted(self, purpose: Purpose, rows: list[Row]) -> None:
+    def granted(self, purpose: Purpose, rows: list[SimulatedRow]) -> None:
         """Take in rows that a claim gave; they can begin a little later."""
         self._claiming.add(purpose)
         self._agenda.after(self._world.scenario.models.storage.claim_s, self._got, purpose, rows)
@@ -112,7 +112,7 @@ class Rollout:
         else:
             self._world.permit_over(self)
 
-    def leave(self, *, killed: bool) -> list[tuple[Row, int]]:
+    def leave(self, *, killed: bool) -> list[tuple[SimulatedRow, int]]:
         """End; return the rows that it held, each with the tokens that there are of it."""
         self.up = False
         now = self._agenda.now
@@ -122,7 +122,7 @@ class Rollout:
         made = {row: self._engine.made(row, now) for row in self._engine.rows()}
         held = [*(work.id for work in self.instance.works()), *self._backlog]
         self._backlog.clear()
-        return [(row, made.get(row, row.made)) for row in held if isinstance(row, Row)]
+        return [(row, made.get(row, row.made)) for row in held if isinstance(row, SimulatedRow)]
 
     def _steer(self) -> None:
         instance, now = self.instance, self._agenda.now
@@ -133,7 +133,7 @@ class Rollout:
         begun = instance.admit()
         for work in begun:
             row = work.id
-            assert isinstance(row, Row)
+            assert isinstance(row, SimulatedRow)
             assert instance.current is not None
             self._begin(row, instance.current.step, now)
         if (step := instance.swap()) is not None:
@@ -143,7 +143,7 @@ class Rollout:
             self._ring()
         self._meter()
 
-    def _begin(self, row: Row, version: int, now: float) -> None:
+    def _begin(self, row: SimulatedRow, version: int, now: float) -> None:
         mixes = self._world.mixes and row.work.purpose == "train"
         if row.made and not (row.newest <= version if mixes else row.oldest == row.newest == version):
             row.forget()
@@ -245,7 +245,7 @@ class Rollout:
         self._agenda.tell(self)
 
     def _permits(self) -> None:
-        """Give a permit back that was used, and ask for the next one."""
+        """Hand back a permit that was used, and ask for the next one."""
         instance = self.instance
         if self._changes and not instance.has_permit:
             self._changes = False
@@ -287,7 +287,7 @@ class Rollout:
             self.instance.eval_parked()
             self._agenda.tell(self)
 
-    def _got(self, purpose: Purpose, rows: list[Row]) -> None:
+    def _got(self, purpose: Purpose, rows: list[SimulatedRow]) -> None:
         self._claiming.discard(purpose)
         if not self.up:
             self._world.pools[purpose].give_back(rows)
@@ -316,7 +316,7 @@ class Rollout:
         self._agenda.tell(self)
         self._world.quiet()
 
-    def _score(self, row: Row, now: float) -> None:
+    def _score(self, row: SimulatedRow, now: float) -> None:
         """Have the reward of a sample computed, after those before it where all workers are busy."""
         reward = self._world.scenario.models.reward
         if not reward.seconds:
@@ -330,7 +330,7 @@ class Rollout:
         self._scoring += 1
         self._agenda.at(ends, self._scored, row)
 
-    def _scored(self, row: Row) -> None:
+    def _scored(self, row: SimulatedRow) -> None:
         if not self.up:
             return
         self._scoring -= 1
@@ -338,7 +338,7 @@ class Rollout:
             self.recorder.beside("reward", self._scores_since, self._agenda.now)
         self._write(row)
 
-    def _write(self, row: Row) -> None:
+    def _write(self, row: SimulatedRow) -> None:
         """Have a sample written to the queue."""
         written = self._world.written_at(row)
         if written > self._agenda.now:
@@ -346,7 +346,7 @@ class Rollout:
         else:
             self._settle(row)
 
-    def _settle(self, row: Row) -> None:
+    def _settle(self, row: SimulatedRow) -> None:
         if not self.up:
             return
         del self._backlog[row]

@@ -15,10 +15,10 @@ from asyncflow.flow.schedule import VersionWindow
 from asyncflow.sim.agenda import Agenda
 
 if TYPE_CHECKING:
-    from asyncflow.sim.rollouts import Rollout
+    from asyncflow.sim.rollouts import SimulatedRollout
 
 
-class Row:
+class SimulatedRow:
     """One sample.
 
     tokens: of its prompt; made: tokens that it has from another rollout, in versions ``oldest`` to ``newest``;
@@ -40,7 +40,7 @@ class Row:
         "work",
     )  # fmt: skip
 
-    def __init__(self, group: Group, sample: int, *, tokens: int, response_tokens: int) -> None:
+    def __init__(self, group: SimulatedGroup, sample: int, *, tokens: int, response_tokens: int) -> None:
         self.group, self.sample = group, sample
         self.tokens, self.response_tokens = tokens, response_tokens
         self.work = Work(self, group.purpose, group.window)
@@ -68,33 +68,33 @@ class Row:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Group:
+class SimulatedGroup:
     """The samples of one prompt. left: those that are not done."""
 
     serial: int
     step: int
     purpose: Purpose
     window: VersionWindow
-    rows: list[Row] = field(default_factory=list)
-    open: list[Row] = field(default_factory=list)
+    rows: list[SimulatedRow] = field(default_factory=list)
+    open: list[SimulatedRow] = field(default_factory=list)
     left: int = 0
 
 
-class Pool:
+class RowPool:
     """The rows of one partition that wait for a rollout, and the rollouts that wait for rows."""
 
     def __init__(self, purpose: Purpose, agenda: Agenda) -> None:
         self.purpose = purpose
         self._agenda = agenda
-        self._index: ReadyIndex[Group] = ReadyIndex()
-        self._parked: dict[Rollout, tuple[Ask, VersionFilter, int]] = {}
+        self._index: ReadyIndex[SimulatedGroup] = ReadyIndex()
+        self._parked: dict[SimulatedRollout, tuple[Ask, VersionFilter, int]] = {}
 
-    def put(self, group: Group) -> None:
+    def put(self, group: SimulatedGroup) -> None:
         """Offer the open rows of a group."""
         self._index.add(group, window=group.window, order=(group.step,), weight=len(group.open))
         self._agenda.tell(self)
 
-    def give_back(self, rows: list[Row]) -> None:
+    def give_back(self, rows: list[SimulatedRow]) -> None:
         """Offer rows again that nobody holds any more."""
         for row in rows:
             row.group.open.append(row)
@@ -102,16 +102,16 @@ class Pool:
             group.open.sort(key=_sample)
             self.put(group)
 
-    def parked(self, rollout: Rollout) -> Ask | None:
+    def parked(self, rollout: SimulatedRollout) -> Ask | None:
         """Return what ``rollout`` waits for."""
         claim = self._parked.get(rollout)
         return None if claim is None else claim[0]
 
-    def withdraw(self, rollout: Rollout) -> None:
+    def withdraw(self, rollout: SimulatedRollout) -> None:
         """Take back what ``rollout`` waits for."""
         self._parked.pop(rollout, None)
 
-    def claim(self, rollout: Rollout, ask: Ask, *, most: int) -> list[Row]:
+    def claim(self, rollout: SimulatedRollout, ask: Ask, *, most: int) -> list[SimulatedRow]:
         """Return whole groups of at most ``most`` rows, at least one; park the claim if there are none."""
         versions = VersionFilter(ask.version, ask.accept)
         rows = self._take(versions, most, exact=True) or (self._take(versions, most, exact=False) if ask.accept else [])
@@ -129,9 +129,9 @@ class Pool:
                     del self._parked[rollout]
                     rollout.granted(self.purpose, rows)
 
-    def _take(self, versions: VersionFilter, most: int, *, exact: bool) -> list[Row]:
-        rows: list[Row] = []
-        groups: list[Group] = []
+    def _take(self, versions: VersionFilter, most: int, *, exact: bool) -> list[SimulatedRow]:
+        rows: list[SimulatedRow] = []
+        groups: list[SimulatedGroup] = []
         for group in self._index.each(versions.suits if exact else versions.accepts):
             if len(rows) >= most or (rows and len(rows) + len(group.open) > most):
                 break
@@ -143,5 +143,5 @@ class Pool:
         return rows
 
 
-def _sample(row: Row) -> int:
+def _sample(row: SimulatedRow) -> int:
     return row.sample

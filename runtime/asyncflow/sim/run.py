@@ -13,14 +13,14 @@ from asyncflow.flow.instance import Purpose
 from asyncflow.flow.stagger import Permits, Supply
 from asyncflow.identity import Version
 from asyncflow.sim.agenda import Agenda
-from asyncflow.sim.catalogue import Catalogue
-from asyncflow.sim.driver import Driver
-from asyncflow.sim.recorder import Recorder
+from asyncflow.sim.catalogue import VersionList
+from asyncflow.sim.driver import SimulatedDriver
+from asyncflow.sim.recorder import TrackRecorder
 from asyncflow.sim.result import Simulated
-from asyncflow.sim.rollouts import Rollout
-from asyncflow.sim.rows import Pool, Row
+from asyncflow.sim.rollouts import SimulatedRollout
+from asyncflow.sim.rows import RowPool, SimulatedRow
 from asyncflow.sim.scenario import Happening, Scenario
-from asyncflow.sim.trainer import Trainer
+from asyncflow.sim.trainer import SimulatedTrainer
 from asyncflow.timeline.tracks import Mark, Timeline, Track
 
 _BUSY = frozenset(("generate", "evaluation", "compute", "optimizer", "checkpoint"))
@@ -47,12 +47,12 @@ class World:
         self.scenario, self.seed, self.keeps = scenario, seed, spans
         self.mixes = scenario.schedule.swap_at == "token"
         self.agenda = Agenda()
-        self.catalogue = Catalogue(keep=scenario.keep)
+        self.catalogue = VersionList(keep=scenario.keep)
         purposes: tuple[Purpose, ...] = ("train", "eval")
-        self.pools = {purpose: Pool(purpose, self.agenda) for purpose in purposes}
-        self.driver = Driver(self)
-        self.trainer = Trainer(self)
-        self.rollouts: dict[int, Rollout] = {}
+        self.pools = {purpose: RowPool(purpose, self.agenda) for purpose in purposes}
+        self.driver = SimulatedDriver(self)
+        self.trainer = SimulatedTrainer(self)
+        self.rollouts: dict[int, SimulatedRollout] = {}
         self.load_s = scenario.models.engine.load_s
         if scenario.colocated is not None:
             self.load_s = scenario.colocated.to_generate_s
@@ -60,7 +60,7 @@ class World:
         self._pulses = False
         self._attempts: defaultdict[int, int] = defaultdict(int)
         self._units = [0.0] * scenario.models.storage.units
-        self._dead: list[Recorder] = []
+        self._dead: list[TrackRecorder] = []
         self._marks: list[Mark] = []
         self._closed = 0.0
         self._spent: dict[str, dict[tuple[str, str], float]] = {}
@@ -135,23 +135,23 @@ class World:
             return 0.0
         return self.scenario.models.link.seconds(self.catalogue.place(version))
 
-    def written_at(self, row: Row) -> float:
+    def written_at(self, row: SimulatedRow) -> float:
         """Return when a sample that has its reward is complete in the queue."""
         storage = self.scenario.models.storage
         return self._moved_at(row.group.serial, [row]) + storage.write_s
 
-    def fetched_at(self, ranks: list[list[Row]]) -> float:
+    def fetched_at(self, ranks: list[list[SimulatedRow]]) -> float:
         """Return when a slot that is decided now is with the trainer."""
         storage = self.scenario.models.storage
         if not storage.byte_s:
             return self.agenda.now + storage.slot_s
-        by_unit: defaultdict[int, list[Row]] = defaultdict(list)
+        by_unit: defaultdict[int, list[SimulatedRow]] = defaultdict(list)
         for rank in ranks:
             for row in rank:
                 by_unit[row.group.serial % storage.units].append(row)
         return max(self._moved_at(unit, rows) for unit, rows in by_unit.items()) + storage.slot_s
 
-    def _moved_at(self, serial: int, rows: list[Row]) -> float:
+    def _moved_at(self, serial: int, rows: list[SimulatedRow]) -> float:
         storage, now = self.scenario.models.storage, self.agenda.now
         if not storage.byte_s:
             return now
@@ -162,13 +162,13 @@ class World:
 
     # Permits of a staggered update
 
-    def permit_wanted(self, rollout: Rollout, version: Version) -> None:
+    def permit_wanted(self, rollout: SimulatedRollout, version: Version) -> None:
         """Take in that a rollout wants to change the weights of ``version``."""
         self._permits.ask(rollout.worker, version=version.packed, now=self.agenda.now)
         self._grant()
         self._pulse()
 
-    def permit_over(self, rollout: Rollout) -> None:
+    def permit_over(self, rollout: SimulatedRollout) -> None:
         """Take in that a rollout has changed its weights, or does not want to any more."""
         self._permits.end(rollout.worker, now=self.agenda.now)
         self._grant()
@@ -205,7 +205,7 @@ class World:
     # Processes that come and go
 
     def _join(self, index: int) -> None:
-        rollout = Rollout(self, index, self._attempts[index])
+        rollout = SimulatedRollout(self, index, self._attempts[index])
         self._attempts[index] += 1
         self.rollouts[index] = rollout
         self.agenda.after(self.scenario.models.start.rollout_s, rollout.start)
@@ -239,7 +239,7 @@ class World:
             self.agenda.after(start.restart_s, self._join, happening.index)
         self._grant()
 
-    def _give_back(self, rows: list[Row]) -> None:
+    def _give_back(self, rows: list[SimulatedRow]) -> None:
         for purpose, pool in self.pools.items():
             if mine := [row for row in rows if row.work.purpose == purpose]:
                 pool.give_back(mine)
@@ -249,7 +249,7 @@ class World:
 
     # The end
 
-    def _recorders(self) -> list[Recorder]:
+    def _recorders(self) -> list[TrackRecorder]:
         return [
             self.driver.recorder,
             self.trainer.recorder,

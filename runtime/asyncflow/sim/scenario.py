@@ -33,7 +33,7 @@ class EvaluationLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class Happening:
-    """What happens to a rollout ``at`` a virtual second: it is killed, told to leave, or joins as one more.
+    """Event in the life of a rollout ``at`` a virtual second: it is killed, told to leave, or joins as one more.
 
     index: of the rollout, -1 where one joins.
     """
@@ -172,4 +172,5 @@ def engine_model(options: Mapping[str, Any], *, slots: int) -> EngineModel:
 
 def trainer_model(options: Mapping[str, Any]) -> TrainerModel:
     """Return the model of a counting trainer with these options."""
-    return TrainerModel(slot_s=float(options.get("sleep_s", 0.0)))
+    names = {"slot_s": "sleep_s", "sample_s": "sample_s", "token_s": "token_s", "optimizer_s": "step_s"}
+    return TrainerModel(**{field: float(options.get(option, 0.0)) for field, option in names.items()})

@@ -15,29 +15,29 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.flow.slots import SlotRequest, next_slot, weight_of
 from asyncflow.identity import Version
-from asyncflow.sim.recorder import Recorder
-from asyncflow.sim.result import StepFigures
-from asyncflow.sim.rows import Group, Row
+from asyncflow.sim.recorder import TrackRecorder
+from asyncflow.sim.result import SimulatedStep
+from asyncflow.sim.rows import SimulatedGroup, SimulatedRow
 
 if TYPE_CHECKING:
     from asyncflow.sim.run import World
 
 
-class Slot(NamedTuple):
+class DealtSlot(NamedTuple):
     """One micro-batch of each rank. last: whether nothing of the step is left."""
 
-    ranks: list[list[Row]]
+    ranks: list[list[SimulatedRow]]
     last: bool
 
 
-class Trainer:
+class SimulatedTrainer:
     """The gang. step: the last one that was made; figures: of all that were."""
 
     def __init__(self, world: World) -> None:
         scenario = world.scenario
         self.step = 0
-        self.figures: list[StepFigures] = []
-        self.recorder = Recorder("trainer", 0, 0, now=world.agenda.now, keeps=world.keeps)
+        self.figures: list[SimulatedStep] = []
+        self.recorder = TrackRecorder("trainer", 0, 0, now=world.agenda.now, keeps=world.keeps)
         self._world = world
         self._agenda = world.agenda
         self._model = scenario.models.trainer
@@ -45,7 +45,7 @@ class Trainer:
             scenario.ranks, scenario.slot_tokens, groups=scenario.whole_groups, shared=scenario.shared_prompt
         )
         self._whole = scenario.schedule.whole_steps or scenario.whole_steps
-        self._ready: defaultdict[int, list[Group]] = defaultdict(list)
+        self._ready: defaultdict[int, list[SimulatedGroup]] = defaultdict(list)
         self._feeds = self._fetching = self._computing = self._exhausted = self._alone = False
         self._begin_step()
         self._since = (0.0, self._spent())
@@ -56,7 +56,7 @@ class Trainer:
         self._publish(0)
         self._agenda.at(self._announced_at, self._started)
 
-    def offer(self, group: Group) -> None:
+    def offer(self, group: SimulatedGroup) -> None:
         """Take in a group that can be trained."""
         self._ready[group.step].append(group)
         self._agenda.tell(self)
@@ -99,9 +99,9 @@ class Trainer:
     def _begin_step(self) -> None:
         self._bound = 0
         self._fetching = self._computing = self._exhausted = self._alone = False
-        self._slots: list[Slot] = []
-        self._carry: list[Row] = []
-        self._rows: list[Row] = []
+        self._slots: list[DealtSlot] = []
+        self._carry: list[SimulatedRow] = []
+        self._rows: list[SimulatedRow] = []
         self._loads = [0] * self._world.scenario.ranks
         self._made = 0
 
@@ -116,12 +116,12 @@ class Trainer:
                 self.recorder.beside("fetch", now, fetched, step=self.step + 1)
             self._agenda.at(fetched, self._fetched, slot)
 
-    def _fetched(self, slot: Slot) -> None:
+    def _fetched(self, slot: DealtSlot) -> None:
         self._fetching = False
         self._slots.append(slot)
         self._agenda.tell(self)
 
-    def _decide(self) -> Slot | None:
+    def _decide(self) -> DealtSlot | None:
         scenario, ready = self._world.scenario, self._ready[self.step + 1]
         room = scenario.prompts_per_step - self._bound
         if (self._whole and len(ready) < room) or (room and not ready and not self._carry):
@@ -142,9 +142,9 @@ class Trainer:
         opened = [*self._carry, *(row for group in begun for row in group.rows)]
         self._carry = [row for row in opened if row not in given]
         self._loads = [load + self._weight(rows) for load, rows in zip(self._loads, chosen, strict=True)]
-        return Slot(chosen, last=not self._carry and self._bound == scenario.prompts_per_step)
+        return DealtSlot(chosen, last=not self._carry and self._bound == scenario.prompts_per_step)
 
-    def _weight(self, rows: list[Row]) -> int:
+    def _weight(self, rows: list[SimulatedRow]) -> int:
         return weight_of(rows, shared=self._request.shared)
 
     def _compute(self) -> None:
@@ -202,7 +202,7 @@ class Trainer:
         starts, ends = [lag - row.oldest for row in self._rows], [lag - row.newest for row in self._rows]
         response = sum(row.response_tokens for row in self._rows)
         self.figures.append(
-            StepFigures(
+            SimulatedStep(
                 step=self.step,
                 ended=now,
                 wall_s=now - since,
@@ -240,5 +240,5 @@ class Trainer:
         return self.recorder.spent(self._agenda.now)
 
 
-def _serial(group: Group) -> int:
+def _serial(group: SimulatedGroup) -> int:
     return group.serial
