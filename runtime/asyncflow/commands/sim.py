@@ -148,5 +148,6 @@ def _spent(made: Simulated) -> Table:
             continue
         parts = sorted(spent.items(), key=lambda part: -part[1])
         did = (f"{kind} {waits}".strip() + f" {seconds / total:.1%}" for (kind, waits), seconds in parts if seconds > 0)
-        table.add_row(role, f"{made.idle[role]:.1%}", ", ".join(did))
+        idle = f"{made.idle[role]:.1%}" if role in made.idle else ""
+        table.add_row(role, idle, ", ".join(did))
     return table

@@ -1,5 +1,6 @@
 """Runs in virtual time: discrete events over the policies of ``flow``, with engines, links and stores as models."""
 
+from asyncflow.rollout.lengths import Lengths
 from asyncflow.sim.models import (
     Colocation,
     EngineModel,
@@ -19,6 +20,7 @@ __all__ = [
     "EngineModel",
     "EvaluationLoad",
     "Happening",
+    "Lengths",
     "LinkModel",
     "Models",
     "RewardTimes",

@@ -48,7 +48,8 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
     """A run.
 
     wall_s: from the first prompt to the end of the last step; ended: when the last evaluation was in; spent: by role,
-    seconds of all its processes in that window; idle: by role, the share of its time that was not busy; timeline:
+    seconds of all its processes in that window; idle: of trainer and rollouts, the share of their time in which they
+    were not busy; samples: that were trained; redone: tokens that were lost with rollouts that were killed; timeline:
     None where no spans were asked for.
     """
 

@@ -113,7 +113,7 @@ class World:
             for what, seconds in counted.items():
                 spent[recorder.role][what] += seconds
             total = sum(counted.values())
-            if total > 0:
+            if total > 0 and recorder.role in ("trainer", "rollout"):
                 busy = sum(seconds for (kind, _), seconds in counted.items() if kind in _BUSY)
                 shares[recorder.role].append(1 - busy / total)
         self._spent = {role: dict(each) for role, each in spent.items()}
