@@ -1,8 +1,8 @@
 """verl's table of ``staleness_threshold``, emulated: real driver, queue, weights and 17 processes; simulated engines.
 
     python benchmarks/verl_rows.py            # the four rows; exit status 1 where a bar is missed
-    python benchmarks/verl_rows.py --fit      # fit the manifest to the rows of 0 and 0.1 with the model, offline
-    python benchmarks/verl_rows.py --model    # what the model says: of size, of the filling of steps, of what was given
+    python benchmarks/verl_rows.py --fit      # fit the manifest to the rows of 0 and 0.1 by simulation, offline
+    python benchmarks/verl_rows.py --model    # what the simulator says, also of size and of what was given
 
 What is given and what is fitted is said in the manifest, ``verl_rows.yaml``. The trainer takes the time that the table
 says of the trainer of each row, ``step`` less ``gen``; how long it waits is what is emulated. Nothing was fitted to the
@@ -19,25 +19,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import NamedTuple
 
+import msgspec
 from run_lines import lines
-from verl_model import Cycle, Engines, Training, simulate
 
 from asyncflow.api.load import load_job
-from asyncflow.flow.admission import admission_of
 from asyncflow.queue.ledger.audit import audit_ledger
-from asyncflow.rollout.engines.simulated import SimulatedOptions
+from asyncflow.sim import TrainerModel, engine_model, scenario_of, simulate
 
 HERE = Path(__file__).parent
 WITHOUT = 2
 """Cycles at the beginning that do not count; the last one, which no other overlaps, does not either."""
-SEEDS = range(3)
-BEYOND = 1.036
-"""Times that the emulation takes, of the model, which knows no processes: 1.037 and 1.034 in the first two rows."""
 FITTED = {"tokens": 100.0, "share_s": 0.0015}
 """Options that are fitted, with where the search begins."""
 
@@ -58,42 +53,43 @@ ROWS = (Row(0.0, 231.34, 128.47), Row(0.1, 171.30, 58.17), Row(0.3, 146.11, 38.8
 """verl's documentation of its fully asynchronous trainer, "128-card Stale Ablation Experiment"; means of 400 steps."""
 
 
-def predicted(manifest: Path, row: Row, *, size: int = 1, seed: int = 0, **options: float) -> Cycle:
-    """Return what the model says of a row. size: times that of the manifest; options: of the engine, instead of its."""
-    spec = load_job(manifest).spec
-    settings = [
-        f"schedule.stalenessThreshold={row.threshold}",
-        f"schedule.maxInflight={size * (spec.schedule.max_inflight or 1)}",
-        f"algorithm.promptsPerStep={size * spec.algorithm.prompts_per_step}",
-        "transferQueue.bytesPerUnit=16Gi",
-    ]
-    spec = load_job(manifest, settings).spec
-    simulated = SimulatedOptions(**{**spec.rollout.engine.options, **options})  # type: ignore[arg-type]
-    engines = Engines(
-        replicas=spec.rollout.replicas,
-        slots=size * spec.rollout.engine.slots,
-        tokens=simulated.tokens,
-        sigma=simulated.sigma,
-        rho=simulated.rho,
-        token_s=simulated.token_s,
-        share_s=simulated.share_s / size,
-        recompute_s=simulated.recompute_s / size,
-        most=spec.sampling.max_tokens,
+class Cycle(NamedTuple):
+    """Mean seconds from publication to publication, and those in which the trainer waited."""
+
+    seconds: float
+    waited: float
+
+
+def predicted(manifest: Path, row: Row, *, size: int = 1, **options: float) -> Cycle:
+    """Return what the simulator says of a row, in verl's seconds.
+
+    size: times that of the manifest; options: of the engine, instead of the manifest's.
+    """
+    job = load_job(manifest, [f"schedule.stalenessThreshold={row.threshold}"])
+    spec, scenario = job.spec, scenario_of(job)
+    given = {**spec.rollout.engine.options, **options, "time_scale": 1.0}
+    shared = {name: float(str(given[name])) / size for name in ("share_s", "recompute_s")}
+    models = msgspec.structs.replace(
+        scenario.models,
+        engine=engine_model(given | shared, slots=size * spec.rollout.engine.slots),
+        trainer=TrainerModel(slot_s=(row.step - row.gen) / spec.schedule.sync_every),
     )
-    training = Training(
-        steps=spec.algorithm.steps,
-        prompts=spec.algorithm.prompts_per_step,
-        size=spec.algorithm.group_size,
-        step_s=(row.step - row.gen) / spec.schedule.sync_every,
-        sync_every=spec.schedule.sync_every,
-        completion=spec.schedule.fill == "completion",
+    inflight = size * (spec.schedule.max_inflight or 1)
+    larger = replace(
+        scenario,
+        models=models,
+        schedule=scenario.schedule.model_copy(update={"max_inflight": inflight}),
+        prompts_per_step=size * scenario.prompts_per_step,
     )
-    return simulate(engines, training, admission_of(spec), seed=seed, without=WITHOUT)
+    steps = simulate(larger, seed=spec.algorithm.seed, spans=False).steps
+    made = steps[WITHOUT * spec.schedule.sync_every : -spec.schedule.sync_every]
+    cycles = len(made) / spec.schedule.sync_every
+    return Cycle(sum(step.wall_s for step in made) / cycles, sum(step.wait_s for step in made) / cycles)
 
 
 def usual(manifest: Path, row: Row, *, size: int = 1, **options: float) -> float:
-    """Return the seconds of a cycle as they are to be expected of an emulation, the mean over some seeds."""
-    return BEYOND * fmean(predicted(manifest, row, size=size, seed=seed, **options).seconds for seed in SEEDS)
+    """Return the seconds of a cycle that are to be expected of an emulation, which has the same responses."""
+    return predicted(manifest, row, size=size, **options).seconds
 
 
 def fit(miss: Callable[[dict[str, float]], float], start: dict[str, float]) -> dict[str, float]:
@@ -135,7 +131,7 @@ def say(what: str, seconds: list[float]) -> None:
 
 
 def show_model(manifest: Path) -> None:
-    """Print the model's rows, and how far they depend on what was chosen."""
+    """Print the simulated rows, and how far they depend on what was chosen."""
     say("published", [row.step for row in ROWS])
     say("the manifest", [usual(manifest, row) for row in ROWS])
     say("four times its size, which is verl's", [usual(manifest, row, size=4) for row in ROWS])
@@ -202,7 +198,7 @@ def main() -> int:
     parser.add_argument("--thresholds", nargs="+", type=float, default=[row.threshold for row in ROWS], metavar="TAU")
     parser.add_argument("--beside", type=float, default=0.08, help="seconds of a step that the trainer does not sleep")
     parser.add_argument("--fit", action="store_true", help="only write what fits the first two rows into the manifest")
-    parser.add_argument("--model", action="store_true", help="only say what the model says")
+    parser.add_argument("--model", action="store_true", help="only say what the simulator says")
     options = parser.parse_args()
     if options.fit:
         fit_manifest(options.manifest)
@@ -212,7 +208,7 @@ def main() -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     good = True
     print(
-        "threshold |    published    idle trainer |   model |   emulated   error    idle trainer | lag lost cores load"
+        "threshold |    published    idle trainer | simulat. |  emulated   error    idle trainer | lag lost cores load"
     )
     for row in [row for row in ROWS if row.threshold in options.thresholds]:
         found = emulate(

@@ -100,6 +100,50 @@ def plan(file: Path, overrides: tuple[str, ...], svg: Path | None) -> None:
     inspect.plan(file, overrides, svg=svg)
 
 
+class _FileOrCommand(click.Group):
+    """A group whose first argument may be a file instead of a command: then it is that of the command ``file``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Name the command where there is none."""
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+            args = ["file", *args]
+        return super().parse_args(ctx, args)
+
+
+@app.group(cls=_FileOrCommand)
+def sim() -> None:
+    """Simulate a job in virtual time: asyncflow sim FILE. Nothing is started."""
+
+
+@sim.command(name="file", hidden=True)
+@_FILE
+@_overrides
+@click.option("--seed", type=click.IntRange(min=0), help="Seed of the lengths; algorithm.seed by default.")
+@click.option("--models", type=_DIRECTORY, help="How long everything takes, as asyncflow sim fit wrote it.")
+@click.option(
+    "--colocated",
+    type=(click.FloatRange(min=0), click.FloatRange(min=0)),
+    metavar="S S",
+    help="One set of devices generates, then trains; seconds to turn to training and back.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def sim_file(file: Path, overrides: tuple[str, ...], **options: Any) -> None:
+    """Print what a run of FILE would be: seconds of a step, idle shares, tokens a second, staleness."""
+    from asyncflow.commands import sim as command
+
+    command.sim(file, overrides, **options)
+
+
+@sim.command()
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@click.option("--output", type=_DIRECTORY, help="File of the models; DIR/models.json by default.")
+def fit(directory: Path, output: Path | None) -> None:
+    """Fit models to a recorded run: how long engines, trainer and links take."""
+    from asyncflow.commands import sim as command
+
+    command.fit(directory, output=output)
+
+
 @app.command()
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 def audit(directory: Path) -> int:

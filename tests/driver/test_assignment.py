@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.driver.dispatch import PromptAssignment
+from asyncflow.flow.assignment import PromptAssignment
 from asyncflow.queue.protocol.messages import PartitionSnapshot, StepState
 
 

@@ -13,10 +13,11 @@ import pytest
 from asyncflow.api.load import load_job
 from asyncflow.data.base import Prompt
 from asyncflow.data.prompter import Prompter, PromptFormat
-from asyncflow.driver.dispatch import Dispatcher, PromptAssignment, PromptColumns
+from asyncflow.driver.dispatch import Dispatcher, PromptColumns
 from asyncflow.driver.tasks import tasks_of
 from asyncflow.errors import ManifestError
 from asyncflow.flow.admission import InFlight, admission_of
+from asyncflow.flow.assignment import PromptAssignment
 from asyncflow.flow.schedule import Schedule
 from asyncflow.queue.protocol.messages import PartitionSnapshot, Samples, StepState
 

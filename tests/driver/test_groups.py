@@ -16,10 +16,10 @@ from asyncflow.algorithms.grpo import Grpo
 from asyncflow.algorithms.ppo import Ppo
 from asyncflow.api.load import load_job
 from asyncflow.driver import groups as module
-from asyncflow.driver.dispatch import PromptAssignment
 from asyncflow.driver.groups import FILTERED_ZERO_VARIANCE, TOO_FEW_REWARDS, AdvantageTask, GroupPolicy, RewardTally
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.errors import DeadlineExceeded, ManifestError, PeerLost, Refused
+from asyncflow.flow.assignment import PromptAssignment
 from asyncflow.flow.schedule import Schedule
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, Samples, Slot
@@ -34,7 +34,7 @@ AS_PUT: dict[str, Any] = {
     "decided": lambda _step, _group: None,
 }
 """No group takes the place of another."""
-AT_ONCE: dict[str, Any] = {"together": lambda step: [step], "complete": lambda _step: True} | AS_PUT
+AT_ONCE: dict[str, Any] = {"complete": lambda _step: True} | AS_PUT
 """No step waits for another."""
 
 
@@ -220,8 +220,7 @@ async def test_what_is_decided_is_held_until_all_batches_that_are_required_are_c
             rewards=RewardTally(needed=SIZE, keep=lambda totals: None),
             finished=assignment.finish,
             excluded=assignment.exclude,
-            together=Schedule.of(spec).together,
-            complete=assignment.complete,
+            complete=lambda step: assignment.complete_together(Schedule.of(spec).together(step)),
             **AS_PUT,
         )
         work = asyncio.create_task(groups.run())
@@ -268,7 +267,6 @@ async def test_a_driver_that_takes_over_knows_what_was_held_although_samples_of_
             rewards=RewardTally(needed=4 * SIZE, keep=lambda totals: None),
             finished=lambda _: True,
             excluded=lambda serial: excluded.append(serial) is None,
-            together=Schedule.of(spec).together,
             complete=lambda _: False,
             **AS_PUT,
         )
@@ -308,7 +306,7 @@ async def test_what_is_held_is_renewed_at_once_and_what_has_lost_one_is_claimed_
             return ["l1"]
 
     groups = groups_of(Queue(reward=0.0, varied=frozenset((0, 1)), groups=2), limit=2)
-    groups.together, groups.complete = lambda _step: [1, 2, 3], lambda step: step != 3
+    groups.complete = lambda _step: False
     with pytest.raises(TimeoutError):
         await groups.run()
     assert {step: list(held) for step, held in groups._held.items()} == {1: [0], 2: [1]}
@@ -481,8 +479,7 @@ async def test_what_is_complete_first_is_trained_first_where_completion_fills_th
             rewards=RewardTally(needed=SIZE, keep=lambda totals: None),
             finished=assignment.finish,
             excluded=assignment.exclude,
-            together=schedule.together,
-            complete=assignment.complete,
+            complete=lambda step: assignment.complete_together(schedule.together(step)),
             late=lambda serial: assignment.late(serial, alike=schedule.window),
             exchanged=assignment.exchange,
             decided=lambda step, group: decided.append((group.rows[0].meta.serial, step)),

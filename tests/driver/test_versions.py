@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from asyncflow.driver.dispatch import PromptAssignment
 from asyncflow.driver.driver import Versions
 from asyncflow.driver.evaluation import EvaluationResult
 from asyncflow.driver.progress import RunProgress
+from asyncflow.flow.assignment import PromptAssignment
 from asyncflow.flow.schedule import Schedule
 from asyncflow.identity import Version
 from asyncflow.weights.catalogue import Catalogue

@@ -14,6 +14,7 @@ INTERFACES = {
     "tasks.md": {"asyncflow.flow.selection"},
     "queue-backends.md": {"asyncflow.queue.storage.backend", "asyncflow.queue.storage.packed"},
     "weights.md": {"asyncflow.weights"},
+    "simulator.md": {"asyncflow.sim"},
     "algorithm.md": {"asyncflow.algorithms.base", "asyncflow.algorithms.losses"},
     "engine.md": {"asyncflow.errors", "asyncflow.rollout.engines.base", "asyncflow.rollout.sampling"},
 }

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.identity import SampleKey
-from asyncflow.rollout.sampling import purpose_seed, stream, uniforms, words
+from asyncflow.rollout.sampling import purpose_seed, stream, uniform, uniforms, words
 
 
 def test_words_are_splitmix64_of_the_reference_implementation():
@@ -46,7 +46,7 @@ def test_uniform_is_a_function_of_its_four_arguments(seed, serial, sample, posit
     state = np.array([stream(seed=seed, key=SampleKey(serial, sample))], dtype=np.uint64)
     alone = uniforms(state, np.array([position]))[0]
     beside = uniforms(np.array([3, int(state[0]), 5], dtype=np.uint64), np.array([1, position, 2]))[1]
-    assert alone == beside
+    assert alone == beside == uniform(int(state[0]), position)
     assert 0.0 <= alone < 1.0
 
 

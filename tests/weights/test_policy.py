@@ -7,10 +7,10 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncflow.flow.versions import next_version
 from asyncflow.identity import Version
 from asyncflow.weights.host_transport import Pace
 from asyncflow.weights.messages import CatalogueView, VersionView, newest_step
-from asyncflow.weights.receiver import next_version
 from asyncflow.weights.transfer import preference
 
 

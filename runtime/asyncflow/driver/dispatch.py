@@ -1,26 +1,21 @@
-"""Prompts on their way to the queue: which step each belongs to, which columns it has, and when it is put.
+"""Prompts on their way to the queue: which columns each has, and when it is put.
 
-``PromptAssignment`` assigns serials to steps: in data order, each to the lowest step that is short of prompts; a group
-that was filtered or dropped leaves its step short, and the next serial takes its place. Under ``fill: completion`` a
-group that is finished early changes steps with one that is late. ``PromptColumns`` makes the
-columns of a prompt's rows. ``Dispatcher`` puts them as fast as admission allows. Its loop is level-triggered: it looks
-at what is published, dispatched and trained, and puts what is missing. Putting is idempotent by SampleKey, so a driver
-that was killed half-way through simply puts again. Which prompts are too long, and so which step every other one
-belongs to, is a function of the data: a serial that is skipped has no rows, and every driver skips it again.
+``PromptColumns`` makes the columns of a prompt's rows. ``Dispatcher`` puts them as fast as admission allows, each for
+the step that ``flow.assignment`` says. Its loop is level-triggered: it looks at what is published, dispatched and
+trained, and puts what is missing. Putting is idempotent by SampleKey, so a driver that was killed half-way through
+simply puts again. Which prompts are too long, and so which step every other one belongs to, is a function of the data:
+a serial that is skipped has no rows, and every driver skips it again.
 
-Invariants: every serial below ``next_serial`` belongs to exactly one step or was skipped, and a step never holds more
-than ``prompts_per_step`` groups that are neither filtered nor dropped; a prompt is in the assignment before its rows
-are created, and its step is open before its rows can be ready; no sample holds more bytes than
-``RLJobSpec.bytes_of_interval`` counts for it: what is larger than the manifest says is not put, and room for the
-outputs is asked for together with that for the inputs.
+Invariants: a prompt is in the assignment before its rows are created, and its step is open before its rows can be
+ready; no sample holds more bytes than ``RLJobSpec.bytes_of_interval`` counts for it: what is larger than the manifest
+says is not put, and room for the outputs is asked for together with that for the inputs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
@@ -34,9 +29,10 @@ from asyncflow.data.prompter import Prompter
 from asyncflow.driver.tasks import TRAIN, outputs_of
 from asyncflow.errors import ManifestError
 from asyncflow.flow.admission import Admission, InFlight, admit
+from asyncflow.flow.assignment import PromptAssignment
 from asyncflow.flow.schedule import Schedule
 from asyncflow.queue.client import QueueClient
-from asyncflow.queue.protocol.messages import PartitionSnapshot, Samples
+from asyncflow.queue.protocol.messages import Samples
 from asyncflow.rpc.columns import Jagged, batches
 
 log = logging.getLogger(__name__)
@@ -47,137 +43,6 @@ CALL_TIMEOUT_S = 60.0
 _MOST_SKIPPED_IN_A_ROW = 10_000
 _LOGGED = frozenset(10**power for power in range(8))
 """The skipped prompts that are logged: the first, the tenth, the hundredth ..."""
-
-
-@dataclass(kw_only=True)
-class PromptAssignment:
-    """The assignment of prompts to steps; pure, rebuilt from the ledger by ``restore``."""
-
-    prompts_per_step: int
-    steps: int
-    next_serial: int = 0
-    _step_of: dict[int, int] = field(default_factory=dict)
-    _counted: Counter[int] = field(default_factory=Counter)
-    _excluded: set[int] = field(default_factory=set)
-    _finished: set[int] = field(default_factory=set)
-    _undecided: Counter[int] = field(default_factory=Counter)
-    _out: dict[int, set[int]] = field(default_factory=dict)
-    _missing: list[int] = field(default_factory=list)
-    _lowest: int = 1
-
-    def issue(self) -> tuple[int, int] | None:
-        """Return the next (serial, step), or None when every step has its prompts."""
-        while self._lowest <= self.steps and self._counted[self._lowest] >= self.prompts_per_step:
-            self._lowest += 1
-        if self._lowest > self.steps:
-            return None
-        serial = self._missing.pop(0) if self._missing else self.next_serial
-        self.note(serial=serial, step=self._lowest)
-        self._undecided[self._lowest] += 1
-        return serial, self._step_of[serial]
-
-    def note(self, *, serial: int, step: int) -> None:
-        """Record that ``serial`` belongs to ``step``."""
-        self._step_of[serial] = step
-        self._counted[step] += 1
-        self.next_serial = max(self.next_serial, serial + 1)
-
-    def skip(self, serials: Collection[int]) -> None:
-        """Record that these serials have no rows and belong to no step; the step of one that was issued is short."""
-        self._missing = [serial for serial in self._missing if serial not in serials]
-        for serial in serials:
-            if serial in self._step_of:
-                self.finish(serial)
-                self.exclude(serial)
-
-    def finish(self, serial: int) -> bool:
-        """Record that the group was generated, and that it is decided what becomes of it; False: it was recorded."""
-        if serial in self._finished:
-            return False
-        self._finished.add(serial)
-        step = self._step_of[serial]
-        self._undecided[step] = max(0, self._undecided[step] - 1)
-        self._no_longer_out(serial)
-        return True
-
-    def out(self, serials: Iterable[int]) -> None:
-        """Record that these prompts were put: until they are finished, others may take their place (``late``)."""
-        for serial in serials:
-            if serial not in self._finished:
-                self._out.setdefault(self._step_of[serial], set()).add(serial)
-
-    def late(self, serial: int, *, alike: Callable[[int], object]) -> tuple[int, int] | None:
-        """Return the step to which a finished group may go that is early, and the group there that is late.
-
-        It is the lowest step that still waits for a group, of those below the group's own to which ``alike`` says the
-        same; None where there is none. Prompts that an earlier driver put are never late.
-        """
-        own = self._step_of[serial]
-        steps = [step for step in self._out if step < own and alike(step) == alike(own)]
-        return (min(steps), max(self._out[min(steps)])) if steps else None
-
-    def exchange(self, serial: int, late: int) -> None:
-        """Record that a finished group and an unfinished one have changed their steps."""
-        own, step = self._step_of[serial], self._step_of[late]
-        self._no_longer_out(late)
-        self._step_of[serial], self._step_of[late] = step, own
-        self._undecided[step] -= 1
-        self._undecided[own] += 1
-        self.out([late])
-
-    def _no_longer_out(self, serial: int) -> None:
-        step = self._step_of[serial]
-        out = self._out.get(step, set()) - {serial}
-        if out:
-            self._out[step] = out
-        else:
-            self._out.pop(step, None)
-
-    def exclude(self, serial: int) -> bool:
-        """Record that the group was filtered or dropped: its step lacks a prompt again; False: it was recorded."""
-        if serial in self._excluded:
-            return False
-        self._excluded.add(serial)
-        step = self._step_of[serial]
-        self._counted[step] -= 1
-        self._lowest = min(self._lowest, step)
-        return True
-
-    def restore(self, snapshot: PartitionSnapshot) -> None:
-        """Take over what the ledger knows; committed steps are full, serials that were never created come first."""
-        for step in range(1, snapshot.last_committed_step + 1):
-            self._counted[step] = self.prompts_per_step
-        for step, state in sorted(snapshot.steps.items()):
-            self._counted[step] = 0
-            for serial in state.serials:
-                self.note(serial=serial, step=step)
-            self._counted[step] -= state.excluded
-        self.next_serial = snapshot.next_serial
-        self._missing = sorted(snapshot.missing)
-        self._undecided = Counter({step: state.undone["advantage"] for step, state in snapshot.steps.items()})
-
-    @property
-    def running(self) -> int:
-        """Prompts issued of which it is not decided yet what becomes of their groups."""
-        return self._undecided.total()
-
-    def complete(self, step: int) -> bool:
-        """Return whether the step has all its prompts, and what becomes of each group is decided."""
-        return self._counted[step] >= self.prompts_per_step and not self._undecided[step]
-
-    @property
-    def missing(self) -> Sequence[int]:
-        """Serials below ``next_serial`` that were never created, as far as they are not issued again."""
-        return self._missing
-
-    @property
-    def dispatched(self) -> int:
-        """Prompts given out that are neither filtered nor dropped."""
-        return self._counted.total()
-
-    def unfinished(self, *, trained_step: int) -> set[int]:
-        """Return the steps after ``trained_step`` that have prompts."""
-        return {step for step, count in self._counted.items() if step > trained_step and count > 0}
 
 
 class Overlong(ManifestError):

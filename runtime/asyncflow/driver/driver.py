@@ -27,7 +27,7 @@ from asyncflow.api.graph import graph_of
 from asyncflow.api.job import RLJob
 from asyncflow.api.status import DriverStatus, Phase, StepProgress
 from asyncflow.data.prompter import Prompter
-from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher, PromptAssignment, PromptColumns
+from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher, PromptColumns
 from asyncflow.driver.elastic import DesiredRollouts
 from asyncflow.driver.ending import Ending
 from asyncflow.driver.evaluation import Evaluation, EvaluationResult, best_of
@@ -42,6 +42,7 @@ from asyncflow.driver.status import build_status, count_step, show, waiting_for
 from asyncflow.driver.tasks import EVAL, TRAIN
 from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
 from asyncflow.flow.admission import InFlight, admission_of
+from asyncflow.flow.assignment import PromptAssignment
 from asyncflow.flow.schedule import Schedule
 from asyncflow.flow.stagger import Permits, Supply
 from asyncflow.queue.client import QueueClient
@@ -240,8 +241,7 @@ class Driver:
             rewards=self.rewards,
             finished=self._finished,
             excluded=self._exclude,
-            together=self.schedule.together,
-            complete=self.assignment.complete,
+            complete=lambda step: self.assignment.complete_together(self.schedule.together(step)),
             late=self._late if spec.schedule.fill == "completion" else lambda _serial: None,
             exchanged=self.assignment.exchange,
             decided=self._samples.decided,

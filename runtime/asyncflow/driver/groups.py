@@ -295,8 +295,8 @@ class AdvantageTask:
     """Runs the advantage task.
 
     finished: called with the serial of each group that was generated; excluded: of one that the trainer will not see;
-    both return whether this is the first time. together: returns the steps that must be complete before a step is
-    trained; complete: whether a step is. late: returns the step to which a finished group may go, and the group that is
+    both return whether this is the first time. complete: returns whether the steps are complete that must be before a
+    step is trained. late: returns the step to which a finished group may go, and the group that is
     late there, None where there is none; exchanged: called when the two have changed their steps; decided: called with
     the step and each group that the trainer shall see, again where it is decided again.
     filtered: groups of each step without variance that were dropped, by an earlier driver too; alike: groups without
@@ -309,7 +309,6 @@ class AdvantageTask:
     rewards: RewardTally
     finished: Callable[[int], bool]
     excluded: Callable[[int], bool]
-    together: Callable[[int], Sequence[int]]
     complete: Callable[[int], bool]
     late: Callable[[int], tuple[int, int] | None]
     exchanged: Callable[[int, int], None]
@@ -350,8 +349,7 @@ class AdvantageTask:
     async def _release(self) -> None:
         """Write the advantages of all steps of which enough are complete."""
         for step in sorted(self._held):
-            together = self.together(step)
-            if len(together) > 1 and not all(map(self.complete, together)):
+            if not self.complete(step):
                 continue
             for serial, group in list(self._held[step].items()):
                 cells = [group.advantages[i : i + 1] for i in range(len(group.rows))]

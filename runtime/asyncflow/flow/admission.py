@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from asyncflow.api.job import RLJobSpec
+    from asyncflow.api.schedule import ScheduleSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +87,19 @@ class StalenessThreshold:
 
 
 def admission_of(spec: RLJobSpec) -> list[Admission]:
-    """Return the rules that a manifest asks for; quotas admit whole steps, so verl's fraction is not theirs."""
-    batch, schedule = spec.algorithm.prompts_per_step, spec.schedule
-    policies: list[Admission] = [BoundedLag(prompts_per_step=batch, lag=schedule.lag, steps=spec.algorithm.steps)]
+    """Return the rules that a manifest asks for."""
+    algorithm = spec.algorithm
+    return admission_by(spec.schedule, prompts_per_step=algorithm.prompts_per_step, steps=algorithm.steps)
+
+
+def admission_by(schedule: ScheduleSpec, *, prompts_per_step: int, steps: int) -> list[Admission]:
+    """Return the rules of a job of so many steps; quotas admit whole steps, so verl's fraction is not theirs."""
+    policies: list[Admission] = [BoundedLag(prompts_per_step=prompts_per_step, lag=schedule.lag, steps=steps)]
     if schedule.swap_at != "quota":
         threshold = StalenessThreshold(
-            prompts_per_step=batch, sync_every=schedule.sync_every, threshold=schedule.staleness_threshold
+            prompts_per_step=prompts_per_step,
+            sync_every=schedule.sync_every,
+            threshold=schedule.staleness_threshold,
         )
         policies.append(threshold)
     if schedule.max_inflight is not None:

@@ -85,6 +85,11 @@ class Instance:
         return len(self._running)
 
     @property
+    def evaluating(self) -> bool:
+        """True while all sequences that run, at least one, are of evaluations."""
+        return bool(self._running) and all(work.purpose == "eval" for work in self._running.values())
+
+    @property
     def held(self) -> int:
         """Rows leased and not begun."""
         return len(self._held)
@@ -144,6 +149,10 @@ class Instance:
     def eval_parked(self) -> None:
         """Take in that a claim of evaluation rows found none ready."""
         self._eval_dry = True
+
+    def works(self) -> list[Work]:
+        """Return the rows that are here, begun or not."""
+        return [*self._held.values(), *self._running.values()]
 
     def drain(self) -> None:
         """Claim, begin and swap nothing any more."""
@@ -219,30 +228,27 @@ class Instance:
         needed = other and not self._carries and (target in required or not self._back)
         return needed or self._misfit() is not None
 
-    def _all(self) -> list[Work]:
-        return [*self._held.values(), *self._running.values()]
-
     def _claim_train(self) -> tuple[frozenset[int] | None, int]:
         """Return the versions that a claim of training rows accepts (None: no claim) and the room for them."""
-        room = self._capacity - len(self._all())
+        room = self._capacity - len(self.works())
         if not self._back:
             held_up = self._behind() or (self._forward() and not self._carries)
             return None if held_up else frozenset(), room
         if not self._eval_dry:
             return frozenset(), room
-        return self._in_memory if self._all() else self._loadable(), room
+        return self._in_memory if self.works() else self._loadable(), room
 
     def _claim_eval(self) -> tuple[frozenset[int] | None, int]:
         """Return the same for evaluation rows, which training rows that only wait for a swap do not keep out."""
         held = sum(1 for work in self._held.values() if work.purpose == "eval")
         mine = held + sum(1 for work in self._running.values() if work.purpose == "eval")
-        share = self._capacity if mine == len(self._all()) else self._eval_slots
+        share = self._capacity if mine == len(self.works()) else self._eval_slots
         room = min(share - mine, self._capacity - len(self._running) - held)
         if self._carries and self._forward():
             room = max(1, room)  # the swap waits for a claim that finds none, however full the instance is
         if not self._back and self._forward():
             return None if self._eval_dry else frozenset(), room
-        return self._loadable() if not self._back or not self._all() else frozenset(), room
+        return self._loadable() if not self._back or not self.works() else frozenset(), room
 
     def _loadable(self) -> frozenset[int]:
         """Return the steps that are here, and older ones that can be had; newer than any loaded come by themselves."""
@@ -257,7 +263,7 @@ class Instance:
 
     def _forward(self) -> bool:
         """Return whether it leaves the loaded version for a newer one that is staged."""
-        free = self._has_permit or self.current is None or self._behind() or not self._all()
+        free = self._has_permit or self.current is None or self._behind() or not self.works()
         return free and self._newer_staged()
 
     def _ahead(self, step: int) -> bool:

@@ -16,6 +16,7 @@ from asyncflow.identity import NEWEST
 
 if TYPE_CHECKING:
     from asyncflow.api.job import RLJobSpec
+    from asyncflow.api.schedule import ScheduleSpec
 
 
 class VersionWindow(NamedTuple):
@@ -44,13 +45,19 @@ class Schedule:
     @classmethod
     def of(cls, spec: RLJobSpec) -> Schedule:
         """Return the schedule that a manifest asks for."""
+        every = spec.evaluation.every if spec.evaluation else 0
+        return cls.by(spec.schedule, steps=spec.algorithm.steps, eval_every=every)
+
+    @classmethod
+    def by(cls, spec: ScheduleSpec, *, steps: int, eval_every: int) -> Schedule:
+        """Return the schedule of a job of ``steps`` that is evaluated each ``eval_every`` of them."""
         return cls(
-            steps=spec.algorithm.steps,
-            lag=spec.schedule.lag,
-            exact=spec.schedule.swap_at == "quota",
-            sync_every=spec.schedule.sync_every,
-            require_batches=max(1, spec.schedule.require_batches),
-            eval_every=spec.evaluation.every if spec.evaluation else 0,
+            steps=steps,
+            lag=spec.lag,
+            exact=spec.swap_at == "quota",
+            sync_every=spec.sync_every,
+            require_batches=max(1, spec.require_batches),
+            eval_every=eval_every,
         )
 
     def window(self, step: int) -> VersionWindow:

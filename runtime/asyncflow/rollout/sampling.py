@@ -56,3 +56,8 @@ def words(streams: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
 def uniforms(streams: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the doubles in [0, 1), 53 bits each, of response tokens ``positions`` of ``streams``; shapes broadcast."""
     return (words(streams, positions) >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
+
+
+def uniform(state: int, position: int) -> float:
+    """Return ``uniforms`` of one generator at one position."""
+    return (_mixed(state + (position + 1) * _GOLDEN) >> 11) * 2.0**-53

@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from asyncflow.errors import AsyncFlowError, ProtocolError, StaleHandle
+from asyncflow.flow.versions import next_version
 from asyncflow.identity import Version
 from asyncflow.rpc.retry import Outage, retry
 from asyncflow.weights.holder import Copy, Holder, Linked
@@ -39,33 +40,6 @@ def whole(name: str, shape: tuple[int, ...]) -> Box | None:
     """Need all of every tensor."""
     del name
     return Box.whole(shape)
-
-
-def next_version(
-    view: CatalogueView,
-    *,
-    held: Collection[Version],
-    unfinished: Version | None,
-    asked: Iterable[int],
-    wanted: int | None,
-) -> Version | None:
-    """Return the version to fetch now, which may be the unfinished one; None: nothing new, an unfinished one goes on.
-
-    asked: steps that are waited for, in that order; wanted: the step that the worker's policy names. A version
-    older than all that is held is fetched only when its step is asked for or required.
-    """
-    for step in asked:
-        version = view.find(step)
-        if version is not None and all(other.step != step for other in held):
-            return version
-    version = view.find(wanted) if wanted is not None else None
-    if version is None or version in held:
-        return None
-    if held and version < max(held) and version.step not in view.required:
-        return None
-    if unfinished is not None and unfinished < version and unfinished.step in view.required:
-        return unfinished if view.find(unfinished.step) == unfinished else version
-    return version
 
 
 class WeightReceiver:

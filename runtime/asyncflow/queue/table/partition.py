@@ -19,9 +19,9 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from asyncflow.errors import Fenced, Misdirected, Refused
+from asyncflow.flow.slots import weight_of
 from asyncflow.queue.ledger.events import Declared
 from asyncflow.queue.protocol.messages import KEY_TAG, SERIAL_BITS, Purpose, StepTotals, TaskSpec
 from asyncflow.queue.table.ready import TaskQueue
@@ -203,24 +203,6 @@ class PartitionState:
             del self.keys[key]
 
 
-class SlotRequest(NamedTuple):
-    """The request for which slots are dealt. tokens: most weight of one rank's part of a slot."""
-
-    world: int
-    tokens: int
-    spec: TaskSpec
-
-
-def weight_of(rows: Sequence[Row], spec: TaskSpec) -> int:
-    """Return the tokens of rows that one rank has in one slot, at least 1 for each row."""
-    if not spec.shared_tokens:
-        return sum([row.weight for row in rows])
-    shared: dict[RowGroup, int] = {}
-    for row in rows:
-        shared[row.group] = max(row.tokens, shared.get(row.group, 0))
-    return max(len(rows), sum(shared.values()) + sum([row.response_tokens for row in rows]))
-
-
 @dataclass(slots=True)
 class Decision:
     """A slot: the rows of each rank, by key; totals: of the step so far."""
@@ -257,7 +239,10 @@ class Step:
 
     def loads(self, world: int, spec: TaskSpec) -> list[int]:
         """Return the weight of what each rank has had so far."""
-        return [sum([weight_of(slot.ranks[rank], spec) for slot in self.slots]) for rank in range(world)]
+        return [
+            sum([weight_of(slot.ranks[rank], shared=spec.shared_tokens) for slot in self.slots])
+            for rank in range(world)
+        ]
 
     def reset(self) -> list[RowGroup]:
         """Forget slots, bindings and reports; return the groups that were bound."""

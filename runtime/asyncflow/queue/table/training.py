@@ -1,41 +1,27 @@
 """The trainer's ranks as one consumer: which rows make which slot of which step, and what a checkpoint has committed.
 
-Ranks get about the same weight over the whole step (``flow.selection.balance``); where the task says ``groups``, all
-rows of a group go to one rank in one slot, and where it says ``shared_tokens``, as many as the budget allows.
+Which rows make a slot says ``flow.slots``.
 
 Invariants: only the attempt that began last changes anything; a commit or a beginning at θ_k is taken as the proof that
-all ranks finished step k, because a checkpoint that holds it exists; a rank's part of a slot is within the budget
-unless it is a single row, or a single group where the task says ``groups``; the slot after which nothing of D_step
-remains is ``last``, and only that one; the steps above ``committed`` can always be begun anew with the same samples.
+all ranks finished step k, because a checkpoint that holds it exists; the slot after which nothing of D_step remains is
+``last``, and only that one; the steps above ``committed`` can always be begun anew with the same samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import islice
-from operator import attrgetter
-from typing import Final
 
 from asyncflow.errors import Fenced, Refused
 from asyncflow.flow.schedule import VersionWindow
-from asyncflow.flow.selection import balance
+from asyncflow.flow.slots import SlotRequest, next_slot
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.events import SlotDecided
 from asyncflow.queue.protocol.messages import Slot, TaskSpec
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.leases import leased_rows
-from asyncflow.queue.table.partition import PartitionState, SlotRequest, Step, weight_of
-from asyncflow.queue.table.state import FINAL, Row, RowGroup
-
-_AHEAD = 8
-"""Slots that are dealt together, so that the ranks come out even."""
-_BY_KEY: Final = attrgetter("group.serial", "sample")
-
-
-_EVEN = 1.03
-"""Ranks are even when the heaviest has at most this much of the mean; beyond, groups that may be cut are cut."""
-_MOST_CUTS = 2
-"""Most such cuts for each rank."""
+from asyncflow.queue.table.partition import PartitionState, Step
+from asyncflow.queue.table.state import FINAL, RowGroup
 
 
 class Training:
@@ -171,8 +157,11 @@ def decide(
         return None
     if room > 0 and count == 0 and not step.carry:
         return None
-    asked = SlotRequest(world, tokens, spec)
-    ranks = _next_slot(step, ready, asked, room, complete=count >= room) or [[] for _ in range(world)]
+    fresh = ([row for row in group.rows if row.state < FINAL] for group in islice(ready, max(0, room)))
+    asked = SlotRequest(world, tokens, groups=spec.groups, shared=spec.shared_tokens)
+    loads = step.loads(world, spec)
+    dealt = next_slot(list(step.carry.values()), fresh, asked, before=loads, complete=count >= room)
+    ranks = dealt or [[] for _ in range(world)]
     given = [row for rank in ranks for row in rank]
     begun = [group for group in dict.fromkeys([row.group for row in given]) if group.serial not in step.bound]
     bound = sorted([group.serial for group in begun])
@@ -189,82 +178,3 @@ def decide(
         samples=before.samples + len(given),
         response_tokens=before.response_tokens + sum([row.response_tokens for row in given]),
     )
-
-
-def _next_slot(
-    step: Step, ready: Iterable[RowGroup], asked: SlotRequest, room: int, *, complete: bool
-) -> list[list[Row]]:
-    """Deal what is left over and what is ready to the next slots; return the rows of each rank in the first of them.
-
-    complete: all groups of the step are ready or bound.
-    """
-    left: dict[RowGroup, list[Row]] = {}
-    for row in step.carry.values():
-        left.setdefault(row.group, []).append(row)
-    parts = [part for rows in left.values() for part in _parts(rows, asked)]
-    load = weight_of(list(step.carry.values()), asked.spec)
-    for group in islice(ready, max(0, room)):
-        if load >= _AHEAD * asked.world * asked.tokens:
-            complete = False
-            break
-        fresh = [row for row in group.rows if row.state < FINAL]
-        parts += _parts(fresh, asked)
-        load += weight_of(fresh, asked.spec)
-    if not parts:
-        return []
-    slot = _deal(parts, asked, before=step.loads(asked.world, asked.spec), cut=complete)[0]
-    return [sorted([row for part in given for row in part], key=_BY_KEY) for given in slot]
-
-
-def _parts(rows: list[Row], asked: SlotRequest) -> list[list[Row]]:
-    """Return rows of one group as they are to be dealt: all together, each alone, or as many as fit into a slot."""
-    if asked.spec.groups:
-        return [rows]
-    if not asked.spec.shared_tokens:
-        return [[row] for row in rows]
-    parts: list[list[Row]] = []
-    load = 0
-    for row in rows:
-        if not parts or load + row.response_tokens > asked.tokens:
-            parts.append([])
-            load = row.tokens
-        parts[-1].append(row)
-        load += row.response_tokens
-    return parts
-
-
-def _deal(
-    parts: list[list[Row]], asked: SlotRequest, *, before: Sequence[int], cut: bool
-) -> list[list[list[list[Row]]]]:
-    """Deal parts to slots and ranks.
-
-    cut: groups that may be cut are, as long as ranks are uneven and it makes the heaviest lighter.
-    """
-    cuts = _MOST_CUTS * asked.world if cut and asked.spec.shared_tokens and not asked.spec.groups else 0
-    best: list[list[list[list[Row]]]] = []
-    lightest = 0
-    for left in range(cuts, -1, -1):
-        weights = [weight_of(part, asked.spec) for part in parts]
-        dealt = balance(weights, ranks=asked.world, budget=asked.tokens, before=before)
-        loads = [had + sum(weights[i] for slot in dealt for i in slot[rank]) for rank, had in enumerate(before)]
-        most, mean = max(loads), sum(loads) / asked.world
-        if best and most >= lightest:
-            break
-        best = [[[parts[i] for i in indices] for indices in slot] for slot in dealt]
-        lightest = most
-        heaviest = loads.index(most)
-        own = [i for slot in dealt for i in slot[heaviest] if len(parts[i]) > 1]
-        if not left or most <= _EVEN * mean or not own:
-            break
-        parts = _cut(parts, max(own, key=weights.__getitem__), surplus=most - mean)
-    return best
-
-
-def _cut(parts: Sequence[list[Row]], index: int, *, surplus: float) -> list[list[Row]]:
-    """Return the parts with one of them cut in two, the second of about ``surplus`` tokens beside the shared ones."""
-    rows, load = list(parts[index]), 0
-    split = len(rows)
-    while split > 1 and (split == len(rows) or load + rows[split - 1].response_tokens / 2 <= surplus):
-        split -= 1
-        load += rows[split].response_tokens
-    return [*parts[:index], rows[:split], rows[split:], *parts[index + 1 :]]

@@ -35,14 +35,8 @@ from asyncflow.rollout.engines.base import (
     SequenceName,
     VersionMarks,
 )
+from asyncflow.rollout.lengths import Lengths
 from asyncflow.rollout.sampling import stream, uniforms
-
-_LENGTH_POSITIONS = (2**40, 2**40 + 1)
-"""Positions, never a token's, whose uniforms decide the length: of a turn that begins later, so many more."""
-_GROUP_POSITIONS = (2**40 + 2, 2**40 + 3)
-"""The same, of the first sample of a prompt, for what the lengths of all its samples have in common."""
-_TURN_POSITIONS = 4
-"""Positions that one turn needs for its length."""
 
 _RESOLUTION_S = 1e-9
 """Timers are no more exact than this."""
@@ -209,6 +203,7 @@ class SimulatedEngine(RolloutEngine):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self._set = read_options(self.options, SimulatedOptions, where=OPTIONS)
+        self._lengths = Lengths(tokens=self._set.tokens, sigma=self._set.sigma, rho=self._set.rho)
         self.weights: dict[str, NDArray[Any]] = {}
         self._running: set[_Sequence] = set()
         self._waiting: dict[_Sequence, None] = {}
@@ -247,7 +242,8 @@ class SimulatedEngine(RolloutEngine):
         request.check(max_length=self.max_length)
         if self.version is None or self._closed:
             raise Refused("the engine is closed" if self._closed else "no weights were loaded yet", where="generate")
-        length = max(request.begun + 1, self._length(request))
+        drawn = self._lengths.of(request.key, seed=request.seed, most=request.max_tokens, turn=request.turn)
+        length = max(request.begun + 1, drawn)
         left = length - request.begun
         sequence = _Sequence(request, left=left, version=self.version)
         self._waiting[sequence] = None
@@ -296,19 +292,6 @@ class SimulatedEngine(RolloutEngine):
         seconds = (prefill_s + tokens * self._set.token_s) * self._set.time_scale
         self._clock.begin(sequence, seconds=seconds)
         await sequence.ended
-
-    def _length(self, request: GenerationRequest) -> int:
-        """Return the length of the response to the end of the turn.
-
-        A turn's own is lognormal, from normals keyed by the sample and by the prompt, and by where it begins.
-        """
-        typical, rho = self._set.tokens or request.max_tokens, self._set.rho
-        normal = _normal(request.seed, request.key, _LENGTH_POSITIONS, turn=request.turn)
-        if rho:
-            common = _normal(request.seed, SampleKey(request.key.serial, 0), _GROUP_POSITIONS, turn=request.turn)
-            normal = math.sqrt(rho) * common + math.sqrt(1 - rho) * normal
-        turn = max(1, round(typical * math.exp(self._set.sigma * normal)))
-        return min(request.max_tokens, request.turn + turn)
 
     def _made_up(self, sequence: _Sequence, length: int, finish: Finish) -> Completion:
         """Return ``length`` tokens behind those that were there already."""
@@ -359,13 +342,3 @@ class SimulatedEngine(RolloutEngine):
         self._closed = True
         for sequence in (*self._running, *self._waiting):
             sequence.abort()
-
-
-def _normal(seed: int, key: SampleKey, positions: tuple[int, int], *, turn: int) -> float:
-    """Return a standard normal by Box and Muller from the two uniforms of ``key`` at ``positions``.
-
-    turn: where the turn begins for which it is; each begins with numbers of its own.
-    """
-    state = np.array([stream(seed=seed, key=key)], dtype=np.uint64)
-    first, second = uniforms(state, np.array(positions) + _TURN_POSITIONS * turn).tolist()
-    return math.sqrt(-2 * math.log(1 - first)) * math.cos(2 * math.pi * second)

@@ -1,0 +1,153 @@
+"""Simulated runs: ``asyncflow sim FILE``, and the models that ``asyncflow sim fit DIR`` makes of a recorded one.
+
+Invariant: nothing of the job is started; what is printed is a function of the manifest, the models and the seed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from asyncflow.api.load import load_job
+from asyncflow.commands.preflight import runnable_job
+from asyncflow.driver.journal import METRICS, SUMMARY
+from asyncflow.driver.sample_files import read_samples, sample_files
+from asyncflow.errors import ManifestError
+from asyncflow.local.folder import JOB
+from asyncflow.queue.ledger.events import SlotDecided
+from asyncflow.queue.ledger.log import read_ledger
+from asyncflow.sim import Colocation, Models, Simulated, scenario_of, simulate
+from asyncflow.sim.fit import WITHOUT, Drawn, Recorded, fitted
+
+_WIDTH = 120
+"""Columns where there is no terminal whose width could be asked for."""
+MODELS = "models.json"
+"""File of a run's folder with the models that were fitted to it."""
+
+
+def sim(
+    file: Path,
+    overrides: Sequence[str],
+    *,
+    seed: int | None,
+    models: Path | None,
+    colocated: tuple[float, float] | None,
+    as_json: bool,
+) -> None:
+    """Print what a run of a manifest would be. seed: None for ``algorithm.seed``.
+
+    Raises ManifestError where it is not known how long something takes.
+    """
+    job = runnable_job(file, overrides)
+    turns = None if colocated is None else Colocation(to_train_s=colocated[0], to_generate_s=colocated[1])
+    scenario = scenario_of(job, models=None if models is None else Models.read(models), colocated=turns)
+    began = time.process_time()
+    made = simulate(scenario, seed=job.spec.algorithm.seed if seed is None else seed)
+    took_s = time.process_time() - began
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(_figures(made))).decode())
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDTH
+    click.echo(f"{job.name}: {len(made.steps)} steps of {made.wall_s:.4g} s, simulated in {took_s:.2g} s")
+    console.print(_steps(made))
+    console.print(_spent(made))
+
+
+def fit(directory: Path, *, output: Path | None) -> None:
+    """Write the models of a recorded run, and print how well a run that is simulated with them agrees with it.
+
+    Raises ManifestError where too little is recorded.
+    """
+    job = load_job(directory / JOB)
+    recorded = _recorded(directory, rollouts=job.spec.rollout.replicas)
+    models, made = fitted(job, recorded)
+    file = directory / MODELS if output is None else output
+    models.write(file)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("mean of a step", header_style="dim")
+    for name in ("recorded", "simulated", "error"):
+        table.add_column(name, header_style="dim", justify="right")
+    real, counted = recorded.steps[WITHOUT:], made.steps[WITHOUT:] or made.steps
+    for name in ("wall_s", "wait_s", "compute_s", "response_tokens", "staleness_start_mean"):
+        one, other = fmean(step[name] for step in real), fmean(getattr(step, name) for step in counted)
+        table.add_row(name, f"{one:.4g}", f"{other:.4g}", f"{other / one - 1:+.1%}" if one else "")
+    Console(highlight=False, width=_WIDTH).print(table)
+    click.echo(f"{file}: the models; asyncflow sim FILE --models {file}")
+
+
+def _recorded(directory: Path, *, rollouts: int) -> Recorded:
+    """Read what a run left. Raises ManifestError where it has no steps, AsyncFlowError where a file cannot be read."""
+    try:
+        lines = [msgspec.json.decode(line) for line in (directory / METRICS).read_bytes().splitlines()]
+        summary = msgspec.json.decode((directory / SUMMARY).read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        what, hint = f"is no finished run: {error}", "Give the folder of a run that has ended"
+        raise ManifestError(what, where=str(directory), hint=hint) from error
+    steps = {line["step"]: line for line in lines}
+    files = [file for file in sample_files(directory) if file.purpose == "train"]
+    drawn = [sample for file in files for sample in read_samples(file.path) if sample.drawn]
+    slots = Counter(event.step for event in read_ledger(directory / "ledger") if isinstance(event, SlotDecided))
+    return Recorded(
+        steps=[steps[step] for step in sorted(steps)],
+        samples=[Drawn(sample.serial, sample.prompt_tokens, sample.response_tokens) for sample in drawn],
+        generating_s=(1 - summary["idle_share"]["rollout"]) * summary["training_s"] * rollouts,
+        slots=slots,
+    )
+
+
+def _figures(made: Simulated) -> dict[str, object]:
+    return {
+        "wall_s": made.wall_s,
+        "step_s": _step_s(made),
+        "tokens_per_second": made.tokens_per_second,
+        "idle_share": made.idle,
+        "steps": made.steps,
+    }
+
+
+def _step_s(made: Simulated) -> float:
+    return made.step_s(without=WITHOUT if len(made.steps) > WITHOUT else 0)
+
+
+def _steps(made: Simulated) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("step s", "of which wait", "compute", "tokens/s", "staleness start", "end", "most"):
+        table.add_column(name, header_style="dim", justify="right")
+    counted = made.steps[WITHOUT:] or made.steps
+    table.add_row(
+        f"{_step_s(made):.4g}",
+        f"{fmean(step.wait_s for step in counted):.4g}",
+        f"{fmean(step.compute_s for step in counted):.4g}",
+        f"{made.tokens_per_second:.4g}",
+        f"{fmean(step.staleness_start_mean for step in counted):.2f}",
+        f"{fmean(step.staleness_end_mean for step in counted):.2f}",
+        str(max(step.staleness_start_max for step in made.steps)),
+    )
+    return table
+
+
+def _spent(made: Simulated) -> Table:
+    """Return what the processes of each role did, as shares of their time."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("role", header_style="dim")
+    table.add_column("idle", header_style="dim", justify="right")
+    table.add_column("what it did", header_style="dim")
+    for role, spent in made.spent.items():
+        total = sum(spent.values())
+        if total <= 0:
+            continue
+        parts = sorted(spent.items(), key=lambda part: -part[1])
+        did = (f"{kind} {waits}".strip() + f" {seconds / total:.1%}" for (kind, waits), seconds in parts if seconds > 0)
+        idle = f"{made.idle[role]:.1%}" if role in made.idle else ""
+        table.add_row(role, idle, ", ".join(did))
+    return table

@@ -1,0 +1,159 @@
+"""Which optimizer step each prompt belongs to.
+
+Serials are assigned in data order, each to the lowest step that is short of prompts; a group that was filtered or
+dropped leaves its step short, and the next serial takes its place. Under ``fill: completion`` a group that is finished
+early changes steps with one that is late.
+
+Invariants: every serial below ``next_serial`` belongs to exactly one step or was skipped, and a step never holds more
+than ``prompts_per_step`` groups that are neither filtered nor dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncflow.queue.protocol.messages import PartitionSnapshot
+
+
+@dataclass(kw_only=True)
+class PromptAssignment:
+    """The assignment of prompts to steps; pure, rebuilt from the ledger by ``restore``."""
+
+    prompts_per_step: int
+    steps: int
+    next_serial: int = 0
+    _step_of: dict[int, int] = field(default_factory=dict)
+    _counted: Counter[int] = field(default_factory=Counter)
+    _excluded: set[int] = field(default_factory=set)
+    _finished: set[int] = field(default_factory=set)
+    _undecided: Counter[int] = field(default_factory=Counter)
+    _out: dict[int, set[int]] = field(default_factory=dict)
+    _missing: list[int] = field(default_factory=list)
+    _lowest: int = 1
+
+    def issue(self) -> tuple[int, int] | None:
+        """Return the next (serial, step), or None when every step has its prompts."""
+        while self._lowest <= self.steps and self._counted[self._lowest] >= self.prompts_per_step:
+            self._lowest += 1
+        if self._lowest > self.steps:
+            return None
+        serial = self._missing.pop(0) if self._missing else self.next_serial
+        self.note(serial=serial, step=self._lowest)
+        self._undecided[self._lowest] += 1
+        return serial, self._step_of[serial]
+
+    @property
+    def full(self) -> bool:
+        """Return whether every step had its prompts when one was asked for last."""
+        return self._lowest > self.steps
+
+    def note(self, *, serial: int, step: int) -> None:
+        """Record that ``serial`` belongs to ``step``."""
+        self._step_of[serial] = step
+        self._counted[step] += 1
+        self.next_serial = max(self.next_serial, serial + 1)
+
+    def skip(self, serials: Collection[int]) -> None:
+        """Record that these serials have no rows and belong to no step; the step of one that was issued is short."""
+        self._missing = [serial for serial in self._missing if serial not in serials]
+        for serial in serials:
+            if serial in self._step_of:
+                self.finish(serial)
+                self.exclude(serial)
+
+    def finish(self, serial: int) -> bool:
+        """Record that the group was generated, and that it is decided what becomes of it; False: it was recorded."""
+        if serial in self._finished:
+            return False
+        self._finished.add(serial)
+        step = self._step_of[serial]
+        self._undecided[step] = max(0, self._undecided[step] - 1)
+        self._no_longer_out(serial)
+        return True
+
+    def out(self, serials: Iterable[int]) -> None:
+        """Record that these prompts were put: until they are finished, others may take their place (``late``)."""
+        for serial in serials:
+            if serial not in self._finished:
+                self._out.setdefault(self._step_of[serial], set()).add(serial)
+
+    def late(self, serial: int, *, alike: Callable[[int], object]) -> tuple[int, int] | None:
+        """Return the step to which a finished group may go that is early, and the group there that is late.
+
+        It is the lowest step that still waits for a group, of those below the group's own to which ``alike`` says the
+        same; None where there is none. Prompts that an earlier driver put are never late.
+        """
+        own = self._step_of[serial]
+        steps = [step for step in self._out if step < own and alike(step) == alike(own)]
+        return (min(steps), max(self._out[min(steps)])) if steps else None
+
+    def exchange(self, serial: int, late: int) -> None:
+        """Record that a finished group and an unfinished one have changed their steps."""
+        own, step = self._step_of[serial], self._step_of[late]
+        self._no_longer_out(late)
+        self._step_of[serial], self._step_of[late] = step, own
+        self._undecided[step] -= 1
+        self._undecided[own] += 1
+        self.out([late])
+
+    def _no_longer_out(self, serial: int) -> None:
+        step = self._step_of[serial]
+        out = self._out.get(step, set()) - {serial}
+        if out:
+            self._out[step] = out
+        else:
+            self._out.pop(step, None)
+
+    def exclude(self, serial: int) -> bool:
+        """Record that the group was filtered or dropped: its step lacks a prompt again; False: it was recorded."""
+        if serial in self._excluded:
+            return False
+        self._excluded.add(serial)
+        step = self._step_of[serial]
+        self._counted[step] -= 1
+        self._lowest = min(self._lowest, step)
+        return True
+
+    def restore(self, snapshot: PartitionSnapshot) -> None:
+        """Take over what the ledger knows; committed steps are full, serials that were never created come first."""
+        for step in range(1, snapshot.last_committed_step + 1):
+            self._counted[step] = self.prompts_per_step
+        for step, state in sorted(snapshot.steps.items()):
+            self._counted[step] = 0
+            for serial in state.serials:
+                self.note(serial=serial, step=step)
+            self._counted[step] -= state.excluded
+        self.next_serial = snapshot.next_serial
+        self._missing = sorted(snapshot.missing)
+        self._undecided = Counter({step: state.undone["advantage"] for step, state in snapshot.steps.items()})
+
+    @property
+    def running(self) -> int:
+        """Prompts issued of which it is not decided yet what becomes of their groups."""
+        return self._undecided.total()
+
+    def complete(self, step: int) -> bool:
+        """Return whether the step has all its prompts, and what becomes of each group is decided."""
+        return self._counted[step] >= self.prompts_per_step and not self._undecided[step]
+
+    @property
+    def missing(self) -> Sequence[int]:
+        """Serials below ``next_serial`` that were never created, as far as they are not issued again."""
+        return self._missing
+
+    @property
+    def dispatched(self) -> int:
+        """Prompts given out that are neither filtered nor dropped."""
+        return self._counted.total()
+
+    def complete_together(self, steps: Sequence[int]) -> bool:
+        """Return whether samples may go on that are trained once all of ``steps`` are complete; those of one always."""
+        return len(steps) <= 1 or all(map(self.complete, steps))
+
+    def unfinished(self, *, trained_step: int) -> set[int]:
+        """Return the steps after ``trained_step`` that have prompts."""
+        return {step for step, count in self._counted.items() if step > trained_step and count > 0}

@@ -1,0 +1,200 @@
+"""Models of what takes time, fitted to a recorded run.
+
+The trainer's seconds are regressed on slots and tokens; publication, pulls, swaps, claims and rewards are means of what
+was measured. An engine whose options say what it takes is taken by its word. Of another one the seconds of a token are
+those with which simulated rollouts generate for as long as the real ones did, and the part by which each further
+sequence slows it down is the one, of a few, with which steps take as long as they took.
+
+Invariant: pure: what was recorded is given, and the same record gives the same models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, groupby
+from statistics import fmean, pvariance
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from asyncflow.api.job import RLJob
+from asyncflow.errors import ManifestError
+from asyncflow.rollout.lengths import Lengths
+from asyncflow.sim.models import EngineModel, LinkModel, Models, RewardTimes, StorageModel, TrainerModel
+from asyncflow.sim.result import Simulated
+from asyncflow.sim.run import simulate
+from asyncflow.sim.scenario import Scenario, engine_model, scenario_of
+from asyncflow.timeline.tracks import Kind, Timeline
+
+WITHOUT: Final = 2
+"""Steps at the beginning that do not count: processes start, caches are cold."""
+_MOST_STEPS: Final = 64
+"""Steps of the simulated runs that are compared with the recorded one."""
+_QUANTILES: Final = 33
+_LEAST_PAIRS: Final = 30
+"""Pairs of samples of one group from which on their correlation is looked at."""
+_SHARES: Final = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0)
+"""Parts by which a further sequence slows down those that run, which are tried."""
+_TRIES: Final = 4
+"""Simulations in which the seconds of a token come close enough: they are nearly proportional to what is looked at."""
+
+
+class Drawn(NamedTuple):
+    """A sample of the unbiased draw that a run keeps. tokens: of its prompt."""
+
+    serial: int
+    tokens: int
+    response_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """Record of a run. steps: lines of metrics.jsonl; slots: by step, how many it had, as far as the ledger says;
+    generating_s: seconds in which rollouts generated, of all together; timeline: None where there is none.
+    """
+
+    steps: Sequence[Mapping[str, Any]]
+    samples: Sequence[Drawn]
+    generating_s: float
+    slots: Mapping[int, int]
+    timeline: Timeline | None = None
+
+
+class Fitted(NamedTuple):
+    """The models, and a run that was simulated with them, whose first steps are those of the recorded one."""
+
+    models: Models
+    check: Simulated
+
+
+def fitted(job: RLJob, recorded: Recorded) -> Fitted:
+    """Return the models of a job that was recorded. Raises ManifestError where too little of it was."""
+    counted = recorded.steps[WITHOUT:]
+    if not counted:
+        what = f"{len(recorded.steps)} steps are recorded"
+        raise ManifestError(what, where="metrics.jsonl", hint=f"Record more than {WITHOUT} steps")
+    spec = job.spec
+    engine, simulated = spec.rollout.engine, spec.rollout.engine.name == "simulated"
+    lengths = lengths_of(recorded.samples, most=spec.sampling.max_tokens)
+    models = Models(
+        engine=engine_model(engine.options, slots=engine.slots)
+        if simulated
+        else EngineModel(slots=engine.slots, token_s=1e-3, load_s=_span_s(recorded.timeline, "swap"), lengths=lengths),
+        trainer=trainer_of(counted, recorded.slots, ranks=spec.trainer.ranks),
+        link=LinkModel(pull_s=_span_s(recorded.timeline, "receive")),
+        storage=storage_of(recorded.timeline),
+        reward=RewardTimes(seconds=_span_s(recorded.timeline, "reward"), workers=engine.slots),
+        prompt_tokens=round(fmean(sample.tokens for sample in recorded.samples)) if recorded.samples else 0,
+    )
+    scenario = scenario_of(job, models=models)
+    scenario = replace(scenario, steps=min(len(recorded.steps), _MOST_STEPS))
+    if not simulated:
+        step_s = fmean(step["wall_s"] for step in counted)
+        generating_s = recorded.generating_s * scenario.steps / len(recorded.steps)
+        tried = [_scaled(scenario, share, generating_s, seed=spec.algorithm.seed) for share in _SHARES]
+        scenario = min(tried, key=lambda each: abs(_check(each, spec.algorithm.seed).step_s(without=WITHOUT) - step_s))
+    return Fitted(scenario.models, _check(scenario, spec.algorithm.seed))
+
+
+def lengths_of(samples: Sequence[Drawn], *, most: int) -> Lengths:
+    """Return the empirical distribution of the lengths of drawn samples. most: tokens, where there are none."""
+    if not samples:
+        return Lengths(tokens=float(most))
+    tokens = [sample.response_tokens for sample in samples]
+    places = np.linspace(0.0, 1.0, min(_QUANTILES, max(2, len(tokens))))
+    quantiles = tuple(float(each) for each in np.quantile(tokens, places))
+    return Lengths(quantiles=quantiles, rho=_correlation(samples))
+
+
+def _correlation(samples: Sequence[Drawn]) -> float:
+    """Return the correlation of the logs of two lengths of one group, 0 where too few are known."""
+    logs = sorted((sample.serial, math.log(max(1, sample.response_tokens))) for sample in samples)
+    mean, variance = fmean(log for _, log in logs), pvariance([log for _, log in logs])
+    groups = [[log - mean for _, log in group] for _, group in groupby(logs, key=lambda pair: pair[0])]
+    products = [one * other for group in groups for one, other in combinations(group, 2)]
+    if variance <= 0 or len(products) < _LEAST_PAIRS:
+        return 0.0
+    return min(1.0, max(0.0, fmean(products) / variance))
+
+
+def trainer_of(steps: Sequence[Mapping[str, Any]], slots: Mapping[int, int], *, ranks: int) -> TrainerModel:
+    """Return the model of a trainer of which these steps are known."""
+    parts = ("wait_s", "compute_s", "optimizer_s", "publish_s", "checkpoint_s")
+    rest = [max(0.0, step["wall_s"] - sum(step[part] for part in parts)) for step in steps]
+    saved = [step["checkpoint_s"] for step in steps if step["checkpoint_s"] > 0]
+    published = [step["publication_s"] for step in steps if step["publication_s"] is not None]
+    slot_s, token_s = _compute_of(steps, slots, ranks=ranks)
+    return TrainerModel(
+        slot_s=slot_s,
+        token_s=token_s,
+        optimizer_s=fmean(step["optimizer_s"] for step in steps) + fmean(rest),
+        publish_s=fmean(published) if published else 0.0,
+        checkpoint_s=fmean(saved) if saved else 0.0,
+    )
+
+
+def _compute_of(steps: Sequence[Mapping[str, Any]], slots: Mapping[int, int], *, ranks: int) -> tuple[float, float]:
+    """Return the seconds of a slot and of a token, neither below 0, that fit ``compute_s`` best."""
+    seconds = np.array([step["compute_s"] for step in steps])
+    tokens = np.array([step["tokens"] / ranks for step in steps])
+    if all(step["step"] in slots for step in steps):
+        counts = np.array([slots[step["step"]] for step in steps], dtype=np.float64)
+        (slot_s, token_s), _, rank, _ = np.linalg.lstsq(np.stack([counts, tokens], axis=1), seconds, rcond=None)
+        if rank == 2 and slot_s >= 0 and token_s >= 0:
+            return float(slot_s), float(token_s)
+        by_slot = float(seconds @ counts / (counts @ counts))
+        by_token = float(seconds @ tokens / (tokens @ tokens))
+        misses = (np.abs(seconds - by_slot * counts).sum(), np.abs(seconds - by_token * tokens).sum())
+        return (by_slot, 0.0) if misses[0] < misses[1] else (0.0, by_token)
+    return 0.0, float(seconds @ tokens / (tokens @ tokens))
+
+
+def storage_of(timeline: Timeline | None) -> StorageModel:
+    """Return the model of the queue of a run whose roles said when they waited for it."""
+    return StorageModel(
+        claim_s=_idle_s(timeline, "fetch"),
+        write_s=_idle_s(timeline, "delivery"),
+        slot_s=_span_s(timeline, "fetch", role="trainer"),
+    )
+
+
+def _span_s(timeline: Timeline | None, kind: Kind, *, role: str = "rollout") -> float:
+    """Return the mean seconds of the spans of a kind, 0 where there are none."""
+    if timeline is None:
+        return 0.0
+    tracks = [track for track in timeline.tracks if track.role == role]
+    found = [span.seconds for track in tracks for span in (*track.main, *track.beside) if span.kind == kind]
+    return fmean(found) if found else 0.0
+
+
+def _idle_s(timeline: Timeline | None, waits: str) -> float:
+    """Return the mean seconds for which rollouts were idle at a time since they waited for this."""
+    if timeline is None:
+        return 0.0
+    tracks = [track for track in timeline.tracks if track.role == "rollout"]
+    found = [span.seconds for track in tracks for span in track.main if span.kind == "idle" and span.waits == waits]
+    return fmean(found) if found else 0.0
+
+
+def _scaled(scenario: Scenario, share: float, generating_s: float, *, seed: int) -> Scenario:
+    """Return the scenario with the seconds of a token with which its rollouts generate for ``generating_s``."""
+    for _ in range(_TRIES):
+        engine = scenario.models.engine
+        engine = msgspec.structs.replace(engine, share_s=share * engine.token_s)
+        spent = _check(_with(scenario, engine), seed).spent["rollout"]
+        found = sum(seconds for (kind, _), seconds in spent.items() if kind in ("generate", "evaluation"))
+        factor = generating_s / found if found > 0 else 1.0
+        engine = msgspec.structs.replace(engine, token_s=engine.token_s * factor, share_s=engine.share_s * factor)
+        scenario = _with(scenario, engine)
+    return scenario
+
+
+def _with(scenario: Scenario, engine: EngineModel) -> Scenario:
+    return replace(scenario, models=msgspec.structs.replace(scenario.models, engine=engine))
+
+
+def _check(scenario: Scenario, seed: int) -> Simulated:
+    return simulate(scenario, seed=seed, spans=False)

@@ -1,0 +1,164 @@
+"""Models of what takes time: engines, trainer, links, queue, rewards; as a file that ``asyncflow sim fit`` writes.
+
+Invariant: seconds and counts only, no state; 0 is a thing that takes no time, so a scenario without models of links,
+queue and rewards is the ideal one.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Self
+
+import msgspec
+
+from asyncflow.errors import ManifestError
+from asyncflow.rollout.lengths import Lengths
+
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+
+
+class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine as processor sharing; fields as in the options of the simulated engine.
+
+    slots: sequences that run at once; token_s, prefill_s, load_s: seconds per token, per response and per load of a
+    version; share_s: seconds more per token for each further sequence that runs, so that n of them take token_s +
+    share_s * (n - 1) for a token of each; recompute_s: seconds per token whose cache is computed again, at a load that
+    keeps sequences running, of the prompts and tokens so far of all that run; lengths: of responses.
+    """
+
+    slots: _Count = 1
+    token_s: _Seconds = 0.0
+    share_s: _Seconds = 0.0
+    prefill_s: _Seconds = 0.0
+    load_s: _Seconds = 0.0
+    recompute_s: _Seconds = 0.0
+    lengths: Lengths = Lengths()
+
+    def __post_init__(self) -> None:
+        """Refuse to share what takes no time."""
+        if self.share_s and not self.token_s:
+            raise ValueError("share_s without token_s: a sequence that runs alone must take time, too")
+
+    @property
+    def share(self) -> float:
+        """Part by which each further sequence slows down those that run."""
+        return self.share_s / self.token_s if self.share_s else 0.0
+
+
+class TrainerModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A gang of ranks.
+
+    Forward and backward of a slot take slot_s + sample_s * samples + token_s * tokens, of the rank that has most of
+    them. optimizer_s: of a step, what else a step takes with it; copy_s: after it, until the weights may change again;
+    publish_s: until the version can be pulled, the copy included; checkpoint_s: for which a checkpoint keeps the
+    trainer waiting.
+    """
+
+    slot_s: _Seconds = 0.0
+    sample_s: _Seconds = 0.0
+    token_s: _Seconds = 0.0
+    optimizer_s: _Seconds = 0.0
+    copy_s: _Seconds = 0.0
+    publish_s: _Seconds = 0.0
+    checkpoint_s: _Seconds = 0.0
+
+
+class LinkModel(msgspec.Struct, frozen=True, kw_only=True):
+    """The way of a version to a rollout.
+
+    pull_s: seconds of one pull; hop_s: more for each level of the tree along which a version spreads, where each passes
+    on to ``fanout`` others what it gets as it gets it.
+    """
+
+    pull_s: _Seconds = 0.0
+    hop_s: _Seconds = 0.0
+    fanout: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 2
+
+    def seconds(self, place: int) -> float:
+        """Return the seconds of the pull of the ``place``-th that asks, from 0."""
+        if not self.hop_s:
+            return self.pull_s
+        if self.fanout == 1:
+            return self.pull_s + self.hop_s * place
+        level = math.floor(math.log(place * (self.fanout - 1) + 1, self.fanout) + 1e-9)
+        return self.pull_s + self.hop_s * level
+
+
+class StorageModel(msgspec.Struct, frozen=True, kw_only=True):
+    """The queue, as its users see it.
+
+    claim_s: from a claim that can be met until the engine may begin the rows; write_s: from the reward of a sample
+    until its row is complete; decide_s: from the last row of a group until the trainer may have it; slot_s: from the
+    decision about a slot until it is with the trainer. units, byte_s, token_bytes: storage units, each of which takes
+    or gives one thing after another, seconds per byte of that, and bytes of a response token.
+    """
+
+    claim_s: _Seconds = 0.0
+    write_s: _Seconds = 0.0
+    decide_s: _Seconds = 0.0
+    slot_s: _Seconds = 0.0
+    units: _Count = 1
+    byte_s: _Seconds = 0.0
+    token_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 16
+
+
+class RewardTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """The reward of a sample: lognormal with median ``seconds``; at most ``workers`` at once in each rollout."""
+
+    seconds: _Seconds = 0.0
+    sigma: _Seconds = 0.0
+    workers: _Count = 1
+
+
+class StartModel(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds until a role works. restart_s: of a rollout that was killed until its place has another; detect_s: until
+    the rows that it held can be claimed again.
+    """
+
+    trainer_s: _Seconds = 0.0
+    rollout_s: _Seconds = 0.0
+    restart_s: _Seconds = 1.0
+    detect_s: _Seconds = 0.0
+
+
+class Colocation(msgspec.Struct, frozen=True, kw_only=True):
+    """One set of devices that generates and then trains, the papers' baseline.
+
+    to_train_s: from the last sequence of a step to its training (the engines free the devices, weights are resharded);
+    to_generate_s: back, instead of publication and pull.
+    """
+
+    to_train_s: _Seconds = 0.0
+    to_generate_s: _Seconds = 0.0
+
+
+class Models(msgspec.Struct, frozen=True, kw_only=True):
+    """All models of a job. prompt_tokens: of a prompt, on average."""
+
+    engine: EngineModel
+    trainer: TrainerModel
+    link: LinkModel = LinkModel()
+    storage: StorageModel = StorageModel()
+    reward: RewardTimes = RewardTimes()
+    start: StartModel = StartModel()
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        """Read a file that ``write`` wrote. Raises ManifestError."""
+        try:
+            return msgspec.json.decode(file.read_bytes(), type=cls)
+        except OSError as error:
+            raise ManifestError(f"cannot be read: {error.strerror}", where=str(file)) from error
+        except msgspec.DecodeError as error:
+            hint = "asyncflow sim fit DIR writes such a file"
+            raise ManifestError(f"holds no models: {error}", where=str(file), hint=hint) from error
+
+    def write(self, file: Path) -> None:
+        """Write all models as JSON. Raises ManifestError where the disk refuses."""
+        try:
+            file.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+        except OSError as error:
+            raise ManifestError(f"cannot be written: {error.strerror}", where=str(file)) from error

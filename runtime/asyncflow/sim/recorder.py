@@ -1,0 +1,82 @@
+"""Where the virtual seconds of one process go: spans of its track, and their sums.
+
+Invariants: the main spans fill the life of the process without a gap; sums are exact whether spans are kept or not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from asyncflow.timeline.tracks import Kind, Span, Track
+
+
+class TrackRecorder:
+    """One life of one process, which begins as ``kind``. keeps: whether spans are kept, or their sums alone."""
+
+    def __init__(
+        self, role: str, index: int, attempt: int, *, now: float, keeps: bool, kind: Kind = "starting"
+    ) -> None:
+        self.role, self.index, self.attempt = role, index, attempt
+        self.killed = False
+        self._keeps = keeps
+        self._main: list[Span] = []
+        self._beside: list[Span] = []
+        self._state: tuple[Kind, int, int, str] = (kind, -1, -1, "")
+        self._begin = self._counted = now
+        self._ended = False
+        self._spent: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._before: dict[tuple[str, str], float] = {}
+
+    def turn(self, now: float, kind: Kind, *, step: int = -1, version: int = -1, waits: str = "") -> None:
+        """Note what the process does from now on; the same as before changes nothing."""
+        state = (kind, step, version, waits)
+        if state != self._state:
+            self._close(now)
+            self._state = state
+
+    def beside(self, kind: Kind, begin: float, end: float, *, step: int = -1, version: int = -1) -> None:
+        """Note what went on beside the main spans."""
+        if self._keeps:
+            self._beside.append(Span(kind=kind, begin=begin, end=end, step=step, version=version))
+
+    def spent(self, now: float) -> dict[tuple[str, str], float]:
+        """Return the seconds up to now, by kind and by what was waited for."""
+        if not self._ended:
+            kind, _, _, waits = self._state
+            self._spent[kind, waits] += now - self._counted
+            self._counted = now
+        return dict(self._spent)
+
+    def reset(self, now: float) -> None:
+        """Begin the window in which time counts."""
+        self._before = self.spent(now)
+
+    def counted(self, now: float) -> dict[tuple[str, str], float]:
+        """Return the seconds since the window began."""
+        return {what: seconds - self._before.get(what, 0.0) for what, seconds in self.spent(now).items()}
+
+    def finish(self, now: float, *, killed: bool = False) -> None:
+        """End the life of the process."""
+        if not self._ended:
+            self._close(now)
+            self._ended, self.killed = True, killed
+
+    def track(self) -> Track | None:
+        """Return the track of a life that is over; None where no spans are kept, or it had no length."""
+        if not self._main:
+            return None
+        return Track(
+            role=self.role,
+            index=self.index,
+            attempt=self.attempt,
+            main=self._main,
+            beside=self._beside,
+            killed=self.killed,
+        )
+
+    def _close(self, now: float) -> None:
+        self.spent(now)
+        if self._keeps and now > self._begin:
+            kind, step, version, waits = self._state
+            self._main.append(Span(kind=kind, begin=self._begin, end=now, step=step, version=version, waits=waits))
+        self._begin = now

@@ -1,0 +1,147 @@
+"""The rows of a simulated queue: samples, their groups, and the claims that wait for them.
+
+Invariants: a row is open, held by one rollout, or done; a group is in the index while it has open rows and is in no
+other state; claims are met in the order in which they were parked, those that need no other weights first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from asyncflow.flow.instance import Ask, Purpose, Work
+from asyncflow.flow.ready import ReadyIndex, VersionFilter
+from asyncflow.flow.schedule import VersionWindow
+from asyncflow.sim.agenda import Agenda
+
+if TYPE_CHECKING:
+    from asyncflow.sim.rollouts import SimulatedRollout
+
+
+class SimulatedRow:
+    """One sample.
+
+    tokens: of its prompt; made: tokens that it has from another rollout, in versions ``oldest`` to ``newest``;
+    weighted: sum of the versions of its tokens; marked: tokens up to which that is counted.
+    """
+
+    __slots__ = (
+        "began",
+        "ends",
+        "group",
+        "made",
+        "marked",
+        "newest",
+        "oldest",
+        "response_tokens",
+        "sample",
+        "tokens",
+        "weighted",
+        "work",
+    )  # fmt: skip
+
+    def __init__(self, group: SimulatedGroup, sample: int, *, tokens: int, response_tokens: int) -> None:
+        self.group, self.sample = group, sample
+        self.tokens, self.response_tokens = tokens, response_tokens
+        self.work = Work(self, group.purpose, group.window)
+        self.began = self.ends = 0.0
+        self.forget()
+
+    @property
+    def weight(self) -> int:
+        """Tokens of prompt and response, at least 1."""
+        return max(1, self.tokens + self.response_tokens)
+
+    def forget(self) -> None:
+        """Forget what was made of it."""
+        self.made = self.marked = self.weighted = 0
+        self.oldest = self.newest = -1
+
+    def mark(self, tokens: int, version: int) -> None:
+        """Note that the tokens up to ``tokens`` were made by ``newest``, and what follows by ``version``."""
+        if tokens > self.marked:
+            self.weighted += (tokens - self.marked) * self.newest
+            self.marked = tokens
+        self.newest = version
+        if self.oldest < 0 or not tokens:
+            self.oldest = version
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class SimulatedGroup:
+    """The samples of one prompt. left: those that are not done."""
+
+    serial: int
+    step: int
+    purpose: Purpose
+    window: VersionWindow
+    rows: list[SimulatedRow] = field(default_factory=list)
+    open: list[SimulatedRow] = field(default_factory=list)
+    left: int = 0
+
+
+class RowPool:
+    """The rows of one partition that wait for a rollout, and the rollouts that wait for rows."""
+
+    def __init__(self, purpose: Purpose, agenda: Agenda) -> None:
+        self.purpose = purpose
+        self._agenda = agenda
+        self._index: ReadyIndex[SimulatedGroup] = ReadyIndex()
+        self._parked: dict[SimulatedRollout, tuple[Ask, VersionFilter, int]] = {}
+
+    def put(self, group: SimulatedGroup) -> None:
+        """Offer the open rows of a group."""
+        self._index.add(group, window=group.window, order=(group.step,), weight=len(group.open))
+        self._agenda.tell(self)
+
+    def give_back(self, rows: list[SimulatedRow]) -> None:
+        """Offer rows again that nobody holds any more."""
+        for row in rows:
+            row.group.open.append(row)
+        for group in dict.fromkeys(row.group for row in rows):
+            group.open.sort(key=_sample)
+            self.put(group)
+
+    def parked(self, rollout: SimulatedRollout) -> Ask | None:
+        """Return what ``rollout`` waits for."""
+        claim = self._parked.get(rollout)
+        return None if claim is None else claim[0]
+
+    def withdraw(self, rollout: SimulatedRollout) -> None:
+        """Take back what ``rollout`` waits for."""
+        self._parked.pop(rollout, None)
+
+    def claim(self, rollout: SimulatedRollout, ask: Ask, *, most: int) -> list[SimulatedRow]:
+        """Return whole groups of at most ``most`` rows, at least one; park the claim if there are none."""
+        versions = VersionFilter(ask.version, ask.accept)
+        rows = self._take(versions, most, exact=True) or (self._take(versions, most, exact=False) if ask.accept else [])
+        if not rows:
+            self._parked[rollout] = (ask, versions, most)
+        return rows
+
+    def look(self) -> None:
+        """Meet the claims that can be met."""
+        for exact in (True, False):
+            for rollout, (ask, versions, most) in list(self._parked.items()):
+                if not len(self._index):
+                    return
+                if (exact or ask.accept) and (rows := self._take(versions, most, exact=exact)):
+                    del self._parked[rollout]
+                    rollout.granted(self.purpose, rows)
+
+    def _take(self, versions: VersionFilter, most: int, *, exact: bool) -> list[SimulatedRow]:
+        rows: list[SimulatedRow] = []
+        groups: list[SimulatedGroup] = []
+        for group in self._index.each(versions.suits if exact else versions.accepts):
+            if len(rows) >= most or (rows and len(rows) + len(group.open) > most):
+                break
+            rows += group.open
+            groups.append(group)
+        for group in groups:
+            group.open = []
+            self._index.discard(group)
+        return rows
+
+
+def _sample(row: SimulatedRow) -> int:
+    return row.sample

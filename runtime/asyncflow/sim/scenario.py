@@ -1,0 +1,176 @@
+"""Scenarios: the schedule and the sizes of a job, models of what takes time, and what happens to its processes.
+
+Invariant: a scenario says everything that a simulated run depends on but the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from asyncflow.algorithms.base import algorithm_of
+from asyncflow.api.job import RLJob
+from asyncflow.api.schedule import ScheduleSpec
+from asyncflow.errors import ManifestError
+from asyncflow.flow.admission import Admission, admission_by
+from asyncflow.flow.schedule import Schedule
+from asyncflow.rollout.lengths import Lengths
+from asyncflow.sim.models import Colocation, EngineModel, Models, TrainerModel
+
+PARKED_S = 0.05
+"""Seconds after which a claim of evaluation rows has found none (``rollout.leases``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationLoad:
+    """Evaluations: each ``every`` steps ``prompts`` held-out prompts of ``group_size`` samples."""
+
+    every: int
+    prompts: int
+    group_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Happening:
+    """Event in the life of a rollout ``at`` a virtual second: it is killed, told to leave, or joins as one more.
+
+    index: of the rollout, -1 where one joins.
+    """
+
+    at: float
+    what: Literal["kill", "leave", "join"]
+    index: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A job and models of what takes time in it.
+
+    max_tokens: of a response; rollouts, ranks: how many; slot_tokens: most tokens of one rank's part of a slot;
+    shared_prompt: whether the rows of a group in it share their prompt; whole_groups: whether groups stay whole there;
+    whole_steps: whether the algorithm needs all of D_k at once, whatever the schedule; passes: of the trainer over D_k;
+    checkpoint_every: steps, 0 for the last alone; keep: newest versions that can be had whoever needs them; stagger:
+    most rollouts that change weights at once; parked_s: see ``PARKED_S``; colocated: one set of devices generates and
+    then trains, None for two sets.
+    """
+
+    schedule: ScheduleSpec
+    steps: int
+    prompts_per_step: int
+    group_size: int
+    max_tokens: int
+    rollouts: int
+    models: Models
+    ranks: int = 1
+    slot_tokens: int = 1 << 24
+    shared_prompt: bool = False
+    whole_groups: bool = False
+    whole_steps: bool = False
+    passes: int = 1
+    checkpoint_every: int = 0
+    keep: int = 2
+    stagger: int | None = None
+    parked_s: float = PARKED_S
+    evaluation: EvaluationLoad | None = None
+    colocated: Colocation | None = None
+    happenings: tuple[Happening, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be colocated."""
+        if self.colocated is not None and self.schedule.mode != "sync":
+            hint = "Give schedule.mode: sync, or devices of their own"
+            raise ManifestError("one set of devices cannot generate while it trains", where="schedule.mode", hint=hint)
+
+    @property
+    def plan(self) -> Schedule:
+        """Steps, versions and evaluations."""
+        every = self.evaluation.every if self.evaluation is not None else 0
+        return Schedule.by(self.schedule, steps=self.steps, eval_every=every)
+
+    @property
+    def admission(self) -> list[Admission]:
+        """The rules by which prompts are admitted."""
+        return admission_by(self.schedule, prompts_per_step=self.prompts_per_step, steps=self.steps)
+
+
+def scenario_of(
+    job: RLJob,
+    *,
+    models: Models | None = None,
+    colocated: Colocation | None = None,
+    happenings: tuple[Happening, ...] = (),
+) -> Scenario:
+    """Return the scenario of a manifest. models: None for what the manifest itself says (``models_of``)."""
+    spec = job.spec
+    evaluation = None
+    if spec.evaluation is not None:
+        evaluation = EvaluationLoad(
+            every=spec.evaluation.every,
+            prompts=sum(each.size for each in spec.data.held_out.values()),
+            group_size=spec.evaluation.group_size,
+        )
+    algorithm, kind = spec.algorithm, algorithm_of(spec)
+    return Scenario(
+        schedule=spec.schedule,
+        steps=algorithm.steps,
+        prompts_per_step=algorithm.prompts_per_step,
+        group_size=algorithm.group_size,
+        max_tokens=spec.sampling.max_tokens,
+        rollouts=spec.rollout.replicas,
+        models=models_of(job) if models is None else models,
+        ranks=spec.trainer.ranks,
+        slot_tokens=spec.trainer.backend.tokens_per_micro_batch or max(SLOT_TOKENS, spec.longest),
+        shared_prompt=spec.trainer.backend.packing == "shared-prompt",
+        whole_groups=kind.pairs,
+        whole_steps=kind.whole_step or algorithm.epochs * algorithm.mini_batches > 1,
+        passes=algorithm.epochs,
+        checkpoint_every=spec.storage.checkpoints.every,
+        keep=spec.weight_sync.keep,
+        stagger=spec.weight_sync.stagger,
+        evaluation=evaluation,
+        colocated=colocated,
+        happenings=happenings,
+    )
+
+
+SLOT_TOKENS = 4096
+"""Most tokens of a slot where a manifest gives none, on the CPU (``training.backend``)."""
+
+
+def models_of(job: RLJob) -> Models:
+    """Return the models of a job whose manifest says what takes how long: of simulated engines and a counting trainer.
+
+    Raises ManifestError for another, whose times have to be fitted to a run.
+    """
+    spec = job.spec
+    engine, backend = spec.rollout.engine, spec.trainer.backend
+    for what, name, known in (
+        ("rollout.engine", engine.name, "simulated"),
+        ("trainer.backend", backend.name, "counting"),
+    ):
+        if name != known:
+            raise ManifestError(
+                f"how long {name} takes is not known",
+                where=f"spec.{what}",
+                hint=f"Give models that asyncflow sim fit made of a run of it, or take {known}",
+            )
+    return Models(
+        engine=engine_model(engine.options, slots=engine.slots),
+        trainer=trainer_model(backend.options),
+    )
+
+
+def engine_model(options: Mapping[str, Any], *, slots: int) -> EngineModel:
+    """Return the model of a simulated engine with these options."""
+    given = {name: float(value) for name, value in options.items() if name != "vocab"}
+    scale = given.pop("time_scale", 1.0)
+    tokens, sigma, rho = (given.pop(name, 0.0) for name in ("tokens", "sigma", "rho"))
+    seconds = {name: value * scale for name, value in given.items()}
+    return EngineModel(slots=slots, lengths=Lengths(tokens=tokens, sigma=sigma, rho=rho), **seconds)
+
+
+def trainer_model(options: Mapping[str, Any]) -> TrainerModel:
+    """Return the model of a counting trainer with these options."""
+    names = {"slot_s": "sleep_s", "sample_s": "sample_s", "token_s": "token_s", "optimizer_s": "step_s"}
+    return TrainerModel(**{field: float(options.get(option, 0.0)) for field, option in names.items()})

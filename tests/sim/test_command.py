@@ -1,0 +1,72 @@
+"""``asyncflow sim`` and ``asyncflow sim fit``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asyncflow import cli
+from asyncflow.api.load import load_job
+from asyncflow.driver.sample_files import SampleText, write_samples
+from asyncflow.sim import Models, scenario_of, simulate
+
+COUNTING = Path(__file__).parents[2] / "examples" / "counting.yaml"
+SETTINGS = ("algorithm.steps=6", "evaluation=null", "trainer.backend.options.sleep_s=0.01")
+
+
+def command(*arguments: object) -> int:
+    return cli.invoke(["sim", *map(str, arguments)])
+
+
+def sets() -> list[str]:
+    return [part for setting in SETTINGS for part in ("--set", setting)]
+
+
+def test_a_manifest_is_simulated_by_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(COUNTING, *sets(), "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    made = simulate(scenario_of(load_job(COUNTING, SETTINGS)), seed=0)
+    assert told["wall_s"] == made.wall_s
+    assert [step["wall_s"] for step in told["steps"]] == [step.wall_s for step in made.steps]
+    assert command("--seed", 3, COUNTING, *sets()) == 0
+    shown = capsys.readouterr().out
+    assert "counting: 6 steps of" in shown
+    assert "rollout" in shown
+
+
+def test_colocated_takes_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = (*sets(), "--set", "schedule={mode: sync}", "--json")
+    walls = []
+    for turns in ((), ("--colocated", 0.5, 0.25)):
+        assert command(COUNTING, *asked, *turns) == 0
+        walls.append(json.loads(capsys.readouterr().out)["wall_s"])
+    assert walls[1] == pytest.approx(walls[0] + 6 * 0.75)
+
+
+def test_what_takes_an_unknown_time_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(COUNTING.with_name("quickstart.yaml")) == 2
+    assert "Give models that asyncflow sim fit made of a run of it" in capsys.readouterr().err
+
+
+def test_a_run_is_fitted_and_its_models_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = load_job(COUNTING, SETTINGS)
+    made = simulate(scenario_of(job), seed=0)
+    lines = [{**msgspec.structs.asdict(step), "publication_s": 0.02} for step in made.steps]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "job.yaml").write_text(json.dumps(job.model_dump(mode="json", by_alias=True, exclude_none=True)))
+    sample = SampleText(
+        purpose="train", step=1, serial=0, sample=0, drawn=True, prompt="", response="", answer="", reward=0.0,
+        prompt_tokens=5, response_tokens=8, version_min=0, version_max=0, finish="stop",
+    )  # fmt: skip
+    write_samples(tmp_path, [sample], purpose="train", step=1, form="jsonl")
+    assert command("fit", tmp_path) == 2
+    assert "is no finished run" in capsys.readouterr().err
+    (tmp_path / "summary.json").write_text(json.dumps({"training_s": made.wall_s, "idle_share": made.idle}))
+    assert command("fit", tmp_path) == 0
+    assert "wall_s" in capsys.readouterr().out
+    models = Models.read(tmp_path / "models.json")
+    assert (models.trainer.publish_s, models.prompt_tokens) == (0.02, 5)
+    assert command(COUNTING, *sets(), "--models", tmp_path / "models.json") == 0
