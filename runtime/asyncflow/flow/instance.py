@@ -85,6 +85,11 @@ class Instance:
         return len(self._running)
 
     @property
+    def evaluating(self) -> bool:
+        """True while all sequences that run, at least one, are of evaluations."""
+        return bool(self._running) and all(work.purpose == "eval" for work in self._running.values())
+
+    @property
     def held(self) -> int:
         """Rows leased and not begun."""
         return len(self._held)

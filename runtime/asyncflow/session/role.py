@@ -139,7 +139,8 @@ class TrainerSession:
             return
         async with self._tasks:
             watching = self._tasks.create_task(self._watch(), name="watch the run")
-            await trainer.serve(self._contexts[0], make_backend=self._make)
+            async with self._contexts[0].recording():
+                await trainer.serve(self._contexts[0], make_backend=self._make)
             watching.cancel()
             self._stop()
 
