@@ -265,9 +265,10 @@ def test_a_time_in_which_nothing_of_the_job_was_there_is_nobodys(tmp_path):
         '{"event":"Succeeded","at":1099}\n'
     )
     timeline = read_timeline(tmp_path)
-    assert (timeline.begin, timeline.end) == (120, 1099)
+    assert (timeline.begin, timeline.end) == (100, 1099)
     rollout = [track for track in timeline.tracks if track.name == "rollout-0"]
     assert [(span.kind, span.waits, span.begin, span.end) for track in rollout for span in track.main] == [
+        ("idle", "start", 100, 110),
         ("starting", "", 110, 150),
         ("idle", "lost", 150, 200),
         ("idle", "start", 1000, 1010),

@@ -19,17 +19,19 @@ from asyncflow.timeline.perfetto import trace
 from asyncflow.view.shares import shares_table
 
 TRACE, PAGE = "timeline.json", "timeline.html"
+_FIRST = "first dispatch"
 _WIDTH = 160
 """Columns where there is no terminal whose width could be asked for."""
 
 
-def timeline(run: Path, *, output: Path | None, as_json: bool) -> None:
+def timeline(run: Path, *, output: Path | None, training: bool, as_json: bool) -> None:
     """Write the trace and the chart of a run into ``output``, by default its own folder, and print its shares.
 
-    as_json: print the shares as JSON, and write nothing. Raises ManifestError where nothing was recorded.
+    training: count these from the first prompt on; as_json: print the shares as JSON, and write nothing. Raises ManifestError where nothing was recorded.
     """
     found = attribute(read_timeline(run))
-    spent = shares(found)
+    begin = next((mark.at for mark in found.marks if mark.what == _FIRST), None) if training else None
+    spent = shares(found, begin=begin)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(spent)).decode())
         return

@@ -15,6 +15,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 FOLDER: Final = "spans"
 ENDING: Final = ".spans"
 _EVENTS: Final = "events.jsonl"
-_FIRST, _STARTED, _LAST = "first dispatch", "driver started", ("Succeeded", "Suspended")
+_STARTED, _LAST = "driver started", ("Succeeded", "Suspended")
 _LEAST_CPU_S: Final = 0.02
 _SILENT_S: Final = 5.0
 """Seconds after which a process that did not say that it ended is taken for killed: ten pulses."""
@@ -205,9 +206,10 @@ NO_SPANS: Final = Spans()
 def read_timeline(folder: Path) -> Timeline:
     """Read the timeline of a run, also of one that is going on, or was killed, from its folder.
 
-    The window begins with the first prompt, and ends with the run; where rings have let go of older spans, it begins
-    where all still have theirs. What a process was not there between two lives is idle in the earlier one, its reason
-    ``lost``, but for the time in which nothing of the job was there. Raises ManifestError where nothing was recorded.
+    The window is that of ``wall_s``: from the start of the first driver to the end of the run. Where rings have let go
+    of older spans, it begins where all still have theirs. The time in which a process was not there is idle, its reason
+    ``lost`` behind a life of it, ``start`` before one, but for that in which nothing of the job was there. Raises
+    ManifestError where nothing was recorded.
     """
     files = sorted((folder / FOLDER).glob(f"*{ENDING}"))
     lives = [recording for path in files if (recording := read_recording(path)) is not None]
@@ -216,16 +218,15 @@ def read_timeline(folder: Path) -> Timeline:
         raise ManifestError("no spans were recorded there", where=str(folder), hint=hint)
     events = _events_of(folder)
     seen = max(life.seen for life in lives)
-    began = next((event.at for event in events if event.event == _FIRST), min(life.track.begin for life in lives))
-    last = max((event.at for event in events if event.event == _STARTED), default=0.0)
-    ended = max((event.at for event in events if event.event in _LAST and event.at > last), default=seen)
-    kept = max((life.track.begin for life in lives if life.wrapped), default=began)
-    tracks = _tracks_of(lives, now=seen)
+    starts = [event.at for event in events if event.event == _STARTED] or [min(life.track.begin for life in lives)]
+    ended = max((event.at for event in events if event.event in _LAST and event.at > starts[-1]), default=seen)
+    kept = max((life.track.begin for life in lives if life.wrapped), default=starts[0])
+    tracks = _tracks_of(lives, began=starts[0], ended=ended, seen=seen)
     return Timeline(
         tracks=tracks,
         marks=sorted([*_marks_of(events), *_changes_of(tracks, ended=ended)], key=_at),
-        begin=max(began, kept),
-        end=max(ended, began),
+        begin=max(starts[0], kept),
+        end=ended,
     )
 
 
@@ -248,30 +249,36 @@ def _events_of(folder: Path) -> list[_Event]:
     return events
 
 
-def _tracks_of(lives: Sequence[Recording], *, now: float) -> list[Track]:
-    """Return the tracks in order, each until the next life of its process, as far as the job was there in between.
+def _tracks_of(lives: Sequence[Recording], *, began: float, ended: float, seen: float) -> list[Track]:
+    """Return the tracks in order, with the time in which their processes should have been there and were not.
 
     A life that did not say that it ended was killed where another followed, or where it has been silent for a while.
     """
     there = _union((life.track.begin, life.track.end) for life in lives)
-    found: list[Track] = []
-    ended = True
+    by_name: defaultdict[str, list[Recording]] = defaultdict(list)
     for life in sorted(lives, key=lambda life: (life.track.role, life.track.index, life.track.begin)):
-        track = life.track
-        if found and found[-1].name == track.name:
-            before, until = found.pop(), track.begin
-            gone = next((end for begin, end in there if begin <= before.end < end), before.end)
-            back = max((begin for begin, _ in there if begin <= until), default=until)
-            main = list(before.main)
-            if before.end < min(gone, until):
-                main.append(Span(kind="idle", waits="lost", begin=before.end, end=min(gone, until)))
-            found.append(msgspec.structs.replace(before, main=main, killed=not ended))
-            if gone < back < until:
-                early = Span(kind="idle", waits="start", begin=back, end=until)
-                track = msgspec.structs.replace(track, main=[early, *track.main])
-        ended = life.ended
-        found.append(msgspec.structs.replace(track, killed=not ended and now - life.seen > _SILENT_S))
-    return found
+        by_name[life.track.name].append(life)
+    firsts: dict[str, float] = {}
+    for own in by_name.values():
+        role, begin = own[0].track.role, own[0].track.begin
+        firsts[role] = min(begin, firsts.get(role, begin))
+    tracks: list[Track] = []
+    for own in by_name.values():
+        late = own[0].track.begin > firsts[own[0].track.role] + _TOGETHER_S
+        before = own[0].track.begin if late or own[0].wrapped else min(began, own[0].track.begin)
+        for life, after in zip(own, [*own[1:], None], strict=True):
+            track, main = life.track, list(life.track.main)
+            killed = not life.ended and (after is not None or seen - life.seen > _SILENT_S)
+            back = max((begin for begin, _ in there if begin <= track.begin), default=track.begin)
+            if max(back, before) < track.begin:
+                main.insert(0, Span(kind="idle", waits="start", begin=max(back, before), end=track.begin))
+            until = after.track.begin if after is not None else ended if killed else track.end
+            gone = min(next(end for begin, end in there if begin <= track.end <= end), until)
+            if track.end < gone:
+                main.append(Span(kind="idle", waits="lost", begin=track.end, end=gone))
+            before = max(gone, track.end)
+            tracks.append(msgspec.structs.replace(track, main=main, killed=killed))
+    return tracks
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -292,21 +299,18 @@ def _marks_of(events: Sequence[_Event]) -> list[Mark]:
 def _changes_of(tracks: Sequence[Track], *, ended: float) -> list[Mark]:
     """Return the kills, the restarts, and what joined or left while the job went on."""
     marks: list[Mark] = []
-    first: dict[str, float] = {}
-    for track in tracks:
-        first[track.role] = min(first.get(track.role, track.begin), track.begin)
     for place, track in enumerate(tracks):
         again = place > 0 and tracks[place - 1].name == track.name
         follows = place + 1 < len(tracks) and tracks[place + 1].name == track.name
-        last = track.main[-1].begin if track.main[-1].waits == "lost" else track.end
+        there = [span for span in track.main if span.waits not in ("lost", "start")]
         if again:
-            marks.append(Mark(at=track.begin, what="started again", of=track.name))
-        elif track.begin > first[track.role] + _TOGETHER_S:
-            marks.append(Mark(at=track.begin, what="joined", of=track.name))
+            marks.append(Mark(at=there[0].begin, what="started again", of=track.name))
+        elif track.main[0].waits != "start" and track.begin > min(one.begin for one in tracks) + _TOGETHER_S:
+            marks.append(Mark(at=there[0].begin, what="joined", of=track.name))
         if track.killed:
-            marks.append(Mark(at=last, what="killed", of=track.name))
-        elif not follows and last < ended:
-            marks.append(Mark(at=last, what="left", of=track.name))
+            marks.append(Mark(at=there[-1].end, what="killed", of=track.name))
+        elif not follows and there[-1].end < ended:
+            marks.append(Mark(at=there[-1].end, what="left", of=track.name))
     return marks
 
 
