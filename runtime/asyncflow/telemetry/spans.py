@@ -1,4 +1,4 @@
-"""What a process does when: recorded by itself, and read as the timeline of a run.
+"""Spans of a process, which it records itself, and their reading as the timeline of a run.
 
 A process has one recorder, which writes ``DIR/spans/ROLE-INDEX-ATTEMPT.spans`` (``span_file``). Its *main* span is
 exclusive: ``enter`` ends one and begins the next; ``main`` goes on afterwards with what was before. *Beside* it run

@@ -1,4 +1,4 @@
-"""Why each process was idle, out of what all processes did at that time; and how its seconds add up.
+"""Causes of idle time, out of what all processes did at that time; and how its seconds add up.
 
 A process knows what it waits for (``Span.waits``); who keeps it waiting, the others' tracks say. One sweep over the
 boundaries of all spans keeps a ``_Scene``: who generates, trains, computes, is starting or lost. In between nothing
@@ -162,7 +162,7 @@ def _answers_of(timeline: Timeline) -> Mapping[tuple[str, str], _Answers]:
 
 @dataclass
 class _Scene:
-    """What all processes do now. driven: whether there is a driver, which knows why it puts no prompts.
+    """State of all processes at one moment. driven: whether there is a driver, which knows why it puts no prompts.
 
     idle: processes by their role and what they wait for; generating, training, evaluating, publishing: those that do,
     the step that each is at; computing: those of other roles that do; starting, lost: by name; beside: spans by role
