@@ -27,7 +27,8 @@ _WIDTH = 160
 def timeline(run: Path, *, output: Path | None, training: bool, as_json: bool) -> None:
     """Write the trace and the chart of a run into ``output``, by default its own folder, and print its shares.
 
-    training: count these from the first prompt on; as_json: print the shares as JSON, and write nothing. Raises ManifestError where nothing was recorded.
+    training: count these from the first prompt on; as_json: print them as JSON, and write nothing. Raises ManifestError
+    where nothing was recorded.
     """
     found = attribute(read_timeline(run))
     begin = next((mark.at for mark in found.marks if mark.what == _FIRST), None) if training else None

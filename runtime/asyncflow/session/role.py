@@ -83,9 +83,13 @@ class TrainerSession:
         assert self.job is not None
         context = self._as("rollout", self.job.spec.rollout.max_replicas)
 
+        async def serve() -> None:
+            async with context.recording():
+                await rollout.serve(context, make_engine=make_engine)
+
         def begin() -> None:
             self._contexts.append(context)
-            self._tasks.create_task(rollout.serve(context, make_engine=make_engine), name="rollout")
+            self._tasks.create_task(serve(), name="rollout")
 
         self._loop.call_soon_threadsafe(begin)
 

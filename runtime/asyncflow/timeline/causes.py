@@ -27,7 +27,7 @@ T = TypeVar("T")
 ROLLOUT: Final = "rollout"
 TRAINER: Final = "trainer"
 DRIVER: Final = "driver"
-SERVERS: Final = frozenset({"controller", "storage", "holder", "master"})
+SERVERS: Final = frozenset({"controller", "storage", "holder", "master", "publisher", "follower"})
 _GENERATES: Final = frozenset[Kind]({"generate", "prefill"})
 _WORKS: Final = frozenset[Kind]({"compute", "forward", "backward", "optimizer", "checkpoint", "publish", "reward"})
 
