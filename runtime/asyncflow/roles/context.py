@@ -27,6 +27,7 @@ import os
 import resource
 import signal
 import socket
+import threading
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -156,16 +157,17 @@ class ProcessContext:
             attempt=options.attempt,
             began=clock.now() - age_s,
         )
-        beating = asyncio.create_task(self._beat(), name="pulse of the spans")
+        ended = threading.Event()
+        threading.Thread(target=self._beat, args=(ended,), name="pulse of the spans", daemon=True).start()
         try:
             yield
         finally:
-            beating.cancel()
+            ended.set()
             self.spans.close()
 
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(_BEAT_S)
+    def _beat(self, ended: threading.Event) -> None:
+        """Show that this process is there, also while its event loop is held up by an import."""
+        while not ended.wait(_BEAT_S):
             self.spans.pulse()
 
     @property

@@ -233,7 +233,7 @@ class _Scene:
             return Why("starved")
         if self._evaluates:
             return Why("evaluation")
-        return self._absent() or Why("starved")
+        return self._absent(TRAINER) or Why("starved")
 
     def _without_samples(self, role: str) -> Why:
         """Return why the trainer, or a task, has no samples."""
@@ -290,11 +290,11 @@ class _Scene:
     def _evaluates(self) -> bool:
         return bool(self.evaluating or self.beside[DRIVER, "evaluation"])
 
-    def _absent(self, role: str = "") -> Why | None:
-        """Return that a process of ``role``, "" for any, is lost or starting, if so."""
+    def _absent(self, role: str) -> Why | None:
+        """Return that a process of ``role`` is lost or starting, if so."""
         gone: tuple[tuple[Cause, dict[str, str]], ...] = ("lost", self.lost), ("starting", self.starting)
         for cause, names in gone:
-            if name := next((name for name, of in names.items() if role in ("", of)), ""):
+            if name := next((name for name, of in names.items() if of == role), ""):
                 return Why(cause, name)
         return None
 
