@@ -170,6 +170,18 @@ def samples(directory: Path, *, evaluation: bool, **options: Any) -> None:
 
 @app.command()
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@click.option("--output", type=_DIRECTORY, help="Folder for timeline.html and timeline.json; DIR by default.")
+@click.option("--training", is_flag=True, help="Count shares from the first prompt on, without the start of the job.")
+@click.option("--json", "as_json", is_flag=True, help="Print the shares as JSON, and write nothing.")
+def timeline(directory: Path, *, output: Path | None, training: bool, as_json: bool) -> None:
+    """Show where every second of a run went, finished or not, and draw what each process did when."""
+    from asyncflow.commands import timeline as command
+
+    command.timeline(directory, output=output, training=training, as_json=as_json)
+
+
+@app.command()
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @click.option("--kind", help="The sink; all of them by default.")
 @click.option("--job", type=_DIRECTORY, help="The job's manifest; DIR/job.yaml by default.")
 @click.option("--follow", is_flag=True, hidden=True, help="Go on at each line of standard input, until that ends.")

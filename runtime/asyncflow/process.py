@@ -12,12 +12,16 @@ import ctypes
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 PARENT = "ASYNCFLOW_PARENT"
 """Environment variable that holds the pid of the process that this one ends with."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_START_TIME = 19
+"""Place of field 22 of ``/proc/PID/stat``, counted from 0 behind the name (field 2)."""
 
 
 def prctl(option: int, argument: int) -> int:
@@ -41,6 +45,13 @@ def die_with_parent(parent: int | None = None) -> None:
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("the parent ended before this process began")
+
+
+def age_s() -> float:
+    """Return the seconds since this process was started, its imports included."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    began = int(fields[_START_TIME]) / os.sysconf("SC_CLK_TCK")
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
 
 
 def adopt_orphans(*, enabled: bool) -> None:

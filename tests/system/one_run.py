@@ -13,8 +13,12 @@ from http.client import HTTPSConnection
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from asyncflow.queue.ledger.audit import audit_ledgers
+from asyncflow.telemetry.spans import read_timeline
+from asyncflow.timeline.causes import attribute, shares
+from asyncflow.timeline.tracks import Timeline, flaw_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -82,3 +86,17 @@ def counted_once(folder: Path, samples: int) -> None:
     counts = np.load(newest / "counts.npy", allow_pickle=False)
     assert (counts[:samples] == 1).all()
     assert not counts[samples:].any()
+
+
+def every_second_has_a_cause(folder: Path) -> Timeline:
+    """Look for every process of a run at what it did, and why it was idle: that sums to the wall time within 2 %."""
+    timeline = attribute(read_timeline(folder))
+    wall = json.loads((folder / "summary.json").read_text())["wall_s"]
+    assert timeline.end - timeline.begin == pytest.approx(wall, rel=0.02)
+    assert not [flaw for track in timeline.tracks if (flaw := flaw_of(track))]
+    assert all(span.cause for track in timeline.tracks for span in track.main if span.kind == "idle")
+    spent = shares(timeline)
+    assert {share.role for share in spent.values()} == {"driver", "controller", "storage", "trainer", "rollout"}
+    for name, share in spent.items():
+        assert sum(share.kinds.values()) + sum(share.idle.values()) == pytest.approx(wall, rel=0.02), name
+    return timeline

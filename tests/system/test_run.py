@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from one_run import bearer, counted_once, direct, finish, kill, start, wait_for_step
+from one_run import bearer, counted_once, direct, every_second_has_a_cause, finish, kill, start, wait_for_step
 from safetensors.numpy import load_file
 
 from asyncflow import cli
@@ -69,6 +69,11 @@ def test_every_sample_counts_once_although_each_role_is_killed(tmp_path: Path) -
         time.sleep(1)
     finish(run, within_s=200)
     counted_once(folder, 24 * 8 * 4)
+    timeline = every_second_has_a_cause(folder)
+    killed = [track for track in timeline.tracks if track.killed]
+    assert {track.role for track in killed} == {"rollout", "trainer", "controller", "storage", "driver"}
+    assert all(track.main[-1].cause == "lost" for track in killed)
+    assert {mark.of for mark in timeline.marks if mark.what == "killed"} == {track.name for track in killed}
 
 
 def test_a_model_is_trained_and_the_run_goes_on_after_its_end(tmp_path: Path) -> None:
@@ -79,6 +84,7 @@ def test_a_model_is_trained_and_the_run_goes_on_after_its_end(tmp_path: Path) ->
     assert set(first) >= FIELDS
     every_figure_and_event_is_on_its_page(folder)
     assert (first["steps"], first["samples_trained"], first["samples_lost"]) == (3, 3 * 4 * 8, 0)
+    every_second_has_a_cause(folder)
     assert first["staleness_start_max"] == 1
     assert first["logprob_gap_p99"] < 1e-4
     lags = [json.loads(line)["staleness_start_mean"] for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -34,6 +34,7 @@ from asyncflow.flow.schedule import Schedule
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import Samples
 from asyncflow.rpc.columns import Jagged, batches
+from asyncflow.telemetry.spans import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +124,8 @@ class Dispatcher:
     """Puts the training prompts.
 
     flow: returns the present counts. changed: waits until one of them may have changed. on_skip: called with how many
-    prompts were skipped more, because they are too long. skipped: how many were in all.
+    prompts were skipped more, because they are too long. spans: records what is put, and why nothing is. skipped: how
+    many were in all.
     """
 
     queue: QueueClient
@@ -136,6 +138,7 @@ class Dispatcher:
     changed: Callable[[], Awaitable[None]]
     on_first: Callable[[], None]
     on_skip: Callable[[int], None]
+    spans: Spans = NO_SPANS
     skipped: int = 0
     _opened: set[int] = field(default_factory=set)
     _issued: list[Issued] = field(default_factory=list)
@@ -149,13 +152,26 @@ class Dispatcher:
         while True:
             if not self._issued:
                 flow = self.flow()
-                await self._issue(0 if flow is None else min(admit(self.policies, flow), PROMPTS_PER_PUT))
+                allowed = 0 if flow is None else min(admit(self.policies, flow), PROMPTS_PER_PUT)
+                await self._issue(allowed)
+                self._record(flow, allowed)
             if self._issued:
-                await self.put(self._issued)
+                with self.spans.beside("dispatch", step=self._issued[0].step):
+                    await self.put(self._issued)
                 self.assignment.out(prompt.serial for prompt in self._issued)
                 self._issued = []
             else:
                 await self.changed()
+
+    def _record(self, flow: InFlight | None, allowed: int) -> None:
+        """Record why no more prompts go out."""
+        if self.assignment.full:
+            waits = "dispatched"
+        elif flow is None or (self.schedule.lag == 0 and not allowed):
+            waits = "version"
+        else:
+            waits = "admission" if not allowed else "calls"
+        self.spans.enter("idle", waits=waits)
 
     async def recall(self) -> None:
         """Count again what earlier drivers skipped: what is too long of the serials that they passed over."""

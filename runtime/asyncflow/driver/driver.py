@@ -50,6 +50,7 @@ from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.rpc.directory import Directory
 from asyncflow.rpc.server import RpcServer
 from asyncflow.telemetry.metrics import DriverMetrics
+from asyncflow.telemetry.spans import NO_SPANS, Spans
 from asyncflow.training.report import ReportReply, TrainReport
 from asyncflow.weights.catalogue import Catalogue
 from asyncflow.weights.permits import PermitService
@@ -167,11 +168,13 @@ class Driver:
         decode: Callable[[Sequence[int]], str],
         sinks: Sinks,
         metrics: DriverMetrics,
+        spans: Spans = NO_SPANS,
     ) -> None:
         spec = job.spec
         self.job = job
         self.queue = queue
         self.metrics = metrics
+        self.spans = spans
         self.sinks = sinks
         self.schedule = Schedule.of(spec)
         self._graph = graph_of(spec)
@@ -222,6 +225,7 @@ class Driver:
             changed=self.changes.changed,
             on_first=self._first_dispatch,
             on_skip=self.metrics.prompts_skipped.inc,
+            spans=spans,
         )
         kept = StateFile(folder / REWARDS)
         self.rewards = RewardTally(
@@ -245,6 +249,7 @@ class Driver:
             late=self._late if spec.schedule.fill == "completion" else lambda _serial: None,
             exchanged=self.assignment.exchange,
             decided=self._samples.decided,
+            spans=spans,
         )
         self.versions = Versions(
             catalogue=self.weights.catalogue,
@@ -263,6 +268,7 @@ class Driver:
             changed=self.changes.changed,
             keep=self._samples.evaluating,
             finished=self._evaluated,
+            spans=spans,
         )
         self._ending = Ending(
             folder=folder,
@@ -289,6 +295,7 @@ class Driver:
         await self._restore()
         self.sinks.start()
         self.phase, self._moved = "Running", clock.now()
+        self.spans.serve(waits="version")
         loops = {
             "dispatching": self._dispatcher.run,
             "replacing lost samples": self._dispatcher.replace_lost,
@@ -314,6 +321,7 @@ class Driver:
 
     async def conclude(self) -> None:
         """Write the summary, then tell everybody to stop and wait until they have left."""
+        self.spans.enter("idle", waits="end")
         await self._samples.write(everything=True)
         await self._ending.conclude(self.phase)
         await self.sinks.close()

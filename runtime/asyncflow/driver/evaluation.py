@@ -34,6 +34,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta
 
+from asyncflow import clock
 from asyncflow.api.base import NAME
 from asyncflow.api.job import RLJobSpec
 from asyncflow.data.prompter import Prompter
@@ -45,6 +46,7 @@ from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow, Samples, Tag
 from asyncflow.rpc.columns import batches
 from asyncflow.rpc.membership import Best
+from asyncflow.telemetry.spans import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +58,14 @@ SetName = Annotated[str, Meta(pattern=NAME, max_length=63)]
 
 @dataclass(kw_only=True)
 class EvaluationTally:
-    """Rewards received for one evaluation by (serial, sample), None where there is none: a repeat changes nothing."""
+    """Rewards received for one evaluation by (serial, sample), None where there is none: a repeat changes nothing.
+
+    began: when its rows were created.
+    """
 
     sampled: dict[tuple[int, int], float | None] = field(default_factory=dict)
     greedy: dict[tuple[int, int], float | None] = field(default_factory=dict)
+    began: float = field(default_factory=clock.now)
 
     @property
     def size(self) -> int:
@@ -138,7 +144,8 @@ class Evaluation:
     sets: by name, the main one first. steps: all that are evaluated, in order: the n-th evaluation has the serials from
     n * prompts on, where prompts are those of all sets. pass_at, pass_reward: of ``EvaluationSpec``. due: gives the
     steps whose weights are published and are to be evaluated. changed: waits until that may have changed. keep: called
-    with the rows that count, before they are dropped. finished: called with each result.
+    with the rows that count, before they are dropped. finished: called with each result. spans: records how long each
+    took.
     """
 
     queue: QueueClient
@@ -155,6 +162,7 @@ class Evaluation:
     changed: Callable[[], Awaitable[None]]
     keep: Callable[[Sequence[EvaluatedRow]], Awaitable[None]]
     finished: Callable[[EvaluationResult], None]
+    spans: Spans = NO_SPANS
     _fitting: Sequence[int] = ()
     _tallies: dict[int, EvaluationTally] = field(default_factory=dict)
     _put: set[int] = field(default_factory=set)
@@ -279,7 +287,9 @@ class Evaluation:
                 await self.queue.drop(rows, reason=SCORED, timeout=CALL_TIMEOUT_S)
             whole = len(self._fitting) * self.group_size
             for step in [step for step, tally in self._tallies.items() if tally.size == whole]:
-                self.finished(self._result(step, self._tallies.pop(step)))
+                tally = self._tallies.pop(step)
+                self.spans.note("evaluation", begin=tally.began, end=clock.now(), step=step, version=step)
+                self.finished(self._result(step, tally))
 
     def _evaluated(self, row: LeasedRow) -> EvaluatedRow:
         index = row.meta.serial % self.prompts

@@ -43,6 +43,7 @@ from asyncflow.errors import ManifestError, Refused
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow
 from asyncflow.rpc.columns import Jagged
+from asyncflow.telemetry.spans import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
 
@@ -298,7 +299,7 @@ class AdvantageTask:
     both return whether this is the first time. complete: returns whether the steps are complete that must be before a
     step is trained. late: returns the step to which a finished group may go, and the group that is
     late there, None where there is none; exchanged: called when the two have changed their steps; decided: called with
-    the step and each group that the trainer shall see, again where it is decided again.
+    the step and each group that the trainer shall see, again where it is decided again. spans: records when it decides.
     filtered: groups of each step without variance that were dropped, by an earlier driver too; alike: groups without
     variance of this driver's life, dropped or not, by whether all of their samples were right or wrong; components:
     means of the components of the reward.
@@ -313,6 +314,7 @@ class AdvantageTask:
     late: Callable[[int], tuple[int, int] | None]
     exchanged: Callable[[int, int], None]
     decided: Callable[[int, DecidedGroup], None]
+    spans: Spans = NO_SPANS
     filtered: Counter[int] = field(default_factory=Counter)
     alike: Counter[str] = field(default_factory=Counter)
     components: ComponentMeans = field(default_factory=ComponentMeans)
@@ -331,8 +333,9 @@ class AdvantageTask:
                 partition=TRAIN, task="advantage", max_rows=1 << 20, max_groups=GROUPS_PER_CLAIM, timeout=CALL_TIMEOUT_S
             )
             by_serial = sorted(claimed.rows, key=lambda row: (row.meta.serial, row.meta.sample))
-            for serial, group in groupby(by_serial, key=lambda row: row.meta.serial):
-                await self._decide(serial, list(group))
+            with self.spans.beside("advantage"):
+                for serial, group in groupby(by_serial, key=lambda row: row.meta.serial):
+                    await self._decide(serial, list(group))
 
     async def renew(self) -> None:
         """Renew the leases of what is held, for ever; what was lost is claimed again by ``run``."""

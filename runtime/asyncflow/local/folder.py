@@ -61,7 +61,7 @@ SYNC = "weights.yaml"
 LEAST_FREE = 16 << 20
 """Bytes that must be free where a run begins: its logs, its ledger and its first checkpoint would not fit into less."""
 _RUN_ENTRIES = (
-    *(JOB, QUEUE, SYNC, "ledger", "checkpoints", "samples", "sinks"),
+    *(JOB, QUEUE, SYNC, "ledger", "checkpoints", "samples", "sinks", "spans"),
     *FILES,
     *(f"{name}{ASIDE}" for name in FILES),
 )

@@ -27,8 +27,9 @@ import os
 import resource
 import signal
 import socket
+import threading
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ from asyncflow.api.queue import QueueSpec, TransferQueue
 from asyncflow.api.weights import WeightSourceSpec, WeightsSpec, WeightSync
 from asyncflow.errors import AsyncFlowError, CheckpointError, Diverged, LedgerCorrupt, ManifestError, RowsLost
 from asyncflow.plan.roles import DISRUPTED, REFUSED
+from asyncflow.process import age_s
 from asyncflow.rpc.access import Access, worker_name
 from asyncflow.rpc.addresses import is_loopback
 from asyncflow.rpc.http import Guard, HttpServer, Ready, ready, role_routes
@@ -62,11 +64,13 @@ from asyncflow.rpc.membership import AGE, Directives, Member, Membership, Status
 from asyncflow.rpc.tls import Credentials
 from asyncflow.telemetry.logs import setup_logging
 from asyncflow.telemetry.metrics import RoleMetrics
+from asyncflow.telemetry.spans import NO_SPANS, Spans
 from asyncflow.weights.transport import Transport, open_transport
 
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+_BEAT_S = 0.5
 _SELDOM = (20_000, 20, 100)
 """Thresholds of the garbage collector's generations (``gc.set_threshold``)."""
 BEYOND_REPAIR = (ManifestError, CheckpointError, LedgerCorrupt, Diverged)
@@ -102,7 +106,7 @@ class ProcessContext:
     """One process and its place among the others.
 
     host: the address that it serves on and that others dial; stopping: set when the process is to end; draining: set
-    when it shall first give back what it has; signal: which signal ends it, 0 for none.
+    when it shall first give back what it has; signal: which signal ends it, 0 for none; spans: records what it does.
 
     By the manifest: access decides who may call what of the servers of this process; owner: name of the job or queue,
     which nothing else in the cluster has (on one machine, its own name); queue, ledger: specifications of the queue and
@@ -118,6 +122,7 @@ class ProcessContext:
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     signal: int = 0
+    spans: Spans = NO_SPANS
     access: Access = field(init=False)
     owner: str = field(init=False)
     queue: QueueSpec = field(init=False)
@@ -132,6 +137,38 @@ class ProcessContext:
     def bind(self) -> str:
         """Address at which an RPC server of this process listens: any port of the host."""
         return f"tcp://{self.host}:*"
+
+    @property
+    def launches(self) -> bool:
+        """Return whether this process only starts others, which do the work."""
+        return False
+
+    @contextlib.asynccontextmanager
+    async def recording(self, *, age_s: float = 0.0) -> AsyncIterator[None]:
+        """Record what this process does in its folder, as one that began ``age_s`` seconds ago."""
+        options = self.options
+        if self.launches:
+            yield
+            return
+        self.spans = Spans.of(
+            options.workdir,
+            role=options.role,
+            index=options.index,
+            attempt=options.attempt,
+            began=clock.now() - age_s,
+        )
+        ended = threading.Event()
+        threading.Thread(target=self._beat, args=(ended,), name="pulse of the spans", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+            self.spans.close()
+
+    def _beat(self, ended: threading.Event) -> None:
+        """Show that this process is there, also while its event loop is held up by an import."""
+        while not ended.wait(_BEAT_S):
+            self.spans.pulse()
 
     @property
     def insecure(self) -> bool:
@@ -257,6 +294,12 @@ class JobContext(ProcessContext):
         self.access = Access(ranks=spec.trainer.local_ranks)
         self.owner, self.start_s = self.job.partition, spec.limits.start_seconds
         self.queue, self.ledger, self.weights = spec.transfer_queue, spec.storage.ledger, spec.weight_sync
+
+    @property
+    def launches(self) -> bool:
+        """Return whether this process only starts the ranks of a trainer's replica."""
+        several = self.options.role == "trainer" and self.job.spec.trainer.local_ranks > 1
+        return several and self.options.local_rank is None
 
     def control(self, routes: Iterable[web.RouteDef], *, refused: Callable[[str, str], None]) -> HttpServer | None:
         """Return the service by which a supervisor or a person directs this process, not yet started.
@@ -401,7 +444,8 @@ async def _serve(context: ProcessContext, serving: Awaitable[int | None]) -> int
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _end, context, number)
     log.info("attempt %d, worker %s, pid %d", context.options.attempt, context.worker, os.getpid())
-    status = await serving
+    async with context.recording(age_s=age_s()):
+        status = await serving
     log.info("ended after %.1f s", clock.now() - context.started)
     return status or (128 + context.signal if context.signal else 0)
 

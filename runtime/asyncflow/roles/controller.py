@@ -130,6 +130,7 @@ def _controller(context: ProcessContext, others: _Others) -> Controller:
 
 async def _until_told(context: ProcessContext, controller: Controller, metrics: ControllerMetrics) -> None:
     freeze_gc()
+    context.spans.serve(waits="calls")
     stopping = asyncio.create_task(context.stopping.wait())
     while not stopping.done() and not controller.failed.done():
         _show(controller, metrics)

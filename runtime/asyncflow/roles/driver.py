@@ -76,6 +76,7 @@ async def serve(context: JobContext) -> None:
         decode=partial(tokenizer.decode, skip_special_tokens=False),
         sinks=sinks,
         metrics=metrics,
+        spans=context.spans,
     )
     metrics.watch_rpc(server.counters)
     status = status_route(lambda: driver.status().model_copy(update={"insecure": context.insecure}))

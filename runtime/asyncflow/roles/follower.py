@@ -96,6 +96,7 @@ async def serve_newest(
         http = context.http(metrics, ready=ready)
         url = await http.start(context.host, options.http_port)
         stack.push_async_callback(http.close)
+        context.spans.serve(waits="calls")
         if routes := list(engine.routes()):
             runner = await serve_routes(routes, host=context.host, port=options.serve_port)
             stack.push_async_callback(runner.cleanup)

@@ -100,6 +100,7 @@ async def serve(context: SyncContext) -> None:
         )
         await sender.start()
         stack.push_async_callback(sender.close)
+        context.spans.serve(waits="calls")
         if await context.unless_stopped(publishing.run(sender)):
             await context.stopping.wait()
 

@@ -30,6 +30,7 @@ from asyncflow.rpc.membership import Status
 from asyncflow.telemetry.metrics import RolloutMetrics
 from asyncflow.weights.permits import SwapPermits
 from asyncflow.weights.receiver import WeightReceiver
+from asyncflow.weights.transfer import TransferRecord
 
 MakeEngine: TypeAlias = Callable[..., RolloutEngine]
 """Maker of an engine, with the settings that ``RolloutEngine`` takes."""
@@ -77,6 +78,10 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
         caught_up = engine.version is not None
         return caught_up, "ready" if caught_up else "no weights are loaded yet"
 
+    def received(record: TransferRecord) -> None:
+        metrics.count_pull(record)
+        context.spans.note("receive", begin=record.started, end=record.finished, version=record.version.step)
+
     async with contextlib.AsyncExitStack() as stack:
         merge = await asyncio.to_thread(merge_of, spec, folder)
         stack.push_async_callback(engine.close)
@@ -91,7 +96,7 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
             worker=context.worker,
             transport=context.transport(spec.rollout.accelerator),
             want=wanted_by(instance),
-            on_transfer=metrics.count_pull,
+            on_transfer=received,
         )
         await receiver.start()
         stack.push_async_callback(receiver.close)
@@ -127,6 +132,7 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
             merge=merge,
             environment=environment,
             permits=SwapPermits(membership=membership, worker=context.worker) if staggered else None,
+            spans=context.spans,
         )
         metrics.watch_busy(worker.meter.busy)
         metrics.watch_busy(worker.meter.occupied, what="occupied")

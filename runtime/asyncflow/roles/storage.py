@@ -83,6 +83,7 @@ async def serve(context: ProcessContext) -> None:
 
     membership = await context.join(metrics=metrics, address=address, ready=ready)
     freeze_gc()
+    context.spans.serve(waits="calls")
     drain: DrainTask | None = None
     now, ends = asyncio.get_running_loop().time, math.inf
     waits = [asyncio.create_task(event.wait()) for event in (context.stopping, context.draining, unit.leaving)]

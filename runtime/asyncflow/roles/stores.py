@@ -56,6 +56,7 @@ async def hold_segment(context: ProcessContext) -> None:
         return (True, "ready") if segment.master is not None else (False, "its segment is not with the master yet")
 
     membership = await context.join(metrics=RoleMetrics(), ready=ready)
+    context.spans.serve(waits="calls")
     while not context.stopping.is_set():
         try:
             await asyncio.to_thread(segment.client)
@@ -81,6 +82,7 @@ async def watch(context: ProcessContext, server: Server) -> None:
     """Make ``server`` known and watch it until told to stop. Raises RoleFailed when it ends before."""
     try:
         membership = await context.join(metrics=RoleMetrics(), address=f"tcp://{server.host}:{server.port}")
+        context.spans.serve(waits="calls")
         try:
             await context.unless_stopped(server.ended())
         finally:

@@ -75,7 +75,7 @@ async def work(context: JobContext, settings: TaskSettings, compute: Compute, *,
         stack.push_async_callback(membership.close)
         queue = QueueClient.of(membership, credentials=context.credentials)
         stack.push_async_callback(queue.close)
-        worker = TaskWorker(queue=queue, settings=settings, compute=compute, metrics=metrics)
+        worker = TaskWorker(queue=queue, settings=settings, compute=compute, metrics=metrics, spans=context.spans)
         metrics.watch_busy(worker.busy)
         leaving = asyncio.create_task(_leave_when_told(context, worker))
         try:

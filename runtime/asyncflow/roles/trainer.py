@@ -75,7 +75,7 @@ def main(options: RoleOptions) -> int:
 
 
 async def _serve(context: JobContext) -> int | None:
-    if context.options.local_rank is None and context.job.spec.trainer.local_ranks > 1:
+    if context.launches:
         return await serve_ranks(context)
     await serve(context)
     return None
@@ -144,9 +144,10 @@ async def serve(context: JobContext, *, make_backend: MakeBackend | None = None)
         failed=metrics.checkpoint_failures.inc,
         announced=metrics.publish_seconds.observe,
         saved=metrics.checkpoint_seconds.observe,
+        spans=context.spans,
         materialise=lambda: materialize_weights(spec.model.source, folder) if backend.of_model else None,
     )
-    metrics.watch_busy(trainer.busy)
+    metrics.watch_busy(trainer.meter.busy)
     leaving = asyncio.create_task(_leave_when_told(context, trainer))
     step = await trainer.run()
     if step >= spec.algorithm.steps:

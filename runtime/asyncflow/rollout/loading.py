@@ -25,6 +25,7 @@ from asyncflow.identity import Version
 from asyncflow.rollout.engines.base import RolloutEngine
 from asyncflow.rpc.membership import Status
 from asyncflow.telemetry.metrics import LoadingMetrics
+from asyncflow.telemetry.spans import NO_SPANS, Spans
 from asyncflow.weights.probe import Proved, WeightProbe, refuted, split_probe
 from asyncflow.weights.receiver import WeightReceiver
 
@@ -52,7 +53,8 @@ class WeightLoader:
     """Brings versions of ``receiver`` into ``engine``.
 
     merge: makes the engine's weights of what is published, called in another thread as soon as a version is staged;
-    None: they are the same. probe_gap: most by which the engine's log-probs may differ on average.
+    None: they are the same. probe_gap: most by which the engine's log-probs may differ on average; spans: records what
+    is staged.
     """
 
     def __init__(
@@ -63,12 +65,14 @@ class WeightLoader:
         metrics: LoadingMetrics,
         probe_gap: float,
         merge: Merge | None = None,
+        spans: Spans = NO_SPANS,
     ) -> None:
         self._receiver = receiver
         self._engine = engine
         self._metrics = metrics
         self._probe_gap = probe_gap
         self._merge = merge
+        self._spans = spans
         self._merging: tuple[Version, asyncio.Task[Weights]] | None = None
         self._proved: Proved | None = None
         self.swaps = 0
@@ -92,8 +96,9 @@ class WeightLoader:
     async def stage(self, version: Version) -> None:
         """Prepare a version that is complete here in the engine, while it works with the one before."""
         began = time.monotonic()
-        weights, _ = await self._weights_of(version, self._receiver.tensors(version))
-        await self._engine.stage(version, weights)
+        with self._spans.beside("stage", version=version.step):
+            weights, _ = await self._weights_of(version, self._receiver.tensors(version))
+            await self._engine.stage(version, weights)
         self._stage_s = time.monotonic() - began
         self._metrics.stage_seconds.observe(self._stage_s)
 

@@ -38,6 +38,7 @@ from asyncflow.rollout.loading import Merge, WeightLoader
 from asyncflow.rollout.scoring import Scoring
 from asyncflow.rpc.membership import Status
 from asyncflow.telemetry.metrics import BusyClock, RolloutMetrics
+from asyncflow.telemetry.spans import NO_SPANS, Spans
 from asyncflow.weights.messages import CatalogueView
 from asyncflow.weights.permits import SwapPermits
 from asyncflow.weights.receiver import WeightReceiver
@@ -63,9 +64,14 @@ class SwapInterval(NamedTuple):
 
 
 class RolloutMeter:
-    """Counts for heartbeats and for ``metrics``. fenced: results that came too late."""
+    """Counts for heartbeats and for ``metrics``, and records what the instance does.
 
-    def __init__(self, metrics: RolloutMetrics) -> None:
+    fenced: results that came too late; scoring: samples that wait for their rewards.
+    """
+
+    def __init__(self, metrics: RolloutMetrics, spans: Spans = NO_SPANS) -> None:
+        self.spans = spans
+        self.scoring = 0
         self.busy = BusyClock()
         self.occupied = BusyClock()
         self.fenced = 0
@@ -76,9 +82,26 @@ class RolloutMeter:
         self._holding = False
         self._last = (time.monotonic(), 0.0, 0.0)
 
-    def running(self, sequences: int, *, waiting: bool) -> None:
-        """Take in how many sequences run now, and whether work waits for other weights."""
+    def running(
+        self,
+        sequences: int,
+        *,
+        waiting: bool,
+        waits: str = "",
+        evaluating: bool = False,
+        step: int = -1,
+        version: int = -1,
+    ) -> None:
+        """Take in how many sequences run now, and whether work waits for other weights.
+
+        waits: why none runs, "" before the first weights; evaluating: all of them are of evaluations; step: of those
+        that were begun last; version: step of the loaded weights.
+        """
         self._metrics.inflight.set(sequences)
+        if sequences:
+            self.spans.enter("evaluation" if evaluating else "generate", step=step, version=version)
+        elif waits:
+            self.spans.enter("idle", waits=waits, step=-1, version=version)
         waiting = waiting and not sequences
         if bool(sequences) != self._generating:
             self._generating = not self._generating
@@ -86,6 +109,23 @@ class RolloutMeter:
         if waiting != self._waiting:
             self._waiting = waiting
             (self.busy.begin if waiting else self.busy.end)("receive")
+
+    @contextlib.contextmanager
+    def scores(self) -> Iterator[None]:
+        """Count the body as one sample that waits for its reward."""
+        self.scoring += 1
+        try:
+            with self.spans.beside("reward"):
+                yield
+        finally:
+            self.scoring -= 1
+
+    @contextlib.contextmanager
+    def swaps(self, step: int) -> Iterator[None]:
+        """Count the body as time in which nothing is generated since weights are loaded. step: theirs."""
+        self.running(0, waiting=False)
+        with self.busy("swap"), self.spans.main("swap", step=-1, version=step):
+            yield
 
     def holding(self, rows: int) -> None:
         """Take in how many rows there are on lease."""
@@ -142,7 +182,7 @@ class RolloutWorker:
 
     receiver, made with ``want=wanted_by(instance)``, engine and rewards are started before and closed after by the
     caller. merge: see ``WeightLoader``; permits: of a staggered update, None where it changes weights when it can;
-    environment: of samples of several turns, started and closed like the rewards.
+    environment: of samples of several turns, started and closed like the rewards; spans: records what it does.
     """
 
     def __init__(
@@ -159,9 +199,12 @@ class RolloutWorker:
         merge: Merge | None = None,
         permits: SwapPermits | None = None,
         environment: Environments | None = None,
+        spans: Spans = NO_SPANS,
     ) -> None:
-        self.meter = RolloutMeter(metrics)
-        self.loader = WeightLoader(receiver, engine, metrics=metrics, probe_gap=settings.probe_gap, merge=merge)
+        self.meter = RolloutMeter(metrics, spans)
+        self.loader = WeightLoader(
+            receiver, engine, metrics=metrics, probe_gap=settings.probe_gap, merge=merge, spans=spans
+        )
         metrics.refreshed.append(functools.partial(self._count, metrics))
         self._receiver = receiver
         self._engine = engine
@@ -176,6 +219,7 @@ class RolloutWorker:
         self._changed = asyncio.Event()
         self._leaving = asyncio.Event()
         self._failure: Exception | None = None
+        self._begun_step = -1
         self._tasks: set[asyncio.Task[None]] = set()
         self._wanted: int | None = None
         self._in_flight = InFlightTable(
@@ -264,13 +308,36 @@ class RolloutWorker:
             for work in self._instance.admit():
                 assert isinstance(work.id, Job)
                 work.id.task = self._spawn(self._sample(work.id))
+                self._begun_step = work.id.row.meta.step
             step = self._instance.swap()
             waits = self._instance.waits(self._wanted, required=self._receiver.view.required)
-            self.meter.running(self._instance.running, waiting=waits and step is None)
+            self.meter.running(
+                self._instance.running,
+                waiting=waits and step is None,
+                waits=self._waits_for(weights=waits),
+                evaluating=self._instance.evaluating,
+                step=self._begun_step,
+                version=-1 if self._instance.current is None else self._instance.current.step,
+            )
             if step is None:
                 await self._changed.wait()
             else:
                 await self._swap(step)
+
+    def _waits_for(self, *, weights: bool) -> str:
+        """Return why no sequence runs, if none does; "" before the first weights."""
+        instance = self._instance
+        if instance.current is None:
+            return ""
+        if weights:
+            return "weights"
+        if instance.wants_permit:
+            return "permit"
+        if instance.held:
+            return "fetch"
+        if self.meter.scoring:
+            return "reward"
+        return "delivery" if len(self._in_flight) else "claim"
 
     def _look(self) -> None:
         """Inform the instance of what can be loaded, the receiver of what is wanted, and the claimers of the change."""
@@ -307,7 +374,7 @@ class RolloutWorker:
         What runs goes on until the engine loads them, and stands still while it does.
         """
         began, loaded = time.monotonic(), self._instance.current
-        with self._standing_still(unless=loaded is None or self._instance.running > 0):
+        with self._standing_still(step, unless=loaded is None or self._instance.running > 0):
             try:
                 await self._receiver.ensure(step, timeout=self._settings.load_s)
             except DeadlineExceeded as error:
@@ -317,22 +384,16 @@ class RolloutWorker:
                 return
             prepared = await self.loader.prepare(step)
         began = time.monotonic() if self._instance.running else began
-        with self._standing_still(unless=loaded is None):
+        with self._standing_still(step, unless=loaded is None):
             await self.loader.load(prepared)
         self._instance.loaded(prepared.version)
         seconds = time.monotonic() - began
         self.loader.swapped(step, seconds)
         log.info("swapped to %s in %.3f s; %s", prepared.version, seconds, self.meter.interval())
 
-    @contextlib.contextmanager
-    def _standing_still(self, *, unless: bool) -> Iterator[None]:
+    def _standing_still(self, step: int, *, unless: bool) -> contextlib.AbstractContextManager[None]:
         """Count the time as that of a swap, in which nothing is generated."""
-        if unless:
-            yield
-            return
-        self.meter.running(0, waiting=False)
-        with self.meter.busy("swap"):
-            yield
+        return contextlib.nullcontext() if unless else self.meter.swaps(step)
 
     async def _watch(self) -> None:
         """Wake the steering loop whenever other weights can be had."""
@@ -366,7 +427,8 @@ class RolloutWorker:
             return
         job.made = completion
         began = time.monotonic()
-        reward = await self._scoring.score(job, self._episodes.transcript(completion))
+        with self.meter.scores():
+            reward = await self._scoring.score(job, self._episodes.transcript(completion))
         if reward is None:
             await self._in_flight.give_back([job], reason=_APART, there={job: completion.unended()})
             return
@@ -374,6 +436,7 @@ class RolloutWorker:
         outcome = SampleOutcome(job=job, completion=completion, reward=reward)
         self.meter.scored(outcome, time.monotonic() - began)
         self._delivery.put(outcome)
+        self._changed.set()
 
     def _settled(self, outcome: SampleOutcome, taken: bool) -> None:
         self.meter.settled(taken=taken)
@@ -413,7 +476,7 @@ class RolloutWorker:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks)
-        self.meter.running(0, waiting=False)
+        self.meter.running(0, waiting=False, waits="end")
         await self._in_flight.give_back(list(self._in_flight), reason=_LEAVES, there=there)
         log.info("left; %d tokens were made here", sum(self._engine.stats().tokens.values()))
 

@@ -83,9 +83,13 @@ class TrainerSession:
         assert self.job is not None
         context = self._as("rollout", self.job.spec.rollout.max_replicas)
 
+        async def serve() -> None:
+            async with context.recording():
+                await rollout.serve(context, make_engine=make_engine)
+
         def begin() -> None:
             self._contexts.append(context)
-            self._tasks.create_task(rollout.serve(context, make_engine=make_engine), name="rollout")
+            self._tasks.create_task(serve(), name="rollout")
 
         self._loop.call_soon_threadsafe(begin)
 
@@ -139,7 +143,8 @@ class TrainerSession:
             return
         async with self._tasks:
             watching = self._tasks.create_task(self._watch(), name="watch the run")
-            await trainer.serve(self._contexts[0], make_backend=self._make)
+            async with self._contexts[0].recording():
+                await trainer.serve(self._contexts[0], make_backend=self._make)
             watching.cancel()
             self._stop()
 

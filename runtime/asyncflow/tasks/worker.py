@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -29,6 +29,7 @@ from asyncflow.rpc.membership import Status
 from asyncflow.rpc.retry import Outage
 from asyncflow.tasks.rows import OutputColumn, Result, RowFailure, columns_of
 from asyncflow.telemetry.metrics import BusyClock, WorkerMetrics
+from asyncflow.telemetry.spans import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +61,22 @@ class TaskSettings:
 
 
 class TaskWorker:
-    """Does the work of one process. compute: see ``Compute``; it raises only what ends the process."""
+    """Does the work of one process. compute: see ``Compute``; it raises only what ends the process; spans: records
+    what it does.
+    """
 
-    def __init__(self, *, queue: QueueClient, settings: TaskSettings, compute: Compute, metrics: WorkerMetrics) -> None:
+    def __init__(
+        self,
+        *,
+        queue: QueueClient,
+        settings: TaskSettings,
+        compute: Compute,
+        metrics: WorkerMetrics,
+        spans: Spans = NO_SPANS,
+    ) -> None:
         self.busy = BusyClock()
+        self._spans = spans
+        self._computing = 0
         self.failed: Counter[str] = Counter()
         self._queue = queue
         self._settings = settings
@@ -93,6 +106,7 @@ class TaskWorker:
 
     async def run(self) -> None:
         """Work until told to leave. Raises what ``compute`` raises."""
+        self._spans.enter("idle", waits="claim")
         async with asyncio.TaskGroup() as group:
             serving = [group.create_task(self._serve()) for _ in range(self._settings.parallel + 1)]
             renewing = group.create_task(self._renew())
@@ -159,11 +173,24 @@ class TaskWorker:
             await self._give_back(rows, reason="its replica leaves")
             return
         try:
-            with self.busy("compute"), self._metrics.batch_seconds.time():
+            with self._counted(step=rows[0].meta.step), self._metrics.batch_seconds.time():
                 results = await self._results(rows, columns)
         finally:
             self._turns.release()
         await self._settle(rows, results)
+
+    @contextlib.contextmanager
+    def _counted(self, *, step: int) -> Iterator[None]:
+        """Count and record the body as computing: the main span is that as long as one batch is computed."""
+        self._computing += 1
+        self._spans.enter("compute", step=step)
+        try:
+            with self.busy("compute"):
+                yield
+        finally:
+            self._computing -= 1
+            if not self._computing:
+                self._spans.enter("idle", waits="claim", step=-1)
 
     async def _results(self, rows: Sequence[LeasedRow], columns: Mapping[str, Jagged]) -> list[Result]:
         """Return a result for each row; those that were tried often enough are not computed again."""
@@ -182,7 +209,8 @@ class TaskWorker:
         """Return the columns of rows, and None where they cannot be had; ``rows`` loses those that are gone."""
         while True:
             try:
-                return await self._queue.fetch(rows, self._settings.reads, timeout=_CALL_S)
+                with self._spans.beside("fetch"):
+                    return await self._queue.fetch(rows, self._settings.reads, timeout=_CALL_S)
             except StaleHandle as error:
                 there = await self._there(rows)
                 log.info("%d of %d rows are gone: %s", len(rows) - len(there), len(rows), error)

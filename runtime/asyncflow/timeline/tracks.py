@@ -34,8 +34,12 @@ Kind = Literal[
     "evaluation",
     "checkpoint",
     "idle",
+    "dispatch",
+    "advantage",
 ]
-"""What a process does in a span. compute: a user's task, or forward and backward where they are not told apart."""
+"""What a process does in a span. compute: a user's task; forward and backward where they are not told apart; the CPU
+time of a driver, controller or storage unit. dispatch, advantage: the driver puts prompts, decides about groups.
+"""
 
 Cause = Literal[
     "",
@@ -61,12 +65,38 @@ killed or silent.
 
 KINDS: Final[tuple[Kind, ...]] = Kind.__args__  # type: ignore[attr-defined]
 CAUSES: Final[tuple[Cause, ...]] = Cause.__args__  # type: ignore[attr-defined]
+WAITS: Final = (
+    "",
+    "claim",
+    "fetch",
+    "weights",
+    "permit",
+    "reward",
+    "delivery",
+    "version",
+    "admission",
+    "dispatched",
+    "evaluation",
+    "queue",
+    "calls",
+    "start",
+    "end",
+    "lost",
+)
+"""Reasons to wait that a process knows by itself.
+
+claim: rows; fetch: their columns; weights, permit: other weights, the right to load them; reward: of its samples;
+delivery: the queue has to take its samples; queue: any other answer of the queue or the driver; calls: of a server,
+what others ask it. Of the driver: version: no prompt may go out before a version is published; admission: nor, because
+of a limit on staleness or on prompts in flight; dispatched: all prompts are out; evaluation: held-out prompts are.
+start: a role that has to be there first; end: the job's; lost: it is not known, since the process was gone.
+"""
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that a process did. step, version: that it worked on and with, -1 where it has none.
 
-    waits: of an idle span, what the process itself knew that it waited for (``claim``, ``weights``, ``reward``, ...);
+    waits: of an idle span, what the process itself knew that it waited for (``WAITS``);
     cause, by: what the spans of all processes together say (``timeline.causes``).
     """
 

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import msgspec
 from numpy.typing import NDArray
 
+from asyncflow.telemetry.spans import NO_SPANS, Spans
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.ranks import ProcessGroup
 from asyncflow.training.settings import BackendSettings, WeightsDtype
@@ -38,11 +39,13 @@ class TrainerBackend(ABC):
     checked before anything starts; None: the backend alone can tell. trained: samples whose gradient was added since
     the last ``finish_step``, once in each epoch; another thread may read it. slot_tokens: most tokens that a rank's
     part of a slot should have, the same on all ranks; ``load`` may change it, and nothing does so afterwards.
+    spans: by which a back end may tell apart what it does in a micro-batch.
     """
 
     Options: ClassVar[type[msgspec.Struct] | None] = None
     of_model = True
     trained = 0
+    spans: Spans = NO_SPANS
 
     def __init__(self, settings: BackendSettings, *, group: ProcessGroup) -> None:
         """Prepare. A backend raises ManifestError for ``settings.options`` that it does not know, and for

@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from asyncflow.queue.protocol.messages import LeasedRow, Slot, StepTotals
 from asyncflow.rpc.columns import Jagged
 from asyncflow.rpc.retry import retry
-from asyncflow.telemetry.metrics import BusyClock
 from asyncflow.training.batch import COLUMNS, MicroBatch
+from asyncflow.training.meter import RankMeter
 from asyncflow.training.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class FilledSlot:
 
 
 class SlotPrefetcher:
-    """One rank's slots. wait: the clock on which waiting counts; attend: awaited about twice a second while waiting,
+    """One rank's slots. meter: on which waiting counts; attend: awaited about twice a second while waiting,
     so that the trainer can react to directives; what it raises ends the iteration.
     """
 
@@ -99,14 +99,14 @@ class SlotPrefetcher:
         *,
         rank: int,
         settings: TrainerSettings,
-        waits: BusyClock,
+        meter: RankMeter,
         attend: Callable[[], Awaitable[None]],
     ) -> None:
         self.waiting_for = ""
         self._queue = queue
         self._rank = rank
         self._settings = settings
-        self._waits = waits
+        self._meter = meter
         self._attend = attend
 
     async def slots(self, step: int, *, tokens: int) -> AsyncGenerator[FilledSlot, None]:
@@ -118,7 +118,7 @@ class SlotPrefetcher:
         prefetch = asyncio.create_task(self._fill(step, number, tokens))
         try:
             while True:
-                filled = await self._arrival(prefetch, f"slot {number} of step {step}")
+                filled = await self._arrival(prefetch, f"slot {number} of step {step}", step=step)
                 if not filled.last:
                     number += 1
                     prefetch = asyncio.create_task(self._fill(step, number, tokens))
@@ -130,11 +130,11 @@ class SlotPrefetcher:
             prefetch.cancel()
             await asyncio.wait([prefetch])
 
-    async def _arrival(self, prefetch: asyncio.Task[FilledSlot], what: str) -> FilledSlot:
+    async def _arrival(self, prefetch: asyncio.Task[FilledSlot], what: str, *, step: int) -> FilledSlot:
         self.waiting_for = what
         begun = reminded = asyncio.get_running_loop().time()
         try:
-            with self._waits("wait"):
+            with self._meter("wait", step=step):
                 while not (await asyncio.wait([prefetch], timeout=_ATTEND_S))[0]:
                     await self._attend()
                     now = asyncio.get_running_loop().time()
@@ -149,16 +149,18 @@ class SlotPrefetcher:
         settings, patience = self._settings, self._settings.patience_s
         what = f"slot {number} of step {step}"
         slot: Slot | None = None
-        while slot is None:
-            slot = await retry(
-                lambda: self._ask(step, number, tokens), what=f"asking the queue for {what}", timeout=patience
-            )
+        with self._meter.spans.beside("claim", step=step):
+            while slot is None:
+                slot = await retry(
+                    lambda: self._ask(step, number, tokens), what=f"asking the queue for {what}", timeout=patience
+                )
         rows, columns = slot.rows, [*COLUMNS, settings.decided, *settings.extra_columns]
         if not rows:
             return FilledSlot(batch=MicroBatch.empty(), last=slot.last, totals=slot.totals)
-        fetched = await retry(
-            lambda: self._queue.fetch(rows, columns, timeout=patience), what=f"fetching {what}", timeout=patience
-        )
+        with self._meter.spans.beside("fetch", step=step):
+            fetched = await retry(
+                lambda: self._queue.fetch(rows, columns, timeout=patience), what=f"fetching {what}", timeout=patience
+            )
         return FilledSlot(
             batch=MicroBatch.of([row.meta.key for row in rows], fetched), last=slot.last, totals=slot.totals
         )

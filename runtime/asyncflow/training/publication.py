@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from asyncflow.flow.schedule import Schedule
 from asyncflow.identity import Version
 from asyncflow.rpc.retry import retry
+from asyncflow.telemetry.spans import NO_SPANS, Spans
 from asyncflow.training.ranks import ProcessGroup
 from asyncflow.training.slice_files import SliceFiles, share_of, within, write_slices
 from asyncflow.weights.manifest import ManifestPart
@@ -82,6 +83,7 @@ class Publication:
         patience_s: float,
         lagged: bool,
         ended: Callable[[float], None],
+        spans: Spans = NO_SPANS,
     ) -> None:
         self.began_at = -1
         self.seconds: float | None = None
@@ -91,6 +93,7 @@ class Publication:
         self._patience_s = patience_s
         self._lagged = lagged
         self._ended = ended
+        self._spans = spans
         self._held: dict[int, Copied] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
         self._step = -1
@@ -143,13 +146,14 @@ class Publication:
 
     async def _publish(self, copying: asyncio.Future[Copied]) -> None:
         began = time.monotonic()
-        copied = await copying
-        part = await asyncio.get_running_loop().run_in_executor(self._thread, self._sender.part, copied)
-        await retry(
-            lambda: self._sender.announce(copied, part, timeout=_CALL_S),
-            what=f"publishing {copied.version}",
-            timeout=self._patience_s,
-        )
+        with self._spans.beside("publish", step=self._step, version=self._step):
+            copied = await copying
+            part = await asyncio.get_running_loop().run_in_executor(self._thread, self._sender.part, copied)
+            await retry(
+                lambda: self._sender.announce(copied, part, timeout=_CALL_S),
+                what=f"publishing {copied.version}",
+                timeout=self._patience_s,
+            )
         self.seconds = time.monotonic() - began
         self._ended(self.seconds)
 

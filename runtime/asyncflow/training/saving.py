@@ -23,6 +23,7 @@ import numpy as np
 
 from asyncflow.errors import AsyncFlowError, CheckpointError, DeadlineExceeded, DiskError, Refused
 from asyncflow.rpc.retry import retry
+from asyncflow.telemetry.spans import NO_SPANS, Spans
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.checkpoint import CheckpointManifest, Checkpoints
 from asyncflow.training.loops import TrainQueue
@@ -61,6 +62,7 @@ class Saver:
         leaving: asyncio.Event,
         failed: Callable[[], None],
         saved: Callable[[float], None],
+        spans: Spans = NO_SPANS,
     ) -> None:
         self.committed = self.newest = 0
         self._checkpoints = checkpoints
@@ -72,6 +74,7 @@ class Saver:
         self._leaving = leaving
         self._failed = failed
         self._saved = saved
+        self._spans = spans
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: asyncio.Task[None] | None = None
         self._failing_since: float | None = None
@@ -160,7 +163,8 @@ class Saver:
         thread = self._thread if self._checkpoints.shared else self._compute
         saving = partial(self._write, manifest, write, versions, unsynced=await self._sync())
         try:
-            await asyncio.get_running_loop().run_in_executor(thread, saving)
+            with self._spans.beside("checkpoint", step=manifest.step, version=manifest.step):
+                await asyncio.get_running_loop().run_in_executor(thread, saving)
         except DiskError as error:
             self.newest = self.committed
             self._put_off(manifest.step, error)

@@ -41,7 +41,7 @@ from asyncflow.identity import Version
 from asyncflow.queue.protocol.messages import StepTotals
 from asyncflow.rpc.membership import Directives, Status
 from asyncflow.rpc.retry import retry
-from asyncflow.telemetry.metrics import BusyClock
+from asyncflow.telemetry.spans import NO_SPANS, Spans
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.checkpoint import Checkpoints
@@ -54,6 +54,7 @@ from asyncflow.training.loops import (
     streaming,
     synchronous,
 )
+from asyncflow.training.meter import RankMeter
 from asyncflow.training.publication import Publication, Publisher, Weights
 from asyncflow.training.ranks import GroupLeft, ProcessGroup, gather_bytes, jointly, unless_leaving
 from asyncflow.training.report import StepTally, TrainReport, describe
@@ -76,8 +77,7 @@ class Trainer:
     """One rank. folder: the model folder; materialise: puts θ_0 there, called by rank 0 when needed; report: takes
     rank 0's reports; directives: the driver's latest; begun: the gang has met, and the weights that it begins with are
     published; failed: called for each checkpoint that the disk refused; announced, saved: called for each publication
-    that ended and each checkpoint that was written, with the seconds that it took; busy: forward, backward, optimizer,
-    and what checkpoints keep them waiting for; waits: the rest.
+    that ended and each checkpoint that was written, with the seconds that it took; spans: records what this rank does.
     """
 
     def __init__(
@@ -96,11 +96,12 @@ class Trainer:
         failed: Callable[[], None] = lambda: None,
         announced: Callable[[float], None] = lambda _: None,
         saved: Callable[[float], None] = lambda _: None,
+        spans: Spans = NO_SPANS,
     ) -> None:
         self.step = 0
         self.begun = False
-        self.busy = BusyClock()
-        self.waits = BusyClock()
+        self.meter = RankMeter(spans)
+        backend.spans = spans
         self._queue = queue
         self._publication = Publication(
             sender,
@@ -109,6 +110,7 @@ class Trainer:
             patience_s=settings.patience_s,
             lagged=backend.settings.loss.old == "lagged",
             ended=announced,
+            spans=spans,
         )
         self._backend = backend
         self._group = group
@@ -119,7 +121,7 @@ class Trainer:
         self._settings = settings
         self._folder = folder
         self._materialise = materialise
-        self._feed = SlotPrefetcher(queue, rank=group.rank, settings=settings, waits=self.waits, attend=self._attend)
+        self._feed = SlotPrefetcher(queue, rank=group.rank, settings=settings, meter=self.meter, attend=self._attend)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._tally = StepTally()
         self._aged: dict[int, list[MicroBatch]] = {}
@@ -139,6 +141,7 @@ class Trainer:
             leaving=self._leaving,
             failed=failed,
             saved=saved,
+            spans=spans,
         )
         self._since = (clock.now(), self._clock())
 
@@ -155,7 +158,7 @@ class Trainer:
             "trained": self._backend.trained // self._settings.epochs,
             "publishing": self._publication.underway,
             "saving": self._saver.saving,
-            "busy_s": self.busy.total(),
+            "busy_s": self.meter.busy.total(),
             "waiting_for": self._feed.waiting_for,
         }
 
@@ -176,8 +179,10 @@ class Trainer:
         that begins anew), Diverged where the gradients are not finite any more, and ManifestError where a micro-batch
         does not fit the device. What is complete is in a checkpoint then, so that no other step begins anew.
         """
+        spans = self.meter.spans
         try:
             await self._start()
+            spans.enter("idle", waits="queue", step=self.step + 1)
             await self._loop()(self)
             await self._unless_leaving(self._publication.announced())
         except GroupLeft:
@@ -197,6 +202,7 @@ class Trainer:
             self._publication.close()
             await self._saver.close()
             self._thread.shutdown(wait=False, cancel_futures=True)
+            spans.enter("idle", waits="end")
         return self.step
 
     async def steps(self) -> AsyncIterator[int]:
@@ -214,7 +220,7 @@ class Trainer:
         self._tally.add(slot.batch, step=step)
         if self._group.rank == 0:
             self._keep_aged(slot.batch, current=self._version(step - 1))
-        with self.busy("compute"):
+        with self.meter("compute", step=step):
             await self._compute(self._add, step, slot.batch)
 
     async def revisit(self, step: int, slots: Sequence[FilledSlot]) -> None:
@@ -226,11 +232,11 @@ class Trainer:
             self._tally.add(slot.batch, step=step)
             if self._group.rank == 0:
                 self._keep_aged(slot.batch, current=self._version(step - 1))
-        with self.waits("publish"):
+        with self.meter("publish", step=step):
             await self._publication.copied()
         self._updating = True
         try:
-            with self.busy("compute"):
+            with self.meter("compute", step=step):
                 await self._compute(self._update_often, step, slots)
         except GroupLeft:
             self._updating = False
@@ -238,10 +244,10 @@ class Trainer:
 
     async def finish(self, step: int, totals: StepTotals | None) -> None:
         """Make θ_step out of what was accumulated, and let everybody know."""
-        with self.waits("publish"):
+        with self.meter("publish", step=step):
             await self._publication.copied()
         published = self._settings.schedule.publishes(step)
-        with self.busy("optimizer"):
+        with self.meter("optimizer", step=step):
             tally, metrics = await self._compute(self._optimize, step, totals)
             probe = await self._compute(self._backend.probe) if published else None
         self.step, self._updating, self._moved = step, False, False
@@ -409,7 +415,7 @@ class Trainer:
         return tally, self._backend.finish_step(step)
 
     async def _publish(self, step: int, weights: Callable[[], Tensors]) -> None:
-        with self.waits("publish"):
+        with self.meter("publish", step=step):
             await self._unless_leaving(self._publication.begin(step, weights))
 
     def _weights(self, probe: WeightProbe | None) -> Tensors:
@@ -443,7 +449,7 @@ class Trainer:
         due = self._saver.retry_in_s == 0
         own = np.array([wanted or due])
         if (await self._compute(self._group.gather, own, what=f"whether to save θ_{self.step}"))[0, 0]:
-            with self.busy("checkpoint"):
+            with self.meter("checkpoint", step=self.step):
                 await self._saver.begin(self.step, samples=self._samples)
 
     def _describe(self, tally: StepTally, metrics: dict[str, float], *, published: bool) -> TrainReport:
@@ -458,13 +464,13 @@ class Trainer:
             published=published,
             spent={cause: now[cause] - before.get(cause, 0.0) for cause in now},
             publication_s=self._publication.seconds,
-            busy_s=self.busy.total(),
+            busy_s=self.meter.busy.total(),
             started=started,
             ended=ended,
         )
 
     def _clock(self) -> dict[str, float]:
-        return {"wall": time.monotonic(), **self.busy.seconds(), **self.waits.seconds()}
+        return {"wall": time.monotonic(), **self.meter.busy.seconds(), **self.meter.waits.seconds()}
 
     @property
     def _own(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -388,6 +388,7 @@ class TorchBackend(TrainerBackend):
         advantages: NDArray[np.floating] = (
             batch.credit()[places] if self._critic is None else self._critic.add(batch, pack, figures=self._figures)
         )
+        self._phase("forward")
         logprobs, entropy = self._policy(pack, entropy=loss.entropy != 0)
         terms = loss.tokens(
             logprobs,
@@ -400,7 +401,9 @@ class TorchBackend(TrainerBackend):
             pairs=self._numbers(batch.pairs()[pack.samples]) if loss.algorithm.pairs else None,
         )
         value = (terms.total * self._tensor(weights[pack.samples])).sum()
+        self._phase("backward")
         value.backward()
+        self._phase("compute")
         self._figures.pack(
             terms,
             loss=value.detach(),
@@ -409,6 +412,11 @@ class TorchBackend(TrainerBackend):
             entropy=entropy,
             on_policy=self._tensor(current[pack.samples]),
         )
+
+    def _phase(self, kind: Literal["forward", "backward", "compute"]) -> None:
+        """Record what is computed now; a device that is not the CPU computes later than it is told to."""
+        if self._device.type == "cpu":
+            self.spans.enter(kind)
 
     @collective()
     def finish_step(self, step: int) -> dict[str, float]:

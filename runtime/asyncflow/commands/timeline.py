@@ -1,0 +1,48 @@
+"""The timeline of a run, finished or not: ``asyncflow timeline DIR``.
+
+Invariant: no process of the run is asked, and nothing of the run is changed: its files of spans say everything.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import msgspec
+from rich.console import Console
+
+from asyncflow.durable import write_whole
+from asyncflow.telemetry.spans import read_timeline
+from asyncflow.timeline.causes import attribute, shares
+from asyncflow.timeline.gantt import page
+from asyncflow.timeline.perfetto import trace
+from asyncflow.view.shares import shares_table
+
+TRACE, PAGE = "timeline.json", "timeline.html"
+_FIRST = "first dispatch"
+_WIDTH = 160
+"""Columns where there is no terminal whose width could be asked for."""
+
+
+def timeline(run: Path, *, output: Path | None, training: bool, as_json: bool) -> None:
+    """Write the trace and the chart of a run into ``output``, by default its own folder, and print its shares.
+
+    training: count these from the first prompt on; as_json: print them as JSON, and write nothing. Raises ManifestError
+    where nothing was recorded.
+    """
+    found = attribute(read_timeline(run))
+    begin = next((mark.at for mark in found.marks if mark.what == _FIRST), None) if training else None
+    spent = shares(found, begin=begin)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(spent)).decode())
+        return
+    folder = output or run
+    folder.mkdir(parents=True, exist_ok=True)
+    title = f"{run.absolute().name}: {found.end - found.begin:.1f} s"
+    write_whole(folder / TRACE, msgspec.json.encode(trace(found)))
+    write_whole(folder / PAGE, page(found, title=title).encode())
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = _WIDTH
+    console.print(shares_table(spent))
+    console.print(f"{folder / PAGE}: the chart; {folder / TRACE}: opens in https://ui.perfetto.dev")

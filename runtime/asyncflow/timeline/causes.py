@@ -1,0 +1,317 @@
+"""Causes of idle time, out of what all processes did at that time; and how its seconds add up.
+
+A process knows what it waits for (``Span.waits``); who keeps it waiting, the others' tracks say. One sweep over the
+boundaries of all spans keeps a ``_Scene``: who generates, trains, computes, is starting or lost. In between nothing
+changes, so there all processes of a role that wait for the same thing are idle for the same cause.
+
+Invariants: each idle second gets exactly one cause; a span is split only where the cause, or who it is because of,
+changes; what is not idle is as it was; the result is a function of the timeline alone, real or simulated. The seconds
+of a process by kind and by cause sum to its time in the window.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, TypeVar
+
+import msgspec
+
+from asyncflow.timeline.tracks import Cause, Kind, Span, Timeline, Track
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+
+ROLLOUT: Final = "rollout"
+TRAINER: Final = "trainer"
+DRIVER: Final = "driver"
+SERVERS: Final = frozenset({"controller", "storage", "holder", "master", "publisher", "follower"})
+_GENERATES: Final = frozenset[Kind]({"generate", "prefill"})
+_WORKS: Final = frozenset[Kind]({"compute", "forward", "backward", "optimizer", "checkpoint", "publish", "reward"})
+
+
+class Shares(msgspec.Struct, kw_only=True):
+    """Seconds of one process in the window of a timeline.
+
+    seconds: that it was there, or should have been; kinds: of what it did, without idle; idle: by cause; by: of each
+    cause, because of whom, "" where nobody is named.
+    """
+
+    role: str
+    index: int
+    seconds: float = 0.0
+    kinds: dict[Kind, float] = {}
+    idle: dict[Cause, float] = {}
+    by: dict[Cause, dict[str, float]] = {}
+
+    def add(self, span: Span, seconds: float) -> None:
+        """Add ``seconds`` of a span."""
+        self.seconds += seconds
+        if span.kind == "idle":
+            self.idle[span.cause] = self.idle.get(span.cause, 0.0) + seconds
+            by = self.by.setdefault(span.cause, {})
+            by[span.by] = by.get(span.by, 0.0) + seconds
+        else:
+            self.kinds[span.kind] = self.kinds.get(span.kind, 0.0) + seconds
+
+
+class Why(NamedTuple):
+    """A cause, and the process or role that it is because of."""
+
+    cause: Cause
+    by: str = ""
+
+
+def attribute(timeline: Timeline) -> Timeline:
+    """Return the timeline with the cause of each idle span, which is split where that changes."""
+    answers = _answers_of(timeline)
+    tracks = [
+        msgspec.structs.replace(track, main=list(_attributed(track, answers=answers))) for track in timeline.tracks
+    ]
+    return msgspec.structs.replace(timeline, tracks=tracks)
+
+
+def shares(timeline: Timeline, *, begin: float | None = None, end: float | None = None) -> dict[str, Shares]:
+    """Return the seconds of each process inside the window, all its lives together, by its name; trainers first.
+
+    timeline: with causes (``attribute``); begin, end: another window than its own.
+    """
+    begin, end = timeline.begin if begin is None else begin, timeline.end if end is None else end
+    found: dict[str, Shares] = {}
+    for track in timeline.tracks:
+        for span in track.main:
+            seconds = min(span.end, end) - max(span.begin, begin)
+            if seconds > 0:
+                known = found.setdefault(track.name, Shares(role=track.role, index=track.index))
+                known.add(span, seconds)
+    return dict(sorted(found.items(), key=lambda item: (place_of(item[1].role), item[1].index)))
+
+
+def place_of(role: str) -> tuple[int, str]:
+    """Return the place of a role from top to bottom: who trains, who makes samples, others, who carries them."""
+    first, last = (TRAINER, ROLLOUT), (DRIVER, "controller", "storage")
+    if role in first:
+        return first.index(role), role
+    return (4 + last.index(role) if role in last else 3), role
+
+
+class _Answers:
+    """Why a role that waits for something did so, as a function of time that is constant between its boundaries."""
+
+    def __init__(self) -> None:
+        self._from: list[float] = []
+        self._whys: list[Why] = []
+
+    def add(self, at: float, why: Why) -> None:
+        """Take in that this is the answer from ``at`` on."""
+        if not self._whys or self._whys[-1] != why:
+            self._from.append(at)
+            self._whys.append(why)
+
+    def during(self, span: Span) -> Iterator[Span]:
+        """Yield the parts of an idle span, each with its cause."""
+        place, begin = max(0, bisect_right(self._from, span.begin) - 1), span.begin
+        while True:
+            last = place + 1 == len(self._from) or self._from[place + 1] >= span.end
+            end = span.end if last else self._from[place + 1]
+            why = self._whys[place]
+            yield msgspec.structs.replace(span, begin=begin, end=end, cause=why.cause, by=why.by)
+            if last:
+                return
+            place, begin = place + 1, end
+
+
+def _attributed(track: Track, *, answers: Mapping[tuple[str, str], _Answers]) -> Iterator[Span]:
+    for span in track.main:
+        if span.kind == "idle":
+            yield from answers[track.role, span.waits].during(span)
+        else:
+            yield span
+
+
+class _Change(NamedTuple):
+    """Begin (1) or end (-1) of a span of a track."""
+
+    at: float
+    sign: int
+    track: Track
+    span: Span
+    beside: bool
+
+
+def _answers_of(timeline: Timeline) -> Mapping[tuple[str, str], _Answers]:
+    changes = [
+        _Change(at, sign, track, span, beside)
+        for track in timeline.tracks
+        for spans, beside in ((track.main, False), (track.beside, True))
+        for span in spans
+        for at, sign in ((span.begin, 1), (span.end, -1))
+    ]
+    changes.sort(key=lambda change: change.at)
+    answers: defaultdict[tuple[str, str], _Answers] = defaultdict(_Answers)
+    scene = _Scene(driven=any(track.role == DRIVER for track in timeline.tracks))
+    for place, change in enumerate(changes):
+        scene.take(change)
+        if place + 1 == len(changes) or changes[place + 1].at > change.at:
+            for key in scene.idle:
+                answers[key].add(change.at, scene.why(*key))
+    return answers
+
+
+@dataclass
+class _Scene:
+    """State of all processes at one moment. driven: whether there is a driver, which knows why it puts no prompts.
+
+    idle: processes by their role and what they wait for; generating, training, evaluating, publishing: those that do,
+    the step that each is at; computing: those of other roles that do; starting, lost: by name; beside: spans by role
+    and kind.
+    """
+
+    driven: bool
+    idle: Counter[tuple[str, str]] = field(default_factory=Counter)
+    generating: dict[str, int] = field(default_factory=dict)
+    training: dict[str, int] = field(default_factory=dict)
+    evaluating: dict[str, int] = field(default_factory=dict)
+    publishing: dict[str, int] = field(default_factory=dict)
+    computing: dict[str, str] = field(default_factory=dict)
+    starting: dict[str, str] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
+    beside: Counter[tuple[str, Kind]] = field(default_factory=Counter)
+    swapping: int = 0
+
+    def take(self, change: _Change) -> None:
+        """Take in a change."""
+        track, span, sign = change.track, change.span, change.sign
+        if change.beside and span.kind == "publish":
+            _put(self.publishing, track.name, span.step, sign)
+        elif change.beside:
+            _count(self.beside, (track.role, span.kind), sign)
+        elif span.kind == "idle":
+            _count(self.idle, (track.role, span.waits), sign)
+            if span.waits in ("lost", "start"):
+                _put(self.lost if span.waits == "lost" else self.starting, track.name, track.role, sign)
+        elif span.kind == "starting":
+            _put(self.starting, track.name, track.role, sign)
+        elif span.kind in _GENERATES:
+            _put(self.generating, track.name, span.step, sign)
+        elif span.kind == "evaluation":
+            _put(self.evaluating, track.name, span.step, sign)
+        elif span.kind == "swap":
+            self.swapping += sign
+        elif track.role == TRAINER:
+            _put(self.training, track.name, span.step, sign)
+        elif span.kind in _WORKS and track.role not in SERVERS and track.role != DRIVER:
+            _put(self.computing, track.name, track.role, sign)
+
+    def why(self, role: str, waits: str) -> Why:
+        """Return why a process of ``role`` that waits for this is idle now."""
+        if waits == "lost":
+            return Why("lost")
+        if waits == "start":
+            return Why("starting")
+        if role == DRIVER or role in SERVERS:
+            return self._served()
+        if waits == "weights":
+            return Why("sync", self._one(self.publishing or self.training, TRAINER))
+        if waits == "permit":
+            return Why("sync", ROLLOUT)
+        if waits == "reward":
+            return Why("reward")
+        if waits == "end":
+            return Why("evaluation") if self._evaluates else Why("data plane")
+        if waits not in ("claim", ""):
+            return Why("data plane")
+        if server := next((name for name, of in self.lost.items() if of == DRIVER or of in SERVERS), ""):
+            return Why("lost", server)
+        return self._without_prompts() if role == ROLLOUT else self._without_samples(role)
+
+    def _served(self) -> Why:
+        """Return why a process is idle that only does what others ask it to."""
+        if self.generating or self.training or self.computing or self.beside[ROLLOUT, "reward"]:
+            return Why("starved")
+        if self._evaluates:
+            return Why("evaluation")
+        return self._absent(TRAINER) or Why("starved")
+
+    def _without_samples(self, role: str) -> Why:
+        """Return why the trainer, or a task, has no samples."""
+        if self.beside[role, "fetch"]:
+            return Why("data plane")
+        if self.generating:
+            without = self.idle[ROLLOUT, "claim"]
+            tail = without >= len(self.generating)
+            return Why("tail" if tail else "starved", self._one(self.generating, ROLLOUT))
+        if self._rewarding:
+            return Why("reward")
+        if others := {name: of for name, of in self.computing.items() if of != role}:
+            return Why("starved", self._one(others, next(iter(others.values()))))
+        if self.idle[ROLLOUT, "delivery"] or self.idle[ROLLOUT, "fetch"]:
+            return Why("data plane")
+        if self.swapping or self.idle[ROLLOUT, "weights"] or self.publishing or self.beside[ROLLOUT, "receive"]:
+            return Why("sync", self._one(self.publishing, TRAINER) if self.publishing else ROLLOUT)
+        if self._evaluates:
+            return Why("evaluation")
+        if absent := self._absent(ROLLOUT):
+            return absent
+        if self.training and role != TRAINER:
+            return Why("back-pressure", self._one(self.training, TRAINER))
+        return Why("data plane")
+
+    def _without_prompts(self) -> Why:
+        """Return why a rollout has no prompts."""
+        held: Cause = "sync" if self.idle[DRIVER, "version"] else "back-pressure"
+        limited = not self.driven or bool(self.idle[DRIVER, "version"] or self.idle[DRIVER, "admission"])
+        if self.generating:
+            behind = limited and self.training and min(self.training.values()) < min(self.generating.values())
+            if behind:
+                return Why(held, self._one(self.training, TRAINER))
+            return Why("tail", self._one(self.generating, ROLLOUT))
+        if self.training:
+            if limited or self.idle[DRIVER, "dispatched"]:
+                return Why(held if limited else "tail", self._one(self.training, TRAINER))
+            return Why("data plane", DRIVER)
+        if self.publishing or self.swapping or self.idle[ROLLOUT, "weights"] or self.beside[ROLLOUT, "receive"]:
+            return Why("sync", self._one(self.publishing, TRAINER) if self.publishing else ROLLOUT)
+        if self._rewarding:
+            return Why("reward")
+        if self.computing:
+            return Why("starved", self._one(self.computing, next(iter(self.computing.values()))))
+        if self._evaluates:
+            return Why("evaluation")
+        return self._absent(TRAINER) or self._absent(ROLLOUT) or Why("data plane")
+
+    @property
+    def _rewarding(self) -> bool:
+        return bool(self.beside[ROLLOUT, "reward"] or self.idle[ROLLOUT, "reward"])
+
+    @property
+    def _evaluates(self) -> bool:
+        return bool(self.evaluating or self.beside[DRIVER, "evaluation"])
+
+    def _absent(self, role: str) -> Why | None:
+        """Return that a process of ``role`` is lost or starting, if so."""
+        gone: tuple[tuple[Cause, dict[str, str]], ...] = ("lost", self.lost), ("starting", self.starting)
+        for cause, names in gone:
+            if name := next((name for name, of in names.items() if of == role), ""):
+                return Why(cause, name)
+        return None
+
+    @staticmethod
+    def _one(names: Mapping[str, object], role: str) -> str:
+        """Return the only one of them, or their role."""
+        return next(iter(names)) if len(names) == 1 else role
+
+
+def _count(counts: Counter[K], key: K, sign: int) -> None:
+    counts[key] += sign
+    if not counts[key]:
+        del counts[key]
+
+
+def _put(names: dict[str, T], name: str, value: T, sign: int) -> None:
+    if sign > 0:
+        names[name] = value
+    elif names.get(name) == value:
+        del names[name]
