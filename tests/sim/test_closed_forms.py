@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from asyncflow.identity import SampleKey
 from asyncflow.rollout.lengths import Lengths
-from asyncflow.sim import Colocation, EngineModel, EvaluationLoad, LinkModel, RewardTimes, TrainerModel, simulate
+from asyncflow.sim import (
+    Colocation,
+    EngineModel,
+    EvaluationLoad,
+    Happening,
+    LinkModel,
+    RewardTimes,
+    TrainerModel,
+    simulate,
+)
 
 from .scenarios import MOST, equal, scenario
 
@@ -110,3 +121,24 @@ def test_the_last_evaluation_is_after_the_last_step() -> None:
     driver = next(track for track in made.timeline.tracks if track.role == "driver")
     assert [span.step for span in driver.beside if span.kind == "evaluation"] == [0, 3, 6]
     assert made.ended > made.timeline.end
+
+
+@pytest.mark.parametrize(("what", "wall_s", "redone"), [("leave", 1.5, 0), ("kill", 2.0, 16 * 50)])
+def test_who_leaves_hands_on_what_it_has_made_and_who_is_killed_does_not(what: str, wall_s: float, redone: int) -> None:
+    engine = EngineModel(slots=16, token_s=0.01, lengths=equal(100))
+    gone = (Happening(at=0.505, what=what, index=1),)
+    made = simulate(scenario("sync", engine=engine, trainer=TrainerModel(), steps=1, happenings=gone), seed=1)
+    assert made.wall_s == pytest.approx(wall_s)
+    assert made.redone == redone
+    assert made.timeline is not None
+    assert [(mark.what, mark.of) for mark in made.timeline.marks] == [(what, "rollout-1")]
+    lives = [track for track in made.timeline.tracks if track.name == "rollout-1"]
+    assert [track.killed for track in lives] == ([True, False] if what == "kill" else [False])
+
+
+def test_one_more_rollout_makes_its_share() -> None:
+    engine = EngineModel(slots=4, token_s=0.01, lengths=equal(100))
+    joins = (Happening(at=0.5, what="join"),)
+    two = scenario("sync", engine=engine, trainer=TrainerModel(), group_size=1, steps=1, prompts_per_step=32)
+    assert simulate(two, seed=1).wall_s == pytest.approx(4.0)
+    assert simulate(replace(two, happenings=joins), seed=1).wall_s == pytest.approx(3.5)

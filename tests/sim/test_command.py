@@ -35,6 +35,9 @@ def test_a_manifest_is_simulated_by_what_it_says(capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().out
     assert "counting: 6 steps of" in shown
     assert "rollout" in shown
+    assert "note" not in shown
+    assert command(COUNTING, *sets(), "--set", "algorithm.filterZeroVariance=drop") == 0
+    assert "note: not simulated: groups without variance, which are dropped" in capsys.readouterr().out
 
 
 def test_colocated_takes_turns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,7 +87,9 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             checkpoint_s=draw(SECONDS),
         ),
         link=LinkModel(pull_s=draw(SECONDS), hop_s=draw(SECONDS)),
-        storage=StorageModel(claim_s=draw(SECONDS), write_s=draw(SECONDS), byte_s=draw(st.sampled_from([0.0, 1e-5]))),
+        storage=StorageModel(
+            put_s=draw(SECONDS), claim_s=draw(SECONDS), write_s=draw(SECONDS), byte_s=draw(st.sampled_from([0.0, 1e-5]))
+        ),
         reward=RewardTimes(seconds=draw(SECONDS), sigma=0.5, workers=2),
         steps=draw(st.integers(1, 6)),
         prompts_per_step=draw(st.integers(1, 5)),

@@ -24,7 +24,7 @@ from asyncflow.errors import ManifestError
 from asyncflow.local.folder import JOB
 from asyncflow.queue.ledger.events import SlotDecided
 from asyncflow.queue.ledger.log import read_ledger
-from asyncflow.sim import Colocation, Models, Simulated, scenario_of, simulate
+from asyncflow.sim import Colocation, Models, Simulated, left_out, scenario_of, simulate
 from asyncflow.sim.fit import WITHOUT, Drawn, Recorded, fitted
 
 _WIDTH = 120
@@ -55,6 +55,8 @@ def sim(
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(_figures(made))).decode())
         return
+    if missing := left_out(job):
+        click.echo(f"note: not simulated: {'; '.join(missing)}")
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _WIDTH

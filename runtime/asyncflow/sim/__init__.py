@@ -13,7 +13,7 @@ from asyncflow.sim.models import (
 )
 from asyncflow.sim.result import Simulated, SimulatedStep
 from asyncflow.sim.run import simulate
-from asyncflow.sim.scenario import EvaluationLoad, Happening, Scenario, engine_model, models_of, scenario_of
+from asyncflow.sim.scenario import EvaluationLoad, Happening, Scenario, engine_model, left_out, models_of, scenario_of
 
 __all__ = [
     "Colocation",
@@ -31,6 +31,7 @@ __all__ = [
     "StorageModel",
     "TrainerModel",
     "engine_model",
+    "left_out",
     "models_of",
     "scenario_of",
     "simulate",

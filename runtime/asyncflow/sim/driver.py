@@ -100,7 +100,15 @@ class SimulatedDriver:
         scenario = self._world.scenario
         group = self._group(serial, step, "train", self.schedule.window(step), scenario.group_size)
         self._groups[serial] = group
-        self._world.pools["train"].put(group)
+        self._offer(group)
+
+    def _offer(self, group: SimulatedGroup) -> None:
+        """Have a group put into the queue."""
+        pool, put_s = self._world.pools[group.purpose], self._world.scenario.models.storage.put_s
+        if put_s:
+            self._world.agenda.after(put_s, pool.put, group)
+        else:
+            pool.put(group)
 
     def _group(self, serial: int, step: int, purpose: Purpose, window: VersionWindow, size: int) -> SimulatedGroup:
         scenario, seed = self._world.scenario, self._seeds[purpose]
@@ -139,7 +147,7 @@ class SimulatedDriver:
             for prompt in range(load.prompts):
                 serial = place * load.prompts + prompt
                 group = self._group(serial, step, "eval", VersionWindow(step, step), load.group_size)
-                self._world.pools["eval"].put(group)
+                self._offer(group)
 
     def _required(self) -> set[int]:
         """Return the steps of the versions that unfinished work needs."""

@@ -27,7 +27,7 @@ from asyncflow.sim.models import EngineModel, LinkModel, Models, RewardTimes, St
 from asyncflow.sim.result import Simulated
 from asyncflow.sim.run import simulate
 from asyncflow.sim.scenario import Scenario, engine_model, scenario_of
-from asyncflow.timeline.tracks import Kind, Timeline
+from asyncflow.timeline.tracks import Timeline
 
 WITHOUT: Final = 2
 """Steps at the beginning that do not count: processes start, caches are cold."""
@@ -79,10 +79,14 @@ def fitted(job: RLJob, recorded: Recorded) -> Fitted:
     spec = job.spec
     engine, simulated = spec.rollout.engine, spec.rollout.engine.name == "simulated"
     lengths = lengths_of(recorded.samples, most=spec.sampling.max_tokens)
+    load_s = _swap_s(recorded.timeline)
+    model = EngineModel(slots=engine.slots, token_s=1e-3, load_s=load_s, lengths=lengths)
+    if simulated:
+        model = engine_model(engine.options, slots=engine.slots)
+        if load_s and not model.recompute_s:
+            model = msgspec.structs.replace(model, load_s=load_s)
     models = Models(
-        engine=engine_model(engine.options, slots=engine.slots)
-        if simulated
-        else EngineModel(slots=engine.slots, token_s=1e-3, load_s=_span_s(recorded.timeline, "swap"), lengths=lengths),
+        engine=model,
         trainer=trainer_of(counted, recorded.slots, ranks=spec.trainer.ranks),
         link=LinkModel(pull_s=_span_s(recorded.timeline, "receive")),
         storage=storage_of(recorded.timeline),
@@ -155,19 +159,33 @@ def _compute_of(steps: Sequence[Mapping[str, Any]], slots: Mapping[int, int], *,
 def storage_of(timeline: Timeline | None) -> StorageModel:
     """Return the model of the queue of a run whose roles said when they waited for it."""
     return StorageModel(
+        put_s=_span_s(timeline, "dispatch", role="driver"),
         claim_s=_idle_s(timeline, "fetch"),
         write_s=_idle_s(timeline, "delivery"),
         slot_s=_span_s(timeline, "fetch", role="trainer"),
     )
 
 
-def _span_s(timeline: Timeline | None, kind: Kind, *, role: str = "rollout") -> float:
+def _span_s(timeline: Timeline | None, kind: str, *, role: str = "rollout") -> float:
     """Return the mean seconds of the spans of a kind, 0 where there are none."""
     if timeline is None:
         return 0.0
     tracks = [track for track in timeline.tracks if track.role == role]
     found = [span.seconds for track in tracks for span in (*track.main, *track.beside) if span.kind == kind]
     return fmean(found) if found else 0.0
+
+
+def _swap_s(timeline: Timeline | None) -> float:
+    """Return the mean seconds of a change of weights, 0 where there was none; each is one span, or several."""
+    if timeline is None:
+        return 0.0
+    swaps = [
+        (place, span.version, span.seconds)
+        for place, track in enumerate(timeline.tracks)
+        for span in track.main
+        if span.kind == "swap"
+    ]
+    return sum(seconds for _, _, seconds in swaps) / max(1, len({swap[:2] for swap in swaps}))
 
 
 def _idle_s(timeline: Timeline | None, waits: str) -> float:

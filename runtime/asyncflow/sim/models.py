@@ -89,12 +89,14 @@ class LinkModel(msgspec.Struct, frozen=True, kw_only=True):
 class StorageModel(msgspec.Struct, frozen=True, kw_only=True):
     """The queue, as its users see it.
 
-    claim_s: from a claim that can be met until the engine may begin the rows; write_s: from the reward of a sample
-    until its row is complete; decide_s: from the last row of a group until the trainer may have it; slot_s: from the
-    decision about a slot until it is with the trainer. units, byte_s, token_bytes: storage units, each of which takes
-    or gives one thing after another, seconds per byte of that, and bytes of a response token.
+    put_s: from the admission of a prompt until it can be claimed; claim_s: from a claim that can be met until the
+    engine may begin the rows; write_s: from the reward of a sample until its row is complete; decide_s: from the last
+    row of a group until the trainer may have it; slot_s: from the decision about a slot until it is with the trainer.
+    units, byte_s, token_bytes: storage units, each of which takes or gives one thing after another, seconds per byte of
+    that, and bytes of a response token.
     """
 
+    put_s: _Seconds = 0.0
     claim_s: _Seconds = 0.0
     write_s: _Seconds = 0.0
     decide_s: _Seconds = 0.0

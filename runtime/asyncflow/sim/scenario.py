@@ -134,6 +134,19 @@ def scenario_of(
     )
 
 
+def left_out(job: RLJob) -> list[str]:
+    """Return what a job has that is not simulated, in words."""
+    spec = job.spec
+    found = {
+        "the reference as a role": spec.reference is not None,
+        **{f"the task {task.name}": True for task in spec.tasks},
+        "turns of the environment": spec.environment is not None,
+        "groups without variance, which are dropped": spec.algorithm.filter_zero_variance == "drop",
+        "elastic scaling": spec.elasticity.acts,
+    }
+    return [what for what, there in found.items() if there]
+
+
 SLOT_TOKENS = 4096
 """Most tokens of a slot where a manifest gives none, on the CPU (``training.backend``)."""
 
