@@ -47,6 +47,7 @@ from asyncflow.telemetry.metrics import TrainerMetrics, labelled
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.checkpoint import BestCheckpoints, Checkpoints
 from asyncflow.training.ranks import GatherService, HostProcessGroup, ProcessGroup, SingleProcess
+from asyncflow.training.recording import StepRecorder
 from asyncflow.training.report import ReportReply, TrainReport
 from asyncflow.training.settings import BackendSettings, TrainerSettings
 from asyncflow.training.trainer import Trainer
@@ -145,6 +146,7 @@ async def serve(context: JobContext, *, make_backend: MakeBackend | None = None)
         announced=metrics.publish_seconds.observe,
         saved=metrics.checkpoint_seconds.observe,
         materialise=lambda: materialize_weights(spec.model.source, folder) if backend.of_model else None,
+        recorder=StepRecorder(options.workdir, rank=options.index, attempt=options.attempt),
     )
     metrics.watch_busy(trainer.busy)
     leaving = asyncio.create_task(_leave_when_told(context, trainer))

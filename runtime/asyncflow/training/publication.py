@@ -69,7 +69,8 @@ class Publication:
     """One rank's versions of one attempt, published one after another while the trainer goes on.
 
     patience_s: how long the driver may be away; lagged: whether θ_{j-1} is kept beside θ_j, for the loss; ended: called
-    for each publication that is finished with the seconds that it took. began_at: the step at which the attempt began,
+    for each publication that is finished with the seconds that it took; digested: called with this rank's part of each
+    before it is announced. began_at: the step at which the attempt began,
     -1 before it has. seconds: what the last publication took that was finished, None before the first.
     """
 
@@ -82,6 +83,7 @@ class Publication:
         patience_s: float,
         lagged: bool,
         ended: Callable[[float], None],
+        digested: Callable[[ManifestPart], None] = lambda _: None,
     ) -> None:
         self.began_at = -1
         self.seconds: float | None = None
@@ -91,6 +93,7 @@ class Publication:
         self._patience_s = patience_s
         self._lagged = lagged
         self._ended = ended
+        self._digested = digested
         self._held: dict[int, Copied] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
         self._step = -1
@@ -145,6 +148,7 @@ class Publication:
         began = time.monotonic()
         copied = await copying
         part = await asyncio.get_running_loop().run_in_executor(self._thread, self._sender.part, copied)
+        self._digested(part)
         await retry(
             lambda: self._sender.announce(copied, part, timeout=_CALL_S),
             what=f"publishing {copied.version}",
