@@ -21,6 +21,9 @@ NODES = 20
 SHARED = ("jobs", "jobs-quota", "jobs-doomed")
 """Namespaces of the operator that many tests share."""
 
+DECISIONS = "decisions"
+"""Folder of its decision log, in that of the control plane."""
+
 LAST = "test_operator_privilege.py"
 """What all others did is judged after them."""
 
@@ -71,6 +74,7 @@ def shared_operator(kwok_plane: ControlPlane, drivers: ScriptedDrivers) -> Itera
         probe_url=drivers.url,
         probe_seconds=0.3,
         connections=128,
+        decisions=kwok_plane.folder / DECISIONS,
     )
     operator.start()
     operator.lead()
