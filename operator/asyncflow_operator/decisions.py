@@ -30,7 +30,6 @@ from asyncflow_operator.references import Key
 
 FORMAT: Final = 1
 NEWEST, OLDER = "decisions.jsonl", "decisions.1.jsonl"
-_SECRET: Final = "Secret"
 _DIGITS: Final = 16
 
 _log = logging.getLogger(__name__)
@@ -143,7 +142,7 @@ def _outline(action: Action) -> Manifest:
 
 def _bare(ref: Ref) -> str:
     """Return the name of an object, that of a Secret without its mark, which nobody is to know before it exists."""
-    return ref.name.rpartition("-")[0] if ref.kind == _SECRET else ref.name
+    return ref.name.rpartition("-")[0] if ref.kind == "Secret" else ref.name
 
 
 def read_decisions(files: Sequence[Path]) -> Iterator[Manifest]:

@@ -112,4 +112,3 @@ def _decode(kind: Any, value: Any) -> Any:
 @lru_cache
 def _hints(kind: type[Any]) -> dict[str, Any]:
     return get_type_hints(kind)
-

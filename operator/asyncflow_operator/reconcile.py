@@ -22,8 +22,8 @@ from asyncflow_operator.cluster.events import Recorder
 from asyncflow_operator.cluster.owners import CustomResource
 from asyncflow_operator.decisions import DecisionLog
 from asyncflow_operator.desired import Desired
-from asyncflow_operator.observe import Observer, RefusalRecord
 from asyncflow_operator.encoding import State
+from asyncflow_operator.observe import Observer, RefusalRecord
 from asyncflow_operator.observed import JobState, Manifest, Owner, Ref, ReferredObject
 from asyncflow_operator.references import Key
 from asyncflow_operator.telemetry import Metrics

@@ -166,4 +166,3 @@ def _state(pod: Manifest | None) -> str:
     gone = ", being deleted already" if view.deleting else ""
     node = f" on {view.node}" if view.node else ""
     return f". It was {view.phase}{node}, attempt {view.attempt}{ended}{taken}{gone}"
-

@@ -15,14 +15,12 @@ from operator_process import OperatorProcess
 sys.path.insert(0, str(Path(__file__).parent))
 
 from scripted_driver import ScriptedDrivers
+from world import DECISIONS
 
 ROOT = Path(__file__).parents[2]
 NODES = 20
 SHARED = ("jobs", "jobs-quota", "jobs-doomed")
 """Namespaces of the operator that many tests share."""
-
-DECISIONS = "decisions"
-"""Folder of its decision log, in that of the control plane."""
 
 LAST = "test_operator_privilege.py"
 """What all others did is judged after them."""

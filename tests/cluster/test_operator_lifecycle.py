@@ -5,9 +5,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from conftest import DECISIONS
 from one_job import OneJob
 from scripted_driver import ScriptedDrivers
+from world import DECISIONS
 
 from kube.plane import ControlPlane
 from operator_process import OperatorProcess

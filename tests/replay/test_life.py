@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncflow.identity import NEWEST, RowPlace, SampleKey
 from asyncflow.queue.ledger import events as ev
-from asyncflow.replay.life import Life, life_of
+from asyncflow.replay.life import SampleHistory, life_of
 
 TRAIN = "train"
 ROWS = [RowPlace(1, 0, counter).row for counter in range(4)]
@@ -25,12 +25,12 @@ def slot(step: int, number: int) -> ev.SlotDecided:
     return ev.SlotDecided(TRAIN, step, number, [8], [[], ROWS[2:]], True, 1, 2, 8)
 
 
-def told(*events: ev.Event) -> Life:
+def told(*events: ev.Event) -> SampleHistory:
     return life_of([events], KEY, partition=TRAIN)
 
 
-def words(life: Life) -> list[str]:
-    return [moment.what for moment in life.moments]
+def words(life: SampleHistory) -> list[str]:
+    return [entry.what for entry in life.entries]
 
 
 def test_a_sample_is_followed_from_its_prompt_to_its_checkpoint() -> None:
@@ -46,8 +46,14 @@ def test_a_sample_is_followed_from_its_prompt_to_its_checkpoint() -> None:
         "taken into slot 4 of step 3, by rank 1",
         "trained for ever: the checkpoint of step 5 holds step 3",
     ]
-    assert [(moment.at, moment.until) for moment in life.moments[:3]] == [(100, None), (101, 105), (105, 108)]
+    assert [(entry.at, entry.until) for entry in life.entries[:3]] == [(100, None), (101, 105), (105, 108)]
     assert (life.outcome, life.step) == ("trained", 3)
+
+
+def test_a_lease_that_goes_on_is_open() -> None:
+    life = told(put(), leased(1, "rollout", "rollout-0"), ev.Completed(1, ROWS[:2]))
+    assert [entry.open for entry in life.entries] == [False, True]
+    assert life.outcome == ""
 
 
 def test_other_samples_and_partitions_are_left_out() -> None:
@@ -56,10 +62,10 @@ def test_other_samples_and_partitions_are_left_out() -> None:
         ev.RowsPut("eval", "eval", [8], 2, AGAIN[:2]),
         *(ev.SlotDecided("eval", 3, 0, [8], [AGAIN[:2]], True, 1, 2, 8), ev.Committed(TRAIN, 3)),
     )
-    assert len(life.moments) == 1
+    assert len(life.entries) == 1
     assert life.outcome == ""
     assert not told(put()).outcome
-    assert not life_of([[put()]], SampleKey(9, 0), partition=TRAIN).moments
+    assert not life_of([[put()]], SampleKey(9, 0), partition=TRAIN).entries
 
 
 def test_a_step_that_a_trainer_begins_before_is_undone_and_made_again() -> None:
@@ -98,12 +104,12 @@ def test_a_compaction_leaves_the_outcome() -> None:
     row = ev.RowRecord(ROWS[3], 0, False, 0, [("rollout", 0, 5, "rollout-1")])
     life = told(ev.SnapshotGroups(TRAIN, [ev.GroupRecord(8, 3, 1, 1, "", [row, row])]), slot(3, 0))
     assert words(life)[0] == "there for step 3 when the ledger was compacted; done: rollout by rollout-1"
-    assert len(life.moments) == 2
+    assert len(life.entries) == 2
 
 
 def test_of_other_controllers_their_own_tasks_are_told() -> None:
     first = [ev.Dated(1.0), put(), ev.Dated(9.0), slot(3, 0)]
     second = [ev.Dated(1.0), put(), ev.Dated(4.0), leased(1, "grade", "task-grade-0"), ev.Completed(1, ROWS[2:])]
     life = life_of([first, second], KEY, partition=TRAIN)
-    assert [moment.at for moment in life.moments] == [1, 4, 9]
+    assert [entry.at for entry in life.entries] == [1, 4, 9]
     assert words(life)[1] == "task grade: leased by task-grade-0, done"

@@ -43,15 +43,13 @@ async def recorded(tiny: Path) -> list[SampleRecord]:
     engine = engine_of(tiny)
     await engine.start()
     await engine.load(V1, random_weights(tiny, seed=1))
-    prompts = Prompts()
-    running = [
-        asyncio.create_task(
-            engine.generate(
-                GenerationRequest(key=key, prompt_ids=tuple(prompts.ids(key.serial)), max_tokens=60, stop_ids=(7,), seed=5)
-            )
+    asked = [
+        GenerationRequest(
+            key=key, prompt_ids=tuple(Prompts().ids(key.serial)), max_tokens=60, stop_ids=(7,), seed=SETTINGS.seed
         )
         for key in KEYS
     ]
+    running = [asyncio.create_task(engine.generate(one)) for one in asked]
     await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     await engine.load(V2, random_weights(tiny, seed=2))
     made = await asyncio.gather(*running)

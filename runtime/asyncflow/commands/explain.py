@@ -19,7 +19,7 @@ from asyncflow.local.folder import JOB
 from asyncflow.queue.ledger.audit import ledgers_of
 from asyncflow.queue.ledger.log import read_ledger
 from asyncflow.replay.history import RunHistory
-from asyncflow.replay.life import Life, Moment, life_of
+from asyncflow.replay.life import HistoryEntry, SampleHistory, life_of
 from asyncflow.training.checkpoint import Checkpoints
 from asyncflow.training.recording import SampleRecord, ranks_of, read_records
 from asyncflow.view.samples import plain
@@ -42,26 +42,27 @@ def explain(run: Path, sample: str) -> None:
         raise ManifestError("there is no ledger", where=str(ledger), hint="Give the folder of a run")
     key = SampleKey(int(match[1]), int(match[2]))
     life = life_of([read_ledger(each) for each in ledgers_of(ledger).values()], key, partition=TRAIN)
-    if not life.moments:
-        hint = "Prompts are numbered from 0 in the order of the data, samples from 0 within each; too long ones are skipped"
+    if not life.entries:
+        hint = "Prompts count from 0 in the order of the data, samples from 0 within each; too long ones are skipped"
         raise ManifestError(f"sample {sample} was never put into the queue", where=str(ledger), hint=hint)
     words = life.outcome or "unfinished"
     click.echo(f"sample {sample}: {words}" + ("" if life.step is None else f", of step {life.step}"))
-    for moment in life.moments:
-        click.echo(f"  {_line(moment)}")
+    for entry in life.entries:
+        click.echo(f"  {_line(entry)}")
     for line in (*_trained(run, key, life), *_text(run, key, life), *_kept(run, life)):
         click.echo(f"  {line}")
 
 
-def _line(moment: Moment) -> str:
-    when = "" if moment.at is None else datetime.fromtimestamp(moment.at, UTC).strftime("%H:%M:%S  ")
+def _line(entry: HistoryEntry) -> str:
+    when = "" if entry.at is None else datetime.fromtimestamp(entry.at, UTC).strftime("%H:%M:%S  ")
     took = ""
-    if moment.until is not None and moment.at is not None and moment.until > moment.at:
-        took = f" after {moment.until - moment.at:.0f} s"
-    return f"{when}{plain(_INCARNATION.sub('', moment.what))}{took}"
+    if entry.until is not None and entry.at is not None and entry.until > entry.at:
+        took = f" after {entry.until - entry.at:.0f} s"
+    took = ", not done yet" if entry.open else took
+    return f"{when}{plain(_INCARNATION.sub('', entry.what))}{took}"
 
 
-def _trained(run: Path, key: SampleKey, life: Life) -> list[str]:
+def _trained(run: Path, key: SampleKey, life: SampleHistory) -> list[str]:
     """Return what the trainer recorded of it: the versions that made it, reward, advantage."""
     if (run / JOB).is_file() and life.step is not None:
         history = RunHistory.of([list(read_records(run, rank)) for rank in ranks_of(run)])
@@ -79,7 +80,7 @@ def _made(sample: SampleRecord) -> str:
     return f"{made}{reward}{decided}"
 
 
-def _text(run: Path, key: SampleKey, life: Life) -> list[str]:
+def _text(run: Path, key: SampleKey, life: SampleHistory) -> list[str]:
     """Return what the run keeps of it as text."""
     try:
         kept = [] if life.step is None else read_step(run, purpose="train", step=life.step)
@@ -107,7 +108,7 @@ def _short(text: str) -> str:
     return text if len(text) <= _MOST else f"{text[:_MOST]}..."
 
 
-def _kept(run: Path, life: Life) -> list[str]:
+def _kept(run: Path, life: SampleHistory) -> list[str]:
     """Return which checkpoint that is still there holds it first."""
     if life.outcome != "trained" or life.step is None:
         return []

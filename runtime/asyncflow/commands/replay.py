@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -35,7 +36,7 @@ from asyncflow.training.recording import ranks_of, read_records
 
 _CLOSE = 1e-3
 _WIDTH = 120
-_NOT_OF_THE_STEP = frozenset(("at", "started", "ended", "attempt", "ranks", "published", "reward_components"))
+_NOT_OF_THE_STEP = re.compile(r"at|started|ended|attempt|ranks|published|reward_components|logprob_gap.*|.*_s")
 """Fields of a line of figures that are not the step's own."""
 
 
@@ -83,7 +84,8 @@ def _show(job: RLJob, step: int, recorded: RecordedStep, most: int) -> None:
         table.add_column(column, header_style="dim", justify="left" if column in ("sample", "made by") else "right")
     rows = [(number, sample) for number, slot in enumerate(recorded.slots) for sample in slot]
     for number, sample in rows[:most]:
-        made = " ".join(f"{run.version}×{run.tokens}" if len(sample.runs) > 1 else f"{run.version}" for run in sample.runs)
+        several = len(sample.runs) > 1
+        made = " ".join(f"{run.version}×{run.tokens}" if several else str(run.version) for run in sample.runs)
         table.add_row(
             str(number),
             f"{sample.serial}/{sample.sample}",
@@ -155,16 +157,16 @@ def _again(job: RLJob, run: Path, history: RunHistory, plan: ReplayPlan, target:
         click.echo(f"compared: {line}")
     for line in missing:
         click.echo(f"not compared: {line}")
-    click.echo(_verdict(step, right=right, exact=exact))
+    click.echo(_result(step, right=right, exact=exact))
     return 0 if right else 1
 
 
-def _verdict(step: int, *, right: bool, exact: bool) -> str:
+def _result(step: int, *, right: bool, exact: bool) -> str:
     if right:
         return f"step {step} is the same" if exact else f"step {step} is the same within {_CLOSE:.1%}"
     return (
-        f"step {step} is NOT the same. Other processors, other versions of torch or transformers, or a manifest or data "
-        "that was changed since make other bits"
+        f"step {step} is NOT the same. Another kind of processor, other versions of torch or transformers, or a "
+        "manifest or data that was changed since make other bits"
     )
 
 
@@ -185,14 +187,11 @@ def _line(run: Path, step: int, attempt: int) -> dict[str, Any] | None:
     return found
 
 
-def _unlike(theirs: dict[str, Any], ours: dict[str, Any], *, exact: bool) -> Sequence[str]:
+def _unlike(theirs: dict[str, Any], own: dict[str, Any], *, exact: bool) -> Sequence[str]:
     """Return the figures that differ: not those of times, nor the log-prob gap, which depends on what was at hand."""
-    names = [
-        name
-        for name in theirs
-        if name in ours and name not in _NOT_OF_THE_STEP and not name.endswith("_s") and not name.startswith("logprob_gap")
-    ]
-    return [f"{name} was {theirs[name]}, is {ours[name]}" for name in names if not _equal(theirs[name], ours[name], exact)]
+    names = (name for name in theirs if name in own and not _NOT_OF_THE_STEP.fullmatch(name))
+    pairs = ((name, theirs[name], own[name]) for name in names)
+    return [f"{name} was {was}, is {now}" for name, was, now in pairs if not _equal(was, now, exact)]
 
 
 def _equal(one: object, other: object, exact: bool) -> bool:

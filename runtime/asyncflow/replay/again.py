@@ -4,7 +4,7 @@
                           │
                           └─> θ_{j+1} ... θ_k, compared with the digests recorded; a checkpoint of k, with the run's
 
-The trainer is the run's own, with a queue that hands out what was recorded and a publisher that keeps versions for the
+The trainer is the run's own, with a queue that gives what was recorded and a publisher that keeps versions for the
 engine; so whatever a run can be told to do, a replay does, too.
 
 Invariants: nothing in the folder of the run is changed; the samples of a step are made while nothing is computed, by as

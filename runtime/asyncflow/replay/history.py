@@ -176,7 +176,7 @@ def obstacles(spec: RLJobSpec, history: RunHistory, plan: ReplayPlan) -> Obstacl
 
 
 def reasons(spec: RLJobSpec, step: int, recorded: RecordedStep) -> list[str]:
-    """Return a sentence for each version, or sequence of versions, that made samples of a step: how many, and why it."""
+    """Return a sentence for each version, or sequence of versions, that made samples: how many, and why that one."""
     schedule, window = spec.schedule, Schedule.of(spec).window(step)
     counts = Counter(tuple(run.version for run in sample.runs) for sample in recorded.samples)
     told = []
@@ -184,7 +184,8 @@ def reasons(spec: RLJobSpec, step: int, recorded: RecordedStep) -> list[str]:
         names = ", then ".join(map(str, versions)) or "no version"
         what = f"{count} sample{'s' * (count != 1)} made by {names}"
         if schedule.swap_at == "quota":
-            told.append(f"{what}: D_{step} is made by θ{window.oldest} alone (update: {schedule.update}, swapAt: quota)")
+            rule = f"update: {schedule.update}, swapAt: quota"
+            told.append(f"{what}: D_{step} is made by θ{window.oldest} alone ({rule})")
             continue
         lag = step - 1 - min((version.step for version in versions), default=step - 1)
         when = "began" if len(versions) < 2 else "began, and while it ran (swapAt: token)"

@@ -1,56 +1,92 @@
 """The life of one sample, as the ledger tells it: put, leased, made, decided about, trained, committed.
 
 Invariants: nothing here reads a file; what one ledger does not say (a compaction leaves the outcome of what is over,
-and no more) is not guessed. A lease and its end are one moment of the life, told where the lease began.
+and no more) is not guessed. A lease and its end are one entry of the life, told where the lease began.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from asyncflow.identity import NEWEST, SampleKey, location_at, location_of
 from asyncflow.queue.ledger import events as ev
 
 
 @dataclass
-class Moment:
-    """Something that happened. at: unix seconds, None where the ledger does not say; of a lease also task, and until."""
+class HistoryEntry:
+    """Something that happened. at: unix seconds, None where the ledger does not say; task, until: of a lease.
+
+    open: whether the lease has not ended.
+    """
 
     at: float | None
     what: str
     task: str = ""
     until: float | None = None
+    open: bool = False
 
 
 @dataclass
-class Life:
-    """What is told of sample ``key`` of ``partition``. step: to which it belongs; outcome: "" while it has none."""
+class SampleHistory:
+    """Events of sample ``key`` of ``partition``. step: to which it belongs; outcome: "" while it has none."""
 
     partition: str
     key: SampleKey
-    moments: list[Moment] = field(default_factory=list)
+    entries: list[HistoryEntry] = field(default_factory=list)
     step: int | None = None
     outcome: str = ""
     _now: float | None = None
     _rows: set[int] = field(default_factory=set)
     _place: int = 0
-    _leases: dict[int, Moment] = field(default_factory=dict)
+    _leases: dict[int, HistoryEntry] = field(default_factory=dict)
     _times: Counter[str] = field(default_factory=Counter)
     _staged: int | None = None
 
     def see(self, event: ev.Event) -> None:
         """Take in what happened next."""
-        if isinstance(event, ev.Dated):
-            self._now = event.at
-        elif getattr(event, "partition", self.partition) == self.partition and (see := _SEEN.get(type(event))):
-            see(self, event)
+        if getattr(event, "partition", self.partition) != self.partition:
+            return
+        match event:
+            case ev.Dated():
+                self._now = event.at
+            case ev.RowsPut():
+                self._put(event)
+            case ev.SnapshotGroups():
+                self._restored(event)
+            case ev.Leased():
+                self._leased(event)
+            case ev.Completed():
+                self._ended(event, ", done")
+            case ev.Returned():
+                self._ended(event, f", given back: {event.reason}")
+            case ev.SlotDecided():
+                self._slotted(event)
+            case ev.Began():
+                self._began(event)
+            case ev.Committed():
+                self._committed(event)
+            case _:
+                self._changed(event)
 
-    def _tell(self, what: str, *, task: str = "") -> Moment:
-        self.moments.append(moment := Moment(self._now, what, task))
-        return moment
+    def _changed(self, event: ev.Event) -> None:
+        """Take in what happens to few samples."""
+        match event:
+            case ev.RowsDropped():
+                self._dropped(event)
+            case ev.Exchanged():
+                self._exchanged(event)
+            case ev.UnitLost():
+                self._lost(event)
+            case ev.RowsGone():
+                self._gone(event)
+            case ev.Moved():
+                self._moved(event)
+
+    def _tell(self, what: str, *, task: str = "") -> HistoryEntry:
+        self.entries.append(entry := HistoryEntry(self._now, what, task))
+        return entry
 
     def _put(self, event: ev.RowsPut) -> None:
         if self.key.serial not in event.serials or self.key.sample >= event.size:
@@ -59,9 +95,7 @@ class Life:
         again = " again, because its bytes were lost," if self._rows else ""
         self._rows.add(row)
         self._place, self.step = location_of(row), event.step
-        oldest, newest = event.oldest, event.newest
-        who = f"θ{oldest}" if oldest == newest else f"θ{oldest} or newer" if newest == NEWEST else f"θ{oldest} to θ{newest}"
-        self._tell(f"put{again} for step {event.step}, to be made by {who}")
+        self._tell(f"put{again} for step {event.step}, to be made by {_window(event.oldest, event.newest)}")
 
     def _restored(self, event: ev.SnapshotGroups) -> None:
         for group in event.groups:
@@ -82,13 +116,14 @@ class Life:
             return
         self._times[event.task] += 1
         time = f" for the {_ordinal(self._times[event.task])} time" if self._times[event.task] > 1 else ""
-        self._leases[event.lease] = self._tell(f"task {event.task}: leased{time} by {event.worker}", task=event.task)
+        entry = self._tell(f"task {event.task}: leased{time} by {event.worker}", task=event.task)
+        entry.open, self._leases[event.lease] = True, entry
 
     def _ended(self, event: ev.Completed | ev.Returned, how: str) -> None:
         lease = self._leases.get(event.lease)
         if lease is not None and not self._rows.isdisjoint(event.rows):
             lease.what += how
-            lease.until = self._now
+            lease.until, lease.open = self._now, False
 
     def _dropped(self, event: ev.RowsDropped) -> None:
         if not self._rows.isdisjoint(event.rows):
@@ -139,40 +174,29 @@ class Life:
             self._tell("moved to another storage unit, because its own left")
 
 
-_SEEN: dict[type, Callable[[Life, Any], None]] = {
-    ev.RowsPut: Life._put,
-    ev.SnapshotGroups: Life._restored,
-    ev.Leased: Life._leased,
-    ev.Completed: lambda life, event: life._ended(event, ", done"),
-    ev.Returned: lambda life, event: life._ended(event, f", given back: {event.reason}"),
-    ev.RowsDropped: Life._dropped,
-    ev.Exchanged: Life._exchanged,
-    ev.SlotDecided: Life._slotted,
-    ev.Began: Life._began,
-    ev.Committed: Life._committed,
-    ev.UnitLost: Life._lost,
-    ev.RowsGone: Life._gone,
-    ev.Moved: Life._moved,
-}
-
-
-def life_of(ledgers: Iterable[Iterable[ev.Event]], key: SampleKey, *, partition: str) -> Life:
+def life_of(ledgers: Iterable[Iterable[ev.Event]], key: SampleKey, *, partition: str) -> SampleHistory:
     """Return the life of a sample, out of all events of each controller's ledger, that of the primary first.
 
     Of the others only what their own tasks did is taken.
     """
-    lives = [_told(events, Life(partition, key)) for events in ledgers]
+    lives = [_told(events, SampleHistory(partition, key)) for events in ledgers]
     for other in lives[1:]:
-        lives[0].moments += [moment for moment in other.moments if moment.task]
+        lives[0].entries += [entry for entry in other.entries if entry.task]
     if len(lives) > 1:
-        lives[0].moments.sort(key=lambda moment: moment.at or 0.0)
+        lives[0].entries.sort(key=lambda entry: entry.at or 0.0)
     return lives[0]
 
 
-def _told(events: Iterable[ev.Event], life: Life) -> Life:
+def _told(events: Iterable[ev.Event], life: SampleHistory) -> SampleHistory:
     for event in events:
         life.see(event)
     return life
+
+
+def _window(oldest: int, newest: int) -> str:
+    if oldest == newest:
+        return f"θ{oldest}"
+    return f"θ{oldest} or newer" if newest == NEWEST else f"θ{oldest} to θ{newest}"
 
 
 def _ordinal(number: int) -> str:

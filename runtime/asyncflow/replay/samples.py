@@ -1,7 +1,7 @@
 """Samples made again: the same prompts and random numbers, under the versions that made their tokens the first time.
 
-Invariant: what an engine is asked for is what a rollout asked for (``rollout.job``): a response that one version made is
-made in one piece, one that weights changed under in as many pieces as it had, each behind the tokens before it.
+Invariant: what an engine is asked for is what a rollout asked for (``rollout.job``): a response that one version made
+is made in one piece, one that weights changed under in as many pieces as it had, each behind the tokens before it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MadeSample(NamedTuple):
 
 
 class SampleMaker:
-    """Makes samples with ``engine``, which is started. weights: gives the weights of a step as the engine loads them."""
+    """Makes samples with ``engine``, which is started. weights: gives those of a step as the engine loads them."""
 
     def __init__(
         self,
@@ -68,10 +68,12 @@ class SampleMaker:
                 pieces[run.step].append(index)
         for step in sorted(pieces):
             await self._engine.load(Version(0, step), await self._weights(step))
-            going = [index for index in pieces[step] if made[index].finish != "stop"]
-            asked = [self._request(records[index], prompts[records[index].serial], made[index], step) for index in going]
-            for index, rest in zip(going, await asyncio.gather(*map(self._engine.generate, asked)), strict=True):
-                made[index] = rest
+            asked = {
+                index: self._request(records[index], prompts[records[index].serial], made[index], step)
+                for index in pieces[step]
+                if made[index].finish != "stop"
+            }
+            made |= zip(asked, await asyncio.gather(*map(self._engine.generate, asked.values())), strict=True)
         return {
             record.key: MadeSample(record, prompts[record.serial], made[index]) for index, record in enumerate(records)
         }

@@ -111,7 +111,7 @@ def test_observations_of_its_queue_and_its_versions_are_what_they_were(state: Jo
     assert there_and_back(SyncState, sync) == sync
 
 
-SECRET = "hunter2-hunter2"  # noqa: S105 - it is looked for where it must not be
+SECRET = "hunter2-hunter2"
 WITH_SECRETS = {
     "rollout": {
         "replicas": 1,

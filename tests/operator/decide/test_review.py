@@ -155,13 +155,14 @@ def test_a_line_that_was_cut_off_and_a_disk_that_fails_cost_lines(tmp_path: Path
 
 def test_a_log_of_another_format_and_no_log_are_refused(tmp_path: Path) -> None:
     runner = CliRunner()
-    assert "no decision log" in str(runner.invoke(app, ["decide-again", str(tmp_path)], standalone_mode=False).exception)
+    none = runner.invoke(app, ["decide-again", str(tmp_path)], standalone_mode=False).exception
+    assert "no decision log" in str(none)
     (tmp_path / NEWEST).write_text('{"format":9,"version":"8.0","object":["RLJob","a","b"]}\n')
     wrong = runner.invoke(app, ["decide-again", str(tmp_path)], standalone_mode=False).exception
     assert "format 9 is not 1, use version 8.0" in str(wrong)
 
 
-SECRET = "hunter2-hunter2"  # noqa: S105 - it is looked for where it must not be
+SECRET = "hunter2-hunter2"
 
 
 def test_no_secret_is_in_the_log_and_a_job_with_one_is_decided_again(tmp_path: Path) -> None:
