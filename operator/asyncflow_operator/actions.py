@@ -33,10 +33,11 @@ class Apply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delete:
-    """Delete ``ref`` if it still has this uid. grace_s: None leaves the object's own."""
+    """Delete ``ref`` if it still has this uid. why: in words; grace_s: None leaves the object's own."""
 
     ref: Ref
     uid: str
+    why: str
     grace_s: int | None = None
 
 

@@ -10,13 +10,14 @@ import asyncio
 import logging
 import signal
 import sys
+from pathlib import Path
 from typing import Any, Final
 
 import click
 
 from asyncflow import __version__
 from asyncflow.errors import AsyncFlowError, ManifestError
-from asyncflow_operator.settings import Settings, options, settings
+from asyncflow_operator.settings import PREFIX, Settings, options, settings
 
 FAILED: Final = 1
 USAGE: Final = 2
@@ -40,6 +41,69 @@ def run(**given: Any) -> int:
     chosen = settings(given)
     setup_logging(chosen.log_level)
     return asyncio.run(_run(chosen))
+
+
+_FOLDER: Final = click.option(
+    "--decisions",
+    "folder",
+    envvar=f"{PREFIX}DECISIONS",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Folder of the decision log.",
+)
+
+
+@app.command()
+@click.argument("name", metavar="[NAMESPACE/]NAME")
+@click.argument("pod", required=False)
+@_FOLDER
+def explain(name: str, pod: str | None, folder: Path) -> int:
+    """Tell what was decided about a job, a queue or a WeightSync, or a POD of it, and why; 1 where nothing was."""
+    from asyncflow_operator.review import sentences
+
+    namespace, _, owner = name.rpartition("/")
+    said = list(sentences(_decisions(folder), name=owner, namespace=namespace or None, pod=pod))
+    for each in said or [f"nothing in {folder} is about {name}{f' and {pod}' if pod else ''}"]:
+        click.echo(each)
+    return 0 if said else FAILED
+
+
+@app.command(name="decide-again")
+@click.argument("file", type=click.Path(path_type=Path))
+def decide_again(file: Path) -> int:
+    """Decide again about what a decision log has seen, FILE or the folder; exit status 1 where a decision differs."""
+    from asyncflow_operator import review
+
+    count = redacted = 0
+    differing = 0
+    for line in _decisions(file):
+        count, redacted = count + 1, redacted + line["redacted"]
+        found = list(review.differences(*review.decide_again(line)))
+        if found:
+            differing += 1
+            click.echo(f"{'/'.join(line['object'])} at {line['at']:.3f}, decided by {line['version']}:")
+            for each in found:
+                click.echo(f"  {each}")
+    click.echo(f"{count} decisions made again, {differing} differ")
+    if redacted:
+        click.echo(f"of {redacted} secrets were left out: changes of existing objects were not compared there")
+    return FAILED if differing else 0
+
+
+def _decisions(where: Path) -> list[dict[str, Any]]:
+    """Return the lines of a log, or of one file of it. Raises ManifestError where there is none that can be read."""
+    from asyncflow_operator.decisions import files_of, read_decisions
+
+    files = files_of(where) if where.is_dir() else [where]
+    hint = "Give the folder that asyncflow-operator run was given as --decisions"
+    if not files:
+        raise ManifestError("there is no decision log", where=str(where), hint=hint)
+    try:
+        return list(read_decisions(files))
+    except OSError as error:
+        raise ManifestError(f"cannot be read: {error.strerror}", where=str(where), hint=hint) from error
+    except (ValueError, KeyError, TypeError) as wrong:
+        raise ManifestError(f"is no decision log: {wrong}", where=str(where), hint=hint) from wrong
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from asyncflow_operator.cluster.store import Entry, ObjectGroup
 from asyncflow_operator.decide.job import decide_job
 from asyncflow_operator.decide.queue import decide_queue
 from asyncflow_operator.decide.weights import decide_sync
+from asyncflow_operator.decisions import DecisionLog
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
 from asyncflow_operator.drivers import LEADERS, Drivers, RunningDriver
 from asyncflow_operator.leader import Leader
@@ -30,6 +31,7 @@ from asyncflow_operator.observe import Observer, RefusalRecord
 from asyncflow_operator.observed import Owner, PodView
 from asyncflow_operator.reconcile import CachedDesired, ReconcileOutcome, Reconciler
 from asyncflow_operator.references import Key
+from asyncflow_operator.review import settings_of
 from asyncflow_operator.settings import Settings
 from asyncflow_operator.telemetry import HealthChecks, Http, Metrics, update_gauges
 from asyncflow_operator.watch import ClusterWatch, run_kopf
@@ -70,15 +72,18 @@ class Operator:
             renew=self._worklist.renew,
             resync_s=settings.resync_seconds,
         )
-        desired = Desired(
-            DesiredSettings(
-                registry=Registry(prefix=settings.images, tag=settings.tag),
-                master=master,
-                namespace=settings.namespace,
-                watchers=(settings.namespace, *settings.watchers),
-            )
+        shaping = DesiredSettings(
+            registry=Registry(prefix=settings.images, tag=settings.tag),
+            master=master,
+            namespace=settings.namespace,
+            watchers=(settings.namespace, *settings.watchers),
         )
+        desired = Desired(shaping)
         cached = CachedDesired(desired)
+        log = None
+        if settings.decisions is not None:
+            limit = settings.decision_bytes
+            log = DecisionLog(settings.decisions, limit=limit, key=master, settings=settings_of(shaping))
         self._drivers = Drivers(
             url=settings.probe_url,
             every_s=settings.probe_seconds,
@@ -110,6 +115,7 @@ class Operator:
             recorder=Recorder(api, reporter=settings.identity),
             refused=refused,
             metrics=metrics,
+            log=log,
         )
         self._vitals = HealthChecks(oldest_s=self._oldest_s, silent_s=self._watch.silent_s, metrics=metrics)
         metrics.worklist.set_function(lambda: len(self._worklist))

@@ -20,9 +20,11 @@ from asyncflow_operator.actions import Action, Delete, DriverOrder, Plan
 from asyncflow_operator.cluster.apply import Failures, PlanExecutor
 from asyncflow_operator.cluster.events import Recorder
 from asyncflow_operator.cluster.owners import CustomResource
+from asyncflow_operator.decisions import DecisionLog
 from asyncflow_operator.desired import Desired
+from asyncflow_operator.encoding import State
 from asyncflow_operator.observe import Observer, RefusalRecord
-from asyncflow_operator.observed import JobState, Manifest, Owner, Ref, ReferredObject, SyncState, TransferQueueState
+from asyncflow_operator.observed import JobState, Manifest, Owner, Ref, ReferredObject
 from asyncflow_operator.references import Key
 from asyncflow_operator.telemetry import Metrics
 
@@ -30,7 +32,6 @@ MOST: Final = 1024
 """Jobs whose objects are remembered, the latest reconciled; some 12 KiB each."""
 
 Manifests = tuple[Manifest, ...]
-State = JobState | TransferQueueState | SyncState
 Decide = Callable[[Any, float], Plan]
 """Returns the plan for a state at a time (unix seconds)."""
 
@@ -99,7 +100,7 @@ class _Settled:
 
 
 class Reconciler:
-    """Reconciler of custom resources. decide: by kind."""
+    """Reconciler of custom resources. decide: by kind; log: where decisions are written down, None for nowhere."""
 
     def __init__(
         self,
@@ -110,6 +111,7 @@ class Reconciler:
         recorder: Recorder,
         refused: RefusalRecord,
         metrics: Metrics,
+        log: DecisionLog | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._observer = observer
@@ -118,6 +120,7 @@ class Reconciler:
         self._recorder = recorder
         self._refused = refused
         self._metrics = metrics
+        self._log = log
         self._now = now
         self._settled: dict[Key, _Settled] = {}
 
@@ -144,7 +147,11 @@ class Reconciler:
             self._settled[key] = _Settled(state, due)
             return ReconcileOutcome(again_in_s=again_in_s)
         self._settled.pop(key, None)
-        return await self._carry_out(key, resource.owner, plan, stages, paused)
+        outcome, failures = await self._carry_out(key, resource.owner, plan, stages, paused)
+        if self._log is not None:
+            errors = [str(error) for error in failures.errors]
+            self._log.record(key, state, plan, now=now, left=paused, denied=failures.denied, errors=errors)
+        return outcome
 
     def _decided(self, key: Key, state: State, now: float) -> Plan:
         begun = time.thread_time()
@@ -170,11 +177,11 @@ class Reconciler:
 
     async def _carry_out(
         self, key: Key, owner: Owner, plan: Plan, stages: Sequence[Sequence[Action]], paused: frozenset[Ref]
-    ) -> ReconcileOutcome:
+    ) -> tuple[ReconcileOutcome, Failures]:
         if plan.status is not None:
             failures = await self._executor.write_status(owner, plan.status)
             if failures:
-                return ReconcileOutcome(failed=not failures.gone, gone=failures.gone)
+                return ReconcileOutcome(failed=not failures.gone, gone=failures.gone), failures
         failures = await self._executor.carry_out(owner, stages, lacking=paused)
         await self._record(owner, plan, stages, failures)
         for note in plan.notes:
@@ -182,7 +189,8 @@ class Reconciler:
         self._refused.note(key, owner.generation, failures.denied, tried=_targets(stages), ends=failures.ends)
         retry_in_s = self._refused.paused(key, owner.generation)[1]
         again_in_s = min(filter(None, (plan.again_in_s, retry_in_s)), default=None)
-        return ReconcileOutcome(again_in_s=again_in_s, failed=bool(failures.errors), denied=bool(failures.denied))
+        outcome = ReconcileOutcome(again_in_s=again_in_s, failed=bool(failures.errors), denied=bool(failures.denied))
+        return outcome, failures
 
 
 def _is_due(action: Action, paused: frozenset[Ref]) -> bool:

@@ -69,6 +69,10 @@ class Settings(BaseModel):
     """Address of /healthz, /readyz and /metrics."""
     http_port: Annotated[int, Field(ge=0, le=65_535)] = 8080
     """Port of /healthz, /readyz and /metrics; 0 takes any free one."""
+    decisions: Path | None = None
+    """Folder of the decision log, which ``asyncflow-operator explain`` reads; none by default."""
+    decision_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 40)] = 16 << 20
+    """Most bytes of the decision log; the oldest decisions are dropped."""
     kubeconfig: Path | None = None
     """File with the address and credentials of the API server; the pod's service account by default."""
     log_level: str = "INFO"

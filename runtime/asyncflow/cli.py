@@ -182,6 +182,29 @@ def timeline(directory: Path, *, output: Path | None, training: bool, as_json: b
 
 @app.command()
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@click.option("--step", type=click.IntRange(min=1), required=True, help="The step.")
+@click.option("-n", "most", type=click.IntRange(min=0), default=16, show_default=True, help="Most samples to list.")
+@click.option("--again/--list", default=True, help="Make the step again; or only list its samples.")
+@click.option("--output", type=_DIRECTORY, help="Folder for the checkpoint that is made; by default it is not kept.")
+def replay(directory: Path, *, step: int, most: int, again: bool, output: Path | None) -> int:
+    """Make a step of a run again and compare: exit status 1 where something differs."""
+    from asyncflow.commands import replay as command
+
+    return command.replay(directory, step=step, most=most, again=again, output=output)
+
+
+@app.command()
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@click.argument("sample", metavar="PROMPT/SAMPLE")
+def explain(directory: Path, sample: str) -> None:
+    """Tell the life of one training sample of a run, finished or not: asyncflow explain runs/NAME 17/3."""
+    from asyncflow.commands import explain as command
+
+    command.explain(directory, sample)
+
+
+@app.command()
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @click.option("--kind", help="The sink; all of them by default.")
 @click.option("--job", type=_DIRECTORY, help="The job's manifest; DIR/job.yaml by default.")
 @click.option("--follow", is_flag=True, hidden=True, help="Go on at each line of standard input, until that ends.")

@@ -15,6 +15,7 @@ from operator_process import OperatorProcess
 sys.path.insert(0, str(Path(__file__).parent))
 
 from scripted_driver import ScriptedDrivers
+from world import DECISIONS
 
 ROOT = Path(__file__).parents[2]
 NODES = 20
@@ -71,6 +72,7 @@ def shared_operator(kwok_plane: ControlPlane, drivers: ScriptedDrivers) -> Itera
         probe_url=drivers.url,
         probe_seconds=0.3,
         connections=128,
+        decisions=kwok_plane.folder / DECISIONS,
     )
     operator.start()
     operator.lead()

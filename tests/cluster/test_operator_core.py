@@ -145,7 +145,7 @@ async def test_a_plan_is_carried_out_and_known_at_once(api: Api, namespace: str)
     assert not made
     entry = known.get("ConfigMap", namespace, "c")
     assert entry is not None
-    ended = Delete(ref=Ref("ConfigMap", "c"), uid=entry.uid)
+    ended = Delete(ref=Ref("ConfigMap", "c"), uid=entry.uid, why="")
     assert not await hands.carry_out(owner(namespace), [[ended]])
     assert known.get("ConfigMap", namespace, "c") is None
     assert not await hands.carry_out(owner(namespace), [[ended]])

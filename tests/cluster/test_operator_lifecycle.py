@@ -1,10 +1,13 @@
 """The life of a job, from its first pod to its last word, with a driver that says what the test wants it to say."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 from one_job import OneJob
 from scripted_driver import ScriptedDrivers
+from world import DECISIONS
 
 from kube.plane import ControlPlane
 from operator_process import OperatorProcess
@@ -91,6 +94,12 @@ def test_a_failed_rank_restarts_the_gang_and_nobody_else(jobs: dict[str, OneJob]
         lambda: set(job.attempts("trainer").values()) == {"1"} and len(job.pods("trainer")) == 2, "the second attempt"
     )
     job.until(lambda: job.status()["attempt"] == 1 and job.restarts() == {"trainer": 1}, "the attempt to be said")
+    why = "attempt 1 of trainer begins when all pods of older ones are gone"
+    status, said = decisions(job.plane, "explain", f"jobs/{job.name}", f"{job.name}-trainer-0", "--decisions")
+    assert status == 0, said
+    assert f"deleted Pod/{job.name}-trainer-0: {why}. It was Running" in said
+    events = job.kubectl("get", "events", "--field-selector", f"involvedObject.name={job.name},reason=PodsDeleted")
+    assert f"{job.name}-trainer-0, {job.name}-trainer-1: {why}" in events
     assert {seat: uid for seat, uid in job.uids().items() if "trainer" not in seat} == others
     job.kubectl("delete", "pod", f"{job.name}-trainer-0", "--wait=false")
     job.until(
@@ -98,6 +107,13 @@ def test_a_failed_rank_restarts_the_gang_and_nobody_else(jobs: dict[str, OneJob]
     )
     assert job.restarts() == {"trainer": 1}, "what a person deletes is nobody's failure"
     assert {seat: uid for seat, uid in job.uids().items() if "trainer" not in seat} == others
+
+
+def decisions(plane: ControlPlane, command: str, *words: str) -> tuple[int, str]:
+    """Return the exit status of a command about the log of the shared operator, whose folder comes last."""
+    line = [sys.executable, "-m", "asyncflow_operator", command, *words, str(plane.folder / DECISIONS)]
+    done = subprocess.run(line, capture_output=True, check=False, text=True)
+    return done.returncode, done.stdout + done.stderr
 
 
 def test_a_budget_that_is_used_up_ends_the_job_and_keeps_what_failed(jobs: dict[str, OneJob]) -> None:
@@ -179,3 +195,10 @@ def test_what_another_controller_manages_is_left_alone(jobs: dict[str, OneJob]) 
     jobs["seen"].until_phase("Running")
     assert "status" not in job.job()
     assert not job.pods()
+
+
+def test_every_decision_can_be_made_again_from_the_log(kwok_plane: ControlPlane, jobs: dict[str, OneJob]) -> None:
+    assert jobs
+    status, said = decisions(kwok_plane, "decide-again")
+    assert status == 0, said
+    assert ", 0 differ" in said

@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[2]
 OURS = "/apis/asyncflow.dev/v1alpha1"
 WHOLE = {"driver": 1, "controller": 1, "storage": 2, "trainer": 1, "rollout": 2}
 """Pods of the quickstart."""
+DECISIONS = "decisions"
+"""Folder of the shared operator's decision log, in that of the control plane."""
 ACTIVE = ("Pending", "Starting", "Running")
 Change = Callable[[dict[str, Any]], object]
 

@@ -39,6 +39,12 @@ def finish(run: subprocess.Popen[bytes], *, within_s: float) -> None:
     assert run.returncode == 0, said.decode()
 
 
+def asked(*words: str) -> tuple[int, str]:
+    """Return the exit status of a command line of ``asyncflow``, and what it printed."""
+    done = subprocess.run([sys.executable, "-m", "asyncflow", *words], capture_output=True, check=False, text=True)
+    return done.returncode, done.stdout
+
+
 def bearer(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 

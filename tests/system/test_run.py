@@ -9,7 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from one_run import bearer, counted_once, direct, every_second_has_a_cause, finish, kill, start, wait_for_step
+from one_run import (
+    asked,
+    bearer,
+    counted_once,
+    direct,
+    every_second_has_a_cause,
+    finish,
+    kill,
+    start,
+    wait_for_step,
+)
 from safetensors.numpy import load_file
 
 from asyncflow import cli
@@ -114,6 +124,9 @@ def test_adapters_are_trained_in_several_updates_a_step_with_a_correction(tmp_pa
         assert (round(line["correction_ess"], 3), line["correction_high"], line["correction_low"]) == (1, 0, 0)
     assert (made["steps"], made["samples_trained"], made["samples_lost"]) == (3, 3 * 4 * 8, 0)
     assert made["logprob_gap_p99"] < 1e-4
+    status, said = asked("replay", str(folder), "--step", "3")
+    assert status == 0, said
+    assert all(f"step-000003/{name}: the same bits" in said for name in ("model.safetensors", "optimizer.safetensors"))
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), folder / "export")
     assert adapted.peft_config["default"].base_model_name_or_path == str(model)
     assert all(tensor.any() for name, tensor in adapted.named_parameters() if "lora_B" in name)

@@ -51,10 +51,10 @@ def waits_for(state: JobState) -> str:
     return f"Kueue has not admitted the job's Workload: {said}"
 
 
-def delete_gang(objects: Objects) -> tuple[Delete, ...]:
-    """Return the deletion of the objects that hold the core's place."""
+def delete_gang(objects: Objects, *, why: str) -> tuple[Delete, ...]:
+    """Return the deletion of the objects that hold the core's place. why: the reason, in words."""
     gangs = (view for ref, view in objects.items() if ref.kind in _GANGS and not view.deleting)
-    return tuple(Delete(ref=view.ref, uid=view.uid) for view in gangs)
+    return tuple(Delete(ref=view.ref, uid=view.uid, why=why) for view in gangs)
 
 
 def requeue(objects: Objects, *, now: float) -> tuple[Report, ...]:

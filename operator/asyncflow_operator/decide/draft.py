@@ -25,6 +25,8 @@ from asyncflow_operator.observed import Manifest, Owner, Ref
 Status = Literal["True", "False", "Unknown"]
 
 _LONGEST: Final = 1024
+_NAMED: Final = 8
+"""Most pods that an event names."""
 _STATUS: Final[dict[bool | None, Status]] = {True: "True", False: "False", None: "Unknown"}
 FIGURES_S: Final = 15.0
 """Least seconds between two writes of one status that differ in figures only."""
@@ -141,12 +143,18 @@ class Draft(Generic[S]):
         self.notes.append(Note(type="Warning" if warning else "Normal", reason=reason, message=message))
 
     def delete_pods(self, deletes: Iterable[Delete]) -> None:
-        """Delete pods, with a warning for each whose node does not let go of it."""
+        """Delete pods, with an event for each reason, and a warning for each whose node does not let go of it."""
+        why: dict[str, list[str]] = {}
         for delete in deletes:
             self.first.append(delete)
             if delete.grace_s == 0:
                 words = "its node does not let go of it, so it is taken off the API server"
                 self.note("NodeLost", f"{delete.ref.name}: {words}", warning=True)
+            else:
+                why.setdefault(delete.why, []).append(delete.ref.name)
+        for reason, names in why.items():
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            self.note("PodsDeleted", f"{', '.join(names[:_NAMED])}{more}: {reason}")
 
     def add_first(self, actions: Iterable[Action]) -> None:
         """Add what nothing has to wait for."""

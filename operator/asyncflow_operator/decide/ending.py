@@ -56,11 +56,13 @@ def finish(draft: Draft[JobStatus], state: JobState, failure: FailureResult | No
 def clean_up(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
     """Delete what a finished job does not need, and the job itself when its time to live is over."""
     kept = _pods_to_keep(state, keeps_failures=spec.limits.keep_on_failure)
-    draft.delete_pods(removed((pod for pod in state.pods if pod.uid not in kept), draft.alarm))
-    draft.add_first(delete_gang(state.objects) + release_pods(state))
+    why = f"the job has {(state.status.phase or 'ended').lower()}"
+    draft.delete_pods(removed((pod for pod in state.pods if pod.uid not in kept), draft.alarm, why=why))
+    draft.add_first(delete_gang(state.objects, why=why) + release_pods(state))
     ttl, finished = spec.limits.ttl_seconds_after_finished, from_rfc3339(state.status.completion_time)
     if ttl is not None and finished is not None and not draft.alarm.until(finished + ttl):
-        draft.add_then([Delete(ref=Ref("RLJob", state.owner.name), uid=state.owner.uid)])
+        why = f"it ended {duration(ttl)} ago (limits.ttlSecondsAfterFinished)"
+        draft.add_then([Delete(ref=Ref("RLJob", state.owner.name), uid=state.owner.uid, why=why)])
     return draft.plan(figures=FIGURES)
 
 
@@ -84,17 +86,25 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
         )
         _state_suspended(draft, done=False)
         return draft.plan(figures=FIGURES)
-    draft.delete_pods(removed(state.pods, draft.alarm))
+    why = _why_suspended(state, spec, in_time=in_time, saves=saves)
+    draft.delete_pods(removed(state.pods, draft.alarm, why=why))
     draft.add_first(release_pods(state))
     done = not state.pods
     if done:
-        draft.add_first(delete_gang(state.objects) if spec.suspend else requeue(state.objects, now=draft.now))
+        draft.add_first(delete_gang(state.objects, why=why) if spec.suspend else requeue(state.objects, now=draft.now))
     if done and status.phase != "Suspended":
         draft.fields |= {"phase": "Suspended", "start_time": None, "replicas": 0, "ready_rollouts": 0, "draining": ()}
         draft.fields |= {"eta": "", "waiting_for": ""}
         draft.note("Suspended", "All pods are released; suspend: false resumes from the checkpoint")
     _state_suspended(draft, done=done or status.phase == "Suspended")
     return draft.plan(figures=FIGURES)
+
+
+def _why_suspended(state: JobState, spec: RLJobSpec, *, in_time: bool, saves: bool) -> str:
+    asked = "the job is suspended" if spec.suspend else "the place of the job is wanted for another one (Kueue)"
+    if driver_of(state) is None or not saves:
+        return asked
+    return f"{asked}, and " + ("its driver has ended" if in_time else "its driver had its time for a checkpoint")
 
 
 def resumed(status: JobStatus) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def decide_job(state: JobState, *, now: float, desired: DesiredJob) -> Plan:
         return Plan()
     draft = Draft(owner=state.owner, before=state.status, now=now)
     if job is None:
-        draft.add_first(() if state.status.begun else delete_gang(state.objects))
+        draft.add_first(() if state.status.begun else delete_gang(state.objects, why="the job is refused"))
         return refuse(draft, problem=state.problem, reason=state.problem_reason)
     if phase in FINISHED:
         return clean_up(draft, state, job.spec)

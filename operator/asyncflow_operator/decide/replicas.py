@@ -29,6 +29,7 @@ from asyncflow_operator.decide.failure import begins_at, may_be_replaced
 from asyncflow_operator.decide.times import Alarm
 from asyncflow_operator.observed import PodView, Ref
 
+ENDED: Final = "it has ended, and is made again under its name"
 OVERDUE_S: Final = 30.0
 """Seconds beyond its grace period after which a pod that is still there is on a node that does not answer."""
 
@@ -54,12 +55,12 @@ class ReplicaMoves:
         return ReplicaMoves(make=self.make + other.make, remove=self.remove + other.remove, ask=self.ask + other.ask)
 
 
-def removed(pods: Iterable[PodView], alarm: Alarm) -> tuple[Delete, ...]:
+def removed(pods: Iterable[PodView], alarm: Alarm, *, why: str) -> tuple[Delete, ...]:
     """Return the deletions of those of ``pods`` that are not being deleted yet, and, without a grace period, of those
-    whose node does not let go of them.
+    whose node does not let go of them. why: the reason, in words.
     """
     wanted = ((pod, None if not pod.deleting else 0) for pod in pods if not pod.deleting or _held_by_node(pod, alarm))
-    return tuple(Delete(ref=Ref("Pod", pod.name), uid=pod.uid, grace_s=grace_s) for pod, grace_s in wanted)
+    return tuple(Delete(ref=Ref("Pod", pod.name), uid=pod.uid, grace_s=grace_s, why=why) for pod, grace_s in wanted)
 
 
 def _held_by_node(pod: PodView, alarm: Alarm) -> bool:
@@ -82,9 +83,8 @@ def plan_replicas(
     free = [index for index in range(role.replicas) if index not in taken] if may_make else []
     return ReplicaMoves(
         make=tuple(PodReplica(role.name, index, record.attempt) for index in free),
-        remove=removed(
-            [*(pod for pod in within if may_be_replaced(role.restart, record, pod, alarm)), *beyond[-1:]], alarm
-        ),
+        remove=removed((pod for pod in within if may_be_replaced(role.restart, record, pod, alarm)), alarm, why=ENDED)
+        + removed(beyond[-1:], alarm, why=f"{role.replicas} of {role.name} are wanted, and it is beyond them"),
     )
 
 
@@ -131,7 +131,8 @@ def plan_gang(
     if not free:
         record = record.model_copy(update={"begun": True, "whole": True})
     if old or not free or not may_make or alarm.until(begins_at(role.restart, record)):
-        return record, ReplicaMoves(remove=removed(old, alarm)), notes
+        why = f"attempt {record.attempt} of {role.name} begins when all pods of older ones are gone"
+        return record, ReplicaMoves(remove=removed(old, alarm, why=why)), notes
     make = tuple(PodReplica(role.name, index, record.attempt) for index in free)
     return record.model_copy(update={"begun": True}), ReplicaMoves(make=make), notes
 

@@ -23,7 +23,7 @@ from asyncflow.api.status import DrainingRollout, JobStatus, RolloutState
 from asyncflow.plan.roles import Role
 from asyncflow_operator.actions import DriverOrder
 from asyncflow_operator.decide.failure import end_of, may_be_replaced
-from asyncflow_operator.decide.replicas import PodReplica, ReplicaMoves, removed
+from asyncflow_operator.decide.replicas import ENDED, PodReplica, ReplicaMoves, removed
 from asyncflow_operator.decide.times import Alarm, from_rfc3339, to_rfc3339
 from asyncflow_operator.observed import DriverProbe, JobState, PodView
 
@@ -33,6 +33,7 @@ LET_GO_S: Final = 10.0
 FRESH_S: Final = 30.0
 """Seconds for which an answer of the driver counts as what is."""
 _AT_ONCE: Final = 256
+_TOO_MANY: Final = "fewer rollouts are wanted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +150,7 @@ def plan_rollouts(
     staying = [pod for pod in holders if pod.uid not in since]
     moves = ReplicaMoves(
         make=_new_replicas(role, pods, record, count=target - len(staying)) if may_make else (),
-        remove=removed((pod for pod in staying if may_be_replaced(role.restart, record, pod, alarm)), alarm),
+        remove=removed((pod for pod in staying if may_be_replaced(role.restart, record, pod, alarm)), alarm, why=ENDED),
     )
     for pod in pods:
         if pod.uid in since:
@@ -172,13 +173,16 @@ def _new_replicas(role: Role, pods: Collection[PodView], record: RoleRecord, *, 
 
 def _drain(pod: PodView, registered: RegisteredRollouts, *, since: float, drain_s: float, alarm: Alarm) -> ReplicaMoves:
     """Return the moves that drain one rollout and then delete it."""
-    idle = pod.phase != "Running" or pod.deleting or registered.by_index is None
-    if idle or not alarm.until(since + drain_s + LET_GO_S):
-        return ReplicaMoves(remove=removed([pod], alarm))
+    if pod.phase != "Running" or pod.deleting or registered.by_index is None:
+        return ReplicaMoves(remove=removed([pod], alarm, why=f"{_TOO_MANY}, and it has no work to hand back"))
+    if not alarm.until(since + drain_s + LET_GO_S):
+        why = f"{_TOO_MANY}, and it had {drain_s:g} s to hand back its work"
+        return ReplicaMoves(remove=removed([pod], alarm, why=why))
     known = (registered.by_index or {}).get(pod.index)
     if known is None:
         waits = registered.at < since and alarm.until(since + LET_GO_S)
-        return ReplicaMoves() if waits else ReplicaMoves(remove=removed([pod], alarm))
+        gone = () if waits else removed([pod], alarm, why=f"{_TOO_MANY}, and it has handed back its work")
+        return ReplicaMoves(remove=gone)
     if known.state == "draining":
         return ReplicaMoves()
     return ReplicaMoves(ask=(DriverOrder(path=f"/v1/rollouts/{known.id}/drain"),))

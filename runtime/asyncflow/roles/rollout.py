@@ -49,7 +49,6 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
     tokenizer = Tokenizer.load(folder)
     engine = engine_of(spec, folder, tokenizer, make=make_engine)
     metrics.relay(engine.metrics)
-    special = {text: tokenizer.special_id(text) for text in spec.sampling.stop}
     rewards = open_rewards(
         spec.reward, workdir=job_folder(context.job, options), run=options.workdir, within_s=context.start_s
     )
@@ -112,22 +111,7 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
             rewards=rewards,
             tokenizer=tokenizer,
             instance=instance,
-            settings=RolloutSettings(
-                temperature=spec.sampling.temperature,
-                max_tokens=spec.sampling.max_tokens,
-                stop_ids=(*tokenizer.eos_ids, *(id_ for id_ in special.values() if id_ is not None)),
-                stop_texts=tuple(text for text, id_ in special.items() if id_ is None),
-                seed=spec.algorithm.seed,
-                group_sizes={
-                    "train": spec.algorithm.group_size,
-                    "eval": spec.evaluation.group_size if spec.evaluation is not None else 0,
-                },
-                lease_s=spec.rollout.lease_seconds,
-                drain_s=spec.rollout.drain_seconds,
-                mixes=spec.schedule.swap_at == "token",
-                max_turns=1 if spec.environment is None else spec.environment.max_turns,
-                probe_gap=probe_gap_of(spec),
-            ),
+            settings=settings_of(spec, tokenizer),
             metrics=metrics,
             merge=merge,
             environment=environment,
@@ -141,6 +125,27 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
             await worker.run()
         finally:
             draining.cancel()
+
+
+def settings_of(spec: RLJobSpec, tokenizer: Tokenizer) -> RolloutSettings:
+    """Return what all instances of a job have in common."""
+    special = {text: tokenizer.special_id(text) for text in spec.sampling.stop}
+    return RolloutSettings(
+        temperature=spec.sampling.temperature,
+        max_tokens=spec.sampling.max_tokens,
+        stop_ids=(*tokenizer.eos_ids, *(id_ for id_ in special.values() if id_ is not None)),
+        stop_texts=tuple(text for text, id_ in special.items() if id_ is None),
+        seed=spec.algorithm.seed,
+        group_sizes={
+            "train": spec.algorithm.group_size,
+            "eval": spec.evaluation.group_size if spec.evaluation is not None else 0,
+        },
+        lease_s=spec.rollout.lease_seconds,
+        drain_s=spec.rollout.drain_seconds,
+        mixes=spec.schedule.swap_at == "token",
+        max_turns=1 if spec.environment is None else spec.environment.max_turns,
+        probe_gap=probe_gap_of(spec),
+    )
 
 
 def engine_of(spec: RLJobSpec, folder: Path, tokenizer: Tokenizer, *, make: MakeEngine | None = None) -> RolloutEngine:

@@ -31,6 +31,7 @@ from prometheus_client.exposition import choose_encoder
 
 from asyncflow.algorithms.base import algorithm_of
 from asyncflow.api.graph import trained_columns
+from asyncflow.api.job import RLJobSpec
 from asyncflow.api.placement import PROFILES
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.flow.schedule import Schedule
@@ -47,6 +48,7 @@ from asyncflow.telemetry.metrics import TrainerMetrics, labelled
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.checkpoint import BestCheckpoints, Checkpoints
 from asyncflow.training.ranks import GatherService, HostProcessGroup, ProcessGroup, SingleProcess
+from asyncflow.training.recording import StepRecorder
 from asyncflow.training.report import ReportReply, TrainReport
 from asyncflow.training.settings import BackendSettings, TrainerSettings
 from asyncflow.training.trainer import Trainer
@@ -139,13 +141,14 @@ async def serve(context: JobContext, *, make_backend: MakeBackend | None = None)
         checkpoints=checkpoints,
         report=lambda report: _report(membership, metrics, report),
         directives=lambda: membership.directives,
-        settings=_settings(context),
+        settings=trainer_settings(spec, attempt=options.attempt),
         folder=folder,
         failed=metrics.checkpoint_failures.inc,
         announced=metrics.publish_seconds.observe,
         saved=metrics.checkpoint_seconds.observe,
         spans=context.spans,
         materialise=lambda: materialize_weights(spec.model.source, folder) if backend.of_model else None,
+        recorder=StepRecorder(options.workdir, rank=options.index, attempt=options.attempt),
     )
     metrics.watch_busy(trainer.meter.busy)
     leaving = asyncio.create_task(_leave_when_told(context, trainer))
@@ -247,12 +250,12 @@ def _group(context: JobContext, membership: Membership) -> ProcessGroup:
     )
 
 
-def _settings(context: JobContext) -> TrainerSettings:
-    spec = context.job.spec
+def trainer_settings(spec: RLJobSpec, *, attempt: int) -> TrainerSettings:
+    """Return what the ranks of an attempt have to know of the job."""
     return TrainerSettings(
         schedule=Schedule.of(spec),
         partition=TRAIN,
-        attempt=context.options.attempt,
+        attempt=attempt,
         whole=spec.schedule.whole_steps,
         epochs=spec.algorithm.epochs,
         mini_batches=spec.algorithm.mini_batches,

@@ -70,7 +70,8 @@ class Publication:
     """One rank's versions of one attempt, published one after another while the trainer goes on.
 
     patience_s: how long the driver may be away; lagged: whether θ_{j-1} is kept beside θ_j, for the loss; ended: called
-    for each publication that is finished with the seconds that it took. began_at: the step at which the attempt began,
+    for each publication that is finished with the seconds that it took; digested: called with this rank's part of each
+    before it is announced. began_at: the step at which the attempt began,
     -1 before it has. seconds: what the last publication took that was finished, None before the first.
     """
 
@@ -84,6 +85,7 @@ class Publication:
         lagged: bool,
         ended: Callable[[float], None],
         spans: Spans = NO_SPANS,
+        digested: Callable[[ManifestPart], None] = lambda _: None,
     ) -> None:
         self.began_at = -1
         self.seconds: float | None = None
@@ -94,6 +96,7 @@ class Publication:
         self._lagged = lagged
         self._ended = ended
         self._spans = spans
+        self._digested = digested
         self._held: dict[int, Copied] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
         self._step = -1
@@ -149,6 +152,7 @@ class Publication:
         with self._spans.beside("publish", step=self._step, version=self._step):
             copied = await copying
             part = await asyncio.get_running_loop().run_in_executor(self._thread, self._sender.part, copied)
+            self._digested(part)
             await retry(
                 lambda: self._sender.announce(copied, part, timeout=_CALL_S),
                 what=f"publishing {copied.version}",

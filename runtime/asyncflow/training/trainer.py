@@ -57,6 +57,7 @@ from asyncflow.training.loops import (
 from asyncflow.training.meter import RankMeter
 from asyncflow.training.publication import Publication, Publisher, Weights
 from asyncflow.training.ranks import GroupLeft, ProcessGroup, gather_bytes, jointly, unless_leaving
+from asyncflow.training.recording import StepRecorder
 from asyncflow.training.report import StepTally, TrainReport, describe
 from asyncflow.training.saving import Saver
 from asyncflow.training.settings import TrainerSettings
@@ -77,7 +78,8 @@ class Trainer:
     """One rank. folder: the model folder; materialise: puts θ_0 there, called by rank 0 when needed; report: takes
     rank 0's reports; directives: the driver's latest; begun: the gang has met, and the weights that it begins with are
     published; failed: called for each checkpoint that the disk refused; announced, saved: called for each publication
-    that ended and each checkpoint that was written, with the seconds that it took; spans: records what this rank does.
+    that ended and each checkpoint that was written, with the seconds that it took; recorder: writes down what is
+    trained; spans: records what this rank does.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Trainer:
         announced: Callable[[float], None] = lambda _: None,
         saved: Callable[[float], None] = lambda _: None,
         spans: Spans = NO_SPANS,
+        recorder: StepRecorder | None = None,
     ) -> None:
         self.step = 0
         self.begun = False
@@ -111,7 +114,9 @@ class Trainer:
             lagged=backend.settings.loss.old == "lagged",
             ended=announced,
             spans=spans,
+            digested=(lambda _: None) if recorder is None else recorder.published,
         )
+        self._recorder = recorder
         self._backend = backend
         self._group = group
         self._checkpoints = checkpoints
@@ -217,9 +222,7 @@ class Trainer:
 
     async def accumulate(self, step: int, slot: FilledSlot) -> None:
         """Compute the gradient of one slot."""
-        self._tally.add(slot.batch, step=step)
-        if self._group.rank == 0:
-            self._keep_aged(slot.batch, current=self._version(step - 1))
+        self._take_in(step, slot.batch)
         with self.meter("compute", step=step):
             await self._compute(self._add, step, slot.batch)
 
@@ -229,9 +232,7 @@ class Trainer:
         From the first gather on no rank leaves before the step is finished: in between the weights are no version.
         """
         for slot in slots:
-            self._tally.add(slot.batch, step=step)
-            if self._group.rank == 0:
-                self._keep_aged(slot.batch, current=self._version(step - 1))
+            self._take_in(step, slot.batch)
         with self.meter("publish", step=step):
             await self._publication.copied()
         self._updating = True
@@ -254,6 +255,8 @@ class Trainer:
         if self._leaving.is_set():
             self._group.leave()
         self._samples += tally.samples
+        if self._recorder is not None:
+            self._recorder.finish(step)
         await self._retry(
             lambda: self._queue.step_done(**self._own, step=step, rank=self._group.rank, timeout=_CALL_S),
             what=f"telling the queue that step {step} is done",
@@ -293,6 +296,8 @@ class Trainer:
             lambda: self._queue.begin(**self._own, step=self.step, world=self._group.world, timeout=_CALL_S),
             what=f"beginning at step {self.step}",
         )
+        if self._recorder is not None:
+            self._recorder.begin(self.step, ranks=self._group.world)
         for step in carried:
             read = partial(Publication.read, checkpoint, step, group=self._group, shared=self._checkpoints.shared)
             await self._publish(step, read)
@@ -328,6 +333,14 @@ class Trainer:
         checkpoint = found.folder if found is not None else None
         self._backend.load(self._folder, checkpoint=checkpoint)
         return checkpoint, carried
+
+    def _take_in(self, step: int, batch: MicroBatch) -> None:
+        """Count and record a slot, and keep of it what is measured later."""
+        self._tally.add(batch, step=step)
+        if self._recorder is not None:
+            self._recorder.add(batch)
+        if self._group.rank == 0:
+            self._keep_aged(batch, current=self._version(step - 1))
 
     def _add(self, step: int, batch: MicroBatch) -> None:
         if self._backend.settings.loss.old == "lagged":

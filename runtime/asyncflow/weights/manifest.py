@@ -104,7 +104,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             _check_tiling(entry.name, Box.whole(entry.shape), entry.slices)
         if self.nbytes != sum(entry.nbytes for entry in self.tensors):
             raise ProtocolError(f"{self.nbytes} bytes do not follow from the tensors", where=_where(self.version))
-        if self.digest != _digest_of_entries(self.tensors):
+        if self.digest != entries_digest(self.tensors):
             raise ProtocolError("the digest does not follow from the tensors", where=_where(self.version))
 
 
@@ -154,7 +154,7 @@ def merge(parts: Iterable[ManifestPart]) -> Manifest:
         version=found[0].version,
         tensors=tensors,
         nbytes=sum(entry.nbytes for entry in tensors),
-        digest=_digest_of_entries(tensors),
+        digest=entries_digest(tensors),
     )
 
 
@@ -180,7 +180,8 @@ def digest_of(array: AnyArray) -> str:
     return f"{HASH}:{digest.hexdigest()}"
 
 
-def _digest_of_entries(tensors: Sequence[TensorEntry]) -> str:
+def entries_digest(tensors: Sequence[TensorEntry]) -> str:
+    """Return the digest of what tensors hold, in hex, whoever published them."""
     content = [
         (entry.name, entry.dtype, entry.shape, sorted((each.box.offset, each.digest) for each in entry.slices))
         for entry in tensors

@@ -18,7 +18,7 @@ from asyncflow.errors import Refused
 from asyncflow.identity import Version
 from asyncflow.weights.holder import Holder, Linked
 from asyncflow.weights.manifest import ManifestPart, Slice, TensorEntry, digest_of, dtype_name
-from asyncflow.weights.slices import AnyArray, Arena, Box, split, view
+from asyncflow.weights.slices import Allocate, AnyArray, Arena, Box, anonymous, split, view
 from asyncflow.weights.transport import Transport
 
 _SLICE_BYTES = 1 << 20
@@ -94,12 +94,7 @@ class WeightSender:
 
         Raises Refused for a dtype that cannot be published, or a slice that sticks out of its tensor.
         """
-        shards = {name: slice_of(name, given) for name, given in tensors.items()}
-        boxes = {name: (dtype_name(shard.array), shard.box) for name, shard in shards.items()}
-        arena = Arena(boxes, allocate=self._holder.transport.allocate)
-        for name, shard in shards.items():
-            np.copyto(arena.arrays[name], shard.array)
-        return Copied(version, arena, {name: shard.shape for name, shard in shards.items()})
+        return copy_aside(version, tensors, allocate=self._holder.transport.allocate)
 
     def fill(
         self,
@@ -125,7 +120,7 @@ class WeightSender:
             parts=self._parts,
             worker=self._holder.worker,
             address=self._holder.address,
-            tensors=tuple(self._entry(name, copied) for name in sorted(copied.shapes)),
+            tensors=entries_of(copied, worker=self._holder.worker),
         )
 
     async def announce(self, copied: Copied, part: ManifestPart, *, timeout: float) -> bool:
@@ -144,19 +139,30 @@ class WeightSender:
         copied = await asyncio.to_thread(self.copy, version, tensors)
         return await self.announce(copied, await asyncio.to_thread(self.part, copied), timeout=timeout)
 
-    def _entry(self, name: str, copied: Copied) -> TensorEntry:
-        array, at = copied.arena.arrays[name], copied.arena.boxes[name]
-        most = max(_SLICE_BYTES, array.nbytes // _MOST_SLICES) // array.itemsize
-        slices = tuple(
-            Slice(
-                box=box,
-                holder=self._holder.worker,
-                nbytes=box.volume * array.itemsize,
-                digest=digest_of(view(array, at, box)),
-            )
-            for box in (tuple(split(at, most)) or (at,))
-        )
-        return TensorEntry(name=name, dtype=dtype_name(array), shape=copied.shapes[name], slices=slices)
+
+def copy_aside(version: Version, tensors: Tensors, *, allocate: Allocate = anonymous) -> Copied:
+    """Copy tensors into memory of their own. Raises as ``WeightSender.copy`` does."""
+    shards = {name: slice_of(name, given) for name, given in tensors.items()}
+    boxes = {name: (dtype_name(shard.array), shard.box) for name, shard in shards.items()}
+    arena = Arena(boxes, allocate=allocate)
+    for name, shard in shards.items():
+        np.copyto(arena.arrays[name], shard.array)
+    return Copied(version, arena, {name: shard.shape for name, shard in shards.items()})
+
+
+def entries_of(copied: Copied, *, worker: str) -> tuple[TensorEntry, ...]:
+    """Return what a copy consists of, in the order of names, with digests; ``worker`` holds it."""
+    return tuple(_entry(name, copied, worker) for name in sorted(copied.shapes))
+
+
+def _entry(name: str, copied: Copied, worker: str) -> TensorEntry:
+    array, at = copied.arena.arrays[name], copied.arena.boxes[name]
+    most = max(_SLICE_BYTES, array.nbytes // _MOST_SLICES) // array.itemsize
+    slices = tuple(
+        Slice(box=box, holder=worker, nbytes=box.volume * array.itemsize, digest=digest_of(view(array, at, box)))
+        for box in (tuple(split(at, most)) or (at,))
+    )
+    return TensorEntry(name=name, dtype=dtype_name(array), shape=copied.shapes[name], slices=slices)
 
 
 def slice_of(name: str, given: AnyArray | PublishedSlice) -> PublishedSlice:

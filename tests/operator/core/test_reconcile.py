@@ -106,9 +106,9 @@ async def test_a_refused_object_is_left_alone_unless_it_is_to_be_deleted(
     refused, other = Ref("Workload", "quickstart"), Ref("Service", "quickstart")
     world.refused.note(JOB, 1, [Denial(refused, "no", missing=False)], tried=[refused], ends=False)
     writes = [Apply(manifest={"kind": ref.kind, "metadata": {"name": ref.name}}) for ref in (refused, other)]
-    world.plan = Plan(stages=((*writes, Delete(ref=refused, uid="w")),))
+    world.plan = Plan(stages=((*writes, Delete(ref=refused, uid="w", why="")),))
     await world.reconciler.reconcile(JOB)
-    assert done == [writes[1], Delete(ref=refused, uid="w")]
+    assert done == [writes[1], Delete(ref=refused, uid="w", why="")]
 
 
 async def test_an_object_that_is_not_there_is_gone(world: World) -> None:

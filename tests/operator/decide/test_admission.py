@@ -93,8 +93,11 @@ def test_a_gang_object_is_deleted_once():
     group = Ref("PodGroup", "demo")
     service = Ref("Service", "demo")
     objects = {ref: ObjectView(ref=ref, uid=ref.kind) for ref in (WORKLOAD, group, service)}
-    assert [(each.ref, each.uid) for each in delete_gang(objects)] == [(WORKLOAD, "Workload"), (group, "PodGroup")]
-    assert delete_gang({group: ObjectView(ref=group, uid="u", deleting=True)}) == ()
+    assert [(each.ref, each.uid) for each in delete_gang(objects, why="")] == [
+        (WORKLOAD, "Workload"),
+        (group, "PodGroup"),
+    ]
+    assert delete_gang({group: ObjectView(ref=group, uid="u", deleting=True)}, why="") == ()
 
 
 @pytest.mark.parametrize(("why", "at_once"), [("Preempted by a", "True"), ("PodsReadyTimeout is over", "False")])

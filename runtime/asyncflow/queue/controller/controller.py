@@ -20,13 +20,14 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
+from asyncflow import clock
 from asyncflow.errors import AsyncFlowError, Refused
 from asyncflow.queue.controller.handlers import Address
 from asyncflow.queue.controller.parking import Answers, Parking, Soon, give
 from asyncflow.queue.controller.primary import Primary
 from asyncflow.queue.controller.replica import Replica
 from asyncflow.queue.controller.sessions import Sessions
-from asyncflow.queue.ledger.events import Event
+from asyncflow.queue.ledger.events import Dated, Event
 from asyncflow.queue.ledger.log import Ledger, Sync
 from asyncflow.queue.protocol.calls import Claimed, ClaimRows, Done
 from asyncflow.queue.protocol.messages import QueueStats
@@ -83,7 +84,7 @@ class Controller:
         self.ledger_dir = ledger_dir
         self.parking = Parking(self.table, now=self.now, give=self.settle)
         self._alarm: asyncio.TimerHandle | None = None
-        self._due = math.inf
+        self._due, self._dated = math.inf, 0.0
         self.handlers: Primary | Replica
         if index:
             self.handlers = Replica(self, address=address, credentials=credentials)
@@ -176,6 +177,9 @@ class Controller:
         self._set_alarm()
         try:
             if state.outbox:
+                if (now := clock.now()) - self._dated >= 1:
+                    self._ledger.append([Dated(now)])
+                    self._dated = now
                 self._ledger.append(state.outbox)
                 state.outbox.clear()
             pending = self._ledger.commit()

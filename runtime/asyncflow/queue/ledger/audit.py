@@ -48,11 +48,16 @@ def replica_ledger(primary: Path, index: int) -> Path:
     return primary / str(index) if index else primary
 
 
+def ledgers_of(primary: Path) -> dict[int, Path]:
+    """Return the folders of all controllers' ledgers by index, the first one's before those that lie in it."""
+    found = (int(path.name) for path in primary.glob("[0-9]*") if path.is_dir() and newest(path) is not None)
+    return {index: replica_ledger(primary, index) for index in (0, *sorted(found))}
+
+
 def audit_ledgers(primary: Path) -> AuditReport:
-    """Audit the first controller's ledger and those that lie beside it. Raises as ``audit_ledger`` does."""
-    found = sorted(int(path.name) for path in primary.glob("[0-9]*") if path.is_dir() and newest(path) is not None)
-    reports = {index: audit_ledger(replica_ledger(primary, index)) for index in found}
-    return merge_audits(audit_ledger(primary), reports)
+    """Audit the ledgers of all controllers. Raises as ``audit_ledger`` does."""
+    reports = {index: audit_ledger(path) for index, path in ledgers_of(primary).items()}
+    return merge_audits(reports.pop(0), reports)
 
 
 def merge_audits(primary: AuditReport, replicas: dict[int, AuditReport]) -> AuditReport:

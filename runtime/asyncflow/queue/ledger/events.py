@@ -24,6 +24,12 @@ class ControllerStarted(Struct, frozen=True, array_like=True, tag="start"):
     epoch: int
 
 
+class Dated(Struct, frozen=True, array_like=True, tag="at"):
+    """The unix time of what follows, in seconds; recorded once a second at most."""
+
+    at: float
+
+
 class UnitJoined(Struct, frozen=True, array_like=True, tag="unit"):
     """An incarnation of a storage unit was granted an epoch for its row ids."""
 
@@ -309,6 +315,7 @@ class SnapshotGroups(Struct, frozen=True, array_like=True, tag="snapshot_groups"
 
 Event: TypeAlias = (
     ControllerStarted
+    | Dated
     | UnitJoined
     | UnitLost
     | RowsGone

@@ -420,6 +420,7 @@ def _restore_groups(state: QueueState, record: ev.SnapshotGroups) -> None:
 
 APPLY: Final[dict[type, Apply]] = {
     ev.ControllerStarted: _started,
+    ev.Dated: lambda *_: None,
     ev.UnitJoined: _unit_joined,
     ev.UnitLost: _unit_lost,
     ev.RowsGone: lambda state, event: state.lose([state.rows[row] for row in event.rows]),

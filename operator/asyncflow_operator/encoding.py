@@ -1,0 +1,114 @@
+"""Observations as JSON, and back: what ``decide`` was given can be kept, and given to it again.
+
+Secrets in a spec are replaced by fingerprints: values of environment variables, and of options whose names say that
+they are one. Whoever has the master secret can compare a fingerprint with a value; nobody else can guess one.
+
+Invariant: what is decoded equals what was encoded, but for those fingerprints. The defaults of a spec are written out,
+so that it means the same to another version; a view leaves out what is as it usually is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from functools import lru_cache
+from types import NoneType, UnionType
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel
+
+from asyncflow_operator.observed import JobState, Manifest, SyncState, TransferQueueState
+
+State = JobState | TransferQueueState | SyncState
+STATES: Final[dict[str, type[Any]]] = {"RLJob": JobState, "TransferQueue": TransferQueueState, "WeightSync": SyncState}
+"""What is decided about, by the kind of its owner."""
+
+_SECRET: Final = re.compile(r"(token|password|passwd|secret|credentials?|api_?key)$", re.IGNORECASE)
+_DIGITS: Final = 12
+
+
+class Redactor:
+    """Replaces secrets by fingerprints. key: of the fingerprints. found: whether there was one."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self.found = False
+
+    def spec(self, value: Any) -> Any:
+        """Return a spec as JSON without its secrets."""
+        if isinstance(value, list):
+            return [self.spec(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        variable = isinstance(value.get("name"), str) and isinstance(value.get("value"), str)
+        return {
+            name: self._fingerprint(inner)
+            if isinstance(inner, str) and inner and ((variable and name == "value") or _SECRET.search(name))
+            else self.spec(inner)
+            for name, inner in value.items()
+        }
+
+    def _fingerprint(self, value: str) -> str:
+        self.found = True
+        return f"redacted-{hmac.digest(self._key, value.encode(), hashlib.sha256).hex()[:_DIGITS]}"
+
+
+def encode(value: Any, redactor: Redactor) -> Any:
+    """Return an observation, or a part of one, as JSON values."""
+    if isinstance(value, BaseModel):
+        written = value.model_dump(mode="json", by_alias=True)
+        return written | {"spec": redactor.spec(written["spec"])} if "spec" in written else written
+    if is_dataclass(value) and not isinstance(value, type):
+        return {
+            each.name: encode(found, redactor)
+            for each in fields(value)
+            if (found := getattr(value, each.name)) != each.default
+        }
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value):
+            return {key: encode(each, redactor) for key, each in value.items()}
+        return [[encode(key, redactor), encode(each, redactor)] for key, each in value.items()]
+    if isinstance(value, list | tuple):
+        return [encode(each, redactor) for each in value]
+    return value
+
+
+def decode(kind: type[Any], value: Any) -> Any:
+    """Return what ``encode`` made ``value`` of, of this type. Raises ValueError where it is not of that shape."""
+    try:
+        return _decode(kind, value)
+    except (TypeError, KeyError, AttributeError) as wrong:
+        raise ValueError(f"no {getattr(kind, '__name__', kind)}: {wrong}") from wrong
+
+
+def _decode(kind: Any, value: Any) -> Any:
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        if value is None and NoneType in inner:
+            return None
+        return _decode(next(each for each in inner if each is not NoneType), value)
+    if kind is Any or origin is Literal or kind == Manifest:
+        return value
+    if origin is tuple:
+        return tuple(_decode(inner[0], each) for each in value)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        pairs = value.items() if isinstance(value, dict) else value
+        return {_decode(inner[0], key): _decode(inner[1], each) for key, each in pairs}
+    if issubclass(kind, BaseModel):
+        return kind.model_validate(value)
+    if is_dataclass(kind):
+        hints = _hints(kind)
+        return kind(**{name: _decode(hints[name], each) for name, each in value.items()})
+    if kind is float and isinstance(value, int):
+        return float(value)
+    if not isinstance(value, kind):
+        raise ValueError(f"{value!r} is no {kind.__name__}")
+    return value
+
+
+@lru_cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind)

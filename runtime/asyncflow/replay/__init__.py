@@ -1,0 +1,1 @@
+"""A finished step made again, and the life of one sample, from what a run has written down."""

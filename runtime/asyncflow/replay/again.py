@@ -1,0 +1,266 @@
+"""Steps of a finished run made again, by the trainer that made them, from samples that are made again.
+
+    checkpoint of j ──> Trainer (its real loops) <── slots as recorded, samples made under the versions recorded
+                          │
+                          └─> θ_{j+1} ... θ_k, compared with the digests recorded; a checkpoint of k, with the run's
+
+The trainer is the run's own, with a queue that gives what was recorded and a publisher that keeps versions for the
+engine; so whatever a run can be told to do, a replay does, too.
+
+Invariants: nothing in the folder of the run is changed; the samples of a step are made while nothing is computed, by as
+many threads as a rollout had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from asyncflow.algorithms.base import algorithm_of
+from asyncflow.api.job import RLJobSpec
+from asyncflow.api.placement import PROFILES
+from asyncflow.data.sources import CACHE, open_training
+from asyncflow.driver.tasks import TRAIN
+from asyncflow.identity import SampleKey, Version
+from asyncflow.models.source import materialize_config, materialize_weights
+from asyncflow.models.tokenizer import Tokenizer
+from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, Slot, StepTotals
+from asyncflow.replay.history import RecordedStep, ReplayPlan, RunHistory
+from asyncflow.replay.samples import MadeSample, SampleMaker, Weights, columns_of
+from asyncflow.roles.backend import backend_settings, kind_of_backend
+from asyncflow.roles.rollout import engine_of, merge_of, settings_of
+from asyncflow.roles.trainer import trainer_settings
+from asyncflow.rpc.columns import Jagged
+from asyncflow.rpc.membership import Directives
+from asyncflow.training.checkpoint import Checkpoint, Checkpoints
+from asyncflow.training.ranks import SingleProcess
+from asyncflow.training.report import TrainReport
+from asyncflow.training.trainer import Trainer
+from asyncflow.weights.manifest import ManifestPart, entries_digest
+from asyncflow.weights.probe import split_probe
+from asyncflow.weights.sender import Copied, Tensors, copy_aside, entries_of
+
+_NAME = "replay"
+_KEPT = 1 << 20
+"""More checkpoints than there are: nothing is removed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepAgain:
+    """A step that was made again. slots: its samples as they were accumulated; same: whether θ_step is, to the bit,
+    what was published, None where it was not published, or its digest is not recorded.
+    """
+
+    slots: Sequence[Sequence[MadeSample]]
+    report: TrainReport
+    same: bool | None
+
+    @property
+    def samples(self) -> list[MadeSample]:
+        """All samples."""
+        return [sample for slot in self.slots for sample in slot]
+
+
+@dataclass(kw_only=True)
+class _Versions:
+    """Publisher that keeps the versions that samples of later steps need. needed: of the steps behind one."""
+
+    needed: Callable[[int], set[int]]
+    copies: dict[int, Copied] = field(default_factory=dict)
+    digests: dict[int, str] = field(default_factory=dict)
+    announced: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    def copy(self, version: Version, tensors: Tensors) -> Copied:
+        copied, needed = copy_aside(version, tensors), self.needed(version.step)
+        self.copies = {step: kept for step, kept in self.copies.items() if step in needed} | {version.step: copied}
+        return copied
+
+    def part(self, copied: Copied) -> ManifestPart:
+        tensors = entries_of(copied, worker=_NAME)
+        return ManifestPart(version=copied.version.packed, part=0, parts=1, worker=_NAME, address="", tensors=tensors)
+
+    async def announce(self, copied: Copied, part: ManifestPart, *, timeout: float) -> bool:  # noqa: ARG002
+        async with self.announced:
+            self.digests[copied.version.step] = entries_digest(part.tensors)
+            self.announced.notify_all()
+        return True
+
+    def held(self, version: Version) -> Weights | None:
+        found = self.copies.get(version.step)
+        return None if found is None else found.arena.arrays
+
+    async def weights(self, step: int) -> Weights:
+        """Return θ_step, without its probe, once it is announced."""
+        async with self.announced:
+            await self.announced.wait_for(lambda: step in self.digests)
+        return split_probe(self.copies[step].arena.arrays)[0]
+
+
+@dataclass(kw_only=True)
+class _Queue:
+    """Queue that gives slots as they were recorded. make: makes samples; decided: see ``TrainerSettings``."""
+
+    history: RunHistory
+    make: Callable[[RecordedStep], Awaitable[dict[SampleKey, MadeSample]]]
+    decided: str
+    made: dict[int, dict[SampleKey, MadeSample]] = field(default_factory=dict)
+
+    async def begin(self, **_: object) -> None:
+        pass
+
+    async def slot(self, *, step: int, slot: int, **_: object) -> Slot:
+        recorded = self.history.step(step)
+        if step not in self.made:
+            self.made[step] = await self.make(recorded)
+        samples, last = recorded.samples, slot == len(recorded.slots) - 1
+        totals = StepTotals(
+            groups=len({sample.serial for sample in samples}),
+            samples=len(samples),
+            response_tokens=sum(sample.tokens for sample in samples),
+        )
+        rows = [_row(sample.key, step) for sample in recorded.slots[slot]]
+        return Slot(step=step, slot=slot, rows=rows, last=last, totals=totals if last else None)
+
+    async def fetch(self, rows: Sequence[LeasedRow], columns: Sequence[str], **_: object) -> dict[str, Jagged]:
+        found = columns_of([self.made[row.meta.step][row.meta.key] for row in rows], decided=self.decided)
+        return {name: found[name] for name in columns}
+
+    async def step_done(self, **_: object) -> None:
+        pass
+
+    async def sync(self, **_: object) -> None:
+        pass
+
+    async def commit(self, **_: object) -> None:
+        pass
+
+
+async def replay_steps(
+    spec: RLJobSpec,
+    *,
+    run: Path,
+    folder: Path,
+    history: RunHistory,
+    plan: ReplayPlan,
+    target: Path,
+    done: Callable[[int, int], None],
+) -> list[StepAgain]:
+    """Make the steps of ``plan`` again, and write a checkpoint of the last one into ``target``/checkpoints.
+
+    run: the run's folder; folder: the job's, where relative paths begin; done: called after each step with its number
+    and how many samples it had. Raises ManifestError where model, data or engine are not as they were, CheckpointError
+    for a damaged checkpoint.
+    """
+    checkpoints = Checkpoints(target / "checkpoints", keep=_KEPT)
+    if plan.base:
+        checkpoints.folder.mkdir(parents=True)
+        base = Checkpoints(run / "checkpoints").at(plan.base).folder
+        (checkpoints.folder / base.name).symlink_to(base.absolute())
+    model = materialize_config(spec.model.source, run)
+    tokenizer = Tokenizer.load(model)
+    merge = merge_of(spec, model)
+    engine = engine_of(spec, model, tokenizer)
+    await engine.start()
+    try:
+        versions = _Versions(needed=partial(plan.after, history=history))
+
+        async def weights(step: int) -> Weights:
+            published = await versions.weights(step)
+            return published if merge is None else merge(published)
+
+        maker = SampleMaker(
+            engine,
+            prompts=open_training(spec.data, tokenizer, folder=folder, cache=target / CACHE),
+            settings=settings_of(spec, tokenizer),
+            weights=weights,
+        )
+
+        async def make(step: RecordedStep) -> dict[SampleKey, MadeSample]:
+            with _threads(spec.rollout.threads, then=spec.trainer.threads):
+                return await maker.make(step.samples)
+
+        kind = kind_of_backend(spec, device=PROFILES[spec.trainer.accelerator.profile].device)
+        backend = kind(backend_settings(spec, host="127.0.0.1"), group=SingleProcess())
+        queue = _Queue(history=history, make=make, decided=algorithm_of(spec).writes)
+        reports: list[TrainReport] = []
+
+        async def report(said: TrainReport) -> None:
+            reports.append(said)
+            done(said.step, said.samples)
+
+        settings = trainer_settings(spec, attempt=0)
+        trainer = Trainer(
+            queue=queue,
+            sender=versions,
+            backend=backend,
+            group=SingleProcess(),
+            checkpoints=checkpoints,
+            report=report,
+            directives=Directives,
+            settings=replace(
+                settings,
+                schedule=replace(settings.schedule, steps=plan.steps[-1]),
+                checkpoint_every=0,
+                checkpoint_evaluated=False,
+            ),
+            folder=model,
+            materialise=lambda: materialize_weights(spec.model.source, model) if backend.of_model else None,
+        )
+        await trainer.run()
+        backend.close()
+    finally:
+        await engine.close()
+    return [_again(said, queue.made[said.step], history=history, digests=versions.digests) for said in reports]
+
+
+def _again(
+    said: TrainReport,
+    made: Mapping[SampleKey, MadeSample],
+    *,
+    history: RunHistory,
+    digests: Mapping[int, str],
+) -> StepAgain:
+    recorded = history.step(said.step)
+    published = history.digests.get(Version(recorded.attempt, said.step))
+    return StepAgain(
+        slots=[[made[sample.key] for sample in slot] for slot in recorded.slots],
+        report=said,
+        same=None if published is None else digests.get(said.step) == published,
+    )
+
+
+def compare_checkpoints(run: Path, target: Path, *, step: int) -> dict[str, bool] | None:
+    """Return for each file of the run's checkpoint of ``step`` whether the replay's is the same; None without one.
+
+    Older versions that only one of the two carries are left out.
+    """
+    found = Checkpoints(run / "checkpoints")
+    if step not in found.steps():
+        return None
+    theirs, ours = (_files(checkpoints.at(step)) for checkpoints in (found, Checkpoints(target / "checkpoints")))
+    return {path: ours[path] == digest for path, digest in theirs.items() if path in ours}
+
+
+def _files(checkpoint: Checkpoint) -> dict[str, str]:
+    return {file.path: file.sha256 for file in checkpoint.manifest.files}
+
+
+@contextmanager
+def _threads(number: int, *, then: int) -> Iterator[None]:
+    """Compute with so many threads: those that an operation uses decide the order in which it adds."""
+    import torch
+
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(then)
+
+
+def _row(key: SampleKey, step: int) -> LeasedRow:
+    meta = RowMeta(partition=TRAIN, serial=key.serial, sample=key.sample, step=step)
+    return LeasedRow(row=0, meta=meta, attempt=0, lease="", until=0.0, unit=0, bytes={})

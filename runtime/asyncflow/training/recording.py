@@ -1,0 +1,215 @@
+"""The record of what a trainer rank trained: the samples of each slot in their order, and who made their tokens.
+
+    DIR/steps/rank-0000.jsonl
+      {"type":"begin", ...}    an attempt begins with the weights of a step
+      {"type":"step", ...}     a step was made, of these samples
+      {"type":"weights", ...}  the digest of weights as this rank published them
+
+With the checkpoints, the data and the seed this is enough to make a step again (``asyncflow replay``): the order in
+which samples arrived, and the versions that made them, are what a run in a streaming mode depends on beside its
+manifest. Contents are not kept, but their digests are, so that whoever makes a sample again knows whether it is the
+same.
+
+Invariants: a line is whole, or it is the last one of a process that was killed; what the record lacks, because a disk
+failed, it lacks as whole lines, and training goes on; the lines of an attempt are in the order in which things
+happened. About 100 bytes a sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from itertools import pairwise
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from asyncflow.durable import make_folder
+from asyncflow.errors import AsyncFlowError
+from asyncflow.identity import SampleKey, Version
+from asyncflow.training.batch import MicroBatch
+from asyncflow.weights.manifest import ManifestPart, entries_digest
+
+log = logging.getLogger(__name__)
+
+STEPS = "steps"
+"""Folder of a run with these files."""
+_BYTES = 8
+
+
+class Run(Struct, frozen=True, array_like=True):
+    """Tokens of a response, one behind the other, that one version made."""
+
+    tokens: int
+    attempt: int
+    step: int
+
+    @property
+    def version(self) -> Version:
+        """The version that made them."""
+        return Version(self.attempt, self.step)
+
+
+class SampleRecord(Struct, frozen=True, array_like=True):
+    """A sample that was trained.
+
+    runs: who made its tokens, from the first to the last; reward; decided: what the driver wrote of it, its advantage
+    or its outcome, None where each token has one of its own; ids, logprobs: digests of the response's tokens and of the
+    engine's log-probs.
+    """
+
+    serial: int
+    sample: int
+    runs: list[Run]
+    reward: float | None
+    decided: float | None
+    ids: str
+    logprobs: str
+
+    @property
+    def key(self) -> SampleKey:
+        """Its name."""
+        return SampleKey(self.serial, self.sample)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the response."""
+        return sum(run.tokens for run in self.runs)
+
+
+class BeginRecord(Struct, frozen=True, tag="begin", kw_only=True):
+    """Attempt ``attempt`` of the trainer, of ``ranks`` ranks, began with the weights θ_step."""
+
+    attempt: int
+    step: int
+    ranks: int
+
+
+class StepRecord(Struct, frozen=True, tag="step", kw_only=True):
+    """Step ``step`` was made by ``attempt``. slots: this rank's samples of each, in the order of accumulation."""
+
+    attempt: int
+    step: int
+    slots: list[list[SampleRecord]]
+
+
+class WeightsRecord(Struct, frozen=True, tag="weights", kw_only=True):
+    """Digest of θ_step as this rank published it (``entries_digest``)."""
+
+    attempt: int
+    step: int
+    digest: str
+
+
+Record: TypeAlias = BeginRecord | StepRecord | WeightsRecord
+
+_decode = msgspec.json.Decoder(Record).decode
+
+
+def digest(values: NDArray[np.generic]) -> str:
+    """Return a digest of the values of an array [n], in hex."""
+    return blake2b(np.ascontiguousarray(values).tobytes(), digest_size=_BYTES).hexdigest()
+
+
+def runs_of(versions: NDArray[np.int64]) -> list[Run]:
+    """Return who made the tokens of a response, ``Version.packed`` of each, int64[n]."""
+    bounds = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    return [Run(end - start, *Version.unpack(int(versions[start]))) for start, end in pairwise(bounds) if end > start]
+
+
+def records_of(batch: MicroBatch) -> list[SampleRecord]:
+    """Return the records of the samples of a slot, in their order."""
+    decided = batch.advantages if batch.advantages is not None else batch.outcomes
+    if batch.token_advantages is not None:
+        decided = None
+    return [
+        SampleRecord(
+            *key,
+            runs_of(batch.versions.row(index)),
+            None if batch.rewards is None else float(batch.rewards[index]),
+            None if decided is None else float(decided[index]),
+            digest(np.asarray(batch.responses.row(index), np.int32)),
+            digest(np.asarray(batch.logprobs.row(index), np.float32)),
+        )
+        for index, key in enumerate(batch.keys)
+    ]
+
+
+def step_file(run: Path, rank: int) -> Path:
+    """Return the file of a rank."""
+    return run / STEPS / f"rank-{rank:04d}.jsonl"
+
+
+class StepRecorder:
+    """Writes the record of one rank in the folder of a run; where the disk fails, lines are missing."""
+
+    def __init__(self, run: Path, *, rank: int, attempt: int) -> None:
+        self._path = step_file(run, rank)
+        self._attempt = attempt
+        self._slots: list[list[SampleRecord]] = []
+        self._begun = self._failing = False
+
+    def begin(self, step: int, *, ranks: int) -> None:
+        """Note that the attempt begins with θ_step."""
+        self._write(BeginRecord(attempt=self._attempt, step=step, ranks=ranks))
+
+    def add(self, batch: MicroBatch) -> None:
+        """Take in this rank's part of the next slot."""
+        self._slots.append(records_of(batch))
+
+    def finish(self, step: int) -> None:
+        """Note that the step was made, of the slots since the last one."""
+        slots, self._slots = self._slots, []
+        self._write(StepRecord(attempt=self._attempt, step=step, slots=slots))
+
+    def published(self, part: ManifestPart) -> None:
+        """Note the digest of a version that is published; called from another task of the same thread."""
+        step = Version.unpack(part.version).step
+        self._write(WeightsRecord(attempt=self._attempt, step=step, digest=entries_digest(part.tensors)))
+
+    def _write(self, record: Record) -> None:
+        line = msgspec.json.encode(record) + b"\n"
+        try:
+            make_folder(self._path.parent)
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                end = os.fstat(descriptor).st_size
+                torn = not self._begun and end > 0 and os.pread(descriptor, 1, end - 1) != b"\n"
+                if os.write(descriptor, data := b"\n" * torn + line) < len(data):
+                    os.ftruncate(descriptor, end)
+                    raise OSError("the disk is full")
+            finally:
+                os.close(descriptor)
+            self._begun, self._failing = True, False
+        except OSError as error:
+            if not self._failing:
+                log.warning("%s cannot be written, steps will be missing there: %s", self._path, error)
+            self._failing = True
+
+
+def read_records(run: Path, rank: int) -> Iterator[Record]:
+    """Yield what a rank recorded, in order; lines that were torn when a process was killed are passed over.
+
+    Raises AsyncFlowError where there is no such file.
+    """
+    path = step_file(run, rank)
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        hint = "The run has trained no step, or an older version of AsyncFlow made it"
+        raise AsyncFlowError(f"there is no record of steps: {error.strerror}", where=str(path), hint=hint) from error
+    for line in lines:
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            yield _decode(line)
+
+
+def ranks_of(run: Path) -> Sequence[int]:
+    """Return the ranks of which there is a record."""
+    return sorted(int(path.stem.removeprefix("rank-")) for path in (run / STEPS).glob("rank-*.jsonl"))
