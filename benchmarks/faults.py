@@ -4,7 +4,7 @@
     python benchmarks/faults.py examples/quickstart.yaml --kills 5 --seed 1 --eval-at-least 0.85
     python benchmarks/faults.py examples/quickstart-vllm.yaml --kills 6 --roles engine rollout trainer --pause 5 15
     python benchmarks/faults.py examples/counting.yaml --kills 100 --roles drain rollout scale --set evaluation=null
-    python benchmarks/faults.py benchmarks/tasks.yaml --kills 50 --roles task reference rollout storage trainer
+    python benchmarks/faults.py benchmarks/tasks.yaml --kills 50 --roles task reward reference rollout storage trainer
 
 The victims are drawn from a seeded generator, every role in turn before any comes again. The witnesses are the audit of
 the ledger, the run's own summary, and, with the counting trainer, the weights in the last checkpoint themselves. Where

@@ -18,7 +18,8 @@ from typing import Any, Final
 
 from asyncflow.api.base import Spec
 from asyncflow.api.durability import LimitsSpec
-from asyncflow.api.job import RLJob
+from asyncflow.api.graph import REWARD
+from asyncflow.api.job import RLJob, RLJobSpec
 from asyncflow.api.names import LABEL_QUEUE, PUBLISHER, QUEUE_ROLES, REWARD_CONTAINER, RPC_PORT, RoleName, service
 from asyncflow.api.placement import PROFILES, SchedulingSpec, TemplateSpec
 from asyncflow.api.queue import LEAVE_S, StoreSpec, TransferQueue
@@ -171,11 +172,17 @@ def job_blueprint(
         scheduling=spec.scheduling,
         store=spec.transfer_queue.store if name == "storage" else None,
         env_from=_sink_secrets(job) if name == "driver" else (),
-        reward=spec.reward if name == "rollout" and (not pinned or REWARD_CONTAINER in pinned) else None,
-        has_environment=spec.environment is not None,
+        reward=spec.reward if name in judges(spec) and (not pinned or REWARD_CONTAINER in pinned) else None,
+        has_environment=name == "rollout" and spec.environment is not None,
         readers=("trainer", "rollout", *working_roles(spec)) if name == "storage" else (),
         granted=granted,
     )
+
+
+def judges(spec: RLJobSpec) -> tuple[RoleName, ...]:
+    """Return the roles that run what people wrote to judge samples, rewards or the environment, beside them."""
+    reward: RoleName = "rollout" if spec.reward.role is None else REWARD
+    return (reward, "rollout") if spec.environment is not None and reward != "rollout" else (reward,)
 
 
 def _sink_secrets(job: RLJob) -> tuple[str, ...]:
@@ -267,11 +274,12 @@ def requested_by_job(job: RLJob, name: RoleName) -> dict[str, object]:
         },
         "rollout": {
             "rollout": spec.rollout.model_dump(mode="json", include=_SHAPE, exclude_defaults=True),
-            "rewards": spec.reward.resources,
         },
     }
     for role, worker in working_roles(spec).items():
         of_role[role] = {"worker": worker.model_dump(mode="json", include=_SHAPE, exclude_defaults=True)}
+    for role in judges(spec):
+        of_role[role]["rewards"] = spec.reward.resources
     return _without_defaults(template=spec.template, scheduling=spec.scheduling, **of_role[name])
 
 

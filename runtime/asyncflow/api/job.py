@@ -99,6 +99,12 @@ class RLJobSpec(Spec):
         return self.sampling.max_prompt_tokens + self.sampling.max_tokens
 
     @property
+    def group_sizes(self) -> dict[str, int]:
+        """Samples of one prompt, by what they are for: ``train`` or ``eval``."""
+        evaluated = self.evaluation.group_size if self.evaluation is not None else 0
+        return {"train": self.algorithm.group_size, "eval": evaluated}
+
+    @property
     def devices(self) -> int:
         """Devices of all trainer ranks and rollouts; on the CPU each process counts as one."""
         return self.trainer.ranks + self.rollout.replicas * max(1, self.rollout.accelerator.count)
@@ -136,8 +142,7 @@ class RLJobSpec(Spec):
         """
         inputs = 4 * self.sampling.max_prompt_tokens + self.data.max_task_bytes
         row = inputs + sum(self.output_bytes.values())
-        evaluated = self.evaluation.group_size if self.evaluation is not None else 0
-        part = max(LEAST_BYTES, row * max(self.algorithm.group_size, evaluated))
+        part = max(LEAST_BYTES, row * max(self.group_sizes.values()))
         samples = self.algorithm.prompts_per_step * self.algorithm.group_size
         steps = self.storage.checkpoints.every + self.schedule.ahead
         return ceil(row * samples * steps) + part * self.transfer_queue.storage_units

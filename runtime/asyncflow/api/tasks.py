@@ -1,4 +1,4 @@
-"""Tasks as roles of their own: a user's function over rows, and the reference model.
+"""Tasks as roles of their own: a user's function over rows, the reference model, and the reward.
 
 Invariant: a column that a task writes says its dtype and how much of it a row may have, so that a row is created only
 with room for it; which tasks a job has and how they hang together is in ``asyncflow.api.graph``.
@@ -13,6 +13,7 @@ from pydantic import Field, StringConstraints
 from asyncflow.api.base import Options, PluginName, Spec, Threads
 from asyncflow.api.names import TASK_NAME
 from asyncflow.api.placement import AcceleratorSpec, ResourcesSpec, TemplateSpec
+from asyncflow.errors import ManifestError
 
 ColumnName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length=63)]
 """The name of a column."""
@@ -59,6 +60,21 @@ class WorkerSpec(Spec):
 
 class ReferenceSpec(WorkerSpec):
     """The reference model θ_0 as a role of its own: it computes the log-probs of finished responses as they come."""
+
+
+class RewardRoleSpec(WorkerSpec):
+    """The reward as a role of its own: it scores finished responses as they come, and rollouts score none."""
+
+    groups: bool = False
+    """Score all responses to a prompt at once, as a function over groups needs: ``batch`` rows or one group."""
+    parallel: Annotated[int, Field(ge=1, le=1024)] = 4
+    """Batches that one replica scores at the same time; the rows of one are written when all are scored."""
+
+    def check(self, *, by_group: bool) -> None:
+        """Raise ManifestError where a function is called with whole groups (``by_group``), and the role claims rows."""
+        if by_group and not self.groups:
+            what = "a reward function takes all responses to a prompt at once, and the role takes them one by one"
+            raise ManifestError(what, where="spec.reward.role.groups", hint="Give true")
 
 
 class UserTaskSpec(WorkerSpec):

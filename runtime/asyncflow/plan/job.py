@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from asyncflow.api.durability import RestartSpec
-from asyncflow.api.graph import ADVANTAGE, REFERENCE, TRAIN, Task, graph_of
+from asyncflow.api.graph import ADVANTAGE, REFERENCE, REWARD, TRAIN, Task, graph_of
 from asyncflow.api.job import RLJob, RLJobSpec
 from asyncflow.api.names import CONTROL_PORT, RoleName, task_role
 from asyncflow.api.placement import PROFILES, AcceleratorSpec, ResourcesSpec, TemplateSpec
@@ -95,9 +95,10 @@ def _rollout(spec: RLJobSpec) -> Role:
 
 
 def working_roles(spec: RLJobSpec) -> dict[RoleName, WorkerSpec]:
-    """Return the roles that a manifest adds: the reference model, and one for each of the user's tasks."""
-    reference = {} if spec.reference is None else {REFERENCE: spec.reference}
-    return reference | {task_role(task.name): task for task in spec.tasks}
+    """Return the roles that a manifest adds: reward, reference model, and one for each of the user's tasks."""
+    own: dict[RoleName, WorkerSpec | None] = {REWARD: spec.reward.role, REFERENCE: spec.reference}
+    found = {name: worker for name, worker in own.items() if worker is not None}
+    return found | {task_role(task.name): task for task in spec.tasks}
 
 
 def _working(spec: RLJobSpec, name: RoleName, worker: WorkerSpec) -> Role:

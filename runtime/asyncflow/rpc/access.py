@@ -20,7 +20,7 @@ from asyncflow.errors import Refused
 from asyncflow.identity import ProcessIdentity
 
 _PEOPLE: Final = (CLIENT, OPERATOR, VIEWER)
-_WORKERS: Final = ("driver", "rollout", "reference", TASK)
+_WORKERS: Final = ("driver", "rollout", "reference", "reward", TASK)
 _QUEUE: Final = (*_WORKERS, "controller", "storage", "trainer", *_PEOPLE)
 _ALL: Final = (*_QUEUE, "master", "holder", PUBLISHER, FOLLOWER)
 _SHARED: Final = (_PEOPLE, (FOLLOWER,))

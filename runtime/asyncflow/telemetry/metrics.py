@@ -363,6 +363,12 @@ class TaskMetrics(WorkerMetrics):
     role = "task"
 
 
+class RewardMetrics(WorkerMetrics):
+    """One process of the reward."""
+
+    role = "reward"
+
+
 class ReferenceMetrics(WorkerMetrics):
     """One process of the reference model."""
 
