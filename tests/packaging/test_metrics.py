@@ -23,6 +23,7 @@ from asyncflow.telemetry.metrics import (
     FollowerMetrics,
     PublisherMetrics,
     ReferenceMetrics,
+    RewardMetrics,
     RolloutMetrics,
     StorageMetrics,
     TaskMetrics,
@@ -51,7 +52,7 @@ def registries() -> Iterator[CollectorRegistry]:
         yield role.registry
     rollout, trainer = RolloutMetrics(), TrainerMetrics()
     rollout.watch_busy(BusyClock(), what="occupied")
-    for worker in (rollout, trainer, TaskMetrics(), ReferenceMetrics()):
+    for worker in (rollout, trainer, TaskMetrics(), RewardMetrics(), ReferenceMetrics()):
         worker.watch_busy(BusyClock())
         yield worker.registry
     yield FollowerMetrics().registry

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, JsonValue, StringConstraints
 
-from asyncflow.api.base import Name, Options, PluginName, Quantity, Rule, Source, Spec, keyed_by
+from asyncflow.api.base import Frozen, Name, Options, PluginName, Quantity, Rule, Source, Spec, keyed_by
 from asyncflow.api.placement import ResourcesSpec
 from asyncflow.api.tasks import RewardRoleSpec
 
@@ -165,6 +165,9 @@ class RewardSpec(Spec):
             why="no reward is between min and max",
             fix="Give min < max",
         ),
+    )
+    frozen_fields: ClassVar[tuple[Frozen, ...]] = (
+        Frozen(reads="role", why="samples on their way were scored by who did it before", existence=True),
     )
 
 

@@ -14,7 +14,12 @@ from asyncflow.rewards.service import Rewards, serve
 
 
 def serve_beside(reward: Path, environment: Path | None, *, path: Path) -> None:
-    """Score at the Unix socket ``path``, and answer turns beside it, until SIGTERM or SIGINT.
+    """Serve what ``beside`` says until SIGTERM or SIGINT. Raises as it does."""
+    serve(beside(reward, environment, path=path))
+
+
+def beside(reward: Path, environment: Path | None, *, path: Path) -> dict[Path, Rewards]:
+    """Return what scores at the Unix socket ``path``, and what answers turns beside it, by socket.
 
     reward, environment: files with these sections of a job; with an environment, nothing is scored where the reward
     has a role of its own. Raises ManifestError where they have not.
@@ -25,4 +30,4 @@ def serve_beside(reward: Path, environment: Path | None, *, path: Path) -> None:
         scorers[path] = WeightedRewards.of(spec, workdir=folder)
     if environment is not None:
         scorers[socket_beside(path)] = EnvironmentPool(load_environment(environment), spec, workdir=folder)
-    serve(scorers)
+    return scorers

@@ -1,4 +1,4 @@
-"""What is said in a response, as texts: the turns of the model, and what its environment answered between them.
+"""Texts of a response: the turns of the model, and what its environment answered between them.
 
 Invariant: a transcript is a function of the response's tokens and of which of them the model chose; so whoever reads
 them, a rollout or a task that judges, sees the same turns.
