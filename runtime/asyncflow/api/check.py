@@ -137,17 +137,12 @@ _LIMITS = {
 _FOLLOWS = ("default_factory_not_called",)
 
 
-def _is_a_role(critic: Any) -> bool:
-    return critic is not None and critic.replicas is not None
-
-
 def _on_devices(role: Any) -> bool:
     return role is not None and role.accelerator != AcceleratorSpec()
 
 
 _PLANNED: Final[Mapping[str, tuple[tuple[str, Callable[[Any], bool], str], ...]]] = {
     "RLJob": (
-        ("spec.critic", _is_a_role, "a critic inside the trainer: leave replicas out"),
         (
             "spec.reward.role",
             _on_devices,

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 TRAIN: Final = "train"
 EVAL: Final = "eval"
 """The partitions of a job."""
+CRITIC: Final = "critic"
+"""The role of the critic, where it has one."""
 REFERENCE: Final = "reference"
 """The task of the reference model, and its role."""
 REWARD: Final = "reward"

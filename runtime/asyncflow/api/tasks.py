@@ -1,4 +1,4 @@
-"""Tasks as roles of their own: a user's function over rows, the reference model, and the reward.
+"""Tasks as roles of their own: a user's function over rows, the reference model, the reward, and the critic.
 
 Invariant: a column that a task writes says its dtype and how much of it a row may have, so that a row is created only
 with room for it; which tasks a job has and how they hang together is in ``asyncflow.api.graph``.
@@ -33,7 +33,29 @@ class ColumnSpec(Spec):
     """Most entries of one row. Absent: ``sampling.maxTokens``, one for each token of a response."""
 
 
-class WorkerSpec(Spec):
+class ProcessSpec(Spec):
+    """Devices, resources and additions of the processes of a role."""
+
+    accelerator: AcceleratorSpec = Field(default_factory=AcceleratorSpec)
+    """Devices of one replica."""
+    threads: Threads = 1
+    """Compute threads of one replica (OMP_NUM_THREADS)."""
+    resources: ResourcesSpec = Field(default_factory=ResourcesSpec)
+    """CPU and memory of one replica."""
+    template: TemplateSpec = Field(default_factory=TemplateSpec)
+    """Additions to these pods; they win over those of the job."""
+
+
+class CriticRoleSpec(ProcessSpec):
+    """The critic as a role of its own, which is one process."""
+
+    @property
+    def replicas(self) -> int:
+        """Its processes."""
+        return 1
+
+
+class WorkerSpec(ProcessSpec):
     """Processes that work on rows of the queue, each on its own."""
 
     replicas: TaskReplicas = 1
@@ -48,14 +70,6 @@ class WorkerSpec(Spec):
     """Seconds without renewal after which the rows of a replica go to another."""
     drain_seconds: Annotated[float, Field(ge=0, le=86_400)] = 30.0
     """Seconds that a replica has to finish what it computes when it is told to leave; the rest goes to others."""
-    accelerator: AcceleratorSpec = Field(default_factory=AcceleratorSpec)
-    """Devices of one replica."""
-    threads: Threads = 1
-    """Compute threads of one replica (OMP_NUM_THREADS)."""
-    resources: ResourcesSpec = Field(default_factory=ResourcesSpec)
-    """CPU and memory of one replica."""
-    template: TemplateSpec = Field(default_factory=TemplateSpec)
-    """Additions to these pods; they win over those of the job."""
 
 
 class ReferenceSpec(WorkerSpec):

@@ -375,6 +375,12 @@ class ReferenceMetrics(WorkerMetrics):
     role = "reference"
 
 
+class CriticMetrics(RoleMetrics):
+    """The critic, where it is a role of its own."""
+
+    role = "critic"
+
+
 class TrainerMetrics(RoleMetrics):
     """One trainer rank."""
 

@@ -19,6 +19,7 @@ import msgspec
 from numpy.typing import NDArray
 
 from asyncflow.training.batch import MicroBatch
+from asyncflow.training.critic import CriticLink
 from asyncflow.training.ranks import ProcessGroup
 from asyncflow.training.settings import BackendSettings, WeightsDtype
 from asyncflow.weights.probe import WeightProbe
@@ -38,11 +39,13 @@ class TrainerBackend(ABC):
     checked before anything starts; None: the backend alone can tell. trained: samples whose gradient was added since
     the last ``finish_step``, once in each epoch; another thread may read it. slot_tokens: most tokens that a rank's
     part of a slot should have, the same on all ranks; ``load`` may change it, and nothing does so afterwards.
+    critic_link: calls of the critic where that is a role of its own, set before ``load``.
     """
 
     Options: ClassVar[type[msgspec.Struct] | None] = None
     of_model = True
     trained = 0
+    critic_link: CriticLink | None = None
 
     def __init__(self, settings: BackendSettings, *, group: ProcessGroup) -> None:
         """Prepare. A backend raises ManifestError for ``settings.options`` that it does not know, and for
