@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from asyncflow.api.base import Spec
 from asyncflow.api.durability import LimitsSpec
-from asyncflow.api.graph import REWARD
+from asyncflow.api.graph import CRITIC, REWARD
 from asyncflow.api.job import RLJob, RLJobSpec
 from asyncflow.api.names import LABEL_QUEUE, PUBLISHER, QUEUE_ROLES, REWARD_CONTAINER, RPC_PORT, RoleName, service
 from asyncflow.api.placement import PROFILES, SchedulingSpec, TemplateSpec
@@ -26,7 +26,7 @@ from asyncflow.api.queue import LEAVE_S, StoreSpec, TransferQueue
 from asyncflow.api.rewards import RewardSpec
 from asyncflow.api.weights import PublisherSpec, WeightSync
 from asyncflow.plan import plan
-from asyncflow.plan.job import working_roles
+from asyncflow.plan.job import added_roles, working_roles
 from asyncflow.plan.publisher import publisher_role
 from asyncflow.plan.queue import queue_role, queue_roles
 from asyncflow.plan.roles import Role
@@ -153,6 +153,7 @@ def job_blueprint(
     used = templates_of(job, name)
     grace_s = {"rollout": spec.rollout.drain_seconds + _DRAIN_MARGIN_S, "trainer": spec.limits.stop_seconds + _GRACE_S}
     grace_s["storage"] = LEAVE_S + _GRACE_S
+    grace_s[CRITIC] = grace_s["trainer"]
     grace_s |= {role: worker.drain_seconds + _DRAIN_MARGIN_S for role, worker in working_roles(spec).items()}
     return Blueprint(
         family=family,
@@ -240,7 +241,7 @@ def templates_of(job: RLJob, name: RoleName) -> tuple[TemplateSpec, ...]:
     """Return the user's templates for a role; the later wins."""
     spec = job.spec
     of_role = {"trainer": (spec.trainer.template,), "rollout": (spec.rollout.template,)}
-    of_role |= {role: (worker.template,) for role, worker in working_roles(spec).items()}
+    of_role |= {role: (worker.template,) for role, worker in added_roles(spec).items()}
     return (spec.template, *of_role.get(name, ()))
 
 
@@ -276,8 +277,10 @@ def requested_by_job(job: RLJob, name: RoleName) -> dict[str, object]:
             "rollout": spec.rollout.model_dump(mode="json", include=_SHAPE, exclude_defaults=True),
         },
     }
-    for role, worker in working_roles(spec).items():
+    for role, worker in added_roles(spec).items():
         of_role[role] = {"worker": worker.model_dump(mode="json", include=_SHAPE, exclude_defaults=True)}
+    if CRITIC in of_role:
+        of_role[CRITIC] |= {"checkpoints": spec.storage.checkpoints.claim}
     for role in judges(spec):
         of_role[role]["rewards"] = spec.reward.resources
     return _without_defaults(template=spec.template, scheduling=spec.scheduling, **of_role[name])

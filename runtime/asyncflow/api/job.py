@@ -317,6 +317,19 @@ class RLJobSpec(Spec):
             fix="Give algorithm.kl.coefficient, or leave reference out",
         ),
         Rule(
+            reads=("critic.role", "storage.checkpoints.claim", "storage.checkpoints.access_mode"),
+            ok=lambda job: (
+                job.critic is None
+                or job.critic.role is None
+                or job.storage.checkpoints.claim is None
+                or job.storage.checkpoints.access_mode == "ReadWriteMany"
+            ),
+            cel="!has(self.critic) || !has(self.critic.role) || !has(self.storage.checkpoints.claim)"
+            " || self.storage.checkpoints.accessMode == 'ReadWriteMany'",
+            why="trainer and critic write a checkpoint together, and a claim for one writer is seen on one node",
+            fix="Give storage.checkpoints.accessMode: ReadWriteMany, or leave critic.role out",
+        ),
+        Rule(
             reads=("critic.warmup_steps", "algorithm.steps"),
             ok=lambda job: job.critic is None or job.critic.warmup_steps < job.algorithm.steps,
             cel="!has(self.critic) || self.critic.warmupSteps < self.algorithm.steps",

@@ -120,6 +120,12 @@ def working_roles(spec: RLJobSpec) -> dict[RoleName, WorkerSpec]:
     return found | {task_role(task.name): task for task in spec.tasks}
 
 
+def added_roles(spec: RLJobSpec) -> dict[RoleName, WorkerSpec | CriticRoleSpec]:
+    """Return all roles that a manifest adds: those of ``working_roles``, and the critic."""
+    critic = critic_role(spec)
+    return {**({} if critic is None else {CRITIC: critic}), **working_roles(spec)}
+
+
 def _working(spec: RLJobSpec, name: RoleName, worker: WorkerSpec) -> Role:
     return _role(
         spec,

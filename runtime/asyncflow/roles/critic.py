@@ -11,13 +11,12 @@ from asyncflow.api.placement import PROFILES
 from asyncflow.errors import ManifestError
 from asyncflow.models.source import materialize_config, materialize_weights
 from asyncflow.plan.job import critic_role
-from asyncflow.roles.backend import backend_settings
+from asyncflow.roles.backend import backend_settings, kind_of_backend
 from asyncflow.roles.context import JobContext, RoleOptions, run_role
 from asyncflow.rpc.membership import Membership, Status
 from asyncflow.rpc.server import RpcServer
 from asyncflow.telemetry.metrics import CriticMetrics
 from asyncflow.training.critic import CriticModel, CriticService
-from asyncflow.training.torch.critic_role import TorchCritic
 
 _LOOK_S: Final = 0.2
 
@@ -37,18 +36,15 @@ async def serve(context: JobContext) -> None:
     settings = backend_settings(spec, host=context.host)
     if own is None or settings.critic is None:
         raise ManifestError("the job has no critic of its own", where="spec.critic.role", hint="Add it")
-    settings = replace(
-        settings,
-        device=PROFILES[own.accelerator.profile].device,
-        share=own.accelerator.share,
-        threads=own.threads,
-        options=spec.trainer.backend.options if spec.trainer.backend.name == "torch" else {},
-    )
+    device = PROFILES[own.accelerator.profile].device
+    settings = replace(settings, device=device, share=own.accelerator.share, threads=own.threads)
+    backend = kind_of_backend(spec, device=device)
     folder = await asyncio.to_thread(materialize_config, spec.model.source, options.workdir)
 
     def make() -> CriticModel:
-        materialize_weights(spec.model.source, folder)
-        return TorchCritic(folder, settings)
+        if backend.of_model:
+            materialize_weights(spec.model.source, folder)
+        return backend.apart(settings, folder=folder)
 
     service = CriticService(make, checkpoints=options.workdir / "checkpoints")
     metrics = CriticMetrics()

@@ -18,8 +18,9 @@ from typing import Any, ClassVar
 import msgspec
 from numpy.typing import NDArray
 
+from asyncflow.errors import ManifestError
 from asyncflow.training.batch import MicroBatch
-from asyncflow.training.critic import CriticLink
+from asyncflow.training.critic import CriticLink, CriticModel
 from asyncflow.training.ranks import ProcessGroup
 from asyncflow.training.settings import BackendSettings, WeightsDtype
 from asyncflow.weights.probe import WeightProbe
@@ -54,6 +55,15 @@ class TrainerBackend(ABC):
         self.settings = settings
         self.group = group
         self.slot_tokens = settings.pack_tokens or max(SLOT_TOKENS, settings.longest_part)
+
+    @classmethod
+    def apart(cls, settings: BackendSettings, *, folder: Path) -> CriticModel:  # noqa: ARG003
+        """Return the critic of this back end for a process of its own. folder: of the model; settings: for it.
+
+        Raises ManifestError where there is none, as by default.
+        """
+        what = f"{cls.__name__} has no critic in a process of its own"
+        raise ManifestError(what, where="spec.critic.role", hint="Leave it out, or take the back end torch")
 
     @abstractmethod
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:

@@ -44,8 +44,6 @@ CRITIC_FILE: Final = "critic-model.safetensors"
 CRITIC_STATE_FILE: Final = "critic-optimizer.safetensors"
 """Files of a checkpoint with the critic, wherever that is."""
 _VALUES: Final = "values"
-_AWAY_S: Final = 60.0
-"""Seconds for which a critic may not be reached that has begun; one that was started again has to begin anew."""
 
 
 class LoadCritic(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,14 +79,17 @@ class CriticOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CriticReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer. header: of its columns; sums: figures by name."""
+    """The answer. header: of its columns; sums: figures by name; files: what was written."""
 
     header: BatchHeader | None = None
     sums: dict[str, float] = {}
+    files: list[str] = []
 
 
 class CriticModel(Protocol):
-    """The critic of one process. All methods block, and are called from one thread."""
+    """The critic of one process. All methods block, and are called from one thread. files: what ``copy`` writes."""
+
+    files: tuple[str, ...]
 
     def load(self, checkpoint: Path | None) -> None:
         """Take the state of a checkpoint, None for the weights of the model."""
@@ -146,7 +147,7 @@ class CriticLink:
         """
         name = "" if checkpoint is None else checkpoint.name
         order = LoadCritic(attempt=self._attempt, checkpoint=name)
-        self._ask("critic.load", order, what="the critic to begin", within_s=self._patience_s)
+        self._ask("critic.load", order, what="the critic to begin")
 
     def values(self, batch: MicroBatch) -> Jagged:
         """See ``CriticModel``."""
@@ -185,8 +186,8 @@ class CriticLink:
     def write(self, folder: Path) -> None:
         """Have what was set aside written into ``folder``, a checkpoint's. Raises DiskError where it is not there."""
         order = CriticOrder(attempt=self._attempt, folder=folder.name)
-        self._ask("critic.write", order, what="the critic to write its state", within_s=self._patience_s)
-        if absent := [name for name in (CRITIC_FILE, CRITIC_STATE_FILE) if not (folder / name).is_file()]:
+        written = self._ask("critic.write", order, what="the critic to write its state")[0].files
+        if absent := [name for name in written if not (folder / name).is_file()]:
             raise DiskError(f"the critic has written {', '.join(absent)} elsewhere", where=str(folder))
 
     async def close(self) -> None:
@@ -205,13 +206,12 @@ class CriticLink:
         *,
         what: str,
         frames: Sequence[Any] = (),
-        within_s: float = _AWAY_S,
     ) -> tuple[CriticReply, list[memoryview]]:
         async def attempt() -> tuple[CriticReply, list[memoryview]]:
             return await self._client.call_frames(method, request, CriticReply, timeout=self._patience_s, frames=frames)
 
         async def asked() -> tuple[CriticReply, list[memoryview]]:
-            return await retry(attempt, what=f"asking for {what}", timeout=max(within_s, self._patience_s))
+            return await retry(attempt, what=f"asking for {what}", timeout=self._patience_s)
 
         return asyncio.run_coroutine_threadsafe(asked(), self._loop).result()
 
@@ -301,12 +301,12 @@ class CriticService:
         return CriticReply()
 
     async def _on_write(self, order: CriticOrder, _frames: Sequence[memoryview]) -> CriticReply:
-        self._of(order.attempt)
+        model = self._of(order.attempt)
         if self._kept is None or Path(order.folder).name != order.folder:
             raise Refused(f"nothing was set aside that could be written to {order.folder!r}")
         write, folder = self._kept, self._checkpoints / order.folder
         await asyncio.get_running_loop().run_in_executor(self._writer, write, folder)
-        return CriticReply()
+        return CriticReply(files=list(model.files))
 
     def _of(self, attempt: int) -> CriticModel:
         """Return the model. Raises Refused for a call of another attempt than that which it began with."""

@@ -32,6 +32,7 @@ from asyncflow.plugins import read_options
 from asyncflow.rpc.columns import Jagged
 from asyncflow.training.backend import OPTIONS, TrainerBackend
 from asyncflow.training.batch import MicroBatch
+from asyncflow.training.critic import CriticModel
 from asyncflow.training.loops import combined
 from asyncflow.training.packing import Pack, few_sizes_below, pack_samples
 from asyncflow.training.ranks import ProcessGroup
@@ -39,6 +40,7 @@ from asyncflow.training.settings import BackendSettings, TorchOptions, WeightsDt
 from asyncflow.training.slice_files import unwritable
 from asyncflow.training.torch.credit import credited, divergences
 from asyncflow.training.torch.critic import estimated, open_critic
+from asyncflow.training.torch.critic_role import TorchCritic
 from asyncflow.training.torch.device import TensorGroup, as_array, collective, find_device, on_device, rounded
 from asyncflow.training.torch.figures import StepFigures, critics, metrics_of
 from asyncflow.training.torch.lora import (
@@ -117,6 +119,11 @@ class TorchBackend(TrainerBackend):
         self._skipped = 0
         self._has_room = True
         self._copies: torch.Stream | None = None
+
+    @classmethod
+    def apart(cls, settings: BackendSettings, *, folder: Path) -> CriticModel:
+        """See the base class."""
+        return TorchCritic(folder, settings)
 
     @collective()
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:

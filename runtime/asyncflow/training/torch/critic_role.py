@@ -17,6 +17,7 @@ from asyncflow.plugins import read_options
 from asyncflow.rpc.columns import Jagged
 from asyncflow.training.backend import OPTIONS, SLOT_TOKENS
 from asyncflow.training.batch import MicroBatch
+from asyncflow.training.critic import CRITIC_FILE, CRITIC_STATE_FILE
 from asyncflow.training.ranks import SingleProcess
 from asyncflow.training.settings import BackendSettings, TorchOptions
 from asyncflow.training.slice_files import unwritable
@@ -30,6 +31,8 @@ from asyncflow.training.torch.shards import copied, write_shards
 
 class TorchCritic:
     """See ``CriticModel``. settings: the trainer's, with this process's device and threads; folder: of the model."""
+
+    files = (CRITIC_FILE, CRITIC_STATE_FILE)
 
     def __init__(self, folder: Path, settings: BackendSettings) -> None:
         self._folder = folder
