@@ -19,6 +19,7 @@ from asyncflow.rpc.server import RpcCounters
 from asyncflow.telemetry.metrics import (
     BusyClock,
     ControllerMetrics,
+    CriticMetrics,
     DriverMetrics,
     FollowerMetrics,
     PublisherMetrics,
@@ -52,7 +53,7 @@ def registries() -> Iterator[CollectorRegistry]:
         yield role.registry
     rollout, trainer = RolloutMetrics(), TrainerMetrics()
     rollout.watch_busy(BusyClock(), what="occupied")
-    for worker in (rollout, trainer, TaskMetrics(), RewardMetrics(), ReferenceMetrics()):
+    for worker in (rollout, trainer, TaskMetrics(), RewardMetrics(), ReferenceMetrics(), CriticMetrics()):
         worker.watch_busy(BusyClock())
         yield worker.registry
     yield FollowerMetrics().registry

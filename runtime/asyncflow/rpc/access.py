@@ -23,7 +23,6 @@ _PEOPLE: Final = (CLIENT, OPERATOR, VIEWER)
 _WORKERS: Final = ("driver", "rollout", "reference", "reward", TASK)
 _QUEUE: Final = (*_WORKERS, "controller", "storage", "trainer", *_PEOPLE)
 _ALL: Final = (*_QUEUE, "critic", "master", "holder", PUBLISHER, FOLLOWER)
-_CRITIC: Final = tuple(f"critic.{call}" for call in ("load", "values", "learn", "settle", "update", "copy", "write"))
 _SHARED: Final = (_PEOPLE, (FOLLOWER,))
 _WEIGHTS: Final = ("weights.fetch", "weights.place", "weights.pair", "weights.send")
 HELD_BY: Final = "@"
@@ -107,7 +106,8 @@ def _table() -> dict[str, dict[str, Named]]:
         "trainer.gather": _may(_own("rank"), "trainer"),
         "trainer.leave": _may(_own("rank"), "trainer"),
         "trainer.left": publishes,
-        **dict.fromkeys(_CRITIC, publishes),
+        **dict.fromkeys(("critic.values", "critic.learn"), _may(_own("rank"), "trainer")),
+        **{f"critic.{order}": publishes for order in ("load", "settle", "update", "copy", "write")},
         "weights.publish": _may(_own("part", "worker"), "trainer") | _may(_own("worker"), PUBLISHER),
         "weights.watch": receives,
         "weights.locate": receives,

@@ -219,7 +219,7 @@ class TaskWorker:
             again.append(row) if retry else done.append((row, result))
             if isinstance(result, RowFailure):
                 self._tell(row, result.kind, result.said, last=not retry)
-            elif why := _failure(result):
+            elif isinstance(result, TaggedValues) and (why := _failure(result)):
                 self._tell(row, why, str(result.tags.get("detail", "")), last=True)
         if again:
             await self._give_back(again, reason="it failed")

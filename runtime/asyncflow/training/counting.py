@@ -134,7 +134,7 @@ class CountingBackend(TrainerBackend):
 class CountingCritic:
     """The critic of one process: it counts what it has learned, and every value is 0."""
 
-    files = (CRITIC_COUNTS,)
+    files: tuple[str, ...] = (CRITIC_COUNTS,)
 
     def __init__(self, settings: BackendSettings) -> None:
         options = read_options(settings.options, CountingOptions, where=OPTIONS)

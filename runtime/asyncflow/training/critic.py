@@ -241,13 +241,10 @@ class CriticService:
         server.route("critic.load", LoadCritic, self._on_load)
         server.route("critic.values", CriticBatch, self._on_values)
         server.route("critic.learn", CriticBatch, self._on_learn)
-        for name, handle in (
-            ("settle", self._on_settle),
-            ("update", self._on_update),
-            ("copy", self._on_copy),
-            ("write", self._on_write),
-        ):
-            server.route(f"critic.{name}", CriticOrder, handle)
+        server.route("critic.settle", CriticOrder, self._on_settle)
+        server.route("critic.update", CriticOrder, self._on_update)
+        server.route("critic.copy", CriticOrder, self._on_copy)
+        server.route("critic.write", CriticOrder, self._on_write)
 
     def close(self) -> None:
         """End the threads; what has not begun is not done."""

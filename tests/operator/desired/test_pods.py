@@ -183,6 +183,24 @@ def test_where_the_reward_is_a_role_its_pods_score_and_rollouts_only_answer_turn
     assert "--environment" not in desired.pod(with_turns, "reward", 0, 0)["spec"]["initContainers"][0]["command"]
 
 
+def test_a_critic_of_its_own_mounts_the_checkpoints_and_outlives_the_trainer(desired: Desired, job_state: JobStates):
+    state = job_state(
+        algorithm={"name": "ppo", "steps": 10},
+        critic={"role": {"resources": {"cpu": 3}, "template": {"labels": {"team": "values"}}}},
+        storage={"checkpoints": {"claim": {"size": "1Gi"}, "accessMode": "ReadWriteMany"}},
+    )
+    pod, trainer = desired.pod(state, "critic", 0, 0), desired.pod(state, "trainer", 0, 0)
+    assert pod["metadata"]["labels"]["team"] == "values"
+    assert container(pod)["resources"]["requests"]["cpu"] == "3000m"
+    mounts = [
+        next(mount for mount in container(each)["volumeMounts"] if mount["name"] == "checkpoints")
+        for each in (pod, trainer)
+    ]
+    assert mounts[0] == mounts[1]
+    assert pod["spec"]["terminationGracePeriodSeconds"] >= trainer["spec"]["terminationGracePeriodSeconds"]
+    assert "initContainers" not in pod["spec"]
+
+
 def test_the_container_that_scores_sees_of_the_manifest_its_reward_and_its_environment_only(
     desired: Desired, job_state: JobStates, tmp_path: Path
 ):

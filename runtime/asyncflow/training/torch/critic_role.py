@@ -32,7 +32,7 @@ from asyncflow.training.torch.shards import copied, write_shards
 class TorchCritic:
     """See ``CriticModel``. settings: the trainer's, with this process's device and threads; folder: of the model."""
 
-    files = (CRITIC_FILE, CRITIC_STATE_FILE)
+    files: tuple[str, ...] = (CRITIC_FILE, CRITIC_STATE_FILE)
 
     def __init__(self, folder: Path, settings: BackendSettings) -> None:
         self._folder = folder
