@@ -4,7 +4,7 @@
     python benchmarks/faults.py examples/quickstart.yaml --kills 5 --seed 1 --eval-at-least 0.85
     python benchmarks/faults.py examples/quickstart-vllm.yaml --kills 6 --roles engine rollout trainer --pause 5 15
     python benchmarks/faults.py examples/counting.yaml --kills 100 --roles drain rollout scale --set evaluation=null
-    python benchmarks/faults.py benchmarks/tasks.yaml --kills 50 --roles task reference rollout storage trainer
+    python benchmarks/faults.py benchmarks/tasks.yaml --kills 50 --roles task reward critic reference rollout trainer
 
 The victims are drawn from a seeded generator, every role in turn before any comes again. The witnesses are the audit of
 the ledger, the run's own summary, and, with the counting trainer, the weights in the last checkpoint themselves. Where
@@ -37,9 +37,11 @@ from asyncflow.api.job import RLJob
 from asyncflow.api.load import load_job
 from asyncflow.api.names import kind_of_role
 from asyncflow.driver.tasks import TRAIN
+from asyncflow.plan.job import critic_role
 from asyncflow.queue.ledger.audit import Auditor, audit_ledger
 from asyncflow.queue.ledger.events import Completed, Leased, RowsPut, SlotDecided
 from asyncflow.queue.ledger.log import read_ledger
+from asyncflow.training.counting import CRITIC_COUNTS
 
 ENGINE = "engine"
 """As a role: any process that a rollout has started, a vLLM server or its engine, say."""
@@ -121,16 +123,22 @@ def weight_errors(job: RLJob, folder: Path) -> list[str]:
     return [f"sample {i // group}.{i % group}: {counts[i]} in the weights, {expected[i]} in the ledger" for i in wrong]
 
 
-def newest_counts(folder: Path) -> NDArray[Any]:
-    """Return the counting trainer's weights of the newest checkpoint."""
+def newest_counts(folder: Path, file: str = "counts.npy") -> NDArray[Any]:
+    """Return the counting trainer's weights of the newest checkpoint, or those of its critic."""
     newest = max((folder / "checkpoints").glob("step-*/manifest.json")).parent
-    counts: NDArray[Any] = np.load(newest / "counts.npy", allow_pickle=False)
+    counts: NDArray[Any] = np.load(newest / file, allow_pickle=False)
     return counts
 
 
 def count_errors(job: RLJob, folder: Path) -> list[str]:
     """Compare the counting trainer's weights with the ledger, and with the samples of a whole run."""
     found, counts = weight_errors(job, folder), newest_counts(folder)
+    if critic_role(job.spec) is not None:
+        learned = newest_counts(folder, CRITIC_COUNTS)
+        found += [
+            f"entry {i} is {learned[i]} in the critic, and {counts[i]}" for i in np.flatnonzero(learned != counts)
+        ]
+        print(f"critic: {int(learned.sum())} samples learned, at most {int(learned.max())} times")
     samples = job.spec.algorithm.steps * job.spec.algorithm.prompts_per_step * job.spec.algorithm.group_size
     if job.spec.algorithm.filter_zero_variance == "keep" and not (counts[:samples] == 1).all():
         found.append(f"{np.count_nonzero(counts[:samples] != 1)} of {samples} samples are not counted once")

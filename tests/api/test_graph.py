@@ -8,7 +8,7 @@ from asyncflow.api.graph import EVAL, TRAIN, flaws, graph_of, trained_columns
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load_job
 from asyncflow.driver.tasks import tasks_of
-from asyncflow.errors import ManifestError
+from asyncflow.errors import ManifestError, NotYetError
 
 MANIFEST = """
 apiVersion: asyncflow.dev/v1alpha1
@@ -41,6 +41,38 @@ def test_a_job_without_tasks_of_its_own_has_those_of_every_job() -> None:
     assert [[one.name for one in layer] for layer in graph.layers(EVAL)] == [["rollout"], ["score"]]
     assert not list(flaws(graph))
     assert trained_columns(job().spec) == ()
+
+
+def test_the_reward_as_a_role_stands_behind_rollouts_in_both_partitions() -> None:
+    spec = job("reward.role={replicas: 3, groups: true, order: longest}", "environment={function: calculator}").spec
+    graph = graph_of(spec)
+    layers = [["rollout"], ["reward"], ["advantage"], ["train"]]
+    assert [[one.name for one in layer] for layer in graph.layers(TRAIN)] == layers
+    assert [[one.name for one in layer] for layer in graph.layers(EVAL)] == [["rollout"], ["reward"], ["score"]]
+    assert not list(flaws(graph))
+    declared = {(one.partition, one.name): one for one in tasks_of(spec)}
+    for partition in (TRAIN, EVAL):
+        assert declared[partition, "rollout"].writes == ["response_ids", "logprobs", "versions", "loss_mask"]
+        reward = declared[partition, "reward"]
+        assert (reward.needs, reward.writes) == (["task", "response_ids", "loss_mask"], ["reward"])
+        assert (reward.groups, reward.order) == (True, "longest")
+    assert trained_columns(spec) == ("loss_mask",), "the trainer is given rewards in every job"
+    assert spec.output_bytes == job("environment={function: calculator}").spec.output_bytes
+
+
+def test_a_task_that_needs_no_reward_does_not_wait_for_the_role() -> None:
+    spec = job("reward.role={}", tasks(task("a", reads="response_ids", writes="x"))).spec
+    assert [sorted(one.name for one in layer) for layer in graph_of(spec).layers(TRAIN)] == [
+        ["rollout"],
+        ["a", "reward"],
+        ["advantage"],
+        ["train"],
+    ]
+
+
+def test_a_reward_on_devices_is_not_yet() -> None:
+    with pytest.raises(NotYetError, match=r"spec\.reward\.role.*server of rewards that has devices"):
+        job("reward.role={accelerator: {profile: nvidia, count: 1}}")
 
 
 def test_users_tasks_stand_before_the_advantage_and_the_reference_beside_it() -> None:
@@ -86,6 +118,7 @@ def test_users_tasks_stand_before_the_advantage_and_the_reference_beside_it() ->
         ([task("a", reads="advantage", writes="x")], r"wait for each other.*come before advantage"),
         ([task("train", reads="reward", writes="x")], r"two tasks are called 'train'"),
         ([task("reference", reads="reward", writes="x")], r"'reference' is the name of a task of every job"),
+        ([task("reward", reads="logprobs", writes="x")], r"'reward' is the name of a task of every job"),
         ([task("a", reads="reward", writes="x", more=", replicas: 0")], r"replicas = 0.*too small"),
     ],
 )

@@ -105,7 +105,7 @@ def test_a_bad_override_is_refused_like_a_bad_file(override: str, reason: str) -
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["critic={replicas: 1}"],
+        ["reward.role={accelerator: {profile: nvidia, count: 1}}"],
     ],
     ids=", ".join,
 )

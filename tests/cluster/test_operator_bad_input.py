@@ -22,7 +22,7 @@ MOST_A_MINUTE = 10
 """Reconciles of one broken object."""
 
 JOBS: dict[str, dict[str, Any]] = {
-    "planned": {"critic": {"replicas": 1}},
+    "planned": {"reward": {"function": "task", "role": {"accelerator": {"profile": "nvidia", "count": 1}}}},
     "misspelt": {"template": {"podSpec": {"nodeSelectr": {"disk": "fast"}}}},
     "unimportant": {"template": {"podSpec": {"priorityClassName": "no-such-class"}}},
     "unpulled": {"template": HELD | {"podSpec": {"imagePullSecrets": [{"name": "no-such-secret"}]}}},

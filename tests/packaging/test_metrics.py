@@ -19,10 +19,12 @@ from asyncflow.rpc.server import RpcCounters
 from asyncflow.telemetry.metrics import (
     BusyClock,
     ControllerMetrics,
+    CriticMetrics,
     DriverMetrics,
     FollowerMetrics,
     PublisherMetrics,
     ReferenceMetrics,
+    RewardMetrics,
     RolloutMetrics,
     StorageMetrics,
     TaskMetrics,
@@ -51,7 +53,7 @@ def registries() -> Iterator[CollectorRegistry]:
         yield role.registry
     rollout, trainer = RolloutMetrics(), TrainerMetrics()
     rollout.watch_busy(BusyClock(), what="occupied")
-    for worker in (rollout, trainer, TaskMetrics(), ReferenceMetrics()):
+    for worker in (rollout, trainer, TaskMetrics(), RewardMetrics(), ReferenceMetrics(), CriticMetrics()):
         worker.watch_busy(BusyClock())
         yield worker.registry
     yield FollowerMetrics().registry

@@ -101,7 +101,7 @@ def test_a_method_is_for_these_roles(method, roles):
 
 
 @pytest.mark.parametrize("method", sorted(ACCESS))
-@pytest.mark.parametrize("role", ["reward", "stranger", ""])
+@pytest.mark.parametrize("role", ["judge", "stranger", ""])
 def test_a_role_that_is_not_in_the_table_may_nothing(method, role):
     with pytest.raises(Refused, match=f"may not call {method}"):
         Access().check(_caller(role), method, WHOLE)
@@ -214,7 +214,7 @@ _ROLES = set().union(*ACCESS.values())
 
 def _row(method):
     roles, own = ACCESS[method], {role for role, named in ACCESS[method].items() if list(named(WHOLE))}
-    everybody = {len(_ROLES): "all", len(_ROLES) - 4: "all of the queue"}.get(len(roles), "")
+    everybody = {len(_ROLES): "all", len(_ROLES) - 5: "all of the queue"}.get(len(roles), "")
     names = everybody or ", ".join(role + " (own)" * (role in own) for role in sorted(roles))
     return f"| `{method}` | {names}{' (own)' * bool(everybody and own)} |\n"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow.api.graph import TRAIN
+from asyncflow.api.graph import EVAL, TRAIN
 from asyncflow.api.load import load_job
 from asyncflow.driver.tasks import tasks_of
 from asyncflow.queue.client import QueueClient
@@ -18,7 +18,8 @@ from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.protocol.messages import LeasedRow, Samples
 from asyncflow.queue.storage.unit import StorageUnit
 from asyncflow.rpc.columns import Jagged
-from asyncflow.tasks.rows import OutputColumn, Result, RowFailure
+from asyncflow.tasks.judging import JUDGED
+from asyncflow.tasks.rows import OutputColumn, Result, RowFailure, TaggedValues
 from asyncflow.tasks.worker import TaskSettings, TaskWorker
 from asyncflow.telemetry.metrics import TaskMetrics
 
@@ -36,7 +37,7 @@ spec:
            order: longest}]
 """
 SETTINGS = TaskSettings(
-    partition=TRAIN,
+    partitions=(TRAIN,),
     task="mark",
     reads=("response_ids",),
     writes=(OutputColumn(name="mark", dtype="int32", most=1),),
@@ -45,28 +46,32 @@ SETTINGS = TaskSettings(
     lease_s=60.0,
     drain_s=10.0,
 )
-MADE = {"response_ids": np.int32, "logprobs": np.float32, "versions": np.int64, "reward": np.float32}
+MADE = {"response_ids": np.int32, "logprobs": np.float32, "versions": np.int64}
 LENGTHS = (3, 7, 1, 5)
 Computing = Callable[[Sequence[LeasedRow], Mapping[str, Jagged]], Any]
 
 
 @asynccontextmanager
-async def queue_with_responses(folder: Path) -> AsyncIterator[QueueClient]:
-    """A queue in which one group was generated, whose responses have ``LENGTHS`` tokens."""
+async def queue_with_responses(folder: Path, *overrides: str) -> AsyncIterator[QueueClient]:
+    """A queue in which one group was generated, whose responses have ``LENGTHS`` tokens; overrides: of the job."""
+    spec = load_job(io.StringIO(MANIFEST), overrides).spec
     controller = Controller(ledger_dir=folder / "ledger")
     address = await controller.start()
     unit = StorageUnit(index=0, limit_bytes=1 << 20, controller=address)
     place = await unit.start()
     queue = QueueClient(find=lambda role, _: address if role == "controller" else place, units=lambda: [0], worker="w")
     await unit.joined(10)
-    await queue.declare(tasks_of(load_job(io.StringIO(MANIFEST)).spec), timeout=10)
+    await queue.declare(tasks_of(spec), timeout=10)
     columns = {"prompt_ids": Jagged.from_rows([[1]] * 4, np.int32), "task": Jagged.from_rows([[1]] * 4, np.uint8)}
-    await queue.put(TRAIN, columns, group_size=4, samples=Samples(serials=[0], step=1), timeout=10)
-    rows = (await queue.claim(partition=TRAIN, task="rollout", max_rows=4, timeout=10)).rows
-    made = {name: Jagged.from_rows([[0] * n for n in LENGTHS], dtype) for name, dtype in MADE.items()}
-    made["reward"] = Jagged.from_rows([[0]] * 4, np.float32)
-    tags = [{"reward": 0.0, "tokens": length} for length in LENGTHS]
-    assert await queue.complete(rows, made, tags=tags, timeout=10) == [True] * 4
+    for partition in (TRAIN, EVAL):
+        samples = Samples(serials=[0], step=1, purpose=partition)
+        await queue.put(partition, columns, group_size=4, samples=samples, timeout=10)
+        rows = (await queue.claim(partition=partition, task="rollout", max_rows=4, timeout=10)).rows
+        made = {name: Jagged.from_rows([[0] * n for n in LENGTHS], dtype) for name, dtype in MADE.items()}
+        if spec.reward.role is None:
+            made["reward"] = Jagged.from_rows([[0]] * 4, np.float32)
+        tags = [{"tokens": length} for length in LENGTHS]
+        assert await queue.complete(rows, made, tags=tags, timeout=10) == [True] * 4
     try:
         yield queue
     finally:
@@ -75,9 +80,11 @@ async def queue_with_responses(folder: Path) -> AsyncIterator[QueueClient]:
         await controller.close()
 
 
-async def working(queue: QueueClient, compute: Computing, *, until: Callable[[], bool]) -> TaskWorker:
+async def working(
+    queue: QueueClient, compute: Computing, *, until: Callable[[], bool], settings: TaskSettings = SETTINGS
+) -> TaskWorker:
     """Run a process of the task until a condition holds, then have it leave."""
-    worker = TaskWorker(queue=queue, settings=SETTINGS, compute=compute, metrics=TaskMetrics())
+    worker = TaskWorker(queue=queue, settings=settings, compute=compute, metrics=TaskMetrics())
     running = asyncio.create_task(worker.run())
     async with asyncio.timeout(60):
         while not until() and not running.done():
@@ -193,3 +200,33 @@ async def test_what_takes_longer_than_the_time_to_leave_is_handed_back(tmp_path:
         await running
         rest = (await queue.claim(partition=TRAIN, task="mark", max_rows=4, timeout=10)).rows
         assert len(rest) == 4
+
+
+async def test_rewards_are_written_in_both_partitions_with_the_tags_that_decide(tmp_path: Path) -> None:
+    judged: list[tuple[str, int]] = []
+
+    async def compute(rows: Sequence[LeasedRow], columns: Mapping[str, Jagged]) -> list[TaggedValues]:
+        judged.extend((row.meta.partition, row.meta.sample) for row in rows)
+        details = np.frombuffer(b"{}", np.uint8)
+        return [
+            TaggedValues(
+                {"reward": np.array([row.meta.sample], np.float32), "details": details},
+                {"reward": 1.0 * row.meta.sample}
+                | ({"failure": "raised", "detail": "KeyError"} if row.meta.sample == 3 else {}),
+            )
+            for row in rows
+        ]
+
+    settings = replace(SETTINGS, partitions=(TRAIN, EVAL), task="reward", writes=JUDGED, batch=4)
+    async with queue_with_responses(tmp_path, "reward.role={}", "tasks=[]") as queue:
+        worker = await working(queue, compute, until=lambda: len(judged) == 8, settings=settings)
+        for task, partition in (("advantage", TRAIN), ("score", EVAL)):
+            rows = (await queue.claim(partition=partition, task=task, max_rows=4, timeout=30)).rows
+            assert sorted(row.meta.tags["reward"] for row in rows) == [0.0, 1.0, 2.0, 3.0]
+            assert [row.meta.sample for row in rows if row.meta.tags.get("failure") == "raised"] == [3]
+            assert {row.meta.tags["tokens"] for row in rows} == set(LENGTHS), "what the rollout said of it stays"
+            found = await queue.fetch(rows, ["reward", "details"], timeout=10)
+            assert found["reward"].values.tolist() == [row.meta.sample for row in rows]
+    assert sorted(judged) == [(partition, sample) for partition in (EVAL, TRAIN) for sample in range(4)]
+    assert (worker.status()["done"], worker.status()["failed"]) == (6, {"raised": 2})
+    assert worker.status()["first_failure"] == "raised: KeyError"

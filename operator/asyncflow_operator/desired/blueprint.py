@@ -18,14 +18,15 @@ from typing import Any, Final
 
 from asyncflow.api.base import Spec
 from asyncflow.api.durability import LimitsSpec
-from asyncflow.api.job import RLJob
+from asyncflow.api.graph import CRITIC, REWARD
+from asyncflow.api.job import RLJob, RLJobSpec
 from asyncflow.api.names import LABEL_QUEUE, PUBLISHER, QUEUE_ROLES, REWARD_CONTAINER, RPC_PORT, RoleName, service
 from asyncflow.api.placement import PROFILES, SchedulingSpec, TemplateSpec
 from asyncflow.api.queue import LEAVE_S, StoreSpec, TransferQueue
 from asyncflow.api.rewards import RewardSpec
 from asyncflow.api.weights import PublisherSpec, WeightSync
 from asyncflow.plan import plan
-from asyncflow.plan.job import working_roles
+from asyncflow.plan.job import added_roles, working_roles
 from asyncflow.plan.publisher import publisher_role
 from asyncflow.plan.queue import queue_role, queue_roles
 from asyncflow.plan.roles import Role
@@ -152,6 +153,7 @@ def job_blueprint(
     used = templates_of(job, name)
     grace_s = {"rollout": spec.rollout.drain_seconds + _DRAIN_MARGIN_S, "trainer": spec.limits.stop_seconds + _GRACE_S}
     grace_s["storage"] = LEAVE_S + _GRACE_S
+    grace_s[CRITIC] = grace_s["trainer"]
     grace_s |= {role: worker.drain_seconds + _DRAIN_MARGIN_S for role, worker in working_roles(spec).items()}
     return Blueprint(
         family=family,
@@ -171,11 +173,17 @@ def job_blueprint(
         scheduling=spec.scheduling,
         store=spec.transfer_queue.store if name == "storage" else None,
         env_from=_sink_secrets(job) if name == "driver" else (),
-        reward=spec.reward if name == "rollout" and (not pinned or REWARD_CONTAINER in pinned) else None,
-        has_environment=spec.environment is not None,
+        reward=spec.reward if name in judges(spec) and (not pinned or REWARD_CONTAINER in pinned) else None,
+        has_environment=name == "rollout" and spec.environment is not None,
         readers=("trainer", "rollout", *working_roles(spec)) if name == "storage" else (),
         granted=granted,
     )
+
+
+def judges(spec: RLJobSpec) -> tuple[RoleName, ...]:
+    """Return the roles that run what people wrote to judge samples, rewards or the environment, beside them."""
+    reward: RoleName = "rollout" if spec.reward.role is None else REWARD
+    return (reward, "rollout") if spec.environment is not None and reward != "rollout" else (reward,)
 
 
 def _sink_secrets(job: RLJob) -> tuple[str, ...]:
@@ -233,7 +241,7 @@ def templates_of(job: RLJob, name: RoleName) -> tuple[TemplateSpec, ...]:
     """Return the user's templates for a role; the later wins."""
     spec = job.spec
     of_role = {"trainer": (spec.trainer.template,), "rollout": (spec.rollout.template,)}
-    of_role |= {role: (worker.template,) for role, worker in working_roles(spec).items()}
+    of_role |= {role: (worker.template,) for role, worker in added_roles(spec).items()}
     return (spec.template, *of_role.get(name, ()))
 
 
@@ -267,11 +275,14 @@ def requested_by_job(job: RLJob, name: RoleName) -> dict[str, object]:
         },
         "rollout": {
             "rollout": spec.rollout.model_dump(mode="json", include=_SHAPE, exclude_defaults=True),
-            "rewards": spec.reward.resources,
         },
     }
-    for role, worker in working_roles(spec).items():
+    for role, worker in added_roles(spec).items():
         of_role[role] = {"worker": worker.model_dump(mode="json", include=_SHAPE, exclude_defaults=True)}
+    if CRITIC in of_role:
+        of_role[CRITIC] |= {"checkpoints": spec.storage.checkpoints.claim}
+    for role in judges(spec):
+        of_role[role]["rewards"] = spec.reward.resources
     return _without_defaults(template=spec.template, scheduling=spec.scheduling, **of_role[name])
 
 

@@ -47,7 +47,7 @@ _NOT_READY: Final = "node.kubernetes.io/not-ready"
 _UNREACHABLE: Final = "node.kubernetes.io/unreachable"
 _NODE: Final = "kubernetes.io/hostname"
 _NEAR_WEIGHT: Final = 10
-_HOLDS_LEASES: Final = ("rollout", "reference", TASK)
+_HOLDS_LEASES: Final = ("rollout", "reward", "reference", TASK)
 USER: Final = 65532
 """User and group of the runtime images."""
 _EVERYWHERE: Final = f"tcp://0.0.0.0:{RPC_PORT}"
@@ -242,10 +242,10 @@ def _container(blueprint: Blueprint, *, index: int, attempt: int, http_port: int
 
 
 def _rewards(blueprint: Blueprint) -> Manifest:
-    """Return the container in which samples are scored; it starts before the rollout, and ends after it.
+    """Return the container in which samples are scored; it starts before the pod's other one, and ends after it.
 
     It runs other people's code on what a model wrote, so it has no Secret and no token, and sees nothing of the
-    rollout's but a folder with a socket.
+    other's but a folder with a socket.
     """
     if blueprint.reward is None:
         return {}

@@ -20,7 +20,7 @@ from asyncflow.plan.roles import Durable, Role
 from asyncflow_operator.desired.objects import Family, make_object, stamped
 from asyncflow_operator.observed import Manifest
 
-_READS_MODEL: Final[tuple[RoleName, ...]] = ("driver", "trainer", "rollout", "reference", TASK)
+_READS_MODEL: Final[tuple[RoleName, ...]] = ("driver", "trainer", "rollout", "reward", "reference", "critic", TASK)
 _MODEL_CLAIM: Final = "pvc://"
 
 

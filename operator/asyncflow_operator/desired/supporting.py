@@ -39,6 +39,7 @@ from asyncflow.api.names import (
     service,
 )
 from asyncflow.api.queue import TransferQueue
+from asyncflow.api.rewards import RewardSpec
 from asyncflow.api.weights import WeightSync
 from asyncflow_operator.desired.objects import Family, make_object, stamped
 from asyncflow_operator.observed import Manifest
@@ -55,7 +56,7 @@ def make_config(manifest: RLJob | TransferQueue | WeightSync, family: Family) ->
     """Return the ConfigMap with the manifest, and with what of a job the container that scores reads, alone."""
     data = {_key(JOB_FILE): _text(_whole(manifest, family))}
     if isinstance(manifest, RLJob):
-        data[_key(REWARD_FILE)] = _text(_stated(manifest.spec.reward))
+        data[_key(REWARD_FILE)] = _text(_judging(manifest.spec.reward))
         if manifest.spec.environment is not None:
             data[_key(ENVIRONMENT_FILE)] = _text(_stated(manifest.spec.environment))
     return stamped(make_object("v1", "ConfigMap", family, name=family.name, body={"data": data}))
@@ -73,6 +74,12 @@ def _whole(manifest: RLJob | TransferQueue | WeightSync, family: Family) -> Mani
 def _stated(spec: Spec) -> Manifest:
     """Return a spec without what has its default value: older definitions in the cluster may lack a field."""
     return spec.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude_none=True)
+
+
+def _judging(spec: RewardSpec) -> Manifest:
+    """Return what the container that scores reads: of a role of its own only that there is one."""
+    stated = _stated(spec)
+    return stated | {"role": {}} if "role" in stated else stated
 
 
 def _key(path: str) -> str:
@@ -137,17 +144,18 @@ def make_budget(family: Family, *, roles: Sequence[RoleName], pods: int) -> Mani
     return stamped(make_object("policy/v1", "PodDisruptionBudget", family, name=family.name, body=body))
 
 
-def make_egress_policy(family: Family, *, network: bool) -> Manifest:
+def make_egress_policy(family: Family, *, roles: Sequence[RoleName], network: bool) -> Manifest:
     """Return the policy by which pods that score samples dial the family and DNS only; with network, anything.
 
-    A policy is of a pod, so it holds for the rollout too, which has no other peers. Its name cannot be that of a job,
-    which has no dot.
+    A policy is of a pod, so it holds for the process beside too, which has no other peers. Its name cannot be that of
+    a job, which has no dot. roles: those whose pods score.
     """
     inside: list[Manifest] = [
         {"to": [{"podSelector": {"matchLabels": dict(family.selector)}}]},
         {"ports": [{"protocol": protocol, "port": _DNS_PORT} for protocol in ("UDP", "TCP")]},
     ]
-    selector = {"matchLabels": {**family.selector, LABEL_ROLE: "rollout"}}
+    scoring = {"key": LABEL_ROLE, "operator": "In", "values": list(roles)}
+    selector = {"matchLabels": dict(family.selector), "matchExpressions": [scoring]}
     spec = {"podSelector": selector, "policyTypes": ["Egress"], "egress": [{}] if network else inside}
     name = f"{family.name}.rewards"
     return stamped(make_object("networking.k8s.io/v1", "NetworkPolicy", family, name=name, body={"spec": spec}))

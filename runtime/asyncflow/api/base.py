@@ -72,11 +72,12 @@ class Flaw:
 class Frozen:
     """A field that keeps the value with which the object was created, enforced by a CEL transition rule.
 
-    reads: dotted attribute path; why: what would break.
+    reads: dotted attribute path; why: what would break; existence: only that it is there, or absent, stays.
     """
 
     reads: str
     why: str
+    existence: bool = False
 
 
 class Spec(BaseModel):

@@ -25,6 +25,7 @@ from pydantic.alias_generators import to_camel
 
 from asyncflow.api.base import COLLECT, Spec
 from asyncflow.api.document import Place
+from asyncflow.api.placement import AcceleratorSpec
 from asyncflow.errors import ManifestError, NotYetError
 
 MISSING: Any = object()
@@ -136,12 +137,18 @@ _LIMITS = {
 _FOLLOWS = ("default_factory_not_called",)
 
 
-def _is_a_role(critic: Any) -> bool:
-    return critic is not None and critic.replicas is not None
+def _on_devices(role: Any) -> bool:
+    return role is not None and role.accelerator != AcceleratorSpec()
 
 
 _PLANNED: Final[Mapping[str, tuple[tuple[str, Callable[[Any], bool], str], ...]]] = {
-    "RLJob": (("spec.critic", _is_a_role, "a critic inside the trainer: leave replicas out"),),
+    "RLJob": (
+        (
+            "spec.reward.role",
+            _on_devices,
+            "a role on the CPU, or function: http and a server of rewards that has devices",
+        ),
+    ),
 }
 """Fields that the schema names for features that are planned, by kind: the attribute path, whether a value asks for
 such a feature, and the values that work now."""

@@ -341,7 +341,9 @@ def _transition(model: type[Spec], frozen: Frozen) -> Schema:
     """Return the rule that a field keeps its value; absent stays absent."""
     field = _field(frozen.reads)
     same = f"self{field} == oldSelf{field}"
-    if _may_be_absent(model, frozen.reads):
+    if frozen.existence:
+        same = f"has(self{field}) == has(oldSelf{field})"
+    elif _may_be_absent(model, frozen.reads):
         same = f"has(self{field}) == has(oldSelf{field}) && (!has(self{field}) || {same})"
     return {"rule": same, "message": f"cannot change: {frozen.why}. Make another object", "fieldPath": field}
 

@@ -4,6 +4,8 @@
                                                     └────────> [reference] ────────────────> train
     eval:   prompt_ids, task ─> rollout ─> response, reward ─> score
 
+Where the reward is a role of its own, it stands behind rollout, in both partitions, and writes ``reward``.
+
 Everything else derives from it: the tasks that the queue's controller declares (``asyncflow.driver.tasks``), the edges
 and the drawing of ``asyncflow plan``, and what ``validate`` refuses. A user's task stands between rollout and
 advantage, because there its failures are decided about with those of rewards; the reference stands beside it. With an
@@ -30,14 +32,18 @@ if TYPE_CHECKING:
 TRAIN: Final = "train"
 EVAL: Final = "eval"
 """The partitions of a job."""
+CRITIC: Final = "critic"
+"""The role of the critic, where it has one."""
 REFERENCE: Final = "reference"
 """The task of the reference model, and its role."""
+REWARD: Final = "reward"
+"""The task of the reward where it is a role of its own, its role, and the column of rewards."""
 ADVANTAGE: Final = "advantage"
 """Column that the driver writes, and its task; of some algorithms the column has another name."""
 REF_LOGPROBS: Final = "ref_logprobs"
 """Column of the reference's log-probs: one for each response token."""
 PROMPT: Final = ("prompt_ids", "task")
-RESPONSE: Final = ("response_ids", "logprobs", "versions", "reward")
+RESPONSE: Final = ("response_ids", "logprobs", "versions", REWARD)
 DRIVER_LEASE_S: Final = 10.0
 """The driver decides at once: a longer lease would only delay the next driver."""
 
@@ -105,18 +111,36 @@ def graph_of(spec: RLJobSpec, *, decided: str = ADVANTAGE) -> JobGraph:
     written = tuple(column for task in own for column in task.writes)
     reference = spec.reference
     extra = (REF_LOGPROBS,) if reference is not None else ()
-    response = (*RESPONSE, LOSS_MASK) if spec.environment is not None else RESPONSE
+    judge = spec.reward.role
+    mask = (LOSS_MASK,) if spec.environment is not None else ()
+    response = (*RESPONSE, *mask)
     rollout = Task(
         partition=TRAIN,
         name="rollout",
         reads=PROMPT,
-        writes=response,
+        writes=tuple(column for column in response if column != REWARD or judge is None),
         role="rollout",
         replicas=max(1, spec.rollout.max_replicas),
         groups=True,
         lease_s=spec.rollout.lease_seconds,
     )
-    tasks = [rollout, *own]
+    judged = []
+    if judge is not None:
+        judged.append(
+            Task(
+                partition=TRAIN,
+                name=REWARD,
+                reads=("task", "response_ids", *mask),
+                writes=(REWARD,),
+                role=REWARD,
+                replicas=judge.replicas,
+                groups=judge.groups,
+                order=judge.order,
+                lease_s=judge.lease_seconds,
+                place=("reward", "role"),
+            )
+        )
+    tasks = [rollout, *judged, *own]
     if reference is not None:
         tasks.append(
             Task(
@@ -135,7 +159,7 @@ def graph_of(spec: RLJobSpec, *, decided: str = ADVANTAGE) -> JobGraph:
         Task(
             partition=TRAIN,
             name=ADVANTAGE,
-            reads=("reward", *written),
+            reads=(REWARD, *written),
             writes=(decided,),
             role="driver",
             replicas=1,
@@ -151,8 +175,8 @@ def graph_of(spec: RLJobSpec, *, decided: str = ADVANTAGE) -> JobGraph:
             order="key" if spec.schedule.whole_steps else "fifo",
             shared_tokens=spec.trainer.backend.packing == "shared-prompt",
         ),
-        replace(rollout, partition=EVAL),
-        Task(partition=EVAL, name="score", reads=("reward",), role="driver", replicas=1),
+        *(replace(task, partition=EVAL) for task in (rollout, *judged)),
+        Task(partition=EVAL, name="score", reads=(REWARD,), role="driver", replicas=1),
     ]
     return JobGraph(sources={TRAIN: PROMPT, EVAL: PROMPT}, tasks=tuple(tasks))
 
@@ -160,7 +184,8 @@ def graph_of(spec: RLJobSpec, *, decided: str = ADVANTAGE) -> JobGraph:
 def trained_columns(spec: RLJobSpec) -> tuple[str, ...]:
     """Return the columns that the trainer is given beside those of every job."""
     mask = (LOSS_MASK,) if spec.environment is not None else ()
-    return (*mask, *(column for task in graph_of(spec).of(TRAIN) if task.place for column in task.writes))
+    written = (column for task in graph_of(spec).of(TRAIN) if task.place for column in task.writes)
+    return (*mask, *(column for column in written if column not in RESPONSE))
 
 
 def flaws(graph: JobGraph) -> Iterator[Flaw]:
@@ -219,7 +244,7 @@ def _is_users(task: Task) -> bool:
     return task.place[:1] == ("tasks",)
 
 
-RESERVED: Final = ("rollout", REFERENCE, ADVANTAGE, "train", "score")
+RESERVED: Final = ("rollout", REFERENCE, REWARD, ADVANTAGE, "train", "score")
 """Names of tasks that are the project's own."""
 
 

@@ -99,6 +99,12 @@ class RLJobSpec(Spec):
         return self.sampling.max_prompt_tokens + self.sampling.max_tokens
 
     @property
+    def group_sizes(self) -> dict[str, int]:
+        """Samples of one prompt, by what they are for: ``train`` or ``eval``."""
+        evaluated = self.evaluation.group_size if self.evaluation is not None else 0
+        return {"train": self.algorithm.group_size, "eval": evaluated}
+
+    @property
     def devices(self) -> int:
         """Devices of all trainer ranks and rollouts; on the CPU each process counts as one."""
         return self.trainer.ranks + self.rollout.replicas * max(1, self.rollout.accelerator.count)
@@ -136,8 +142,7 @@ class RLJobSpec(Spec):
         """
         inputs = 4 * self.sampling.max_prompt_tokens + self.data.max_task_bytes
         row = inputs + sum(self.output_bytes.values())
-        evaluated = self.evaluation.group_size if self.evaluation is not None else 0
-        part = max(LEAST_BYTES, row * max(self.algorithm.group_size, evaluated))
+        part = max(LEAST_BYTES, row * max(self.group_sizes.values()))
         samples = self.algorithm.prompts_per_step * self.algorithm.group_size
         steps = self.storage.checkpoints.every + self.schedule.ahead
         return ceil(row * samples * steps) + part * self.transfer_queue.storage_units
@@ -310,6 +315,19 @@ class RLJobSpec(Spec):
             cel="!has(self.reference) || self.algorithm.kl.coefficient > 0.0 || self.algorithm.name in ['dpo', 'ipo']",
             why="a reference model is only used by DPO, IPO and the KL penalty, whose coefficient is 0",
             fix="Give algorithm.kl.coefficient, or leave reference out",
+        ),
+        Rule(
+            reads=("critic.role", "storage.checkpoints.claim", "storage.checkpoints.access_mode"),
+            ok=lambda job: (
+                job.critic is None
+                or job.critic.role is None
+                or job.storage.checkpoints.claim is None
+                or job.storage.checkpoints.access_mode == "ReadWriteMany"
+            ),
+            cel="!has(self.critic) || !has(self.critic.role) || !has(self.storage.checkpoints.claim)"
+            " || self.storage.checkpoints.accessMode == 'ReadWriteMany'",
+            why="trainer and critic write a checkpoint together, and a claim for one writer is seen on one node",
+            fix="Give storage.checkpoints.accessMode: ReadWriteMany, or leave critic.role out",
         ),
         Rule(
             reads=("critic.warmup_steps", "algorithm.steps"),

@@ -23,6 +23,7 @@ from asyncflow.api.base import (
     Text,
     keyed_by,
 )
+from asyncflow.api.tasks import CriticRoleSpec
 
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 FILE_SCHEMES = ("jsonl", "parquet", "dataset")
@@ -321,8 +322,8 @@ class CriticSpec(Spec):
     """Learning rate of AdamW after the warm-up of ``algorithm.warmupSteps``."""
     warmup_steps: Steps = 0
     """First steps of the run that train the critic alone; each makes a version all the same, with equal weights."""
-    replicas: Annotated[int, Field(ge=0, le=4096)] | None = None
-    """Processes of its own. Absent: it is inside the trainer, cut over its ranks."""
+    role: CriticRoleSpec | None = None
+    """The critic as a role of its own. Absent: it is inside the trainer, cut over its ranks."""
 
 
 class SamplingSpec(Spec):

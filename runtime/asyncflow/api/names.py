@@ -75,7 +75,7 @@ TOKEN_FILE: Final = f"{CONFIG_DIR}/token"
 TOKEN_FILE_ENV: Final = "ASYNCFLOW_TOKEN_FILE"  # noqa: S105 — a name, not a token
 """Variable that names the file with the bearer token."""
 REWARD_SOCKET: Final = "/run/asyncflow/rewards/socket"
-"""Socket at which, in a rollout's pod, the container that scores listens."""
+"""Socket at which, in the pod of a rollout or of the role ``reward``, the container that scores listens."""
 ENVIRONMENT_SOCKET: Final = f"{REWARD_SOCKET.rpartition('/')[0]}/environment"
 """Socket beside it, at which the same container answers the turns of the model."""
 REWARD_VARIABLES: Final = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
@@ -83,7 +83,7 @@ REWARD_VARIABLES: Final = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_
 LOSS_MASK: Final = "loss_mask"
 """Column of rows of several turns: bool for each response token, False where the policy did not choose it."""
 REWARD_SOCKET_ENV: Final = "ASYNCFLOW_REWARD_SOCKET"
-"""Variable that names that socket to the rollout."""
+"""Variable that names that socket to the process beside."""
 LAST_WORD_FILE: Final = "/dev/termination-log"
 LAST_WORD_ENV: Final = "ASYNCFLOW_LAST_WORD"
 """Names the file into which a driver that is done writes the phase in which it leaves the job."""

@@ -1,6 +1,7 @@
 """Settings of judging: the reward, the functions that it is the sum of, their processes, and the environment.
 
-Invariant: nothing here says where anything runs; whoever judges, a response gets its reward from these fields alone.
+Invariant: whoever judges, a rollout or a role of its own (``RewardSpec.role``), a response gets its reward from the
+other fields alone.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, JsonValue, StringConstraints
 
-from asyncflow.api.base import Name, Options, PluginName, Quantity, Rule, Source, Spec, keyed_by
+from asyncflow.api.base import Frozen, Name, Options, PluginName, Quantity, Rule, Source, Spec, keyed_by
 from asyncflow.api.placement import ResourcesSpec
+from asyncflow.api.tasks import RewardRoleSpec
 
 MOST_DETAILS = 2048
 """Most bytes of what reward functions say of a sample beside their rewards."""
@@ -21,9 +23,9 @@ class WorkersSpec(Spec):
     """Size of a process pool that grows while a member is stuck."""
 
     min: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Processes that are always there, per rollout."""
+    """Processes that are always there, for each process that has responses scored: a rollout, or one of the role."""
     max: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Most processes, per rollout."""
+    """Most processes."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -105,11 +107,13 @@ class RewardSpec(Spec):
     """Processes that the function may start, per process of the pool: for a reward that runs tests, say."""
     network: bool = False
     """Let the function open network connections: for a reward server, say. On Kubernetes it also opens the
-    egress of the rollouts' pods."""
+    egress of the pods of rollouts and of the role."""
     files: Annotated[tuple[Source, ...], Field(max_length=64)] = ()
     """Files and folders that the function may read beside the job's folder and what is installed."""
     resources: ResourcesSpec = Field(default_factory=ResourcesSpec)
-    """CPU and memory of the container that judges, one in each pod of a rollout."""
+    """CPU and memory of the container that judges, one in each pod of a rollout, or of the role."""
+    role: RewardRoleSpec | None = None
+    """Scoring as a role of its own. Absent: each rollout has its own responses scored."""
     shuffle: bool = False
     """Permute rewards within each group, and the lengths that shape them, keyed by the seed: a control, in which
     nothing may be learned."""
@@ -161,6 +165,9 @@ class RewardSpec(Spec):
             why="no reward is between min and max",
             fix="Give min < max",
         ),
+    )
+    frozen_fields: ClassVar[tuple[Frozen, ...]] = (
+        Frozen(reads="role", why="samples on their way were scored by who did it before", existence=True),
     )
 
 

@@ -1,4 +1,4 @@
-"""Tasks as roles of their own: a user's function over rows, and the reference model.
+"""Tasks as roles of their own: a user's function over rows, the reference model, the reward, and the critic.
 
 Invariant: a column that a task writes says its dtype and how much of it a row may have, so that a row is created only
 with room for it; which tasks a job has and how they hang together is in ``asyncflow.api.graph``.
@@ -13,6 +13,7 @@ from pydantic import Field, StringConstraints
 from asyncflow.api.base import Options, PluginName, Spec, Threads
 from asyncflow.api.names import TASK_NAME
 from asyncflow.api.placement import AcceleratorSpec, ResourcesSpec, TemplateSpec
+from asyncflow.errors import ManifestError
 
 ColumnName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length=63)]
 """The name of a column."""
@@ -32,7 +33,29 @@ class ColumnSpec(Spec):
     """Most entries of one row. Absent: ``sampling.maxTokens``, one for each token of a response."""
 
 
-class WorkerSpec(Spec):
+class ProcessSpec(Spec):
+    """Devices, resources and additions of the processes of a role."""
+
+    accelerator: AcceleratorSpec = Field(default_factory=AcceleratorSpec)
+    """Devices of one replica."""
+    threads: Threads = 1
+    """Compute threads of one replica (OMP_NUM_THREADS)."""
+    resources: ResourcesSpec = Field(default_factory=ResourcesSpec)
+    """CPU and memory of one replica."""
+    template: TemplateSpec = Field(default_factory=TemplateSpec)
+    """Additions to these pods; they win over those of the job."""
+
+
+class CriticRoleSpec(ProcessSpec):
+    """The critic as a role of its own, which is one process."""
+
+    @property
+    def replicas(self) -> int:
+        """Its processes."""
+        return 1
+
+
+class WorkerSpec(ProcessSpec):
     """Processes that work on rows of the queue, each on its own."""
 
     replicas: TaskReplicas = 1
@@ -47,18 +70,25 @@ class WorkerSpec(Spec):
     """Seconds without renewal after which the rows of a replica go to another."""
     drain_seconds: Annotated[float, Field(ge=0, le=86_400)] = 30.0
     """Seconds that a replica has to finish what it computes when it is told to leave; the rest goes to others."""
-    accelerator: AcceleratorSpec = Field(default_factory=AcceleratorSpec)
-    """Devices of one replica."""
-    threads: Threads = 1
-    """Compute threads of one replica (OMP_NUM_THREADS)."""
-    resources: ResourcesSpec = Field(default_factory=ResourcesSpec)
-    """CPU and memory of one replica."""
-    template: TemplateSpec = Field(default_factory=TemplateSpec)
-    """Additions to these pods; they win over those of the job."""
 
 
 class ReferenceSpec(WorkerSpec):
     """The reference model θ_0 as a role of its own: it computes the log-probs of finished responses as they come."""
+
+
+class RewardRoleSpec(WorkerSpec):
+    """The reward as a role of its own: it scores finished responses as they come, and rollouts score none."""
+
+    groups: bool = False
+    """Score all responses to a prompt at once, as a function over groups needs: ``batch`` rows or one group."""
+    parallel: Annotated[int, Field(ge=1, le=1024)] = 4
+    """Batches that one replica scores at the same time; the rows of one are written when all are scored."""
+
+    def check(self, *, by_group: bool) -> None:
+        """Raise ManifestError where a function is called with whole groups (``by_group``), and the role claims rows."""
+        if by_group and not self.groups:
+            what = "a reward function takes all responses to a prompt at once, and the role takes them one by one"
+            raise ManifestError(what, where="spec.reward.role.groups", hint="Give true")
 
 
 class UserTaskSpec(WorkerSpec):

@@ -394,21 +394,28 @@ def _quoted(questions: list[str]) -> str:
     return repr(first if len(first) <= QUOTED else f"{first[:QUOTED]}...")
 
 
-async def _check_scorer(scorer: Scorer, folder: Path, *, within_s: float, where: str) -> None:
-    """Load a function in a process of its own. Raises ManifestError, DeadlineExceeded."""
+async def _check_scorer(scorer: Scorer, folder: Path, *, within_s: float, where: str) -> bool:
+    """Load a function in a process of its own; return whether it is over whole groups.
+
+    Raises ManifestError, DeadlineExceeded.
+    """
     try:
         process = await RewardProcess.start(scorer, timeout=within_s)
     except ManifestError as error:
         hint = f"It is imported in a sandbox (docs/guide/rewards.md), in {folder}"
         raise ManifestError(error.what, where=f"{where}.function", hint=hint) from error
     await process.kill()
+    return process.takes == "group"
 
 
 async def _check_reward(spec: RLJobSpec, folder: Path) -> None:
     """Load each function in a reward process. Raises ManifestError, DeadlineExceeded."""
+    role = spec.reward.role
     for part, scorer in zip(spec.reward.parts, Scorer.of(spec.reward, workdir=folder), strict=True):
         where = f"spec.reward.components[{part.name}]" if part.name else "spec.reward"
-        await _check_scorer(scorer, folder, within_s=spec.reward.start_seconds, where=where)
+        by_group = await _check_scorer(scorer, folder, within_s=spec.reward.start_seconds, where=where)
+        if role is not None:
+            role.check(by_group=by_group)
 
 
 async def _check_environment(spec: RLJobSpec, folder: Path) -> None:

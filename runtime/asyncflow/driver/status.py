@@ -32,7 +32,7 @@ from asyncflow.api.status import (
 from asyncflow.api.versions import VersionsState
 from asyncflow.driver.evaluation import SetResult
 from asyncflow.driver.progress import RunProgress
-from asyncflow.plan.job import working_roles
+from asyncflow.plan.job import added_roles
 from asyncflow.plan.queue import holders
 from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.rpc.membership import Best
@@ -135,7 +135,7 @@ def waiting_for(
         "storage": spec.transfer_queue.storage_units,
         "trainer": spec.trainer.ranks,
         "rollout": max(1, spec.rollout.min_replicas),
-        **{role: worker.replicas for role, worker in working_roles(spec).items()},
+        **{role: worker.replicas for role, worker in added_roles(spec).items()},
     }
     missing = {role: count - members.get(role, 0) for role, count in expected.items() if members.get(role, 0) < count}
     if missing:

@@ -219,14 +219,15 @@ def differences(old: RLJob, new: RLJob) -> list[Difference]:
     """Return every value that differs. Raises ManifestError where one of them must not."""
     found = list(_differ(_plain(old), _plain(new), ()))
     frozen = {("metadata", "name"): "the folder belongs to the old job", _SETTINGS_OF_DATA: "it makes other prompts"}
-    frozen.update(_frozen(new.spec, ("spec",)))
+    frozen.update(_frozen(new.spec, ("spec",), existence=False))
+    existing = dict(_frozen(new.spec, ("spec",), existence=True))
     problems = [
         Problem(
             place=each.place, value=each.new, reason=f"was {_said(each.old)}, and {why}", fix="Keep it, or use --fresh"
         )
         for each in found
-        for place, why in frozen.items()
-        if each.place[: len(place)] == place
+        for place, why in (frozen | existing).items()
+        if each.place == place or (place in frozen and each.place[: len(place)] == place)
     ]
     steps, before = new.spec.algorithm.steps, old.spec.algorithm.steps
     if steps < before:
@@ -241,13 +242,14 @@ def _plain(job: RLJob) -> dict[str, Any]:
     return job.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
-def _frozen(spec: Spec, at: Place) -> Iterator[tuple[Place, str]]:
+def _frozen(spec: Spec, at: Place, *, existence: bool) -> Iterator[tuple[Place, str]]:
     for frozen in spec.frozen_fields:
-        yield (*at, *place_of(frozen.reads)), frozen.why
+        if frozen.existence is existence:
+            yield (*at, *place_of(frozen.reads)), frozen.why
     for name, info in type(spec).model_fields.items():
         value = getattr(spec, name)
         if isinstance(value, Spec):
-            yield from _frozen(value, (*at, info.alias or name))
+            yield from _frozen(value, (*at, info.alias or name), existence=existence)
 
 
 def _differ(old: Any, new: Any, at: Place) -> Iterator[Difference]:

@@ -40,7 +40,7 @@ WITHIN_S = 8.0
 _FIRST_BY = 0.25
 _ORDER: tuple[tuple[frozenset[str], float], ...] = (
     (frozenset({"trainer"}), 0.65),
-    (frozenset({"driver"}), 0.8),
+    (frozenset({"critic", "driver"}), 0.8),
     (frozenset({"controller", "storage"}), 0.9),
     (frozenset({"holder", "master"}), 1.0),
 )

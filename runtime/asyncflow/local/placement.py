@@ -29,12 +29,13 @@ from asyncflow.api.document import Place
 from asyncflow.api.job import RLJob, RLJobSpec
 from asyncflow.api.names import TLS_ENV, TOKEN_FILE_ENV
 from asyncflow.api.placement import AUTO, PROFILES, Profile
-from asyncflow.api.tasks import WorkerSpec
+from asyncflow.api.tasks import ProcessSpec
 from asyncflow.api.workers import ON_CPU, RolloutSpec, TrainerSpec
 from asyncflow.errors import AsyncFlowError, ManifestError
 from asyncflow.local.folder import RunFolder
 from asyncflow.local.issuer import Issuer
 from asyncflow.local.lifecycle import LocalReplica
+from asyncflow.plan.job import critic_role
 from asyncflow.plan.roles import Role
 
 _LOWEST = 15000
@@ -163,12 +164,14 @@ def resolve(job: RLJob, *, find: Callable[[Profile], Sequence[str]] = devices_of
     return built, notes
 
 
-def _computing(spec: RLJobSpec) -> Iterator[tuple[Place, TrainerSpec | RolloutSpec | WorkerSpec, str]]:
+def _computing(spec: RLJobSpec) -> Iterator[tuple[Place, TrainerSpec | RolloutSpec | ProcessSpec, str]]:
     """Yield what may have devices: its place in the spec, what it asks for, and its plug-in, "" for none."""
     yield ("trainer",), spec.trainer, spec.trainer.backend.name
     yield ("rollout",), spec.rollout, spec.rollout.engine.name
     if spec.reference is not None:
         yield ("reference",), spec.reference, ""
+    if (critic := critic_role(spec)) is not None:
+        yield ("critic", "role"), critic, ""
     yield from ((("tasks", index), task, "") for index, task in enumerate(spec.tasks))
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 from asyncflow.api.durability import RestartSpec
-from asyncflow.api.graph import ADVANTAGE, REFERENCE, TRAIN, Task, graph_of
+from asyncflow.api.graph import ADVANTAGE, CRITIC, REFERENCE, REWARD, TRAIN, Task, graph_of
 from asyncflow.api.job import RLJob, RLJobSpec
 from asyncflow.api.names import CONTROL_PORT, RoleName, task_role
 from asyncflow.api.placement import PROFILES, AcceleratorSpec, ResourcesSpec, TemplateSpec
 from asyncflow.api.schedule import ScheduleSpec
-from asyncflow.api.tasks import WorkerSpec
+from asyncflow.api.tasks import CriticRoleSpec, ProcessSpec, WorkerSpec
 from asyncflow.api.workers import RolloutSpec, TrainerSpec
 from asyncflow.plan.queue import holding_roles, serving_role, unit_after, unit_bytes
 from asyncflow.plan.roles import JobPlan, Port, Resources, Role
@@ -29,8 +29,9 @@ def plan(job: RLJob, *, decided: str = ADVANTAGE) -> JobPlan:
     """Return the roles of ``job`` and its tasks. decided: see ``graph_of``."""
     spec = job.spec
     holding = holding_roles(spec.transfer_queue, "driver", lambda *given: _holding(spec, *given))
+    critic = () if (own := critic_role(spec)) is None else (_critic(spec, own),)
     trainer = () if spec.trainer.external else (_trainer(spec),)
-    serving = (_driver(spec), _controller(spec), *holding, _storage(spec), *trainer)
+    serving = (_driver(spec), _controller(spec), *holding, _storage(spec), *critic, *trainer)
     beside = [_working(spec, name, worker) for name, worker in working_roles(spec).items()]
     roles = (*serving, *beside, _rollout(spec))
     return JobPlan(job=job.name, roles=roles, graph=graph_of(spec, decided=decided))
@@ -79,6 +80,24 @@ def _trainer(spec: RLJobSpec) -> Role:
     )
 
 
+def critic_role(spec: RLJobSpec) -> CriticRoleSpec | None:
+    """Return what the manifest says of the critic where that is a role of its own, else None."""
+    return None if spec.critic is None else spec.critic.role
+
+
+def _critic(spec: RLJobSpec, own: CriticRoleSpec) -> Role:
+    return _role(
+        spec,
+        CRITIC,
+        own.replicas,
+        spec.failure_policy.trainer,
+        worker=own,
+        resources=_resources(own.resources, threads=own.threads, accelerator=own.accelerator),
+        after=("driver",),
+        durable=("checkpoints",),
+    )
+
+
 def _rollout(spec: RLJobSpec) -> Role:
     rollout = spec.rollout
     return _role(
@@ -95,9 +114,16 @@ def _rollout(spec: RLJobSpec) -> Role:
 
 
 def working_roles(spec: RLJobSpec) -> dict[RoleName, WorkerSpec]:
-    """Return the roles that a manifest adds: the reference model, and one for each of the user's tasks."""
-    reference = {} if spec.reference is None else {REFERENCE: spec.reference}
-    return reference | {task_role(task.name): task for task in spec.tasks}
+    """Return the roles that a manifest adds: reward, reference model, and one for each of the user's tasks."""
+    own: dict[RoleName, WorkerSpec | None] = {REWARD: spec.reward.role, REFERENCE: spec.reference}
+    found = {name: worker for name, worker in own.items() if worker is not None}
+    return found | {task_role(task.name): task for task in spec.tasks}
+
+
+def added_roles(spec: RLJobSpec) -> dict[RoleName, WorkerSpec | CriticRoleSpec]:
+    """Return all roles that a manifest adds: those of ``working_roles``, and the critic."""
+    critic = critic_role(spec)
+    return {**({} if critic is None else {CRITIC: critic}), **working_roles(spec)}
 
 
 def _working(spec: RLJobSpec, name: RoleName, worker: WorkerSpec) -> Role:
@@ -118,7 +144,7 @@ def _role(
     replicas: int,
     restart: RestartSpec,
     *,
-    worker: TrainerSpec | RolloutSpec | WorkerSpec | None = None,
+    worker: TrainerSpec | RolloutSpec | ProcessSpec | None = None,
     **more: Any,
 ) -> Role:
     """Return a role of the job. worker: its specification, where it computes; more: see ``serving_role``."""

@@ -18,6 +18,8 @@ MAX_FRAME = 64 << 20
 MAX_ANSWER = 8 << 20
 MOST_DETAILS = 2048
 """``api.rewards.MOST_DETAILS``, which a reward process does not import."""
+_MOST_DETAIL = 1900
+"""Characters of a failed reward's traceback, its end, that travel with the sample."""
 COMPONENT = "reward/"
 """Tags that begin so hold the value of the component of the reward that is named behind."""
 LENGTH = struct.Struct(">I")
@@ -113,6 +115,20 @@ class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
     components: dict[str, float] = {}
     details: bytes = b""
     text: str | None = None
+
+    @property
+    def tags(self) -> dict[str, float | str]:
+        """The tags by which a sample says it, so that counting and advantages need no fetch.
+
+        failure, detail: why there is no reward, where there is none; ``COMPONENT`` and a name: the value of that
+        component, where it has one.
+        """
+        failure = {"failure": self.failure, "detail": self.detail[-_MOST_DETAIL:]} if self.failure else {}
+        return {
+            "reward": self.value,
+            **failure,
+            **{f"{COMPONENT}{name}": value for name, value in self.components.items()},
+        }
 
 
 def frame(message: msgspec.Struct) -> bytes:

@@ -55,7 +55,7 @@ async def serve(context: JobContext) -> None:
         return await loop.run_in_executor(threads, model.compute, rows, columns)
 
     task = TaskSettings(
-        partition=TRAIN,
+        partitions=(TRAIN,),
         task=REFERENCE,
         reads=("prompt_ids", "response_ids"),
         writes=(OutputColumn(name=REF_LOGPROBS, dtype="float32", most=spec.sampling.max_tokens),),

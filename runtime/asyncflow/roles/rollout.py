@@ -14,6 +14,7 @@ from asyncflow.api.placement import PROFILES
 from asyncflow.api.weights import FollowerSpec
 from asyncflow.api.workers import RolloutSpec
 from asyncflow.environments.pool import open_environment
+from asyncflow.environments.transcripts import stop_ids_of
 from asyncflow.flow.instance import Instance
 from asyncflow.models.lora import MergedWeights
 from asyncflow.models.source import materialize_config, materialize_weights
@@ -49,9 +50,11 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
     tokenizer = Tokenizer.load(folder)
     engine = engine_of(spec, folder, tokenizer, make=make_engine)
     metrics.relay(engine.metrics)
-    rewards = open_rewards(
-        spec.reward, workdir=job_folder(context.job, options), run=options.workdir, within_s=context.start_s
-    )
+    rewards = None
+    if spec.reward.role is None:
+        rewards = open_rewards(
+            spec.reward, workdir=job_folder(context.job, options), run=options.workdir, within_s=context.start_s
+        )
     environment = None
     if spec.environment is not None:
         environment = open_environment(
@@ -99,8 +102,9 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
         )
         await receiver.start()
         stack.push_async_callback(receiver.close)
-        await rewards.start()
-        stack.push_async_callback(rewards.close)
+        if rewards is not None:
+            await rewards.start()
+            stack.push_async_callback(rewards.close)
         if environment is not None:
             await environment.start()
             stack.push_async_callback(environment.close)
@@ -129,21 +133,18 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
 
 def settings_of(spec: RLJobSpec, tokenizer: Tokenizer) -> RolloutSettings:
     """Return what all instances of a job have in common."""
-    special = {text: tokenizer.special_id(text) for text in spec.sampling.stop}
     return RolloutSettings(
         temperature=spec.sampling.temperature,
         max_tokens=spec.sampling.max_tokens,
-        stop_ids=(*tokenizer.eos_ids, *(id_ for id_ in special.values() if id_ is not None)),
-        stop_texts=tuple(text for text, id_ in special.items() if id_ is None),
+        stop_ids=stop_ids_of(tokenizer, spec.sampling.stop),
+        stop_texts=tuple(text for text in spec.sampling.stop if tokenizer.special_id(text) is None),
         seed=spec.algorithm.seed,
-        group_sizes={
-            "train": spec.algorithm.group_size,
-            "eval": spec.evaluation.group_size if spec.evaluation is not None else 0,
-        },
+        group_sizes=spec.group_sizes,
         lease_s=spec.rollout.lease_seconds,
         drain_s=spec.rollout.drain_seconds,
         mixes=spec.schedule.swap_at == "token",
         max_turns=1 if spec.environment is None else spec.environment.max_turns,
+        judges=spec.reward.role is None,
         probe_gap=probe_gap_of(spec),
     )
 

@@ -46,7 +46,7 @@ async def serve(context: JobContext) -> None:
         decode=decode,
     )
     settings = TaskSettings(
-        partition=TRAIN,
+        partitions=(TRAIN,),
         task=task.name,
         reads=task.reads,
         writes=outputs,

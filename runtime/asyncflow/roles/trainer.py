@@ -36,7 +36,7 @@ from asyncflow.api.placement import PROFILES
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.flow.schedule import Schedule
 from asyncflow.models.source import materialize_config, materialize_weights
-from asyncflow.plan.job import plan
+from asyncflow.plan.job import critic_role, plan
 from asyncflow.process import PARENT
 from asyncflow.queue.client import QueueClient
 from asyncflow.roles.backend import EXPORT, EXPORT_BEST, backend_settings, export_best, export_weights, kind_of_backend
@@ -47,6 +47,7 @@ from asyncflow.rpc.server import RpcServer
 from asyncflow.telemetry.metrics import TrainerMetrics, labelled
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.checkpoint import BestCheckpoints, Checkpoints
+from asyncflow.training.critic import CriticLink
 from asyncflow.training.ranks import GatherService, HostProcessGroup, ProcessGroup, SingleProcess
 from asyncflow.training.recording import StepRecorder
 from asyncflow.training.report import ReportReply, TrainReport
@@ -133,6 +134,15 @@ async def serve(context: JobContext, *, make_backend: MakeBackend | None = None)
     folder = materialize_config(spec.model.source, options.workdir)
     settings = backend_settings(spec, host=context.host, local_rank=options.local_rank or 0)
     backend = make_backend(settings, group=group)
+    if settings.critic is not None and critic_role(spec) is not None:
+        backend.critic_link = CriticLink(
+            rank=group.rank,
+            attempt=options.attempt,
+            find=lambda: membership.address("critic"),
+            loop=asyncio.get_running_loop(),
+            credentials=context.credentials,
+            patience_s=spec.limits.stall_seconds,
+        )
     trainer = Trainer(
         queue=queue,
         sender=sender,
@@ -181,6 +191,8 @@ async def serve(context: JobContext, *, make_backend: MakeBackend | None = None)
     await context.stopping.wait()
     leaving.cancel()
     backend.close()
+    if backend.critic_link is not None:
+        await backend.critic_link.close()
     await group.close()
     await sender.close()
     await membership.close()

@@ -15,8 +15,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from asyncflow.data.base import Message
-from asyncflow.environments.functions import ENVIRONMENT, MODEL
 from asyncflow.environments.pool import Environments
+from asyncflow.environments.transcripts import Transcriber
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.rewards.wire import RewardResult
 from asyncflow.rollout.engines.base import Completion, GenerationRequest, RolloutEngine
@@ -42,7 +42,7 @@ class Episodes:
         self._environment = environment
         self._tokenizer = tokenizer
         self._max_turns = max_turns
-        self._stop_ids = stop_ids
+        self._transcriber = Transcriber(tokenizer=tokenizer, stop_ids=stop_ids)
 
     async def run(self, job: Job, request: GenerationRequest) -> tuple[Completion, RewardResult | None]:
         """Make the response to ``request``, ``aborted`` where the engine was told to end it.
@@ -73,12 +73,5 @@ class Episodes:
             job.turn = None
 
     def transcript(self, completion: Completion) -> list[Message]:
-        """Return the turns and observations of a response as texts, turns without special tokens and stop ids."""
-        return [
-            Message(role=MODEL if chosen else ENVIRONMENT, content=self._text(ids.tolist(), chosen=chosen))
-            for chosen, ids in completion.segments()
-        ]
-
-    def _text(self, ids: list[int], *, chosen: bool) -> str:
-        said = ids[:-1] if chosen and ids[-1] in self._stop_ids else ids
-        return self._tokenizer.decode(said, skip_special_tokens=chosen)
+        """Return the turns and observations of a response as texts."""
+        return self._transcriber.transcript(completion.ids, completion.chosen)

@@ -19,7 +19,7 @@ from asyncflow.flow.instance import Work
 from asyncflow.flow.schedule import VersionWindow
 from asyncflow.identity import Version
 from asyncflow.queue.protocol.messages import TOKENS_TAG, LeasedRow, Tag
-from asyncflow.rewards.wire import COMPONENT, Example, RewardResult
+from asyncflow.rewards.wire import Example, RewardResult
 from asyncflow.rollout.engines.base import NOTHING, Completion, GenerationRequest
 from asyncflow.rollout.sampling import purpose_seed
 from asyncflow.rpc.columns import Jagged
@@ -29,8 +29,6 @@ INPUTS = ("prompt_ids", "task")
 RESPONSE = ("response_ids", "logprobs", "versions")
 """Columns of a response: int32 ids, float32 log-probs, int64 packed versions, one entry a token; and ``LOSS_MASK``
 where responses have several turns."""
-_MOST_DETAIL = 1900
-"""Characters of a failed reward's traceback, its end, that travel with the sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +40,7 @@ class RolloutSettings:
     ``rollout`` tasks; call_s: for one call to the queue; fetch_s, load_s: for prompts and weights of rows that were
     claimed, which are given back afterwards; drain_s: for samples that are generated but not yet delivered when the
     instance leaves; mixes: whether a response may be made by several versions (``swapAt: token``); max_turns: of the
-    model in one response; probe_gap: most by
+    model in one response; judges: whether responses are scored here, and not by a role of their own; probe_gap: most by
     which the engine's log-probs may differ on average from those published with the weights that it has loaded.
     """
 
@@ -63,6 +61,7 @@ class RolloutSettings:
     drain_s: float = 10.0
     mixes: bool = False
     max_turns: int = 1
+    judges: bool = True
     probe_gap: float = 1e-3
 
     @property
@@ -190,28 +189,27 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOutcome:
-    """A sample that is finished: what goes into the row's columns and tags."""
+    """A sample that is finished: what goes into the row's columns and tags.
+
+    reward: None where it is scored elsewhere, and nothing has kept it from having a reward so far.
+    """
 
     job: Job
     completion: Completion
-    reward: RewardResult
+    reward: RewardResult | None
 
     @property
     def tags(self) -> dict[str, Tag]:
         """The tags, so that counting and advantages need no fetch.
 
-        failure, detail: why there is no reward, where there is none; ``COMPONENT`` and a name: the value of that
-        component of the reward, where it has one; tokens: of the response; response_tokens: those that the model chose;
-        turns: of the model, where there may be several; version_min, version_max: steps of its oldest and newest token.
+        Those of the reward; tokens: of the response; response_tokens: those that the model chose; turns: of the model,
+        where there may be several; version_min, version_max: steps of its oldest and newest token.
         """
         versions = self.completion.versions
         steps = [Version.unpack(version).step for version in np.unique(versions).tolist()]
         masked = self.completion.loss_mask is not None
-        failure = {"failure": self.reward.failure, "detail": self.reward.detail[-_MOST_DETAIL:]}
         return {
-            "reward": self.reward.value,
-            **(failure if self.reward.failure else {}),
-            **{f"{COMPONENT}{name}": value for name, value in self.reward.components.items()},
+            **(self.reward.tags if self.reward is not None else {}),
             "finish": self.completion.finish,
             TOKENS_TAG: len(versions),
             "response_tokens": int(self.completion.chosen.sum()),
@@ -248,12 +246,13 @@ def begun_of(columns: Mapping[str, Jagged], index: int) -> Completion:
     return Completion(ids=ids, logprobs=logprobs, versions=versions, finish="aborted", loss_mask=mask)
 
 
-def columns(outcomes: Sequence[SampleOutcome], *, names: Collection[str]) -> dict[str, Jagged]:
-    """Return the columns of a response, reward float32[1] and details (uint8, JSON or nothing), by outcome.
-
-    names: as for ``response_columns``.
+def columns(outcomes: Sequence[SampleOutcome], *, settings: RolloutSettings) -> dict[str, Jagged]:
+    """Return the columns of a response, by outcome; and of one that is judged here reward float32[1] and details
+    (uint8, JSON or nothing).
     """
-    rewards = Jagged.from_rows([[outcome.reward.value] for outcome in outcomes], np.float32)
-    details = [np.frombuffer(outcome.reward.details, np.uint8) for outcome in outcomes]
-    judged = {"reward": rewards, "details": Jagged.from_rows(details, np.uint8)}
-    return response_columns([outcome.completion for outcome in outcomes], names=names) | judged
+    found = response_columns([outcome.completion for outcome in outcomes], names=settings.response)
+    if settings.judges:
+        judged = [outcome.reward for outcome in outcomes if outcome.reward is not None]
+        found["reward"] = Jagged.from_rows([[reward.value] for reward in judged], np.float32)
+        found["details"] = Jagged.from_rows([np.frombuffer(reward.details, np.uint8) for reward in judged], np.uint8)
+    return found

@@ -392,7 +392,7 @@ class Delivery:
         try:
             return await self._queue.complete(
                 [outcome.job.row for outcome in batch],
-                columns(batch, names=self._settings.response),
+                columns(batch, settings=self._settings),
                 tags=[outcome.tags for outcome in batch],
                 timeout=self._settings.call_s,
             )

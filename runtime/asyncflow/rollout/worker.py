@@ -1,5 +1,7 @@
 """One rollout instance: claims rows, generates, has them scored, delivers, and swaps weights between.
 
+Where the reward is a role of its own, nothing is scored here.
+
 Every sample is a coroutine (generate, score, deliver); one loop steers: it begins what ``flow.instance`` admits and
 swaps when that says so. Waiting for a reward or for a storage unit holds no slot.
 
@@ -30,6 +32,7 @@ from asyncflow.identity import SampleKey
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.queue.client import QueueClient
 from asyncflow.rewards.service import Rewards
+from asyncflow.rewards.wire import RewardResult
 from asyncflow.rollout.engines.base import Completion, RolloutEngine
 from asyncflow.rollout.episodes import Episodes
 from asyncflow.rollout.job import Job, RolloutSettings, SampleOutcome
@@ -145,11 +148,11 @@ class RolloutMeter:
         if completion.finish != "aborted":
             self._metrics.taken_over.inc(begun)
 
-    def scored(self, outcome: SampleOutcome, seconds: float) -> None:
-        """Take in a sample that got its reward."""
+    def scored(self, reward: RewardResult, seconds: float) -> None:
+        """Take in the reward of a sample."""
         self._metrics.reward_seconds.observe(seconds)
-        if outcome.reward.failure:
-            self._metrics.rewards_failed.labels(outcome.reward.failure).inc()
+        if reward.failure:
+            self._metrics.rewards_failed.labels(reward.failure).inc()
 
     def settled(self, *, taken: bool) -> None:
         """Take in what became of a result at the queue."""
@@ -181,8 +184,9 @@ class RolloutWorker:
     """Runs one instance.
 
     receiver, made with ``want=wanted_by(instance)``, engine and rewards are started before and closed after by the
-    caller. merge: see ``WeightLoader``; permits: of a staggered update, None where it changes weights when it can;
-    environment: of samples of several turns, started and closed like the rewards; spans: records what it does.
+    caller. rewards: None where responses are scored elsewhere, as ``settings.judges`` says, too; merge: see
+    ``WeightLoader``; permits: of a staggered update, None where it changes weights when it can; environment: of samples
+    of several turns, started and closed like the rewards; spans: records what it does.
     """
 
     def __init__(
@@ -191,7 +195,7 @@ class RolloutWorker:
         queue: QueueClient,
         receiver: WeightReceiver,
         engine: RolloutEngine,
-        rewards: Rewards,
+        rewards: Rewards | None,
         tokenizer: Tokenizer,
         instance: Instance,
         settings: RolloutSettings,
@@ -208,7 +212,7 @@ class RolloutWorker:
         metrics.refreshed.append(functools.partial(self._count, metrics))
         self._receiver = receiver
         self._engine = engine
-        self._scoring = Scoring(rewards, sizes=settings.group_sizes)
+        self._scoring = None if rewards is None else Scoring(rewards, sizes=settings.group_sizes)
         self._episodes = Episodes(
             engine, environment, tokenizer, max_turns=settings.max_turns, stop_ids=settings.stop_ids
         )
@@ -426,16 +430,17 @@ class RolloutWorker:
             await self._in_flight.give_back([job], reason=_LEAVES, there={job: completion})
             return
         job.made = completion
-        began = time.monotonic()
-        with self.meter.scores():
-            reward = await self._scoring.score(job, self._episodes.transcript(completion))
-        if reward is None:
-            await self._in_flight.give_back([job], reason=_APART, there={job: completion.unended()})
-            return
-        reward = failed or reward
-        outcome = SampleOutcome(job=job, completion=completion, reward=reward)
-        self.meter.scored(outcome, time.monotonic() - began)
-        self._delivery.put(outcome)
+        reward = failed
+        if self._scoring is not None:
+            began = time.monotonic()
+            with self.meter.scores():
+                scored = await self._scoring.score(job, self._episodes.transcript(completion))
+            if scored is None:
+                await self._in_flight.give_back([job], reason=_APART, there={job: completion.unended()})
+                return
+            reward = failed or scored
+            self.meter.scored(reward, time.monotonic() - began)
+        self._delivery.put(SampleOutcome(job=job, completion=completion, reward=reward))
         self._changed.set()
 
     def _settled(self, outcome: SampleOutcome, taken: bool) -> None:

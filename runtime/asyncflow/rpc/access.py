@@ -20,9 +20,9 @@ from asyncflow.errors import Refused
 from asyncflow.identity import ProcessIdentity
 
 _PEOPLE: Final = (CLIENT, OPERATOR, VIEWER)
-_WORKERS: Final = ("driver", "rollout", "reference", TASK)
+_WORKERS: Final = ("driver", "rollout", "reference", "reward", TASK)
 _QUEUE: Final = (*_WORKERS, "controller", "storage", "trainer", *_PEOPLE)
-_ALL: Final = (*_QUEUE, "master", "holder", PUBLISHER, FOLLOWER)
+_ALL: Final = (*_QUEUE, "critic", "master", "holder", PUBLISHER, FOLLOWER)
 _SHARED: Final = (_PEOPLE, (FOLLOWER,))
 _WEIGHTS: Final = ("weights.fetch", "weights.place", "weights.pair", "weights.send")
 HELD_BY: Final = "@"
@@ -106,6 +106,8 @@ def _table() -> dict[str, dict[str, Named]]:
         "trainer.gather": _may(_own("rank"), "trainer"),
         "trainer.leave": _may(_own("rank"), "trainer"),
         "trainer.left": publishes,
+        **dict.fromkeys(("critic.values", "critic.learn"), _may(_own("rank"), "trainer")),
+        **{f"critic.{order}": publishes for order in ("load", "settle", "update", "copy", "write")},
         "weights.publish": _may(_own("part", "worker"), "trainer") | _may(_own("worker"), PUBLISHER),
         "weights.watch": receives,
         "weights.locate": receives,

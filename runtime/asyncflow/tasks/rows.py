@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -59,6 +59,17 @@ class RowFailure(msgspec.Struct, frozen=True, array_like=True):
 
 Result: TypeAlias = Mapping[str, NDArray[Any]] | RowFailure
 """What became of a row: the values of its columns, [n] each, or why there are none."""
+
+
+class TaggedValues(NamedTuple):
+    """Values of a row's columns, [n] each, and tags that travel with it; ``failure`` among them where it has failed."""
+
+    values: Mapping[str, NDArray[Any]]
+    tags: Mapping[str, Tag]
+
+
+Outcome: TypeAlias = Result | TaggedValues
+"""What is written of a row: a result, or values with tags."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +139,12 @@ def unpacked(
     ]
 
 
-def columns_of(results: Sequence[Result], outputs: Sequence[OutputColumn]) -> dict[str, Jagged]:
-    """Return the columns of rows; of those that failed they are empty."""
+def columns_of(outcomes: Sequence[Outcome], outputs: Sequence[OutputColumn]) -> dict[str, Jagged]:
+    """Return the columns of rows; of those that failed without values they are empty."""
+    found = [outcome.values if isinstance(outcome, TaggedValues) else outcome for outcome in outcomes]
     return {
         output.name: Jagged.from_rows(
-            [() if isinstance(result, RowFailure) else result[output.name] for result in results], output.dtype
+            [() if isinstance(result, RowFailure) else result[output.name] for result in found], output.dtype
         )
         for output in outputs
     }

@@ -27,14 +27,14 @@ from asyncflow.queue.protocol.messages import LeasedRow, Tag
 from asyncflow.rpc.columns import Jagged
 from asyncflow.rpc.membership import Status
 from asyncflow.rpc.retry import Outage
-from asyncflow.tasks.rows import OutputColumn, Result, RowFailure, columns_of
+from asyncflow.tasks.rows import Outcome, OutputColumn, RowFailure, TaggedValues, columns_of
 from asyncflow.telemetry.metrics import BusyClock, WorkerMetrics
 from asyncflow.telemetry.spans import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
 
-Compute = Callable[[Sequence[LeasedRow], Mapping[str, Jagged]], Awaitable[Sequence[Result]]]
-"""Computes a batch: the rows, and the columns that the task reads, gives a result for each row."""
+Compute = Callable[[Sequence[LeasedRow], Mapping[str, Jagged]], Awaitable[Sequence[Outcome]]]
+"""Computes a batch: the rows, and the columns that the task reads, gives an outcome for each row."""
 T = TypeVar("T")
 _PARK_S: Final = 30.0
 _CALL_S: Final = 20.0
@@ -44,12 +44,12 @@ _CALL_S: Final = 20.0
 class TaskSettings:
     """Settings of one process of a task.
 
-    partition, task: what it claims from; reads: columns that are fetched; writes: those that are written; batch: most
+    partitions, task: what it claims from; reads: columns that are fetched; writes: those that are written; batch: most
     rows at once; parallel: batches that are computed at once; retries: of a row, None for no end; lease_s, drain_s: see
     the manifest.
     """
 
-    partition: str
+    partitions: tuple[str, ...]
     task: str
     reads: tuple[str, ...]
     writes: tuple[OutputColumn, ...]
@@ -108,7 +108,8 @@ class TaskWorker:
         """Work until told to leave. Raises what ``compute`` raises."""
         self._spans.enter("idle", waits="claim")
         async with asyncio.TaskGroup() as group:
-            serving = [group.create_task(self._serve()) for _ in range(self._settings.parallel + 1)]
+            claiming = self._settings.partitions * (self._settings.parallel + 1)
+            serving = [group.create_task(self._serve(partition)) for partition in claiming]
             renewing = group.create_task(self._renew())
             leaving = group.create_task(self._leaving.wait())
             await asyncio.wait((leaving, *serving), return_when=asyncio.FIRST_COMPLETED)
@@ -121,11 +122,11 @@ class TaskWorker:
             renewing.cancel()
             leaving.cancel()
 
-    async def _serve(self) -> None:
-        """Claim, fetch, compute and write one batch after another."""
+    async def _serve(self, partition: str) -> None:
+        """Claim, fetch, compute and write one batch of a partition after another."""
         while not self._leaving.is_set():
             try:
-                rows = await self._claim()
+                rows = await self._claim(partition)
             except AsyncFlowError as error:
                 await self._outage.wait(error)
                 continue
@@ -144,13 +145,11 @@ class TaskWorker:
                 for lease in {row.lease for row in rows}:
                     self._held.pop(lease, None)
 
-    async def _claim(self) -> list[LeasedRow]:
+    async def _claim(self, partition: str) -> list[LeasedRow]:
         """Return rows, none when there were none for a while or this process leaves."""
         settings = self._settings
         claimed = await self._unless_leaving(
-            self._queue.claim(
-                partition=settings.partition, task=settings.task, max_rows=settings.batch, timeout=_PARK_S
-            )
+            self._queue.claim(partition=partition, task=settings.task, max_rows=settings.batch, timeout=_PARK_S)
         )
         return claimed.rows if claimed is not None else []
 
@@ -192,12 +191,12 @@ class TaskWorker:
             if not self._computing:
                 self._spans.enter("idle", waits="claim", step=-1)
 
-    async def _results(self, rows: Sequence[LeasedRow], columns: Mapping[str, Jagged]) -> list[Result]:
-        """Return a result for each row; those that were tried often enough are not computed again."""
+    async def _results(self, rows: Sequence[LeasedRow], columns: Mapping[str, Jagged]) -> list[Outcome]:
+        """Return an outcome for each row; those that were tried often enough are not computed again."""
         retries = self._settings.retries
         again = [i for i, row in enumerate(rows) if retries is None or row.attempt <= retries]
         over = f"its replica was lost, or gave it back, in each of {(retries or 0) + 1} tries"
-        results: list[Result] = [RowFailure("died", over)] * len(rows)
+        results: list[Outcome] = [RowFailure("died", over)] * len(rows)
         if again:
             chosen = [rows[i] for i in again]
             given = {name: column.take(again) for name, column in columns.items()}
@@ -238,31 +237,32 @@ class TaskWorker:
         found = await asyncio.gather(*map(there, rows))
         return [row for row, ok in zip(rows, found, strict=True) if ok]
 
-    async def _settle(self, rows: Sequence[LeasedRow], results: Sequence[Result]) -> None:
+    async def _settle(self, rows: Sequence[LeasedRow], results: Sequence[Outcome]) -> None:
         """Write what was computed, give back what is to be tried again, and write why the rest has no values."""
         retries = self._settings.retries
         again: list[LeasedRow] = []
-        done: list[tuple[LeasedRow, Result]] = []
+        done: list[tuple[LeasedRow, Outcome]] = []
         for row, result in zip(rows, results, strict=True):
             retry = isinstance(result, RowFailure) and (retries is None or row.attempt < retries)
             again.append(row) if retry else done.append((row, result))
             if isinstance(result, RowFailure):
-                self._tell(row, result, last=not retry)
+                self._tell(row, result.kind, result.said, last=not retry)
+            elif isinstance(result, TaggedValues) and (why := _failure(result)):
+                self._tell(row, why, str(result.tags.get("detail", "")), last=True)
         if again:
             await self._give_back(again, reason="it failed")
             self._metrics.rows.labels("retried").inc(len(again))
         if done:
             await self._write([row for row, _ in done], [result for _, result in done])
 
-    def _tell(self, row: LeasedRow, failure: RowFailure, *, last: bool) -> None:
-        known = failure.kind in self.failed
-        level = logging.WARNING if last and not known else logging.DEBUG
-        log.log(level, "sample %s: %s: %s", tuple(row.meta.key), failure.kind, failure.said)
+    def _tell(self, row: LeasedRow, kind: str, said: str, *, last: bool) -> None:
+        level = logging.WARNING if last and kind not in self.failed else logging.DEBUG
+        log.log(level, "sample %s: %s: %s", tuple(row.meta.key), kind, said)
         if last:
-            self.failed[failure.kind] += 1
-            self._first_failure = self._first_failure or f"{failure.kind}: {failure.said}"
+            self.failed[kind] += 1
+            self._first_failure = self._first_failure or f"{kind}: {said}"
 
-    async def _write(self, rows: Sequence[LeasedRow], results: Sequence[Result]) -> None:
+    async def _write(self, rows: Sequence[LeasedRow], results: Sequence[Outcome]) -> None:
         """Write, as long as the lease is held, however long the queue is away."""
         columns = columns_of(results, self._settings.writes)
         tags = [self._tags(result) for result in results]
@@ -281,15 +281,17 @@ class TaskWorker:
                     break
         self._outage.end()
         for result, ok in zip(results, written, strict=True):
-            outcome = "lost" if not ok else result.kind if isinstance(result, RowFailure) else "done"
-            self._metrics.rows.labels(outcome).inc()
-            self._done += ok and not isinstance(result, RowFailure)
+            failure = _failure(result)
+            self._metrics.rows.labels("lost" if not ok else failure or "done").inc()
+            self._done += ok and not failure
 
-    def _tags(self, result: Result) -> dict[str, Tag]:
-        """Return the tags by which the driver knows that a row has failed (``driver.groups.failure_of``)."""
-        if not isinstance(result, RowFailure):
-            return {}
-        return {"failure": f"{self._settings.task}: {result.kind}", "detail": result.said}
+    def _tags(self, result: Outcome) -> dict[str, Tag]:
+        """Return the tags of a row: by ``failure`` the driver knows that it failed (``driver.groups.failure_of``)."""
+        if isinstance(result, TaggedValues):
+            return dict(result.tags)
+        if isinstance(result, RowFailure):
+            return {"failure": f"{self._settings.task}: {result.kind}", "detail": result.said}
+        return {}
 
     async def _give_back(self, rows: Sequence[LeasedRow], *, reason: str) -> None:
         try:
@@ -311,3 +313,10 @@ class TaskWorker:
                 continue
             for lease in asked - valid:
                 self._held.pop(lease, None)
+
+
+def _failure(result: Outcome) -> str:
+    """Return why a row has failed, "" where it has not."""
+    if isinstance(result, TaggedValues):
+        return str(result.tags.get("failure", ""))
+    return result.kind if isinstance(result, RowFailure) else ""

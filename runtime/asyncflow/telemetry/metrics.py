@@ -363,10 +363,22 @@ class TaskMetrics(WorkerMetrics):
     role = "task"
 
 
+class RewardMetrics(WorkerMetrics):
+    """One process of the reward."""
+
+    role = "reward"
+
+
 class ReferenceMetrics(WorkerMetrics):
     """One process of the reference model."""
 
     role = "reference"
+
+
+class CriticMetrics(RoleMetrics):
+    """The critic, where it is a role of its own."""
+
+    role = "critic"
 
 
 class TrainerMetrics(RoleMetrics):

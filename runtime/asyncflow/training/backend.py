@@ -18,8 +18,10 @@ from typing import Any, ClassVar
 import msgspec
 from numpy.typing import NDArray
 
+from asyncflow.errors import ManifestError
 from asyncflow.telemetry.spans import NO_SPANS, Spans
 from asyncflow.training.batch import MicroBatch
+from asyncflow.training.critic import CriticLink, CriticModel
 from asyncflow.training.ranks import ProcessGroup
 from asyncflow.training.settings import BackendSettings, WeightsDtype
 from asyncflow.weights.probe import WeightProbe
@@ -40,12 +42,14 @@ class TrainerBackend(ABC):
     the last ``finish_step``, once in each epoch; another thread may read it. slot_tokens: most tokens that a rank's
     part of a slot should have, the same on all ranks; ``load`` may change it, and nothing does so afterwards.
     spans: by which a back end may tell apart what it does in a micro-batch.
+    critic_link: calls of the critic where that is a role of its own, set before ``load``.
     """
 
     Options: ClassVar[type[msgspec.Struct] | None] = None
     of_model = True
     trained = 0
     spans: Spans = NO_SPANS
+    critic_link: CriticLink | None = None
 
     def __init__(self, settings: BackendSettings, *, group: ProcessGroup) -> None:
         """Prepare. A backend raises ManifestError for ``settings.options`` that it does not know, and for
@@ -54,6 +58,15 @@ class TrainerBackend(ABC):
         self.settings = settings
         self.group = group
         self.slot_tokens = settings.pack_tokens or max(SLOT_TOKENS, settings.longest_part)
+
+    @classmethod
+    def apart(cls, settings: BackendSettings, *, folder: Path) -> CriticModel:  # noqa: ARG003
+        """Return the critic of this back end for a process of its own. folder: of the model; settings: for it.
+
+        Raises ManifestError where there is none, as by default.
+        """
+        what = f"{cls.__name__} has no critic in a process of its own"
+        raise ManifestError(what, where="spec.critic.role", hint="Leave it out, or take the back end torch")
 
     @abstractmethod
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:

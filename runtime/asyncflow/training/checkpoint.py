@@ -141,7 +141,7 @@ class Checkpoints:
                     raise _unwritable(self.folder, error) from error
         seen = False
         with contextlib.suppress(OSError):
-            seen = self._newest_attempt() == attempt
+            seen = self.newest_attempt() == attempt
         self.shared = bool(self.group.gather(np.array([seen]), what="who sees the checkpoints").all())
 
     def latest(self) -> Checkpoint | None:
@@ -215,7 +215,7 @@ class Checkpoints:
             self._undo(final, attempt=manifest.attempt)
             raise
 
-    def _newest_attempt(self) -> int | None:
+    def newest_attempt(self) -> int | None:
         """Return the newest attempt that has claimed the folder, None where none has."""
         try:
             return int((self.folder / _ATTEMPT).read_text())
@@ -223,7 +223,7 @@ class Checkpoints:
             return None
 
     def _check(self, attempt: int) -> None:
-        newest = self._newest_attempt()
+        newest = self.newest_attempt()
         if newest is not None and newest > attempt:
             raise Fenced(f"attempt {attempt} of the trainer was replaced by attempt {newest}", where=str(self.folder))
 

@@ -5,6 +5,8 @@ D_k. It goes through the real packing of slots, checkpoints, publications and re
 exactly-once training that is independent of the ledger. A second tensor, ``moving``, changes in every element at every
 step, as the weights of a model do, so that whole versions travel.
 
+A critic of its own (``apart``) counts what it learns in the same way, into a file of its own.
+
 Invariant: after step k the entry of a sample is the number of steps up to k whose D_k held it, times the epochs of
 each, in the weights that survived.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,14 +25,17 @@ from numpy.typing import NDArray
 
 from asyncflow.errors import CheckpointError, ManifestError
 from asyncflow.plugins import read_options
+from asyncflow.rpc.columns import Jagged
 from asyncflow.training.backend import OPTIONS, TrainerBackend
 from asyncflow.training.batch import MicroBatch
+from asyncflow.training.critic import CriticModel
 from asyncflow.training.ranks import ProcessGroup
 from asyncflow.training.settings import BackendSettings, WeightsDtype
 
 TENSOR = "counts"
 MOVING = "moving"
 _FILE = "counts.npy"
+CRITIC_COUNTS = "critic-counts.npy"
 
 
 class CountingOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,43 +62,49 @@ class CountingBackend(TrainerBackend):
 
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:  # noqa: ARG002
         """Take the counts of ``checkpoint``, or zeros; the model folder is not looked at."""
+        first = self.group.rank == 0
         counts = np.zeros_like(self._counts)
-        if checkpoint is not None and self.group.rank == 0:
-            stored = np.load(checkpoint / _FILE, allow_pickle=False)
-            if stored.shape != counts.shape or stored.dtype != counts.dtype:
-                raise CheckpointError(
-                    f"counts are {stored.dtype}{stored.shape}, not {counts.dtype}{counts.shape}",
-                    where=str(checkpoint / _FILE),
-                    hint="Resume with the capacity that the run began with.",
-                )
-            counts = stored
+        if checkpoint is not None and first:
+            counts = _stored(checkpoint / _FILE, like=counts)
+        if self.critic_link is not None and first:
+            self.critic_link.load(checkpoint)
         self._counts = self.group.gather(counts, what="counts")[0]
         self._pending[:] = 0
 
+    @classmethod
+    def apart(cls, settings: BackendSettings, *, folder: Path) -> CriticModel:  # noqa: ARG003
+        """See the base class."""
+        return CountingCritic(settings)
+
     def micro_batch(self, batch: MicroBatch, *, version: int | None) -> None:  # noqa: ARG002
         """Add one for each sample of ``batch``; an entry beyond the capacity is a ManifestError."""
-        for key in batch.keys:
-            index = key.serial * self.settings.group_size + key.sample
-            if index >= self._pending.size:
-                raise ManifestError(
-                    f"sample {tuple(key)} has index {index}, the counting trainer holds {self._pending.size}",
-                    where=f"{OPTIONS}.capacity",
-                    hint="Give at least prompts * groupSize.",
-                )
-            self._pending[index] += 1
+        if self.critic_link is not None:
+            values = self.critic_link.values(batch)
+            self.critic_link.learn(replace(batch, values=values, returns=values))
+        _count(self._pending, batch, group_size=self.settings.group_size)
         self.trained += len(batch)
         time.sleep(self._sleep_s)
 
     def update(self, step: int) -> None:
         """Count on: everything since the last step is added at its end."""
+        self._move_critic(step)
 
     def finish_step(self, step: int) -> dict[str, float]:
         """Add what all ranks counted."""
+        self._move_critic(step)
         added = self.group.gather(self._pending, what=f"counts of step {step}").sum(axis=0)
         self._counts = self._counts + added
         self._pending[:] = 0
         self.trained = 0
         return {"counted": float(added.sum()), "counted_max": float(self._counts.max())}
+
+    def _move_critic(self, step: int) -> None:
+        if self.critic_link is None:
+            return
+        self.group.gather(np.zeros(1), what=f"what the critic learns in step {step}")
+        if self.group.rank == 0:
+            self.critic_link.settle(step)
+            self.critic_link.update(step, divisor=1.0, moves=True)
 
     def tensors(self, *, dtype: WeightsDtype = "float32") -> Iterator[tuple[str, NDArray[Any]]]:  # noqa: ARG002
         """Yield ``counts``, which are whole numbers, and ``moving``, where it is wanted: the sum of all counts."""
@@ -103,12 +115,90 @@ class CountingBackend(TrainerBackend):
     def snapshot(self, *, shared: bool = True) -> Callable[[Path], None]:  # noqa: ARG002
         """Return what writes counts.npy, by rank 0: all ranks count the same, and a step makes new counts."""
         counts, writes = self._counts, self.group.rank == 0
+        link = self.critic_link if writes else None
+        if link is not None:
+            link.copy()
 
         def write(folder: Path) -> None:
             if writes:
                 np.save(folder / _FILE, counts, allow_pickle=False)
+            if link is not None:
+                link.write(folder)
 
         return write
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class CountingCritic:
+    """The critic of one process: it counts what it has learned, and every value is 0."""
+
+    files: tuple[str, ...] = (CRITIC_COUNTS,)
+
+    def __init__(self, settings: BackendSettings) -> None:
+        options = read_options(settings.options, CountingOptions, where=OPTIONS)
+        self._group_size = settings.group_size
+        self._counts = np.zeros(options.capacity, dtype=np.int64)
+        self._pending = np.zeros_like(self._counts)
+
+    def load(self, checkpoint: Path | None) -> None:
+        """Take the counts of ``checkpoint``, or zeros."""
+        zeros = np.zeros_like(self._counts)
+        self._counts = zeros if checkpoint is None else _stored(checkpoint / CRITIC_COUNTS, like=zeros)
+        self.forget()
+
+    def values(self, batch: MicroBatch) -> Jagged:
+        """Return 0 for each response token."""
+        return Jagged(np.zeros(len(batch.responses.values), np.float32), batch.responses.offsets)
+
+    def learn(self, batch: MicroBatch) -> None:
+        """Add one for each sample of ``batch``."""
+        _count(self._pending, batch, group_size=self._group_size)
+
+    def forget(self) -> None:
+        """Forget what was counted since the last step."""
+        self._pending = np.zeros_like(self._counts)
+
+    def settle(self) -> dict[str, float]:
+        """Return no figures."""
+        return {}
+
+    def update(self, step: int, *, divisor: float, moves: bool) -> None:  # noqa: ARG002
+        """Add what was counted, if it ``moves``."""
+        if moves:
+            self._counts = self._counts + self._pending
+        self.forget()
+
+    def copy(self) -> Callable[[Path], None]:
+        """Return what writes critic-counts.npy; a step makes new counts."""
+        counts = self._counts
+
+        def write(folder: Path) -> None:
+            np.save(folder / CRITIC_COUNTS, counts, allow_pickle=False)
+
+        return write
+
+
+def _count(pending: NDArray[np.int64], batch: MicroBatch, *, group_size: int) -> None:
+    """Add one for each sample of ``batch``; an entry beyond the capacity is a ManifestError."""
+    for key in batch.keys:
+        index = key.serial * group_size + key.sample
+        if index >= pending.size:
+            raise ManifestError(
+                f"sample {tuple(key)} has index {index}, the counting trainer holds {pending.size}",
+                where=f"{OPTIONS}.capacity",
+                hint="Give at least prompts * groupSize.",
+            )
+        pending[index] += 1
+
+
+def _stored(file: Path, *, like: NDArray[np.int64]) -> NDArray[np.int64]:
+    stored: NDArray[np.int64] = np.load(file, allow_pickle=False)
+    if stored.shape != like.shape or stored.dtype != like.dtype:
+        raise CheckpointError(
+            f"counts are {stored.dtype}{stored.shape}, not {like.dtype}{like.shape}",
+            where=str(file),
+            hint="Resume with the capacity that the run began with.",
+        )
+    return stored

@@ -54,7 +54,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticSettings:
-    """Settings of a critic inside the trainer. warmup_steps: first steps, which train it alone."""
+    """Settings of a critic. warmup_steps: first steps, which train it alone."""
 
     optimizer: OptimizerSettings
     warmup_steps: int = 0

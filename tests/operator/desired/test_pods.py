@@ -157,6 +157,50 @@ def test_samples_are_scored_in_a_container_without_any_secret(desired: Desired, 
     assert scores["securityContext"] == rollout["securityContext"]
 
 
+def test_where_the_reward_is_a_role_its_pods_score_and_rollouts_only_answer_turns(
+    desired: Desired, job_state: JobStates, tmp_path: Path
+):
+    role = {"replicas": 2, "resources": {"cpu": 3}, "template": {"env": [{"name": "API_KEY", "value": "a-canary"}]}}
+    reward = {"function": "mine:score", "resources": {"cpu": 2}, "role": role}
+    state = job_state(reward=reward)
+    judging = desired.pod(state, "reward", 1, 0)
+    (scores,) = judging["spec"]["initContainers"]
+    assert "--environment" not in scores["command"]
+    assert scores["resources"]["requests"]["cpu"] == "2000m"
+    works = container(judging)
+    assert works["resources"]["requests"]["cpu"] == "3000m"
+    variables = {variable["name"]: variable.get("value") for variable in works["env"]}
+    assert variables["ASYNCFLOW_REWARD_SOCKET"] == scores["command"][-1]
+    assert variables["API_KEY"] == "a-canary"
+    config = next(each for each in desired.supporting(state) if each["kind"] == "ConfigMap")
+    (tmp_path / "reward.yaml").write_text(config["data"]["reward.yaml"])
+    assert "a-canary" not in config["data"]["reward.yaml"]
+    assert load_reward(tmp_path / "reward.yaml").role is not None
+    assert "initContainers" not in desired.pod(state, "rollout", 0, 0)["spec"]
+    with_turns = job_state(reward=reward, environment={"function": "calculator"})
+    (answers,) = desired.pod(with_turns, "rollout", 0, 0)["spec"]["initContainers"]
+    assert "--environment" in answers["command"]
+    assert "--environment" not in desired.pod(with_turns, "reward", 0, 0)["spec"]["initContainers"][0]["command"]
+
+
+def test_a_critic_of_its_own_mounts_the_checkpoints_and_outlives_the_trainer(desired: Desired, job_state: JobStates):
+    state = job_state(
+        algorithm={"name": "ppo", "steps": 10},
+        critic={"role": {"resources": {"cpu": 3}, "template": {"labels": {"team": "values"}}}},
+        storage={"checkpoints": {"claim": {"size": "1Gi"}, "accessMode": "ReadWriteMany"}},
+    )
+    pod, trainer = desired.pod(state, "critic", 0, 0), desired.pod(state, "trainer", 0, 0)
+    assert pod["metadata"]["labels"]["team"] == "values"
+    assert container(pod)["resources"]["requests"]["cpu"] == "3000m"
+    mounts = [
+        next(mount for mount in container(each)["volumeMounts"] if mount["name"] == "checkpoints")
+        for each in (pod, trainer)
+    ]
+    assert mounts[0] == mounts[1]
+    assert pod["spec"]["terminationGracePeriodSeconds"] >= trainer["spec"]["terminationGracePeriodSeconds"]
+    assert "initContainers" not in pod["spec"]
+
+
 def test_the_container_that_scores_sees_of_the_manifest_its_reward_and_its_environment_only(
     desired: Desired, job_state: JobStates, tmp_path: Path
 ):

@@ -101,13 +101,22 @@ def test_orders_reach_the_driver_from_the_operator_alone(desired: Desired, job_s
 
 def test_where_samples_are_scored_only_the_family_and_names_can_be_reached(desired: Desired, job_state: JobStates):
     spec = by_name(desired.supporting(job_state()))["NetworkPolicy/math.rewards"]["spec"]
-    assert spec["podSelector"] == {"matchLabels": {"asyncflow.dev/job": "math", "asyncflow.dev/role": "rollout"}}
+    scoring = {"key": "asyncflow.dev/role", "operator": "In", "values": ["rollout"]}
+    assert spec["podSelector"] == {"matchLabels": {"asyncflow.dev/job": "math"}, "matchExpressions": [scoring]}
     assert spec["policyTypes"] == ["Egress"]
     family, names = spec["egress"]
     assert family == {"to": [{"podSelector": {"matchLabels": {"asyncflow.dev/job": "math"}}}]}
     assert {(port["protocol"], port["port"]) for port in names["ports"]} == {("UDP", 53), ("TCP", 53)}
     opened = job_state(reward={"function": "mine:score", "network": True})
     assert by_name(desired.supporting(opened))["NetworkPolicy/math.rewards"]["spec"]["egress"] == [{}]
+
+
+def test_whatever_pods_score_or_answer_turns_reach_nobody_else(desired: Desired, job_state: JobStates):
+    reward = {"function": "task", "role": {}}
+    for environment, roles in ((None, ["reward"]), ({"function": "calculator"}, ["reward", "rollout"])):
+        state = job_state(reward=reward, environment=environment)
+        spec = by_name(desired.supporting(state))["NetworkPolicy/math.rewards"]["spec"]
+        assert spec["podSelector"]["matchExpressions"][0]["values"] == roles
 
 
 def config_of(desired: Desired, state: JobState) -> str:

@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncflow.environments.transcripts import segments
 from asyncflow.errors import ManifestError, NotYetError
 from asyncflow.identity import SampleKey, Version
 
@@ -94,11 +95,8 @@ class Completion:
         return int(others[-1]) + 1 if len(others) else 0
 
     def segments(self) -> Iterator[tuple[bool, NDArray[np.int32]]]:
-        """Yield turns and observations in order: whether the model chose its tokens, and their ids."""
-        chosen = self.chosen
-        starts = np.flatnonzero(np.diff(chosen, prepend=~chosen[:1]))
-        for start, end in zip(starts, [*starts[1:], len(self)], strict=True):
-            yield bool(chosen[start]), self.ids[start:end]
+        """Return turns and observations in order: whether the model chose its tokens, and their ids."""
+        return segments(self.ids, self.chosen)
 
     def observed(self, ids: Sequence[int]) -> Completion:
         """Return the response that goes on with an observation, which needs a turn before it."""

@@ -25,19 +25,22 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from asyncflow.algorithms.loss import LossTotals
+from asyncflow.algorithms.ppo import Ppo
 from asyncflow.api.workers import LoraSpec
 from asyncflow.errors import Diverged, ManifestError
 from asyncflow.plugins import read_options
 from asyncflow.rpc.columns import Jagged
 from asyncflow.training.backend import OPTIONS, TrainerBackend
 from asyncflow.training.batch import MicroBatch
+from asyncflow.training.critic import CriticModel
 from asyncflow.training.loops import combined
 from asyncflow.training.packing import Pack, few_sizes_below, pack_samples
 from asyncflow.training.ranks import ProcessGroup
 from asyncflow.training.settings import BackendSettings, TorchOptions, WeightsDtype
 from asyncflow.training.slice_files import unwritable
 from asyncflow.training.torch.credit import credited, divergences
-from asyncflow.training.torch.critic import open_critic
+from asyncflow.training.torch.critic import estimated, open_critic
+from asyncflow.training.torch.critic_role import TorchCritic
 from asyncflow.training.torch.device import TensorGroup, as_array, collective, find_device, on_device, rounded
 from asyncflow.training.torch.figures import StepFigures, critics, metrics_of
 from asyncflow.training.torch.lora import (
@@ -57,7 +60,7 @@ from asyncflow.training.torch.model import (
     open_model,
     smallest_pack,
 )
-from asyncflow.training.torch.optimizer import FlatAdamW, apply_together
+from asyncflow.training.torch.optimizer import Applied, FlatAdamW, apply_together
 from asyncflow.training.torch.packs import Packs, entries
 from asyncflow.training.torch.sharding import older, open_sharded
 from asyncflow.training.torch.shards import (
@@ -117,6 +120,11 @@ class TorchBackend(TrainerBackend):
         self._has_room = True
         self._copies: torch.Stream | None = None
 
+    @classmethod
+    def apart(cls, settings: BackendSettings, *, folder: Path) -> CriticModel:
+        """See the base class."""
+        return TorchCritic(folder, settings)
+
     @collective()
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:
         """See the base class; the reference is always θ_0, also after a resume."""
@@ -149,16 +157,22 @@ class TorchBackend(TrainerBackend):
             if read_saved(checkpoint, STATE_FILE, state, optional=generator, group=self.group, ranks=self._ranks):
                 torch.set_rng_state(generator.tensor.reshape(-1))
             self._resume_coefficient(checkpoint)
-        self._critic = open_critic(
-            folder,
-            checkpoint,
-            resumed=resumed,
-            settings=self.settings,
-            options=self._options,
-            device=self._device,
-            group=self.group,
-            ranks=self._ranks,
-        )
+        self._critic = None
+        if self.critic_link is None:
+            self._critic = open_critic(
+                folder,
+                checkpoint,
+                resumed=resumed,
+                settings=self.settings,
+                options=self._options,
+                device=self._device,
+                group=self.group,
+                ranks=self._ranks,
+            )
+        else:
+            if self.group.rank == 0:
+                self.critic_link.load(checkpoint)
+            self.group.gather(np.zeros(1), what="the critic that begins")
         if self.settings.pack_tokens is None and self._device.type != "cpu":
             self._find_slot_tokens()
 
@@ -247,7 +261,7 @@ class TorchBackend(TrainerBackend):
         if loss.old != "behaviour":
             with nullcontext(self._policy.evaluate) if weights is None else self._under(weights) as evaluate:
                 batch = replace(batch, old=self._evaluated(batch, evaluate))
-        if not loss.algorithm.whole_step and (self._critic is None or weights is not None):
+        if not loss.algorithm.whole_step and (self.settings.critic is None or weights is not None):
             return batch
         penalty = np.zeros(len(batch.responses.values))
         if loss.penalised and (batch.reference is not None or self._reference is not None):
@@ -255,9 +269,20 @@ class TorchBackend(TrainerBackend):
             kl = divergences(batch, reference, loss)
             self._figures.count([("penalty_tokens", float(batch.loss_lengths().sum())), ("penalty", float(kl.sum()))])
             penalty = self._loss.kl * kl
-        if self._critic is not None:
-            return self._critic.estimated(batch, values=self._evaluated(batch, self._critic.evaluate), penalty=penalty)
+        if self.settings.critic is not None:
+            return self._valued(batch, penalty=penalty)
         return credited(batch, penalty, loss, group=self.group)
+
+    def _valued(self, batch: MicroBatch, *, penalty: NDArray[np.float64]) -> MicroBatch:
+        """Return ``batch`` with the critic's values, and the advantages and returns that they make; collective."""
+        algorithm = self.settings.loss.algorithm
+        assert isinstance(algorithm, Ppo)
+        if self._critic is not None:
+            values = self._evaluated(batch, self._critic.evaluate)
+        else:
+            assert self.critic_link is not None
+            values = self.critic_link.values(batch)
+        return estimated(batch, values=values, penalty=penalty, algorithm=algorithm, group=self.group)
 
     def _referred(self, pack: Pack) -> Tensor:
         assert self._reference is not None
@@ -272,7 +297,7 @@ class TorchBackend(TrainerBackend):
     def _silent(self, batch: MicroBatch) -> NDArray[np.bool_]:
         """Return for each sample whether its gradient is exactly 0: never where a critic learns from it."""
         silent = self._loss.silent(batch.strongest())
-        return silent if self._critic is None else np.zeros_like(silent)
+        return silent if self.settings.critic is None else np.zeros_like(silent)
 
     @contextmanager
     def _under(self, weights: Mapping[str, NDArray[Any]]) -> Iterator[Callable[[Pack], Tensor]]:
@@ -304,10 +329,16 @@ class TorchBackend(TrainerBackend):
         self._optimizer.clear()
         if self._critic is not None:
             self._critic.optimizer.clear()
+        if self.critic_link is not None:
+            self.critic_link.forget()
         self._figures, self._step = StepFigures(self._loss.algorithm.figures), []
 
     def _add(self, batch: MicroBatch, *, version: int | None) -> None:
         loss, lengths = self._loss, batch.loss_lengths()
+        if self.critic_link is not None:
+            if batch.values is None:
+                batch = self._valued(batch, penalty=np.zeros(len(batch.responses.values)))
+            self.critic_link.learn(batch)
         silent = self._silent(batch)
         totals = ("tokens", lengths.sum()), ("sequences", np.count_nonzero(lengths)), ("silent", silent.sum())
         self._figures.count((name, float(value)) for name, value in totals)
@@ -438,14 +469,23 @@ class TorchBackend(TrainerBackend):
     @collective()
     def update(self, step: int) -> None:
         """See the base class. Collective: the counts, then the gradient."""
+        link, critic = self.critic_link, self.settings.critic
+        if link is not None:
+            self.group.gather(np.zeros(1), what=f"what the critic learns in step {step}")
+            self._figures.count(link.settle(step).items() if self.group.rank == 0 else ())
         meter = self._figures.merged(self.group, step=step)
         totals = LossTotals(int(meter.sums["tokens"]), int(meter.sums["sequences"]))
-        divisor = self.settings.loss.aggregation.divisor(totals)
+        divisor, tokens = self.settings.loss.aggregation.divisor(totals), float(max(1, totals.tokens))
         gradients, resting = {self._optimizer: divisor}, set[FlatAdamW]()
-        if self._critic is not None:
-            gradients[self._critic.optimizer] = float(max(1, totals.tokens))
-            resting = {self._optimizer} if self._critic.learns_alone(step) else resting
-        applied, *others = apply_together(step, gradients, norm=self._ranks.norm, resting=resting)
+        if critic is not None:
+            gradients |= {} if self._critic is None else {self._critic.optimizer: tokens}
+            resting = {self._optimizer} if step <= critic.warmup_steps else resting
+        norm = meter.sums["critic_norm"] / tokens
+        applied, *others = apply_together(step, gradients, norm=self._ranks.norm, resting=resting, others=norm)
+        if link is not None and critic is not None:
+            others = [Applied(norm, critic.optimizer.rate(step), applied.moved)]
+            if self.group.rank == 0:
+                link.update(step, divisor=tokens, moves=applied.moved)
         if not applied.moved:
             log.warning("step %d: the gradient is not finite, the weights stay as they are", step)
         self._step, self._trained_before = [], self.trained
@@ -507,6 +547,9 @@ class TorchBackend(TrainerBackend):
         state = {WEIGHTS_FILE: self._shards, STATE_FILE: self._state()}
         if self._critic is not None:
             state |= self._critic.state()
+        link = self.critic_link if self.group.rank == 0 else None
+        if link is not None:
+            link.copy()
         if shared:
             state = {name: copied(shards, group=self.group) for name, shards in state.items()}
 
@@ -517,6 +560,8 @@ class TorchBackend(TrainerBackend):
                         write_shards(folder / name, shards)
                     else:
                         write_gathered(folder / name, shards, group=self.group, ranks=self._ranks)
+                if link is not None:
+                    link.write(folder)
             except SafetensorError as wrong:
                 raise unwritable(folder, wrong) from wrong
 

@@ -1,4 +1,4 @@
-"""The critic inside the trainer: a model of its own that tells how much reward is still to come, and how it learns.
+"""The critic: a model beside the policy that says how much reward is still to come, and how it learns.
 
     V(s_t) = w · h(prompt, tokens before t) + b        h: last states of a model like the policy, w and b begin at 0
 
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from asyncflow.algorithms.ppo import Ppo, value_loss
 from asyncflow.algorithms.whitening import whitened
 from asyncflow.rpc.columns import Jagged
 from asyncflow.training.batch import MicroBatch
+from asyncflow.training.critic import CRITIC_FILE, CRITIC_STATE_FILE
 from asyncflow.training.packing import Pack
 from asyncflow.training.ranks import ProcessGroup, gather_rows
 from asyncflow.training.settings import BackendSettings, TorchOptions
@@ -47,8 +48,6 @@ from asyncflow.training.torch.packs import entries
 from asyncflow.training.torch.sharding import open_sharded
 from asyncflow.training.torch.shards import TensorShard, read_first, read_saved, tensor_shard
 
-CRITIC_FILE: Final = "critic-model.safetensors"
-CRITIC_STATE_FILE: Final = "critic-optimizer.safetensors"
 _HEAD = "value_head"
 _SALT = 1
 """Makes the critic's stochastic rounding another one than the policy's."""
@@ -125,6 +124,23 @@ def open_critic(
     return critic
 
 
+def estimated(
+    batch: MicroBatch, *, values: Jagged, penalty: NDArray[np.float64], algorithm: Ppo, group: ProcessGroup
+) -> MicroBatch:
+    """Return this rank's samples of a step with what is made of the critic's values; collective.
+
+    values: of the state in which each response token was chosen; penalty [N]: what each of them pays.
+    """
+    counted = batch.counted()
+    advantages, returns = algorithm.estimates(
+        batch.earned(), values.values, lengths=values.lengths, counted=counted, penalties=penalty
+    )
+    if algorithm.options.whiten:
+        advantages = whitened(advantages, counted, everywhere=partial(gather_rows, group))
+    made = replace(batch, values=values, returns=Jagged(returns.astype(np.float32), values.offsets))
+    return made.credited(advantages.astype(np.float32))
+
+
 class Critic:
     """One rank's share of the critic: its model, its optimizer, and the gradient of its loss.
 
@@ -137,8 +153,6 @@ class Critic:
             raise TypeError(f"{type(algorithm).__name__} has no critic")
         self._model = model
         self._algorithm = algorithm
-        self._warmup_steps = critic.warmup_steps
-        self._group = group
         self.optimizer = FlatAdamW(model, critic.optimizer, seed=(settings.seed, group.rank, _SALT))
 
     def state(self) -> dict[str, list[TensorShard]]:
@@ -148,27 +162,9 @@ class Critic:
             CRITIC_STATE_FILE: list(self.optimizer.state()),
         }
 
-    def learns_alone(self, step: int) -> bool:
-        """Return whether the policy's weights stay in ``step``."""
-        return step <= self._warmup_steps
-
     def evaluate(self, pack: Pack) -> Tensor:
         """Return the value of each target's state, without a gradient: float32[N]; collective."""
         return self._model.evaluate(pack)
-
-    def estimated(self, batch: MicroBatch, *, values: Jagged, penalty: NDArray[np.float64]) -> MicroBatch:
-        """Return this rank's samples of a step with what is made of the critic's values; collective.
-
-        values: of the state in which each response token was chosen; penalty [N]: what each of them pays.
-        """
-        counted = batch.counted()
-        advantages, returns = self._algorithm.estimates(
-            batch.earned(), values.values, lengths=values.lengths, counted=counted, penalties=penalty
-        )
-        if self._algorithm.options.whiten:
-            advantages = whitened(advantages, counted, everywhere=partial(gather_rows, self._group))
-        made = replace(batch, values=values, returns=Jagged(returns.astype(np.float32), values.offsets))
-        return made.credited(advantages.astype(np.float32))
 
     def add(self, batch: MicroBatch, pack: Pack, *, figures: StepFigures) -> NDArray[np.floating]:
         """Add the gradient of the loss of a pack of ``batch``; return the advantage of each of its targets, float[N].
@@ -176,25 +172,32 @@ class Critic:
         Waits for the device where the batch has no values yet, as before the first update of a step: then they are
         those of this pass.
         """
+        if batch.values is not None:
+            self.learn(batch, pack, figures=figures)
+            return batch.credit()[entries(batch, pack)]
         values = self._model(pack)
-        if batch.values is None or batch.returns is None:
-            old: NDArray[np.floating] = values.detach().cpu().numpy()
-            begins = np.flatnonzero(np.diff(pack.samples, prepend=-1))
-            lengths, outcomes = np.diff(np.r_[begins, len(old)]), batch.earned()[pack.samples[begins]]
-            found = self._algorithm.estimates(outcomes, old, lengths=lengths, counted=np.ones(len(old), np.bool_))
-            advantages: NDArray[np.floating] = found.advantages
-            returns: NDArray[np.floating] = found.returns
-        else:
-            places = entries(batch, pack)
-            old, returns, advantages = (
-                part[places] for part in (batch.values.values, batch.returns.values, batch.credit())
-            )
+        old: NDArray[np.floating] = values.detach().cpu().numpy()
+        begins = np.flatnonzero(np.diff(pack.samples, prepend=-1))
+        lengths, outcomes = np.diff(np.r_[begins, len(old)]), batch.earned()[pack.samples[begins]]
+        found = self._algorithm.estimates(outcomes, old, lengths=lengths, counted=np.ones(len(old), np.bool_))
+        self._add(values, old, found.returns, figures=figures)
+        return found.advantages
+
+    def learn(self, batch: MicroBatch, pack: Pack, *, figures: StepFigures) -> None:
+        """Add the gradient of the loss of a pack of ``batch``, which has values and returns."""
+        assert batch.values is not None
+        assert batch.returns is not None
+        places = entries(batch, pack)
+        self._add(self._model(pack), batch.values.values[places], batch.returns.values[places], figures=figures)
+
+    def _add(
+        self, values: Tensor, old: NDArray[np.floating], returns: NDArray[np.floating], *, figures: StepFigures
+    ) -> None:
         terms = value_loss(values, self._tensor(old), self._tensor(returns), clip=self._algorithm.options.value_clip)
         loss = terms.loss.sum()
         loss.backward()
         figures.values(loss=loss.detach(), clipped=terms.clipped.sum())
         figures.count(_figures(old, returns))
-        return advantages
 
     def accompany(self) -> None:
         """Make the pass of a pack that adds nothing, since other ranks make one."""

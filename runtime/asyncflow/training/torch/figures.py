@@ -26,7 +26,7 @@ _SUMS = (
     "clip_low", "clip_high", "clip_dual", "silent", "packed_tokens", "gap_tokens", "gap",
     "correction_units", "correction_weights", "correction_squares", "correction_high", "correction_low",
     "correction_k1", "correction_k3", "penalty_tokens", "penalty", "value_tokens", "value_loss", "value_clip",
-    "return", "return_squares", "value_error", "value_error_squares",
+    "return", "return_squares", "value_error", "value_error_squares", "critic_norm",
 )  # fmt: skip
 _OF_VALUES = ("value_loss", "value_clip", "return", "return_squares", "value_error", "value_error_squares")
 _MAXIMA = ("ratio_max", "correction_max", "correction_least")
@@ -91,6 +91,12 @@ class StepFigures:
     def values(self, *, loss: Tensor, clipped: Tensor) -> None:
         """Add the sums of a critic's pack: of its loss, and of the tokens whose loss is clipped."""
         self._values.append(torch.stack([loss, clipped]))
+
+    def taken(self) -> dict[str, float]:
+        """Return the sums that are not 0, and begin anew; waits for every pack since the last step."""
+        self._read()
+        sums, self._meter = self._meter.sums, _meter(self._own)
+        return {name: value for name, value in sums.items() if value}
 
     def merged(self, group: ProcessGroup, *, step: int) -> StepMeter:
         """Return the figures of all ranks, and begin anew. Collective; waits for every pack since the last step."""

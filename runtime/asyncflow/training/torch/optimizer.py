@@ -200,14 +200,16 @@ def apply_together(
     *,
     norm: Callable[[Tensor], float],
     resting: Collection[FlatAdamW] = (),
+    others: float = 0.0,
 ) -> list[Applied]:
     """Make one step of each optimizer, of its accumulated gradient divided by the number given.
 
-    norm: takes the norm of a vector of which every rank gives its shard; resting: those whose weights stay. Where a
-    gradient is not finite none moves anything: the step counts, its samples are spent, all weights stay.
+    norm: takes the norm of a vector of which every rank gives its shard; resting: those whose weights stay;
+    others: norm of the gradient of what moves with them elsewhere. Where a gradient is not finite none moves anything:
+    the step counts, its samples are spent, all weights stay.
     """
     norms = [optimizer.normalise(divisor, norm=norm) for optimizer, divisor in gradients.items()]
-    finite = all(size < float("inf") for size in norms)
+    finite = all(size < float("inf") for size in (*norms, others))
     applied = []
     for optimizer, size in zip(gradients, norms, strict=True):
         rests = optimizer in resting

@@ -1,0 +1,54 @@
+"""One process of the reward: the functions that judge, around ``tasks.worker``."""
+
+from __future__ import annotations
+
+import asyncio
+
+from asyncflow.api.graph import EVAL, REWARD, TRAIN
+from asyncflow.api.names import LOSS_MASK
+from asyncflow.environments.transcripts import Transcriber, stop_ids_of
+from asyncflow.errors import ManifestError
+from asyncflow.models.source import materialize_config
+from asyncflow.models.tokenizer import Tokenizer
+from asyncflow.rewards.service import open_rewards
+from asyncflow.roles.context import JobContext, RoleOptions, job_folder, run_role
+from asyncflow.roles.task import work
+from asyncflow.tasks.judging import JUDGED, Judge
+from asyncflow.tasks.worker import TaskSettings
+from asyncflow.telemetry.metrics import RewardMetrics
+
+
+def main(options: RoleOptions) -> int:
+    """Run one process of the reward."""
+    return run_role(serve, options)
+
+
+async def serve(context: JobContext) -> None:
+    """Score rows until told to stop or to drain. Raises ManifestError where a function cannot be loaded."""
+    spec, options = context.job.spec, context.options
+    own = spec.reward.role
+    if own is None:
+        raise ManifestError("the job has no reward of its own", where="spec.reward.role", hint="Add it")
+    folder = await asyncio.to_thread(materialize_config, spec.model.source, options.workdir)
+    tokenizer = Tokenizer.load(folder)
+    rewards = open_rewards(
+        spec.reward, workdir=job_folder(context.job, options), run=options.workdir, within_s=context.start_s
+    )
+    settings = TaskSettings(
+        partitions=(TRAIN, EVAL),
+        task=REWARD,
+        reads=("task", "response_ids", *((LOSS_MASK,) if spec.environment is not None else ())),
+        writes=JUDGED,
+        batch=own.batch,
+        parallel=own.parallel,
+        lease_s=own.lease_seconds,
+        drain_s=own.drain_seconds,
+    )
+    transcriber = Transcriber(tokenizer=tokenizer, stop_ids=stop_ids_of(tokenizer, spec.sampling.stop))
+    judge = Judge(rewards, transcriber=transcriber, sizes=spec.group_sizes)
+    try:
+        if await context.unless_stopped(rewards.start()):
+            own.check(by_group=rewards.by_group)
+            await work(context, settings, judge.compute, metrics=RewardMetrics())
+    finally:
+        await rewards.close()

@@ -1,0 +1,137 @@
+"""The critic of one process, as a role of its own: packs of what a trainer sends, and the state of a checkpoint.
+
+Invariant: values, gradient and updates are those of the critic inside a trainer, up to the rounding that other packs
+make. Where memory runs out, what was learned since the last update is learned again in packs of half the size, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+
+from asyncflow.plugins import read_options
+from asyncflow.rpc.columns import Jagged
+from asyncflow.training.backend import OPTIONS, SLOT_TOKENS
+from asyncflow.training.batch import MicroBatch
+from asyncflow.training.critic import CRITIC_FILE, CRITIC_STATE_FILE
+from asyncflow.training.ranks import SingleProcess
+from asyncflow.training.settings import BackendSettings, TorchOptions
+from asyncflow.training.slice_files import unwritable
+from asyncflow.training.torch.critic import Critic, open_critic
+from asyncflow.training.torch.device import TensorGroup, find_device
+from asyncflow.training.torch.figures import StepFigures
+from asyncflow.training.torch.model import choose_kernels
+from asyncflow.training.torch.packs import Packs
+from asyncflow.training.torch.shards import copied, write_shards
+
+
+class TorchCritic:
+    """See ``CriticModel``. settings: the trainer's, with this process's device and threads; folder: of the model."""
+
+    files: tuple[str, ...] = (CRITIC_FILE, CRITIC_STATE_FILE)
+
+    def __init__(self, folder: Path, settings: BackendSettings) -> None:
+        self._folder = folder
+        self._settings = settings
+        self._options = read_options(settings.options, TorchOptions, where=OPTIONS)
+        torch.set_num_threads(max(1, settings.threads))
+        self._device = find_device(settings.device, share=settings.share, local_rank=settings.local_rank)
+        choose_kernels(self._device, deterministic=settings.deterministic)
+        torch.manual_seed(settings.seed)
+        self._group = SingleProcess()
+        self._packs = Packs(
+            settings, tokens=settings.pack_tokens or max(SLOT_TOKENS, settings.longest_part), group=self._group
+        )
+        self._figures = StepFigures()
+        self._step: list[MicroBatch] = []
+        self._opened: Critic | None = None
+
+    def load(self, checkpoint: Path | None) -> None:
+        """See ``CriticModel``."""
+        if self._device.type != "cpu":
+            torch.accelerator.set_device_index(self._device.index)  # of this thread
+        self._opened = None
+        self._opened = open_critic(
+            self._folder,
+            checkpoint,
+            resumed=checkpoint is not None,
+            settings=self._settings,
+            options=self._options,
+            device=self._device,
+            group=self._group,
+            ranks=TensorGroup(
+                self._group,
+                device=self._device,
+                host=self._settings.host,
+                timeout_s=self._options.collective_timeout_s,
+            ),
+        )
+        self._figures, self._step = StepFigures(), []
+
+    def values(self, batch: MicroBatch) -> Jagged:
+        """See ``CriticModel``."""
+        return self._packs.evaluated(batch, _spoken(batch), self._critic.evaluate)
+
+    def learn(self, batch: MicroBatch) -> None:
+        """See ``CriticModel``."""
+        self._step.append(batch)
+        try:
+            self._add(batch)
+        except torch.OutOfMemoryError as full:
+            self._packs.halve(full)
+        else:
+            return
+        again = self._step
+        self.forget()
+        torch.accelerator.empty_cache()
+        for one in again:
+            self._step.append(one)
+            self._add(one)
+
+    def _add(self, batch: MicroBatch) -> None:
+        for pack in self._packs.of(batch, _spoken(batch)):
+            self._critic.learn(batch, pack, figures=self._figures)
+
+    def forget(self) -> None:
+        """See ``CriticModel``."""
+        self._critic.optimizer.clear()
+        self._figures, self._step = StepFigures(), []
+
+    def settle(self) -> dict[str, float]:
+        """See ``CriticModel``."""
+        self._step = []
+        return self._figures.taken() | {"critic_norm": self._critic.optimizer.gradient.norm().item()}
+
+    def update(self, step: int, *, divisor: float, moves: bool) -> None:
+        """See ``CriticModel``."""
+        optimizer = self._critic.optimizer
+        size = optimizer.normalise(divisor, norm=lambda gradient: gradient.norm().item())
+        if moves:
+            optimizer.move(step, norm=size)
+        optimizer.clear()
+
+    def copy(self) -> Callable[[Path], None]:
+        """See ``CriticModel``: it raises OSError or DiskError where the disk fails."""
+        state = {name: copied(shards, group=self._group) for name, shards in self._critic.state().items()}
+
+        def write(folder: Path) -> None:
+            try:
+                for name, shards in state.items():
+                    write_shards(folder / name, shards)
+            except SafetensorError as wrong:
+                raise unwritable(folder, wrong) from wrong
+
+        return write
+
+    @property
+    def _critic(self) -> Critic:
+        assert self._opened is not None, "load comes first"
+        return self._opened
+
+
+def _spoken(batch: MicroBatch) -> np.ndarray:
+    return np.flatnonzero(batch.loss_lengths() > 0)
