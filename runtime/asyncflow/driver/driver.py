@@ -202,6 +202,7 @@ class Driver:
             memory=folder / LIVES,
             started=self.progress.now,
             changed=self.changes.notify,
+            figures=metrics.figures,
         )
         self.phase: Phase = "Starting"
         self._stats: QueueStats | None = None

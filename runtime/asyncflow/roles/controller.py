@@ -175,7 +175,9 @@ def _show(controller: Controller, metrics: ControllerMetrics) -> None:
     metrics.redeliveries.set(stats.redeliveries)
     metrics.fenced_writes.set(stats.fenced)
     metrics.ledger_bytes.set(stats.ledger_bytes)
-    metrics.ledger_lag.set(controller.ledger_lag)
+    metrics.ledger_lag.set(controller.ledger.lag())
+    metrics.ledger_syncs.set(controller.ledger.syncs)
+    metrics.ledger_sync_seconds.set(controller.ledger.sync_s)
     for task in stats.ready:
         metrics.parked.labels(task).set(stats.parked.get(task, 0))
     metrics.unit_rows.clear()
