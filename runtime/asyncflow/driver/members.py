@@ -24,6 +24,7 @@ from asyncflow.api.versions import VersionsState
 from asyncflow.driver.instances import heard_of, rollout_state, task_states, versions_state
 from asyncflow.driver.journal import StateFile
 from asyncflow.driver.lives import Life, Lives
+from asyncflow.driver.presence import MemberState, member_state
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, StaleHandle
 from asyncflow.flow.instance import SwapAt
 from asyncflow.queue.client import QueueClient
@@ -48,8 +49,8 @@ class Members:
     """Watches a directory.
 
     lives: what is known of them, and was by earlier drivers, from ``memory``, a file. swap_at: when rollouts do.
-    started: when this driver was, by ``clock.now``. changed: called whenever a member came or went. figures: returns the
-    metrics that the driver itself reports.
+    started: when this driver was, by ``clock.now``. changed: called whenever a member came or went. figures: the
+    metrics that the driver reports of itself.
     """
 
     def __init__(
@@ -192,6 +193,14 @@ class Members:
                 tokens=int(status.get("tokens_generated", 0)),
                 figures={**status.get(FIGURES, {}), **{each: status[each] for each in _TOLD if each in status}},
             )
+
+    def present(self) -> list[MemberState]:
+        """Return how each member of the job does."""
+        return [
+            member_state(member, status, silent_s=self._directory.silent_s(member.incarnation) or 0.0)
+            for member in self._own
+            for status in [self._directory.status(member.incarnation)]
+        ]
 
     def drain(self, worker: str) -> None:
         """Tell a rollout to give back its work and leave. Raises StaleHandle for an unknown one."""

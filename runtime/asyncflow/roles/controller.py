@@ -172,6 +172,7 @@ def _show(controller: Controller, metrics: ControllerMetrics) -> None:
         for task, count in counts.items():
             metrics.rows.labels(task, state).set(count)
     metrics.lease_expiries.set(stats.lease_expiries)
+    metrics.lease_timeouts.set(controller.table.claims.timeouts)
     metrics.redeliveries.set(stats.redeliveries)
     metrics.fenced_writes.set(stats.fenced)
     metrics.ledger_bytes.set(stats.ledger_bytes)

@@ -159,14 +159,13 @@ class RoleMetrics:
         """
         prefix = f"asyncflow_{self.role}_"
         wanted = {f"{prefix}{what}{end}" for what in (*self.reported, "insecure") for end in ("", *_SERIES)}
-        samples = [sample for family in self.registry.restricted_registry(wanted).collect() for sample in family.samples]
-        return {
-            sample.name.removeprefix(prefix) + (f"{{{','.join(sample.labels.values())}}}" if sample.labels else ""): (
-                sample.value
-            )
-            for sample in samples
-            if sample.name in wanted
-        }
+        found: dict[str, float] = {}
+        for family in self.registry.restricted_registry(wanted).collect():
+            for sample in family.samples:
+                if sample.name in wanted:
+                    label = f"{{{','.join(sample.labels.values())}}}" if sample.labels else ""
+                    found[sample.name.removeprefix(prefix) + label] = sample.value
+        return found
 
     def watch_busy(self, busy: BusyClock, *, what: str = "busy") -> None:
         """Show ``busy`` as ``asyncflow_<role>_<what>_seconds_total{cause}``; the cause "any" is their union."""
@@ -260,13 +259,14 @@ class ControllerMetrics(RoleMetrics):
     """The queue as its controller sees it."""
 
     role = "controller"
-    reported = ("lease_expiries", "redeliveries", "ledger_syncs", "ledger_sync_seconds")
+    reported = ("lease_timeouts", "redeliveries", "ledger_syncs", "ledger_sync_seconds")
 
     def __init__(self) -> None:
         super().__init__()
         self.rows = self.gauge("rows", "rows by task and state", "task", "state")
         self.parked = self.gauge("parked_claims", "claims that wait", "task")
         self.lease_expiries = self.total("lease_expiries", "leases that ended without an answer")
+        self.lease_timeouts = self.total("lease_timeouts", "those whose holder was there, and did not renew them")
         self.redeliveries = self.total("redeliveries", "rows given out again")
         self.fenced_writes = self.total("fenced_writes", "writes refused as too late")
         self.ledger_bytes = self.gauge("ledger_bytes", "size of the ledger")

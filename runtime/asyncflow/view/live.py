@@ -16,13 +16,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import msgspec
 from pydantic import BaseModel
 from rich.console import Console
 from rich.live import Live
 
 from asyncflow.api.queue import QueueStatus
 from asyncflow.api.status import DriverStatus
+from asyncflow.driver.journal import SUMMARY, read_summary
 from asyncflow.local.asking import ANSWER_S, ask
 from asyncflow.local.folder import Placed
 from asyncflow.local.lifecycle import Event, Stopping
@@ -213,7 +213,7 @@ class RunView(TextView):
                 self._print("ending" if ending else still(status))
 
     def _show_summary(self) -> None:
-        summary = read_summary(self._folder / "summary.json")
+        summary = read_summary(self._folder / SUMMARY)
         if summary is not None:
             self._console.print(summary_table(summary))
         there = [name for name in _FILES if (self._folder / name).exists()]
@@ -230,14 +230,6 @@ class RunView(TextView):
             reachable=answer is not None,
             placed=self._placed(),
         )
-
-
-def read_summary(path: Path) -> dict[str, Any] | None:
-    """Read the driver's summary; None where it wrote none."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError):
-        return None
 
 
 class StandaloneView(TextView, Generic[M]):

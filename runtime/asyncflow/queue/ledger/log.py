@@ -115,8 +115,9 @@ def _check_torn(data: bytes, start: int, path: Path) -> None:
 class Ledger:
     """The log of one controller, open for appending.
 
-    sync: the durability class; syncs, sync_s: how often it was brought to the disk, and seconds of that; compact: gives the events of the present state, for a new generation; it is called when
-    the file has grown beyond ``limit`` bytes and to twice its size after the last compaction.
+    sync: the durability class; compact: gives the events of the present state, for a new generation; it is called when
+    the file has grown beyond ``limit`` bytes and to twice its size after the last compaction. syncs, sync_s: how often
+    the file was brought to the disk while it was written, and the seconds of that.
     """
 
     def __init__(
