@@ -28,7 +28,8 @@ def stalled(evidence: Evidence) -> Words | None:
     failure = f"; the first sample without a reward: {status.rewards.first_failure}" if status.phase == "Paused" else ""
     return Words(
         "the job stands still",
-        f"it waits for {status.waiting_for or 'somebody to resume it'}, at step {status.step} of {status.steps}{failure}",
+        f"it waits for {status.waiting_for or 'somebody to resume it'}, at step {status.step} of {status.steps}"
+        f"{failure}",
         "mend the reward and POST /v1/resume"
         if status.phase == "Paused"
         else "the logs of the role that is waited for",
@@ -93,7 +94,7 @@ def rewards_fail(evidence: Evidence) -> Words | None:
 def storage_full(evidence: Evidence) -> Words | None:
     """Find storage units that make writers wait for room."""
     lived, waited = evidence.lived_s("storage"), evidence.figure("storage", "budget_waited_seconds_total")
-    if lived <= 0 or (share := waited / lived) < FULL:
+    if lived <= 0 or waited / lived < FULL:
         return None
     queue, waits = evidence.spec.transfer_queue, evidence.figure("storage", "budget_waits_total")
     return Words(

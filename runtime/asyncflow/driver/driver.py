@@ -35,7 +35,7 @@ from asyncflow.driver.groups import AdvantageTask, GroupPolicy, RewardTally, Tot
 from asyncflow.driver.journal import LIVES, REWARDS, StateFile
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
-from asyncflow.driver.presence import evidence_of
+from asyncflow.driver.presence import LiveState, evidence_of, live_state
 from asyncflow.driver.progress import RECENT_STEPS, RunProgress, StepWatch, line_of, log_progress
 from asyncflow.driver.samples import SampleCollector
 from asyncflow.driver.sinks import Sinks
@@ -361,6 +361,10 @@ class Driver:
                 quiet_s=clock.now() - self._moved,
             ),
         )
+
+    def live(self) -> LiveState:
+        """Return what ``GET /v1/live`` answers."""
+        return live_state(self.job.name, self.members.present(), self._stats)
 
     def evidence(self) -> dict[str, Any]:
         """Return what ``GET /v1/evidence`` answers."""

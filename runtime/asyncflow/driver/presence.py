@@ -1,6 +1,6 @@
-"""What the driver tells those who look at a job from elsewhere: its members, and all that is known of the run.
+"""What the driver tells those who look at a job from elsewhere: how each process does, and all that it knows.
 
-``GET /v1/members`` says how each process does, for a view that refreshes; ``GET /v1/evidence`` has what the files of a
+``GET /v1/live`` says how processes and tasks do, for a view; ``GET /v1/evidence`` has what the files of a
 run have, for whoever cannot read these (``asyncflow doctor``).
 
 Invariant: neither answer holds settings of functions, plugins or pods, where a person may have put what is secret; the
@@ -16,12 +16,20 @@ import msgspec
 from aiohttp import web
 
 from asyncflow.api.job import RLJob
+from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.rpc.membership import AGE, Member, Status
 from asyncflow.telemetry.metrics import FIGURES
 
 MOST_LINES = 2000
 _PRIVATE = frozenset({"annotations", "config", "options", "template"})
 """Entries of a manifest whose content is free."""
+
+
+class TaskDepth(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows of one task of the queue: ready to be taken, and leased."""
+
+    ready: int = 0
+    leased: int = 0
 
 
 class MemberState(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +54,22 @@ class MemberState(msgspec.Struct, frozen=True, kw_only=True):
     step: int = -1
     state: str = ""
     figures: dict[str, float] = {}
+
+
+class LiveState(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of ``GET /v1/live``. name: of the job; queue: by PARTITION/TASK, in the order of the flow."""
+
+    name: str
+    members: list[MemberState] = []
+    queue: dict[str, TaskDepth] = {}
+
+
+def live_state(name: str, members: list[MemberState], stats: QueueStats | None) -> LiveState:
+    """Return how the members and the tasks of the queue do. stats: of the queue, None where they are not known."""
+    ready, leased = (stats.ready, stats.leased) if stats is not None else ({}, {})
+    tasks = dict.fromkeys((*ready, *leased))
+    queue = {task: TaskDepth(ready=ready.get(task, 0), leased=leased.get(task, 0)) for task in tasks}
+    return LiveState(name=name, members=members, queue=queue)
 
 
 def member_state(member: Member, status: Status, *, silent_s: float) -> MemberState:
@@ -105,18 +129,16 @@ def _public(value: Any) -> Any:
     return [_public(entry) for entry in value] if isinstance(value, list) else value
 
 
-def looking_routes(
-    *, members: Callable[[], list[MemberState]], evidence: Callable[[], Mapping[str, Any]]
-) -> list[web.RouteDef]:
+def looking_routes(*, live: Callable[[], LiveState], evidence: Callable[[], Mapping[str, Any]]) -> list[web.RouteDef]:
     """Return the routes by which others look at the job."""
 
     def answer(value: object) -> web.Response:
         return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
-    async def get_members(_request: web.Request) -> web.Response:
-        return answer(members())
+    async def get_live(_request: web.Request) -> web.Response:
+        return answer(live())
 
     async def get_evidence(_request: web.Request) -> web.Response:
         return answer(evidence())
 
-    return [web.get("/v1/members", get_members), web.get("/v1/evidence", get_evidence)]
+    return [web.get("/v1/live", get_live), web.get("/v1/evidence", get_evidence)]

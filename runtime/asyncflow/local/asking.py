@@ -7,7 +7,10 @@ import logging
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+import msgspec
 from pydantic import BaseModel, ValidationError
+
+from asyncflow.driver.presence import LiveState
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +35,16 @@ def ask_at(url: str, shape: type[M]) -> M | None:
         return None if answer is None else shape.model_validate_json(answer)
     except ValidationError as error:
         _log.debug("no status: %s", error)
+        return None
+
+
+def ask_live(url: str) -> LiveState | None:
+    """Return what a driver at ``url`` says of its members and tasks; None as ``ask`` does."""
+    answer = fetch(url, "/v1/live")
+    try:
+        return None if answer is None else msgspec.json.decode(answer, type=LiveState)
+    except msgspec.MsgspecError as error:
+        _log.debug("no state: %s", error)
         return None
 
 

@@ -81,7 +81,7 @@ async def serve(context: JobContext) -> None:
     )
     metrics.watch_rpc(server.counters)
     status = status_route(lambda: driver.status().model_copy(update={"insecure": context.insecure}))
-    looks = looking_routes(members=driver.members.present, evidence=driver.evidence)
+    looks = looking_routes(live=driver.live, evidence=driver.evidence)
     http = context.http(metrics, routes=[status, *looks])
     control = context.control(control_routes(driver), refused=server.note_refusal)
     await server.start()

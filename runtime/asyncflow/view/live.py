@@ -23,10 +23,11 @@ from rich.live import Live
 from asyncflow.api.queue import QueueStatus
 from asyncflow.api.status import DriverStatus
 from asyncflow.driver.journal import SUMMARY, read_summary
-from asyncflow.local.asking import ANSWER_S, ask
+from asyncflow.local.asking import ANSWER_S, ask, ask_live
 from asyncflow.local.folder import Placed
 from asyncflow.local.lifecycle import Event, Stopping
 from asyncflow.plan.describe import size
+from asyncflow.view.pace import Paces
 from asyncflow.view.render import (
     Frame,
     event_line,
@@ -174,7 +175,10 @@ _FILES = ("summary.json", "metrics.jsonl", "samples", "job.yaml", "checkpoints",
 class RunView(TextView):
     """The view of one run."""
 
-    _status: DriverStatus | None = None
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._status: DriverStatus | None = None
+        self._paces = Paces()
 
     def _show(self) -> None:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -222,6 +226,8 @@ class RunView(TextView):
     def _frame(self) -> Frame:
         answer = self._ask(DriverStatus)
         self._status = answer or self._status
+        live = ask_live(f"http://127.0.0.1:{self._http_port}") if answer is not None else None
+        members = live.members if live is not None else []
         return Frame(
             name=self._name,
             folder=str(self._folder),
@@ -229,6 +235,9 @@ class RunView(TextView):
             status=self._status,
             reachable=answer is not None,
             placed=self._placed(),
+            members=members,
+            paces=self._paces.look(members),
+            queue=live.queue if live is not None else {},
         )
 
 
