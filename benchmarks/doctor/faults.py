@@ -15,8 +15,9 @@ LEARN, PACE = HERE / "learn.yaml", HERE / "pace.yaml"
 class Planted:
     """A run. finds: name of the finding that it is to have, "" for none at all.
 
-    settings: values of ``--set``; slow: part of the paths whose syncs take ``slow_s`` seconds; kills: how often
-    rollout-0 is killed; live: the driver is asked while the run goes on, which does not end by itself.
+    settings: values of ``--set``; slow: part of the paths whose syncs take ``slow_s`` seconds; kills, stops: how often
+    rollout-0 is killed, and stopped for ``runs.STOP_S`` seconds; live: the driver is asked while the run goes on, which
+    does not end by itself.
     """
 
     finds: str
@@ -25,6 +26,7 @@ class Planted:
     slow: str = ""
     slow_s: float = 0.0
     kills: int = 0
+    stops: int = 0
     live: bool = False
 
 
@@ -47,12 +49,17 @@ FAULTS: dict[str, Planted] = {
     "many-updates": Planted(
         finds="clip-fraction",
         manifest=LEARN,
-        settings={"algorithm.learningRate": "0.01", "algorithm.epochs": "4", "algorithm.steps": "7"},
+        settings={
+            "reward.shuffle": "true",
+            "algorithm.learningRate": "0.003",
+            "algorithm.epochs": "4",
+            "algorithm.steps": "7",
+        },
     ),
     "large-steps": Planted(
         finds="kl-runaway",
         manifest=LEARN,
-        settings={"algorithm.learningRate": "0.03", "algorithm.steps": "10"},
+        settings={"reward.shuffle": "true", "algorithm.learningRate": "0.003", "algorithm.steps": "8"},
     ),
     "short-responses": Planted(
         finds="cut-responses",
@@ -73,7 +80,7 @@ FAULTS: dict[str, Planted] = {
     "few-rollouts": Planted(
         finds="trainer-starved",
         manifest=PACE,
-        settings={"rollout.replicas": "1", "rollout.engine.options.token_s": "0.04"},
+        settings={"rollout.replicas": "1", "rollout.engine.options.token_s": "0.03", "algorithm.steps": "10"},
     ),
     "many-rollouts": Planted(
         finds="rollouts-starved",
@@ -83,17 +90,22 @@ FAULTS: dict[str, Planted] = {
     "synchronous": Planted(
         finds="taking-turns",
         manifest=PACE,
-        settings={"schedule.mode": "sync", "schedule.maxStaleness": "0", "trainer.backend.options.sleep_s": "0.2"},
+        settings={
+            "schedule": "{mode: sync, update: sync, maxStaleness: 0}",
+            "trainer.backend.options.sleep_s": "0.3",
+            "algorithm.steps": "12",
+        },
     ),
-    "short-leases": Planted(
+    "stopped-rollout": Planted(
         finds="lease-timeouts",
         manifest=PACE,
-        settings={"rollout.leaseSeconds": "0.02"},
+        settings={"rollout.leaseSeconds": "0.7", "algorithm.steps": "12"},
+        stops=2,
     ),
     "killed-rollouts": Planted(
         finds="lost-processes",
         manifest=PACE,
-        settings={"algorithm.steps": "60"},
+        settings={"algorithm.steps": "30"},
         kills=2,
     ),
     "full-storage": Planted(

@@ -18,7 +18,7 @@ FOUND = 1
 def doctor(target: str, *, as_json: bool) -> int:
     """Print what is wrong with the run in a folder, or of the driver at an address; 1 where something is found.
 
-    Raises AsyncFlowError where there is no run.
+    Raises ManifestError where there is no run.
     """
     evidence = read(target)
     found = examine(evidence)

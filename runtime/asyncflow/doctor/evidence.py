@@ -24,6 +24,7 @@ WARM_UP = 2
 """First steps of an attempt that say nothing about the pace: processes start, and the queue is empty."""
 TIMED = 100
 """Most steps over which seconds are summed up: a run that was repaired long ago is not blamed."""
+_OF_TOKENS = frozenset({"entropy", "surprise", "kl", "approx_kl", "clip_low", "clip_high", "grad_norm"})
 _PLACE = re.compile(r"(.+)-(\d+)-[^-]+")
 _FIRST_DISPATCH = "first dispatch"
 _LEAST_S = 1e-6
@@ -61,9 +62,20 @@ class Evidence:
         """Samples that one step takes."""
         return self.spec.algorithm.prompts_per_step * self.spec.algorithm.group_size
 
+    def silent(self, last: int) -> list[float]:
+        """Return the samples without an advantage of each of the ``last`` steps, which count them once an epoch."""
+        return [count / self.spec.algorithm.epochs for count in self.values("silent_samples", last)]
+
     def values(self, name: str, last: int | None = None) -> list[float]:
-        """Return a figure of the steps that have it, of the ``last`` ones."""
-        found = [float(step[name]) for step in self.steps if step.get(name) is not None]
+        """Return a figure of the steps that have it, of the ``last`` ones. A step of whose tokens none counted in the
+        loss has none that is a mean over tokens, though its line has a 0.
+        """
+        of_tokens = name in _OF_TOKENS
+        found = [
+            float(step[name])
+            for step in self.steps
+            if step.get(name) is not None and not (of_tokens and step.get("computed_tokens") == 0)
+        ]
         return found if last is None else found[-last:]
 
     def thirds(self, name: str, least: int = 9) -> tuple[float, float] | None:

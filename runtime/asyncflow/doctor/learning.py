@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from itertools import takewhile
 
 from asyncflow.doctor.evidence import Evidence
 from asyncflow.doctor.finding import Words, percent
@@ -42,17 +43,19 @@ EFFECTIVE = 0.3
 
 
 def constant_reward(evidence: Evidence) -> Words | None:
-    """Find a mean reward that is the same in every step, and not that of right answers."""
-    rewards = evidence.values("reward", RECENT)
-    if not evidence.learns or len(rewards) < FEWEST or len(set(rewards)) > 1 or rewards[-1] >= _passes(evidence):
+    """Find a mean reward that does not change any more, and is not that of right answers."""
+    rewards = evidence.values("reward")
+    same = list(takewhile(lambda reward: reward == rewards[-1], reversed(rewards)))
+    if not evidence.learns or len(same) < FEWEST or rewards[-1] >= _passes(evidence):
         return None
-    silent = int(evidence.values("silent_samples", 1)[-1]) if evidence.values("silent_samples", 1) else 0
-    of = evidence.samples_of_step
-    nothing = f"; {silent} of {of} samples of the last step have the advantage 0" if silent else ""
+    silent, of = evidence.silent(len(same)), evidence.samples_of_step
+    if silent and min(silent) < of:
+        return None
+    nothing = f", and all {of} samples of each have the advantage 0" if silent else ""
     return Words(
         f"the reward is always {rewards[-1]:g}",
-        f"the mean reward of each of the last {len(rewards)} steps is {rewards[-1]:g}{nothing}: there is nothing to "
-        "tell good responses from bad ones by",
+        f"the mean reward of each of the last {len(same)} steps (of {len(rewards)}) is {rewards[-1]:g}{nothing}: there "
+        "is nothing to tell good responses from bad ones by",
         f"read responses beside answers (asyncflow samples DIR): reward.function ({_functions(evidence)}) or its "
         "extractor does not fit them, or the prompts are too hard; at least one sample of a group of "
         f"{evidence.spec.algorithm.group_size} must get another reward",
@@ -61,8 +64,8 @@ def constant_reward(evidence: Evidence) -> Words | None:
 
 def equal_groups(evidence: Evidence) -> Words | None:
     """Find groups whose samples have equal rewards, while the task is not solved."""
-    silent, rewards = evidence.values("silent_samples", RECENT), evidence.values("reward", RECENT)
-    if not evidence.learns or len(silent) < FEWEST or len(set(rewards)) == 1:
+    silent, rewards = evidence.silent(RECENT), evidence.values("reward", RECENT)
+    if not evidence.learns or len(silent) < FEWEST or constant_reward(evidence) is not None:
         return None
     of, equal = evidence.samples_of_step, statistics.median(silent)
     share, reward = equal / of, statistics.fmean(rewards)

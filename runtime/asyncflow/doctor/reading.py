@@ -19,7 +19,7 @@ from asyncflow.api.status import DriverStatus
 from asyncflow.doctor.evidence import Evidence, surviving
 from asyncflow.driver.journal import EVENTS, LIVES, METRICS, REWARDS, SUMMARY
 from asyncflow.driver.lives import Life
-from asyncflow.errors import AsyncFlowError, ManifestError
+from asyncflow.errors import ManifestError
 from asyncflow.local.asking import ask_at, fetch
 from asyncflow.local.folder import JOB, load_record
 from asyncflow.telemetry.lines import new_lines
@@ -63,7 +63,7 @@ def address_of(target: str) -> str | None:
 
 
 def read(target: str) -> Evidence:
-    """Return what is known of the run in a folder, or of the driver at an address. Raises AsyncFlowError."""
+    """Return what is known of the run in a folder, or of the driver at an address. Raises ManifestError."""
     url = address_of(target)
     return read_folder(Path(target)) if url is None else read_driver(url)
 
@@ -88,15 +88,15 @@ def read_folder(folder: Path) -> Evidence:
 
 
 def read_driver(url: str) -> Evidence:
-    """Return what the driver at ``url`` says of its run. Raises AsyncFlowError where it does not answer."""
+    """Return what the driver at ``url`` says of its run. Raises ManifestError where none answers."""
     answer = fetch(url, "/v1/evidence", within_s=_ANSWER_S)
     if answer is None:
         hint = "On Kubernetes: kubectl port-forward pod/JOB-driver-0 9571, then 127.0.0.1:9571"
-        raise AsyncFlowError("no driver of a job answers there", where=url, hint=hint)
+        raise ManifestError("no driver of a job answers there", where=url, hint=hint)
     try:
         known = msgspec.json.decode(answer, type=Answer)
     except msgspec.MsgspecError as error:
-        raise AsyncFlowError(f"the answer is none of a driver: {error}", where=f"{url}/v1/evidence") from error
+        raise ManifestError(f"the answer is none of a driver: {error}", where=f"{url}/v1/evidence") from error
     job = load_job(io.BytesIO(msgspec.json.encode(known.job)))
     return _evidence(job, known, status=ask_at(url, DriverStatus))
 
