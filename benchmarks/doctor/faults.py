@@ -50,8 +50,8 @@ FAULTS: dict[str, Planted] = {
         finds="clip-fraction",
         manifest=LEARN,
         settings={
-            "reward.shuffle": "true",
-            "algorithm.learningRate": "0.003",
+            "reward.function": "planted:dice",
+            "algorithm.learningRate": "0.01",
             "algorithm.epochs": "4",
             "algorithm.steps": "7",
         },
@@ -59,7 +59,7 @@ FAULTS: dict[str, Planted] = {
     "large-steps": Planted(
         finds="kl-runaway",
         manifest=LEARN,
-        settings={"reward.shuffle": "true", "algorithm.learningRate": "0.003", "algorithm.steps": "8"},
+        settings={"reward.function": "planted:dice", "algorithm.learningRate": "0.03", "algorithm.steps": "7"},
     ),
     "short-responses": Planted(
         finds="cut-responses",

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from typing import Any
 
 
 def nothing(**_: Any) -> float:
     """Return 0 for every response."""
     return 0.0
+
+
+def dice(**_: Any) -> float:
+    """Return a reward that depends on nothing, so that equal responses are pushed apart."""
+    return random.random()
 
 
 def by_prompt(*, prompt: str, **_: Any) -> float:
