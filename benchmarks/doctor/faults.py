@@ -127,6 +127,11 @@ FAULTS: dict[str, Planted] = {
         slow="/checkpoints/",
         slow_s=0.3,
     ),
+    "slow-reward": Planted(
+        finds="slow-rewards",
+        manifest=PACE,
+        settings={"reward.function": "planted:slow", "reward.workers": "{min: 1, max: 1}", "algorithm.steps": "8"},
+    ),
     "slow-link": Planted(
         finds="slow-link",
         manifest=PACE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import time
 from typing import Any
 
 
@@ -20,6 +21,12 @@ def dice(**_: Any) -> float:
 def by_prompt(*, prompt: str, **_: Any) -> float:
     """Return a reward that depends on the prompt alone."""
     return hashlib.sha256(prompt.encode()).digest()[0] / 512
+
+
+def slow(**_: Any) -> float:
+    """Take a tenth of a second."""
+    time.sleep(0.1)
+    return 0.0
 
 
 def fails_often(*, response: str, prompt: str, **_: Any) -> float:

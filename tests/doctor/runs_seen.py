@@ -15,8 +15,8 @@ BEGAN = 1000.0
 TOOK = 100.0
 
 
-def life(role: str, *, busy: float | None = None, **figures: float) -> Life:
-    """Return the life of a process over the whole run. busy: share of it in which it worked."""
+def life(role: str, *, busy: float | None = None, held: float = 0.0, **figures: float) -> Life:
+    """Return the life of a process over the whole run. busy: share of it in which it worked, held: had work."""
     tokens = int(figures.pop("tokens", 0))
     return Life(
         role=role,
@@ -24,6 +24,7 @@ def life(role: str, *, busy: float | None = None, **figures: float) -> Life:
         seen=BEGAN + TOOK,
         busy_s=None if busy is None else busy * TOOK,
         busy_seen=BEGAN + TOOK,
+        held_s=held * TOOK,
         tokens=tokens,
         figures=figures,
     )

@@ -121,6 +121,18 @@ PAIRS: dict[str, tuple[Evidence, Evidence]] = {
         evidence(*SYNC, lines=steps(wait=0.5), **rollout(busy=0.59)),
         evidence(*SYNC, lines=steps(wait=0.5), **rollout(busy=0.61)),
     ),
+    "slow-rewards": (
+        evidence(**rollout(busy=0.5, held=0.7, reward_seconds_count=10.0, reward_seconds_sum=1.0)),
+        evidence(**rollout(busy=0.5, held=0.69, reward_seconds_count=10.0, reward_seconds_sum=1.0)),
+    ),
+    "tail": (
+        evidence(causes={"rollout": {"tail": 25.0}}, lived={"rollout": 100.0}),
+        evidence(causes={"rollout": {"tail": 24.0}}, lived={"rollout": 100.0}),
+    ),
+    "data-plane": (
+        evidence(causes={"trainer": {"data plane": 20.0}}, lived={"trainer": 100.0}),
+        evidence(causes={"trainer": {"data plane": 19.0}}, lived={"trainer": 100.0}),
+    ),
     "checkpoint-stall": (evidence(lines=steps(checkpoint_s=0.11)), evidence(lines=steps(checkpoint_s=0.09))),
     "publication-stall": (evidence(lines=steps(publish_s=0.11)), evidence(lines=steps(publish_s=0.09))),
     "swap-stall": (evidence(**rollout(swap_stall_s=10.0)), evidence(**rollout(swap_stall_s=9.9))),

@@ -28,6 +28,11 @@ SWAPS = 0.1
 """Share of their time that rollouts stand still to change weights."""
 SLOW_LINK = 0.8
 """Seconds in which a version arrives, in steps: with more it is there when the next one is made already."""
+REWARDS, REWARDS_WELL, REWARD_OF_STEP = 0.2, 0.05, 0.05
+"""Share of their time that rollouts wait for rewards; the least mean of a reward, in steps, that can be the reason."""
+TAIL = 0.25
+"""Share of their time that rollouts wait for the last sequences of a step."""
+DATA_PLANE = 0.2
 FEWEST_STEPS = 4
 CAUSE_COUNTS = 0.05
 
@@ -175,6 +180,67 @@ def swap_stall(evidence: Evidence) -> Words | None:
         f"rollouts stand still {percent(share)} of their time to change weights",
         f"{seconds(stood)} of {seconds(lived)} of all rollouts{each}",
         "schedule.update: staggered, which lets some go on meanwhile, or schedule.syncEvery: 2 with swapAt: sequence",
+    )
+
+
+def slow_rewards(evidence: Evidence) -> Words | None:
+    """Find rollouts whose finished responses wait for their rewards."""
+    judged, lived, step = evidence.mean("rollout", "reward_seconds"), evidence.lived_s("rollout"), evidence.step_s
+    if judged is None or lived <= 0 or step is None or len(evidence.timed) < FEWEST_STEPS:
+        return None
+    lives = [life for life in evidence.lives.values() if life.role == "rollout" and life.busy_s is not None]
+    waited = sum(life.held_s - (life.busy_s or 0.0) for life in lives) - evidence.figure("rollout", "swap_stall_s")
+    share, (mean, count) = waited / lived, judged
+    if share < REWARDS or mean < REWARD_OF_STEP * step:
+        return None
+    workers = evidence.spec.reward.workers.max
+    more = math.ceil(workers * share / REWARDS_WELL)
+    return Words(
+        f"rollouts wait {percent(share)} of their time for rewards",
+        f"they had work for {seconds(waited)} of {seconds(lived)} in which nothing was generated and no weights were "
+        f"changed; one of {count} rewards took {seconds(mean)}, and a step takes {seconds(step)}"
+        f"{_by_cause(evidence, 'rollout')}",
+        f"reward.workers.max: {more} instead of {workers}, on as many cores (or concurrency, for an async function); "
+        "a faster function; a larger staleness, so that others are generated meanwhile",
+    )
+
+
+def tail(evidence: Evidence) -> Words | None:
+    """Find rollouts that wait for the last sequences of a step, which others generate."""
+    lived, idle = evidence.lived.get("rollout", 0.0), evidence.causes.get("rollout", {}).get("tail", 0.0)
+    if lived <= 0 or len(evidence.timed) < FEWEST_STEPS or (share := idle / lived) < TAIL:
+        return None
+    schedule = evidence.spec.schedule
+    change = f"schedule.maxStaleness: {schedule.max_staleness + 1} instead of {schedule.max_staleness}"
+    if schedule.swap_at == "quota":
+        change += ", or swapAt: sequence, so that the next step's prompts are begun meanwhile"
+    return Words(
+        f"rollouts wait {percent(share)} of their time for the longest responses of a step",
+        f"{seconds(idle)} of {seconds(lived)} passed while others generated the last sequences of a step, and there "
+        "was no prompt to begin",
+        change,
+    )
+
+
+def data_plane(evidence: Evidence) -> Words | None:
+    """Find processes that wait for the queue itself."""
+    shares = {
+        role: known.get("data plane", 0.0) / evidence.lived[role]
+        for role, known in evidence.causes.items()
+        if evidence.lived.get(role, 0.0) > 0 and role in ("trainer", "rollout")
+    }
+    if not shares or len(evidence.timed) < FEWEST_STEPS:
+        return None
+    role, share = max(shares.items(), key=lambda item: item[1])
+    if share < DATA_PLANE:
+        return None
+    queue = evidence.spec.transfer_queue
+    return Words(
+        f"the queue holds up the {role}: {percent(share)} of its time",
+        f"what it needed was there, and on its way from {queue.storage_units} storage units and {queue.controllers} "
+        f"controllers{_by_cause(evidence, role)}",
+        f"transferQueue.storageUnits: {2 * queue.storage_units} instead of {queue.storage_units}, more cores for units "
+        "and controller, a faster disk for the ledger",
     )
 
 

@@ -77,9 +77,10 @@ def rewards_fail(evidence: Evidence) -> Words | None:
     by = ", ".join(f"{count} {why}" for why, count in sorted(evidence.failed.items(), key=lambda item: -item[1]))
     first = evidence.first_failure.strip().rpartition("\n")[2]
     late = evidence.failed.get("timeout", 0)
-    limit, workers = evidence.spec.reward.timeout_seconds, evidence.spec.reward.workers
+    limit, workers = evidence.spec.reward.timeout_seconds, evidence.spec.reward.workers.max
     change = (
-        f"reward.timeoutSeconds: {3 * limit:g} instead of {limit:g}, or more processes (reward.workers: {workers})"
+        f"reward.timeoutSeconds: {3 * limit:g} instead of {limit:g}, or reward.workers.max: {2 * workers} instead of "
+        f"{workers} where they wait for a process"
         if 2 * late > failed
         else "mend the function: the first failure says where"
     )
