@@ -51,7 +51,7 @@ FAULTS: dict[str, Planted] = {
         manifest=LEARN,
         settings={
             "reward.function": "planted:dice",
-            "algorithm.learningRate": "0.01",
+            "algorithm.learningRate": "0.02",
             "algorithm.epochs": "4",
             "algorithm.steps": "7",
         },
@@ -111,7 +111,14 @@ FAULTS: dict[str, Planted] = {
     "full-storage": Planted(
         finds="storage-full",
         manifest=PACE,
-        settings={"transferQueue.bytesPerUnit": "64Ki", "storage.checkpoints.every": "100"},
+        settings={
+            "data.maxTaskBytes": "256",
+            "transferQueue.bytesPerUnit": "2000Ki",
+            "data.eval": '{source: "tiny://reverse-digits", seed: 2, size: 2000}',
+            "evaluation": "{every: 100, samples: 1}",
+            "rollout.engine.options.token_s": "0.005",
+            "algorithm.steps": "8",
+        },
     ),
     "slow-ledger": Planted(
         finds="slow-ledger",

@@ -72,8 +72,8 @@ PAIRS: dict[str, tuple[Evidence, Evidence]] = {
         evidence(scored=100, failed={"raised": 1}),
     ),
     "clip-fraction": (
-        evidence(**learning(clip_low=0.2, clip_high=0.101)),
-        evidence(**learning(clip_low=0.2, clip_high=0.099)),
+        evidence(**learning(clip_low=0.1, clip_high=0.101)),
+        evidence(**learning(clip_low=0.1, clip_high=0.099)),
     ),
     "cut-responses": (
         evidence(**rollout(**{"sequences_total{length}": 30.0, "sequences_total{stop}": 70.0})),
