@@ -18,8 +18,12 @@ from typing import Any
 import msgspec
 from faults import HERE, LEARN, Planted
 
+from asyncflow.doctor.checks import examine
+from asyncflow.doctor.reading import read
+from asyncflow.errors import ManifestError
+
 RUN_S = 240.0
-LIVE_S = 60.0
+LIVE_S = 100.0
 LOOK_S = 0.2
 STOP_S = 2.5
 """Seconds for which a rollout is stopped: longer than its lease, shorter than the driver's patience (5 s)."""
@@ -44,9 +48,9 @@ class Started:
             time.sleep(LOOK_S)
             address = str(_record(self.folder).get("http", "")).removeprefix("http://")
             try:
-                if address and any(each["name"] == finds for each in doctor(address)):
+                if address and any(each.name == finds for each in examine(read(address))):
                     return address
-            except RuntimeError:  # it does not answer yet
+            except ManifestError:  # it does not answer yet
                 continue
         raise RuntimeError(f"{finds} was not found within {LIVE_S:g} s:\n{self.log.read_text()[-2000:]}")
 

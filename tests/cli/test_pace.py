@@ -11,7 +11,7 @@ from asyncflow.api.status import DriverStatus
 from asyncflow.driver.presence import MemberState, TaskDepth, member_state
 from asyncflow.local.folder import Placed
 from asyncflow.rpc.membership import Member
-from asyncflow.view.pace import Pace, Paces
+from asyncflow.view.pace import Paces, ProcessPace
 from asyncflow.view.render import Frame, screen
 
 
@@ -26,7 +26,7 @@ def rollout(
 def test_a_pace_is_that_between_two_heartbeats() -> None:
     paces = Paces()
     assert paces.look([rollout(10, tokens=100, busy_s=5)]) == {}
-    assert paces.look([rollout(12, tokens=300, busy_s=6)]) == {("rollout", 0): Pace(100.0, 0.5)}
+    assert paces.look([rollout(12, tokens=300, busy_s=6)]) == {("rollout", 0): ProcessPace(100.0, 0.5)}
 
 
 def test_a_look_between_two_heartbeats_changes_nothing() -> None:
@@ -41,14 +41,14 @@ def test_another_incarnation_and_one_that_left_have_no_pace() -> None:
     paces.look([rollout(10, tokens=100)])
     paces.look([rollout(12, tokens=300)])
     assert paces.look([rollout(1, tokens=0, attempt=1)]) == {}
-    assert paces.look([rollout(3, tokens=50, attempt=1)]) == {("rollout", 0): Pace(25.0, 0.0)}
+    assert paces.look([rollout(3, tokens=50, attempt=1)]) == {("rollout", 0): ProcessPace(25.0, 0.0)}
     assert paces.look([]) == {}
 
 
 def test_who_does_not_say_how_long_it_worked_has_no_busy_share() -> None:
     paces = Paces()
     paces.look([rollout(10, tokens=0, busy_s=None)])
-    assert paces.look([rollout(11, tokens=0, busy_s=None)]) == {("rollout", 0): Pace(0.0, None)}
+    assert paces.look([rollout(11, tokens=0, busy_s=None)]) == {("rollout", 0): ProcessPace(0.0, None)}
 
 
 def test_what_a_process_says_of_itself_is_a_few_words() -> None:
@@ -72,7 +72,7 @@ def test_the_screen_shows_tasks_and_paces() -> None:
             Placed(role="rollout", index=1, attempt=3, state="down"),
         ],
         members=[MemberState(role="rollout", index=0, running=5, slots=8)],
-        paces={("rollout", 0): Pace(1234.0, 0.75)},
+        paces={("rollout", 0): ProcessPace(1234.0, 0.75)},
         queue={"train/rollout": TaskDepth(ready=17, leased=23)},
     )
     console = Console(width=140, record=True, file=io.StringIO(), force_terminal=False)

@@ -1,4 +1,4 @@
-"""What is wrong with a run, in sentences: ``asyncflow doctor DIR|ADDRESS``.
+"""Sentences about what is wrong with a run: ``asyncflow doctor DIR|ADDRESS``.
 
 Invariant: nothing is written, and no process of the run is changed.
 """

@@ -32,7 +32,7 @@ _LEAST_S = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What is known of a run.
+    """Lines, lives and outcomes of a run, as far as they are known.
 
     steps: lines of ``metrics.jsonl`` of the history that survives, in order; events: lines of ``events.jsonl``; lives:
     of all incarnations of its processes, by name; scored, failed: samples with a reward, and those without one, by why;

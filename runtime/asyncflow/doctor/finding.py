@@ -35,7 +35,7 @@ class Check(NamedTuple):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """What a check found."""
+    """Result of a check that found something."""
 
     name: str
     severity: Severity

@@ -28,7 +28,7 @@ T = TypeVar("T")
 _ANSWER_S = 20.0
 
 
-class Rewards(msgspec.Struct, frozen=True):
+class RewardOutcomes(msgspec.Struct, frozen=True):
     """Outcomes of all samples that were judged, as ``rewards.json`` has them."""
 
     scored: int = 0
@@ -36,14 +36,14 @@ class Rewards(msgspec.Struct, frozen=True):
     first_failure: str = ""
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """What ``GET /v1/evidence`` answers."""
+class ToldEvidence(msgspec.Struct, frozen=True):
+    """Answer of ``GET /v1/evidence``."""
 
     job: dict[str, Any]
     steps: list[dict[str, Any]]
     events: list[dict[str, Any]]
     lives: dict[str, Life]
-    rewards: Rewards
+    rewards: RewardOutcomes
 
 
 def address_of(target: str) -> str | None:
@@ -73,10 +73,10 @@ def read_folder(folder: Path) -> Evidence:
     if not (folder / JOB).is_file():
         hint = "Give the folder of a run, e.g. runs/quickstart"
         raise ManifestError("there is no run", where=str(folder), hint=hint)
-    rewards = _json(folder / REWARDS, Rewards) or Rewards()
+    rewards = _json(folder / REWARDS, RewardOutcomes) or RewardOutcomes()
     return _evidence(
         load_job(folder / JOB),
-        Answer(
+        ToldEvidence(
             job={},
             steps=new_lines(folder / METRICS, 0)[0],
             events=new_lines(folder / EVENTS, 0)[0],
@@ -94,14 +94,14 @@ def read_driver(url: str) -> Evidence:
         hint = "On Kubernetes: kubectl port-forward pod/JOB-driver-0 9571, then 127.0.0.1:9571"
         raise ManifestError("no driver of a job answers there", where=url, hint=hint)
     try:
-        known = msgspec.json.decode(answer, type=Answer)
+        known = msgspec.json.decode(answer, type=ToldEvidence)
     except msgspec.MsgspecError as error:
         raise ManifestError(f"the answer is none of a driver: {error}", where=f"{url}/v1/evidence") from error
     job = load_job(io.BytesIO(msgspec.json.encode(known.job)))
     return _evidence(job, known, status=ask_at(url, DriverStatus))
 
 
-def _evidence(job: RLJob, known: Answer, *, status: DriverStatus | None) -> Evidence:
+def _evidence(job: RLJob, known: ToldEvidence, *, status: DriverStatus | None) -> Evidence:
     return Evidence(
         name=job.name,
         spec=job.spec,

@@ -1,4 +1,4 @@
-"""What the driver tells those who look at a job from elsewhere: how each process does, and all that it knows.
+"""Answers of the driver to those who look at a job from elsewhere: how each process does, and all that it knows.
 
 ``GET /v1/live`` says how processes and tasks do, for a view; ``GET /v1/evidence`` has what the files of a
 run have, for whoever cannot read these (``asyncflow doctor``).

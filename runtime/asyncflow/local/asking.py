@@ -1,4 +1,4 @@
-"""What the first process of a run says over HTTP, asked from this machine or another. No answer ends the caller."""
+"""Answers of the first process of a run over HTTP, on this machine or another. None of them ends the caller."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _LEAST_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class ProcessPace:
     """tokens_per_second: that it generates; busy: share of the time in which it worked, None where it does not say."""
 
     tokens_per_second: float
@@ -29,9 +29,9 @@ class Paces:
 
     def __init__(self) -> None:
         self._seen: dict[Place, MemberState] = {}
-        self._paces: dict[Place, Pace] = {}
+        self._paces: dict[Place, ProcessPace] = {}
 
-    def look(self, members: Sequence[MemberState]) -> Mapping[Place, Pace]:
+    def look(self, members: Sequence[MemberState]) -> Mapping[Place, ProcessPace]:
         """Take in how the members do now, and return the paces that are known."""
         there = {(member.role, member.index): member for member in members}
         for place, member in there.items():
@@ -56,8 +56,8 @@ def _beat(member: MemberState) -> float:
     return member.age_s - member.silent_s
 
 
-def _pace(before: MemberState, now: MemberState, passed: float) -> Pace:
+def _pace(before: MemberState, now: MemberState, passed: float) -> ProcessPace:
     busy = None
     if before.busy_s is not None and now.busy_s is not None:
         busy = max(0.0, min(1.0, (now.busy_s - before.busy_s) / passed))
-    return Pace((now.tokens - before.tokens) / passed, busy)
+    return ProcessPace((now.tokens - before.tokens) / passed, busy)

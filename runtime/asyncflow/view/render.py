@@ -25,7 +25,7 @@ from asyncflow.driver.presence import MemberState, TaskDepth
 from asyncflow.local.folder import Placed
 from asyncflow.local.lifecycle import Event, ExitStatus, ProcessEnded, ProcessStarted, Restarting, Scaled, Stopping
 from asyncflow.plan.describe import ABSENT, duration, size
-from asyncflow.view.pace import Pace
+from asyncflow.view.pace import ProcessPace
 
 
 def amount(number: float | None) -> str:
@@ -87,7 +87,7 @@ class Frame:
     reachable: bool
     placed: Sequence[Placed]
     members: Sequence[MemberState] = ()
-    paces: Mapping[tuple[str, int], Pace] = field(default_factory=dict)
+    paces: Mapping[tuple[str, int], ProcessPace] = field(default_factory=dict)
     queue: Mapping[str, TaskDepth] = field(default_factory=dict)
 
 
@@ -343,7 +343,7 @@ def _roles(frame: Frame) -> Table:
 _PACES = ("running", "tokens/s", "busy")
 
 
-def _pace(member: MemberState | None, pace: Pace | None) -> tuple[str, str, str]:
+def _pace(member: MemberState | None, pace: ProcessPace | None) -> tuple[str, str, str]:
     """Return the cells of ``_PACES``."""
     running = f"{member.running}/{member.slots}" if member is not None and member.slots else ABSENT
     generates = pace is not None and member is not None and member.role == "rollout"
