@@ -114,7 +114,7 @@ FAULTS: dict[str, Planted] = {
         settings={
             "data.maxTaskBytes": "256",
             "transferQueue.bytesPerUnit": "2000Ki",
-            "data.eval": '{source: "tiny://reverse-digits", seed: 2, size: 2000}',
+            "data.eval": '{source: "tiny://reverse-digits", seed: 2, size: 700}',
             "evaluation": "{every: 100, samples: 1}",
             "rollout.engine.options.token_s": "0.005",
             "algorithm.steps": "8",

@@ -135,7 +135,10 @@ PAIRS: dict[str, tuple[Evidence, Evidence]] = {
     ),
     "checkpoint-stall": (evidence(lines=steps(checkpoint_s=0.11)), evidence(lines=steps(checkpoint_s=0.09))),
     "publication-stall": (evidence(lines=steps(publish_s=0.11)), evidence(lines=steps(publish_s=0.09))),
-    "swap-stall": (evidence(**rollout(swap_stall_s=10.0)), evidence(**rollout(swap_stall_s=9.9))),
+    "swap-stall": (
+        evidence(**rollout(swap_seconds_count=10.0, swap_seconds_sum=10.0)),
+        evidence(**rollout(swap_seconds_count=10.0, swap_seconds_sum=9.9)),
+    ),
     "evaluation-share": (
         evidence(EVALUATES, **rollout(tokens=1000, tokens_generated_eval=300.0)),
         evidence(EVALUATES, **rollout(tokens=1000, tokens_generated_eval=299.0)),

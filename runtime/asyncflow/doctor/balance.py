@@ -171,14 +171,15 @@ def slow_link(evidence: Evidence) -> Words | None:
 
 def swap_stall(evidence: Evidence) -> Words | None:
     """Find rollouts that stand still to change weights."""
-    lived, stood = evidence.lived_s("rollout"), evidence.figure("rollout", "swap_stall_s")
-    if lived <= 0 or len(evidence.timed) < FEWEST_STEPS or (share := stood / lived) < SWAPS:
+    lived, swaps = evidence.lived_s("rollout"), evidence.mean("rollout", "swap_seconds")
+    if lived <= 0 or swaps is None or len(evidence.timed) < FEWEST_STEPS:
         return None
-    swaps = evidence.mean("rollout", "swap_seconds")
-    each = f", {seconds(swaps[0])} each for {swaps[1]} of them" if swaps else ""
+    mean, count = swaps
+    if (share := mean * count / lived) < SWAPS:
+        return None
     return Words(
         f"rollouts stand still {percent(share)} of their time to change weights",
-        f"{seconds(stood)} of {seconds(lived)} of all rollouts{each}",
+        f"{count} changes took {seconds(mean)} each, {seconds(mean * count)} of {seconds(lived)} of all rollouts",
         "schedule.update: staggered, which lets some go on meanwhile, or schedule.syncEvery: 2 with swapAt: sequence",
     )
 
