@@ -22,7 +22,7 @@ from asyncflow.doctor.checks import examine
 from asyncflow.doctor.reading import read
 from asyncflow.errors import ManifestError
 
-RUN_S = 240.0
+RUN_S = 600.0
 LIVE_S = 100.0
 LOOK_S = 0.2
 STOP_S = 2.5
