@@ -26,7 +26,7 @@ TIMED = 100
 """Most steps over which seconds are summed up: a run that was repaired long ago is not blamed."""
 _OF_TOKENS = frozenset({"entropy", "surprise", "kl", "approx_kl", "clip_low", "clip_high", "grad_norm"})
 _PLACE = re.compile(r"(.+)-(\d+)-[^-]+")
-_FIRST_DISPATCH = "first dispatch"
+FIRST_DISPATCH = "first dispatch"
 _LEAST_S = 1e-6
 
 
@@ -117,7 +117,7 @@ class Evidence:
     @cached_property
     def idle_shares(self) -> dict[str, float]:
         """By role: share of their time from the first prompt to the last step in which its processes did nothing."""
-        opened = next((float(event["at"]) for event in self.events if event.get("event") == _FIRST_DISPATCH), None)
+        opened = next((float(event["at"]) for event in self.events if event.get("event") == FIRST_DISPATCH), None)
         lives = Lives(opened=opened)
         lives.restore(self.lives)
         return lives.idle_shares(max((life.seen for life in self.lives.values()), default=0.0))

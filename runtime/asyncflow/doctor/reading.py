@@ -7,8 +7,10 @@ there is no run; a folder whose run goes on is read as it is, and its driver is 
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,16 +18,19 @@ import msgspec
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load_job
 from asyncflow.api.status import DriverStatus
-from asyncflow.doctor.evidence import Evidence, surviving
+from asyncflow.doctor.evidence import FIRST_DISPATCH, Evidence, surviving
 from asyncflow.driver.journal import EVENTS, LIVES, METRICS, REWARDS, SUMMARY
 from asyncflow.driver.lives import Life
 from asyncflow.errors import ManifestError
 from asyncflow.local.asking import ask_at, fetch
 from asyncflow.local.folder import JOB, load_record
 from asyncflow.telemetry.lines import new_lines
+from asyncflow.telemetry.spans import read_timeline
+from asyncflow.timeline.causes import Shares, attribute, shares
 
 T = TypeVar("T")
 _ANSWER_S = 20.0
+NOBODY: Mapping[str, Shares] = MappingProxyType({})
 
 
 class RewardOutcomes(msgspec.Struct, frozen=True):
@@ -84,7 +89,22 @@ def read_folder(folder: Path) -> Evidence:
             rewards=rewards,
         ),
         status=_status_of(folder),
+        spent=spent_of(folder),
     )
+
+
+def spent_of(folder: Path, *, last_s: float | None = None) -> dict[str, Shares]:
+    """Return the seconds of each process of a run by kind and cause, as far as its spans tell; {} where there are none.
+
+    last_s: of the last seconds only, else from the first prompt on.
+    """
+    try:
+        timeline = attribute(read_timeline(folder))
+    except ManifestError:
+        return {}
+    if last_s is not None:
+        return shares(timeline, begin=timeline.end - last_s)
+    return shares(timeline, begin=next((mark.at for mark in timeline.marks if mark.what == FIRST_DISPATCH), None))
 
 
 def read_driver(url: str) -> Evidence:
@@ -101,7 +121,14 @@ def read_driver(url: str) -> Evidence:
     return _evidence(job, known, status=ask_at(url, DriverStatus))
 
 
-def _evidence(job: RLJob, known: ToldEvidence, *, status: DriverStatus | None) -> Evidence:
+def _evidence(
+    job: RLJob, known: ToldEvidence, *, status: DriverStatus | None, spent: Mapping[str, Shares] = NOBODY
+) -> Evidence:
+    causes: dict[str, Counter[str]] = {}
+    lived: Counter[str] = Counter()
+    for process in spent.values():
+        causes.setdefault(process.role, Counter()).update(process.idle)
+        lived[process.role] += process.seconds
     return Evidence(
         name=job.name,
         spec=job.spec,
@@ -112,6 +139,8 @@ def _evidence(job: RLJob, known: ToldEvidence, *, status: DriverStatus | None) -
         failed=known.rewards.failed,
         first_failure=known.rewards.first_failure,
         status=status,
+        causes=causes,
+        lived=lived,
     )
 
 

@@ -25,6 +25,7 @@ from asyncflow.driver.presence import MemberState, TaskDepth
 from asyncflow.local.folder import Placed
 from asyncflow.local.lifecycle import Event, ExitStatus, ProcessEnded, ProcessStarted, Restarting, Scaled, Stopping
 from asyncflow.plan.describe import ABSENT, duration, size
+from asyncflow.timeline.causes import Shares
 from asyncflow.view.pace import ProcessPace
 
 
@@ -77,7 +78,8 @@ class Frame:
 
     name: of the job; folder: where its files are; elapsed_s: since the run began; status: the driver's last answer,
     None before the first; reachable: whether that answer is of now; placed: the processes, in plan order; members: what
-    those that are there say of themselves; paces: by (role, index), between the last two looks; queue: by task.
+    those that are there say of themselves; paces: by (role, index), between the last two looks; queue: by task; causes:
+    by the name of a process, why it was idle lately.
     """
 
     name: str
@@ -89,6 +91,7 @@ class Frame:
     members: Sequence[MemberState] = ()
     paces: Mapping[tuple[str, int], ProcessPace] = field(default_factory=dict)
     queue: Mapping[str, TaskDepth] = field(default_factory=dict)
+    causes: Mapping[str, str] = field(default_factory=dict)
 
 
 OVER = ("Succeeded", "Suspended", "Failed")
@@ -319,7 +322,16 @@ def _roles(frame: Frame) -> Table:
     serving = {rollout.index: rollout for rollout in frame.status.rollouts} if frame.status else {}
     members = {(member.role, member.index): member for member in frame.members}
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("role", "pid", "attempt", "process", *(_PACES if members else ()), "metrics", "state"):
+    for column in (
+        "role",
+        "pid",
+        "attempt",
+        "process",
+        *(_PACES if members else ()),
+        *(("idle",) if frame.causes else ()),
+        "metrics",
+        "state",
+    ):
         table.add_column(column, justify="right" if column in _PACES else "left")
     for placed in frame.placed[:_MOST_ROWS]:
         place = (placed.role, placed.index)
@@ -332,6 +344,7 @@ def _roles(frame: Frame) -> Table:
             str(placed.attempt),
             Text(placed.state, style=_STATES.get(placed.state, "")),
             *(_pace(member, frame.paces.get(place)) if members else ()),
+            *((frame.causes.get(f"{placed.role}-{placed.index}", ""),) if frame.causes else ()),
             placed.http and f"{placed.http}/metrics",
             ", ".join(filter(None, (state, member.state if member is not None else ""))),
         )
@@ -340,6 +353,13 @@ def _roles(frame: Frame) -> Table:
     return table
 
 
+def idle_words(spent: Shares) -> str:
+    """Return the causes of a process's idle time, the longest first, as shares of its time."""
+    idle = sorted(((seconds / spent.seconds, cause) for cause, seconds in spent.idle.items()), reverse=True)
+    return ", ".join(f"{cause} {share(part)}" for part, cause in idle[:_MOST_CAUSES] if part >= _LEAST_CAUSE)
+
+
+_MOST_CAUSES, _LEAST_CAUSE = 3, 0.01
 _PACES = ("running", "tokens/s", "busy")
 
 

@@ -10,29 +10,33 @@ it was.
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import sys
 import termios
 import time
 import tty
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
 
 from asyncflow.api.status import DriverStatus
+from asyncflow.doctor.reading import spent_of
 from asyncflow.driver.journal import SUMMARY
 from asyncflow.errors import AsyncFlowError
 from asyncflow.local.asking import ask_at, ask_live
 from asyncflow.local.folder import Placed, load_record
 from asyncflow.view.pace import Paces
-from asyncflow.view.render import OVER, Frame, progress_lines, screen, still
+from asyncflow.view.render import OVER, Frame, idle_words, progress_lines, screen, still
 
 PERIOD_S = 1.0
 QUIET_S = 10.0
 """Most seconds without a line, where there is no terminal."""
+LATELY_S, CAUSES_S = 30.0, 5.0
+"""Seconds over which causes of idle time are shares, and after which they are read again."""
 GONE_S = 15.0
 """Seconds without an answer after which a run is over, however it ended."""
 
@@ -58,6 +62,10 @@ class Watched(ABC):
         """Return the processes that the supervisor of this machine has on record; none of those elsewhere."""
         return []
 
+    def causes(self) -> Mapping[str, str]:
+        """Return why each process was idle lately, by its name, as far as that is known."""
+        return {}
+
     def over(self) -> bool:
         """Return whether the run is known to be over."""
         return False
@@ -80,6 +88,7 @@ class Watched(ABC):
             members=members,
             paces=self._paces.look(members),
             queue=live.queue if live is not None else {},
+            causes=self.causes(),
         )
 
 
@@ -89,6 +98,8 @@ class WatchedFolder(Watched):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
+        self._causes: Mapping[str, str] = {}
+        self._read = -math.inf
 
     @property
     def where(self) -> str:
@@ -104,6 +115,14 @@ class WatchedFolder(Watched):
         """Return the processes on record."""
         record = load_record(self._folder / "run" / "processes.json")
         return record.processes if record is not None else []
+
+    def causes(self) -> Mapping[str, str]:
+        """Return what the spans of the last ``LATELY_S`` seconds say, read anew every ``CAUSES_S`` seconds."""
+        if time.monotonic() - self._read > CAUSES_S:
+            spent = spent_of(self._folder, last_s=LATELY_S)
+            self._causes = {name: idle_words(process) for name, process in spent.items()}
+            self._read = time.monotonic()
+        return self._causes
 
     def over(self) -> bool:
         """Return whether there is a summary, which is written at the end."""
