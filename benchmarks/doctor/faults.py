@@ -80,7 +80,7 @@ FAULTS: dict[str, Planted] = {
     "few-rollouts": Planted(
         finds="trainer-starved",
         manifest=PACE,
-        settings={"rollout.replicas": "1", "rollout.engine.options.token_s": "0.03", "algorithm.steps": "10"},
+        settings={"rollout.replicas": "1", "rollout.engine.options.token_s": "0.06", "algorithm.steps": "10"},
     ),
     "many-rollouts": Planted(
         finds="rollouts-starved",

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+from faults import FAULTS, HEALTHY
 from runs_seen import BEGAN, TOOK, evidence, life, steps
 
 from asyncflow.api.status import DriverStatus, RewardState
@@ -140,8 +141,8 @@ PAIRS: dict[str, tuple[Evidence, Evidence]] = {
         evidence(**rollout(swap_seconds_count=10.0, swap_seconds_sum=9.9)),
     ),
     "evaluation-share": (
-        evidence(EVALUATES, **rollout(tokens=1000, tokens_generated_eval=300.0)),
-        evidence(EVALUATES, **rollout(tokens=1000, tokens_generated_eval=299.0)),
+        evidence(EVALUATES, **rollout(tokens=1000, tokens_generated_eval=500.0)),
+        evidence(EVALUATES, **rollout(tokens=1000, tokens_generated_eval=499.0)),
     ),
 }
 
@@ -169,6 +170,13 @@ def test_nothing_is_found_in_a_healthy_run_nor_where_nothing_is_known() -> None:
 def test_the_worst_comes_first() -> None:
     found = examine(evidence(lines=steps(wait=0.9, skipped=1.0, clip_low=0.9, clip_high=0.0), **rollout(busy=0.9)))
     assert [each.name for each in found] == ["skipped-steps", "clip-fraction", "trainer-starved"]
+
+
+def test_faults_are_planted_for_checks_that_there_are() -> None:
+    planted = {fault.finds for fault in FAULTS.values()}
+    assert planted <= set(CHECK_OF)
+    assert len(planted) == len(FAULTS) >= 12
+    assert all(healthy.finds == "" for healthy in HEALTHY.values())
 
 
 def test_every_check_is_described_with_its_name() -> None:
