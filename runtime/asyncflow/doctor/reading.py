@@ -7,7 +7,7 @@ there is no run; a folder whose run goes on is read as it is, and its driver is 
 from __future__ import annotations
 
 import io
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -124,11 +124,12 @@ def read_driver(url: str) -> Evidence:
 def _evidence(
     job: RLJob, known: ToldEvidence, *, status: DriverStatus | None, spent: Mapping[str, Shares] = NOBODY
 ) -> Evidence:
-    causes: dict[str, Counter[str]] = {}
-    lived: Counter[str] = Counter()
+    causes: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    lived: defaultdict[str, float] = defaultdict(float)
     for process in spent.values():
-        causes.setdefault(process.role, Counter()).update(process.idle)
         lived[process.role] += process.seconds
+        for cause, idle in process.idle.items():
+            causes[process.role][cause] += idle
     return Evidence(
         name=job.name,
         spec=job.spec,
