@@ -6,12 +6,12 @@ STAMP := $(VENV)/.installed
 VLLM := $(VENV)/.vllm
 
 # Folders whose names and sentences hack/words.py checks; it always checks the subjects of commits.
-PLAIN := benchmarks operator $(addprefix runtime/asyncflow/,algorithms api commands data driver environments flow local models plan queue replay rewards roles rollout rpc session sim tasks telemetry timeline training view weights)
+PLAIN := benchmarks operator $(addprefix runtime/asyncflow/,algorithms api commands data doctor driver environments flow local models plan queue replay rewards roles rollout rpc session sim tasks telemetry timeline training view weights)
 
 # A run and the tests start hundreds of processes, none of which should compile the same source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test docs vllm lint types contracts pytest kube controls faults drains elastic verl-rows delayed-update update-modes same-bits smollm2 smollm2-vllm e2e bench-queue queue-faults attacks fuzz
+.PHONY: run test docs vllm lint types contracts pytest kube controls faults drains elastic verl-rows delayed-update update-modes same-bits smollm2 smollm2-vllm e2e bench-queue queue-faults attacks fuzz doctor-faults
 
 run: $(STAMP)
 	$(BIN)/asyncflow run examples/quickstart.yaml --fresh
@@ -79,6 +79,11 @@ queue-faults: $(STAMP)
 attacks: SEEDS = 1 20
 attacks: $(STAMP)
 	$(BIN)/python benchmarks/attacks --seeds $(SEEDS)
+
+# Runs with a planted fault each, and healthy ones: does `asyncflow doctor` find the one, and nothing in the others?
+# A quarter of an hour, and a C compiler.
+doctor-faults: $(STAMP)
+	$(BIN)/python benchmarks/doctor
 
 # verl's table of staleness_threshold, emulated: four runs, a quarter of an hour; two rows fitted, two held out.
 verl-rows: $(STAMP)

@@ -99,7 +99,7 @@ def _decode(kind: Any, value: Any) -> Any:
         return {_decode(inner[0], key): _decode(inner[1], each) for key, each in pairs}
     if issubclass(kind, BaseModel):
         return kind.model_validate(value)
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         hints = _hints(kind)
         return kind(**{name: _decode(hints[name], each) for name, each in value.items()})
     if kind is float and isinstance(value, int):

@@ -169,6 +169,32 @@ def samples(directory: Path, *, evaluation: bool, **options: Any) -> None:
 
 
 @app.command()
+@click.argument("target", metavar="DIR|ADDRESS")
+@click.option("--once", is_flag=True, help="Look once, and end.")
+def top(target: str, *, once: bool) -> None:
+    """Show a run that goes on, here or elsewhere, until it is over or q is pressed; lines where there is no terminal.
+
+    ADDRESS is HOST:PORT of the driver's HTTP.
+    """
+    from asyncflow.commands import top as command
+
+    command.top(target, once=once)
+
+
+@app.command()
+@click.argument("target", metavar="DIR|ADDRESS")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(target: str, *, as_json: bool) -> int:
+    """Say what is wrong with a run, finished or not, and what to change; exit status 1 where something is found.
+
+    ADDRESS is HOST:PORT of the driver's HTTP.
+    """
+    from asyncflow.commands import doctor as command
+
+    return command.doctor(target, as_json=as_json)
+
+
+@app.command()
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @click.option("--output", type=_DIRECTORY, help="Folder for timeline.html and timeline.json; DIR by default.")
 @click.option("--training", is_flag=True, help="Count shares from the first prompt on, without the start of the job.")

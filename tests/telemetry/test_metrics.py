@@ -33,8 +33,8 @@ SHARES = {f"asyncflow_driver_{name}_ratio" for name in ("eval_accuracy", "eval_p
 SHARES |= {f"asyncflow_driver_eval_set_{name}_ratio" for name in ("accuracy", "pass")}
 """What is between 0 and 1."""
 GROWING = re.compile(
-    "certificate_errors|tokens_|samples|lease_expiries|redeliveries|fenced_writes|moved_rows|put_bytes|fetched_bytes|pulled_bytes|"
-    "budget_wait|swaps|fallbacks|sequences$|rewards|skipped|checkpoint_failures|sink_failures"
+    "certificate_errors|tokens_|samples|lease_expiries|lease_timeouts|redeliveries|fenced_writes|moved_rows|put_bytes|"
+    "fetched_bytes|pulled_bytes|ledger_sync|budget_wait|swaps|fallbacks|sequences$|rewards|skipped|checkpoint_failures|sink_failures"
 )
 """What only grows while a process lives."""
 

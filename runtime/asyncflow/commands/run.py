@@ -35,7 +35,7 @@ from asyncflow.api.queue import TransferQueue
 from asyncflow.api.status import DriverStatus
 from asyncflow.api.weights import WeightSync
 from asyncflow.commands.preflight import folder_of, preflight, runnable_job
-from asyncflow.driver.journal import METRICS
+from asyncflow.driver.journal import METRICS, read_summary
 from asyncflow.durable import write_whole
 from asyncflow.errors import AsyncFlowError, CheckpointError, ManifestError
 from asyncflow.local.folder import QUEUE, RunFolder, differences, saved_overrides
@@ -48,7 +48,7 @@ from asyncflow.plan.roles import Role
 from asyncflow.plugins import load_plugin
 from asyncflow.queue.storage.backend import BACKENDS, Backend
 from asyncflow.training.checkpoint import Checkpoints
-from asyncflow.view.live import LiveView, ProgressView, QueueView, RunView, read_summary
+from asyncflow.view.live import LiveView, ProgressView, QueueView, RunView
 
 _log = logging.getLogger(__name__)
 V = TypeVar("V", bound=LiveView)

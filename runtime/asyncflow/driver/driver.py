@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from asyncflow import clock
 from asyncflow.api.graph import graph_of
@@ -35,6 +35,7 @@ from asyncflow.driver.groups import AdvantageTask, GroupPolicy, RewardTally, Tot
 from asyncflow.driver.journal import LIVES, REWARDS, StateFile
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
+from asyncflow.driver.presence import LiveState, evidence_of, live_state
 from asyncflow.driver.progress import RECENT_STEPS, RunProgress, StepWatch, line_of, log_progress
 from asyncflow.driver.samples import SampleCollector
 from asyncflow.driver.sinks import Sinks
@@ -202,6 +203,7 @@ class Driver:
             memory=folder / LIVES,
             started=self.progress.now,
             changed=self.changes.notify,
+            figures=metrics.figures,
         )
         self.phase: Phase = "Starting"
         self._stats: QueueStats | None = None
@@ -358,6 +360,21 @@ class Driver:
                 stats=self._stats,
                 quiet_s=clock.now() - self._moved,
             ),
+        )
+
+    def live(self) -> LiveState:
+        """Return what ``GET /v1/live`` answers."""
+        return live_state(self.job.name, self.members.present(), self._stats)
+
+    def evidence(self) -> dict[str, Any]:
+        """Return what ``GET /v1/evidence`` answers."""
+        rewards = self.rewards.state
+        return evidence_of(
+            self.job,
+            steps=self.progress.lines,
+            events=self.progress.events,
+            lives=self.lives.dump(),
+            rewards={"scored": rewards.scored, "failed": rewards.failed, "first_failure": rewards.first_failure},
         )
 
     def drain(self, worker: str) -> None:

@@ -188,3 +188,11 @@ def write_whole(path: Path, text: str) -> None:
         durable.write_whole(path, text.encode())
     except OSError as error:
         raise AsyncFlowError(f"cannot be written: {error}", where=str(path), hint=FULL_DISK) from error
+
+
+def read_summary(path: Path) -> dict[str, Any] | None:
+    """Read the driver's summary; None where it wrote none."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError):
+        return None

@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from asyncflow.api.names import ROLE_NAME
 from asyncflow.api.status import RecentFigures
-from asyncflow.driver.journal import Count, Moment, Seconds
+from asyncflow.driver.journal import Count, Finite, Moment, Seconds
 
 LAP_S: Final = 5.0
 """Least seconds of a lap: several heartbeats."""
@@ -38,7 +38,8 @@ class Life:
     """One incarnation of a role; times by ``clock.now``.
 
     busy_s: seconds of work that it reported last, at ``busy_seen``; held_s: seconds since ``held_since`` in which it
-    had something to do, waiting for weights or rewards included.
+    had something to do, waiting for weights or rewards included; figures: the metrics that it reported last
+    (``telemetry.metrics.RoleMetrics.figures``).
     """
 
     role: Annotated[str, Meta(pattern=f"^{ROLE_NAME}$")]
@@ -49,6 +50,9 @@ class Life:
     held_s: Seconds = 0.0
     held_since: Moment | None = None
     tokens: Count = 0
+    figures: Annotated[dict[Annotated[str, Meta(max_length=128)], Finite], Meta(max_length=64)] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(kw_only=True)
@@ -69,6 +73,7 @@ class Lives:
         busy_s: float | None = None,
         held_s: float | None = None,
         tokens: int = 0,
+        figures: Mapping[str, float] | None = None,
     ) -> None:
         """Take in a heartbeat; what was worked after the window is closed does not count any more. held_s: None as long
         as it cannot have anything to do.
@@ -76,6 +81,7 @@ class Lives:
         life = self._lives.setdefault(incarnation, Life(role=role, started=started, seen=now))
         life.started, life.seen = min(life.started, started), now
         life.tokens = max(life.tokens, tokens)
+        life.figures = dict(figures) if figures else life.figures
         if busy_s is not None and self.closed is None:
             life.busy_s, life.busy_seen = busy_s, now
             if held_s is not None:

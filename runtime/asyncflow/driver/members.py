@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -24,12 +24,14 @@ from asyncflow.api.versions import VersionsState
 from asyncflow.driver.instances import heard_of, rollout_state, task_states, versions_state
 from asyncflow.driver.journal import StateFile
 from asyncflow.driver.lives import Life, Lives
+from asyncflow.driver.presence import MemberState, member_state
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, StaleHandle
 from asyncflow.flow.instance import SwapAt
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.rpc.directory import Directory
 from asyncflow.rpc.membership import AGE, Best, Directives, Member, Status
+from asyncflow.telemetry.metrics import FIGURES
 from asyncflow.weights.service import CatalogueService
 
 log = logging.getLogger(__name__)
@@ -39,13 +41,16 @@ LAST = (frozenset(("controller", "storage")), frozenset(("holder", "master")))
 """Roles that are dismissed last, because the others hand back to them, and those that they in turn rely on."""
 _WITHOUT_LEASES = frozenset(("trainer", "controller", "storage", "holder", "master", FOLLOWER))
 HEARTBEAT_POLL_S = 0.05
+_TOLD = ("tokens_generated_eval", "swap_stall_s", "delivered", "slots")
+"""Figures of a rollout that are no metrics of it."""
 
 
 class Members:
     """Watches a directory.
 
     lives: what is known of them, and was by earlier drivers, from ``memory``, a file. swap_at: when rollouts do.
-    started: when this driver was, by ``clock.now``. changed: called whenever a member came or went.
+    started: when this driver was, by ``clock.now``. changed: called whenever a member came or went. figures: the
+    metrics that the driver reports of itself.
     """
 
     def __init__(
@@ -59,8 +64,10 @@ class Members:
         memory: Path,
         started: float,
         changed: Callable[[], None],
+        figures: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self.trainer_attempt = 0
+        self._figures = figures
         self.lives = lives
         self._swap_at = swap_at
         self._memory = StateFile(memory)
@@ -170,7 +177,9 @@ class Members:
 
     def observe(self, now: float) -> None:
         """Record what members reported in their last heartbeats, and that this driver lives; now: ``clock.now()``."""
-        self.lives.observe(f"driver {self._started}", role="driver", started=self._started, now=now)
+        self.lives.observe(
+            f"driver {self._started}", role="driver", started=self._started, now=now, figures=self._figures()
+        )
         for member in self._own:
             status = self._directory.status(member.incarnation)
             seen = now - (self._directory.silent_s(member.incarnation) or 0.0)
@@ -182,7 +191,16 @@ class Members:
                 busy_s=float(status["busy_s"]) if "busy_s" in status else None,
                 held_s=float(status["held_s"]) if int(status.get("version", -1)) >= 0 else None,
                 tokens=int(status.get("tokens_generated", 0)),
+                figures={**status.get(FIGURES, {}), **{each: status[each] for each in _TOLD if each in status}},
             )
+
+    def present(self) -> list[MemberState]:
+        """Return how each member of the job does."""
+        return [
+            member_state(member, status, silent_s=self._directory.silent_s(member.incarnation) or 0.0)
+            for member in self._own
+            for status in [self._directory.status(member.incarnation)]
+        ]
 
     def drain(self, worker: str) -> None:
         """Tell a rollout to give back its work and leave. Raises StaleHandle for an unknown one."""

@@ -177,6 +177,11 @@ class RunProgress:
         return [self._by_step[step] for step in sorted(self._by_step)]
 
     @property
+    def events(self) -> list[dict[str, Any]]:
+        """The events so far, in order."""
+        return self._events.lines
+
+    @property
     def done(self) -> int:
         """The newest step of the surviving history."""
         return min(self.steps, max([*self._by_step, *self._unreported], default=0))

@@ -189,6 +189,14 @@ class Elasticity:
             shortage = replace(shortage, in_vain=True)
         return wanted, SignalWindow(wanted, signals.step, shortage=shortage)
 
+    def balanced(self, signals: Signals) -> int:
+        """Return the rollouts that would balance, without bounds, were each to make as many tokens as now."""
+        if signals.wait_share <= self.wait_share:
+            return max(1, math.ceil(signals.busy_share * signals.rollouts - _ROUNDING))
+        each = signals.tokens_per_second / max(signals.rollouts, 1)
+        missing = self._missing(signals) / each if each > 0 else 0.0
+        return max(signals.rollouts + 1, math.ceil(signals.rollouts + missing - _ROUNDING))
+
     def within(self, rollouts: int) -> int:
         """Return the number nearest to ``rollouts`` that is allowed."""
         return max(self.least, min(rollouts, self.most))
@@ -205,9 +213,8 @@ class Elasticity:
             judged = rollouts == shortage.tried and shortage.was_in_vain(signals.tokens_per_second)
             if shortage.still(signals) if shortage.in_vain else judged:
                 return max(shortage.rollouts, math.ceil(rollouts / 2))
-        each = signals.tokens_per_second / max(rollouts, 1)
-        more = self._missing(signals) / each if each > 0 else math.inf
-        return max(rollouts + 1, math.ceil(min(rollouts + more, 2.0 * max(rollouts, 1)) - _ROUNDING))
+        twice = max(rollouts + 1, 2 * max(rollouts, 1))
+        return min(twice, self.balanced(signals)) if signals.tokens_per_second > 0 else twice
 
     def _occupied(self, rollouts: int, signals: Signals, shortage: Shortage | None) -> int:
         """Return the rollouts that would have something to do all the time, at least half as many."""

@@ -63,7 +63,7 @@ from asyncflow.rpc.http import Guard, HttpServer, Ready, ready, role_routes
 from asyncflow.rpc.membership import AGE, Directives, Member, Membership, Status
 from asyncflow.rpc.tls import Credentials
 from asyncflow.telemetry.logs import setup_logging
-from asyncflow.telemetry.metrics import RoleMetrics
+from asyncflow.telemetry.metrics import FIGURES, RoleMetrics
 from asyncflow.telemetry.spans import NO_SPANS, Spans
 from asyncflow.weights.transport import Transport, open_transport
 
@@ -232,7 +232,7 @@ class ProcessContext:
         )
 
         def aged_status() -> Status:
-            return {AGE: clock.now() - self.started, **status()}
+            return {AGE: clock.now() - self.started, FIGURES: metrics.figures(), **status()}
 
         membership = Membership(
             driver=directory or self.options.driver, member=member, credentials=self.credentials, status=aged_status

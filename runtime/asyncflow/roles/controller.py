@@ -172,10 +172,13 @@ def _show(controller: Controller, metrics: ControllerMetrics) -> None:
         for task, count in counts.items():
             metrics.rows.labels(task, state).set(count)
     metrics.lease_expiries.set(stats.lease_expiries)
+    metrics.lease_timeouts.set(controller.table.claims.timeouts)
     metrics.redeliveries.set(stats.redeliveries)
     metrics.fenced_writes.set(stats.fenced)
     metrics.ledger_bytes.set(stats.ledger_bytes)
-    metrics.ledger_lag.set(controller.ledger_lag)
+    metrics.ledger_lag.set(controller.ledger.lag())
+    metrics.ledger_syncs.set(controller.ledger.syncs)
+    metrics.ledger_sync_seconds.set(controller.ledger.sync_s)
     for task in stats.ready:
         metrics.parked.labels(task).set(stats.parked.get(task, 0))
     metrics.unit_rows.clear()

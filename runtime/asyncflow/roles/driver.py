@@ -11,6 +11,7 @@ from asyncflow.api.names import LAST_WORD_ENV
 from asyncflow.api.status import Phase
 from asyncflow.data.sources import CACHE, open_held_out, open_training
 from asyncflow.driver.driver import Driver
+from asyncflow.driver.presence import looking_routes
 from asyncflow.driver.sinks import Sinks
 from asyncflow.driver.status import control_routes, status_route
 from asyncflow.models.source import materialize_config
@@ -80,7 +81,8 @@ async def serve(context: JobContext) -> None:
     )
     metrics.watch_rpc(server.counters)
     status = status_route(lambda: driver.status().model_copy(update={"insecure": context.insecure}))
-    http = context.http(metrics, routes=[status])
+    looks = looking_routes(live=driver.live, evidence=driver.evidence)
+    http = context.http(metrics, routes=[status, *looks])
     control = context.control(control_routes(driver), refused=server.note_refusal)
     await server.start()
     await http.start(context.host, options.http_port)

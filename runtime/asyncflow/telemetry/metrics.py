@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Final, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily
@@ -107,6 +107,8 @@ class BusyClock:
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _STEPS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+_SERIES = ("_total", "_sum", "_count")
+"""Endings of the series of a counter, and of those of a histogram that are sums."""
 
 
 class Total(Collector):
@@ -124,11 +126,24 @@ class Total(Collector):
         """Yield the counter."""
         yield CounterMetricFamily(*self._family, value=self._value)
 
+    def describe(self) -> Iterable[Metric]:
+        """Yield the counter, by whose name a registry finds it."""
+        return self.collect()
+
+
+FIGURES: Final = "figures"
+"""Entry of a heartbeat's status that has ``RoleMetrics.figures``."""
+
 
 class RoleMetrics:
-    """Metrics that all roles have in common: those of the process itself, and how to declare one of this role."""
+    """Metrics that all roles have in common: those of the process itself, and how to declare one of this role.
+
+    reported: those that the driver is told with each heartbeat, and keeps with what it knows of the process
+    (``lives.json``), so that they are known of a process that is gone.
+    """
 
     role = "role"
+    reported: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -136,6 +151,21 @@ class RoleMetrics:
         ProcessCollector(registry=self.registry)
         self.insecure = self.gauge("insecure", "1 where this process serves other hosts without a certificate")
         self.certificate_errors = self.total("certificate_errors", "changed certificates that could not be used")
+
+    def figures(self) -> dict[str, float]:
+        """Return the metrics that are ``reported``, and ``insecure``, by name without ``asyncflow_<role>_``.
+
+        The label of one that has labels follows its name: ``sequences_total{length}``.
+        """
+        prefix = f"asyncflow_{self.role}_"
+        wanted = {f"{prefix}{what}{end}" for what in (*self.reported, "insecure") for end in ("", *_SERIES)}
+        found: dict[str, float] = {}
+        for family in self.registry.restricted_registry(wanted).collect():
+            for sample in family.samples:
+                if sample.name in wanted:
+                    label = f"{{{','.join(sample.labels.values())}}}" if sample.labels else ""
+                    found[sample.name.removeprefix(prefix) + label] = sample.value
+        return found
 
     def watch_busy(self, busy: BusyClock, *, what: str = "busy") -> None:
         """Show ``busy`` as ``asyncflow_<role>_<what>_seconds_total{cause}``; the cause "any" is their union."""
@@ -187,6 +217,7 @@ class DriverMetrics(RoleMetrics):
     """The course of the training, as the driver knows it."""
 
     role = "driver"
+    reported = ("prompts_skipped", "sink_failures")
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,15 +259,19 @@ class ControllerMetrics(RoleMetrics):
     """The queue as its controller sees it."""
 
     role = "controller"
+    reported = ("lease_timeouts", "redeliveries", "ledger_syncs", "ledger_sync_seconds")
 
     def __init__(self) -> None:
         super().__init__()
         self.rows = self.gauge("rows", "rows by task and state", "task", "state")
         self.parked = self.gauge("parked_claims", "claims that wait", "task")
         self.lease_expiries = self.total("lease_expiries", "leases that ended without an answer")
+        self.lease_timeouts = self.total("lease_timeouts", "those whose holder was there, and did not renew them")
         self.redeliveries = self.total("redeliveries", "rows given out again")
         self.fenced_writes = self.total("fenced_writes", "writes refused as too late")
         self.ledger_bytes = self.gauge("ledger_bytes", "size of the ledger")
+        self.ledger_syncs = self.total("ledger_syncs", "times that the ledger was brought to the disk")
+        self.ledger_sync_seconds = self.total("ledger_sync_seconds", "time that this took together")
         self.ledger_lag = self.gauge("ledger_lag_seconds", "age of the oldest change that is not as safe as it will be")
         self.unit_rows = self.gauge(
             "unit_rows", "rows by storage unit, those still to be moved where it leaves", "unit", "state"
@@ -256,6 +291,7 @@ class StorageMetrics(RoleMetrics):
     """One storage unit."""
 
     role = "storage"
+    reported = ("limit_bytes", "budget_waits", "budget_waited_seconds")
 
     def __init__(self) -> None:
         super().__init__()
@@ -335,6 +371,7 @@ class RolloutMetrics(LoadingMetrics):
     """One rollout instance."""
 
     role = "rollout"
+    reported = ("sequences", "swap_seconds", "pull_seconds", "pull_fallbacks", "pulled_bytes", "reward_seconds")
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,17 +16,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import msgspec
 from pydantic import BaseModel
 from rich.console import Console
 from rich.live import Live
 
 from asyncflow.api.queue import QueueStatus
 from asyncflow.api.status import DriverStatus
-from asyncflow.local.asking import ANSWER_S, ask
+from asyncflow.driver.journal import SUMMARY, read_summary
+from asyncflow.local.asking import ANSWER_S, ask, ask_live
 from asyncflow.local.folder import Placed
 from asyncflow.local.lifecycle import Event, Stopping
 from asyncflow.plan.describe import size
+from asyncflow.view.pace import Paces
 from asyncflow.view.render import (
     Frame,
     event_line,
@@ -174,7 +175,10 @@ _FILES = ("summary.json", "metrics.jsonl", "samples", "job.yaml", "checkpoints",
 class RunView(TextView):
     """The view of one run."""
 
-    _status: DriverStatus | None = None
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._status: DriverStatus | None = None
+        self._paces = Paces()
 
     def _show(self) -> None:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -213,7 +217,7 @@ class RunView(TextView):
                 self._print("ending" if ending else still(status))
 
     def _show_summary(self) -> None:
-        summary = read_summary(self._folder / "summary.json")
+        summary = read_summary(self._folder / SUMMARY)
         if summary is not None:
             self._console.print(summary_table(summary))
         there = [name for name in _FILES if (self._folder / name).exists()]
@@ -222,6 +226,8 @@ class RunView(TextView):
     def _frame(self) -> Frame:
         answer = self._ask(DriverStatus)
         self._status = answer or self._status
+        live = ask_live(f"http://127.0.0.1:{self._http_port}") if answer is not None else None
+        members = live.members if live is not None else []
         return Frame(
             name=self._name,
             folder=str(self._folder),
@@ -229,15 +235,10 @@ class RunView(TextView):
             status=self._status,
             reachable=answer is not None,
             placed=self._placed(),
+            members=members,
+            paces=self._paces.look(members),
+            queue=live.queue if live is not None else {},
         )
-
-
-def read_summary(path: Path) -> dict[str, Any] | None:
-    """Read the driver's summary; None where it wrote none."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError):
-        return None
 
 
 class StandaloneView(TextView, Generic[M]):

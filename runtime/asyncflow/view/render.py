@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -21,9 +21,12 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncflow.api.status import DriverStatus, SetState
+from asyncflow.driver.presence import MemberState, TaskDepth
 from asyncflow.local.folder import Placed
 from asyncflow.local.lifecycle import Event, ExitStatus, ProcessEnded, ProcessStarted, Restarting, Scaled, Stopping
 from asyncflow.plan.describe import ABSENT, duration, size
+from asyncflow.timeline.causes import Shares
+from asyncflow.view.pace import ProcessPace
 
 
 def amount(number: float | None) -> str:
@@ -74,7 +77,9 @@ class Frame:
     """State of a run at one time.
 
     name: of the job; folder: where its files are; elapsed_s: since the run began; status: the driver's last answer,
-    None before the first; reachable: whether that answer is of now; placed: the processes, in plan order.
+    None before the first; reachable: whether that answer is of now; placed: the processes, in plan order; members: what
+    those that are there say of themselves; paces: by (role, index), between the last two looks; queue: by task; causes:
+    by the name of a process, why it was idle lately.
     """
 
     name: str
@@ -83,9 +88,13 @@ class Frame:
     status: DriverStatus | None
     reachable: bool
     placed: Sequence[Placed]
+    members: Sequence[MemberState] = ()
+    paces: Mapping[tuple[str, int], ProcessPace] = field(default_factory=dict)
+    queue: Mapping[str, TaskDepth] = field(default_factory=dict)
+    causes: Mapping[str, str] = field(default_factory=dict)
 
 
-_OVER = ("Succeeded", "Suspended", "Failed")
+OVER = ("Succeeded", "Suspended", "Failed")
 _FIGURE = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
@@ -94,7 +103,7 @@ def progress_lines(before: DriverStatus, now: DriverStatus, *, ending: bool = Fa
 
     ending: everything was told to end, so nothing is waited for any more.
     """
-    ending = ending or now.phase in _OVER
+    ending = ending or now.phase in OVER
     lines = []
     if now.phase != before.phase:
         lines.append(f"phase {now.phase.lower()}")
@@ -235,6 +244,8 @@ def screen(frame: Frame) -> RenderableType:
     """Render a frame: headline, progress, figures, processes."""
     status = frame.status or DriverStatus()
     parts: list[RenderableType] = [_headline(frame, status), _progress(frame, status), _figures(status), _roles(frame)]
+    if frame.queue:
+        parts.insert(3, _queue(frame.queue))
     if status.waiting_for:
         parts.insert(2, Text(f"waiting for {status.waiting_for}", style="yellow"))
     if status.step_progress is not None:
@@ -296,22 +307,64 @@ def _checkpoint(status: DriverStatus) -> str:
     return f"step {status.checkpoint.step}{best}" if status.checkpoint else ABSENT
 
 
+def _queue(tasks: Mapping[str, TaskDepth]) -> Table:
+    """Render the tasks of the queue, a column each."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("task", style="dim")
+    for name in tasks:
+        table.add_column(name, justify="right")
+    table.add_row("ready", *(str(depth.ready) for depth in tasks.values()))
+    table.add_row("in work", *(str(depth.leased) for depth in tasks.values()))
+    return table
+
+
 def _roles(frame: Frame) -> Table:
     serving = {rollout.index: rollout for rollout in frame.status.rollouts} if frame.status else {}
+    members = {(member.role, member.index): member for member in frame.members}
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("role", "pid", "attempt", "process", "metrics", "state"):
-        table.add_column(column)
+    for column in (
+        "role",
+        "pid",
+        "attempt",
+        "process",
+        *(_PACES if members else ()),
+        *(("idle",) if frame.causes else ()),
+        "metrics",
+        "state",
+    ):
+        table.add_column(column, justify="right" if column in _PACES else "left")
     for placed in frame.placed[:_MOST_ROWS]:
+        place = (placed.role, placed.index)
         rollout = serving.get(placed.index) if placed.role == "rollout" else None
         state = f"{rollout.state} θ{rollout.version} {rollout.inflight} in flight" if rollout else ""
+        member = members.get(place)
         table.add_row(
             f"{placed.role}-{placed.index}",
             str(placed.pid or ABSENT),
             str(placed.attempt),
             Text(placed.state, style=_STATES.get(placed.state, "")),
+            *(_pace(member, frame.paces.get(place)) if members else ()),
+            *((frame.causes.get(f"{placed.role}-{placed.index}", ""),) if frame.causes else ()),
             placed.http and f"{placed.http}/metrics",
-            state,
+            ", ".join(filter(None, (state, member.state if member is not None else ""))),
         )
     if len(frame.placed) > _MOST_ROWS:
-        table.add_row(f"and {len(frame.placed) - _MOST_ROWS} more", "", "", "", "", "")
+        table.add_row(f"and {len(frame.placed) - _MOST_ROWS} more", *[""] * (len(table.columns) - 1))
     return table
+
+
+def idle_words(spent: Shares) -> str:
+    """Return the causes of a process's idle time, the longest first, as shares of its time."""
+    idle = sorted(((seconds / spent.seconds, cause) for cause, seconds in spent.idle.items()), reverse=True)
+    return ", ".join(f"{cause} {share(part)}" for part, cause in idle[:_MOST_CAUSES] if part >= _LEAST_CAUSE)
+
+
+_MOST_CAUSES, _LEAST_CAUSE = 3, 0.01
+_PACES = ("running", "tokens/s", "busy")
+
+
+def _pace(member: MemberState | None, pace: ProcessPace | None) -> tuple[str, str, str]:
+    """Return the cells of ``_PACES``."""
+    running = f"{member.running}/{member.slots}" if member is not None and member.slots else ABSENT
+    generates = pace is not None and member is not None and member.role == "rollout"
+    return running, amount(pace.tokens_per_second) if pace and generates else ABSENT, share(pace.busy if pace else None)

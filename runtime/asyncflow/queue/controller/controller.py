@@ -154,9 +154,9 @@ class Controller:
             self.failed.set_exception(error)
 
     @property
-    def ledger_lag(self) -> float:
-        """Seconds for which the oldest change has not been as safe as the ledger will make it."""
-        return self._ledger.lag()
+    def ledger(self) -> Ledger:
+        """The ledger, of which figures are read."""
+        return self._ledger
 
     def now(self) -> float:
         """The clock of leases and sessions, which is also that of the loop."""

@@ -116,7 +116,8 @@ class Ledger:
     """The log of one controller, open for appending.
 
     sync: the durability class; compact: gives the events of the present state, for a new generation; it is called when
-    the file has grown beyond ``limit`` bytes and to twice its size after the last compaction.
+    the file has grown beyond ``limit`` bytes and to twice its size after the last compaction. syncs, sync_s: how often
+    the file was brought to the disk while it was written, and the seconds of that.
     """
 
     def __init__(
@@ -128,13 +129,12 @@ class Ledger:
         limit: int = 64 << 20,
     ) -> None:
         self.directory = directory
-        self.bytes = 0
+        self.bytes = self.syncs = self._compacted = 0
+        self.sync_s = 0.0
         self._sync = sync
         self._compact = compact
         self._limit = limit
-        self._compacted = 0
-        self._fd = -1
-        self._lock = -1
+        self._fd = self._lock = -1
         self._buffer: list[bytes] = []
         self._group: asyncio.Future[None] | None = None
         self._under_way: asyncio.Future[None] | None = None
@@ -310,6 +310,7 @@ class Ledger:
                     waiting.exception()
                 self._group = None
                 break
+            self.syncs, self.sync_s = self.syncs + 1, self.sync_s + asyncio.get_running_loop().time() - began
             self._under_way.set_result(None)
             self._unsafe_since = began if self._group is not None else None
         self._syncing = self._under_way = None

@@ -24,14 +24,12 @@ from asyncflow.queue.table.state import Lease, Row, RowGroup, lease_id
 class Claims:
     """The claims and leases of all tasks.
 
-    Since the controller started: expiries: of leases; redeliveries: of rows; fenced: writes refused because their lease
-    had ended.
+    Since the controller started: expiries: of leases; timeouts: those of holders that live; redeliveries: of rows;
+    fenced: writes refused because their lease had ended.
     """
 
     def __init__(self, state: QueueState) -> None:
-        self.expiries = 0
-        self.redeliveries = 0
-        self.fenced = 0
+        self.expiries = self.timeouts = self.redeliveries = self.fenced = 0
         self._state = state
         self._parked: dict[tuple[str, str], dict[ClaimRows, None]] = {}
         self._granted = 0
@@ -212,6 +210,7 @@ class Claims:
         rows = list(lease.rows)
         self._state.record(ev.Returned(lease.id, rows, reason))
         self.expiries += 1
+        self.timeouts += reason == "expired"
         return len(rows)
 
     def _extend(self, lease: Lease, now: float) -> None:

@@ -25,6 +25,7 @@ from asyncflow.api.job import RLJob
 from asyncflow.durable import make_folder, write_whole
 from asyncflow.errors import AsyncFlowError
 from asyncflow.plugins import read_options
+from asyncflow.telemetry.lines import new_lines
 from asyncflow.telemetry.sinks.base import WHERE, MetricSink, SinkRun, sink_class
 from asyncflow.telemetry.sinks.names import evaluation_values, step_values
 
@@ -54,8 +55,8 @@ class SinkFeed:
     def more(self) -> int:
         """Write what is new, and return how many lines that was."""
         folder, cursor = self._run.folder, self._cursor
-        steps, cursor.metrics = _lines(folder / METRICS, cursor.metrics)
-        events, cursor.events = _lines(folder / EVENTS, cursor.events)
+        steps, cursor.metrics = new_lines(folder / METRICS, cursor.metrics)
+        events, cursor.events = new_lines(folder / EVENTS, cursor.events)
         known = [line for line in events if line.get("event") in (AGAIN, EVALUATION)]
         in_order = sorted([*known, *steps], key=lambda line: float(line["at"]))
         for line in in_order:
@@ -111,30 +112,6 @@ def _alone(lock: Path) -> Iterator[None]:
         raise AsyncFlowError("another process writes to this sink", where=str(lock.parent), hint=hint) from error
     finally:
         os.close(descriptor)
-
-
-def _lines(path: Path, start: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the whole lines from byte ``start`` on, as far as they are JSON objects with a time, and where they end.
-
-    Where the file is shorter than that, it is another one, and read from its beginning.
-    """
-    try:
-        with path.open("rb") as file:
-            begin = start if start <= os.fstat(file.fileno()).st_size else 0
-            file.seek(begin)
-            data = file.read()
-    except FileNotFoundError:
-        return [], 0
-    *whole, torn = data.split(b"\n")
-    found = []
-    for written in whole:
-        try:
-            line = msgspec.json.decode(written)
-            float(line["at"])
-        except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
-            continue
-        found.append(line)
-    return found, begin + len(data) - len(torn)
 
 
 def _read(path: Path) -> Cursor:

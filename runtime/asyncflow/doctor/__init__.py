@@ -1,0 +1,1 @@
+"""Diagnosis of a run, finished, killed or going on: pure findings over one frozen ``Evidence``."""

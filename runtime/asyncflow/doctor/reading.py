@@ -1,0 +1,164 @@
+"""Evidence of a run, read from its folder, or asked of its driver.
+
+Invariants: nothing is written; a file that is missing, torn or damaged costs its figures only, but without a manifest
+there is no run; a folder whose run goes on is read as it is, and its driver is asked beside for what it waits for.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import msgspec
+
+from asyncflow.api.job import RLJob
+from asyncflow.api.load import load_job
+from asyncflow.api.status import DriverStatus
+from asyncflow.doctor.evidence import FIRST_DISPATCH, Evidence, surviving
+from asyncflow.driver.journal import EVENTS, LIVES, METRICS, REWARDS, SUMMARY
+from asyncflow.driver.lives import Life
+from asyncflow.errors import ManifestError
+from asyncflow.local.asking import ask_at, fetch
+from asyncflow.local.folder import JOB, load_record
+from asyncflow.telemetry.lines import new_lines
+from asyncflow.telemetry.spans import read_timeline
+from asyncflow.timeline.causes import Shares, attribute, shares
+
+T = TypeVar("T")
+_ANSWER_S = 20.0
+NOBODY: Mapping[str, Shares] = MappingProxyType({})
+
+
+class RewardOutcomes(msgspec.Struct, frozen=True):
+    """Outcomes of all samples that were judged, as ``rewards.json`` has them."""
+
+    scored: int = 0
+    failed: dict[str, int] = {}
+    first_failure: str = ""
+
+
+class ToldEvidence(msgspec.Struct, frozen=True):
+    """Answer of ``GET /v1/evidence``."""
+
+    job: dict[str, Any]
+    steps: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+    lives: dict[str, Life]
+    rewards: RewardOutcomes
+
+
+def address_of(target: str) -> str | None:
+    """Return the URL of a driver's HTTP that ``target`` names, None where it names a folder.
+
+    Raises ManifestError for neither.
+    """
+    if Path(target).is_dir():
+        return None
+    scheme, there, rest = target.rpartition("://")
+    host, colon, port = rest.rpartition(":")
+    if scheme in ("", "http") and colon and host and port.isascii() and port.isdecimal() and "/" not in rest:
+        return f"http://{rest}"
+    hint = "Give the folder of a run, e.g. runs/quickstart, or HOST:PORT of its driver's HTTP (9571 on Kubernetes)"
+    what = "it is no address of a driver's HTTP" if there or colon else "there is no such folder"
+    raise ManifestError(what, where=target, hint=hint)
+
+
+def read(target: str) -> Evidence:
+    """Return what is known of the run in a folder, or of the driver at an address. Raises ManifestError."""
+    url = address_of(target)
+    return read_folder(Path(target)) if url is None else read_driver(url)
+
+
+def read_folder(folder: Path) -> Evidence:
+    """Return what the files of a run say, and its driver where it goes on. Raises ManifestError where there is none."""
+    if not (folder / JOB).is_file():
+        hint = "Give the folder of a run, e.g. runs/quickstart"
+        raise ManifestError("there is no run", where=str(folder), hint=hint)
+    rewards = _json(folder / REWARDS, RewardOutcomes) or RewardOutcomes()
+    return _evidence(
+        load_job(folder / JOB),
+        ToldEvidence(
+            job={},
+            steps=new_lines(folder / METRICS, 0)[0],
+            events=new_lines(folder / EVENTS, 0)[0],
+            lives=_json(folder / LIVES, dict[str, Life]) or {},
+            rewards=rewards,
+        ),
+        status=_status_of(folder),
+        spent=spent_of(folder),
+    )
+
+
+def spent_of(folder: Path, *, last_s: float | None = None) -> dict[str, Shares]:
+    """Return the seconds of each process of a run by kind and cause, as far as its spans tell; {} where there are none.
+
+    last_s: of the last seconds only, else from the first prompt on.
+    """
+    try:
+        timeline = attribute(read_timeline(folder))
+    except ManifestError:
+        return {}
+    if last_s is not None:
+        return shares(timeline, begin=timeline.end - last_s)
+    return shares(timeline, begin=next((mark.at for mark in timeline.marks if mark.what == FIRST_DISPATCH), None))
+
+
+def read_driver(url: str) -> Evidence:
+    """Return what the driver at ``url`` says of its run. Raises ManifestError where none answers."""
+    answer = fetch(url, "/v1/evidence", within_s=_ANSWER_S)
+    if answer is None:
+        hint = "On Kubernetes: kubectl port-forward pod/JOB-driver-0 9571, then 127.0.0.1:9571"
+        raise ManifestError("no driver of a job answers there", where=url, hint=hint)
+    try:
+        known = msgspec.json.decode(answer, type=ToldEvidence)
+    except msgspec.MsgspecError as error:
+        raise ManifestError(f"the answer is none of a driver: {error}", where=f"{url}/v1/evidence") from error
+    job = load_job(io.BytesIO(msgspec.json.encode(known.job)))
+    return _evidence(job, known, status=ask_at(url, DriverStatus))
+
+
+def _evidence(
+    job: RLJob, known: ToldEvidence, *, status: DriverStatus | None, spent: Mapping[str, Shares] = NOBODY
+) -> Evidence:
+    causes: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    lived: defaultdict[str, float] = defaultdict(float)
+    for process in spent.values():
+        lived[process.role] += process.seconds
+        for cause, idle in process.idle.items():
+            causes[process.role][cause] += idle
+    return Evidence(
+        name=job.name,
+        spec=job.spec,
+        steps=surviving(line for line in known.steps if _is_step(line)),
+        events=known.events,
+        lives=known.lives,
+        scored=known.rewards.scored,
+        failed=known.rewards.failed,
+        first_failure=known.rewards.first_failure,
+        status=status,
+        causes=causes,
+        lived=lived,
+    )
+
+
+def _is_step(line: Mapping[str, Any]) -> bool:
+    return {"step", "attempt", "wall_s"} <= line.keys()
+
+
+def _status_of(folder: Path) -> DriverStatus | None:
+    """Return what the driver of a run says, None where the run is over or it does not answer."""
+    if (folder / SUMMARY).is_file():
+        return None
+    record = load_record(folder / "run" / "processes.json")
+    return ask_at(record.http, DriverStatus) if record is not None and record.http else None
+
+
+def _json(path: Path, kind: type[T]) -> T | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
