@@ -56,7 +56,7 @@ def finish(draft: Draft[JobStatus], state: JobState, failure: FailureResult | No
 def clean_up(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
     """Delete what a finished job does not need, and the job itself when its time to live is over."""
     kept = _pods_to_keep(state, keeps_failures=spec.limits.keep_on_failure)
-    why = f"the job has {(state.status.phase or 'ended').lower()}"
+    why = f"the job has {state.status.phase.lower()}"
     draft.delete_pods(removed((pod for pod in state.pods if pod.uid not in kept), draft.alarm, why=why))
     draft.add_first(delete_gang(state.objects, why=why) + release_pods(state))
     ttl, finished = spec.limits.ttl_seconds_after_finished, from_rfc3339(state.status.completion_time)
