@@ -90,7 +90,7 @@ def fitted(job: RLJob, recorded: Recorded) -> Fitted:
         trainer=trainer_of(counted, recorded.slots, ranks=spec.trainer.ranks),
         link=LinkModel(pull_s=_span_s(recorded.timeline, "receive")),
         storage=storage_of(recorded.timeline),
-        reward=RewardTimes(seconds=_span_s(recorded.timeline, "reward"), workers=engine.slots),
+        reward=RewardTimes(seconds=_idle_s(recorded.timeline, "reward"), workers=engine.slots),
         prompt_tokens=round(fmean(sample.tokens for sample in recorded.samples)) if recorded.samples else 0,
     )
     scenario = scenario_of(job, models=models)
