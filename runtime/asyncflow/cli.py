@@ -126,6 +126,7 @@ def sim() -> None:
     metavar="S S",
     help="One set of devices generates, then trains; seconds to turn to training and back.",
 )
+@click.option("--output", type=_DIRECTORY, help="Folder for timeline.html and timeline.json.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def sim_file(file: Path, overrides: tuple[str, ...], **options: Any) -> None:
     """Print what a run of FILE would be: seconds of a step, idle shares, tokens a second, staleness."""

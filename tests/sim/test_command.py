@@ -25,15 +25,16 @@ def sets() -> list[str]:
     return [part for setting in SETTINGS for part in ("--set", setting)]
 
 
-def test_a_manifest_is_simulated_by_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_manifest_is_simulated_by_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(COUNTING, *sets(), "--json") == 0
     told = json.loads(capsys.readouterr().out)
     made = simulate(scenario_of(load_job(COUNTING, SETTINGS)), seed=0)
     assert told["wall_s"] == made.wall_s
     assert [step["wall_s"] for step in told["steps"]] == [step.wall_s for step in made.steps]
-    assert command("--seed", 3, COUNTING, *sets()) == 0
+    assert command("--seed", 3, COUNTING, *sets(), "--output", tmp_path / "drawn") == 0
+    assert {path.name for path in (tmp_path / "drawn").iterdir()} == {"timeline.html", "timeline.json"}
     shown = capsys.readouterr().out
-    assert "counting: 6 steps of" in shown
+    assert "counting: 6 steps in" in shown
     assert "rollout" in shown
     assert "note" not in shown
     assert command(COUNTING, *sets(), "--set", "algorithm.filterZeroVariance=drop") == 0

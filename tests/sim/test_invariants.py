@@ -25,6 +25,7 @@ from asyncflow.sim import (
     simulate,
 )
 from asyncflow.sim.run import World
+from asyncflow.timeline.causes import attribute, shares
 from asyncflow.timeline.tracks import flaw_of
 
 from .scenarios import scenario
@@ -124,6 +125,9 @@ def test_every_prompt_is_trained_once_and_none_too_late(given_: Scenario, seed: 
     assert all(-1e-9 <= step.staleness_token_mean <= step.staleness_start_max + 1e-9 for step in made.steps)
     assert made.timeline is not None
     assert [flaw_of(track) for track in made.timeline.tracks if flaw_of(track)] == []
+    for share in shares(attribute(made.timeline)).values():
+        assert "" not in share.idle, "each idle second has a cause"
+        assert share.seconds == pytest.approx(sum(share.kinds.values()) + sum(share.idle.values()))
     for step in made.steps:
         parts = step.wait_s + step.compute_s + step.optimizer_s + step.publish_s + step.checkpoint_s
         assert parts == pytest.approx(step.wall_s)

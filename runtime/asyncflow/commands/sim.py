@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -18,6 +18,7 @@ from rich.table import Table
 
 from asyncflow.api.load import load_job
 from asyncflow.commands.preflight import runnable_job
+from asyncflow.commands.timeline import PAGE, TRACE, write_pictures
 from asyncflow.driver.journal import METRICS, SUMMARY
 from asyncflow.driver.sample_files import read_samples, sample_files
 from asyncflow.errors import ManifestError
@@ -26,8 +27,11 @@ from asyncflow.queue.ledger.events import SlotDecided
 from asyncflow.queue.ledger.log import read_ledger
 from asyncflow.sim import Colocation, Models, Simulated, left_out, scenario_of, simulate
 from asyncflow.sim.fit import WITHOUT, Drawn, Recorded, fitted
+from asyncflow.telemetry.spans import FOLDER as SPANS
+from asyncflow.telemetry.spans import read_timeline
+from asyncflow.timeline.causes import Shares, attribute, shares
 
-_WIDTH = 120
+_WIDTH = 160
 """Columns where there is no terminal whose width could be asked for."""
 MODELS = "models.json"
 """File of a run's folder with the models that were fitted to it."""
@@ -40,9 +44,10 @@ def sim(
     seed: int | None,
     models: Path | None,
     colocated: tuple[float, float] | None,
+    output: Path | None,
     as_json: bool,
 ) -> None:
-    """Print what a run of a manifest would be. seed: None for ``algorithm.seed``.
+    """Print what a run of a manifest would be. seed: None for ``algorithm.seed``; output: folder for its timeline.
 
     Raises ManifestError where it is not known how long something takes.
     """
@@ -57,12 +62,18 @@ def sim(
         return
     if missing := left_out(job):
         click.echo(f"note: not simulated: {'; '.join(missing)}")
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = _WIDTH
-    click.echo(f"{job.name}: {len(made.steps)} steps of {made.wall_s:.4g} s, simulated in {took_s:.2g} s")
+    assert made.timeline is not None
+    timeline, title = attribute(made.timeline), f"{job.name}: {len(made.steps)} steps in {made.wall_s:.4g} s"
+    click.echo(f"{title}, simulated in {took_s:.2g} s")
     console.print(_steps(made))
-    console.print(_spent(made))
+    console.print(_spent(shares(timeline)))
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        write_pictures(output, timeline, title=title)
+        click.echo(f"{output / PAGE}: the chart; {output / TRACE}: opens in https://ui.perfetto.dev")
 
 
 def fit(directory: Path, *, output: Path | None) -> None:
@@ -104,6 +115,7 @@ def _recorded(directory: Path, *, rollouts: int) -> Recorded:
         samples=[Drawn(sample.serial, sample.prompt_tokens, sample.response_tokens) for sample in drawn],
         generating_s=(1 - summary["idle_share"]["rollout"]) * summary["training_s"] * rollouts,
         slots=slots,
+        timeline=read_timeline(directory) if (directory / SPANS).is_dir() else None,
     )
 
 
@@ -138,18 +150,22 @@ def _steps(made: Simulated) -> Table:
     return table
 
 
-def _spent(made: Simulated) -> Table:
-    """Return what the processes of each role did, as shares of their time."""
+def _spent(found: Mapping[str, Shares]) -> Table:
+    """Return what the processes of each role did, and why they were idle, as shares of their time."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("role", header_style="dim")
-    table.add_column("idle", header_style="dim", justify="right")
-    table.add_column("what it did", header_style="dim")
-    for role, spent in made.spent.items():
-        total = sum(spent.values())
-        if total <= 0:
-            continue
-        parts = sorted(spent.items(), key=lambda part: -part[1])
-        did = (f"{kind} {waits}".strip() + f" {seconds / total:.1%}" for (kind, waits), seconds in parts if seconds > 0)
-        idle = f"{made.idle[role]:.1%}" if role in made.idle else ""
-        table.add_row(role, idle, ", ".join(did))
+    for name in ("role", "idle", "what it did", "because of"):
+        table.add_column(name, header_style="dim", justify="right" if name == "idle" else "left")
+    for role in ("trainer", "rollout"):
+        mine = [share for share in found.values() if share.role == role]
+        total = sum(share.seconds for share in mine)
+        kinds, causes = Counter[str](), Counter[str]()
+        for share in mine:
+            kinds.update(share.kinds)
+            causes.update(share.idle)
+        if total > 0:
+            table.add_row(role, f"{causes.total() / total:.1%}", _parts(kinds, total), _parts(causes, total))
     return table
+
+
+def _parts(seconds: Counter[str], total: float) -> str:
+    return ", ".join(f"{what} {spent / total:.1%}" for what, spent in seconds.most_common() if spent >= 5e-4 * total)

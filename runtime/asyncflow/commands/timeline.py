@@ -16,6 +16,7 @@ from asyncflow.telemetry.spans import read_timeline
 from asyncflow.timeline.causes import attribute, shares
 from asyncflow.timeline.gantt import page
 from asyncflow.timeline.perfetto import trace
+from asyncflow.timeline.tracks import Timeline
 from asyncflow.view.shares import shares_table
 
 TRACE, PAGE = "timeline.json", "timeline.html"
@@ -39,10 +40,15 @@ def timeline(run: Path, *, output: Path | None, training: bool, as_json: bool) -
     folder = output or run
     folder.mkdir(parents=True, exist_ok=True)
     title = f"{run.absolute().name}: {found.end - found.begin:.1f} s"
-    write_whole(folder / TRACE, msgspec.json.encode(trace(found)))
-    write_whole(folder / PAGE, page(found, title=title).encode())
+    write_pictures(folder, found, title=title)
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = _WIDTH
     console.print(shares_table(spent))
     console.print(f"{folder / PAGE}: the chart; {folder / TRACE}: opens in https://ui.perfetto.dev")
+
+
+def write_pictures(folder: Path, timeline: Timeline, *, title: str) -> None:
+    """Write the trace and the chart of a timeline."""
+    write_whole(folder / TRACE, msgspec.json.encode(trace(timeline)))
+    write_whole(folder / PAGE, page(timeline, title=title).encode())
