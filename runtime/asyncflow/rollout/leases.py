@@ -24,6 +24,7 @@ from typing import Any
 
 from asyncflow.data.base import Prompt
 from asyncflow.errors import AsyncFlowError, Refused
+from asyncflow.flow.claims import PARKED_S, claims_more, rows_at_once
 from asyncflow.flow.instance import Ask, Instance, Purpose
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow
@@ -43,8 +44,6 @@ from asyncflow.rpc.retry import Outage
 
 log = logging.getLogger(__name__)
 
-_PARKED_S = 0.05
-_BACKLOG = 4
 _WITHDRAW_S = 5.0
 
 Spawn = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
@@ -55,8 +54,8 @@ _MOST_ROWS = 256
 class Claimer:
     """Claims for one purpose.
 
-    got: takes the rows; parked: called when a claim finds nothing ready; backlog: samples generated but not delivered,
-    of which an instance claims no more than some times its slots; slots: of the engine.
+    got: takes the rows; parked: called when a claim finds nothing ready; backlog: samples generated but not delivered;
+    slots: of the engine.
     """
 
     def __init__(
@@ -99,7 +98,8 @@ class Claimer:
                 self._outage.end()
 
     def _ask(self) -> Ask | None:
-        return None if self._backlog() > _BACKLOG * self._slots else self._instance.ask(self._purpose)
+        claims = claims_more(backlog=self._backlog(), slots=self._slots)
+        return self._instance.ask(self._purpose) if claims else None
 
     async def _claim(self, ask: Ask) -> None:
         """Claim until rows come, the time is over, or the instance would ask for something else."""
@@ -120,14 +120,11 @@ class Claimer:
             claim.result()
 
     async def _take(self, ask: Ask, ticket: str) -> None:
-        """Claim a quarter of the slots at most, so that instances that ask together share what there is.
-
-        Rows are handed on in the step in which they come: no cancellation finds them in between.
-        """
+        """Claim; rows are handed on in the step in which they come: no cancellation finds them in between."""
         claimed = await self._queue.claim(
             partition=self._partition,
             task=self._settings.task,
-            max_rows=min(ask.rows, max(1, self._slots // 4)),
+            max_rows=rows_at_once(ask.rows, slots=self._slots),
             version=ask.version,
             accept=ask.accept,
             timeout=self._settings.park_s,
@@ -138,7 +135,7 @@ class Claimer:
 
     async def _outlive(self, claim: asyncio.Task[None], ask: Ask) -> None:
         """Wait until ``claim`` is done or asks for what is no longer right; call ``parked`` once."""
-        until: float | None = asyncio.get_running_loop().time() + _PARKED_S
+        until: float | None = asyncio.get_running_loop().time() + PARKED_S
         while not claim.done():
             try:
                 async with asyncio.timeout_at(until):

@@ -14,7 +14,8 @@ import math
 import random
 from typing import TYPE_CHECKING, Final
 
-from asyncflow.flow.instance import Ask, Instance, Purpose
+from asyncflow.flow.claims import PARKED_S, claims_more, rows_at_once
+from asyncflow.flow.instance import Instance, Purpose
 from asyncflow.flow.versions import next_version
 from asyncflow.identity import Version
 from asyncflow.sim.engine import Engine
@@ -25,8 +26,6 @@ from asyncflow.timeline.tracks import Kind
 if TYPE_CHECKING:
     from asyncflow.sim.run import World
 
-_BACKLOG: Final = 4
-"""Samples generated but not delivered, in times the slots, beyond which nothing is claimed (``rollout.leases``)."""
 _PURPOSES: Final[tuple[Purpose, ...]] = ("train", "eval")
 
 
@@ -263,8 +262,8 @@ class SimulatedRollout:
             if purpose in self._claiming:
                 continue
             pool = self._world.pools[purpose]
-            full = len(self._backlog) > _BACKLOG * self._model.slots
-            ask, parked = None if full else self.instance.ask(purpose), pool.parked(self)
+            claims = claims_more(backlog=len(self._backlog), slots=self._model.slots)
+            ask, parked = self.instance.ask(purpose) if claims else None, pool.parked(self)
             if ask is None:
                 if parked is not None:
                     pool.withdraw(self)
@@ -273,14 +272,11 @@ class SimulatedRollout:
                 continue
             if parked is not None:
                 pool.withdraw(self)
-            if rows := pool.claim(self, ask, most=self._share(ask)):
+            if rows := pool.claim(self, ask, most=rows_at_once(ask.rows, slots=self._model.slots)):
                 self.granted(purpose, rows)
             elif purpose == "eval":
                 self._claims += 1
-                self._agenda.after(self._world.scenario.parked_s, self._parked, self._claims)
-
-    def _share(self, ask: Ask) -> int:
-        return min(ask.rows, max(1, self._model.slots // 4))
+                self._agenda.after(PARKED_S, self._parked, self._claims)
 
     def _parked(self, claim: int) -> None:
         if self.up and claim == self._claims and self._world.pools["eval"].parked(self) is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from asyncflow.flow.claims import whole_groups
 from asyncflow.flow.instance import Ask, Purpose, Work
 from asyncflow.flow.ready import ReadyIndex, VersionFilter
 from asyncflow.flow.schedule import VersionWindow
@@ -130,17 +131,13 @@ class RowPool:
                     rollout.granted(self.purpose, rows)
 
     def _take(self, versions: VersionFilter, most: int, *, exact: bool) -> list[SimulatedRow]:
-        rows: list[SimulatedRow] = []
-        groups: list[SimulatedGroup] = []
-        for group in self._index.each(versions.suits if exact else versions.accepts):
-            if len(rows) >= most or (rows and len(rows) + len(group.open) > most):
-                break
-            rows += group.open
-            groups.append(group)
-        for group in groups:
+        each = self._index.each(versions.suits if exact else versions.accepts)
+        groups = whole_groups((group.open for group in each), most=most)
+        for rows in groups:
+            group = rows[0].group
             group.open = []
             self._index.discard(group)
-        return rows
+        return [row for rows in groups for row in rows]
 
 
 def _sample(row: SimulatedRow) -> int:

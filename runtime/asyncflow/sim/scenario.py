@@ -18,9 +18,6 @@ from asyncflow.flow.schedule import Schedule
 from asyncflow.rollout.lengths import Lengths
 from asyncflow.sim.models import Colocation, EngineModel, Models, TrainerModel
 
-PARKED_S = 0.05
-"""Seconds after which a claim of evaluation rows has found none (``rollout.leases``)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationLoad:
@@ -51,8 +48,8 @@ class Scenario:
     shared_prompt: whether the rows of a group in it share their prompt; whole_groups: whether groups stay whole there;
     whole_steps: whether the algorithm needs all of D_k at once, whatever the schedule; passes: of the trainer over D_k;
     checkpoint_every: steps, 0 for the last alone; keep: newest versions that can be had whoever needs them; stagger:
-    most rollouts that change weights at once; parked_s: see ``PARKED_S``; colocated: one set of devices generates and
-    then trains, None for two sets.
+    most rollouts that change weights at once; colocated: one set of devices generates and then trains, None for two
+    sets.
     """
 
     schedule: ScheduleSpec
@@ -71,7 +68,6 @@ class Scenario:
     checkpoint_every: int = 0
     keep: int = 2
     stagger: int | None = None
-    parked_s: float = PARKED_S
     evaluation: EvaluationLoad | None = None
     colocated: Colocation | None = None
     happenings: tuple[Happening, ...] = ()

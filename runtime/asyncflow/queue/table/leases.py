@@ -7,10 +7,12 @@ a claim or slot is told of its rows is what they are now.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import cast
 
 from asyncflow.errors import Refused
+from asyncflow.flow.claims import whole_groups
 from asyncflow.flow.ready import VersionFilter
 from asyncflow.flow.schedule import VersionWindow
 from asyncflow.queue.ledger import events as ev
@@ -119,22 +121,16 @@ class Claims:
         return cast("list[Row]", queue.index.take(fits, claim.max_rows))
 
     def _choose(self, queue: TaskQueue, claim: ClaimRows, fits: Callable[[VersionWindow], bool]) -> list[Row]:
-        """Return rows or groups in order, up to the first that would be too much."""
-        rows: list[Row] = []
-        items: list[Row | RowGroup] = []
-        groups: set[int] = set()
-        for item in queue.index.each(fits):
-            if len(rows) >= claim.max_rows:
-                break
-            more = queue.open_rows(item) if isinstance(item, RowGroup) else [item]
-            serial = more[0].group.serial
-            if claim.max_groups is not None and serial not in groups and len(groups) >= claim.max_groups:
-                break
-            if len(rows) + len(more) > claim.max_rows and (rows or not queue.by_group):
-                break
-            groups.add(serial)
-            rows += more
-            items.append(item)
+        """Return rows, or those of whole groups, in order, up to the first that would be too much."""
+        each = queue.index.each(fits)
+        if queue.by_group:
+            ready = (queue.open_rows(cast("RowGroup", group)) for group in islice(each, claim.max_groups))
+            groups = whole_groups(ready, most=claim.max_rows)
+            rows = [row for group in groups for row in group]
+            items: list[Row | RowGroup] = [group[0].group for group in groups]
+        else:
+            rows = _of_groups(cast("Iterator[Row]", each), most=claim.max_rows, groups=claim.max_groups)
+            items = [*rows]
         if len(rows) < claim.min_rows:
             return []
         for item in items:
@@ -245,3 +241,15 @@ def leased_rows(rows: Sequence[Row], lease: Lease | None = None, *, now: float =
         )
         for row in rows
     ]
+
+
+def _of_groups(rows: Iterable[Row], *, most: int, groups: int | None) -> list[Row]:
+    """Return the first rows, at most ``most``, up to the first that would be of one group too many."""
+    taken: list[Row] = []
+    serials: set[int] = set()
+    for row in islice(rows, most):
+        serials.add(row.group.serial)
+        if groups is not None and len(serials) > groups:
+            break
+        taken.append(row)
+    return taken
