@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 VLLM := $(VENV)/.vllm
 
 # Folders whose names and sentences hack/words.py checks; it always checks the subjects of commits.
-PLAIN := benchmarks operator $(addprefix runtime/asyncflow/,algorithms api commands data doctor driver environments flow local models plan queue replay rewards roles rollout rpc session sim tasks telemetry timeline training view weights)
+PLAIN := benchmarks operator $(filter-out %/__pycache__,$(patsubst %/,%,$(wildcard runtime/asyncflow/*/)))
 
 # A run and the tests start hundreds of processes, none of which should compile the same source again.
 unexport PYTHONDONTWRITEBYTECODE

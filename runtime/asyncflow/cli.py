@@ -93,11 +93,31 @@ def validate(file: Path, overrides: tuple[str, ...]) -> None:
 @_FILE
 @_overrides
 @click.option("--svg", type=_DIRECTORY, help="Draw the flow of a training sample into this file instead.")
-def plan(file: Path, overrides: tuple[str, ...], svg: Path | None) -> None:
-    """Show the roles of a job and the tasks that they run."""
-    from asyncflow.commands import inspect
+@click.option("--devices", type=click.IntRange(min=2), help="Divide so many devices between generation and training.")
+@click.option("--device", metavar="NAME|FILE", help="Kind of device; by default the usual one of the job's profile.")
+@click.option("--what-if", multiple=True, metavar="PATH=VALUE", help="Divide them with this value, too, and compare.")
+@click.option("--schedules", is_flag=True, help="Divide them under each other schedule, too.")
+@click.option("--probe", type=_DIRECTORY, metavar="DIR|FILE", help="A run, or models, whose measured times count.")
+@click.option("--tokens", type=click.FloatRange(min=1), help="Median tokens of a response.")
+@click.option("--sigma", type=click.FloatRange(min=0), help="Of the log of their number.")
+@click.option("--prompt-tokens", type=click.FloatRange(min=1), help="Mean tokens of a prompt.")
+@click.option("--simulations", type=click.IntRange(min=1), default=12, show_default=True, help="Most of a search.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def plan(file: Path, overrides: tuple[str, ...], svg: Path | None, devices: int | None, **options: Any) -> None:
+    """Show the roles of a job and the tasks that they run, or the best division of --devices."""
+    if devices is None:
+        from asyncflow.commands import inspect
 
-    inspect.plan(file, overrides, svg=svg)
+        given = [name for name in ("device", "what_if", "schedules", "probe", "tokens", "as_json") if options[name]]
+        if given:
+            option = f"--{given[0].removeprefix('as_').replace('_', '-')}"
+            raise ManifestError("it is about a division of devices", where=option, hint="Give --devices N, too")
+        inspect.plan(file, overrides, svg=svg)
+        return
+    from asyncflow.commands import planning
+
+    shown = {name: options.pop(name) for name in ("what_if", "schedules", "as_json")}
+    planning.divide(file, overrides, asked=planning.Asked(devices=devices, **options), **shown)
 
 
 class _FileOrCommand(click.Group):

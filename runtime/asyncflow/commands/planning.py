@@ -1,0 +1,238 @@
+"""Divide devices between generation and training: ``asyncflow plan FILE --devices N``.
+
+Invariant: nothing is started and nothing is written; a model need not be here where its shape is known.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from asyncflow.api.job import RLJob
+from asyncflow.api.load import load_job
+from asyncflow.errors import ManifestError
+from asyncflow.local.folder import JOB
+from asyncflow.local.placement import resolve
+from asyncflow.models.source import materialize_config
+from asyncflow.plan.describe import TextTable
+from asyncflow.planner.advice import advice
+from asyncflow.planner.devices import DEVICES, Device, read_device, usual_device
+from asyncflow.planner.measured import factors, models_of_split
+from asyncflow.planner.report import basis, plain, schedules_table, settings, splits_table, summary
+from asyncflow.planner.schedules import alternatives, described
+from asyncflow.planner.search import Candidate, Ranked, SplitProblem, choice, search, split_of
+from asyncflow.planner.shapes import PUBLISHED_CONFIGS, Shape, shape_of
+from asyncflow.planner.simulated import simulator_of
+from asyncflow.planner.work import work_of
+from asyncflow.rollout.lengths import Lengths
+from asyncflow.sim import Models
+
+_WIDTH = 180
+"""Columns where there is no terminal whose width could be asked for."""
+_ROWS = 8
+_FEW = 4
+"""Rows of the table, and simulations for each schedule beside the job's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """Options of a plan.
+
+    device: name or file, None for the usual one of the job's profile; probe: a folder of a run, or a file of models;
+    tokens, sigma, prompt_tokens: of responses and prompts, None where they are not known.
+    """
+
+    devices: int
+    device: str | None = None
+    probe: Path | None = None
+    tokens: float | None = None
+    sigma: float | None = None
+    prompt_tokens: float | None = None
+    simulations: int = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """A job, its problem, and what was found; own: the manifest's split, None where it does not fit (``misfit``)."""
+
+    job: RLJob
+    problem: SplitProblem
+    found: Ranked
+    own: Candidate | None
+    misfit: str
+    lengths: str
+
+
+def divide(
+    file: Path,
+    overrides: Sequence[str],
+    *,
+    asked: Asked,
+    what_if: Sequence[str] = (),
+    schedules: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Print the best divisions of the devices for a job. what_if: changes, each planned beside the job itself.
+
+    schedules: also the best division under every other schedule. Raises ManifestError, with the arithmetic, where the
+    model does not fit.
+    """
+    plan = _plan(file, overrides, asked)
+    others = [(change, _plan(file, [*overrides, change], asked)) for change in what_if]
+    of_schedules = _of_schedules(plan) if schedules else []
+    if as_json:
+        click.echo(json.dumps(_values(plan, others, of_schedules), indent=2))
+        return
+    for line in basis(plan.problem, measured=str(asked.probe or ""), lengths=plan.lengths):
+        click.echo(line)
+    click.echo()
+    best, spec = plan.found.best, plan.job.spec
+    title = f"Best divisions of {asked.devices} devices, {described(spec.schedule)}"
+    _print(splits_table(plan.problem, plan.found.choices[:_ROWS], title=title))
+    click.echo(f"{summary(plan.found)}.\n")
+    if plan.own is not None:
+        _print(splits_table(plan.problem, [plan.own], title="The manifest's own"))
+    elif plan.misfit:
+        click.echo(f"note: the manifest's own division does not fit: {plan.misfit}")
+    click.echo(advice(plan.problem, now=plan.own, best=best))
+    click.echo(f"  {' '.join(f'--set {value}' for value in settings(plan.problem, best, schedule=spec.schedule))}")
+    if of_schedules:
+        click.echo()
+        _print(schedules_table(plan.problem, of_schedules, own=best))
+    for change, other in others:
+        click.echo(f"\nWith {change}: {_compared(best, other.found.best)}")
+        _print(splits_table(other.problem, other.found.choices[:1], title=described(other.job.spec.schedule)))
+
+
+def _plan(file: Path, overrides: Sequence[str], asked: Asked) -> _Plan:
+    job, _ = resolve(load_job(file, overrides))
+    device = _device(asked.device, profile=job.spec.rollout.accelerator.profile)
+    shape = _shape(job.spec.model.source)
+    models = probed = None
+    if asked.probe is not None:
+        models, probed = _measured(asked.probe, otherwise=job)
+    lengths, known = _lengths(job, asked, models)
+    prompt = asked.prompt_tokens or (models.prompt_tokens if models is not None and models.prompt_tokens else None)
+    work = work_of(job.spec, lengths=lengths, prompt=prompt)
+    problem = SplitProblem(shape=shape, device=device, work=work, devices=asked.devices)
+    if models is not None and probed is not None:
+        of_probe = work_of(probed.spec, lengths=lengths, prompt=prompt)
+        split = split_of(replace(problem, work=of_probe), probed.spec)
+        problem = replace(problem, factors=factors(models, models_of_split(of_probe, split.engine, split.trainer)))
+    simulate = simulator_of(job, work, seed=job.spec.algorithm.seed)
+    own, misfit = None, ""
+    try:
+        own = choice(problem, job.spec.schedule, split_of(problem, job.spec), simulate=simulate)
+    except ManifestError as error:
+        misfit = error.what
+    found = search(problem, job.spec.schedule, simulate=simulate, most=asked.simulations)
+    return _Plan(job=job, problem=problem, found=found, own=own, misfit=misfit, lengths=known)
+
+
+def _of_schedules(plan: _Plan) -> list[Candidate]:
+    """Return the best choice under each schedule that the job could have, fastest first."""
+    spec = plan.job.spec
+    simulate = simulator_of(plan.job, plan.problem.work, seed=spec.algorithm.seed)
+    found = [plan.found.best]
+    for schedule in alternatives(spec):
+        if schedule != spec.schedule:
+            found.append(search(plan.problem, schedule, simulate=simulate, most=_FEW).best)
+    return sorted(found, key=lambda each: each.step_s)
+
+
+def _measured(probe: Path, *, otherwise: RLJob) -> tuple[Models, RLJob]:
+    """Return what a probe measured, and the job that it ran: of a file of models, ``otherwise``."""
+    if probe.is_file():
+        return Models.read(probe), otherwise
+    from asyncflow.sim.fit import fit
+
+    return fit(probe).models, load_job(probe / JOB)
+
+
+def _lengths(job: RLJob, asked: Asked, models: Models | None) -> tuple[Lengths | None, str]:
+    """Return the lengths of responses, None for assumed ones, and in words where they come from."""
+    most = job.spec.sampling.max_tokens
+    if asked.tokens is not None:
+        if asked.tokens > most:
+            hint = f"Give --tokens of at most {most}, or --set sampling.maxTokens"
+            raise ManifestError(f"responses of {asked.tokens:g} tokens are cut at {most}", where="--tokens", hint=hint)
+        return Lengths(tokens=asked.tokens, sigma=asked.sigma or 0.0), "as given"
+    if models is not None:
+        return models.engine.lengths, "measured"
+    if job.spec.rollout.engine.name == "simulated":
+        return None, "of the simulated engine"
+    return None, "assumed: give --tokens, or --probe"
+
+
+def _device(given: str | None, *, profile: str) -> Device:
+    if given is None:
+        return usual_device(profile)
+    if given in DEVICES:
+        return DEVICES[given]
+    try:
+        figures = yaml.safe_load(Path(given).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ManifestError(
+            f"no device and no file with one: {error}", where=given, hint=f"Give one of {', '.join(DEVICES)}, or a file"
+        ) from error
+    if not isinstance(figures, Mapping):
+        raise ManifestError("no mapping of figures", where=given, hint="Write a field a line, such as memory: 96e9")
+    return read_device({"name": Path(given).stem, **figures}, where=given)
+
+
+def _shape(source: str) -> Shape:
+    """Return the shape of a model: of its config.json where that is here, else of the table. Raises ManifestError."""
+    name = source.rstrip("/").rpartition("/")[2]
+    with tempfile.TemporaryDirectory(prefix="asyncflow-plan-") as folder:
+        try:
+            config = json.loads((materialize_config(source, Path(folder)) / "config.json").read_text(encoding="utf-8"))
+        except ManifestError:
+            if name not in PUBLISHED_CONFIGS:
+                raise
+            config = PUBLISHED_CONFIGS[name]
+    return shape_of(config, name=name)
+
+
+def _compared(own: Candidate, other: Candidate) -> str:
+    gain = own.step_s / other.step_s
+    times = f"{other.step_s:,.3g} s a step instead of {own.step_s:,.3g} s"
+    return f"{times}, {gain:.2f}x as fast" if gain >= 1 else f"{times}, {1 / gain:.2f}x as slow"
+
+
+def _values(plan: _Plan, others: Sequence[tuple[str, _Plan]], of_schedules: Sequence[Candidate]) -> dict[str, Any]:
+    problem = plan.problem
+    return {
+        "device": problem.device.name,
+        "devices": problem.devices,
+        "divisions": [plain(problem, each) for each in plan.found.choices],
+        "simulated": plan.found.tried,
+        "possible": plan.found.possible,
+        "proven": plan.found.proven,
+        "own": plain(problem, plan.own) if plan.own is not None else None,
+        "advice": advice(problem, now=plan.own, best=plan.found.best),
+        "set": settings(problem, plan.found.best, schedule=plan.job.spec.schedule),
+        "schedules": [plain(problem, each) for each in of_schedules],
+        "what_if": {change: plain(other.problem, other.found.best) for change, other in others},
+    }
+
+
+def _print(described_: TextTable) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDTH
+    table = Table(title=described_.title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in described_.columns:
+        table.add_column(column, header_style="dim")
+    for row in described_.rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print()

@@ -1,0 +1,133 @@
+"""Advice in one sentence: what limits a step, how many devices to move where, and what that brings.
+
+verl reads two idle ratios and moves devices from the side that waits to the one that is waited for. In the same model
+the busy seconds of a side, times its devices, are its work; N devices are in balance where both sides take equally
+long: of N, N W_train / (W_generate + W_train) train.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from asyncflow.planner.layouts import EnginePlan, TrainerPlan
+from asyncflow.planner.search import Candidate, SplitProblem
+
+_SAME: Final = 0.02
+"""Times that differ by less are the same."""
+_IDLE: Final = 0.1
+"""A side that is idle for less is busy."""
+_MORE: Final = 0.25
+"""A side that works longer than its tokens take, by more than this, is busy without being full."""
+
+
+def balance(choice: Candidate, *, devices: int) -> int:
+    """Return how many of ``devices`` devices train where both sides take equally long."""
+    seconds = busy_seconds(choice)
+    generates, trains = seconds[0] * choice.split.generating, seconds[1] * choice.split.trainer.devices
+    return min(devices - 1, max(1, round(devices * trains / (generates + trains))))
+
+
+def limiter(problem: SplitProblem, choice: Candidate) -> str:
+    """Return what limits a step of a choice: the side that is busy, or why neither is, with the largest part of it."""
+    outcome, bound = choice.outcome, choice.bound
+    if min(outcome.generation_idle, outcome.training_idle) > _IDLE:
+        return _both_wait(problem, choice)
+    generates, trains = busy_seconds(choice)
+    if outcome.training_idle > outcome.generation_idle:
+        if generates > bound.generation_s * (1 + _MORE):
+            return f"generation: slots are empty behind the last responses, {1 - bound.generation_s / generates:.0%}"
+        return _generation(choice.split.engine)
+    if trains > bound.training_s * (1 + _MORE):
+        return f"training: ranks wait for each other, {1 - bound.training_s / trains:.0%}"
+    return _training(choice.split.trainer)
+
+
+def busy_seconds(choice: Candidate) -> tuple[float, float]:
+    """Return the seconds of a step in which an engine generates, and in which the trainer trains."""
+    outcome = choice.outcome
+    return (1 - outcome.generation_idle) * choice.step_s, (1 - outcome.training_idle) * choice.step_s
+
+
+def _both_wait(problem: SplitProblem, choice: Candidate) -> str:
+    bound = choice.bound
+    if choice.schedule.mode == "sync":
+        return f"generation {(bound.generation_s + bound.tail_s):.3g} s, then training {bound.training_s:.3g} s"
+    if bound.limit == "lag":
+        return f"lag: {bound.step_s * (choice.schedule.lag + 1):.3g} s from a version to the next"
+    longest = problem.work.responses.longest(problem.work.samples)
+    return f"longest responses: {longest:,.0f} tokens, alone {longest * choice.split.engine.token_s:.3g} s"
+
+
+def _training(trainer: TrainerPlan) -> str:
+    cost = trainer.cost
+    parts = {
+        "compute": cost.compute_s,
+        "pipeline": cost.bubble_s,
+        "tensor parallel": cost.reduce_s,
+        "exchange over replicas": cost.gather_s,
+        "optimizer": cost.optimizer_s,
+    }
+    most = max(parts, key=lambda name: parts[name])
+    return f"training: {most} {parts[most] / cost.step_s:.0%}"
+
+
+def _generation(engine: EnginePlan) -> str:
+    full = engine.full
+    bytes_win = full.read_s >= full.compute_s
+    parts = {
+        "memory bandwidth" if bytes_win else "compute": max(full.read_s, full.compute_s),
+        "tensor parallel": full.reduce_s,
+        "launches and sampling": full.rest_s,
+    }
+    most = max(parts, key=lambda name: parts[name])
+    slots = f"{engine.slots} slots" + (", memory full" if engine.fitting <= engine.slots else "")
+    return f"generation: {most} {parts[most] / full.seconds:.0%}, {slots}"
+
+
+def advice(problem: SplitProblem, *, now: Candidate | None, best: Candidate) -> str:
+    """Return one sentence with its arithmetic: now is the manifest's own split, where it has one that fits."""
+    if now is None:
+        return _of_best(problem, best)
+    idle = now.outcome
+    sides = f"generation is idle {idle.generation_idle:.0%} of a step, the trainer {idle.training_idle:.0%}"
+    if now.step_s <= best.step_s * (1 + _SAME):
+        return f"The manifest's split is as good as any that was found: {sides}, a step takes {_seconds(now.step_s)}."
+    gain = f"a step takes {_seconds(best.step_s)} instead of {_seconds(now.step_s)} ({now.step_s / best.step_s:.2f}x)"
+    moved = best.split.trainer.devices - now.split.trainer.devices
+    if now.split.devices == best.split.devices and moved:
+        way = "generation to the trainer" if moved > 0 else "the trainer to generation"
+        return (
+            f"In the manifest's split {sides}: {_work(now)}, so {balance(now, devices=problem.devices)} of "
+            f"{problem.devices} devices would train in balance; move {abs(moved)} from {way}, and with "
+            f"{best.split.name} {gain}."
+        )
+    return f"In the manifest's split, {now.split.name}, {sides}; with {best.split.name} {gain}."
+
+
+def _of_best(problem: SplitProblem, best: Candidate) -> str:
+    outcome = best.outcome
+    idle = max(outcome.generation_idle, outcome.training_idle)
+    which = "generation" if outcome.generation_idle >= outcome.training_idle else "the trainer"
+    sentence = f"With {best.split.name} a step takes {_seconds(best.step_s)}: {_work(best)}"
+    if idle < _IDLE:
+        return f"{sentence}, and both sides are busy."
+    why = limiter(problem, best)
+    return f"{sentence}; {which} is idle {idle:.0%} of it, as no division is finer or faster ({why})."
+
+
+def _work(choice: Candidate) -> str:
+    split = choice.split
+    generates, trains = busy_seconds(choice)
+    generated, trained = generates * split.generating, trains * split.trainer.devices
+    return (
+        f"generation works {_seconds(generates)} x {split.generating} devices = {_whole(generated)} device-seconds, "
+        f"training {_seconds(trains)} x {split.trainer.devices} = {_whole(trained)}"
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+
+
+def _whole(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

@@ -1,0 +1,165 @@
+"""A plan as tables and as plain values for JSON.
+
+Invariant: every figure of a table is in the plain values too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from asyncflow.api.placement import PROFILES
+from asyncflow.api.schedule import ScheduleSpec
+from asyncflow.plan.describe import TextTable
+from asyncflow.planner.advice import limiter
+from asyncflow.planner.devices import FIGURES, Device
+from asyncflow.planner.layouts import gigabytes
+from asyncflow.planner.schedules import changes, described
+from asyncflow.planner.search import Candidate, Ranked, SplitProblem, processes_of
+
+_COLUMNS: Final = (
+    "generation",
+    "training",
+    "step",
+    "tokens/s/device",
+    "idle: generation",
+    "trainer",
+    "GB a device: generation",
+    "trainer",
+    "limited by",
+)
+
+
+def splits_table(problem: SplitProblem, choices: Sequence[Candidate], *, title: str) -> TextTable:
+    """Return a table of splits, a row each."""
+    return TextTable(title=title, columns=_COLUMNS, rows=tuple(_row(problem, each) for each in choices))
+
+
+def schedules_table(problem: SplitProblem, choices: Sequence[Candidate], *, own: Candidate) -> TextTable:
+    """Return a table with the best split of each schedule, compared with that of the job's own."""
+    rows = tuple(
+        (
+            described(each.schedule) + (" (the job's)" if each.schedule == own.schedule else ""),
+            f"{own.step_s / each.step_s:.2f}x",
+            *_row(problem, each),
+        )
+        for each in choices
+    )
+    return TextTable(title="Schedules, with the best split of each", columns=("schedule", "", *_COLUMNS), rows=rows)
+
+
+def _row(problem: SplitProblem, choice: Candidate) -> tuple[str, ...]:
+    split, outcome = choice.split, choice.outcome
+    layout = str(split.trainer.layout) + (", recomputing" if split.trainer.layout.recompute else "")
+    return (
+        f"{split.generating} ({split.instances} x TP{split.engine.tp})",
+        f"{split.trainer.devices} ({layout})",
+        f"{choice.step_s:,.1f} s" if choice.step_s >= 1 else f"{1e3 * choice.step_s:,.1f} ms",
+        f"{tokens_a_device(problem, choice):,.0f}",
+        f"{outcome.generation_idle:.0%}",
+        f"{outcome.training_idle:.0%}",
+        gigabytes(split.engine.bytes).removesuffix(" GB"),
+        gigabytes(split.trainer.memory.bytes).removesuffix(" GB"),
+        limiter(problem, choice),
+    )
+
+
+def tokens_a_device(problem: SplitProblem, choice: Candidate) -> float:
+    """Return the tokens of prompts and responses that are trained, a second and device (TPSPD of the papers)."""
+    work = problem.work
+    return (work.samples * work.prompt + work.generated) / choice.step_s / problem.devices
+
+
+def basis(problem: SplitProblem, *, measured: str, lengths: str) -> list[str]:
+    """Return in lines what a plan rests on: model, device, lengths; which figures are assumed.
+
+    measured: the probe, "" for none; lengths: where they come from.
+    """
+    shape, device, work = problem.shape, problem.device, problem.work
+    responses = work.responses
+    experts = f", {shape.used / 1e9:.3g} B for a token" if shape.experts else ""
+    cache = shape.cache(dtype=work.engine) / 1024
+    lines = [
+        f"model     {shape.name}: {shape.parameters / 1e9:.3g} B parameters{experts}, {cache:.0f} KiB of cache a token",
+        (
+            f"step      {work.prompts} prompts x {work.group}, of {work.prompt:,.0f} tokens each; responses of "
+            f"{responses.mean:,.0f} tokens on average, at most {responses.most:,} ({lengths})"
+        ),
+        (
+            f"device    {device.name}: {gigabytes(device.memory)}, {device.flops(work.compute) / 1e12:.3g} TFLOP/s, "
+            f"{gigabytes(device.bandwidth)}/s, {device.node} a node, {gigabytes(device.link)}/s inside, "
+            f"{gigabytes(device.network)}/s between"
+        ),
+    ]
+    if measured:
+        return [*lines, f"measured  by {measured}; other layouts in proportion"]
+    return [*lines, f"assumed   {_assumed(device)}: a probe replaces them (--probe)"]
+
+
+def _assumed(device: Device) -> str:
+    names = [name for name in FIGURES if device.source(name).startswith("assumed")]
+    return ", ".join(f"{name} {getattr(device, name):.3g}" for name in names) or "nothing"
+
+
+def settings(problem: SplitProblem, best: Candidate, *, schedule: ScheduleSpec) -> list[str]:
+    """Return the ``--set`` values that turn the job into a choice."""
+    split, device = best.split, problem.device
+    facts = PROFILES[device.profile]
+    replicas, count = processes_of(split.trainer.devices, device=device, legal=facts.gang_counts)
+    values = [
+        f"rollout.replicas={split.instances}",
+        f"rollout.maxReplicas={split.instances}",
+        f"rollout.engine.slots={split.engine.slots}",
+        f"trainer.replicas={replicas}",
+    ]
+    if device.profile != "cpu":
+        values += [f"rollout.accelerator.count={split.engine.tp}", f"trainer.accelerator.count={count}"]
+    layout = split.trainer.layout
+    if problem.work.megatron:
+        values += [
+            f"trainer.backend.options.tensor_parallel={layout.tp}",
+            f"trainer.backend.options.pipeline_parallel={layout.pp}",
+        ]
+    elif problem.work.recompute is None and layout.recompute:
+        values.append("trainer.backend.options.gradient_checkpointing=true")
+    return [*values, *changes(schedule, best.schedule)]
+
+
+def plain(problem: SplitProblem, choice: Candidate) -> dict[str, Any]:
+    """Return a choice as values for JSON: seconds, bytes, shares, devices."""
+    split, layout, outcome, bound = choice.split, choice.split.trainer.layout, choice.outcome, choice.bound
+    return {
+        "schedule": choice.schedule.model_dump(by_alias=True, mode="json", exclude_none=True),
+        "generation": {
+            "devices": split.generating,
+            "instances": split.instances,
+            "tensor_parallel": split.engine.tp,
+            "slots": split.engine.slots,
+            "slots_that_fit": split.engine.fitting,
+            "token_s": split.engine.token_s,
+            "share_s": split.engine.share_s,
+            "step_s": bound.generation_s,
+            "idle": outcome.generation_idle,
+            "bytes": split.engine.bytes,
+        },
+        "training": {
+            "devices": split.trainer.devices,
+            "data_parallel": layout.dp,
+            "tensor_parallel": layout.tp,
+            "pipeline_parallel": layout.pp,
+            "recompute": layout.recompute,
+            "step_s": bound.training_s,
+            "idle": outcome.training_idle,
+            "bytes": split.trainer.memory.bytes,
+        },
+        "step_s": choice.step_s,
+        "bound_s": bound.step_s,
+        "tokens_per_second_and_device": tokens_a_device(problem, choice),
+        "limited_by": limiter(problem, choice),
+    }
+
+
+def summary(found: Ranked) -> str:
+    """Return in one line how thorough a search was."""
+    certain = "no other can be better" if found.proven else "the others are expected to be slower, by their bounds"
+    return f"{found.tried} of {found.possible} divisions were simulated; {certain}"

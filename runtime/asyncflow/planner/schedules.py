@@ -1,0 +1,65 @@
+"""Schedules that a job could have instead of its own: modes, ways of updating weights, staleness.
+
+Invariant: what is offered keeps every rule of the contract together with the rest of the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from asyncflow.api.job import RLJobSpec
+from asyncflow.api.schedule import ScheduleSpec
+
+_STALENESS: Final = (1, 2, 4)
+"""Versions of staleness that are tried, times ``syncEvery``."""
+
+
+def alternatives(spec: RLJobSpec) -> list[ScheduleSpec]:
+    """Return the schedules that the job could have, its own among them, the strictest first."""
+    found = [schedule for fields in _tried(spec.schedule) if (schedule := _valid(spec, fields)) is not None]
+    return [*dict.fromkeys((*found, spec.schedule))]
+
+
+def described(schedule: ScheduleSpec) -> str:
+    """Return a schedule in a few words: ``async, delayed at quota``, ``async, staggered at sequence, staleness 2``."""
+    if schedule.mode != "async":
+        return schedule.mode
+    words = f"async, {schedule.update} at {schedule.swap_at}"
+    return words if schedule.swap_at == "quota" else f"{words}, staleness {schedule.max_staleness}"
+
+
+def changes(before: ScheduleSpec, after: ScheduleSpec) -> list[str]:
+    """Return the ``--set`` values that turn one schedule into another."""
+    old, new = (each.model_dump(by_alias=True, mode="json", exclude_none=True) for each in (before, after))
+    return [f"schedule.{name}={value}" for name, value in new.items() if old.get(name) != value]
+
+
+def _tried(own: ScheduleSpec) -> Iterator[Mapping[str, Any]]:
+    yield {"mode": "sync"}
+    yield {"mode": "periodic"}
+    yield {"mode": "async", "update": "delayed", "swap_at": "quota"}
+    kept = {"sync_every": own.sync_every, "staleness_threshold": own.staleness_threshold, "fill": own.fill}
+    kept["require_batches"] = own.require_batches if own.mode == "async" else 0
+    for swap_at in ("sequence", "token"):
+        for staleness in _STALENESS:
+            for update in ("delayed", "staggered"):
+                yield {
+                    "mode": "async",
+                    "update": update,
+                    "swap_at": swap_at,
+                    "max_staleness": staleness * own.sync_every,
+                    **kept,
+                }
+
+
+def _valid(spec: RLJobSpec, fields: Mapping[str, Any]) -> ScheduleSpec | None:
+    """Return a schedule, None where it breaks a rule by itself or in this job."""
+    try:
+        schedule = ScheduleSpec(**fields, max_inflight=spec.schedule.max_inflight)
+        RLJobSpec.model_validate({**spec.model_dump(by_alias=True), "schedule": schedule.model_dump(by_alias=True)})
+    except ValidationError:
+        return None
+    return schedule

@@ -1,0 +1,209 @@
+"""The shape of a model, from its config.json: parameters, bytes of a token's cache, operations of a token.
+
+Invariant: a shape counts what a decoder with grouped or latent attention and gated layers, dense or of experts, has;
+the parameter counts of the published models come out within 1 % (``tests/planner``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import msgspec
+
+from asyncflow.errors import ManifestError
+
+BYTES: Final[Mapping[str, int]] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
+"""Bytes of a number of each dtype."""
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape of a model.
+
+    attention: parameters of the attention of one layer; cached: numbers that one layer keeps of a token (2 x KV heads x
+    head size, or the latent); mixed: width over which attention mixes tokens (heads x head size). mlp: parameters of a
+    dense layer's gated part; dense: layers that have it; expert: those of one expert; experts, active: how many a layer
+    has, and how many of them a token uses, shared ones included in both.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    tied: bool
+    attention: int
+    cached: int
+    mixed: int
+    mlp: int
+    dense: int
+    expert: int = 0
+    experts: int = 0
+    active: int = 0
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the input embedding."""
+        return self.vocab * self.hidden
+
+    @property
+    def _common(self) -> int:
+        return self.layers * (self.attention + 2 * self.hidden) + self.hidden + self.dense * self.mlp
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        experts = (self.layers - self.dense) * self.experts * self.expert
+        return self._common + experts + self.embedding * (1 if self.tied else 2)
+
+    @property
+    def used(self) -> int:
+        """Parameters that one token is multiplied with: no input embedding, and only the experts that it uses."""
+        return self._common + (self.layers - self.dense) * self.active * self.expert + self.embedding
+
+    def parameters_read(self, tokens: float) -> float:
+        """Return the parameters that a step over ``tokens`` tokens reads: of the experts, those that any of them uses.
+
+        With uniform routing an expert is used by none of n tokens with the chance (1 - active / experts) ** n.
+        """
+        if not self.experts:
+            return self.used
+        layers = self.layers - self.dense
+        idle = (1 - self.active / self.experts) ** tokens
+        return self._common + self.embedding + layers * self.expert * self.experts * (1 - idle)
+
+    def cache(self, *, dtype: str) -> int:
+        """Return the bytes of the keys and values of one token."""
+        return self.layers * self.cached * BYTES[dtype]
+
+    def forward(self, *, context: float) -> float:
+        """Return the operations of one token's forward pass that attends to ``context`` tokens before it.
+
+        2 for each parameter used, and 4 x layers x width for each token attended to (Narayanan et al. 2021, §5.1).
+        """
+        return 2.0 * self.used + 4.0 * self.layers * self.mixed * context
+
+
+def shape_of(config: Mapping[str, Any], *, name: str) -> Shape:
+    """Return the shape that a config.json of Hugging Face describes. Raises ManifestError where it lacks a size."""
+    config = {**config, **config.get("text_config", {})}
+    try:
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        layers, vocab = int(config["num_hidden_layers"]), int(config["vocab_size"])
+        intermediate = int(config["intermediate_size"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ManifestError(
+            f"config.json of {name} has no size {error}",
+            where="model.source",
+            hint="The planner knows decoders in Hugging Face's format: hidden_size, num_hidden_layers, ...",
+        ) from None
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head = int(config.get("head_dim") or hidden // heads)
+    if "kv_lora_rank" in config:
+        attention, cached, mixed = _latent(config, hidden=hidden, heads=heads)
+        kv_heads = 1  # all heads read the same latent, which every device has
+    else:
+        attention = hidden * head * (2 * heads + 2 * kv_heads)
+        cached, mixed = 2 * kv_heads * head, heads * head
+    experts = int(config.get("num_experts") or config.get("n_routed_experts") or config.get("num_local_experts") or 0)
+    shared = int(config.get("n_shared_experts") or 0)
+    return Shape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        vocab=vocab,
+        tied=bool(config.get("tie_word_embeddings", False)),
+        attention=attention,
+        cached=cached,
+        mixed=mixed,
+        mlp=3 * hidden * intermediate,
+        dense=int(config.get("first_k_dense_replace", 0)) if experts else layers,
+        expert=3 * hidden * int(config.get("moe_intermediate_size") or intermediate) if experts else 0,
+        experts=experts + shared if experts else 0,
+        active=int(config.get("num_experts_per_tok") or 0) + shared if experts else 0,
+    )
+
+
+def _latent(config: Mapping[str, Any], *, hidden: int, heads: int) -> tuple[int, int, int]:
+    """Return parameters, cached numbers and width of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+    rank, rope = int(config["kv_lora_rank"]), int(config["qk_rope_head_dim"])
+    plain, value = int(config["qk_nope_head_dim"]), int(config["v_head_dim"])
+    query = config.get("q_lora_rank")
+    queries = heads * (plain + rope)
+    attention = hidden * int(query) + int(query) * queries if query else hidden * queries
+    attention += hidden * (rank + rope) + rank * heads * (plain + value) + heads * value * hidden
+    return attention, rank + rope, heads * (plain + rope)
+
+
+def _qwen(
+    layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int, **more: Any
+) -> Mapping[str, Any]:
+    return MappingProxyType(
+        {
+            "num_hidden_layers": layers,
+            "hidden_size": hidden,
+            "intermediate_size": intermediate,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "vocab_size": vocab,
+            **more,
+        }
+    )
+
+
+_7B = _qwen(28, 3584, 18944, 28, 4, 152_064)
+_32B = _qwen(64, 5120, 27648, 40, 8, 152_064)
+_V3 = _qwen(
+    61,
+    7168,
+    18432,
+    128,
+    128,
+    129_280,
+    first_k_dense_replace=3,
+    kv_lora_rank=512,
+    moe_intermediate_size=2048,
+    n_routed_experts=256,
+    n_shared_experts=1,
+    num_experts_per_tok=8,
+    q_lora_rank=1536,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+)
+
+PUBLISHED_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "Qwen2.5-7B": _7B,
+        "Qwen2.5-7B-Instruct": _7B,
+        "Qwen2.5-Math-7B": _7B,
+        "DeepSeek-R1-Distill-Qwen-7B": _7B,
+        "Qwen2.5-32B": _32B,
+        "Qwen2.5-32B-Instruct": _32B,
+        "DeepSeek-R1-Distill-Qwen-32B": _32B,
+        "Qwen3-0.6B": _qwen(28, 1024, 3072, 16, 8, 151_936, head_dim=128, tie_word_embeddings=True),
+        "Qwen3-1.7B": _qwen(28, 2048, 6144, 16, 8, 151_936, head_dim=128, tie_word_embeddings=True),
+        "Qwen3-4B": _qwen(36, 2560, 9728, 32, 8, 151_936, head_dim=128, tie_word_embeddings=True),
+        "Qwen3-8B": _qwen(36, 4096, 12288, 32, 8, 151_936, head_dim=128),
+        "Qwen3-30B-A3B": _qwen(
+            48,
+            2048,
+            6144,
+            32,
+            4,
+            151_936,
+            head_dim=128,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+        ),
+        "DeepSeek-R1": _V3,
+        "DeepSeek-V3": _V3,
+        "SmolLM2-135M": _qwen(30, 576, 1536, 9, 3, 49_152, tie_word_embeddings=True),
+    }
+)
+"""Config of the models of published set-ups, by the last part of their name, for who has no copy of them."""
