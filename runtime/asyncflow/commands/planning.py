@@ -19,6 +19,7 @@ from rich.table import Table
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load_job
+from asyncflow.commands.sim import MODELS
 from asyncflow.errors import ManifestError
 from asyncflow.local.folder import JOB
 from asyncflow.local.placement import resolve
@@ -26,10 +27,10 @@ from asyncflow.models.source import materialize_config
 from asyncflow.plan.describe import TextTable
 from asyncflow.planner.advice import advice
 from asyncflow.planner.devices import DEVICES, Device, read_device, usual_device
-from asyncflow.planner.measured import factors, models_of_split
+from asyncflow.planner.measured import factors
 from asyncflow.planner.report import basis, plain, schedules_table, settings, splits_table, summary
 from asyncflow.planner.schedules import alternatives, described
-from asyncflow.planner.search import Candidate, Ranked, SplitProblem, choice, search, split_of
+from asyncflow.planner.search import Candidate, Ranked, Simulate, SplitProblem, choice, search, split_of
 from asyncflow.planner.shapes import PUBLISHED_CONFIGS, Shape, shape_of
 from asyncflow.planner.simulated import simulator_of
 from asyncflow.planner.work import work_of
@@ -66,6 +67,7 @@ class _Plan:
 
     job: RLJob
     problem: SplitProblem
+    simulate: Simulate
     found: Ranked
     own: Candidate | None
     misfit: str
@@ -127,25 +129,25 @@ def _plan(file: Path, overrides: Sequence[str], asked: Asked) -> _Plan:
     if models is not None and probed is not None:
         of_probe = work_of(probed.spec, lengths=lengths, prompt=prompt)
         split = split_of(replace(problem, work=of_probe), probed.spec)
-        problem = replace(problem, factors=factors(models, models_of_split(of_probe, split.engine, split.trainer)))
-    simulate = simulator_of(job, work, seed=job.spec.algorithm.seed)
+        measured = factors(models, work=of_probe, engine=split.engine, trainer=split.trainer)
+        problem = replace(problem, factors=measured)
+    simulate = simulator_of(job, work, like=models)
     own, misfit = None, ""
     try:
         own = choice(problem, job.spec.schedule, split_of(problem, job.spec), simulate=simulate)
     except ManifestError as error:
         misfit = error.what
     found = search(problem, job.spec.schedule, simulate=simulate, most=asked.simulations)
-    return _Plan(job=job, problem=problem, found=found, own=own, misfit=misfit, lengths=known)
+    return _Plan(job=job, problem=problem, simulate=simulate, found=found, own=own, misfit=misfit, lengths=known)
 
 
 def _of_schedules(plan: _Plan) -> list[Candidate]:
     """Return the best choice under each schedule that the job could have, fastest first."""
     spec = plan.job.spec
-    simulate = simulator_of(plan.job, plan.problem.work, seed=spec.algorithm.seed)
     found = [plan.found.best]
     for schedule in alternatives(spec):
         if schedule != spec.schedule:
-            found.append(search(plan.problem, schedule, simulate=simulate, most=_FEW).best)
+            found.append(search(plan.problem, schedule, simulate=plan.simulate, most=_FEW).best)
     return sorted(found, key=lambda each: each.step_s)
 
 
@@ -153,9 +155,10 @@ def _measured(probe: Path, *, otherwise: RLJob) -> tuple[Models, RLJob]:
     """Return what a probe measured, and the job that it ran: of a file of models, ``otherwise``."""
     if probe.is_file():
         return Models.read(probe), otherwise
-    from asyncflow.sim.fit import fit
-
-    return fit(probe).models, load_job(probe / JOB)
+    if not (probe / MODELS).is_file():
+        hint = f"Fit them to the run: asyncflow sim fit {probe}"
+        raise ManifestError("there are no measured models", where=str(probe / MODELS), hint=hint)
+    return Models.read(probe / MODELS), load_job(probe / JOB)
 
 
 def _lengths(job: RLJob, asked: Asked, models: Models | None) -> tuple[Lengths | None, str]:

@@ -239,9 +239,10 @@ def read_device(figures: Mapping[str, Any], *, where: str) -> Device:
     like = given.pop("like", None)
     if like is not None and like not in DEVICES:
         raise ManifestError(f"like: {like!r} is no device", where=where, hint=f"Give one of {', '.join(DEVICES)}")
-    base = msgspec.to_builtins(DEVICES[like]) if like is not None else {}
-    sources = {**base.get("sources", {}), **dict.fromkeys(given, where), **given.get("sources", {})}
+    base = msgspec.structs.asdict(DEVICES[like]) if like is not None else {}
+    told = dict.fromkeys((name for name in given if name in FIGURES), where)
+    sources = {**base.get("sources", {}), **told, **given.get("sources", {})}
     try:
-        return msgspec.convert({**base, **given, "sources": sources}, Device)
+        return msgspec.convert({**base, **given, "sources": sources}, Device, strict=False)
     except msgspec.ValidationError as error:
         raise ManifestError(str(error), where=where, hint=f"Fields: {', '.join(('like', *FIGURES))}") from None

@@ -59,15 +59,14 @@ COMPUTED = Factors()
 """Nothing was measured."""
 
 
-def models_of_split(work: StepWork, engine: EnginePlan, trainer: TrainerPlan) -> Models:
-    """Return the simulator's models of an engine and a trainer.
+def models_of_split(work: StepWork, engine: EnginePlan, trainer: TrainerPlan, *, like: Models | None = None) -> Models:
+    """Return the simulator's models of an engine and a trainer. like: those of a probe, for what no split changes.
 
     A rank of the simulator is a replica of the trainer (tp x pp devices); its seconds a token are such that a step
     whose samples are all there takes ``TrainerPlan.step_s``.
     """
-    cost, layout = trainer.cost, trainer.layout
-    tokens = work.epochs * work.samples * (work.prompt + work.responses.mean) / layout.dp
-    return Models(
+    cost = trainer.cost
+    computed = Models(
         engine=EngineModel(
             slots=engine.slots,
             token_s=engine.token_s,
@@ -78,7 +77,7 @@ def models_of_split(work: StepWork, engine: EnginePlan, trainer: TrainerPlan) ->
             lengths=work.responses.lengths,
         ),
         trainer=TrainerModel(
-            token_s=(cost.step_s - cost.optimizer_s) / tokens,
+            token_s=(cost.step_s - cost.optimizer_s) / _tokens_of_rank(work, trainer),
             optimizer_s=cost.optimizer_s,
             copy_s=cost.publish_s,
             publish_s=cost.publish_s,
@@ -86,29 +85,34 @@ def models_of_split(work: StepWork, engine: EnginePlan, trainer: TrainerPlan) ->
         link=LinkModel(pull_s=engine.pull_s),
         prompt_tokens=round(work.prompt),
     )
+    return computed if like is None else msgspec.structs.replace(computed, storage=like.storage, reward=like.reward)
 
 
-def factors(measured: Models, computed: Models) -> Factors:
-    """Return the factors of a probe. measured: what was fitted to it; computed: ``models_of_split`` of its layout.
+def factors(measured: Models, *, work: StepWork, engine: EnginePlan, trainer: TrainerPlan) -> Factors:
+    """Return the factors of a probe. measured: what was fitted to it; engine, trainer: what is computed of its layout.
 
-    A coefficient that was measured as 0, or is computed as 0, tells nothing, and its factor is 1: but for ``share_s``,
-    which is 0 where one sequence is as slow as many.
+    A coefficient that was measured as 0, or is computed as 0, says nothing, and its factor is 1, but for ``share``: an
+    engine may be as fast with many sequences as with one.
     """
-    slots = measured.trainer.slot_s + measured.trainer.sample_s
-    engine, trainer = measured.engine, measured.trainer
-    mean = computed.prompt_tokens + 1
-    token_s = trainer.token_s + slots / mean if slots else trainer.token_s
+    found, tokens = measured.trainer, _tokens_of_rank(work, trainer)
+    slots, samples = max(1.0, tokens / work.pack), work.epochs * work.samples / trainer.layout.dp
+    training_s = slots * found.slot_s + samples * found.sample_s + tokens * found.token_s
     return Factors(
-        token=_ratio(engine.token_s, computed.engine.token_s),
-        share=engine.share_s / computed.engine.share_s if engine.token_s and computed.engine.share_s else 1.0,
-        prefill=_ratio(engine.prefill_s, computed.engine.prefill_s),
-        recompute=_ratio(engine.recompute_s, computed.engine.recompute_s),
-        swap=_ratio(engine.load_s, computed.engine.load_s),
-        pull=_ratio(measured.link.pull_s, computed.link.pull_s),
-        training=_ratio(token_s, computed.trainer.token_s),
-        optimizer=_ratio(trainer.optimizer_s, computed.trainer.optimizer_s),
-        publish=_ratio(trainer.copy_s, computed.trainer.copy_s),
+        token=_ratio(measured.engine.token_s, engine.token_s),
+        share=measured.engine.share_s / engine.share_s if measured.engine.token_s and engine.share_s else 1.0,
+        prefill=_ratio(measured.engine.prefill_s, engine.prefill_s),
+        recompute=_ratio(measured.engine.recompute_s, engine.recompute_s),
+        swap=_ratio(measured.engine.load_s, engine.swap_s),
+        pull=_ratio(measured.link.pull_s, engine.pull_s),
+        training=_ratio(training_s, trainer.cost.step_s - trainer.cost.optimizer_s),
+        optimizer=_ratio(found.optimizer_s, trainer.cost.optimizer_s),
+        publish=_ratio(found.copy_s, trainer.cost.publish_s),
     )
+
+
+def _tokens_of_rank(work: StepWork, trainer: TrainerPlan) -> float:
+    """Return the tokens of a step that one replica of the trainer computes, over all epochs."""
+    return work.epochs * work.samples * (work.prompt + work.responses.mean) / trainer.layout.dp
 
 
 def _ratio(measured: float, computed: float) -> float:

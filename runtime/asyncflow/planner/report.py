@@ -161,5 +161,5 @@ def plain(problem: SplitProblem, choice: Candidate) -> dict[str, Any]:
 
 def summary(found: Ranked) -> str:
     """Return in one line how thorough a search was."""
-    certain = "no other can be better" if found.proven else "the others are expected to be slower, by their bounds"
-    return f"{found.tried} of {found.possible} divisions were simulated; {certain}"
+    certain = "no other can be better" if found.proven else "the others are expected to be slower"
+    return f"{found.tried} simulations, {found.possible} divisions that fit; {certain}"

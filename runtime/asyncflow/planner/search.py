@@ -1,9 +1,9 @@
 """The search for the best division of the devices: bounds leave out what cannot win, the simulator ranks the rest.
 
-A split is a number of engines of some size, and a trainer of some layout. Of the trainers on as many devices only the
-fastest matters, whoever generates. The others are simulated in the order of their expected time, which is the bound
-times what the simulator found above the bounds so far; the search ends when every bound that is left is above the best
-time found, or after ``most`` simulations.
+A split is a number of engines of some size, and a trainer of some layout. Of the trainers on as many devices the
+fastest is taken, whoever generates. Splits are simulated in the order of their expected time, which is the bound times
+what the simulator found above the bounds so far; the search ends when every bound that is left is above the best time
+found, or after ``most`` simulations. The best few are tried with other trainers at last.
 
 Invariant: a choice's time is the simulator's, the same as for every other choice: same seed, same lengths.
 """
@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from math import gcd
 from statistics import fmean
 from typing import Final
+
+from msgspec.structs import replace
 
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.schedule import ScheduleSpec
@@ -38,6 +40,8 @@ from asyncflow.planner.work import StepWork
 
 _FINE: Final = 64
 """Up to so many devices each division is tried; of more, those in steps of a 64th."""
+_REFINED: Final = 3
+"""Splits whose trainer is exchanged in the end, and trainers, the fastest first, from which it is chosen."""
 _TRIED: Final = 4
 """Least number of choices that are simulated, so that a table has rows to compare."""
 
@@ -106,7 +110,7 @@ Simulate = Callable[[Split, ScheduleSpec], Predicted]
 
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
-    """Choices, the best first. tried: simulations; possible: splits that fit; proven: nothing can be better."""
+    """Choices, the best first. tried: simulations; possible: splits that fit; proven: no other can be better."""
 
     choices: Sequence[Candidate]
     tried: int
@@ -173,9 +177,21 @@ class _Search:
             split, bound = left.pop(index)
             outcome = self.simulate(split, schedule)
             self.done.append(Candidate(split=split, schedule=schedule, bound=bound, outcome=outcome))
+        proven = not left or min(bound.step_s for _, bound in left) >= min(each.step_s for each in self.done)
+        self.refine(schedule)
         choices = sorted(self.done, key=lambda each: (each.step_s, each.split.devices))
-        proven = all(bound.step_s >= choices[0].step_s for _, bound in left)
         return Ranked(choices=choices, tried=len(choices), possible=possible, proven=proven)
+
+    def refine(self, schedule: ScheduleSpec) -> None:
+        """Simulate the best splits with slower trainers: who trains later may find samples of newer weights."""
+        best = sorted(self.done, key=lambda each: each.step_s)
+        for near in best[:_REFINED]:
+            for other in self.problem.trainers(near.split.trainer.devices)[1:_REFINED]:
+                split = replace(near.split, trainer=other)
+                bound = bound_of(self.problem.work, schedule, split)
+                if bound.step_s < best[0].step_s:
+                    outcome = self.simulate(split, schedule)
+                    self.done.append(Candidate(split=split, schedule=schedule, bound=bound, outcome=outcome))
 
 
 def search(problem: SplitProblem, schedule: ScheduleSpec, *, simulate: Simulate, most: int = 24) -> Ranked:

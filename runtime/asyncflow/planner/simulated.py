@@ -15,7 +15,7 @@ from asyncflow.planner.bounds import Split
 from asyncflow.planner.measured import models_of_split
 from asyncflow.planner.search import Predicted, Simulate
 from asyncflow.planner.work import StepWork
-from asyncflow.sim import Scenario, scenario_of, simulate
+from asyncflow.sim import Models, Scenario, scenario_of, simulate
 from asyncflow.timeline.tracks import Timeline
 
 _COUNTED: Final = 3
@@ -26,18 +26,20 @@ _BUSY: Final = frozenset(("generate", "prefill", "compute", "forward", "backward
 """Kinds of spans in which a role makes tokens or gradients."""
 
 
-def simulator_of(job: RLJob, work: StepWork, *, seed: int = 0) -> Simulate:
-    """Return a function that simulates splits of a job."""
+def simulator_of(job: RLJob, work: StepWork, *, like: Models | None = None) -> Simulate:
+    """Return a function that simulates splits of a job. like: models of a probe, for what no split changes."""
 
     def outcome(split: Split, schedule: ScheduleSpec) -> Predicted:
-        return simulated(scenario(job, work, split, schedule), seed=seed)
+        return simulated(scenario(job, work, split, schedule, like=like), seed=job.spec.algorithm.seed)
 
     return outcome
 
 
-def scenario(job: RLJob, work: StepWork, split: Split, schedule: ScheduleSpec) -> Scenario:
+def scenario(
+    job: RLJob, work: StepWork, split: Split, schedule: ScheduleSpec, *, like: Models | None = None
+) -> Scenario:
     """Return a few steps of a job on a split, without its evaluations and checkpoints."""
-    models = models_of_split(work, split.engine, split.trainer)
+    models = models_of_split(work, split.engine, split.trainer, like=like)
     window = counted(schedule, samples=work.samples)
     return replace(
         scenario_of(job, models=models),
