@@ -25,7 +25,7 @@ from asyncflow.local.folder import JOB
 from asyncflow.local.placement import resolve
 from asyncflow.models.source import materialize_config
 from asyncflow.plan.describe import TextTable
-from asyncflow.planner.advice import advice
+from asyncflow.planner.advice import advice, seconds_text
 from asyncflow.planner.devices import DEVICES, Device, read_device, usual_device
 from asyncflow.planner.measured import factors
 from asyncflow.planner.report import basis, plain, schedules_table, settings, splits_table, summary
@@ -62,7 +62,7 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Plan:
+class Plan:
     """A job, its problem, and what was found; own: the manifest's split, None where it does not fit (``misfit``)."""
 
     job: RLJob
@@ -88,8 +88,8 @@ def divide(
     schedules: also the best division under every other schedule. Raises ManifestError, with the arithmetic, where the
     model does not fit.
     """
-    plan = _plan(file, overrides, asked)
-    others = [(change, _plan(file, [*overrides, change], asked)) for change in what_if]
+    plan = plan_of(file, overrides, asked)
+    others = [(change, plan_of(file, [*overrides, change], asked)) for change in what_if]
     of_schedules = _of_schedules(plan) if schedules else []
     if as_json:
         click.echo(json.dumps(_values(plan, others, of_schedules), indent=2))
@@ -115,7 +115,8 @@ def divide(
         _print(splits_table(other.problem, other.found.choices[:1], title=described(other.job.spec.schedule)))
 
 
-def _plan(file: Path, overrides: Sequence[str], asked: Asked) -> _Plan:
+def plan_of(file: Path, overrides: Sequence[str], asked: Asked) -> Plan:
+    """Return the plan of a job. Raises ManifestError, with the arithmetic, where its model does not fit."""
     job, _ = resolve(load_job(file, overrides))
     device = _device(asked.device, profile=job.spec.rollout.accelerator.profile)
     shape = _shape(job.spec.model.source)
@@ -137,11 +138,11 @@ def _plan(file: Path, overrides: Sequence[str], asked: Asked) -> _Plan:
         own = choice(problem, job.spec.schedule, split_of(problem, job.spec), simulate=simulate)
     except ManifestError as error:
         misfit = error.what
-    found = search(problem, job.spec.schedule, simulate=simulate, most=asked.simulations)
-    return _Plan(job=job, problem=problem, simulate=simulate, found=found, own=own, misfit=misfit, lengths=known)
+    found = search(problem, job.spec.schedule, simulate=simulate, most=asked.simulations, known=[own] if own else [])
+    return Plan(job=job, problem=problem, simulate=simulate, found=found, own=own, misfit=misfit, lengths=known)
 
 
-def _of_schedules(plan: _Plan) -> list[Candidate]:
+def _of_schedules(plan: Plan) -> list[Candidate]:
     """Return the best choice under each schedule that the job could have, fastest first."""
     spec = plan.job.spec
     found = [plan.found.best]
@@ -207,11 +208,11 @@ def _shape(source: str) -> Shape:
 
 def _compared(own: Candidate, other: Candidate) -> str:
     gain = own.step_s / other.step_s
-    times = f"{other.step_s:,.3g} s a step instead of {own.step_s:,.3g} s"
+    times = f"{seconds_text(other.step_s)} a step instead of {seconds_text(own.step_s)}"
     return f"{times}, {gain:.2f}x as fast" if gain >= 1 else f"{times}, {1 / gain:.2f}x as slow"
 
 
-def _values(plan: _Plan, others: Sequence[tuple[str, _Plan]], of_schedules: Sequence[Candidate]) -> dict[str, Any]:
+def _values(plan: Plan, others: Sequence[tuple[str, Plan]], of_schedules: Sequence[Candidate]) -> dict[str, Any]:
     problem = plan.problem
     return {
         "device": problem.device.name,

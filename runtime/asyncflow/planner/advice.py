@@ -16,6 +16,10 @@ _SAME: Final = 0.02
 """Times that differ by less are the same."""
 _IDLE: Final = 0.1
 """A side that is idle for less is busy."""
+_WAITS: Final = 0.2
+"""Where both sides are idle for more, neither of them limits."""
+_LONG: Final = 0.25
+"""Share of a step from which on its longest response counts."""
 _MORE: Final = 0.25
 """A side that works longer than its tokens take, by more than this, is busy without being full."""
 
@@ -30,7 +34,7 @@ def balance(choice: Candidate, *, devices: int) -> int:
 def limiter(problem: SplitProblem, choice: Candidate) -> str:
     """Return what limits a step of a choice: the side that is busy, or why neither is, with the largest part of it."""
     outcome, bound = choice.outcome, choice.bound
-    if min(outcome.generation_idle, outcome.training_idle) > _IDLE:
+    if min(outcome.generation_idle, outcome.training_idle) > _WAITS:
         return _both_wait(problem, choice)
     generates, trains = busy_seconds(choice)
     if outcome.training_idle > outcome.generation_idle:
@@ -51,11 +55,15 @@ def busy_seconds(choice: Candidate) -> tuple[float, float]:
 def _both_wait(problem: SplitProblem, choice: Candidate) -> str:
     bound = choice.bound
     if choice.schedule.mode == "sync":
-        return f"generation {(bound.generation_s + bound.tail_s):.3g} s, then training {bound.training_s:.3g} s"
+        generates = seconds_text(bound.generation_s + bound.tail_s)
+        return f"generation {generates}, then training {seconds_text(bound.training_s)}"
     if bound.limit == "lag":
-        return f"lag: {bound.step_s * (choice.schedule.lag + 1):.3g} s from a version to the next"
+        return f"lag: {seconds_text(bound.step_s * (choice.schedule.lag + 1))} from a version to the next"
     longest = problem.work.responses.longest(problem.work.samples)
-    return f"longest responses: {longest:,.0f} tokens, alone {longest * choice.split.engine.token_s:.3g} s"
+    alone = longest * choice.split.engine.token_s
+    if alone > _LONG * choice.step_s:
+        return f"longest responses: {longest:,.0f} tokens, alone {seconds_text(alone)}"
+    return "each side waits for the other's last samples"
 
 
 def _training(trainer: TrainerPlan) -> str:
@@ -91,8 +99,11 @@ def advice(problem: SplitProblem, *, now: Candidate | None, best: Candidate) -> 
     idle = now.outcome
     sides = f"generation is idle {idle.generation_idle:.0%} of a step, the trainer {idle.training_idle:.0%}"
     if now.step_s <= best.step_s * (1 + _SAME):
-        return f"The manifest's split is as good as any that was found: {sides}, a step takes {_seconds(now.step_s)}."
-    gain = f"a step takes {_seconds(best.step_s)} instead of {_seconds(now.step_s)} ({now.step_s / best.step_s:.2f}x)"
+        return (
+            f"The manifest's split is as good as any that was found: {sides}, a step takes {seconds_text(now.step_s)}."
+        )
+    ratio = now.step_s / best.step_s
+    gain = f"a step takes {seconds_text(best.step_s)} instead of {seconds_text(now.step_s)} ({ratio:.2f}x)"
     moved = best.split.trainer.devices - now.split.trainer.devices
     if now.split.devices == best.split.devices and moved:
         way = "generation to the trainer" if moved > 0 else "the trainer to generation"
@@ -108,7 +119,7 @@ def _of_best(problem: SplitProblem, best: Candidate) -> str:
     outcome = best.outcome
     idle = max(outcome.generation_idle, outcome.training_idle)
     which = "generation" if outcome.generation_idle >= outcome.training_idle else "the trainer"
-    sentence = f"With {best.split.name} a step takes {_seconds(best.step_s)}: {_work(best)}"
+    sentence = f"With {best.split.name} a step takes {seconds_text(best.step_s)}: {_work(best)}"
     if idle < _IDLE:
         return f"{sentence}, and both sides are busy."
     why = limiter(problem, best)
@@ -120,12 +131,15 @@ def _work(choice: Candidate) -> str:
     generates, trains = busy_seconds(choice)
     generated, trained = generates * split.generating, trains * split.trainer.devices
     return (
-        f"generation works {_seconds(generates)} x {split.generating} devices = {_whole(generated)} device-seconds, "
-        f"training {_seconds(trains)} x {split.trainer.devices} = {_whole(trained)}"
+        f"generation works {seconds_text(generates)} x {split.generating} devices = {_whole(generated)} "
+        f"device-seconds, training {seconds_text(trains)} x {split.trainer.devices} = {_whole(trained)}"
     )
 
 
-def _seconds(seconds: float) -> str:
+def seconds_text(seconds: float) -> str:
+    """Return seconds in three digits: ``43.2 s``, ``1,204 s``, ``63.9 ms``."""
+    if seconds < 1:
+        return f"{1e3 * seconds:.3g} ms"
     return f"{seconds:,.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 

@@ -214,7 +214,7 @@ def training_memory(shape: Shape, work: StepWork, layout: TrainerLayout) -> Memo
     FSDP cuts everything over all devices and gathers a layer at a time. With tensor and pipeline parallelism each
     replica holds weights and gradients, cut over tp x pp, and a part of the float32 weights and moments. Activations
     are those of a micro-batch, of each stage in as many as there are stages, or of one layer and the inputs of all
-    where layers are computed again.
+    where layers are computed again; tensor parallelism cuts them too (sequence parallelism).
     """
     models = 2 if work.critic else 1
     width = BYTES[work.compute]
@@ -229,7 +229,7 @@ def training_memory(shape: Shape, work: StepWork, layout: TrainerLayout) -> Memo
         frozen = shape.parameters / layout.devices * width
     scale = width / 2
     layer = work.pack * shape.hidden * _ACTIVATION * scale / layout.tp
-    inputs = shape.layers * work.pack * shape.hidden * width
+    inputs = shape.layers * work.pack * shape.hidden * width / layout.tp
     activations = inputs + layer if layout.recompute else shape.layers * layer
     logits = min(work.pack, _HEAD_TOKENS) * shape.vocab / layout.tp * 2 * BYTES["float32"]
     return Memory(

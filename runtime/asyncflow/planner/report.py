@@ -11,7 +11,7 @@ from typing import Any, Final
 from asyncflow.api.placement import PROFILES
 from asyncflow.api.schedule import ScheduleSpec
 from asyncflow.plan.describe import TextTable
-from asyncflow.planner.advice import limiter
+from asyncflow.planner.advice import limiter, seconds_text
 from asyncflow.planner.devices import FIGURES, Device
 from asyncflow.planner.layouts import gigabytes
 from asyncflow.planner.schedules import changes, described
@@ -54,7 +54,7 @@ def _row(problem: SplitProblem, choice: Candidate) -> tuple[str, ...]:
     return (
         f"{split.generating} ({split.instances} x TP{split.engine.tp})",
         f"{split.trainer.devices} ({layout})",
-        f"{choice.step_s:,.1f} s" if choice.step_s >= 1 else f"{1e3 * choice.step_s:,.1f} ms",
+        seconds_text(choice.step_s),
         f"{tokens_a_device(problem, choice):,.0f}",
         f"{outcome.generation_idle:.0%}",
         f"{outcome.training_idle:.0%}",
@@ -77,10 +77,10 @@ def basis(problem: SplitProblem, *, measured: str, lengths: str) -> list[str]:
     """
     shape, device, work = problem.shape, problem.device, problem.work
     responses = work.responses
-    experts = f", {shape.used / 1e9:.3g} B for a token" if shape.experts else ""
+    experts = f", {_count(shape.used)} for a token" if shape.experts else ""
     cache = shape.cache(dtype=work.engine) / 1024
     lines = [
-        f"model     {shape.name}: {shape.parameters / 1e9:.3g} B parameters{experts}, {cache:.0f} KiB of cache a token",
+        f"model     {shape.name}: {_count(shape.parameters)} parameters{experts}, {cache:.0f} KiB of cache a token",
         (
             f"step      {work.prompts} prompts x {work.group}, of {work.prompt:,.0f} tokens each; responses of "
             f"{responses.mean:,.0f} tokens on average, at most {responses.most:,} ({lengths})"
@@ -94,6 +94,10 @@ def basis(problem: SplitProblem, *, measured: str, lengths: str) -> list[str]:
     if measured:
         return [*lines, f"measured  by {measured}; other layouts in proportion"]
     return [*lines, f"assumed   {_assumed(device)}: a probe replaces them (--probe)"]
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.3g} B" if number >= 1e8 else f"{number / 1e6:.3g} M"
 
 
 def _assumed(device: Device) -> str:

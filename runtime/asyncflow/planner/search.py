@@ -167,8 +167,9 @@ class _Search:
         return bound.step_s * (fmean(ratios) if ratios else 1.0)
 
     def run(self, schedule: ScheduleSpec) -> Ranked:
-        left = [(split, bound_of(self.problem.work, schedule, split)) for split in splits(self.problem)]
-        possible = len(left)
+        fitting = list(splits(self.problem))
+        known = {each.split for each in self.done}
+        left = [(split, bound_of(self.problem.work, schedule, split)) for split in fitting if split not in known]
         while left and len(self.done) < self.most:
             best = min((each.step_s for each in self.done), default=float("inf"))
             if len(self.done) >= _TRIED and min(bound.step_s for _, bound in left) >= best:
@@ -180,7 +181,7 @@ class _Search:
         proven = not left or min(bound.step_s for _, bound in left) >= min(each.step_s for each in self.done)
         self.refine(schedule)
         choices = sorted(self.done, key=lambda each: (each.step_s, each.split.devices))
-        return Ranked(choices=choices, tried=len(choices), possible=possible, proven=proven)
+        return Ranked(choices=choices, tried=len(choices), possible=len(fitting), proven=proven)
 
     def refine(self, schedule: ScheduleSpec) -> None:
         """Simulate the best splits with slower trainers: who trains later may find samples of newer weights."""
@@ -194,9 +195,21 @@ class _Search:
                     self.done.append(Candidate(split=split, schedule=schedule, bound=bound, outcome=outcome))
 
 
-def search(problem: SplitProblem, schedule: ScheduleSpec, *, simulate: Simulate, most: int = 24) -> Ranked:
-    """Return the best splits under a schedule. most: simulations. Raises ManifestError where none fits."""
-    return _Search(problem, simulate, most).run(schedule)
+def search(
+    problem: SplitProblem,
+    schedule: ScheduleSpec,
+    *,
+    simulate: Simulate,
+    most: int = 24,
+    known: Sequence[Candidate] = (),
+) -> Ranked:
+    """Return the best splits under a schedule. Raises ManifestError where none fits.
+
+    most: simulations, without the last few; known: choices under this schedule that were simulated already.
+    """
+    return _Search(problem, simulate, most, [each for each in known if each.split.devices <= problem.devices]).run(
+        schedule
+    )
 
 
 def split_of(problem: SplitProblem, spec: RLJobSpec) -> Split:

@@ -1,0 +1,66 @@
+"""Published set-ups in the planner: the division of the devices in each manifest, and the planner's, both simulated.
+
+    python benchmarks/planner_setups.py [--only NAME] [--simulations N]    # exit status 1 where the planner's is worse
+
+A manifest whose division does not fit the cost model is reported with the arithmetic. Lengths are those that the
+planner assumes; devices are 910B, as the papers say or as is assumed, and H20 for verl.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from asyncflow.api.load import load_job
+from asyncflow.commands.planning import Asked, plan_of
+from asyncflow.errors import ManifestError
+
+SETUPS = Path(__file__).parents[1] / "docs" / "guide" / "setups"
+_ROUNDING = 1.001
+
+
+def compared(file: Path, *, simulations: int) -> tuple[str, bool]:
+    """Return a line of the table about a manifest, and whether the planner's division is at least as good."""
+    device = "h20" if file.stem.startswith("verl") else "910b"
+    devices = load_job(file).spec.devices
+    began = time.process_time()
+    try:
+        plan = plan_of(file, (), Asked(devices=devices, device=device, simulations=simulations))
+    except ManifestError as error:
+        return f"| {file.stem} | {devices} {device} | refused: {error.what} | | | | |", True
+    took, best = time.process_time() - began, plan.found.best
+    if plan.own is None:
+        own = f"does not fit: {plan.misfit}"
+        return f"| {file.stem} | {devices} {device} | {own} | | {best.split.name} | {best.step_s:.1f} s | |", True
+    gain = plan.own.step_s / best.step_s
+    line = (
+        f"| {file.stem} | {devices} {device} | {plan.own.split.name} | {plan.own.step_s:.1f} s | {best.split.name} | "
+        f"{best.step_s:.1f} s | {gain:.2f} |"
+    )
+    print(f"{file.stem}: {plan.found.tried} simulations, {took:.0f} s of a core", file=sys.stderr, flush=True)
+    return line, best.step_s <= _ROUNDING * plan.own.step_s
+
+
+@click.command()
+@click.option("--only", multiple=True, help="A manifest, by its name.")
+@click.option("--simulations", default=12, show_default=True, help="Most of a search.")
+def main(only: Sequence[str], simulations: int) -> None:
+    """Print the table."""
+    good = True
+    print(
+        "| set-up | devices | its division | a step | the planner's | a step | ratio |\n|---|---|---|---|---|---|---|"
+    )
+    for file in sorted(SETUPS.glob("*.yaml")):
+        if not only or file.stem in only:
+            line, as_good = compared(file, simulations=simulations)
+            print(line, flush=True)
+            good = good and as_good
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()
