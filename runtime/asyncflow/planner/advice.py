@@ -39,7 +39,7 @@ def limiter(problem: SplitProblem, choice: Candidate) -> str:
     generates, trains = busy_seconds(choice)
     if outcome.training_idle > outcome.generation_idle:
         if generates > bound.generation_s * (1 + _MORE):
-            return f"generation: slots are empty behind the last responses, {1 - bound.generation_s / generates:.0%}"
+            return f"generation: last responses leave slots empty, {1 - bound.generation_s / generates:.0%}"
         return _generation(choice.split.engine)
     if trains > bound.training_s * (1 + _MORE):
         return f"training: ranks wait for each other, {1 - bound.training_s / trains:.0%}"

@@ -1,0 +1,120 @@
+"""asyncflow plan FILE --devices N: divisions of devices, what they rest on, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncflow import cli
+from asyncflow.commands.planning import Asked, plan_of
+from asyncflow.planner.measured import models_of_split
+from asyncflow.planner.search import split_of
+
+MANIFEST = """\
+apiVersion: asyncflow.dev/v1alpha1
+kind: RLJob
+metadata: {name: little}
+spec:
+  model: {source: "pvc://models/Qwen3-0.6B"}
+  data: {train: {source: "tiny://reverse-digits"}}
+  reward: {function: task}
+  algorithm: {steps: 4, groupSize: 4, promptsPerStep: 8}
+  sampling: {maxTokens: 256, maxPromptTokens: 64}
+  rollout: {engine: {name: vllm, dtype: bfloat16}, accelerator: {profile: nvidia, count: 1}}
+  trainer: {backend: {name: torch, precision: bf16}, accelerator: {profile: nvidia, count: 1}}
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(MANIFEST)
+    return path
+
+
+def planned(capsys, *arguments) -> str:
+    assert cli.invoke([str(argument) for argument in ("plan", *arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *arguments) -> str:
+    assert cli.invoke([str(argument) for argument in ("plan", *arguments)]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_plan_says_what_it_rests_on_and_what_to_set(job: Path, capsys) -> None:
+    out = planned(capsys, job, "--devices", 4, "--simulations", 3)
+    assert "model     Qwen3-0.6B: 0.596 B parameters, 112 KiB of cache a token" in out
+    assert "(assumed: give --tokens, or --probe)" in out
+    assert "Best divisions of 4 devices, async, delayed at quota" in out
+    assert "The manifest's own" in out
+    assert "--set rollout.replicas=" in out
+
+
+def test_json_has_the_figures_of_the_tables(job: Path, capsys) -> None:
+    change = "schedule.mode=sync"
+    arguments = ("--devices", 3, "--simulations", 2, "--json", "--what-if", change, "--schedules", "--tokens", 100)
+    plan = json.loads(planned(capsys, job, *arguments))
+    assert [each["step_s"] for each in plan["divisions"]] == sorted(each["step_s"] for each in plan["divisions"])
+    best = plan["divisions"][0]
+    assert best["generation"]["devices"] + best["training"]["devices"] <= 3
+    assert best["step_s"] <= plan["own"]["step_s"]
+    assert plan["what_if"][change]["schedule"]["mode"] == "sync"
+    assert plan["what_if"][change]["step_s"] > best["step_s"]
+    assert {each["schedule"]["mode"] for each in plan["schedules"]} == {"sync", "periodic", "async"}
+
+
+def test_what_is_planned_can_be_set(job: Path, capsys) -> None:
+    plan = json.loads(planned(capsys, job, "--devices", 6, "--simulations", 4, "--json"))
+    changes = [part for value in plan["set"] for part in ("--set", value)]
+    again = json.loads(planned(capsys, job, "--devices", 6, "--simulations", 1, "--json", *changes))
+    best, own = plan["divisions"][0], again["own"]
+    assert (own["generation"]["devices"], own["training"]["devices"]) == (
+        best["generation"]["devices"],
+        best["training"]["devices"],
+    )
+
+
+def test_models_of_a_probe_replace_what_is_computed(job: Path, capsys, tmp_path: Path) -> None:
+    plan = plan_of(job, (), Asked(devices=2, simulations=1))
+    split = split_of(plan.problem, plan.job.spec)
+    models = models_of_split(plan.problem.work, split.engine, split.trainer)
+    slower = tmp_path / "slower.json"
+    models.write(slower)
+    slower.write_text(slower.read_text().replace(f'"token_s": {models.engine.token_s}', '"token_s": 1.0', 1))
+    out = json.loads(planned(capsys, job, "--devices", 2, "--simulations", 1, "--json", "--probe", slower))
+    assert out["own"]["generation"]["token_s"] == pytest.approx(1.0)
+    assert "asyncflow sim fit" in refused(capsys, job, "--devices", 2, "--probe", tmp_path)
+
+
+def test_a_device_of_a_file(job: Path, capsys, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("like: h100\nmemory: 1e9\n")
+    why = refused(capsys, job, "--devices", 2, "--device", mine)
+    assert "Qwen3-0.6B in bf16 needs 1.19 GB a replica" in why
+    assert "use tensor parallel 2" in why
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--what-if", "schedule.mode=sync"), "--what-if: it is about a division of devices. Give --devices N, too"),
+        (("--devices", 2, "--device", "h300"), "no device and no file with one"),
+        (("--devices", 2, "--tokens", 1000), "responses of 1000 tokens are cut at 256"),
+        (("--devices", 8, "--set", "model.source=pvc://models/Other-7B"), "has no config.json"),
+        (("--devices", 2, "--set", "model.source=pvc://models/Qwen2.5-32B"), "training Qwen2.5-32B on 1 device (DP1)"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(job: Path, capsys, arguments: tuple, why: str) -> None:
+    assert why in refused(capsys, job, *arguments)
+
+
+def test_without_devices_the_tasks_are_shown_as_ever(manifest: Path, capsys) -> None:
+    assert "Tasks" in planned(capsys, manifest)
+
+
+def test_a_simulated_engine_says_its_lengths_itself(manifest: Path, capsys) -> None:
+    options = "rollout.engine.options={tokens: 8, sigma: 0.5}"
+    assert "(of the simulated engine)" in planned(
+        capsys, manifest, "--devices", 2, "--set", options, "--set", "algorithm.promptsPerStep=4", "--simulations", 1
+    )
