@@ -12,6 +12,7 @@ from asyncflow.errors import ProtocolError
 from asyncflow.identity import SampleKey, Version
 from asyncflow.rpc.columns import Jagged
 from asyncflow.training.batch import MicroBatch
+from asyncflow.training.counting import CountingOptions
 from asyncflow.training.report import Histogram, StepMeter, StepTally
 from asyncflow.training.settings import OptimizerSettings
 
@@ -149,3 +150,9 @@ def test_columns_that_disagree_are_refused(name: str) -> None:
         MicroBatch.of([SampleKey(0, 0), SampleKey(0, 1)], columns(**{name: bad}))
     with pytest.raises(ProtocolError, match="rows for"):
         MicroBatch.of([SampleKey(0, 0)], columns())
+
+
+def test_a_counting_trainer_takes_the_time_of_its_micro_batch() -> None:
+    options = CountingOptions(sleep_s=1.0, sample_s=0.25, token_s=0.125)
+    assert options.micro_batch_s(samples=4, tokens=16) == 4.0
+    assert CountingOptions().micro_batch_s(samples=4, tokens=16) == 0.0

@@ -39,6 +39,25 @@ async def test_a_published_version_reaches_every_receiver(world, weights):
         assert sum(receiver.transfers[0].holders.values()) == receiver.transfers[0].nbytes
 
 
+async def test_who_waits_for_a_new_version_is_told_when_it_is_complete_and_once(world):
+    told: list[int] = []
+    world.service.on_newest.append(lambda: told.append(world.service.catalogue.newest.step))
+    ranks = [await world.sender(f"rank{part}", part=part, parts=2) for part in range(2)]
+    tensors = {"w": np.zeros(8, np.float32)}
+    for step in range(2):
+        halves = [
+            {"w": PublishedSlice(array=tensors["w"][4 * part : 4 * part + 4], offset=(4 * part,), shape=(8,))}
+            for part in range(2)
+        ]
+        await ranks[0].publish(Version(0, step), halves[0], timeout=SOON)
+        assert told == list(range(step)), "half a version is none"
+        await ranks[1].publish(Version(0, step), halves[1], timeout=SOON)
+        assert told == list(range(step + 1))
+    receiver = await world.receiver()
+    await receiver.ensure(1, timeout=SOON)
+    assert told == [0, 1]
+
+
 async def test_what_was_published_does_not_change_with_the_trainers_tensors(world, weights):
     sender, tensors = await world.sender(), weights(1)
     await sender.publish(Version(0, 0), tensors, timeout=SOON)

@@ -189,6 +189,7 @@ class Driver:
             )
             directory.on_leave.append(lambda member, _reason: permits.leave(member.incarnation))
         self.changes = ChangeSignal()
+        self.weights.on_newest.append(self.changes.notify)
         done = self.progress.done >= self.progress.steps
         self.lives = Lives(
             opened=self.progress.at("first dispatch"), closed=self.progress.last_step_at if done else None

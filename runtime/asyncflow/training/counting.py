@@ -38,12 +38,24 @@ _FILE = "counts.npy"
 CRITIC_COUNTS = "critic-counts.npy"
 
 
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
 class CountingOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """capacity: N; moving: elements of the second tensor, int64; sleep_s: seconds that a micro-batch takes."""
+    """capacity: N; moving: elements of the second tensor, int64; sleep_s, sample_s, token_s, step_s: seconds that a
+    micro-batch takes, each of its samples and each of their tokens, prompts included, and an optimizer step.
+    """
 
     capacity: Annotated[int, msgspec.Meta(ge=1)] = 65_536
     moving: Annotated[int, msgspec.Meta(ge=0)] = 0
-    sleep_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    sleep_s: _Seconds = 0.0
+    sample_s: _Seconds = 0.0
+    token_s: _Seconds = 0.0
+    step_s: _Seconds = 0.0
+
+    def micro_batch_s(self, *, samples: int, tokens: int) -> float:
+        """Return the seconds that a micro-batch takes."""
+        return self.sleep_s + self.sample_s * samples + self.token_s * tokens
 
 
 class CountingBackend(TrainerBackend):
@@ -58,7 +70,7 @@ class CountingBackend(TrainerBackend):
         self._counts = np.zeros(options.capacity, dtype=np.int64)
         self._pending = np.zeros_like(self._counts)
         self._moving = options.moving
-        self._sleep_s = options.sleep_s
+        self._takes = options
 
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:  # noqa: ARG002
         """Take the counts of ``checkpoint``, or zeros; the model folder is not looked at."""
@@ -83,7 +95,8 @@ class CountingBackend(TrainerBackend):
             self.critic_link.learn(replace(batch, values=values, returns=values))
         _count(self._pending, batch, group_size=self.settings.group_size)
         self.trained += len(batch)
-        time.sleep(self._sleep_s)
+        tokens = len(batch.prompts.values) + len(batch.responses.values)
+        time.sleep(self._takes.micro_batch_s(samples=len(batch), tokens=tokens))
 
     def update(self, step: int) -> None:
         """Count on: everything since the last step is added at its end."""
@@ -92,6 +105,7 @@ class CountingBackend(TrainerBackend):
     def finish_step(self, step: int) -> dict[str, float]:
         """Add what all ranks counted."""
         self._move_critic(step)
+        time.sleep(self._takes.step_s)
         added = self.group.gather(self._pending, what=f"counts of step {step}").sum(axis=0)
         self._counts = self._counts + added
         self._pending[:] = 0

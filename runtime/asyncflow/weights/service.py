@@ -46,12 +46,16 @@ _TELLING_S = 100e-6
 class CatalogueService:
     """Serves a catalogue on the driver's ``server``; must be made before the server starts.
 
+    on_newest: called when a version newer than all before is complete.
+
     A restarted driver begins with an empty catalogue: holders announce what they have, by themselves, and until
     ``require`` has been called nothing is releasable.
     """
 
     def __init__(self, server: RpcServer, *, catalogue: Catalogue | None = None) -> None:
         self.catalogue = catalogue if catalogue is not None else Catalogue()
+        self.on_newest: list[Callable[[], None]] = []
+        self._newest = self.catalogue.newest
         self._epoch = uuid.uuid4().hex[:16]
         self._changed = asyncio.Event()
         self._watches: dict[asyncio.Future[msgspec.Raw], str] = {}
@@ -183,6 +187,10 @@ class CatalogueService:
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+        if self.catalogue.newest != self._newest:
+            self._newest = self.catalogue.newest
+            for told in self.on_newest:
+                told()
         if self.catalogue.revision != self._revision and self._pending is None:
             wait_s = len(self._watches) * _TELLING_S
             self._pending = asyncio.get_running_loop().call_later(wait_s, self._tell)
