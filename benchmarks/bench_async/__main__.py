@@ -1,0 +1,80 @@
+"""What asynchrony gains: real driver, queue, ledger, trainer loop and weights, each mode on the same simulated load.
+
+    python benchmarks/bench_async                                            # the whole matrix: 240 runs, many hours
+    python benchmarks/bench_async --only periodic delayed --ratios 1 --seeds 1
+    python benchmarks/bench_async --table                                    # of what was measured so far
+
+Results are lines of OUTPUT/results.jsonl; a point that is there is not run again. Prints a table, and ends with 1 where
+a bar is missed. Runs are mostly waiting: ``--jobs`` of them at once, as many as the machine has cores to spare for (one
+takes 0.3 to 0.5 of a core; what it measures is too slow where it has to wait for one).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import fmean
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench_async.points import MANIFEST, MODES, RATIOS, SIGMAS, WITHOUT, Point, matrix
+from bench_async.results import Result, Results, bars, lines_of, table, told
+from emulation import emulate
+
+
+def measured(point: Point, output: Path) -> Result:
+    """Run a point."""
+    run = emulate(MANIFEST, output / point.name, point.settings)
+    walls = point.iterations_of([line["wall_s"] for line in run.steps])
+    return Result(
+        point=point,
+        walls=walls,
+        waited=fmean(point.iterations_of([line["wait_s"] for line in run.steps])),
+        lag=fmean(line["staleness_start_mean"] for line in run.steps[WITHOUT * point.steps_each :]),
+        lost=run.lost,
+        load=run.load,
+    )
+
+
+def main() -> int:
+    """Run what is missing, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("runs/bench-async"))
+    parser.add_argument("--only", nargs="+", choices=list(MODES), default=list(MODES), metavar="MODE")
+    parser.add_argument("--sigmas", nargs="+", type=float, default=SIGMAS)
+    parser.add_argument("--ratios", nargs="+", type=float, default=RATIOS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=(1, 2, 3))
+    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--generation", type=float, default=5.0, help="T_gen, seconds")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    results = Results(options.output / "results.jsonl")
+    points = matrix(
+        modes=options.only,
+        sigmas=options.sigmas,
+        ratios=options.ratios,
+        seeds=options.seeds,
+        iterations=options.iterations,
+        generation_s=options.generation,
+    )
+
+    def make(point: Point) -> None:
+        result = measured(point, options.output)
+        results.add(result)
+        print(f"{point.name}: {result.seconds:.2f} s, load {result.load:.1f}", flush=True)
+
+    if not options.table:
+        with ThreadPoolExecutor(options.jobs) as pool:
+            for _ in pool.map(make, results.missing(points)):
+                pass
+    lines = lines_of([result for result in results.all if result.point in points])
+    for row in table(lines):
+        print(row)
+    return 0 if told(bars(lines), say=print) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

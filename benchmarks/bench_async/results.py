@@ -1,0 +1,218 @@
+"""Results of points, one JSON line each, and the table and the bars that are made of them. Pure but for the file.
+
+Invariant: a point that is there is not run again, so a matrix that was broken off goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+from bench_async.points import Point, closed_form
+
+SYNC_BAR = 0.03
+PERIODIC = {0.5: 1.50, 0.8: 1.79, 1.0: 1.91, 1.25: 1.74, 2.0: 1.47}
+"""Time of sync over that of periodic, by ratio, at sigma 0.5, each within ``NEAR``."""
+NEAR = 0.05
+AT_BALANCE = 1.85
+MOST = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A run of a point. walls: seconds of each iteration that counts; waited: of them, the trainer for samples; lag:
+    mean staleness of the oldest token; lost: samples that were not trained once; predicted: the simulator's mean.
+    """
+
+    point: Point
+    walls: Sequence[float]
+    waited: float
+    lag: float
+    lost: int
+    load: float
+    predicted: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Mean seconds of an iteration."""
+        return fmean(self.walls)
+
+
+class Results:
+    """The lines of a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+        lines = file.read_text().splitlines() if file.exists() else []
+        self.all = [_read(line) for line in lines]
+
+    def missing(self, points: Iterable[Point]) -> list[Point]:
+        """Return the points that are not there."""
+        known = {result.point for result in self.all}
+        return [point for point in points if point not in known]
+
+    def add(self, result: Result) -> None:
+        """Append a line."""
+        with self._lock:
+            self.all.append(result)
+            with self._file.open("a") as file:
+                file.write(json.dumps(asdict(result)) + "\n")
+
+
+def _read(line: str) -> Result:
+    read = json.loads(line)
+    return Result(**{**read, "point": Point(**read["point"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """What the seeds of a point say together; gain: time of sync over this one's, of the seeds that have both."""
+
+    mode: str
+    sigma: float
+    ratio: float
+    seeds: int
+    seconds: float
+    middle: float
+    gain: float | None
+    closed: float | None
+    closed_gain: float | None
+    predicted: float | None
+    waited: float
+    lag: float
+    lost: int
+    load: float
+
+
+def lines_of(results: Sequence[Result]) -> list[Line]:
+    """Return a line for each sigma, ratio and mode, in the order in which they come."""
+    groups: dict[tuple[float, float, str], list[Result]] = {}
+    for result in sorted(results, key=lambda each: (each.point.sigma, each.point.ratio)):
+        groups.setdefault((result.point.sigma, result.point.ratio, result.point.mode), []).append(result)
+    return [_line(each, groups.get((sigma, ratio, "sync"), [])) for (sigma, ratio, _), each in groups.items()]
+
+
+def _line(results: Sequence[Result], sync: Sequence[Result]) -> Line:
+    point = results[0].point
+    waiting = {each.point.seed: each for each in sync}
+    both = [(waiting[each.point.seed], each) for each in results if each.point.seed in waiting]
+    closed = _mean(closed_form(each.point) for each in results)
+    return Line(
+        mode=point.mode,
+        sigma=point.sigma,
+        ratio=point.ratio,
+        seeds=len(results),
+        seconds=fmean(each.seconds for each in results),
+        middle=fmean(median(each.walls) for each in results),
+        gain=fmean(one.seconds for one, _ in both) / fmean(other.seconds for _, other in both) if both else None,
+        closed=closed,
+        closed_gain=_mean(closed_form(each.point) for each in sync) / closed if closed and sync else None,  # type: ignore[operator]
+        predicted=_mean(each.predicted for each in results),
+        waited=fmean(each.waited / each.seconds for each in results),
+        lag=fmean(each.lag for each in results),
+        lost=sum(each.lost for each in results),
+        load=fmean(each.load for each in results),
+    )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def table(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield the rows of a table in Markdown."""
+    head = (
+        "sigma", "T_train / T_gen", "mode", "seeds", "iteration", "sync / it", "closed form", "simulator",
+        "trainer waits", "lag", "load",
+    )  # fmt: skip
+    yield f"| {' | '.join(head)} |"
+    yield "|---" * len(head) + "|"
+    for line in lines:
+        cells = (
+            f"{line.sigma:g}",
+            f"{line.ratio:g}",
+            line.mode,
+            f"{line.seeds}",
+            f"{line.seconds:.2f} s",
+            f"{line.gain:.2f}" if line.gain else "",
+            beside(line.closed, line.seconds) + (f", {line.closed_gain:.2f}" if line.closed_gain else ""),
+            beside(line.predicted, line.seconds),
+            f"{line.waited:.0%}",
+            f"{line.lag:.2f}",
+            f"{line.load:.1f}",
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
+def beside(expected: float | None, seconds: float) -> str:
+    """Return what was expected, and by how much the measured seconds are more."""
+    return "" if expected is None else f"{expected:.2f} s ({seconds / expected - 1:+.1%})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A bar and what was measured beside it."""
+
+    what: str
+    measured: str
+    met: bool
+
+
+def bars(lines: Sequence[Line]) -> list[Bar]:
+    """Return the bars of issue 19 that these lines can be held against."""
+    found = [bar for line in lines for make in (_sync, _periodic, _simulated, _once) for bar in make(line)]
+    periodic = {(line.sigma, line.ratio): line for line in lines if line.mode == "periodic"}
+    for line in lines:
+        other = periodic.get((line.sigma, line.ratio))
+        if line.mode == "delayed" and other is not None:
+            what = f"delayed is no slower than periodic, sigma {line.sigma:g}, ratio {line.ratio:g}"
+            measured = f"{line.seconds:.2f} and {other.seconds:.2f} s"
+            found.append(Bar(what=what, measured=measured, met=line.seconds <= other.seconds))
+    return found
+
+
+def _sync(line: Line) -> Iterator[Bar]:
+    if line.mode in ("sync", "colocated") and line.closed is not None:
+        error = line.seconds / line.closed - 1
+        what = f"{line.mode} is its closed form within {SYNC_BAR:.0%}, sigma {line.sigma:g}, ratio {line.ratio:g}"
+        yield Bar(what=what, measured=f"{error:+.1%}", met=abs(error) <= SYNC_BAR)
+
+
+def _periodic(line: Line) -> Iterator[Bar]:
+    if line.mode != "periodic" or line.gain is None:
+        return
+    where = f"sigma {line.sigma:g}, ratio {line.ratio:g}"
+    yield Bar(what=f"periodic gains at most {MOST:g}, {where}", measured=f"{line.gain:.2f}", met=line.gain <= MOST)
+    if line.sigma == 0.5 and line.ratio in PERIODIC:
+        bar = PERIODIC[line.ratio]
+        met = abs(line.gain / bar - 1) <= NEAR
+        yield Bar(what=f"periodic gains {bar:.2f} within {NEAR:.0%}, {where}", measured=f"{line.gain:.2f}", met=met)
+        if line.ratio == 1:
+            met = line.gain >= AT_BALANCE
+            yield Bar(what=f"periodic gains {AT_BALANCE} at balance", measured=f"{line.gain:.2f}", met=met)
+
+
+def _simulated(line: Line) -> Iterator[Bar]:
+    if line.predicted is not None:
+        error = line.predicted / line.seconds - 1
+        what = f"the simulator is within {NEAR:.0%}: {line.mode}, sigma {line.sigma:g}, ratio {line.ratio:g}"
+        yield Bar(what=what, measured=f"{error:+.1%}", met=abs(error) <= NEAR)
+
+
+def _once(line: Line) -> Iterator[Bar]:
+    if line.lost:
+        what = f"every sample is trained once: {line.mode}, sigma {line.sigma:g}, ratio {line.ratio:g}"
+        yield Bar(what=what, measured=f"{line.lost} were not", met=False)
+
+
+def told(found: Sequence[Bar], *, say: Callable[[str], None]) -> bool:
+    """Say each bar; return whether all are met."""
+    for bar in found:
+        say(f"{'ok  ' if bar.met else 'MISS'} {bar.what}: {bar.measured}")
+    return all(bar.met for bar in found)
