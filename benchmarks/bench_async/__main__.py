@@ -19,7 +19,7 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench_async.points import MANIFEST, MODES, RATIOS, SIGMAS, WITHOUT, Point, matrix
-from bench_async.results import Result, Results, bars, lines_of, table, told
+from bench_async.results import Result, Results, bars, lines_of, predictions, table, told
 from emulation import emulate
 
 
@@ -70,7 +70,9 @@ def main() -> int:
         with ThreadPoolExecutor(options.jobs) as pool:
             for _ in pool.map(make, results.missing(points)):
                 pass
-    lines = lines_of([result for result in results.all if result.point in points])
+    found = [result for result in results.all if result.point in points]
+    simulated = predictions((result.point for result in found), options.output / "simulated.jsonl")
+    lines = lines_of(found, simulated)
     for row in table(lines):
         print(row)
     return 0 if told(bars(lines), say=print) else 1

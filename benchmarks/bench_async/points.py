@@ -21,6 +21,7 @@ from asyncflow.api.job import RLJob
 from asyncflow.api.load import load_job
 from asyncflow.identity import SampleKey
 from asyncflow.rollout.lengths import Lengths
+from asyncflow.sim import scenario_of, simulate
 
 MANIFEST = Path(__file__).parent / "load.yaml"
 VERL = (
@@ -163,6 +164,12 @@ def _streamed(point: Point, lengths: Sequence[int]) -> float:
     for end in sorted(max(every[first : first + SIZE]) for first in range(0, len(every), SIZE)):
         now = max(now, end * token_s) + group_s
     return now
+
+
+def predicted(point: Point) -> float:
+    """Return the mean seconds of an iteration in the simulator, with nothing fitted: all else takes no time there."""
+    run = simulate(scenario_of(point.job), seed=point.seed, spans=False)
+    return fmean(point.iterations_of([step.wall_s for step in run.steps]))
 
 
 def matrix(

@@ -1,18 +1,19 @@
-"""Results of points, one JSON line each, and the table and the bars that are made of them. Pure but for the file.
+"""Results of points, one JSON line each, and the table and the bars that are made of them. Pure but for the files.
 
-Invariant: a point that is there is not run again, so a matrix that was broken off goes on.
+Invariant: a point that is there is not run, or simulated, again, so a matrix that was broken off goes on.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
-from bench_async.points import Point, closed_form
+from bench_async.points import Point, closed_form, predicted
 
 SYNC_BAR = 0.03
 PERIODIC = {0.5: 1.50, 0.8: 1.79, 1.0: 1.91, 1.25: 1.74, 2.0: 1.47}
@@ -25,7 +26,7 @@ MOST = 2.0
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """A run of a point. walls: seconds of each iteration that counts; waited: of them, the trainer for samples; lag:
-    mean staleness of the oldest token; lost: samples that were not trained once; predicted: the simulator's mean.
+    mean staleness of the oldest token; lost: samples that were not trained once.
     """
 
     point: Point
@@ -34,7 +35,6 @@ class Result:
     lag: float
     lost: int
     load: float
-    predicted: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -48,8 +48,7 @@ class Results:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._lock = threading.Lock()
-        lines = file.read_text().splitlines() if file.exists() else []
-        self.all = [_read(line) for line in lines]
+        self.all = [Result(**{**line, "point": Point(**line["point"])}) for line in _lines(file)]
 
     def missing(self, points: Iterable[Point]) -> list[Point]:
         """Return the points that are not there."""
@@ -60,18 +59,35 @@ class Results:
         """Append a line."""
         with self._lock:
             self.all.append(result)
-            with self._file.open("a") as file:
-                file.write(json.dumps(asdict(result)) + "\n")
+            _append(self._file, asdict(result))
 
 
-def _read(line: str) -> Result:
-    read = json.loads(line)
-    return Result(**{**read, "point": Point(**read["point"])})
+def predictions(points: Iterable[Point], file: Path) -> dict[Point, float]:
+    """Return what the simulator says of each point, out of a file, which gets what is not there."""
+    known = {Point(**line["point"]): line["seconds"] for line in _lines(file)}
+    for point in points:
+        if point not in known:
+            known[point] = predicted(point)
+            _append(file, {"point": asdict(point), "seconds": known[point]})
+    return known
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _append(file: Path, line: dict[str, Any]) -> None:
+    with file.open("a") as out:
+        out.write(json.dumps(line) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What the seeds of a point say together; gain: time of sync over this one's, of the seeds that have both."""
+    """What the seeds of a point say together.
+
+    seconds, middle: of an iteration, mean and median; gain: time of sync over this one's, of the seeds that have both;
+    closed, predicted: seconds by the closed form and the simulator.
+    """
 
     mode: str
     sigma: float
@@ -81,7 +97,6 @@ class Line:
     middle: float
     gain: float | None
     closed: float | None
-    closed_gain: float | None
     predicted: float | None
     waited: float
     lag: float
@@ -89,19 +104,20 @@ class Line:
     load: float
 
 
-def lines_of(results: Sequence[Result]) -> list[Line]:
+def lines_of(results: Sequence[Result], simulated: Mapping[Point, float]) -> list[Line]:
     """Return a line for each sigma, ratio and mode, in the order in which they come."""
     groups: dict[tuple[float, float, str], list[Result]] = {}
     for result in sorted(results, key=lambda each: (each.point.sigma, each.point.ratio)):
         groups.setdefault((result.point.sigma, result.point.ratio, result.point.mode), []).append(result)
-    return [_line(each, groups.get((sigma, ratio, "sync"), [])) for (sigma, ratio, _), each in groups.items()]
+    return [
+        _line(each, groups.get((sigma, ratio, "sync"), []), simulated) for (sigma, ratio, _), each in groups.items()
+    ]
 
 
-def _line(results: Sequence[Result], sync: Sequence[Result]) -> Line:
+def _line(results: Sequence[Result], sync: Sequence[Result], simulated: Mapping[Point, float]) -> Line:
     point = results[0].point
     waiting = {each.point.seed: each for each in sync}
     both = [(waiting[each.point.seed], each) for each in results if each.point.seed in waiting]
-    closed = _mean(closed_form(each.point) for each in results)
     return Line(
         mode=point.mode,
         sigma=point.sigma,
@@ -110,9 +126,8 @@ def _line(results: Sequence[Result], sync: Sequence[Result]) -> Line:
         seconds=fmean(each.seconds for each in results),
         middle=fmean(median(each.walls) for each in results),
         gain=fmean(one.seconds for one, _ in both) / fmean(other.seconds for _, other in both) if both else None,
-        closed=closed,
-        closed_gain=_mean(closed_form(each.point) for each in sync) / closed if closed and sync else None,  # type: ignore[operator]
-        predicted=_mean(each.predicted for each in results),
+        closed=_mean(closed_form(each.point) for each in results),
+        predicted=_mean(simulated.get(each.point) for each in results),
         waited=fmean(each.waited / each.seconds for each in results),
         lag=fmean(each.lag for each in results),
         lost=sum(each.lost for each in results),
@@ -128,7 +143,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 def table(lines: Sequence[Line]) -> Iterator[str]:
     """Yield the rows of a table in Markdown."""
     head = (
-        "sigma", "T_train / T_gen", "mode", "seeds", "iteration", "sync / it", "closed form", "simulator",
+        "sigma", "T_train / T_gen", "mode", "seeds", "iteration", "median", "sync / it", "closed form", "simulator",
         "trainer waits", "lag", "load",
     )  # fmt: skip
     yield f"| {' | '.join(head)} |"
@@ -140,8 +155,9 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
             line.mode,
             f"{line.seeds}",
             f"{line.seconds:.2f} s",
+            f"{line.middle:.2f} s",
             f"{line.gain:.2f}" if line.gain else "",
-            beside(line.closed, line.seconds) + (f", {line.closed_gain:.2f}" if line.closed_gain else ""),
+            beside(line.closed, line.seconds),
             beside(line.predicted, line.seconds),
             f"{line.waited:.0%}",
             f"{line.lag:.2f}",
