@@ -1,0 +1,50 @@
+"""A published figure beside what the real runtime and the simulator say of it, and how far that may be off.
+
+Invariant: of each figure it is said what was fitted to it; what was fitted is held against no bar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+How = Literal["predicted", "fitted", "computed", "missed"]
+"""computed: arithmetic on published numbers; missed: it cannot be had here, and ``why`` says for what reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One figure. ours: of the real runtime, with simulated engines where there are no accelerators; simulated: of
+    ``asyncflow.sim``; bar: most relative error of either; None in any of them: not measured, or no bar.
+    """
+
+    what: str
+    paper: float
+    unit: str = ""
+    ours: float | None = None
+    simulated: float | None = None
+    how: How = "predicted"
+    bar: float | None = None
+    why: str = ""
+
+    @property
+    def met(self) -> bool:
+        """Whether each value that is there is within the bar."""
+        found = [value for value in (self.ours, self.simulated) if value is not None]
+        return self.bar is None or all(abs(value / self.paper - 1) <= self.bar for value in found)
+
+
+def table(figures: Sequence[Figure]) -> Iterator[str]:
+    """Yield the rows of a table in Markdown."""
+    yield "| figure | paper | ours | simulator | | bar |"
+    yield "|---|---|---|---|---|---|"
+    for each in figures:
+        how = f"{each.how}: {each.why}" if each.why else each.how
+        bar = "" if each.bar is None else f"{each.bar:.0%}: {'yes' if each.met else '**no**'}"
+        values = " | ".join(_beside(value, each) for value in (each.ours, each.simulated))
+        yield f"| {each.what} | {each.paper:g}{each.unit} | {values} | {how} | {bar} |"
+
+
+def _beside(value: float | None, figure: Figure) -> str:
+    return "" if value is None else f"{value:.4g}{figure.unit} ({value / figure.paper - 1:+.1%})"

@@ -1,0 +1,119 @@
+"""Periodic Asynchrony: the gain of its asynchrony, the tokens that a shared prompt saves, and how a step begins.
+
+Eq. 12 and 13: per step, training waits for the last response of D_k when it is synchronous, for the first group when it
+is asynchronous; over a run these are a sum of maxima and a sum of minima. ``start_up`` makes both runs with the same
+lengths and holds what the trainer waited against those sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from bench_async.points import GROUPS, MANIFEST, SIZE, SLOTS, WITHOUT, Point, ends, predicted
+from bench_async.results import Results
+from emulation import emulate
+from reproduction.figures import Figure
+
+from asyncflow.training.packing import pack_samples
+
+SYNC_TPSPD, ASYNC_TPSPD = 99.966, 192.259
+"""Tokens a second and device of the 8B model (Table 2)."""
+TOKENS_M, SHARED_M = 84.192, 60.926
+"""Millions of tokens of an epoch of GSM8K, without and with shared prompts (Table 3)."""
+PROMPTS = 7473
+"""Prompts of the training set of GSM8K."""
+START_S = 0.05
+"""Most seconds by which the wait of a step may differ."""
+
+
+def shared_tokens(*, prompt: int, response: int, size: int) -> tuple[int, int]:
+    """Return the tokens that our packing computes of a group without and with a shared prompt."""
+    prompts, responses = [np.arange(prompt)] * size, [np.arange(response + 1)] * size
+    counts = []
+    for layout in ("separate", "shared-prompt"):
+        packs = pack_samples(prompts, responses, [0] * size, layout=layout, budget=1 << 30)
+        counts.append(sum(len(pack.ids) for pack in packs))
+    return counts[0], counts[1]
+
+
+def shape(*, size: int) -> tuple[int, int]:
+    """Return the mean prompt and response that make Table 3 with groups of ``size``, which the paper does not give."""
+    prompt = (TOKENS_M - SHARED_M) * 1e6 / (PROMPTS * (size - 1))
+    return round(prompt), round(TOKENS_M * 1e6 / (PROMPTS * size) - prompt)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartUp:
+    """What the trainer waited in a run, and the sums of eq. 12 or 13: seconds a step, as means."""
+
+    mode: str
+    waited: float
+    expected: float
+
+
+def expected_waits(point: Point) -> list[float]:
+    """Return for each iteration that counts what eq. 12 (sync) or 13 (periodic) says of the trainer's first wait."""
+    found = []
+    for lengths in point.lengths[WITHOUT:]:
+        every = list(ends(lengths, slots=SLOTS))
+        groups = [max(every[first : first + SIZE]) for first in range(0, GROUPS * SIZE, SIZE)]
+        found.append(point.token_s * (max(groups) if point.mode == "sync" else min(groups)))
+    return found
+
+
+def start_up(folder: Path, *, iterations: int = 6, generation_s: float = 6.0) -> Iterator[StartUp]:
+    """Make a synchronous and a periodic run whose trainer is so slow that it waits for the first samples alone."""
+    for mode in ("sync", "periodic"):
+        point = Point(mode=mode, sigma=0.5, ratio=3.0, seed=1, iterations=iterations, generation_s=generation_s)
+        run = emulate(MANIFEST, folder / f"start-{mode}", point.settings)
+        waited = point.iterations_of([line["wait_s"] for line in run.steps])
+        expected = expected_waits(point)
+        yield StartUp(mode=mode, waited=_mean(waited), expected=_mean(expected))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def figures(folder: Path | None, *, bench: Path) -> Iterator[Figure]:
+    """Yield the figures. folder: of real runs, None for none; bench: results of ``bench_async``, used where there."""
+    balanced = {
+        result.point.mode: result.seconds
+        for result in Results(bench).all
+        if (result.point.sigma, result.point.ratio, result.point.seed) == (0.5, 1.0, 1)
+    }
+    sync, periodic = (Point(mode=mode, sigma=0.5, ratio=1.0, seed=1) for mode in ("sync", "periodic"))
+    yield Figure(
+        what="asynchronous over synchronous, 8B",
+        paper=ASYNC_TPSPD / SYNC_TPSPD,
+        ours=balanced["sync"] / balanced["periodic"] if {"sync", "periodic"} <= balanced.keys() else None,
+        simulated=predicted(sync) / predicted(periodic),
+        how="predicted",
+        why="from balance (T_train = T_gen), which the paper does not state",
+        bar=0.05,
+    )
+    for size in (8, 16, 32):
+        prompt, response = shape(size=size)
+        apart, shared = shared_tokens(prompt=prompt, response=response, size=size)
+        yield Figure(
+            what=f"tokens with shared prompts over without, groups of {size} of {prompt} + {response} tokens",
+            paper=SHARED_M / TOKENS_M,
+            ours=shared / apart,
+            how="fitted",
+            why="the mean prompt, for a group size that is not published",
+        )
+    for each in start_up(folder) if folder is not None else ():
+        yield Figure(
+            what=f"wait before a step is trained, {each.mode} ({'eq. 12' if each.mode == 'sync' else 'eq. 13'})",
+            paper=each.expected,
+            unit=" s",
+            ours=each.waited,
+            how="computed",
+            bar=START_S / each.expected,
+        )
+    yield Figure(
+        what="linearity from 16 to 64 devices", paper=0.867, how="missed", why="it is of devices that are not here"
+    )
