@@ -11,14 +11,14 @@ PLAIN := benchmarks operator $(filter-out %/__pycache__,$(patsubst %/,%,$(wildca
 # A run and the tests start hundreds of processes, none of which should compile the same source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test docs vllm lint types contracts pytest kube controls faults drains elastic verl-rows delayed-update update-modes same-bits smollm2 smollm2-vllm e2e bench-queue queue-faults attacks fuzz doctor-faults
+.PHONY: run test docs vllm lint types contracts pytest kube browser controls faults drains elastic verl-rows page delayed-update update-modes same-bits smollm2 smollm2-vllm e2e bench-queue queue-faults attacks fuzz doctor-faults
 
 run: $(STAMP)
 	$(BIN)/asyncflow run examples/quickstart.yaml --fresh
 
 # The control plane is built while packages are installed and the quick checks run; then the tests have both cores.
 test:
-	@$(MAKE) --no-print-directory -j 2 kube lint types contracts
+	@$(MAKE) --no-print-directory -j 2 kube browser lint types contracts
 	@$(MAKE) --no-print-directory pytest
 
 lint: $(STAMP)
@@ -35,13 +35,17 @@ contracts: $(STAMP)
 	$(BIN)/asyncflow reference --check
 
 # Four workers: most tests wait for processes. What shares a control plane stays together (tests/conftest.py).
-pytest: $(STAMP) $(VLLM) kube
+pytest: $(STAMP) $(VLLM) kube browser
 	$(BIN)/python -m pytest -m "not slow" -n 4 --durations 25
 
 # A real API server and what tests need beside it, from pinned Go modules, built once and kept by version
 # (hack/kube/build.py).
 kube:
 	$(PYTHON) hack/kube/build.py kube kwok helm promtool controller-gen
+
+# Chromium for the tests of the page, from Debian's package where the machine lacks it (hack/browser.py).
+browser:
+	@$(PYTHON) hack/browser.py > /dev/null
 
 # The documentation as a site, in build/site; a link that leads nowhere is an error. `make test` builds it too.
 docs: export NO_MKDOCS_2_WARNING = 1
@@ -88,6 +92,10 @@ doctor-faults: $(STAMP)
 # verl's table of staleness_threshold, emulated: four runs, a quarter of an hour; two rows fitted, two held out.
 verl-rows: $(STAMP)
 	$(BIN)/python benchmarks/verl_rows.py
+
+# How quickly the page of a run of 30 minutes with 16 rollouts opens, in headless Chromium.
+page: $(STAMP)
+	PYTHONPATH=hack $(BIN)/python benchmarks/page.py
 
 delayed-update: $(STAMP)
 	$(BIN)/python benchmarks/delayed_update.py

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+import browser
 from kube.build import BuildError, binary
 
-TOGETHER = ("tests/cluster/", "tests/rollout/test_engine_vllm.py", "tests/training/")
-"""Tests that one worker runs, which then has the one control plane of each kind, the one vLLM server, or the one
-process that has imported torch and the one gang of each file."""
+TOGETHER = ("tests/cluster/", "tests/rollout/test_engine_vllm.py", "tests/training/", "tests/page/test_browser.py")
+"""Tests that one worker runs, which then has the one control plane of each kind, the one vLLM server, the one process
+that has imported torch and the one gang of each file, or the one browser."""
 BINARIES = {
     "plane": ("etcd", "kube-apiserver", "kubectl", "controller-gen"),
     "kwok_plane": ("kube-controller-manager", "kwok", "controller-gen"),
@@ -56,6 +57,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     wanted = {fixture for item in session.items for fixture in getattr(item, "fixturenames", ())}
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if "chromium" in wanted:
+        try:
+            browser.find()
+        except browser.BrowserError as error:
+            pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
     for fixture in wanted & BINARIES.keys():
         for name in BINARIES[fixture]:
             try:

@@ -252,6 +252,21 @@ def explain(directory: Path, sample: str) -> None:
 
 @app.command()
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the page; any by default.")
+@click.option("--export", "file", type=_DIRECTORY, help="Write the page and the run into this file instead.")
+@click.option("--without-texts", is_flag=True, help="Leave texts of samples out of the file.")
+def ui(directory: Path, port: int, file: Path | None, without_texts: bool) -> None:
+    """Show a run, finished or not, as a page in the browser, until Ctrl-C."""
+    from asyncflow.commands import ui as command
+
+    if file is None:
+        command.serve(directory, port=port)
+    else:
+        command.export(directory, file, texts=not without_texts)
+
+
+@app.command()
+@click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @click.option("--kind", help="The sink; all of them by default.")
 @click.option("--job", type=_DIRECTORY, help="The job's manifest; DIR/job.yaml by default.")
 @click.option("--follow", is_flag=True, hidden=True, help="Go on at each line of standard input, until that ends.")

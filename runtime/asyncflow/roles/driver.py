@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
 from asyncflow.api.names import LAST_WORD_ENV
-from asyncflow.api.status import Phase
+from asyncflow.api.status import DriverStatus, Phase
 from asyncflow.data.sources import CACHE, open_held_out, open_training
 from asyncflow.driver.driver import Driver
 from asyncflow.driver.presence import looking_routes
@@ -22,6 +23,8 @@ from asyncflow.rpc.access import worker_name
 from asyncflow.rpc.directory import Directory
 from asyncflow.rpc.server import RpcServer
 from asyncflow.telemetry.metrics import DriverMetrics
+from asyncflow.view.page.changes import facts
+from asyncflow.view.page.routes import page_routes
 
 log = logging.getLogger(__name__)
 
@@ -80,9 +83,14 @@ async def serve(context: JobContext) -> None:
         spans=context.spans,
     )
     metrics.watch_rpc(server.counters)
-    status = status_route(lambda: driver.status().model_copy(update={"insecure": context.insecure}))
+    described = facts(context.job)
+
+    def status() -> DriverStatus:
+        return driver.status().model_copy(update={"insecure": context.insecure})
+
     looks = looking_routes(live=driver.live, evidence=driver.evidence)
-    http = context.http(metrics, routes=[status, *looks])
+    page = page_routes(options.workdir, job=lambda: described, status=_at_once(status), texts=False)
+    http = context.http(metrics, routes=[status_route(status), *looks, *page])
     control = context.control(control_routes(driver), refused=server.note_refusal)
     await server.start()
     await http.start(context.host, options.http_port)
@@ -102,6 +110,13 @@ async def serve(context: JobContext) -> None:
         if control is not None:
             await control.close()
         await server.close()
+
+
+def _at_once(status: Callable[[], DriverStatus]) -> Callable[[], Awaitable[DriverStatus]]:
+    async def answer() -> DriverStatus:
+        return status()
+
+    return answer
 
 
 def _say_last(phase: Phase) -> None:

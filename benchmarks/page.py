@@ -1,0 +1,66 @@
+"""Measure how quickly the page of a long run opens: ``make page``.
+
+A run is made with the project's own recorder and journal, ``asyncflow ui`` serves it, and headless Chromium opens it:
+the time to the curves, and to the timeline with its causes. Bar: 3 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from made_run import make_run
+from playwright.sync_api import sync_playwright
+
+import browser as chromium
+
+BAR_S = 3.0
+
+
+def main() -> int:
+    """Measure, print, and return 1 where the bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rollouts", type=int, default=16)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        run = Path(place) / "made"
+        begun = time.monotonic()
+        make_run(run, rollouts=given.rollouts, seconds=60 * given.minutes)
+        size = sum(file.stat().st_size for file in run.rglob("*") if file.is_file())
+        print(f"made in {time.monotonic() - begun:.1f} s: {size / 1e6:.1f} MB")
+        worst = max(_opened(run) for _ in range(given.repeats))
+    print(f"slowest opening {worst:.2f} s, bar {BAR_S} s")
+    return int(worst > BAR_S)
+
+
+def _opened(run: Path) -> float:
+    """Serve ``run`` anew, open its page, and return the seconds until the timeline is drawn."""
+    command = [sys.executable, "-m", "asyncflow", "ui", str(run)]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving,
+        sync_playwright() as playwright,
+    ):
+        assert serving.stdout is not None
+        url = serving.stdout.readline().split()[-1]
+        browser = playwright.chromium.launch(executable_path=chromium.find(), args=chromium.FLAGS)
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        begun = time.monotonic()
+        page.goto(url)
+        page.wait_for_selector("#curves svg path")
+        curves = time.monotonic() - begun
+        page.wait_for_selector("#tracks canvas")
+        whole = time.monotonic() - begun
+        browser.close()
+        serving.terminate()
+    print(f"curves after {curves:.2f} s, timeline after {whole:.2f} s")
+    return whole
+
+
+if __name__ == "__main__":
+    sys.exit(main())

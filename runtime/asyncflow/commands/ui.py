@@ -1,0 +1,130 @@
+"""The page of a run: ``asyncflow ui DIR`` serves it on this machine, or writes it into one file.
+
+Invariants: nothing is written but the file of ``--export``; the page is served on loopback only, and to who has the key
+that is part of the printed address: another user of this machine may reach the port, and gets nothing of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import msgspec
+
+from asyncflow.api.load import load_job
+from asyncflow.api.status import DriverStatus
+from asyncflow.driver.journal import EVENTS, METRICS
+from asyncflow.durable import write_whole
+from asyncflow.errors import ManifestError
+from asyncflow.local.asking import ask
+from asyncflow.local.folder import JOB, Record
+from asyncflow.rpc.http import HttpServer
+from asyncflow.view.page.changes import changes, facts, kept
+from asyncflow.view.page.document import document
+from asyncflow.view.page.routes import CHANGES, SAMPLES, TIMELINE, page_routes
+from asyncflow.view.page.spans import MOST_COLUMNS, Timelines
+from asyncflow.view.page.texts import samples
+
+LOOPBACK: Final = "127.0.0.1"
+_MOST_STEPS: Final = 40
+"""Steps, and evaluations, of which a file has samples."""
+
+
+def serve(run: Path, *, port: int) -> None:
+    """Serve the page until Ctrl-C. Raises ManifestError where there is no run, Refused where the port is taken."""
+    _check(run)
+    asyncio.run(_serve(run, port=port))
+
+
+def export(run: Path, file: Path, *, texts: bool) -> None:
+    """Write the page with the run in it. texts: with samples. Raises ManifestError where that cannot be done."""
+    _check(run)
+    steps = {purpose: _spread(steps) for purpose, steps in kept(run).items()}
+    said = {"job": _facts(run), "status": None, "now": time.time(), "texts": texts, "samples": steps}
+    answers: dict[str, Any] = {CHANGES: {**changes(run, ""), **said}, TIMELINE: _whole_timeline(run)}
+    for purpose, chosen in steps.items():
+        for step in chosen:
+            answers[f"{SAMPLES}/{purpose}/{step}"] = samples(run, purpose=purpose, step=step, texts=texts)
+    try:
+        write_whole(file, document(answers).html.encode())
+    except OSError as error:
+        raise ManifestError(f"cannot be written: {error.strerror}", where=str(file)) from error
+    click.echo(f"{file}: {file.stat().st_size / 1e6:.1f} MB, {'with' if texts else 'without'} texts of samples")
+
+
+def _whole_timeline(run: Path) -> dict[str, Any]:
+    timelines = Timelines(run)
+    whole = timelines.shown()
+    return timelines.shown(width=(whole["end"] - whole["begin"]) / MOST_COLUMNS)
+
+
+async def _serve(run: Path, *, port: int) -> None:
+    key = secrets.token_urlsafe(16)
+    jobs = _Jobs(run)
+
+    async def status() -> DriverStatus | None:
+        where = _driver(run)
+        return await asyncio.to_thread(ask, where, DriverStatus) if where else None
+
+    server = HttpServer(page_routes(run, job=jobs.facts, status=status, texts=True, key=key))
+    url = await server.start(LOOPBACK, port)
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    click.echo(f"{run}: open {url}/#key={key}\nCtrl-C ends it")
+    try:
+        await ended.wait()
+    finally:
+        await server.close()
+
+
+class _Jobs:
+    """Facts of the job of a run, read again when its manifest has changed."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._seen = -1
+        self._facts: dict[str, Any] = {}
+
+    def facts(self) -> dict[str, Any]:
+        try:
+            changed = (self._run / JOB).stat().st_mtime_ns
+        except FileNotFoundError:
+            changed = 0
+        if changed != self._seen:
+            self._seen, self._facts = changed, _facts(self._run)
+        return self._facts
+
+
+def _facts(run: Path) -> dict[str, Any]:
+    try:
+        return facts(load_job(run / JOB))
+    except ManifestError:
+        return {"name": run.resolve().name}
+
+
+def _driver(run: Path) -> int:
+    """Return the port of the run's driver on this machine, 0 where the record of processes tells of none."""
+    try:
+        record = msgspec.json.decode((run / "run" / "processes.json").read_bytes(), type=Record)
+        return int(record.http.rpartition(":")[2])
+    except (OSError, msgspec.MsgspecError, ValueError):
+        return 0
+
+
+def _spread(steps: list[int]) -> list[int]:
+    """Return at most ``_MOST_STEPS`` of ``steps``, evenly spread, the first and the last among them."""
+    if len(steps) <= _MOST_STEPS:
+        return steps
+    return [steps[round(i * (len(steps) - 1) / (_MOST_STEPS - 1))] for i in range(_MOST_STEPS)]
+
+
+def _check(run: Path) -> None:
+    """Raise ManifestError where there is no run."""
+    if not any((run / name).is_file() for name in (JOB, METRICS, EVENTS)):
+        raise ManifestError("there is no run", where=str(run), hint="Give the folder of a run, e.g. runs/quickstart")

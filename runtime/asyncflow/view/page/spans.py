@@ -1,0 +1,245 @@
+"""The timeline as the page draws it: columns of numbers instead of objects, and nothing shorter than a pixel.
+
+Invariants: the spans of an answer are in order, and the lengths of main spans sum to the part of the track's life that
+is in the window: spans that are too short to be seen are joined, and named after what most of their time went into; an
+answer is bounded by its window and width, however long the run is; reading costs at most a twentieth of one core, for
+what was read is answered again until that much time has passed; causes are found again for the last seconds only.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from asyncflow.errors import ManifestError
+from asyncflow.telemetry.spans import read_timeline
+from asyncflow.timeline.causes import attribute, shares
+from asyncflow.timeline.tracks import CAUSES, KINDS, Mark, Span, Timeline, Track
+
+COLUMNS: Final = 1500
+"""Widths into which a window is divided where nobody says how long the shortest span shall be."""
+MOST_COLUMNS: Final = 6000
+SETTLED_S: Final = 60.0
+"""Seconds after which the cause of an idle span is final: what others did then has been recorded."""
+_RARELY: Final = 20.0
+"""Time that passes between two readings, as a multiple of the CPU time of the last one."""
+_KIND: Final = {kind: index for index, kind in enumerate(KINDS)}
+_CAUSE: Final = {cause: index for index, cause in enumerate(CAUSES)}
+
+
+class Timelines:
+    """The timeline of the run in ``folder``, read again when enough time has passed. clock: monotonic seconds."""
+
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder = folder
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._known: Timeline | None = None
+        self._shares: dict[str, Any] = {}
+        self._again = 0.0
+
+    def shown(self, *, begin: float | None = None, end: float | None = None, width: float = 0.0) -> dict[str, Any]:
+        """Return the part of the timeline between two times as ``shown`` does, and ``role_shares`` of all of it."""
+        with self._lock:
+            now = self._clock()
+            if now >= self._again:
+                used = time.thread_time()
+                self._read()
+                self._again = now + _RARELY * (time.thread_time() - used)
+            known, spent = self._known, self._shares
+        return {**shown(known, begin=begin, end=end, width=width), "shares": spent}
+
+    def _read(self) -> None:
+        try:
+            self._known = attributed(read_timeline(self._folder), known=self._known)
+        except ManifestError:
+            self._known = None
+        self._shares = role_shares(self._known) if self._known is not None else {}
+
+
+def attributed(timeline: Timeline, *, known: Timeline | None) -> Timeline:
+    """Return the timeline with causes. known: the same run a while ago, with causes, which are kept where settled."""
+    settled = known.end - SETTLED_S if known is not None else 0.0
+    if known is None or known.begin != timeline.begin or settled <= timeline.begin:
+        return attribute(timeline)
+    late = [track for track in timeline.tracks if track.end > settled]
+    recent = attribute(msgspec.structs.replace(timeline, tracks=[_since(track, settled) for track in late]))
+    before = {(track.name, track.attempt): track for track in known.tracks}
+    after = {(track.name, track.attempt): track for track in recent.tracks}
+    tracks = []
+    for track in timeline.tracks:
+        key = track.name, track.attempt
+        if key not in after:
+            tracks.append(before.get(key, track))
+        elif track.begin >= settled:
+            tracks.append(after[key])
+        elif key not in before or before[key].begin != track.begin or before[key].end < settled:
+            return attribute(timeline)
+        else:
+            tracks.append(msgspec.structs.replace(track, main=_seamed(before[key].main, after[key].main, settled)))
+    return msgspec.structs.replace(timeline, tracks=tracks)
+
+
+def role_shares(timeline: Timeline) -> dict[str, list[tuple[str, str, str, float]]]:
+    """Return by role how its processes spent the window: kind, cause, role that it waited for, and seconds."""
+    roles = {track.name: track.role for track in timeline.tracks}
+    spent: dict[str, dict[tuple[str, str, str], float]] = defaultdict(lambda: defaultdict(float))
+    for process in shares(timeline).values():
+        of = spent[process.role]
+        for kind, seconds in process.kinds.items():
+            of[kind, "", ""] += seconds
+        for cause, parts in process.by.items():
+            for by, seconds in parts.items():
+                of["idle", cause, roles.get(by, by)] += seconds
+    return {role: [(*what, round(seconds, 3)) for what, seconds in parts.items()] for role, parts in spent.items()}
+
+
+def shown(
+    timeline: Timeline | None, *, begin: float | None = None, end: float | None = None, width: float = 0.0
+) -> dict[str, Any]:
+    """Return a timeline's spans between two times, Unix seconds, none shorter than ``width`` seconds but single ones.
+
+    A track's ``main`` and ``beside`` are columns: k, index of the kind; t, begin, seconds after ``zero``; d, length; s,
+    v, step and version; c, index of the cause; b, index of ``by``; n, spans that were joined. ``from``: where the
+    answer begins.
+    """
+    if timeline is None:
+        return {"begin": 0.0, "end": 0.0, "from": 0.0, "zero": 0, "width": 0.0, "tracks": [], "marks": []}
+    low = max(timeline.begin, begin or 0.0)
+    high = min(timeline.end, end or timeline.end)
+    width = max(width or (high - low) / COLUMNS, (high - low) / MOST_COLUMNS)
+    columns = _Columns(low, high, width=width, zero=int(timeline.begin))
+    tracks = [
+        {
+            "role": track.role,
+            "index": track.index,
+            "attempt": track.attempt,
+            "killed": track.killed,
+            "main": columns.main(track.main),
+            "beside": columns.beside(track.beside),
+        }
+        for track in timeline.tracks
+        if track.end > low and track.begin < high
+    ]
+    return {
+        "begin": timeline.begin,
+        "end": timeline.end,
+        "from": low,
+        "zero": columns.zero,
+        "width": width,
+        "kinds": KINDS,
+        "causes": CAUSES,
+        "bys": list(columns.bys),
+        "tracks": tracks,
+        "marks": [_mark(mark) for mark in timeline.marks],
+    }
+
+
+class _Columns:
+    """Spans as columns, cut to the window from ``low`` to ``high``."""
+
+    def __init__(self, low: float, high: float, *, width: float, zero: int) -> None:
+        self._low, self._high, self._width = low, high, width
+        self.zero = zero
+        self.bys: dict[str, int] = {"": 0}
+
+    def main(self, spans: Sequence[Span]) -> dict[str, list[float]]:
+        """Return main spans; those shorter than the width that follow one another are joined until they are as long."""
+        rows: list[tuple[float, ...]] = []
+        short: list[Span] = []
+        since, width, high = 0.0, self._width, self._high
+        for place in range(max(0, bisect_right(spans, self._low, key=_begin) - 1), len(spans)):
+            span = spans[place]
+            begin, end = max(span.begin, self._low), min(span.end, high)
+            if begin >= high:
+                break
+            if end <= begin:
+                continue
+            if end - begin < width:
+                since = since if short else begin
+                short.append(span)
+                if end - since >= width:
+                    rows.append(self._row(_most(short), since, end, len(short)))
+                    short = []
+                continue
+            if short:
+                rows.append(self._row(_most(short), since, begin, len(short)))
+                short = []
+            rows.append(self._row(span, begin, end, 1))
+        if short:
+            rows.append(self._row(_most(short), since, min(short[-1].end, high), len(short)))
+        return _by_name(rows)
+
+    def beside(self, spans: Iterable[Span]) -> dict[str, list[float]]:
+        """Return spans beside the main ones; short ones of a kind that follow one another closely are joined."""
+        rows: list[tuple[float, ...]] = []
+        last: dict[str, tuple[Span, float, float, int]] = {}
+        for span in spans:
+            begin, end = max(span.begin, self._low), min(span.end, self._high)
+            if end <= begin:
+                continue
+            before = last.get(span.kind)
+            if before is not None and max(begin - before[2], end - begin) < self._width:
+                last[span.kind] = (before[0], before[1], max(before[2], end), before[3] + 1)
+                continue
+            if before is not None:
+                rows.append(self._row(*before))
+            last[span.kind] = (span, begin, end, 1)
+        rows += [self._row(*each) for each in last.values()]
+        return _by_name(sorted(rows, key=lambda row: row[1]))
+
+    def _row(self, span: Span, begin: float, end: float, count: int) -> tuple[float, ...]:
+        by = self.bys.setdefault(span.by, len(self.bys))
+        at, length = round(begin - self.zero, 4), round(end - begin, 4)
+        return _KIND[span.kind], at, length, span.step, span.version, _CAUSE[span.cause], by, count
+
+
+def _by_name(rows: Sequence[tuple[float, ...]]) -> dict[str, list[float]]:
+    columns = zip(*rows, strict=True) if rows else ((),) * 8
+    return {name: list(column) for name, column in zip("ktdsvcbn", columns, strict=True)}
+
+
+def _most(short: Sequence[Span]) -> Span:
+    """Return that of some spans of whose kind, cause and version there is most time."""
+    spent: dict[tuple[str, str, int], float] = defaultdict(float)
+    one: dict[tuple[str, str, int], Span] = {}
+    for span in short:
+        what = span.kind, span.cause, span.version
+        spent[what] += span.end - span.begin
+        one.setdefault(what, span)
+    return one[max(spent, key=lambda what: spent[what])]
+
+
+def _since(track: Track, settled: float) -> Track:
+    """Return a track without the spans that ended before a time."""
+    first = max(0, bisect_right(track.main, settled, key=_begin) - 1)
+    beside = [span for span in track.beside if span.end > settled]
+    return msgspec.structs.replace(track, main=track.main[first:], beside=beside)
+
+
+def _seamed(old: Sequence[Span], new: Sequence[Span], at: float) -> list[Span]:
+    """Return main spans: the old ones until a time within them, then the new ones, which reach back to it."""
+    kept = list(old[: bisect_left(old, at, key=_begin)])
+    later = list(new[max(0, bisect_right(new, at, key=_begin) - 1) :])
+    if not kept:
+        return later
+    last, first = kept.pop(), later.pop(0)
+    if msgspec.structs.replace(last, end=first.end) == msgspec.structs.replace(first, begin=last.begin):
+        return [*kept, msgspec.structs.replace(last, end=first.end), *later]
+    cut = msgspec.structs.replace(last, end=at), msgspec.structs.replace(first, begin=at)
+    return [*kept, *(span for span in cut if span.end > span.begin), *later]
+
+
+def _begin(span: Span) -> float:
+    return span.begin
+
+
+def _mark(mark: Mark) -> dict[str, Any]:
+    return {"at": round(mark.at, 3), "what": mark.what, "of": mark.of}

@@ -1,0 +1,58 @@
+"""A page in the browser that is watched, and the process that serves one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from playwright.sync_api import Page, Route
+
+PATIENCE_MS = 100_000
+"""A driver that was killed is back after seconds, on a busy machine after a minute."""
+
+
+class Watched:
+    """A page and what it asked for. wrong: errors of the program, and what its policy refused."""
+
+    def __init__(self, page: Page, origin: str) -> None:
+        self.page = page
+        self.asked: list[str] = []
+        self.wrong: list[str] = []
+        self._origin = origin
+        page.set_default_timeout(PATIENCE_MS)
+        page.route("**/*", self._request)
+        page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        page.on("console", lambda line: line.type == "error" and self.wrong.append(line.text))
+        page.on("dialog", lambda dialog: self.wrong.append(dialog.message))
+
+    def _request(self, route: Route) -> None:
+        parts = urlsplit(route.request.url)
+        self.asked.append(route.request.url)
+        if parts.scheme == "data" or f"{parts.scheme}://{parts.netloc}" == self._origin:
+            route.continue_()
+        else:
+            self.wrong.append(f"asked for {route.request.url}")
+            route.abort()
+
+    def text(self, selector: str) -> str:
+        return self.page.locator(selector).inner_text()
+
+    def until(self, condition: str) -> None:
+        """Wait until JavaScript says so."""
+        self.page.wait_for_function(condition, timeout=PATIENCE_MS)
+
+
+@contextmanager
+def shown(run: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Serve a run by ``asyncflow ui``: its address with the key, and the process."""
+    command = [sys.executable, "-m", "asyncflow", "ui", str(run)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None
+        try:
+            yield serving.stdout.readline().split()[-1], serving
+        finally:
+            serving.terminate()
