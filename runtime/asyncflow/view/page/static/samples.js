@@ -95,7 +95,7 @@ class Samples {
     const made = sample.version_min === sample.version_max ? `θ${subscript(sample.version_min)}` : `θ${subscript(sample.version_min)} to θ${subscript(sample.version_max)}`;
     const facts = [`prompt ${sample.serial}${sample.set ? ` of ${visible(sample.set)}` : ""}, sample ${sample.sample}`, `made by ${made}`,
       `${number(sample.prompt_tokens)} + ${number(sample.response_tokens)} tokens`, visible(sample.finish)];
-    if (Number.isFinite(sample.advantage)) facts.splice(1, 0, `advantage ${sample.advantage > 0 ? "+" : ""}${sample.advantage.toFixed(2)}`);
+    if (Number.isFinite(sample.advantage)) facts.splice(1, 0, `advantage ${signed(sample.advantage)}`);
     if (!sample.drawn) facts.push("kept for its reward");
     const scored = Number.isFinite(sample.reward);
     const part = scored ? (range[1] > range[0] ? (sample.reward - range[0]) / (range[1] - range[0]) : sample.reward > 0 ? 1 : 0) : 0;
@@ -104,8 +104,8 @@ class Samples {
     const texts = sample.prompt === undefined ? [] : [el("div", { class: "texts" }, this.text("Prompt", sample.prompt), this.text("Response", sample.response),
       ...(sample.answer ? [this.text("Answer of the data", sample.answer, "small")] : []))];
     const details = Object.entries(sample.details ?? {});
-    const parts = details.length ? [el("dl", { class: "details" }, ...details.flatMap(([name, value]) => [el("dt", {}, visible(name)),
-      el("dd", {}, typeof value === "number" ? number(value) : visible(typeof value === "string" ? value : JSON.stringify(value)))]))] : [];
+    const parts = details.length ? [el("dl", { class: "details" }, ...details.map(([name, value]) => el("div", {}, el("dt", {}, visible(name)),
+      el("dd", {}, typeof value === "number" ? number(value) : visible(typeof value === "string" ? value : JSON.stringify(value))))))] : [];
     return el("article", { class: "card sample" }, head, ...texts, ...parts);
   }
 
@@ -120,6 +120,8 @@ class Samples {
     return made;
   }
 }
+
+const signed = (value) => `${value > 0 ? "+" : value < 0 ? "−" : ""}${Math.abs(value).toFixed(2)}`;
 
 /** Rewards of all samples that are kept of a step, in a line. */
 function strip(found, range) {

@@ -5,6 +5,8 @@ const KIND_COLOURS = { generate: 0, prefill: 6, forward: 2, backward: 8, compute
   publish: 10, reward: 4, evaluation: 5, checkpoint: 7, claim: 11, fetch: 11, dispatch: 11, advantage: 4, starting: 12, idle: 13 };
 const CAUSE_COLOURS = { starved: 1, tail: 4, sync: 3, "back-pressure": 5, reward: 7, "data plane": 11, evaluation: 10, starting: 12, lost: 14, "": 13 };
 const ORDER = ["trainer", "rollout", "driver", "controller", "storage", "reference"];
+/** Roles that do what others ask: that they are idle is as it should be. */
+const SERVERS = ["driver", "controller", "storage", "holder", "master"];
 const KIND_WORDS = { compute: "computes", claim: "claims", fetch: "fetches" };
 
 class Tracks {
@@ -238,7 +240,7 @@ class Tracks {
       const from = Math.max(0, x(main.t[i])), to = Math.min(width, x(main.t[i] + main.d[i]));
       const kind = source.kinds[main.k[i]], idle = kind === "idle";
       pen.fillStyle = this.colour(source, main, i, palette);
-      if (idle && this.mode !== "cause") pen.fillRect(from, top + BAR / 2, to - from, 2);
+      if (idle && (this.mode !== "cause" || SERVERS.includes(track.role))) pen.fillRect(from, top + BAR / 2, to - from, 2);
       else pen.fillRect(from, top + 1, Math.max(0.5, to - from - (to - from > 4 ? 0.75 : 0)), BAR);
       if (this.mode === "version" && !idle && main.v[i] >= 0 && to - from > 22) {
         pen.fillStyle = palette.on;
