@@ -77,6 +77,7 @@ def test_a_finished_run_is_shown_whole(address: str, visit: Visit) -> None:
     charts = at.page.locator(".chart h3").all_inner_texts()
     assert {"Reward and evaluation", "Loss", "KL divergence", "Clipped tokens", "Time of a step"} <= set(charts)
     assert at.page.locator(".chart path.line").count() > 10
+    at.until("() => document.querySelector('#shares').innerText.includes('idle: starved')")
     shares = at.text("#shares")
     for words in ("trainer", "rollout", "generate", "backward", "idle: starved by rollout"):
         assert words in shares
@@ -88,6 +89,9 @@ def test_a_finished_run_is_shown_whole(address: str, visit: Visit) -> None:
       return seen.size; }"""
     assert at.page.evaluate(painted) > 8
     assert "evaluation" in at.text("#event-list")
+    at.page.locator("input[value=cause]").check(force=True)
+    for cause in ("at work", "starved", "tail", "lost"):
+        assert cause in at.text("#tracks .legend")
 
 
 def test_what_a_model_wrote_is_shown_and_not_obeyed(address: str, visit: Visit) -> None:

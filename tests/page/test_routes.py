@@ -16,6 +16,7 @@ from asyncflow.driver.sample_files import SampleText, write_samples
 from asyncflow.rpc.http import HttpServer
 from asyncflow.view.page.document import document
 from asyncflow.view.page.routes import CHANGES, SAMPLES, TIMELINE, page_routes
+from asyncflow.view.page.spans import Timelines
 
 KEY = "k3y"
 KEPT = SampleText(
@@ -30,7 +31,9 @@ async def serving(folder: Path, *, texts: bool, key: str = "") -> AsyncIterator[
         return DriverStatus(step=3, steps=9, waiting_for="1 rollout")
 
     write_samples(folder, [KEPT], purpose="train", step=3, form="jsonl")
-    server = HttpServer(page_routes(folder, job=lambda: {"name": "one"}, status=status, texts=texts, key=key))
+    timelines = Timelines(folder)
+    routes = page_routes(folder, job=lambda: {"name": "one"}, status=status, timelines=timelines, texts=texts, key=key)
+    server = HttpServer(routes)
     url = await server.start()
     async with aiohttp.ClientSession() as session:
 

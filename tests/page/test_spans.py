@@ -84,18 +84,21 @@ def test_shares_of_roles_sum_to_the_lives_of_their_processes(timeline: Timeline)
         assert sum(part[3] for part in found[role]) == pytest.approx(lives, abs=0.05)
 
 
-def test_what_was_read_is_answered_again_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_causes_come_with_the_second_answer_and_are_kept_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now, reads = [0.0], []
-    main = [Span(kind="generate", begin=0.0, end=9.0)]
-    timeline = Timeline(tracks=[Track(role="rollout", index=0, attempt=0, main=main)], begin=0.0, end=9.0)
+    main = [Span(kind="generate", begin=0.0, end=9.0), Span(kind="idle", waits="claim", begin=9.0, end=10.0)]
+    timeline = Timeline(tracks=[Track(role="rollout", index=0, attempt=0, main=main)], begin=0.0, end=10.0)
     used = iter(range(100))
     monkeypatch.setattr(module, "read_timeline", lambda folder: reads.append(folder) or timeline)
     monkeypatch.setattr(module.time, "thread_time", lambda: float(next(used)))
     known = Timelines(tmp_path, clock=lambda: now[0])
-    for at, count in ((0.0, 1), (19.0, 1), (20.0, 2)):
+    for at, count, causes in ((0.0, 1, False), (0.0, 2, True), (19.0, 2, True), (20.0, 3, True)):
         now[0] = at
-        assert known.shown()["tracks"][0]["main"]["d"] == [9.0]
-        assert len(reads) == count
+        found = known.shown()
+        assert found["tracks"][0]["main"]["d"] == [9.0, 1.0]
+        assert (len(reads), found["explained"], bool(found["shares"])) == (count, causes, causes)
 
 
 def test_a_folder_without_spans_has_an_empty_timeline(tmp_path: Path) -> None:

@@ -60,24 +60,27 @@ def export(run: Path, file: Path, *, texts: bool) -> None:
 def _whole_timeline(run: Path) -> dict[str, Any]:
     timelines = Timelines(run)
     whole = timelines.shown()
-    return timelines.shown(width=(whole["end"] - whole["begin"]) / MOST_COLUMNS)
+    return timelines.shown(width=(whole["end"] - whole["begin"]) / MOST_COLUMNS)  # with causes
 
 
 async def _serve(run: Path, *, port: int) -> None:
     key = secrets.token_urlsafe(16)
-    jobs = _Jobs(run)
+    jobs, timelines = _Jobs(run), Timelines(run)
 
     async def status() -> DriverStatus | None:
         where = _driver(run)
         return await asyncio.to_thread(ask, where, DriverStatus) if where else None
 
-    server = HttpServer(page_routes(run, job=jobs.facts, status=status, texts=True, key=key))
+    routes = page_routes(run, job=jobs.facts, status=status, timelines=timelines, texts=True, key=key)
+    server = HttpServer(routes)
     url = await server.start(LOOPBACK, port)
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     click.echo(f"{run}: open {url}/#key={key}\nCtrl-C ends it")
     try:
+        for _ in ("spans", "causes"):  # what takes longest is read while the person opens the address
+            await asyncio.to_thread(timelines.shown)
         await ended.wait()
     finally:
         await server.close()

@@ -25,6 +25,7 @@ from asyncflow.rpc.server import RpcServer
 from asyncflow.telemetry.metrics import DriverMetrics
 from asyncflow.view.page.changes import facts
 from asyncflow.view.page.routes import page_routes
+from asyncflow.view.page.spans import Timelines
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,13 @@ async def serve(context: JobContext) -> None:
         return driver.status().model_copy(update={"insecure": context.insecure})
 
     looks = looking_routes(live=driver.live, evidence=driver.evidence)
-    page = page_routes(options.workdir, job=lambda: described, status=_at_once(status), texts=False)
+    page = page_routes(
+        options.workdir,
+        job=lambda: described,
+        status=_at_once(status),
+        timelines=Timelines(options.workdir),
+        texts=False,
+    )
     http = context.http(metrics, routes=[status_route(status), *looks, *page])
     control = context.control(control_routes(driver), refused=server.note_refusal)
     await server.start()

@@ -42,15 +42,16 @@ def page_routes(
     *,
     job: Callable[[], dict[str, Any]],
     status: Callable[[], Awaitable[DriverStatus | None]],
+    timelines: Timelines,
     texts: bool,
     key: str = "",
 ) -> list[web.RouteDef]:
     """Return the routes of the page of the run in ``folder``.
 
-    job: its ``facts``; status: of its driver, None where that does not answer; texts: whether texts of samples are
-    shown; key: the bearer token without which nothing of the run is answered, "" for none.
+    job: its ``facts``; status: of its driver, None where that does not answer; timelines: of the same folder; texts:
+    whether texts of samples are shown; key: the bearer token without which nothing of the run is answered, "" for none.
     """
-    one_at_a_time, timelines = asyncio.Semaphore(1), Timelines(folder)
+    one_at_a_time = asyncio.Semaphore(1)
 
     def check(request: web.Request) -> None:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")

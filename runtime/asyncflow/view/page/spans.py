@@ -23,7 +23,7 @@ from asyncflow.telemetry.spans import read_timeline
 from asyncflow.timeline.causes import attribute, shares
 from asyncflow.timeline.tracks import CAUSES, KINDS, Mark, Span, Timeline, Track
 
-COLUMNS: Final = 1500
+COLUMNS: Final = 1000
 """Widths into which a window is divided where nobody says how long the shortest span shall be."""
 MOST_COLUMNS: Final = 6000
 SETTLED_S: Final = 60.0
@@ -35,33 +35,53 @@ _CAUSE: Final = {cause: index for index, cause in enumerate(CAUSES)}
 
 
 class Timelines:
-    """The timeline of the run in ``folder``, read again when enough time has passed. clock: monotonic seconds."""
+    """The timeline of the run in ``folder``, read again when enough time has passed. clock: monotonic seconds.
+
+    The first answer has no causes: they take longer to find than the spans to read, and come with the next one. While
+    one caller reads, others get what is known.
+    """
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = folder
         self._clock = clock
-        self._lock = threading.Lock()
+        self._reading = threading.Lock()
         self._known: Timeline | None = None
         self._shares: dict[str, Any] = {}
         self._again = 0.0
 
     def shown(self, *, begin: float | None = None, end: float | None = None, width: float = 0.0) -> dict[str, Any]:
-        """Return the part of the timeline between two times as ``shown`` does, and ``role_shares`` of all of it."""
-        with self._lock:
-            now = self._clock()
-            if now >= self._again:
-                used = time.thread_time()
-                self._read()
-                self._again = now + _RARELY * (time.thread_time() - used)
-            known, spent = self._known, self._shares
-        return {**shown(known, begin=begin, end=end, width=width), "shares": spent}
+        """Return the part of the timeline between two times as ``shown`` does, and ``role_shares`` of all of it.
 
-    def _read(self) -> None:
+        ``explained``: whether causes are known.
+        """
+        known = self._known
+        if known is None:
+            with self._reading:
+                known = self._known = self._known or self._read()
+        elif self._clock() >= self._again and self._reading.acquire(blocking=False):
+            try:
+                known = self._known = self._with_causes()
+            finally:
+                self._reading.release()
+        spent = self._shares if known is not None else {}
+        return {**shown(known, begin=begin, end=end, width=width), "shares": spent, "explained": bool(spent)}
+
+    def _read(self) -> Timeline | None:
         try:
-            self._known = attributed(read_timeline(self._folder), known=self._known)
+            return read_timeline(self._folder)
         except ManifestError:
-            self._known = None
-        self._shares = role_shares(self._known) if self._known is not None else {}
+            return None
+
+    def _with_causes(self) -> Timeline | None:
+        now, used = self._clock(), time.thread_time()
+        timeline = self._read()
+        if timeline is None:
+            self._shares = {}
+            return None
+        found = attributed(timeline, known=self._known if self._shares else None)
+        self._shares = role_shares(found)
+        self._again = now + _RARELY * (time.thread_time() - used)
+        return found
 
 
 def attributed(timeline: Timeline, *, known: Timeline | None) -> Timeline:

@@ -93,6 +93,26 @@ const plural = (count, one, many = `${one}s`) => `${number(count)} ${count === 1
 /** Put elements in the place of what an element has; null leaves one out. */
 const put = (element, ...children) => element.replaceChildren(...children.filter((child) => child !== null));
 
+/** The same for what nobody can press: what stays is kept, so neither a selection nor a place in a list is lost. */
+function refresh(element, ...children) {
+  const fresh = element.cloneNode(false);
+  fresh.append(...children);
+  patch(element, fresh);
+}
+
+function patch(old, fresh) {
+  if (old.nodeName !== fresh.nodeName) { old.replaceWith(fresh); return; }
+  if (old.nodeType === Node.TEXT_NODE) {
+    if (old.data !== fresh.data) old.data = fresh.data;
+    return;
+  }
+  for (const { name } of [...old.attributes]) if (!fresh.hasAttribute(name)) old.removeAttribute(name);
+  for (const { name, value } of fresh.attributes) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+  const before = [...old.childNodes], after = [...fresh.childNodes];
+  after.forEach((child, i) => (i < before.length ? patch(before[i], child) : old.append(child)));
+  for (const child of before.slice(after.length)) child.remove();
+}
+
 /** What is shown where there is nothing: in words, with the reason. */
 const empty = (...words) => el("p", { class: "empty" }, ...words);
 

@@ -67,7 +67,7 @@ function drawTiles(run) {
     ["Trainer waits", percent(waited), "share of its time, for samples"],
     run.end || status?.etaSeconds === null || status?.etaSeconds === undefined
       ? ["Time", seconds(summary?.wall_s ?? elapsed), run.end ? "from start to end" : "since the start"]
-      : ["Time left", `about ${seconds(status.etaSeconds)}`, `${seconds(run.read - run.began)} so far`],
+      : ["Time left", seconds(status.etaSeconds), `${seconds(run.read - run.began)} so far`],
   ];
   const place = byId("tiles");
   if (place.children.length !== tiles.length) {
@@ -76,7 +76,7 @@ function drawTiles(run) {
   tiles.forEach((texts, i) => texts.forEach((text, n) => say(place.children[i].children[n], text)));
 }
 
-/** A table of rows by a key: elements that stay are kept, so nothing flickers and a selection survives. */
+/** A table, the first cell of each row being its head. */
 function table(caption, head, rows) {
   return el("table", {}, el("caption", {}, caption), el("thead", {}, el("tr", {}, ...head.map((words) => el("th", { scope: "col" }, words)))),
     el("tbody", {}, ...rows.map((cells) => el("tr", {}, ...cells.map((cell, i) => el(i ? "td" : "th", i ? {} : { scope: "row" }, cell))))));
@@ -86,7 +86,7 @@ function drawTasks(run) {
   const place = byId("tasks"), { status } = run;
   if (!status) {
     const counts = run.summary ? AUDITED.filter(([name]) => Number.isFinite(run.summary[name])) : [];
-    place.replaceChildren(counts.length ? table("Samples of the run, by the audit of the ledger", ["", "samples"],
+    refresh(place, counts.length ? table("Samples of the run, by the audit of the ledger", ["", "samples"],
       counts.map(([name, words]) => [words, number(run.summary[name])])) : el("h3", {}, "Queue by task"),
     el("p", { class: "quiet note" }, run.end ? "The run is over, and its queue is gone with it. While a job runs, this shows what is ready, leased and staged."
       : "The driver does not answer, so nobody knows how full the queue is."));
@@ -101,7 +101,7 @@ function drawTasks(run) {
   }
   rows.push(["train", counted(queue.ready), ABSENT, `${number(queue.staged)} staged`]);
   const room = queue.limit ? [el("p", { class: "quiet" }, `${bytes(queue.bytes)} of ${bytes(queue.limit)} are in use`), meter(queue.bytes / queue.limit)] : [];
-  place.replaceChildren(table("Queue by task", ["task", "ready", "leased", "done"], rows), ...room, depthCurve(run),
+  refresh(place, table("Queue by task", ["task", "ready", "leased", "done"], rows), ...room, depthCurve(run),
     el("p", { class: "quiet note" }, "ready: may be taken; leased: is being worked on; staged: trained, and not yet in a checkpoint"));
 }
 
@@ -126,14 +126,14 @@ function drawRollouts(run, timeline) {
   if (!status) {
     const lives = timeline?.tracks.filter((track) => track.role === "rollout") ?? [];
     if (lives.length === 0) {
-      place.replaceChildren(el("h3", {}, "Versions by rollout"), empty(run.end
+      refresh(place, el("h3", {}, "Versions by rollout"), empty(run.end
         ? "The run is over. While a job runs, this shows which version each rollout serves."
         : "The driver does not answer, so nobody knows which version each rollout serves."));
       return;
     }
     const rows = lives.map((track) => [`rollout ${track.index}${track.attempt ? `, attempt ${track.attempt}` : ""}`, versionsOf(track),
       seconds(track.end - track.begin), track.killed ? "killed" : "ended in order"]);
-    place.replaceChildren(el("div", { class: "scroll", tabindex: "0" }, table("Versions by rollout", ["rollout", "versions it served", "life", "end"], rows)));
+    refresh(place, el("div", { class: "scroll", tabindex: "0" }, table("Versions by rollout", ["rollout", "versions it served", "life", "end"], rows)));
     return;
   }
   const newest = status.version;
@@ -144,7 +144,7 @@ function drawRollouts(run, timeline) {
   });
   const { versions } = status, spent = versions?.seconds ?? {};
   const phases = ["publish", "transfer", "stage", "swap"].filter((name) => Number.isFinite(spent[name])).map((name) => `${name} ${seconds(spent[name])}`);
-  place.replaceChildren(
+  refresh(place, 
     rows.length ? el("div", { class: "scroll", tabindex: "0" }, table("Versions by rollout", ["rollout", "state", "serves", "behind", "sequences"], rows))
       : el("div", {}, el("h3", {}, "Versions by rollout"), empty("No rollout is there.")),
     el("p", { class: "quiet note" }, [`The newest version is θ${subscript(newest)}${versions?.bytes ? `, ${bytes(versions.bytes)}` : ""}.`,
@@ -173,27 +173,27 @@ function told(event) {
 function drawEvents(run) {
   const place = byId("event-list");
   if (run.events.length === 0) {
-    place.replaceChildren(empty("There are no events yet."));
+    refresh(place, empty("There are no events yet."));
     return;
   }
   const rows = run.events.slice(-500).reverse().map((event) => [
     el("time", { datetime: new Date(event.at * 1000).toISOString(), title: clock(event.at) }, seconds(event.at - run.began)), visible(event.event), told(event)]);
-  place.replaceChildren(table(`${plural(run.events.length, "event")}, the newest first`, ["after", "event", ""], rows));
+  refresh(place, table(`${plural(run.events.length, "event")}, the newest first`, ["after", "event", ""], rows));
 }
 
 function drawShares(run, timeline) {
   const place = byId("shares"), roles = Object.entries(timeline?.shares ?? {});
   if (roles.length) {
     const ordered = roles.sort((a, b) => placeOf(a[0]) - placeOf(b[0]) || a[0].localeCompare(b[0]));
-    place.replaceChildren(...ordered.map(([role, parts]) => shareBar(role, parts)));
+    refresh(place, ...ordered.map(([role, parts]) => shareBar(role, parts)));
     return;
   }
   const idle = Object.entries(run.status?.idleShare ?? run.summary?.idle_share ?? {});
   if (idle.length === 0) {
-    place.replaceChildren(empty("It is not known yet how the processes spent their time."));
+    refresh(place, empty("It is not known yet how the processes spent their time."));
     return;
   }
-  place.replaceChildren(...idle.map(([role, value]) => el("div", { class: "share" }, el("b", {}, visible(role)),
+  refresh(place, ...idle.map(([role, value]) => el("div", { class: "share" }, el("b", {}, visible(role)),
     meter(1 - value), el("span", {}, `${percent(1 - value)} at work, ${percent(value)} idle`))));
 }
 
@@ -209,10 +209,11 @@ function shareBar(role, parts) {
     drawing.append(svg("rect", { x: at, width: Math.max(0.5, width - 1), y: idle ? 8 : 0, height: idle ? 8 : 16, class: `f${colour(part)}` }));
     at += width;
   }
-  const idle = sorted.filter((part) => part[0] === "idle").reduce((sum, part) => sum + part[3], 0);
+  const spent = (kind) => sorted.filter((part) => part[0] === kind).reduce((sum, part) => sum + part[3], 0) / total;
+  const idle = spent("idle"), starting = spent("starting");
   const words = sorted.map((part) => entry(`c${colour(part)}${part[0] === "idle" ? " low" : ""}`,
     part[0] === "idle" ? `idle: ${part[1] || "not known"}${part[2] ? ` by ${visible(part[2])}` : ""} ` : `${part[0]} `,
     el("b", {}, percent(part[3] / total)), el("span", { class: "quiet" }, ` ${seconds(part[3])}`)));
-  return el("div", { class: "share" }, el("div", { class: "head" }, el("b", {}, visible(role)), el("span", { class: "quiet" }, `${percent(1 - idle / total)} at work, ${percent(idle / total)} idle`)),
+  return el("div", { class: "share" }, el("div", { class: "head" }, el("b", {}, visible(role)), el("span", { class: "quiet" }, `${percent(1 - idle - starting)} at work, ${percent(idle)} idle${starting ? `, ${percent(starting)} starting` : ""}`)),
     drawing, el("div", { class: "legend" }, ...words));
 }

@@ -48,12 +48,12 @@ class Tracks {
   async follow(run) {
     this.run = run;
     const live = run.status && !run.end;
-    const known = this.timeline, due = !known || known.tracks.length === 0 ? 2000 : live ? 3000 : 15000;
+    const known = this.timeline, due = !known ? 2000 : known.tracks.length === 0 ? (live ? 3000 : 15000) : !known.explained ? 0 : live ? 3000 : 15000;
     if (Date.now() - this.asked < due || (known && !this.seen)) return;
     this.asked = Date.now();
     try {
-      if (!known || known.tracks.length === 0 || (known.end - known.begin) / known.width > 4000) this.timeline = await this.get();
-      else this.join(await this.get({ begin: known.end - 5, width: known.width }));
+      if (!known?.explained || (known.end - known.begin) / known.width > 4000) this.timeline = await this.get();
+      else this.join(await this.get({ begin: known.end - 60, width: known.width }));
       this.failure = "";
     } catch (error) {
       this.failure = error.message;
@@ -61,6 +61,7 @@ class Tracks {
     this.asked = Date.now();
     this.draw();
     this.changed();
+    if (this.timeline?.tracks.length && !this.timeline.explained && !SENT) setTimeout(() => this.follow(run), 200);
   }
 
   async get(window = {}) {
@@ -158,7 +159,7 @@ class Tracks {
     const row = this.rows[Math.floor(y / ROW)];
     const { begin, end } = this.window, near = ((end - begin) / box.width) * 4;
     const mark = (this.timeline.marks ?? []).find((m) => Math.abs(m.at - at) < near && (y < 0 || m.of === row?.name));
-    if (mark) { say(this.readout, `${seconds(mark.at - this.whole.begin)}: ${visible(mark.what)}${mark.of ? ` of ${visible(mark.of)}` : ""}`); return; }
+    if (mark) { say(this.readout, this.told(mark)); return; }
     if (!row) { say(this.readout, seconds(at - this.whole.begin)); return; }
     const source = this.source;
     for (const track of row.lives) {
@@ -167,6 +168,13 @@ class Tracks {
       if (i >= 0) { say(this.readout, this.words(source, track, track[part], i)); return; }
     }
     say(this.readout, `${row.name}: not there`);
+  }
+
+  /** A mark in words: of a process what happened to it, of the run what happened, and where. */
+  told(mark) {
+    const process = this.rows.some((row) => row.name === mark.of);
+    const words = process ? `${mark.of} ${mark.what}` : [mark.what, mark.of].filter(Boolean).join(", ");
+    return `${visible(words)}, at ${seconds(mark.at - this.whole.begin)}`;
   }
 
   words(source, track, spans, i) {
