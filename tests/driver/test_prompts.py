@@ -19,7 +19,7 @@ from asyncflow.flow.admission import InFlight, admission_of, admit
 from asyncflow.rewards import wire
 from asyncflow.rewards.wire import RewardResult
 from asyncflow.rollout.engines.base import Completion
-from asyncflow.rollout.job import RESPONSE, SampleOutcome, columns
+from asyncflow.rollout.job import RolloutSettings, SampleOutcome, columns
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
 
@@ -75,7 +75,8 @@ def test_the_longest_response_is_within_what_was_promised() -> None:
     outcome = SampleOutcome(
         job=SimpleNamespace(), completion=completion, reward=RewardResult(value=1.0, details=bytes(wire.MOST_DETAILS))
     )  # type: ignore[arg-type]
-    written = {name: column.values.nbytes for name, column in columns([outcome], names=RESPONSE).items()}
+    settings = RolloutSettings(temperature=1.0, max_tokens=length, stop_ids=(), seed=0)
+    written = {name: column.values.nbytes for name, column in columns([outcome], settings=settings).items()}
     assert written | {"advantage": 4} == wanted.output_bytes
 
 
