@@ -46,7 +46,7 @@ async def serve(context: JobContext) -> None:
             materialize_weights(spec.model.source, folder)
         return backend.apart(settings, folder=folder)
 
-    service = CriticService(make, checkpoints=options.workdir / "checkpoints")
+    service = CriticService(make, checkpoints=options.workdir / "checkpoints", spans=context.spans)
     metrics = CriticMetrics()
     metrics.watch_busy(service.busy)
 
@@ -62,6 +62,7 @@ async def serve(context: JobContext) -> None:
         address = await server.start()
         stack.push_async_callback(server.close)
         membership = await context.join(metrics=metrics, address=address, status=status)
+        context.spans.enter("idle", waits="calls")
         stack.push_async_callback(membership.close)
         await context.stopping.wait()
         await _outlive_trainer(membership, within_s=spec.limits.stop_seconds)

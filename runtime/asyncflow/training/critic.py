@@ -16,9 +16,9 @@ counts once, however often its call comes. Calls are carried out in their order,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
@@ -35,6 +35,8 @@ from asyncflow.rpc.retry import retry
 from asyncflow.rpc.server import RpcServer
 from asyncflow.rpc.tls import Credentials
 from asyncflow.telemetry.metrics import BusyClock
+from asyncflow.telemetry.spans import NO_SPANS, Spans
+from asyncflow.timeline.tracks import Kind
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.checkpoint import Checkpoints
 
@@ -44,6 +46,14 @@ CRITIC_FILE: Final = "critic-model.safetensors"
 CRITIC_STATE_FILE: Final = "critic-optimizer.safetensors"
 """Files of a checkpoint with the critic, wherever that is."""
 _VALUES: Final = "values"
+_SPANS: Final[Mapping[str, Kind]] = {
+    "load": "starting",
+    "values": "forward",
+    "learn": "compute",
+    "optimizer": "optimizer",
+    "checkpoint": "checkpoint",
+}
+"""How what the critic is busy with is recorded."""
 
 
 class LoadCritic(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,13 +227,15 @@ class CriticLink:
 
 
 class CriticService:
-    """Answers the calls of a trainer. model: made by ``make`` in its thread; checkpoints: their folder.
+    """Answers the calls of a trainer. model: made by ``make`` in its thread; checkpoints: their folder; spans: records
+    what it does.
 
     busy: values, learn, optimizer, checkpoint.
     """
 
-    def __init__(self, make: Callable[[], CriticModel], *, checkpoints: Path) -> None:
+    def __init__(self, make: Callable[[], CriticModel], *, checkpoints: Path, spans: Spans = NO_SPANS) -> None:
         self.busy = BusyClock()
+        self._spans = spans
         self.step = 0
         self._make = make
         self._checkpoints = checkpoints
@@ -319,16 +331,21 @@ class CriticService:
         def run() -> T:
             for one in late:
                 one.result()
-            with self.busy(cause):
+            with self._counted(cause):
                 return work(*given)
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+
+    @contextmanager
+    def _counted(self, cause: str) -> Iterator[None]:
+        with self.busy(cause), self._spans.main(_SPANS[cause]):
+            yield
 
     def _later(self, cause: str, work: Callable[..., None], *given: Any) -> None:
         """Begin ``work`` behind all that was begun before; what it raises, the next ``_do`` does."""
 
         def run() -> None:
-            with self.busy(cause):
+            with self._counted(cause):
                 work(*given)
 
         self._late = [one for one in self._late if not one.done() or one.exception() is not None]
