@@ -7,16 +7,19 @@ lengths and holds what the trainer waited against those sums.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
-from bench_async.points import GROUPS, MANIFEST, SIZE, SLOTS, WITHOUT, Point, ends, predicted
+from bench_async.points import MANIFEST, MOST, SIZE, TOKENS, WITHOUT, Point, predicted
 from bench_async.results import Results
 from emulation import emulate
 from reproduction.figures import Figure
 
+from asyncflow.identity import SampleKey
+from asyncflow.rollout.lengths import Lengths
 from asyncflow.training.packing import pack_samples
 
 SYNC_TPSPD, ASYNC_TPSPD = 99.966, 192.259
@@ -27,6 +30,7 @@ PROMPTS = 7473
 """Prompts of the training set of GSM8K."""
 START_S = 0.05
 """Most seconds by which the wait of a step may differ."""
+STEPS, PROMPTS_EACH, TOKEN_S, TRAIN_S = 10, 8, 0.05, 0.6
 
 
 def shared_tokens(*, prompt: int, response: int, size: int) -> tuple[int, int]:
@@ -47,35 +51,45 @@ def shape(*, size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class StartUp:
-    """What the trainer waited in a run, and the sums of eq. 12 or 13: seconds a step, as means."""
+    """What the trainer waited in a run, and what eq. 12 or 13 says: seconds a step, as means."""
 
     mode: str
     waited: float
     expected: float
 
 
-def expected_waits(point: Point) -> list[float]:
-    """Return for each iteration that counts what eq. 12 (sync) or 13 (periodic) says of the trainer's first wait."""
+def start_up_settings(mode: str) -> list[str]:
+    """Return the fields of a run, as of ``--set``, in which each response has a slot from the beginning of its step."""
+    return [
+        f"schedule.mode={mode}",
+        f"algorithm.steps={STEPS}",
+        f"algorithm.promptsPerStep={PROMPTS_EACH}",
+        "rollout.replicas=2",
+        f"rollout.engine.slots={PROMPTS_EACH}",
+        f"rollout.engine.options={{tokens: {TOKENS}, sigma: 0.5, token_s: {TOKEN_S}}}",
+        f"trainer.backend.options.sample_s={TRAIN_S}",
+    ]
+
+
+def expected_waits(mode: str) -> list[float]:
+    """Return for each step that counts what eq. 12 (sync) or 13 (periodic) says of the trainer's wait."""
+    lengths = Lengths(tokens=TOKENS, sigma=0.5)
     found = []
-    for lengths in point.lengths[WITHOUT:]:
-        every = list(ends(lengths, slots=SLOTS))
-        groups = [max(every[first : first + SIZE]) for first in range(0, GROUPS * SIZE, SIZE)]
-        found.append(point.token_s * (max(groups) if point.mode == "sync" else min(groups)))
+    for first in range(PROMPTS_EACH * WITHOUT, PROMPTS_EACH * STEPS, PROMPTS_EACH):
+        groups = [
+            max(lengths.of(SampleKey(serial, sample), seed=0, most=MOST) for sample in range(SIZE))
+            for serial in range(first, first + PROMPTS_EACH)
+        ]
+        found.append(TOKEN_S * (max(groups) if mode == "sync" else min(groups)))
     return found
 
 
-def start_up(folder: Path, *, iterations: int = 6, generation_s: float = 6.0) -> Iterator[StartUp]:
+def start_up(folder: Path) -> Iterator[StartUp]:
     """Make a synchronous and a periodic run whose trainer is so slow that it waits for the first samples alone."""
     for mode in ("sync", "periodic"):
-        point = Point(mode=mode, sigma=0.5, ratio=3.0, seed=1, iterations=iterations, generation_s=generation_s)
-        run = emulate(MANIFEST, folder / f"start-{mode}", point.settings)
-        waited = point.iterations_of([line["wait_s"] for line in run.steps])
-        expected = expected_waits(point)
-        yield StartUp(mode=mode, waited=_mean(waited), expected=_mean(expected))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+        run = emulate(MANIFEST, folder / f"start-{mode}", start_up_settings(mode))
+        waited = [line["wait_s"] for line in run.steps[WITHOUT:]]
+        yield StartUp(mode=mode, waited=fmean(waited), expected=fmean(expected_waits(mode)))
 
 
 def figures(folder: Path | None, *, bench: Path) -> Iterator[Figure]:
