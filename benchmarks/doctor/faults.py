@@ -172,7 +172,7 @@ FAULTS: dict[str, Planted] = {
     "long-prompts": Planted(
         finds="prompts-skipped",
         manifest=PACE,
-        settings={"sampling.maxPromptTokens": "6"},
+        settings={"data.train": '{source: "jsonl://prompts.jsonl"}', "algorithm.steps": "10"},
     ),
 }
 
