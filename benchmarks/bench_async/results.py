@@ -83,7 +83,7 @@ def _append(file: Path, line: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What the seeds of a point say together.
+    """Figures of a point over its seeds.
 
     seconds, middle: of an iteration, mean and median; gain: time of sync over this one's, of the seeds that have both;
     closed, predicted: seconds by the closed form and the simulator.

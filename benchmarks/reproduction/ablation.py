@@ -114,14 +114,14 @@ def real(shares: Shares, folder: Path, *, iteration_s: float) -> dict[str, float
 
 def figures(folder: Path | None) -> Iterator[Figure]:
     """Yield the figures at the usual shares, then the sweep. folder: of real runs, None for none."""
-    usual, ours = Shares(), real(Shares(), folder, iteration_s=20.0) if folder is not None else {}
+    usual, measured = Shares(), real(Shares(), folder, iteration_s=20.0) if folder is not None else {}
     for shares in (usual, *SWEEP):
         gains = simulated(shares)
         for kind, paper in PAPER.items():
             yield Figure(
                 what=f"{kind} over one after another, {shares.words}",
                 paper=paper,
-                ours=ours.get(kind) if shares is usual else None,
+                measured=measured.get(kind) if shares is usual else None,
                 simulated=gains[kind],
                 how="fitted",
                 why="the paper gives no shares",

@@ -15,14 +15,14 @@ How = Literal["predicted", "fitted", "computed", "missed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One figure. ours: of the real runtime, with simulated engines where there are no accelerators; simulated: of
+    """One figure. measured: of the real runtime, with simulated engines where there are no accelerators; simulated: of
     ``asyncflow.sim``; bar: most relative error of either; None in any of them: not measured, or no bar.
     """
 
     what: str
     paper: float
     unit: str = ""
-    ours: float | None = None
+    measured: float | None = None
     simulated: float | None = None
     how: How = "predicted"
     bar: float | None = None
@@ -30,19 +30,19 @@ class Figure:
 
     @property
     def met(self) -> bool:
-        """Whether each value that is there is within the bar."""
-        found = [value for value in (self.ours, self.simulated) if value is not None]
+        """True where each value that is there is within the bar."""
+        found = [value for value in (self.measured, self.simulated) if value is not None]
         return self.bar is None or all(abs(value / self.paper - 1) <= self.bar for value in found)
 
 
 def table(figures: Sequence[Figure]) -> Iterator[str]:
     """Yield the rows of a table in Markdown."""
-    yield "| figure | paper | ours | simulator | | bar |"
+    yield "| figure | paper | measured | simulator | | bar |"
     yield "|---|---|---|---|---|---|"
     for each in figures:
         how = f"{each.how}: {each.why}" if each.why else each.how
         bar = "" if each.bar is None else f"{each.bar:.0%}: {'yes' if each.met else '**no**'}"
-        values = " | ".join(_beside(value, each) for value in (each.ours, each.simulated))
+        values = " | ".join(_beside(value, each) for value in (each.measured, each.simulated))
         yield f"| {each.what} | {each.paper:g}{each.unit} | {values} | {how} | {bar} |"
 
 

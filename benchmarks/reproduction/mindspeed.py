@@ -84,7 +84,7 @@ def figures(*, real: bool) -> Iterator[Figure]:
             what=f"dispatch of G 384, N 16, PL 2K, SL 8K at 300 MiB/s, {units} unit{'s' if units > 1 else ''}",
             paper=paper,
             unit=" s",
-            ours=dispatched(units) if real else None,
+            measured=dispatched(units) if real else None,
             simulated=LARGE.seconds(units=units),
             how="computed" if units == 1 else "predicted",
             bar=bar,

@@ -51,7 +51,7 @@ def shape(*, size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class StartUp:
-    """What the trainer waited in a run, and what eq. 12 or 13 says: seconds a step, as means."""
+    """Seconds that the trainer waited in a run, and what eq. 12 or 13 says: seconds a step, as means."""
 
     mode: str
     waited: float
@@ -103,7 +103,7 @@ def figures(folder: Path | None, *, bench: Path) -> Iterator[Figure]:
     yield Figure(
         what="asynchronous over synchronous, 8B",
         paper=ASYNC_TPSPD / SYNC_TPSPD,
-        ours=balanced["sync"] / balanced["periodic"] if {"sync", "periodic"} <= balanced.keys() else None,
+        measured=balanced["sync"] / balanced["periodic"] if {"sync", "periodic"} <= balanced.keys() else None,
         simulated=predicted(sync) / predicted(periodic),
         how="predicted",
         why="from balance (T_train = T_gen), which the paper does not state",
@@ -115,7 +115,7 @@ def figures(folder: Path | None, *, bench: Path) -> Iterator[Figure]:
         yield Figure(
             what=f"tokens with shared prompts over without, groups of {size} of {prompt} + {response} tokens",
             paper=SHARED_M / TOKENS_M,
-            ours=shared / apart,
+            measured=shared / apart,
             how="fitted",
             why="the mean prompt, for a group size that is not published",
         )
@@ -124,7 +124,7 @@ def figures(folder: Path | None, *, bench: Path) -> Iterator[Figure]:
             what=f"wait before a step is trained, {each.mode} ({'eq. 12' if each.mode == 'sync' else 'eq. 13'})",
             paper=each.expected,
             unit=" s",
-            ours=each.waited,
+            measured=each.waited,
             how="computed",
             bar=START_S / each.expected,
         )

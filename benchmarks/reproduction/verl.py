@@ -78,7 +78,7 @@ def figures() -> Iterator[Figure]:
             what=f"a step, staleness_threshold {row.threshold:g}",
             paper=row.step,
             unit=" s",
-            ours=MEASURED[row.threshold],
+            measured=MEASURED[row.threshold],
             simulated=rows[row.threshold],
             how="fitted" if row.bar is None else "predicted",
             bar=row.bar,

@@ -16,10 +16,10 @@ from asyncflow.api.load import load_job
 
 
 def test_a_figure_meets_its_bar_in_all_that_was_found():
-    assert Figure(what="x", paper=2.0, ours=2.1, simulated=1.9, bar=0.06).met
-    assert not Figure(what="x", paper=2.0, ours=2.1, simulated=1.8, bar=0.05).met
+    assert Figure(what="x", paper=2.0, measured=2.1, simulated=1.9, bar=0.06).met
+    assert not Figure(what="x", paper=2.0, measured=2.1, simulated=1.8, bar=0.05).met
     assert Figure(what="x", paper=2.0, simulated=9.0).met, "without a bar there is none to miss"
-    row = list(table([Figure(what="x", paper=2.0, unit=" s", ours=2.5, bar=0.1)]))[-1]
+    row = list(table([Figure(what="x", paper=2.0, unit=" s", measured=2.5, bar=0.1)]))[-1]
     assert row == "| x | 2 s | 2.5 s (+25.0%) |  | predicted | 10%: **no** |"
 
 

@@ -62,7 +62,7 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class DevicePlan:
     """A job, its problem, and what was found; own: the manifest's split, None where it does not fit (``misfit``)."""
 
     job: RLJob
@@ -115,7 +115,7 @@ def divide(
         _print(splits_table(other.problem, other.found.choices[:1], title=described(other.job.spec.schedule)))
 
 
-def plan_of(file: Path, overrides: Sequence[str], asked: Asked) -> Plan:
+def plan_of(file: Path, overrides: Sequence[str], asked: Asked) -> DevicePlan:
     """Return the plan of a job. Raises ManifestError, with the arithmetic, where its model does not fit."""
     job, _ = resolve(load_job(file, overrides))
     device = _device(asked.device, profile=job.spec.rollout.accelerator.profile)
@@ -139,10 +139,10 @@ def plan_of(file: Path, overrides: Sequence[str], asked: Asked) -> Plan:
     except ManifestError as error:
         misfit = error.what
     found = search(problem, job.spec.schedule, simulate=simulate, most=asked.simulations, known=[own] if own else [])
-    return Plan(job=job, problem=problem, simulate=simulate, found=found, own=own, misfit=misfit, lengths=known)
+    return DevicePlan(job=job, problem=problem, simulate=simulate, found=found, own=own, misfit=misfit, lengths=known)
 
 
-def _of_schedules(plan: Plan) -> list[Candidate]:
+def _of_schedules(plan: DevicePlan) -> list[Candidate]:
     """Return the best choice under each schedule that the job could have, fastest first."""
     spec = plan.job.spec
     found = [plan.found.best]
@@ -212,7 +212,9 @@ def _compared(own: Candidate, other: Candidate) -> str:
     return f"{times}, {gain:.2f}x as fast" if gain >= 1 else f"{times}, {1 / gain:.2f}x as slow"
 
 
-def _values(plan: Plan, others: Sequence[tuple[str, Plan]], of_schedules: Sequence[Candidate]) -> dict[str, Any]:
+def _values(
+    plan: DevicePlan, others: Sequence[tuple[str, DevicePlan]], of_schedules: Sequence[Candidate]
+) -> dict[str, Any]:
     problem = plan.problem
     return {
         "device": problem.device.name,

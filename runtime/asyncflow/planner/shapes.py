@@ -71,7 +71,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         if not self.experts:
             return self.used
         layers = self.layers - self.dense
-        idle = (1 - self.active / self.experts) ** tokens
+        idle: float = (1 - self.active / self.experts) ** tokens
         return self._common + self.embedding + layers * self.expert * self.experts * (1 - idle)
 
     def cache(self, *, dtype: str) -> int:

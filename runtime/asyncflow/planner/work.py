@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from statistics import NormalDist, fmean
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 
@@ -174,6 +174,6 @@ def assumed_lengths(spec: RLJobSpec) -> Lengths:
     """Return lengths of responses for want of measured ones: those of the simulated engine, or usual ones."""
     engine = spec.rollout.engine
     if engine.name == "simulated":
-        known = {name: float(engine.options.get(name) or 0.0) for name in ("tokens", "sigma", "rho")}
-        return Lengths(**known)
+        tokens, sigma, rho = (cast("float", engine.options.get(name) or 0.0) for name in ("tokens", "sigma", "rho"))
+        return Lengths(tokens=tokens, sigma=sigma, rho=rho)
     return Lengths(tokens=max(1.0, _TYPICAL * spec.sampling.max_tokens), sigma=_SIGMA)
