@@ -16,6 +16,7 @@ from faults import FAULTS
 from rich.console import Console
 from runs import examined, started
 
+from asyncflow.doctor.reading import read
 from asyncflow.view.render import screen
 from asyncflow.view.watch import WatchedDriver, WatchedFolder
 
@@ -26,6 +27,9 @@ def test_leases_that_expire_are_found_in_a_run_that_is_over(tmp_path: Path) -> N
     planted = FAULTS["stopped-rollout"]
     planted = dataclasses.replace(planted, stops=1, settings={**planted.settings, "algorithm.steps": "4"})
     assert "lease-timeouts" in [finding["name"] for finding in examined(planted, tmp_path / "stopped")]
+    known = read(str(tmp_path / "stopped" / "run"))
+    assert known.lived["rollout"] > known.lived["trainer"] > 0.0, "two rollouts live longer than one trainer"
+    assert sum(known.causes["trainer"].values()) <= known.lived["trainer"]
 
 
 def test_a_paused_job_is_found_at_its_address_and_shown_by_top(tmp_path: Path) -> None:
