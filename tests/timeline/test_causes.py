@@ -98,6 +98,12 @@ def test_what_is_not_there_keeps_others_waiting():
         (5, 6, "sync", "rollout"),
         (6, 20, "data plane", ""),
     ]
+    due = lane("driver-0", ("idle: admission", 0, 20), beside=(("evaluation", 0, 20),))
+    assert why(rollout, trainer, due, of="trainer-0")[::2] == [
+        (0, 5, "starting", "rollout-0"),
+        (6, 20, "evaluation", ""),
+    ], "an evaluation that nobody can serve yet is not what it waits for"
+    assert why(rollout, trainer, due, of="driver-0")[0] == (0, 5, "starting", "rollout-0")
     killed = lane("rollout-0", ("generate", 0, 5, 1), ("idle: lost", 5, 20))
     assert why(killed, trainer, of="trainer-0") == [(0, 5, "starved", "rollout-0"), (5, 20, "lost", "rollout-0")]
     unit = lane("storage-0", ("idle: calls", 0, 5), ("idle: lost", 5, 20))

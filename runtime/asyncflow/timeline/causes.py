@@ -231,9 +231,12 @@ class _Scene:
         """Return why a process is idle that only does what others ask it to."""
         if self.generating or self.training or self.computing or self.beside[ROLLOUT, "reward"]:
             return Why("starved")
-        if self._evaluates:
+        if self.evaluating:
             return Why("evaluation")
-        return self._absent(TRAINER) or Why("starved")
+        there = any(role == ROLLOUT and waits not in ("lost", "start") for role, waits in self.idle)
+        if absent := self._absent(TRAINER) or (None if there else self._absent(ROLLOUT)):
+            return absent
+        return Why("evaluation" if self._evaluates else "starved")
 
     def _without_samples(self, role: str) -> Why:
         """Return why the trainer, or a task, has no samples."""
@@ -251,10 +254,12 @@ class _Scene:
             return Why("data plane")
         if self.swapping or self.idle[ROLLOUT, "weights"] or self.publishing or self.beside[ROLLOUT, "receive"]:
             return Why("sync", self._one(self.publishing, TRAINER) if self.publishing else ROLLOUT)
-        if self._evaluates:
+        if self.evaluating:
             return Why("evaluation")
         if absent := self._absent(ROLLOUT):
             return absent
+        if self._evaluates:
+            return Why("evaluation")
         if self.training and role != TRAINER:
             return Why("back-pressure", self._one(self.training, TRAINER))
         return Why("data plane")
@@ -278,9 +283,10 @@ class _Scene:
             return Why("reward")
         if self.computing:
             return Why("starved", self._one(self.computing, next(iter(self.computing.values()))))
-        if self._evaluates:
+        if self.evaluating:
             return Why("evaluation")
-        return self._absent(TRAINER) or self._absent(ROLLOUT) or Why("data plane")
+        absent = self._absent(TRAINER) or self._absent(ROLLOUT)
+        return absent or Why("evaluation" if self._evaluates else "data plane")
 
     @property
     def _rewarding(self) -> bool:
