@@ -99,9 +99,8 @@ def _decode(kind: Any, value: Any) -> Any:
         return {_decode(inner[0], key): _decode(inner[1], each) for key, each in pairs}
     if issubclass(kind, BaseModel):
         return kind.model_validate(value)
-    if isinstance(kind, type) and is_dataclass(kind):
-        hints = _hints(kind)
-        return kind(**{name: _decode(hints[name], each) for name, each in value.items()})
+    if is_dataclass(kind):
+        return _view(kind, value)
     if kind is float and isinstance(value, int):
         return float(value)
     if not isinstance(value, kind):
@@ -109,6 +108,11 @@ def _decode(kind: Any, value: Any) -> Any:
     return value
 
 
+def _view(kind: Any, value: Any) -> Any:
+    hints = _hints(kind)
+    return kind(**{name: _decode(hints[name], each) for name, each in value.items()})
+
+
 @lru_cache
-def _hints(kind: type[Any]) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)

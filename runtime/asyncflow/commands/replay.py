@@ -36,6 +36,7 @@ from asyncflow.training.recording import ranks_of, read_records
 
 _CLOSE = 1e-3
 _WIDTH = 120
+_SAME, _OTHER = "the same bits", "DIFFERS"
 _NOT_OF_THE_STEP = re.compile(r"at|started|ended|attempt|ranks|published|reward_components|logprob_gap.*|.*_s")
 """Fields of a line of figures that are not the step's own."""
 
@@ -105,7 +106,7 @@ def _show(job: RLJob, step: int, recorded: RecordedStep, most: int) -> None:
 
 def _again(job: RLJob, run: Path, history: RunHistory, plan: ReplayPlan, target: Path, *, exact: bool) -> int:
     os.environ.update(make_plan(job).role("trainer").env)  # before torch is imported
-    from asyncflow.replay.again import StepAgain, compare_checkpoints, replay_steps
+    from asyncflow.replay.again import StepAgain, compare_checkpoints, replay_steps, weights_gap
 
     step, base = plan.steps[-1], f"the checkpoint of step {plan.base}" if plan.base else "the initial model"
     several = f"steps {plan.steps[0]} to {step}" if len(plan.steps) > 1 else f"step {step}"
@@ -131,18 +132,19 @@ def _again(job: RLJob, run: Path, history: RunHistory, plan: ReplayPlan, target:
             first = f"{differ[0].serial}/{differ[0].sample}"
             compared.append(f"{what}: {len(differ)} differ, {tokens} of them in tokens; the first is {first}")
         else:
-            compared.append(f"{what}: the same bits")
+            compared.append(f"{what}: {_SAME}")
         weights = f"θ{one.report.step} with the digest of what was published"
         if one.same is None:
             missing.append(f"{weights}: it was not published by one rank")
         else:
-            compared.append(f"{weights}: {'the same bits' if one.same else 'DIFFERS'}")
+            compared.append(f"{weights}: {_SAME if one.same else _OTHER}")
         right = right and (not exact or (not differ and one.same is not False))
-    files = compare_checkpoints(run, target, step=step)
-    if files:
-        for path, same in sorted(files.items()):
-            compared.append(f"checkpoints/step-{step:06d}/{path}: {'the same bits' if same else 'DIFFERS'}")
-        right = right and (not exact or all(files.values()))
+    where = f"checkpoints/step-{step:06d}"
+    if exact and (files := compare_checkpoints(run, target, step=step)):
+        compared += [f"{where}/{path}: {_SAME if same else _OTHER}" for path, same in sorted(files.items())]
+        right = right and all(files.values())
+    elif not exact and (gap := weights_gap(run, target, step=step)) is not None:
+        compared.append(f"weights of {where}: {f'they differ by at most {gap:.1e}' if gap else _SAME}")
     else:
         missing.append(f"optimizer: the run keeps no checkpoint of step {step}")
     theirs = _line(run, step, history.step(step).attempt)
@@ -162,8 +164,11 @@ def _again(job: RLJob, run: Path, history: RunHistory, plan: ReplayPlan, target:
 
 
 def _result(step: int, *, right: bool, exact: bool) -> str:
+    if not exact:
+        how = "is the same within" if right else "differs by more than"
+        return f"step {step} {how} {_CLOSE:.1%}"
     if right:
-        return f"step {step} is the same" if exact else f"step {step} is the same within {_CLOSE:.1%}"
+        return f"step {step} is the same"
     return (
         f"step {step} is NOT the same. Another kind of processor, other versions of torch or transformers, or a "
         "manifest or data that was changed since make other bits"

@@ -25,6 +25,7 @@ from asyncflow.api.job import RLJobSpec
 from asyncflow.api.placement import PROFILES
 from asyncflow.data.sources import CACHE, open_training
 from asyncflow.driver.tasks import TRAIN
+from asyncflow.errors import CheckpointError
 from asyncflow.identity import SampleKey, Version
 from asyncflow.models.source import materialize_config, materialize_weights
 from asyncflow.models.tokenizer import Tokenizer
@@ -39,10 +40,12 @@ from asyncflow.rpc.membership import Directives
 from asyncflow.training.checkpoint import Checkpoint, Checkpoints
 from asyncflow.training.ranks import SingleProcess
 from asyncflow.training.report import TrainReport
+from asyncflow.training.slice_files import SliceFiles
 from asyncflow.training.trainer import Trainer
 from asyncflow.weights.manifest import ManifestPart, entries_digest
 from asyncflow.weights.probe import split_probe
 from asyncflow.weights.sender import Copied, Tensors, copy_aside, entries_of
+from asyncflow.weights.slices import Box
 
 _NAME = "replay"
 _KEPT = 1 << 20
@@ -155,11 +158,12 @@ async def replay_steps(
     and how many samples it had. Raises ManifestError where model, data or engine are not as they were, CheckpointError
     for a damaged checkpoint.
     """
-    checkpoints = Checkpoints(target / "checkpoints", keep=_KEPT)
+    checkpoints, link = Checkpoints(target / "checkpoints", keep=_KEPT), None
     if plan.base:
         checkpoints.folder.mkdir(parents=True)
         base = Checkpoints(run / "checkpoints").at(plan.base).folder
-        (checkpoints.folder / base.name).symlink_to(base.absolute())
+        link = checkpoints.folder / base.name
+        link.symlink_to(base.absolute())
     model = materialize_config(spec.model.source, run)
     tokenizer = Tokenizer.load(model)
     merge = merge_of(spec, model)
@@ -214,6 +218,8 @@ async def replay_steps(
         backend.close()
     finally:
         await engine.close()
+        if link is not None:
+            link.unlink()
     return [_again(said, queue.made[said.step], history=history, digests=versions.digests) for said in reports]
 
 
@@ -243,6 +249,34 @@ def compare_checkpoints(run: Path, target: Path, *, step: int) -> dict[str, bool
         return None
     theirs, ours = (_files(checkpoints.at(step)) for checkpoints in (found, Checkpoints(target / "checkpoints")))
     return {path: ours[path] == digest for path, digest in theirs.items() if path in ours}
+
+
+def weights_gap(run: Path, target: Path, *, step: int) -> float | None:
+    """Return the largest difference of a weight in the checkpoints of ``step``, of any ranks; None without one.
+
+    Raises CheckpointError where the two hold other tensors.
+    """
+    import torch
+
+    found = Checkpoints(run / "checkpoints")
+    if step not in found.steps():
+        return None
+    theirs, own = (_weights_of(checkpoints.at(step)) for checkpoints in (found, Checkpoints(target / "checkpoints")))
+    if theirs.shapes != own.shapes:
+        raise CheckpointError("its tensors are others than those of the replay", where=str(run / "checkpoints"))
+    gap = 0.0
+    for name, shape in theirs.shapes.items():
+        one, other = torch.empty(shape, dtype=torch.float64), torch.empty(shape, dtype=torch.float64)
+        theirs.read(name, Box.whole(shape), one)
+        own.read(name, Box.whole(shape), other)
+        gap = max(gap, float((one - other).abs().max()))
+    return gap
+
+
+def _weights_of(checkpoint: Checkpoint) -> SliceFiles:
+    from asyncflow.training.torch.backend import WEIGHTS_FILE
+
+    return SliceFiles(sorted(checkpoint.folder.rglob(WEIGHTS_FILE)), framework="pt")
 
 
 def _files(checkpoint: Checkpoint) -> dict[str, str]:
