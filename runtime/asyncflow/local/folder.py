@@ -61,7 +61,7 @@ SYNC = "weights.yaml"
 LEAST_FREE = 16 << 20
 """Bytes that must be free where a run begins: its logs, its ledger and its first checkpoint would not fit into less."""
 _RUN_ENTRIES = (
-    *(JOB, QUEUE, SYNC, "ledger", "checkpoints", "samples", "sinks", "spans"),
+    *(JOB, QUEUE, SYNC, "ledger", "checkpoints", "samples", "sinks", "spans", "steps"),
     *FILES,
     *(f"{name}{ASIDE}" for name in FILES),
 )
