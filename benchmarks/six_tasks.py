@@ -14,6 +14,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import reduce
 from itertools import combinations
 from pathlib import Path
 
@@ -38,6 +39,7 @@ TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "actor's update": ("trainer", ("forward", "backward", "compute", "optimizer")),
 }
 """Role and kinds of the spans of each task."""
+_EITHER = "critic's values"
 Intervals = list[tuple[float, float]]
 
 
@@ -88,6 +90,8 @@ def main() -> int:
         print(f"{one} and {other}: {both:.2f} s at the same time")
         if not both and TASKS[one][0] != TASKS[other][0]:
             problems.append(f"{one} and {other} were never at work at the same time")
+    at_once = reduce(together, (times for task, times in busy.items() if task != _EITHER))
+    print(f"all but {_EITHER}, which its update excludes: {seconds(at_once):.2f} s at the same time")
     print(f"{audit.trained} samples trained, {audit.lost} lost, {audit.duplicated} twice")
     for problem in problems:
         print(f"PROBLEM {problem}")
