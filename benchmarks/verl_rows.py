@@ -14,20 +14,16 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import resource
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import emulation
 import msgspec
-from run_lines import lines
 
 from asyncflow.api.load import load_job
-from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.sim import TrainerModel, engine_model, scenario_of, simulate
 
 HERE = Path(__file__).parent
@@ -169,23 +165,15 @@ def emulate(manifest: Path, row: Row, folder: Path, settings: list[str], *, besi
     scale = float(str(spec.rollout.engine.options["time_scale"]))
     step_s = scale * (row.step - row.gen) / spec.schedule.sync_every - beside_s
     fields = [*settings, f"schedule.stalenessThreshold={row.threshold}", f"trainer.backend.options.sleep_s={step_s}"]
-    argv = ["-m", "asyncflow", "run", str(manifest), "--fresh", "--output", str(folder)]
-    argv += [part for field in fields for part in ("--set", field)]
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    with (folder.parent / f"{folder.name}.log").open("w") as log:
-        subprocess.run([sys.executable, *argv], check=True, stdout=log, stderr=log)
-    after, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - began
-    first = WITHOUT * spec.schedule.sync_every
-    made = lines(folder)[first : -spec.schedule.sync_every]
+    run = emulation.emulate(manifest, folder, fields)
+    made = run.steps[WITHOUT * spec.schedule.sync_every : -spec.schedule.sync_every]
     cycles = len(made) / spec.schedule.sync_every
-    audit = audit_ledger(folder / "ledger")
-    samples = spec.algorithm.steps * spec.algorithm.prompts_per_step * spec.algorithm.group_size
     return Emulated(
         seconds=sum(line["wall_s"] for line in made) / cycles / scale,
         waited=sum(line["wait_s"] for line in made) / cycles / scale,
         lag=sum(line["staleness_start_mean"] for line in made) / len(made),
-        cores=(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / wall,
-        lost=samples - audit.trained + audit.duplicated + audit.lost,
+        cores=run.cores,
+        lost=run.lost,
     )
 
 

@@ -4,7 +4,8 @@
     python benchmarks/bench_async --only periodic delayed --ratios 1 --seeds 1
     python benchmarks/bench_async --table                                    # of what was measured so far
 
-Results are lines of OUTPUT/results.jsonl; a point that is there is not run again. Prints a table, and ends with 1 where
+Results are lines of OUTPUT/results.jsonl; a point that is there is not run again. Each run's folder has its chart,
+timeline.html. Prints a table, and ends with 1 where
 a bar is missed. Runs are mostly waiting: ``--jobs`` of them at once, as many as the machine has cores to spare for (one
 takes 0.3 to 0.5 of a core; what it measures is too slow where it has to wait for one).
 """
@@ -22,10 +23,16 @@ from bench_async.points import MANIFEST, MODES, RATIOS, SIGMAS, WITHOUT, Point, 
 from bench_async.results import Result, Results, bars, lines_of, predictions, table, told
 from emulation import emulate
 
+from asyncflow.commands.timeline import write_pictures
+from asyncflow.telemetry.spans import read_timeline
+from asyncflow.timeline.causes import attribute
+
 
 def measured(point: Point, output: Path) -> Result:
-    """Run a point."""
-    run = emulate(MANIFEST, output / point.name, point.settings)
+    """Run a point, and draw it into its folder."""
+    folder = output / point.name
+    run = emulate(MANIFEST, folder, point.settings)
+    write_pictures(folder, attribute(read_timeline(folder)), title=point.name)
     walls = point.iterations_of([line["wall_s"] for line in run.steps])
     return Result(
         point=point,

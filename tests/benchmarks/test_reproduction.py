@@ -9,6 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from bench_async.points import MANIFEST
+from real_model import Run, alike
 from reproduction import ablation, mindspeed, periodic
 from reproduction.figures import Figure, table
 
@@ -64,3 +65,10 @@ def test_a_synchronous_step_waits_for_all_and_a_periodic_one_for_one_group():
     spec = load_job(MANIFEST, periodic.start_up_settings("sync")).spec
     samples = spec.algorithm.prompts_per_step * spec.algorithm.group_size
     assert spec.rollout.replicas * spec.rollout.engine.slots == samples, "each has a slot from the beginning"
+
+
+def test_accuracies_are_alike_as_far_as_chance_goes():
+    one = Run(step_s=1.0, accuracy=0.80, problems=400)
+    assert alike(one, Run(step_s=1.0, accuracy=0.75, problems=400))
+    assert not alike(one, Run(step_s=1.0, accuracy=0.70, problems=400))
+    assert alike(Run(step_s=1.0, accuracy=1.0, problems=400), Run(step_s=1.0, accuracy=1.0, problems=400))
