@@ -11,7 +11,7 @@ PLAIN := benchmarks operator $(filter-out %/__pycache__,$(patsubst %/,%,$(wildca
 # A run and the tests start hundreds of processes, none of which should compile the same source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test docs vllm lint types contracts pytest kube browser controls faults drains elastic verl-rows page delayed-update update-modes same-bits smollm2 smollm2-vllm e2e bench-queue queue-faults attacks fuzz doctor-faults
+.PHONY: run test docs vllm lint types contracts pytest kube browser controls faults drains elastic bench-async reproduction verl-rows page delayed-update update-modes same-bits smollm2 smollm2-vllm e2e bench-queue queue-faults attacks fuzz doctor-faults
 
 run: $(STAMP)
 	$(BIN)/asyncflow run examples/quickstart.yaml --fresh
@@ -88,6 +88,16 @@ attacks: $(STAMP)
 # A quarter of an hour, and a C compiler.
 doctor-faults: $(STAMP)
 	$(BIN)/python benchmarks/doctor
+
+# What asynchrony gains, mode by mode, on the same simulated load: 240 runs. A part: make bench-async ONLY="--only periodic"
+bench-async: ONLY =
+bench-async: $(STAMP)
+	$(BIN)/python benchmarks/bench_async $(ONLY)
+
+# The papers' figures beside what the simulator and, with REAL=--real, runs of minutes give (docs/reproduction.md).
+reproduction: REAL =
+reproduction: $(STAMP)
+	$(BIN)/python benchmarks/reproduction asyncflow periodic verl mindspeed $(REAL)
 
 # verl's table of staleness_threshold, emulated: four runs, a quarter of an hour; two rows fitted, two held out.
 verl-rows: $(STAMP)

@@ -1,4 +1,4 @@
-"""Speed-ups by asynchrony: real driver, queue, ledger, trainer loop and weights, each mode on the same simulated load.
+"""The gain of asynchrony: real driver, queue, ledger, trainer loop and weights, each mode on the same simulated load.
 
     python benchmarks/bench_async                                            # the whole matrix: 240 runs, many hours
     python benchmarks/bench_async --only periodic delayed --ratios 1 --seeds 1

@@ -83,7 +83,7 @@ def _append(file: Path, line: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Figures of a point over its seeds.
+    """The seeds of a point together.
 
     seconds, middle: of an iteration, mean and median; gain: time of sync over this one's, of the seeds that have both;
     closed, predicted: seconds by the closed form and the simulator.

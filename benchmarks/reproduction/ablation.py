@@ -125,5 +125,5 @@ def figures(folder: Path | None) -> Iterator[Figure]:
                 simulated=gains[kind],
                 how="fitted",
                 why="the paper gives no shares",
-                bar=BARS[kind],
+                bar=BARS[kind] if shares is usual else None,
             )

@@ -1,6 +1,6 @@
 """A published figure beside what the real runtime and the simulator say of it, and how far that may be off.
 
-Invariant: of each figure it is said what was fitted to it; what was fitted is held against no bar.
+Invariant: of each figure it is said whether anything was fitted to it.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def shape(*, size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class StartUp:
-    """Seconds that the trainer waited in a run, and what eq. 12 or 13 says: seconds a step, as means."""
+    """Seconds a step, as means: that the trainer waited in a run, and that eq. 12 or 13 expects."""
 
     mode: str
     waited: float
