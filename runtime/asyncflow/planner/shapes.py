@@ -6,6 +6,7 @@ the parameter counts of the published models come out within 1 % (``tests/planne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
@@ -71,7 +72,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         if not self.experts:
             return self.used
         layers = self.layers - self.dense
-        idle: float = (1 - self.active / self.experts) ** tokens
+        idle = math.pow(1 - self.active / self.experts, tokens)
         return self._common + self.embedding + layers * self.expert * self.experts * (1 - idle)
 
     def cache(self, *, dtype: str) -> int:
