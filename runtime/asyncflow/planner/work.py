@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from statistics import NormalDist, fmean
-from typing import Final, cast
+from typing import Final
 
 import msgspec
 
 from asyncflow.api.job import RLJobSpec
 from asyncflow.planner.shapes import BYTES
 from asyncflow.rollout.lengths import Lengths
+from asyncflow.sim.scenario import engine_model
 
 _NORMAL: Final = NormalDist()
 _TYPICAL: Final = 0.25
@@ -174,6 +175,5 @@ def assumed_lengths(spec: RLJobSpec) -> Lengths:
     """Return lengths of responses for want of measured ones: those of the simulated engine, or usual ones."""
     engine = spec.rollout.engine
     if engine.name == "simulated":
-        tokens, sigma, rho = (cast("float", engine.options.get(name) or 0.0) for name in ("tokens", "sigma", "rho"))
-        return Lengths(tokens=tokens, sigma=sigma, rho=rho)
+        return engine_model(engine.options, slots=engine.slots).lengths
     return Lengths(tokens=max(1.0, _TYPICAL * spec.sampling.max_tokens), sigma=_SIGMA)
