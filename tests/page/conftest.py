@@ -19,8 +19,9 @@ for folder in (ROOT / "benchmarks", ROOT / "tests" / "system", ROOT / "tests" / 
 from watched_page import Watched  # noqa: E402  it lies beside
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
+    """The browser. While it is there an event loop runs in this thread, so that no other test can have one."""
     with sync_playwright() as playwright:
         made = playwright.chromium.launch(executable_path=browser.find(), args=list(browser.FLAGS))
         yield made

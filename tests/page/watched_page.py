@@ -16,18 +16,19 @@ PATIENCE_MS = 100_000
 
 
 class Watched:
-    """A page and what it asked for. wrong: errors of the program, and what its policy refused."""
+    """A page and what it asked for. expected: words of errors that the test causes."""
 
     def __init__(self, page: Page, origin: str) -> None:
         self.page = page
         self.asked: list[str] = []
-        self.wrong: list[str] = []
+        self.expected: list[str] = []
+        self._errors: list[str] = []
         self._origin = origin
         page.set_default_timeout(PATIENCE_MS)
         page.route("**/*", self._request)
-        page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        page.on("console", lambda line: line.type == "error" and self.wrong.append(line.text))
-        page.on("dialog", lambda dialog: self.wrong.append(dialog.message))
+        page.on("pageerror", lambda error: self._errors.append(str(error)))
+        page.on("console", lambda line: line.type == "error" and self._errors.append(line.text))
+        page.on("dialog", lambda dialog: self._errors.append(dialog.message))
 
     def _request(self, route: Route) -> None:
         parts = urlsplit(route.request.url)
@@ -35,8 +36,13 @@ class Watched:
         if parts.scheme == "data" or f"{parts.scheme}://{parts.netloc}" == self._origin:
             route.continue_()
         else:
-            self.wrong.append(f"asked for {route.request.url}")
+            self._errors.append(f"asked for {route.request.url}")
             route.abort()
+
+    @property
+    def wrong(self) -> list[str]:
+        """Errors of the program, and what its policy refused, but for those that are expected."""
+        return [error for error in self._errors if not any(words in error for words in self.expected)]
 
     def text(self, selector: str) -> str:
         return self.page.locator(selector).inner_text()
