@@ -125,6 +125,7 @@ def test_weights_are_lost_unless_the_next_attempt_made_the_same_ones(digest: str
     [
         (["rollout.engine={name: vllm}"], "vLLM"),
         (["trainer.external=true"], "process of yours"),
+        (["algorithm.name=ppo", "critic={role: {}}"], "the critic was a process of its own"),
         (["environment={function: 'calculator', maxTurns: 2}"], "several turns"),
         (["reference={replicas: 1}", "algorithm.kl.coefficient=0.1"], "ref_logprobs"),
     ],

@@ -155,6 +155,8 @@ def obstacles(spec: RLJobSpec, history: RunHistory, plan: ReplayPlan) -> Obstacl
     refused, inexact = [], []
     if spec.trainer.external:
         refused.append("the trainer was a process of yours, whose loop is not part of the run")
+    if spec.critic is not None and spec.critic.role is not None:
+        refused.append("the critic was a process of its own, which is not started again")
     if spec.environment is not None:
         refused.append("responses have several turns, and what the environment answered is not recorded")
     elif columns:
