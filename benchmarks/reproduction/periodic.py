@@ -30,7 +30,9 @@ PROMPTS = 7473
 """Prompts of the training set of GSM8K."""
 START_S = 0.05
 """Most seconds by which the wait of a step may differ."""
-STEPS, PROMPTS_EACH, TOKEN_S, TRAIN_S = 10, 8, 0.05, 0.6
+STEPS, PROMPTS_EACH, TOKEN_S = 10, 8, 0.05
+SAMPLE_S = {"sync": 0.05, "periodic": 0.6}
+"""Seconds of a sample in the trainer; in periodic it must have work from the first group to the last."""
 
 
 def shared_tokens(*, prompt: int, response: int, size: int) -> tuple[int, int]:
@@ -67,7 +69,7 @@ def start_up_settings(mode: str) -> list[str]:
         "rollout.replicas=2",
         f"rollout.engine.slots={PROMPTS_EACH}",
         f"rollout.engine.options={{tokens: {TOKENS}, sigma: 0.5, token_s: {TOKEN_S}}}",
-        f"trainer.backend.options.sample_s={TRAIN_S}",
+        f"trainer.backend.options.sample_s={SAMPLE_S[mode]}",
     ]
 
 
