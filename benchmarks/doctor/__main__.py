@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from faults import FAULTS, HEALTHY
+from cases import FAULTS, HEALTHY
 from runs import examined
 
 

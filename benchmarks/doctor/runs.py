@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from faults import HERE, LEARN, Planted
+from cases import HERE, LEARN, Planted
 
 from asyncflow.doctor.checks import examine
 from asyncflow.doctor.reading import read

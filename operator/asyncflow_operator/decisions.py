@@ -114,12 +114,14 @@ def _encoded(line: Manifest) -> bytes:
 
 def outline(plan: Plan) -> Manifest:
     """Return a plan as JSON: what is done to which object and why, without what is applied."""
-    return {
+    outlined = {
         "status": plan.status,
         "stages": [[_outline(action) for action in stage] for stage in plan.stages],
         "notes": [[note.type, note.reason, note.message] for note in plan.notes],
         "again_in_s": plan.again_in_s,
     }
+    made: Manifest = msgspec.json.decode(msgspec.json.encode(outlined))
+    return made
 
 
 def _outline(action: Action) -> Manifest:

@@ -1,5 +1,6 @@
 """What cannot work says why and what to do, costs next to nothing while it cannot, and works once it is mended."""
 
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "accounted": {},
 }
 SAYS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "planned": ("Accepted", "NotYet", ("spec.critic", "leave replicas out")),
+    "planned": ("Accepted", "NotYet", ("spec.reward.role", "a role on the CPU")),
     "misspelt": ("WhyPending", "Denied", ("Pod/misspelt-driver-0", 'unknown field "spec.nodeSelectr"')),
     "unimportant": ("WhyPending", "Denied", ("no PriorityClass with name no-such-class", "must change")),
     "unpulled": ("WhyPending", "ImagePull", ("unpulled-driver-0", "ImagePullBackOff", "imagePullSecrets")),
@@ -158,7 +159,7 @@ def test_each_runs_once_it_is_mended(
         kwok_plane.api.delete(path)
     for name in ("configured", "served", "queued", "accounted"):
         jobs[name].edit(rollout={"maxReplicas": 5})
-    jobs["planned"].edit(critic=None)
+    jobs["planned"].edit(reward={"role": {"accelerator": None}})
     for name in ("misspelt", "unimportant"):
         jobs[name].edit(template={"podSpec": None})
     for name in ("unpulled", "secretless"):
@@ -170,7 +171,9 @@ def test_each_runs_once_it_is_mended(
         larger["status"][field]["cpu"] = "700"
     kwok_plane.api.create(nodes.NODES, larger)
     for job in jobs.values():
-        job.until(job.is_whole, f"{job.name} to be whole, not {dict(job.crew())}: {job.condition('WhyPending')}")
+        others = {"reward": 1} if job.name == "planned" else {}
+        whole = functools.partial(job.is_whole, **others)
+        job.until(whole, f"{job.name} to be whole, not {dict(job.crew())}: {job.condition('WhyPending')}")
         job.until_phase("Running")
         job.until_says("WhyPending", "NothingPending")
 

@@ -16,6 +16,8 @@ from operator_process import OperatorProcess
 
 ROOT = Path(__file__).parents[2]
 OURS = "/apis/asyncflow.dev/v1alpha1"
+ON_DEVICES = {"accelerator": {"profile": "nvidia", "count": 1}}
+"""Rewards in a role with devices, which this version does not do."""
 WHOLE = {"driver": 1, "controller": 1, "storage": 2, "trainer": 1, "rollout": 2}
 """Pods of the quickstart."""
 Start = Callable[..., OperatorProcess]
@@ -215,11 +217,11 @@ def test_a_quota_that_runs_out_is_said_and_is_no_hot_loop(start: Start, world: W
 
 def test_a_job_that_this_version_does_not_do_says_so(start: Start, world: World) -> None:
     start()
-    world.apply(lambda manifest: manifest["spec"].update(critic={"replicas": 1}))
+    world.apply(lambda manifest: manifest["spec"]["reward"].update(role=ON_DEVICES))
     world.until(lambda: world.condition("Accepted"), "the job to be judged")
     accepted = world.condition("Accepted")
     assert (accepted["status"], accepted["reason"]) == ("False", "NotYet")
-    assert "spec.critic" in accepted["message"]
+    assert "spec.reward.role" in accepted["message"]
     assert not world.pods()
 
 
@@ -228,29 +230,29 @@ def test_a_running_job_that_is_edited_to_what_cannot_be_done_goes_on_as_it_was_a
 ) -> None:
     first = start(probe_url=drivers.url)
     driver = drivers.of(world.namespace, "quickstart")
-    world.apply()
-    world.until_whole()
+    world.apply(lambda manifest: manifest["spec"]["reward"].update(role={}))
+    world.until_whole(reward=1)
     world.until(lambda: world.condition("Ready").get("status") == "True", "the job to be ready")
     path = f"{OURS}/namespaces/{world.namespace}/rljobs/quickstart"
 
     def edit(**spec: Any) -> None:
         world.plane.api.patch(path, {"spec": spec})
 
-    edit(critic={"replicas": 1})
+    edit(reward={"role": ON_DEVICES})
     world.until(lambda: world.condition("Accepted")["reason"] == "NotYet", "the edit to be judged")
     said = world.condition("Accepted")["message"]
     assert said.startswith("Generation 1 runs on; of this one suspend: true and its scale are obeyed")
-    assert "spec.critic" in said
+    assert "spec.reward.role" in said
     world.annotate("quickstart-trainer-0", exit="137")
     world.until(lambda: attempts(world.pods("trainer")) == {"quickstart-trainer-0": "1"}, "the trainer's next attempt")
-    world.until_whole()
+    world.until_whole(reward=1)
 
     first.process.end()
     start("another", probe_url=drivers.url)
     for pod in ("storage-1", "rollout-0"):
         world.annotate(f"quickstart-{pod}", exit="1")
     edit(rollout={"replicas": 3})
-    world.until_whole(rollout=3)
+    world.until_whole(rollout=3, reward=1)
     world.until(lambda: attempts(world.pods("storage"))["quickstart-storage-1"] == "1", "the unit to come again")
     assert world.condition("Accepted")["status"] == "False"
 
@@ -263,8 +265,8 @@ def test_a_running_job_that_is_edited_to_what_cannot_be_done_goes_on_as_it_was_a
     world.until(lambda: world.job()["status"]["observedGeneration"] == generation, "a look at that")
     assert world.job()["status"]["phase"] == "Suspended", "what is refused begins nothing"
     driver.say(phase="Running")
-    edit(critic=None)
-    world.until_whole(rollout=3)
+    edit(reward={"role": {"accelerator": None}})
+    world.until_whole(rollout=3, reward=1)
     assert world.condition("Accepted")["status"] == "True"
 
 

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from faults import FAULTS, HEALTHY
+from cases import FAULTS, HEALTHY
 from runs_seen import BEGAN, TOOK, evidence, life, steps
 
 from asyncflow.api.status import DriverStatus, RewardState

@@ -12,7 +12,7 @@ import termios
 from pathlib import Path
 
 import pytest
-from faults import FAULTS
+from cases import FAULTS
 from rich.console import Console
 from runs import examined, started
 

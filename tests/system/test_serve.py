@@ -138,7 +138,7 @@ def test_the_manifest_of_a_queue_is_run_as_the_manifest_of_a_job_is(tmp_path, ca
         assert served.address().startswith("tcp://127.0.0.1:")
         served.end()
     folder = tmp_path / "runs" / "shared"
-    assert sorted(entry.name for entry in folder.iterdir()) == ["ledger", "logs", "queue.yaml", "run"]
+    assert sorted(entry.name for entry in folder.iterdir()) == ["ledger", "logs", "queue.yaml", "run", "spans"]
     assert cli.invoke(["queue", "serve", "--output", str(folder), "--set", "controllers=2"]) == 2
     assert "controllers was 1, and is 2: tasks do not move between controllers" in capsys.readouterr().err
 

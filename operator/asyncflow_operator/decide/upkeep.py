@@ -156,5 +156,14 @@ def _selects(manifest: Manifest, labels: ItemsView[str, str]) -> bool:
     """Return whether ``manifest`` is a policy of the pods that have these labels."""
     if manifest["kind"] != "NetworkPolicy":
         return False
-    selected: Mapping[str, str] = manifest["spec"]["podSelector"]["matchLabels"]
-    return selected.items() <= labels
+    selector = manifest["spec"]["podSelector"]
+    selected: Mapping[str, str] = selector["matchLabels"]
+    asked = selector.get("matchExpressions", ())
+    return selected.items() <= labels and all(_holds(each, labels) for each in asked)
+
+
+def _holds(expression: Manifest, labels: ItemsView[str, str]) -> bool:
+    """Return whether labels satisfy an expression of a selector whose operator is In or NotIn."""
+    within = any((expression["key"], value) in labels for value in expression["values"])
+    wanted: bool = expression["operator"] == "In"
+    return within == wanted
