@@ -198,7 +198,7 @@ def test_a_live_job_is_followed_beyond_its_driver_and_to_its_end(tmp_path: Path,
     folder = tmp_path / "run"
     settings = [
         "algorithm.steps=9000", "evaluation=null", "rollout.engine.options={token_s: 0.1}", "rollout.replicas=1",
-        "transferQueue.storageUnits=1",
+        "transferQueue.storageUnits=1", "failurePolicy.driver.backoffSeconds=10",
     ]  # fmt: skip
     job = start("counting.yaml", folder, settings)
     try:
@@ -217,9 +217,11 @@ def test_a_live_job_is_followed_beyond_its_driver_and_to_its_end(tmp_path: Path,
             assert "This page shows no texts" in open_to_all.text("#sample-list")
             assert open_to_all.page.locator("pre").count() == 0
             open_to_all.expected.append("ERR_CONNECTION")
+            for each in (at, open_to_all):
+                each.remember_changes("#link")
             kill(folder, "driver", by=signal.SIGKILL)
-            open_to_all.until("() => document.querySelector('#link').dataset.kind === 'lost'")
-            at.until("() => document.querySelector('#link').textContent === 'the driver does not answer'")
+            open_to_all.until("() => window.changes.some(({ kind }) => kind === 'lost')")
+            at.until("() => window.changes.some(({ text }) => text === 'the driver does not answer')")
             open_to_all.until("() => document.querySelector('#link').textContent === 'live'")
             open_to_all.page.close()
             token = (folder / "run" / "token").read_text().strip()

@@ -47,6 +47,19 @@ class Watched:
     def text(self, selector: str) -> str:
         return self.page.locator(selector).inner_text()
 
+    def remember_changes(self, selector: str) -> None:
+        """Keep in ``window.changes`` the text and the kind that an element has after each change from now on."""
+        self.page.evaluate(
+            """selector => {
+                const element = document.querySelector(selector)
+                const keep = () => window.changes.push({ text: element.textContent, kind: element.dataset.kind })
+                window.changes = []
+                new MutationObserver(keep).observe(
+                    element, { childList: true, characterData: true, subtree: true, attributes: true })
+            }""",
+            selector,
+        )
+
     def until(self, condition: str) -> None:
         """Wait until JavaScript says so."""
         self.page.wait_for_function(condition, timeout=PATIENCE_MS)
