@@ -24,7 +24,7 @@ from asyncflow_operator.observed import JobState, Manifest, SyncState, TransferQ
 
 State = JobState | TransferQueueState | SyncState
 STATES: Final[dict[str, type[Any]]] = {"RLJob": JobState, "TransferQueue": TransferQueueState, "WeightSync": SyncState}
-"""What is decided about, by the kind of its owner."""
+"""The states that decisions are made about, by the kind of their owner."""
 
 _SECRET: Final = re.compile(r"(token|password|passwd|secret|credentials?|api_?key)$", re.IGNORECASE)
 _DIGITS: Final = 12

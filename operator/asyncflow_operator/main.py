@@ -58,7 +58,7 @@ _FOLDER: Final = click.option(
 @click.argument("pod", required=False)
 @_FOLDER
 def explain(name: str, pod: str | None, folder: Path) -> int:
-    """Tell what was decided about a job, a queue or a WeightSync, or a POD of it, and why; 1 where nothing was."""
+    """Print what was decided about a job, a queue or a WeightSync, or a POD of it, and why; 1 where nothing was."""
     from asyncflow_operator.review import sentences
 
     namespace, _, owner = name.rpartition("/")

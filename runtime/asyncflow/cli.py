@@ -244,7 +244,7 @@ def replay(directory: Path, *, step: int, most: int, again: bool, output: Path |
 @click.argument("directory", metavar="DIR", type=_DIRECTORY)
 @click.argument("sample", metavar="PROMPT/SAMPLE")
 def explain(directory: Path, sample: str) -> None:
-    """Tell the life of one training sample of a run, finished or not: asyncflow explain runs/NAME 17/3."""
+    """Show the life of one training sample of a run, finished or not: asyncflow explain runs/NAME 17/3."""
     from asyncflow.commands import explain as command
 
     command.explain(directory, sample)

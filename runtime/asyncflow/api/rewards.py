@@ -106,7 +106,7 @@ class RewardSpec(Spec):
     processes: Annotated[int, Field(ge=0, le=4096)] = 0
     """Processes that the function may start, per process of the pool: for a reward that runs tests, say."""
     network: bool = False
-    """Let the function open network connections: for a reward server, say. On Kubernetes it also opens the
+    """True where the function may open network connections, to a reward server, say. On Kubernetes it also opens the
     egress of the pods of rollouts and of the role."""
     files: Annotated[tuple[Source, ...], Field(max_length=64)] = ()
     """Files and folders that the function may read beside the job's folder and what is installed."""

@@ -37,7 +37,7 @@ class Agenda:
         self.at(self.now + seconds, action, *given)
 
     def tell(self, whom: Looking) -> None:
-        """Have ``whom`` look before time goes on."""
+        """Wake ``whom`` before time goes on."""
         self._told[whom] = None
 
     def run(self, *, over: Callable[[], bool]) -> bool:

@@ -103,7 +103,7 @@ class SimulatedDriver:
         self._offer(group)
 
     def _offer(self, group: SimulatedGroup) -> None:
-        """Have a group put into the queue."""
+        """Put a group into the queue, after the time that this takes."""
         pool, put_s = self._world.pools[group.purpose], self._world.scenario.models.storage.put_s
         if put_s:
             self._world.agenda.after(put_s, pool.put, group)
@@ -120,7 +120,7 @@ class SimulatedDriver:
         return group
 
     def _decide(self, group: SimulatedGroup) -> None:
-        """Let the trainer have a finished group, with those that are to be complete with it."""
+        """Pass a finished group on to the trainer, with those that are to be complete with it."""
         assignment, schedule = self.assignment, self.schedule
         assignment.finish(group.serial)
         late = assignment.late(group.serial, alike=schedule.window) if self._completion else None

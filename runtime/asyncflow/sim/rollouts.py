@@ -257,7 +257,7 @@ class SimulatedRollout:
     # Rows
 
     def _claim(self) -> None:
-        """Have the claims out that the instance asks for now."""
+        """Claim what the instance asks for now."""
         for purpose in _PURPOSES:
             if purpose in self._claiming:
                 continue
