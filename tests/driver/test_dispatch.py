@@ -13,7 +13,7 @@ import pytest
 from asyncflow.api.load import load_job
 from asyncflow.data.base import Prompt
 from asyncflow.data.prompter import Prompter, PromptFormat
-from asyncflow.driver.dispatch import Dispatcher, PromptColumns
+from asyncflow.driver.dispatch import Dispatcher, PromptColumns, restore
 from asyncflow.driver.tasks import tasks_of
 from asyncflow.errors import ManifestError
 from asyncflow.flow.admission import InFlight, admission_of
@@ -139,7 +139,7 @@ def test_the_next_driver_gives_the_same_prompts_to_the_same_steps_and_counts_the
     run(dispatcher(whole, LONG))
     puts.groups = whole.groups[:killed_after]
     again = dispatcher(puts, LONG)
-    again.assignment.restore(puts.snapshot())
+    restore(again.assignment, puts.snapshot())
     asyncio.run(again.recall())
     run(again)
     assert puts.steps == whole.steps

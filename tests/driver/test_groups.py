@@ -16,6 +16,7 @@ from asyncflow.algorithms.grpo import Grpo
 from asyncflow.algorithms.ppo import Ppo
 from asyncflow.api.load import load_job
 from asyncflow.driver import groups as module
+from asyncflow.driver.dispatch import restore
 from asyncflow.driver.groups import FILTERED_ZERO_VARIANCE, TOO_FEW_REWARDS, AdvantageTask, GroupPolicy, RewardTally
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.errors import DeadlineExceeded, ManifestError, PeerLost, Refused
@@ -159,7 +160,7 @@ async def test_of_a_group_the_trainer_sees_the_samples_that_have_a_reward(tmp_pa
     assert tally.outcomes() == {"scored": 8, "raised": 4}
     assert (audit.dropped, audit.unfinished, audit.lost, audit.problems) == (5, 7, 0, [])
     assignment = PromptAssignment(prompts_per_step=2, steps=1)
-    assignment.restore(snapshot)
+    restore(assignment, snapshot)
     assert assignment.running == 0
     assert assignment.dispatched == 2, "a group that lost some of its samples still counts, one that lost all does not"
     assert assignment.issue() is None
@@ -288,7 +289,7 @@ async def test_a_driver_that_takes_over_knows_what_was_held_although_samples_of_
         await asyncio.wait([work])
     assert excluded == []
     assignment = PromptAssignment(prompts_per_step=4, steps=1)
-    assignment.restore(snapshot)
+    restore(assignment, snapshot)
     assert assignment.running == 4
     assert not assignment.complete(1)
 

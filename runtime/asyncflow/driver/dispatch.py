@@ -24,15 +24,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncflow.api.graph import ADVANTAGE
 from asyncflow.api.job import RLJobSpec
 from asyncflow.data.prompter import Prompter
 from asyncflow.driver.tasks import TRAIN, outputs_of
 from asyncflow.errors import ManifestError
 from asyncflow.flow.admission import Admission, InFlight, admit
-from asyncflow.flow.assignment import PromptAssignment
+from asyncflow.flow.assignment import LedgerStep, PromptAssignment
 from asyncflow.flow.schedule import Schedule
 from asyncflow.queue.client import QueueClient
-from asyncflow.queue.protocol.messages import Samples
+from asyncflow.queue.protocol.messages import PartitionSnapshot, Samples
 from asyncflow.rpc.columns import Jagged, batches
 from asyncflow.telemetry.spans import NO_SPANS, Spans
 
@@ -265,3 +266,16 @@ class Dispatcher:
                 log.warning("generating %d groups again: their bytes were lost with a storage unit", len(lost))
             for some in batches(lost, PROMPTS_PER_PUT):
                 await self.put([Issued(serial, step, self.prompts.encode(serial)) for serial, step in some])
+
+
+def restore(assignment: PromptAssignment, snapshot: PartitionSnapshot) -> None:
+    """Restore an assignment of prompts from what the ledger of the partition says."""
+    assignment.restore(
+        {
+            step: LedgerStep(state.serials, undecided=state.undone[ADVANTAGE], excluded=state.excluded)
+            for step, state in snapshot.steps.items()
+        },
+        committed=snapshot.last_committed_step,
+        next_serial=snapshot.next_serial,
+        missing=snapshot.missing,
+    )

@@ -27,7 +27,7 @@ from asyncflow.api.graph import graph_of
 from asyncflow.api.job import RLJob
 from asyncflow.api.status import DriverStatus, Phase, StepProgress
 from asyncflow.data.prompter import Prompter
-from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher, PromptColumns
+from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher, PromptColumns, restore
 from asyncflow.driver.elastic import DesiredRollouts
 from asyncflow.driver.ending import Ending
 from asyncflow.driver.evaluation import Evaluation, EvaluationResult, best_of
@@ -418,7 +418,7 @@ class Driver:
         for partition in (TRAIN, EVAL):
             await self.queue.take_over(partition=partition, timeout=CALL_TIMEOUT_S)
         snapshot = await self.queue.snapshot(partition=TRAIN, timeout=CALL_TIMEOUT_S)
-        self.assignment.restore(snapshot)
+        restore(self.assignment, snapshot)
         size = self.job.spec.algorithm.group_size
         self._groups.filtered.update(
             {step: min(state.excluded, state.filtered // size) for step, state in snapshot.steps.items()}

@@ -11,12 +11,17 @@ than ``prompts_per_step`` groups that are neither filtered nor dropped.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from asyncflow.queue.protocol.messages import PartitionSnapshot
+
+class LedgerStep(NamedTuple):
+    """A step as the ledger has it: its prompts; how many of them are not decided; of how many nothing is trained."""
+
+    serials: Sequence[int]
+    undecided: int
+    excluded: int
 
 
 @dataclass(kw_only=True)
@@ -118,18 +123,23 @@ class PromptAssignment:
         self._lowest = min(self._lowest, step)
         return True
 
-    def restore(self, snapshot: PartitionSnapshot) -> None:
-        """Take over what the ledger knows; committed steps are full, serials that were never created come first."""
-        for step in range(1, snapshot.last_committed_step + 1):
+    def restore(
+        self, steps: Mapping[int, LedgerStep], *, committed: int, next_serial: int, missing: Iterable[int]
+    ) -> None:
+        """Take over what the ledger knows: ``missing`` serials, which were never created, come first.
+
+        committed: the last step of those that are full for ever; next_serial: one above the highest created.
+        """
+        for step in range(1, committed + 1):
             self._counted[step] = self.prompts_per_step
-        for step, state in sorted(snapshot.steps.items()):
+        for step, recorded in sorted(steps.items()):
             self._counted[step] = 0
-            for serial in state.serials:
+            for serial in recorded.serials:
                 self.note(serial=serial, step=step)
-            self._counted[step] -= state.excluded
-        self.next_serial = snapshot.next_serial
-        self._missing = sorted(snapshot.missing)
-        self._undecided = Counter({step: state.undone["advantage"] for step, state in snapshot.steps.items()})
+            self._counted[step] -= recorded.excluded
+        self.next_serial = next_serial
+        self._missing = sorted(missing)
+        self._undecided = Counter({step: recorded.undecided for step, recorded in steps.items()})
 
     @property
     def running(self) -> int:
