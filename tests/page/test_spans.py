@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from track_flaws import flaw_of
 
 from asyncflow.timeline.causes import attribute
-from asyncflow.timeline.tracks import KINDS, Kind, Span, Timeline, Track, flaw_of
+from asyncflow.timeline.tracks import KINDS, Kind, Span, Timeline, Track
 from asyncflow.view.page import spans as module
 from asyncflow.view.page.spans import Timelines, attributed, role_shares, shown
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from track_flaws import flaw_of
 
 from asyncflow.errors import AsyncFlowError, ManifestError
 from asyncflow.rollout.lengths import Lengths
@@ -26,7 +27,6 @@ from asyncflow.sim import (
 )
 from asyncflow.sim.run import World
 from asyncflow.timeline.causes import attribute, shares
-from asyncflow.timeline.tracks import flaw_of
 
 from .scenarios import scenario
 

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from track_flaws import flaw_of
 
 from asyncflow.queue.ledger.audit import audit_ledgers
 from asyncflow.telemetry.spans import read_timeline
 from asyncflow.timeline.causes import attribute, shares
-from asyncflow.timeline.tracks import Timeline, flaw_of
+from asyncflow.timeline.tracks import Timeline
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from track_flaws import flaw_of
 
 from asyncflow import clock
 from asyncflow.errors import ManifestError
 from asyncflow.telemetry.span_file import read_recording
 from asyncflow.telemetry.spans import NO_SPANS, Spans, read_timeline
-from asyncflow.timeline.tracks import KINDS, WAITS, flaw_of
+from asyncflow.timeline.tracks import KINDS, WAITS
 
 _RING = 4096
 _RECORD = 40

@@ -5,9 +5,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from track_flaws import flaw_of
 
 from asyncflow.timeline.causes import attribute, shares
-from asyncflow.timeline.tracks import KINDS, WAITS, Span, Timeline, Track, flaw_of
+from asyncflow.timeline.tracks import KINDS, WAITS, Span, Timeline, Track
 
 
 def lane(name: str, *spans: tuple[object, ...], attempt: int = 0, beside: tuple[tuple[object, ...], ...] = ()) -> Track:

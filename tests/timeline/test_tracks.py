@@ -1,6 +1,8 @@
 """Tracks of spans, and what their invariant is."""
 
-from asyncflow.timeline.tracks import CAUSES, KINDS, Span, Track, flaw_of
+from track_flaws import flaw_of
+
+from asyncflow.timeline.tracks import CAUSES, KINDS, Span, Track
 
 
 def track(*spans: tuple[str, float, float]) -> Track:

@@ -11,7 +11,6 @@ seconds of one clock (of a simulation: virtual seconds from 0).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Final, Literal
 
 import msgspec
@@ -156,14 +155,3 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     marks: Sequence[Mark] = ()
     begin: float
     end: float
-
-
-def flaw_of(track: Track) -> str:
-    """Return what breaks the invariant of a track, "" for nothing: the main spans are in order and leave no gap."""
-    for span in track.main:
-        if span.end < span.begin:
-            return f"{span.kind} of {track.name} ends before it begins"
-    for before, after in pairwise(track.main):
-        if after.begin != before.end:
-            return f"{after.kind} of {track.name} begins {after.begin - before.end:+.6f} s after {before.kind} ends"
-    return "" if track.main else f"{track.name} has no span"
