@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[2]
 OURS = "/apis/asyncflow.dev/v1alpha1"
 ON_DEVICES = {"accelerator": {"profile": "nvidia", "count": 1}}
 """Rewards in a role with devices, which this version does not do."""
+LOOKS = 4
+"""Looks of the operator at a job, one after another, between which nothing is written."""
 WHOLE = {"driver": 1, "controller": 1, "storage": 2, "trainer": 1, "rollout": 2}
 """Pods of the quickstart."""
 Start = Callable[..., OperatorProcess]
@@ -143,11 +145,10 @@ def test_a_job_that_does_not_change_costs_no_write_however_often_it_is_looked_at
         world.until(lambda: _censuses(operator) > seen, "a census")
         return _writes(operator)
 
-    writes = [_writes(operator), writes_after_a_look()]
-    while writes[-1] != writes[-2] and len(writes) < 5:  # what its pods did last may be heard late
+    writes = [_writes(operator)]
+    while len(set(writes[-LOOKS:])) > 1 or len(writes) < LOOKS:  # what its pods did last may be heard late
         writes.append(writes_after_a_look())
-    assert writes_after_a_look() == writes[-1] == writes[-2], writes
-    assert writes[-1] - writes[0] <= 2
+        assert writes[-1] - writes[0] <= 2, writes
 
 
 def _censuses(operator: OperatorProcess) -> float:

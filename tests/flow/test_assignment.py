@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.flow.assignment import PromptAssignment
-from asyncflow.queue.protocol.messages import PartitionSnapshot, StepState
+from asyncflow.flow.assignment import LedgerStep, PromptAssignment
 
 
 def issue_all(assignment: PromptAssignment) -> list[tuple[int, int]]:
@@ -56,19 +55,10 @@ def test_a_restarted_book_goes_on_where_the_old_one_stopped(per_step: int, steps
     assert again.dispatched == per_step * steps
 
 
-def told(serials: list[int], *, generated: int, decided: int, filtered: int = 0) -> StepState:
-    """A step of groups of two, of which so many were generated, given an advantage, or filtered."""
-    done = {"rollout": 2 * generated, "advantage": 2 * decided}
-    undone = {task: len(serials) - filtered - count // 2 for task, count in done.items()}
-    rest = {"bound": 0, "trained": 0, "dropped": 0, "excluded": filtered, "staged": False}
-    return StepState(groups=4, group_size=2, serials=serials, done=done, undone=undone, filtered=2 * filtered, **rest)
-
-
 def test_prompts_in_flight_are_those_that_nothing_was_decided_about_and_a_restart_forgets_none() -> None:
-    steps = {1: told([0, 1, 2, 3], generated=3, decided=1, filtered=1), 2: told([5, 6], generated=1, decided=0)}
-    nothing = {"attempt": 0, "last_committed_step": 0, "last_staged_step": 0, "wanted": 0, "closed": None}
+    recorded = {1: LedgerStep([0, 1, 2, 3], undecided=2, excluded=1), 2: LedgerStep([5, 6], undecided=2, excluded=0)}
     assignment = PromptAssignment(prompts_per_step=4, steps=2)
-    assignment.restore(PartitionSnapshot(next_serial=7, missing=[4], steps=steps, **nothing))
+    assignment.restore(recorded, committed=0, next_serial=7, missing=[4])
     assert assignment.running == 4
     for serial in (2, 3, 5, 5):
         assignment.finish(serial)

@@ -141,7 +141,7 @@ def test_charts_are_chosen_and_read_by_keyboard(address: str, visit: Visit) -> N
     at.until("() => [...document.querySelectorAll('.chart text')].some((text) => text.textContent === '1 min')")
     table = at.page.locator("#figures")
     table.locator("summary").click()
-    assert table.locator("tbody tr").count() == STEPS
+    at.until(f"() => document.querySelectorAll('#figures tbody tr').length === {STEPS}")
 
 
 def test_a_part_of_the_timeline_is_shown_in_detail(address: str, visit: Visit) -> None:
@@ -224,6 +224,8 @@ def test_a_live_job_is_followed_beyond_its_driver_and_to_its_end(tmp_path: Path,
             at.until("() => window.changes.some(({ text }) => text === 'the driver does not answer')")
             open_to_all.until("() => document.querySelector('#link').textContent === 'live'")
             open_to_all.page.close()
+            steps = len((folder / "metrics.jsonl").read_text().splitlines())
+            wait_for_step(folder, steps + 1, job)
             token = (folder / "run" / "token").read_text().strip()
             assert direct(folder, "/v1/suspend", headers=bearer(token)) == 202
             job.communicate(timeout=120)
