@@ -44,7 +44,7 @@ def test_a_drain_between_turns_loses_nothing(tmp_path: Path) -> None:
     steps, samples = 4, 16
     folder = tmp_path / "drained"
     spec = {"algorithm": {"name": "grpo", "groupSize": 4, "promptsPerStep": 4, "steps": steps, "learningRate": 0.001}}
-    busy = ("reward.workers={min: 1, max: 1}", "rollout.engine.slots=4")  # a step waits for its turns, both rollouts work
+    busy = ("reward.workers={min: 1, max: 1}", "rollout.engine.slots=4")  # so that both rollouts always work
     engine = "rollout.engine.options={tokens: 4, sigma: 0.3, token_s: 0.002}"
     run = begun(folder, "counting.yaml", engine, "sampling.maxTokens=40", *busy, spec=spec)
     for step, rollout in ((1, 0), (2, 1)):
