@@ -10,16 +10,20 @@ import random
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from asyncflow.api.job import RLJob
+from asyncflow.api.names import RoleName
 from asyncflow.api.weights import JobWeightsSpec, WeightsSpec
 from asyncflow_operator.cluster.kinds import CUSTOM_KINDS, POD, QUEUE, RLJOB
 from asyncflow_operator.cluster.owners import CustomResource
 from asyncflow_operator.cluster.store import Entry, ObjectGroup, ObjectStore
 from asyncflow_operator.decide.naming import NamedSync, weights_for
 from asyncflow_operator.decide.progress import FINISHED
+from asyncflow_operator.desired.blueprint import requested_by_job, requested_by_queue, requested_by_sync
 from asyncflow_operator.desired.gang import refers_to
+from asyncflow_operator.desired.objects import digest
 from asyncflow_operator.drivers import LEADERS
 from asyncflow_operator.observed import (
     Denial,
@@ -162,6 +166,8 @@ class Observer:
         queues = {entry.uid: entry.view for entry in entries if entry.kind == QUEUE.name and entry.owner == owner.uid}
         pods, objects = _members(entries, {owner.uid} | queues.keys())
         job, problem, problem_reason = self._with_weights(resource)
+        if job is not None:
+            pods = _compared(pods, partial(requested_by_job, job))
         return JobState(
             owner=owner,
             job=job,
@@ -188,6 +194,10 @@ class Observer:
             owner.namespace, *(resource.controller if resource.controller[0] in _CUSTOM else (owner.kind, owner.name))
         )
         pods, objects = _members(self._store.of(group), {owner.uid})
+        if job is not None and job.job is not None:
+            pods = _compared(pods, partial(requested_by_job, job.job))
+        elif job is None and resource.model is not None:
+            pods = _compared(pods, lambda _: requested_by_queue(resource.model))
         return TransferQueueState(
             owner=owner,
             queue=resource.model,
@@ -207,6 +217,8 @@ class Observer:
         if resource.controller[0] != RLJOB.name and resource.model is not None:
             job = self._served(resource)
         pods, objects = _members(self._store.of(ObjectGroup(owner.namespace, owner.kind, owner.name)), {owner.uid})
+        if resource.model is not None and resource.model.spec.publishes is not None:
+            pods = _compared(pods, lambda _: requested_by_sync(resource.model))
         return SyncState(
             owner=owner,
             sync=resource.model,
@@ -314,6 +326,21 @@ def _of_leader(probe: DriverProbe, pods: Collection[PodView]) -> DriverProbe:
     """Return the answer of the driver, or publisher, that there is now; that of an earlier one holds no more."""
     others = [pod.uid for pod in pods if pod.role in LEADERS and pod.uid != probe.pod]
     return DriverProbe() if probe.pod and others else probe
+
+
+def _compared(pods: tuple[PodView, ...], requested: Callable[[RoleName], Mapping[str, object]]) -> tuple[PodView, ...]:
+    """Return the pods, of which those are ``outdated`` that have not begun and that the spec would shape otherwise now.
+
+    requested: returns what shapes a pod of a role.
+    """
+    wanted = {role: digest(requested(role)) for role in {pod.role for pod in pods if _is_unbegun(pod)}}
+    return tuple(
+        replace(pod, outdated=True) if _is_unbegun(pod) and wanted[pod.role] != pod.digest else pod for pod in pods
+    )
+
+
+def _is_unbegun(pod: PodView) -> bool:
+    return bool(pod.digest) and pod.phase == "Pending" and pod.started is None and not pod.deleting
 
 
 def _members(entries: Collection[Entry[Any]], owners: set[str]) -> tuple[tuple[PodView, ...], dict[Ref, ObjectView]]:

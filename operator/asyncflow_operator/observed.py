@@ -59,7 +59,8 @@ class Owner:
 class PodView:
     """One pod that the operator made.
 
-    digest: of the pod as it was applied; phase: that of its main container once it has ended, whatever else runs beside
+    digest: of what shaped the pod as it was made; outdated: whether it has not begun, and the spec in force would shape
+    it in another way; phase: that of its main container once it has ended, whatever else runs beside
     it;
     leftover: whether something does; scheduled: whether it has a node; unschedulable: the scheduler's words;
     gates, finalizers: what keeps it from being scheduled, and from going;
@@ -77,6 +78,7 @@ class PodView:
     index: int
     attempt: int
     digest: str = ""
+    outdated: bool = False
     phase: PodPhase = "Pending"
     ready: bool = False
     deleting: bool = False

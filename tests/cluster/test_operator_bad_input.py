@@ -11,7 +11,6 @@ from one_job import OneJob
 from scripted_driver import ScriptedDrivers
 from world import OURS
 
-from kube import nodes
 from kube.plane import ControlPlane, KubectlError
 from operator_process import OperatorProcess
 
@@ -164,16 +163,12 @@ def test_each_runs_once_it_is_mended(
         jobs[name].edit(template={"podSpec": None})
     for name in ("unpulled", "secretless"):
         jobs[name].edit(template={"annotations": None})
-        jobs[name].annotate("driver-0", hold=None)
     make_claim(kwok_plane, "no-such-claim")
-    larger = nodes.fake_node("larger", 0, resource="", count=0, labels={})
-    for field in ("capacity", "allocatable"):
-        larger["status"][field]["cpu"] = "700"
-    kwok_plane.api.create(nodes.NODES, larger)
+    jobs["greedy"].edit(trainer={"resources": None})
     for job in jobs.values():
         others = {"reward": 1} if job.name == "planned" else {}
         whole = functools.partial(job.is_whole, **others)
-        job.until(whole, f"{job.name} to be whole, not {dict(job.crew())}: {job.condition('WhyPending')}")
+        job.until(whole, f"{job.name} to be whole")
         job.until_phase("Running")
         job.until_says("WhyPending", "NothingPending")
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from asyncflow.api.document import parse
 from asyncflow_operator.cluster.kinds import BY_NAME
-from kube.plane import ControlPlane
+from kube.plane import ControlPlane, PlaneError
 from kube.rest import Refused
 
 ROOT = Path(__file__).parents[2]
@@ -117,7 +117,12 @@ class World:
                     raise
                 return False
 
-        self.plane.wait_until(holds, what, timeout_s=timeout_s)
+        try:
+            self.plane.wait_until(holds, what, timeout_s=timeout_s)
+        except PlaneError as late:
+            pods = {name: pod["status"].get("phase") for name, pod in self.pods().items()}
+            late.add_note(f"the pods are {pods}, and the job says {self.condition('WhyPending')}")
+            raise
 
     def until_whole(self, **others: int) -> None:
         self.until(lambda: self.is_whole(**others), f"the pods {WHOLE | others}")

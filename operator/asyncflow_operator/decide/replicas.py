@@ -11,7 +11,8 @@ not trained, and the pod is made. Where none of a begun attempt is there, and no
 now, it cannot be known whether one has run: that attempt is over, too.
 
 Invariants: at most one pod has the name of a replica; no pod that runs is deleted but one whose replica is not wanted
-any more; none loses its grace period but one on a node that does not answer. Of one attempt no rank is made again once
+any more; one that has not begun is deleted where the spec would shape it otherwise now, so that a spec that is mended
+is enough; none loses its grace period but one on a node that does not answer. Of one attempt no rank is made again once
 the gang could have trained; of two attempts no pods are there at the same time but those that are being deleted.
 """
 
@@ -30,6 +31,7 @@ from asyncflow_operator.decide.times import Alarm
 from asyncflow_operator.observed import PodView, Ref
 
 ENDED: Final = "it has ended, and is made again under its name"
+OUTDATED: Final = "it has not begun, and is made again by the spec as it is now"
 OVERDUE_S: Final = 30.0
 """Seconds beyond its grace period after which a pod that is still there is on a node that does not answer."""
 
@@ -63,6 +65,12 @@ def removed(pods: Iterable[PodView], alarm: Alarm, *, why: str) -> tuple[Delete,
     return tuple(Delete(ref=Ref("Pod", pod.name), uid=pod.uid, grace_s=grace_s, why=why) for pod, grace_s in wanted)
 
 
+def replaced(role: Role, pods: Collection[PodView], record: RoleRecord, alarm: Alarm) -> tuple[Delete, ...]:
+    """Return the deletions of those of ``pods`` that are made again: past their backoff, or by a spec that changed."""
+    over = (pod for pod in pods if may_be_replaced(role.restart, record, pod, alarm))
+    return removed(over, alarm, why=ENDED) + removed((pod for pod in pods if pod.outdated), alarm, why=OUTDATED)
+
+
 def _held_by_node(pod: PodView, alarm: Alarm) -> bool:
     """Return whether a pod that was deleted stays because its node does not answer."""
     if pod.forced or pod.ends_by is None:
@@ -83,7 +91,7 @@ def plan_replicas(
     free = [index for index in range(role.replicas) if index not in taken] if may_make else []
     return ReplicaMoves(
         make=tuple(PodReplica(role.name, index, record.attempt) for index in free),
-        remove=removed((pod for pod in within if may_be_replaced(role.restart, record, pod, alarm)), alarm, why=ENDED)
+        remove=replaced(role, within, record, alarm)
         + removed(beyond[-1:], alarm, why=f"{role.replicas} of {role.name} are wanted, and it is beyond them"),
     )
 
@@ -138,10 +146,14 @@ def plan_gang(
 
 
 def _lost(role: Role, pods: Collection[PodView], record: RoleRecord, *, never_made: bool) -> str:
-    """Return which rank is missing though the attempt could have trained, or is there and not wanted; "" for none."""
+    """Return which rank ends the attempt: one that is missing though it could have trained, that is not wanted, or that
+    has not begun and is outdated; "" for none.
+    """
     there = {pod.index for pod in pods if pod.attempt == record.attempt}
     if beyond := [index for index in there if index >= role.replicas]:
         return f"{role.name} rank {max(beyond)} is beyond the {role.replicas} wanted"
+    if outdated := [pod.index for pod in pods if pod.attempt == record.attempt and pod.outdated]:
+        return f"{role.name} rank {min(outdated)} has not begun, and the spec has changed"
     missing = [index for index in range(role.replicas) if index not in there]
     if missing and (record.whole or (record.begun and not there and not never_made)):
         return f"{role.name} rank {missing[0]} is gone"

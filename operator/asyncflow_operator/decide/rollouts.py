@@ -22,8 +22,8 @@ from asyncflow.api.records import RoleRecord
 from asyncflow.api.status import DrainingRollout, JobStatus, RolloutState
 from asyncflow.plan.roles import Role
 from asyncflow_operator.actions import DriverOrder
-from asyncflow_operator.decide.failure import end_of, may_be_replaced
-from asyncflow_operator.decide.replicas import ENDED, PodReplica, ReplicaMoves, removed
+from asyncflow_operator.decide.failure import end_of
+from asyncflow_operator.decide.replicas import PodReplica, ReplicaMoves, removed, replaced
 from asyncflow_operator.decide.times import Alarm, from_rfc3339, to_rfc3339
 from asyncflow_operator.observed import DriverProbe, JobState, PodView
 
@@ -150,7 +150,7 @@ def plan_rollouts(
     staying = [pod for pod in holders if pod.uid not in since]
     moves = ReplicaMoves(
         make=_new_replicas(role, pods, record, count=target - len(staying)) if may_make else (),
-        remove=removed((pod for pod in staying if may_be_replaced(role.restart, record, pod, alarm)), alarm, why=ENDED),
+        remove=replaced(role, staying, record, alarm),
     )
     for pod in pods:
         if pod.uid in since:

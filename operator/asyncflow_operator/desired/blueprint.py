@@ -222,7 +222,7 @@ def publisher_blueprint(sync: WeightSync, *, family: Family, secrets: OwnerSecre
         secrets=secrets,
         role=role,
         templates=(stated.template,),
-        requested=_without_defaults(template=stated.template, resources=stated.resources, model=sync.spec.publishes),
+        requested=requested_by_sync(sync),
         image=image_of(role, templates=(stated.template,), pinned={}, registry=registry),
         leader=leader_address(family, PUBLISHER),
         leads=True,
@@ -251,7 +251,10 @@ def _before(role: Role, roles: Sequence[Role]) -> int:
 
 
 def requested_by_job(job: RLJob, name: RoleName) -> dict[str, object]:
-    """Return what shapes a pod of the role, without what its processes read from the manifest and their number."""
+    """Return what shapes a pod of the role, without what its processes read from the manifest and their number.
+
+    Of a role that the job does not have, only what shapes all pods.
+    """
     spec = job.spec
     of_role: dict[str, dict[str, object]] = {
         "driver": {
@@ -283,7 +286,7 @@ def requested_by_job(job: RLJob, name: RoleName) -> dict[str, object]:
         of_role[CRITIC] |= {"checkpoints": spec.storage.checkpoints.claim}
     for role in judges(spec):
         of_role[role]["rewards"] = spec.reward.resources
-    return _without_defaults(template=spec.template, scheduling=spec.scheduling, **of_role[name])
+    return _without_defaults(template=spec.template, scheduling=spec.scheduling, **of_role.get(name, {}))
 
 
 def requested_by_queue(queue: TransferQueue) -> dict[str, object]:
@@ -293,6 +296,12 @@ def requested_by_queue(queue: TransferQueue) -> dict[str, object]:
     return _without_defaults(
         template=spec.template, resources=spec.resources, bytes=held, ledger=ledger, store=spec.store
     )
+
+
+def requested_by_sync(sync: WeightSync) -> dict[str, object]:
+    """Return what shapes the pod of a publisher."""
+    stated = sync.spec.publisher or PublisherSpec()
+    return _without_defaults(template=stated.template, resources=stated.resources, model=sync.spec.publishes)
 
 
 def _without_defaults(**requested: object) -> dict[str, object]:

@@ -7,6 +7,7 @@ import pytest
 from kubernetes.aio.client.configuration import Configuration
 
 from asyncflow.api.document import parse
+from asyncflow.api.names import DIGEST
 from asyncflow.api.status import DriverStatus
 from asyncflow_operator.actions import Apply, Delete, Plan
 from asyncflow_operator.cluster.apply import Failures, PlanExecutor
@@ -14,6 +15,8 @@ from asyncflow_operator.cluster.client import Api
 from asyncflow_operator.cluster.events import Recorder
 from asyncflow_operator.cluster.store import ObjectStore
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
+from asyncflow_operator.desired.blueprint import requested_by_job
+from asyncflow_operator.desired.objects import digest
 from asyncflow_operator.observe import ENDING_S, Observer, RefusalRecord
 from asyncflow_operator.observed import Denial, DriverProbe, Owner, Ref
 from asyncflow_operator.reconcile import CachedDesired, Reconciler
@@ -55,10 +58,13 @@ class World:
         self.decided.append(state)
         return self.plan
 
-    def put(self, kind: str, name: str, *, uid: str, version: int, owner: Any = None, **more: Any) -> None:
-        meta = {"name": name, "namespace": "ns", "uid": uid, "resourceVersion": str(version), "generation": 1}
-        meta |= {"labels": {"asyncflow.dev/job": "quickstart"}, "ownerReferences": [owner] if owner else []}
-        raw = {"apiVersion": "asyncflow.dev/v1alpha1", "kind": kind, "metadata": meta} | more
+    def put(
+        self, kind: str, name: str, *, uid: str, version: int, owner: Any = None, meta: Any = None, **more: Any
+    ) -> None:
+        usual: dict[str, Any] = {"name": name, "namespace": "ns", "uid": uid, "resourceVersion": str(version)}
+        usual |= {"labels": {"asyncflow.dev/job": "quickstart"}, "ownerReferences": [owner] if owner else []}
+        metadata = usual | {"generation": 1} | (meta or {})
+        raw = {"apiVersion": "asyncflow.dev/v1alpha1", "kind": kind, "metadata": metadata} | more
         self.store.put(kind, raw)
 
     def put_job(self, *, uid: str = "uj", version: int = 1) -> None:
@@ -134,6 +140,35 @@ def test_a_job_sees_its_pods_its_queues_pods_and_its_other_objects(world: World)
     assert [pod.name for pod in queue_state.pods] == ["quickstart-storage-0"]
     assert queue_state.job is not None
     assert not queue_state.owner.deleting
+
+
+def test_a_pod_that_has_not_begun_is_outdated_once_the_spec_would_shape_it_otherwise(world: World) -> None:
+    world.put_job()
+    queue = {"kind": "TransferQueue", "name": "quickstart", "uid": "uq", "controller": True}
+    world.put("TransferQueue", "quickstart", uid="uq", version=2, owner=CHILD, spec={"storageUnits": 2})
+    before = world.observer.resource(JOB)
+    assert before is not None
+    for role, owner, phase in (
+        ("driver", CHILD, "Pending"),
+        ("storage", queue, "Pending"),
+        ("rollout", CHILD, "Running"),
+    ):
+        made_from = {DIGEST: digest(requested_by_job(before.model, role))}
+        labels = {"asyncflow.dev/job": "quickstart", "asyncflow.dev/role": role}
+        pod = {"owner": owner, "meta": {"labels": labels, "annotations": made_from}, "status": {"phase": phase}}
+        world.put("Pod", f"quickstart-{role}-0", uid=role, version=3, **pod)
+
+    def outdated() -> list[set[str]]:
+        job, own = (world.observer.resource(key) for key in (JOB, Key("TransferQueue", "ns", "quickstart")))
+        assert job is not None
+        assert own is not None
+        states = (world.observer.job(job), world.observer.queue(own))
+        return [{pod.name for pod in state.pods if pod.outdated} for state in states]
+
+    assert outdated() == [set(), set()]
+    spec = before.model.model_dump(mode="json", by_alias=True)["spec"] | {"template": {"annotations": {"a": "mended"}}}
+    world.put("RLJob", "quickstart", uid="uj", version=5, spec=spec, meta={"generation": 2})
+    assert outdated() == [{"quickstart-driver-0", "quickstart-storage-0"}, {"quickstart-storage-0"}]
 
 
 def test_objects_of_an_earlier_job_of_the_name_are_seen_as_ending(world: World) -> None:

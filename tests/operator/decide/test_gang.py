@@ -63,6 +63,15 @@ def test_whether_a_begun_attempt_ran_is_not_guessed():
     assert made(plan_replicas([], BEGUN, never_made=True)[1]) == [(0, 2), (1, 2), (2, 2)]
 
 
+def test_a_rank_that_has_not_begun_and_is_outdated_ends_the_attempt():
+    waits = ranks(1, phase="Pending", ready=False, started=None, outdated=True)
+    for before in (BEGUN, WHOLE):
+        record, moves, notes = plan_replicas([*ranks(0, 2), *waits], before)
+        assert (record.attempt, record.begun) == (3, False)
+        assert len(moves.remove) == 3
+        assert "the spec has changed" in notes[0].message
+
+
 def test_it_is_whole_once_all_have_been_seen():
     assert plan_replicas(ranks(0, 1, 2), BEGUN)[0] == WHOLE
     assert plan_replicas(ranks(0, 1, 2), WHOLE) == (WHOLE, plan_replicas(ranks(0, 1, 2), WHOLE)[1], ())

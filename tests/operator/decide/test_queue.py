@@ -106,6 +106,14 @@ def test_a_lost_unit_is_replaced_alone_after_its_backoff():
     assert again.stages[-1][0].manifest["metadata"]["labels"]["asyncflow.dev/attempt"] == "1"
 
 
+def test_a_unit_that_has_not_begun_is_made_again_by_a_spec_that_changed():
+    state = alone(pod_view("controller"), pod_view("storage", 0), pending("storage", 1, outdated=True))
+    assert removed(decide(state)) == ["demo-storage-1"]
+    again = decide(replace(state, pods=state.pods[:2]))
+    assert made(again) == ["demo-storage-1"]
+    assert again.stages[-1][0].manifest["metadata"]["labels"]["asyncflow.dev/attempt"] == "0"
+
+
 def test_a_budget_that_is_used_up_degrades_it_until_the_window_is_over():
     state = alone(pod_view("controller"), pod_view("storage", 0), dead("storage", 1))
     record = {"storage": {"restarts": 10, "windowStart": "2027-01-15T08:00:00Z", "attempt": 3}}

@@ -115,6 +115,15 @@ def test_an_ended_overdue_or_unknown_rollout_is_deleted():
     )
 
 
+def test_a_rollout_that_has_not_begun_is_made_again_by_a_spec_that_changed():
+    pods = [pod_view("rollout", 0), pending("rollout", 1, outdated=True), pending("rollout", 2)]
+    rollouts = plan_replicas(pods, target=3)
+    assert [delete.ref.name for delete in rollouts.moves.remove] == ["demo-rollout-1"]
+    assert rollouts.moves.make == ()
+    assert [each.index for each in plan_replicas([pods[0], pods[2]], target=3).moves.make] == [1]
+    assert plan_replicas([pods[0], replace(pods[1], deleting=True)], target=2).moves == ReplicaMoves()
+
+
 def test_a_draining_rollout_does_not_count_and_keeps_its_name():
     old = pod_view("rollout", 0)
     rollouts = plan_replicas(
