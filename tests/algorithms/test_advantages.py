@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.algorithms.advantages import AdvantageName, group_advantages, zero_variance
+from asyncflow.algorithms.advantages import AdvantageName, group_advantages, turn_advantages, zero_variance
 from asyncflow.errors import AsyncFlowError, ManifestError
 
 NAMES: tuple[AdvantageName, ...] = ("grpo", "dr-grpo", "rloo")
@@ -35,6 +35,27 @@ def test_advantages_sum_to_zero_and_keep_the_order(group: np.ndarray, name: Adva
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_rewards_teach_exactly_nothing(name: AdvantageName) -> None:
     assert (group_advantages(np.full(3, 0.1), name=name) == 0).all()
+
+
+def by_turn(*turns: list[float], name: AdvantageName = "dr-grpo") -> list[list[float]]:
+    rewards = [np.array(each) for each in turns]
+    return [
+        each.tolist() for each in turn_advantages(rewards, compare=lambda earned: group_advantages(earned, name=name))
+    ]
+
+
+def test_a_turn_is_compared_by_what_it_and_later_turns_were_given() -> None:
+    assert by_turn([1, 0], [0, 2]) == [[-0.5, -1], [0.5, 1]]
+    assert by_turn([1, 0, 4], [0, 2], [2]) == [[2, 1, 0], [-1, -1], [-1]], "a third turn that no other sample has"
+
+
+@given(rewards, st.integers(1, 4), st.sampled_from(NAMES))
+def test_where_only_last_turns_are_rewarded_each_turn_has_the_advantage_of_its_sample(
+    group: np.ndarray, turns: int, name: AdvantageName
+) -> None:
+    padded = [[0.0] * (turns - 1) + [float(reward)] for reward in group]
+    expected = group_advantages(group, name=name).tolist()
+    assert by_turn(*padded, name=name) == [[advantage] * turns for advantage in expected]
 
 
 def test_what_cannot_be_compared_is_refused() -> None:

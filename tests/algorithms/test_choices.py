@@ -19,6 +19,7 @@ from asyncflow.errors import ManifestError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PERIODIC = "schedule={mode: periodic}"
+BY_TURN = "algorithm.credit=turn"
 
 
 def group_of(*rewards: float, lengths: tuple[int, ...] = (), cut: tuple[int, ...] = (), serial: int = 0) -> Group:
@@ -52,6 +53,10 @@ def group_of(*rewards: float, lengths: tuple[int, ...] = (), cut: tuple[int, ...
         ("ppo", ["algorithm.options={whiten: true}", PERIODIC], "need all samples of a step"),
         ("ppo", ["algorithm.options={lam: 2}"], "lam"),
         ("quickstart", ["critic={learningRate: 1e-4}"], "grpo has no critic"),
+        ("quickstart", [BY_TURN], "without an environment a sample has one turn"),
+        ("tools", [BY_TURN, "algorithm.name=reinforce-plus-plus"], "of the rewards of whole samples"),
+        ("tools", [BY_TURN, "algorithm.kl={coefficient: 0.1, place: reward}"], "of the rewards of whole samples"),
+        ("tools", [BY_TURN, "reward.shuffle=true"], "permuted by the sample"),
         (
             "quickstart",
             ["algorithm.name=reinforce-plus-plus", "algorithm.groupSize=1", "algorithm.filterZeroVariance=drop"],

@@ -105,6 +105,21 @@ def test_of_an_algorithm_with_a_critic_groups_are_filtered_and_the_trainer_is_to
     assert filtering.alike(group_of(1)) is None
 
 
+def test_each_turn_has_an_advantage_where_credit_goes_by_turns() -> None:
+    algorithm = Grpo(estimator="dr-grpo", by_turn=True)
+    turns = [np.array([1.0, 0.0]), np.array([0.0, 1.0])]
+    group = group_of(1, 1)._replace(turns=turns)
+    decided = policy(algorithm=algorithm, drop_zero_variance=True).decide(group)
+    assert decided.reason is None, "its samples are worth the same, but not their turns"
+    assert [each.tolist() for each in decided.turns] == [[0, -0.5], [0, 0.5]]
+    assert decided.advantages.tolist() == [-0.25, 0.25]
+    alike = group._replace(turns=[turns[0], turns[0]])
+    assert policy(algorithm=algorithm, drop_zero_variance=True).decide(alike).reason == FILTERED_ZERO_VARIANCE
+    dapo = Dapo(DapoOptions(overlong_buffer=4), longest=8, estimator="dr-grpo", by_turn=True)
+    punished = policy(algorithm=dapo).decide(group._replace(lengths=np.array([8, 1])))
+    assert [each.tolist() for each in punished.turns] == [[-0.5, -1], [0.5, 1]], "the penalty is for the last turn"
+
+
 def test_advantages_are_the_estimators() -> None:
     decided = policy(algorithm=Grpo(estimator="dr-grpo")).decide(group_of(0, 1))
     assert decided.advantages.tolist() == pytest.approx([-0.5, 0.5])

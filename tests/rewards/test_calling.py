@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncflow.data.base import Message
 from asyncflow.errors import ManifestError
 from asyncflow.rewards.calling import RewardFunction
 from asyncflow.rewards.functions import boxed
@@ -47,6 +48,25 @@ async def of_group(responses, lengths, prompt, answer, meta, config):
     return []
 
 
+def test_a_function_may_reward_the_turns_of_a_transcript() -> None:
+    said = [Message("assistant", "calc(2)"), Message("environment", "2"), Message("assistant", "so 2")]
+    example = Example(prompt="p", response="so 2", transcript=said)
+
+    def by_turn(*, transcript: list[dict[str, str]]) -> Any:
+        turns = [float("calc" in turn["content"]) for turn in transcript if turn["role"] == "assistant"]
+        return {"turns": [*turns[:-1], 0.5], "details": {"of": len(turns)}}
+
+    (found,) = scores(by_turn, [example])
+    assert (found.value, found.turns, json.loads(found.details)) == (1.5, [1.0, 0.5], {"of": 2})
+    (found, _) = scores(lambda *, transcripts, prompts: [{"turns": [len(each)]} for each in transcripts], [example] * 2)
+    assert found.turns == [3.0]
+
+
+@pytest.mark.parametrize("turns", [[], [1.0, None], "12", 1.0, [float("nan")], [True, "x"]])
+def test_rewards_of_turns_that_are_none_are_refused(turns: object) -> None:
+    assert score({"turns": turns}).failure == "invalid"
+
+
 @pytest.mark.parametrize(("function", "takes"), [(of_sample, "sample"), (of_batch, "batch"), (of_group, "group")])
 def test_plural_parameters_are_lists_and_the_others_are_of_the_one_prompt(function: Any, takes: str) -> None:
     found = read(function, {"a": 1})
@@ -61,7 +81,8 @@ def test_plural_parameters_are_lists_and_the_others_are_of_the_one_prompt(functi
 
 def test_a_function_has_the_parameters_that_it_needs_and_may_have_others_with_a_default() -> None:
     assert read(lambda *, response, answer, scale=2.0: 0.0).names == {"response", "answer"}
-    assert read(lambda **everything: 0.0).names == {"response", "prompt", "answer", "meta", "length", "config"}
+    every = {"response", "prompt", "answer", "meta", "length", "transcript", "config"}
+    assert read(lambda **everything: 0.0).names == every
     assert read(LengthPenalty, {"target": 1}).names == {"length"}
 
 

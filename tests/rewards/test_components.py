@@ -9,6 +9,7 @@ import pytest
 from scoring_one import one
 
 from asyncflow.api.rewards import RewardSpec
+from asyncflow.data.base import Message
 from asyncflow.errors import ManifestError
 from asyncflow.rewards.components import WeightedRewards
 from asyncflow.rewards.wire import MOST_DETAILS, Example, RewardResult
@@ -24,6 +25,10 @@ FUNCTIONS = """
             return [float("nan")] * len(responses)
         longest = max(map(len, responses))
         return [{"reward": len(each) / longest, "details": {"of": len(responses), **config}} for each in responses]
+
+    def by_turn(*, transcript, answer):
+        turns = [turn["content"] for turn in transcript if turn["role"] == "assistant"]
+        return {"turns": [0.25] * (len(turns) - (answer == "miscounted"))}
 """
 COMPONENTS = [
     {"name": "right", "function": "mine:right", "weight": 2.0, "extractor": "last_number"},
@@ -60,6 +65,24 @@ async def test_components_are_summed_by_their_weights_and_kept(workdir: Path) ->
     assert wrong.components == {"right": 0.0, "share": 1 / 7, "length": 0.0}
     assert wrong.value == pytest.approx(0.5 / 7)
     assert json.loads(right.details) == {"right": {"said": "7"}, "share": {"of": 2, "unit": "characters"}}
+
+
+async def test_rewards_of_turns_are_summed_and_what_is_for_the_sample_goes_to_the_last(workdir: Path) -> None:
+    components = [{"name": "by-turn", "function": "mine:by_turn", "weight": 2.0}, COMPONENTS[2]]
+    rewards = WeightedRewards.of(spec(components=components), workdir=workdir)
+    said = [Message("assistant", "a"), Message("environment", "b"), Message("assistant", "c")]
+    examples = [
+        Example(prompt="p", response="c", answer=answer, length=6, transcript=said) for answer in ("7", "miscounted")
+    ]
+    try:
+        await rewards.start()
+        right, wrong = await rewards.score(examples)
+    finally:
+        await rewards.close()
+    assert (right.value, right.turns) == (0.0, [0.5, -0.5])
+    assert right.tags["turn_rewards"] == "[0.5,-0.5]"
+    assert (wrong.failure, wrong.turns) == ("invalid", [])
+    assert "rewards of 1 turns; there are 2" in wrong.detail
 
 
 async def test_a_component_without_a_value_leaves_the_sample_without_a_reward(workdir: Path) -> None:

@@ -20,6 +20,10 @@ def answer(*, transcript, prompt, answer, meta, config):
     time.sleep(config["seconds"])
     return f"\\n{len(transcript)}\\n"
 """
+JUDGE = """def steps(*, transcript):
+    said = [turn["content"] for turn in transcript if turn["role"] == "assistant"]
+    return {"turns": [float(len(text)) for text in said]}
+"""
 LEFT = re.compile(r"leaving; (\d+) rows are given back, (\d+) are handed on unfinished")
 MADE = re.compile(r"left; (\d+) tokens were made here")
 
@@ -60,6 +64,33 @@ def test_a_drain_between_turns_loses_nothing(tmp_path: Path) -> None:
     trained = sum(line["response_tokens"] for line in lines)
     made = sum(map(int, MADE.findall(said)))
     assert trained <= made <= trained + handed_on, "the token that ends a turn is made again, and no other"
+
+
+@pytest.mark.timeout(200)
+def test_turns_are_trained_by_what_each_of_them_has_earned(tmp_path: Path) -> None:
+    spec = {"reward": {"function": "judge:steps"}, "evaluation": None}
+    manifest = yaml.safe_load((EXAMPLES / "tools.yaml").read_text())
+    manifest["spec"] |= spec | {"storage": {}}
+    (tmp_path / "judge.py").write_text(JUDGE)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(manifest))
+    sizes = [
+        "algorithm.steps=2",
+        "algorithm.promptsPerStep=4",
+        "algorithm.learningRate=0.001",
+        "algorithm.advantage=dr-grpo",
+    ]
+    finish(start(str(tmp_path / "job.yaml"), tmp_path / "run", ["algorithm.credit=turn", *sizes]), within_s=150)
+    texts = [json.loads(line) for file in (tmp_path / "run" / "samples").glob("*.jsonl") for line in file.open()]
+    several = [text for text in texts if text["details"].get("turns", 1) > 1]
+    assert several
+    for text in texts:
+        turns = json.loads(text["details"]["turn_rewards"])
+        assert len(turns) == text["details"].get("turns", 1)
+        assert text["reward"] == pytest.approx(sum(turns))
+    assert len({text["advantage"] for text in texts}) > 1
+    assert all(
+        json.loads(line)["grad_norm"] > 0 for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    )
 
 
 @pytest.mark.slow

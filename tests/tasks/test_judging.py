@@ -12,8 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from asyncflow.api.names import LOSS_MASK
-from asyncflow.data.base import Message, Prompt
-from asyncflow.environments.functions import ENVIRONMENT, MODEL
+from asyncflow.data.base import ENVIRONMENT, MODEL, Message, Prompt
 from asyncflow.environments.transcripts import Transcriber, stop_ids_of
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta, Tag

@@ -42,6 +42,23 @@ def test_only_tokens_that_count_make_a_sample_strong() -> None:
     assert found.strongest().tolist() == [1, 2, 0, 0]
 
 
+def test_an_advantage_of_a_turn_is_that_of_its_tokens() -> None:
+    def turns(*advantages: list[float]) -> MicroBatch:
+        lengths = (6, 1, 3)
+        mask = [[True, True, False, False, True, True], [True], [True, False, True]]
+        kinds = {"prompt_ids": "int32", "response_ids": "int32", "logprobs": "float32", "versions": "int64"}
+        made = {name: Jagged.from_rows([np.zeros(length) for length in lengths], kind) for name, kind in kinds.items()}
+        made |= {"loss_mask": Jagged.from_rows(mask, "bool"), "advantage": Jagged.from_rows(advantages, "float32")}
+        return MicroBatch.of([SampleKey(serial, 0) for serial in range(3)], made)
+
+    found = turns([3, -1], [2], [5])
+    assert found.credit()[found.counted()].tolist() == [3, 3, -1, -1, 2, 5, 5]
+    assert found.strongest().tolist() == [3, 2, 5]
+    assert turns([3, -1], [2], [5, 1, 4]).credit()[-3:].tolist() == [5, 1, 4], "one for each token"
+    with pytest.raises(ProtocolError, match=r"sample \(0, 0\): advantage has 3 entries, not 6"):
+        turns([3, -1, 1], [2], [5])
+
+
 def test_batches_of_both_forms_are_joined() -> None:
     joined = MicroBatch.joined([batch(4, advantage=[[1, -4, 0], [-2], [3], [5, 6]]), batch(advantage=[[1]] * 4)])
     assert joined.credit().tolist() == [1, 1, 1, 1, 1, 1, 1, -4, 0, -2, 5, 6]

@@ -7,6 +7,7 @@ the raw metric of the task, never by a shaped reward, since a length penalty wou
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -53,6 +54,26 @@ def group_advantages(rewards: NDArray[np.floating], *, name: AdvantageName = "gr
     elif name == "rloo":
         centred *= values.size / (values.size - 1)
     return centred.astype(np.float32)
+
+
+def turn_advantages(
+    rewards: Sequence[NDArray[np.floating]], *, compare: Callable[[NDArray[np.float64]], NDArray[np.float32]]
+) -> list[NDArray[np.float32]]:
+    """Return the advantages of the turns of each sample of a group, out of the rewards of its turns, [turns] each.
+
+    A turn has earned what it and all later turns were given. ``compare`` makes advantages of what was earned from the
+    first, second, ... turn on by those samples that have it (several ``group_advantages``); a turn that no other sample
+    has gets 0. Where only last turns are rewarded, and all samples have as many, it is the advantage of the sample.
+    """
+    earned = [np.cumsum(np.asarray(each, dtype=np.float64)[::-1])[::-1] for each in rewards]
+    found = [np.zeros(len(each), dtype=np.float32) for each in earned]
+    for turn in range(max(map(len, earned), default=0)):
+        there = [sample for sample, each in enumerate(earned) if len(each) > turn]
+        if len(there) > 1:
+            compared = compare(np.array([earned[sample][turn] for sample in there]))
+            for sample, advantage in zip(there, compared, strict=True):
+                found[sample][turn] = advantage
+    return found
 
 
 def zero_variance(metric: NDArray[np.floating]) -> bool:

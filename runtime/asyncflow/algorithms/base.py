@@ -14,7 +14,7 @@ all of D_k.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from asyncflow.algorithms.advantages import AdvantageName, group_advantages
+from asyncflow.algorithms.advantages import AdvantageName, group_advantages, turn_advantages
 from asyncflow.algorithms.losses import Clip, PolicyTerms, ppo_clip
 from asyncflow.api.check import Problem, place_of, refusal
 from asyncflow.api.job import RLJobSpec
@@ -44,7 +44,8 @@ class Group(NamedTuple):
     """The n samples of one prompt that have a reward.
 
     serial: of the prompt; samples: number of each in the group, int64[n]; rewards: as they were judged, float64[n];
-    lengths: tokens of each response, int64[n]; cut: whether a response ended because it was too long, bool[n].
+    lengths: tokens of each response, int64[n]; cut: whether a response ended because it was too long, bool[n]; turns:
+    the rewards of the turns of each, float64[turns], which add up to the sample's; () where nobody asks for them.
     """
 
     serial: int
@@ -52,6 +53,7 @@ class Group(NamedTuple):
     rewards: NDArray[np.float64]
     lengths: NDArray[np.int64]
     cut: NDArray[np.bool_]
+    turns: Sequence[NDArray[np.float64]] = ()
 
     def permuted(self, order: NDArray[np.int64]) -> Group:
         """Return the group as if each sample had been judged for another one, by their indices [n]."""
@@ -143,12 +145,15 @@ class Algorithm(Generic[Own]):
         longest: int = 0,
         seed: int = 0,
         penalised: bool = False,
+        by_turn: bool = False,
     ) -> None:
         """Make one. estimator: the advantage within a group; longest: most tokens of a response; seed: of the job;
-        penalised: whether the KL from the reference is in the reward.
+        penalised: whether the KL from the reference is in the reward; by_turn: whether each turn of a sample has an
+        advantage.
         """
         self.options: Own = options if options is not None else self.Options()  # type: ignore[assignment]
         self.estimator = estimator
+        self.by_turn = by_turn
         self.longest = longest
         self.seed = seed
         self.whole_step = self.batch_wide or penalised
@@ -178,12 +183,28 @@ class Algorithm(Generic[Own]):
         if spec.reward.shuffle and spec.algorithm.group_size < _FEWEST_SHUFFLED:
             why = "rewards are permuted within a group, and a group of 1 has one order"
             yield wrong(spec, "reward.shuffle", why, "Give a groupSize of at least 2")
+        if spec.algorithm.credit == "turn":
+            yield from self._problems_of_turns(spec)
         if spec.critic is not None and not self.critic:
             fix = "Leave it out, or take the algorithm ppo"
             yield Problem(place=("spec", "critic"), reason=f"{name} has no critic", fix=fix)
         if self.filters and spec.algorithm.kl.place == "reward":
             why = f"{name} leaves out samples of a group before the trainer adds the KL to its rewards"
             yield wrong(spec, "algorithm.kl.place", why, "Give place: loss")
+
+    def _problems_of_turns(self, spec: RLJobSpec) -> Iterator[Problem]:
+        """Yield what keeps turns from having advantages of their own."""
+        why = None
+        if spec.environment is None:
+            why = "without an environment a sample has one turn"
+        elif self.writes == OUTCOME or self.pairs:
+            why = f"{spec.algorithm.name} makes its advantages of the rewards of whole samples"
+        elif spec.trainer.external:
+            why = "a trainer of one's own is handed one advantage a sample"
+        elif spec.reward.shuffle:
+            why = "rewards are permuted by the sample, and samples have turns of their own"
+        if why is not None:
+            yield wrong(spec, "algorithm.credit", why, "Give credit: sample")
 
     def shaped(self, group: Group) -> NDArray[np.float64]:
         """Return the rewards that count, float64[n]; groups are filtered by those that were judged."""
@@ -196,6 +217,13 @@ class Algorithm(Generic[Own]):
     def advantages(self, rewards: NDArray[np.float64]) -> NDArray[np.float32]:
         """Return one advantage for each sample of a group, float32[n], out of the shaped rewards [n]."""
         return group_advantages(rewards, name=self.estimator)
+
+    def turn_advantages(self, group: Group, shaped: NDArray[np.float64]) -> list[NDArray[np.float32]]:
+        """Return the advantages of the turns of each sample, float32[turns]; shaping goes with the last turn."""
+        rewards = [turns.copy() for turns in group.turns]
+        for turns, change in zip(rewards, shaped - group.rewards, strict=True):
+            turns[-1] += change
+        return turn_advantages(rewards, compare=self.advantages)
 
     def credit(self, step: StepSamples, everywhere: Everywhere) -> NDArray[np.float32]:
         """Return the advantage of each token, float32[N]: what ``whole_step`` is for. Collective.
@@ -240,6 +268,7 @@ def algorithm_of(spec: RLJobSpec) -> Algorithm[Any]:
         longest=spec.sampling.max_tokens,
         seed=chosen.seed,
         penalised=chosen.kl.place == "reward" and chosen.kl.coefficient > 0,
+        by_turn=chosen.credit == "turn",
     )
     if problems := list(algorithm.problems(spec)):
         raise refusal(problems, source=f"the algorithm {chosen.name}")

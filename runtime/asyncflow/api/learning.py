@@ -239,6 +239,8 @@ class AlgorithmSpec(Spec):
     """Aggregation of token losses into one loss; divisors are counts over the whole step and all ranks."""
     advantage: Literal["grpo", "dr-grpo", "rloo"] = "grpo"
     """Advantage within a group, of the algorithms that have one: (R - mean) / std, R - mean, or leave-one-out."""
+    credit: Literal["sample", "turn"] = "sample"
+    """What has an advantage: a sample, for all its turns, or each turn, by the rewards of itself and of later turns."""
     kl: KlSpec = Field(default_factory=KlSpec)
     """Penalty for leaving the reference model."""
     entropy: Annotated[float, Field(ge=0, le=100)] = 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
@@ -19,6 +19,11 @@ Purpose = Literal["train", "eval"]
 
 HELD_OUT_SHARE = 0.25
 """The share of all questions that is kept for evaluation, unless both sources of a job say another."""
+
+MODEL: Final = "assistant"
+"""Role of the model in a conversation."""
+ENVIRONMENT: Final = "environment"
+"""Role of what answers the model in a transcript of several turns."""
 
 _TRIES = 10_000
 

@@ -41,7 +41,8 @@ from asyncflow.driver.dispatch import CALL_TIMEOUT_S
 from asyncflow.driver.tasks import DRIVER_LEASE_S, TRAIN
 from asyncflow.errors import ManifestError, Refused
 from asyncflow.queue.client import QueueClient
-from asyncflow.queue.protocol.messages import LeasedRow
+from asyncflow.queue.protocol.messages import LeasedRow, Tag
+from asyncflow.rewards.wire import TURN_REWARDS
 from asyncflow.rpc.columns import Jagged
 from asyncflow.telemetry.spans import NO_SPANS, Spans
 
@@ -200,7 +201,7 @@ class GroupPolicy:
 
     def decide(self, group: Group) -> GroupDecision:
         """Return what becomes of the samples of a group that have a reward."""
-        if (reason := self._refusal(group.rewards)) is not None:
+        if (reason := self._refusal(group)) is not None:
             return GroupDecision(reason, {}, np.zeros(0, np.float32))
         if self.shuffle_seed is not None:
             rng = np.random.default_rng([self.shuffle_seed, group.serial])
@@ -208,8 +209,12 @@ class GroupPolicy:
         shaped, left_out = self.algorithm.shaped(group), self.algorithm.excluded(group)
         if len(left_out) == len(shaped):
             return GroupDecision(next(iter(left_out.values())), {}, np.zeros(0, np.float32))
-        later = self.algorithm.writes == OUTCOME
-        return GroupDecision(None, left_out, shaped.astype(np.float32) if later else self.algorithm.advantages(shaped))
+        if self.algorithm.writes == OUTCOME:
+            return GroupDecision(None, left_out, shaped.astype(np.float32))
+        if self.algorithm.by_turn:
+            turns = self.algorithm.turn_advantages(group, shaped)
+            return GroupDecision(None, left_out, np.array([each.mean() for each in turns], np.float32), turns)
+        return GroupDecision(None, left_out, self.algorithm.advantages(shaped))
 
     def alike(self, group: Group) -> str | None:
         """Return "right" or "wrong" where all samples of a group are equally so, else None."""
@@ -221,11 +226,14 @@ class GroupPolicy:
         """Return whether a sample whose reward failed in this way is dropped; "": it has its reward."""
         return bool(failure) and (failure != "timeout" or self.drop_timeouts)
 
-    def _refusal(self, rewards: np.ndarray) -> str | None:
-        if len(rewards) < self.algorithm.fewest:
+    def _refusal(self, group: Group) -> str | None:
+        if len(group.rewards) < self.algorithm.fewest:
             return TOO_FEW_REWARDS
-        if self.drop_zero_variance and zero_variance(rewards):
-            return FILTERED_ZERO_VARIANCE
+        if self.drop_zero_variance and zero_variance(group.rewards):
+            told_apart = self.algorithm.by_turn and any(
+                each.any() for each in self.algorithm.turn_advantages(group, group.rewards)
+            )
+            return None if told_apart else FILTERED_ZERO_VARIANCE
         return None
 
 
@@ -233,24 +241,32 @@ class GroupDecision(NamedTuple):
     """Decision about a group of n samples.
 
     reason: why the trainer shall see none of them, None where it shall see some; left_out: the indices of those that it
-    shall not see, with the reason; advantages: float32[n], or the shaped rewards where the trainer makes them.
+    shall not see, with the reason; advantages: float32[n], or the shaped rewards where the trainer makes them; turns:
+    the advantages of the turns of each, float32[turns], whose mean is then the sample's; () where turns have none.
     """
 
     reason: str | None
     left_out: Mapping[int, str]
     advantages: np.ndarray
+    turns: Sequence[np.ndarray] = ()
 
 
 class DecidedGroup(NamedTuple):
     """The samples of a group that the trainer shall see, the advantage of each, float32[n], and the others.
 
-    reasons: why the others are left out, by row.
+    reasons: why the others are left out, by row; turns: as in ``GroupDecision``.
     """
 
     rows: list[LeasedRow]
     advantages: np.ndarray
     others: list[LeasedRow]
     reasons: Mapping[int, str]
+    turns: Sequence[np.ndarray] = ()
+
+    @property
+    def cells(self) -> Jagged:
+        """The advantage of each sample that the trainer shall see, or those of its turns, float32."""
+        return Jagged.from_rows(self.turns or [self.advantages[i : i + 1] for i in range(len(self.rows))], np.float32)
 
     @property
     def leases(self) -> set[str]:
@@ -280,7 +296,7 @@ def _order(size: int, rng: np.random.Generator, *, compared: bool) -> np.ndarray
     return others
 
 
-def _judged(serial: int, rows: Sequence[LeasedRow]) -> Group:
+def _judged(serial: int, rows: Sequence[LeasedRow], *, by_turn: bool) -> Group:
     tags = [row.meta.tags for row in rows]
     return Group(
         serial=serial,
@@ -288,7 +304,17 @@ def _judged(serial: int, rows: Sequence[LeasedRow]) -> Group:
         rewards=np.array([float(tag["reward"]) for tag in tags], dtype=np.float64),
         lengths=np.array([int(tag.get("response_tokens", 0)) for tag in tags], dtype=np.int64),
         cut=np.array([tag.get("finish") == "length" for tag in tags], dtype=np.bool_),
+        turns=[_rewards_of_turns(tag) for tag in tags] if by_turn else (),
     )
+
+
+def _rewards_of_turns(tags: Mapping[str, Tag]) -> np.ndarray:
+    """Return the rewards of the turns of a sample, float64[turns]; the last has all where its turns have none."""
+    if TURN_REWARDS in tags:
+        return np.array(msgspec.json.decode(str(tags[TURN_REWARDS])), dtype=np.float64)
+    rewards = np.zeros(int(tags.get("turns", 1)))
+    rewards[-1] = float(tags["reward"])
+    return rewards
 
 
 @dataclass(kw_only=True)
@@ -355,10 +381,9 @@ class AdvantageTask:
             if not self.complete(step):
                 continue
             for serial, group in list(self._held[step].items()):
-                cells = [group.advantages[i : i + 1] for i in range(len(group.rows))]
-                column = Jagged.from_rows(cells, np.float32)
                 await self._drop(group.others, group.reasons)
-                await self.queue.complete(group.rows, {self.policy.algorithm.writes: column}, timeout=CALL_TIMEOUT_S)
+                written = {self.policy.algorithm.writes: group.cells}
+                await self.queue.complete(group.rows, written, timeout=CALL_TIMEOUT_S)
                 self._held[step].pop(serial, None)
             del self._held[step]
 
@@ -369,8 +394,8 @@ class AdvantageTask:
         failing = [row for row in group if self.policy.drops(failure_of(row))]
         failed = {row.row: f"reward {failure_of(row)}" for row in failing}
         kept = [row for row in group if row.row not in failed]
-        judged = _judged(serial, kept)
-        reason, left_out, advantages = self.policy.decide(judged)
+        judged = _judged(serial, kept, by_turn=self.policy.algorithm.by_turn)
+        reason, left_out, advantages, turns = self.policy.decide(judged)
         if counts and (alike := self.policy.alike(judged)) is not None:
             self.alike[alike] += 1
         if reason is not None:
@@ -385,7 +410,11 @@ class AdvantageTask:
         chosen = [i for i in range(len(kept)) if i not in left_out]
         others = {kept[i].row: why for i, why in left_out.items()}
         decided = DecidedGroup(
-            [kept[i] for i in chosen], advantages[chosen], [row for row in kept if row.row in others], others
+            [kept[i] for i in chosen],
+            advantages[chosen],
+            [row for row in kept if row.row in others],
+            others,
+            [turns[i] for i in chosen] if turns else (),
         )
         step = await self._step_of(serial, group[0].meta.step)
         self.components.take(step, serial, kept)

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from asyncflow.data.base import MODEL
 from asyncflow.errors import ManifestError
 from asyncflow.rewards.calling import Extractor, RewardFunction, failed
 from asyncflow.rewards.functions import check_module
@@ -29,8 +30,6 @@ from asyncflow.rewards.wire import Example, Score, ScoreAnswer
 BUILT_IN = {"calculator": "asyncflow.environments.calculator:answer"}
 """The environments of the project, by name."""
 FIELD = "environment.function"
-MODEL, ENVIRONMENT = "assistant", "environment"
-"""Roles in a transcript."""
 
 _CONTEXT = ("prompt", "answer", "meta", "config")
 

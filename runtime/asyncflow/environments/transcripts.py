@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncflow.data.base import Message
-from asyncflow.environments.functions import ENVIRONMENT, MODEL
+from asyncflow.data.base import ENVIRONMENT, MODEL, Message
 
 if TYPE_CHECKING:
     from asyncflow.models.tokenizer import Tokenizer

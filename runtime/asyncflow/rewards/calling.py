@@ -5,11 +5,13 @@
     def score(*, responses, prompt, answer, meta)        a group: all samples of one prompt
 
 The name of a parameter is in the plural where there are many of it. ``length`` (``lengths``) is the number of tokens of
-a response, ``config`` what the manifest gives the function. A function has those parameters that it needs; it may be
+a response, ``transcript`` (``transcripts``) what was said so far where there is an environment, as it is asked with
+it, ``config`` what the manifest gives the function. A function has those parameters that it needs; it may be
 ``async``. A class is made once, with ``config`` where it takes that, and its object is called.
 
 A sample's answer is a finite number, ``{"reward": number, "details": {...}}``, or an object with these two attributes,
-as a NamedTuple has. Of many samples it is a list of these, in order.
+as a NamedTuple has. In the place of ``reward`` there may be ``turns``: a number for each turn of the model, in order,
+whose sum is the reward. Of many samples it is a list of these, in order.
 
 Invariant: whatever a function returns or raises becomes scores, one a sample, or one failure of the call.
 """
@@ -36,8 +38,9 @@ _MANY: Final = {
     "answer": "answers",
     "meta": "metas",
     "length": "lengths",
+    "transcript": "transcripts",
 }
-_OF_SAMPLE: Final = ("response", "length")
+_OF_SAMPLE: Final = ("response", "length", "transcript")
 """What the samples of one prompt do not have in common."""
 _NAMES: Final[dict[Takes, tuple[str, ...]]] = {
     "sample": tuple(_MANY),
@@ -96,7 +99,10 @@ class RewardFunction:
         given: dict[str, Any] = {"config": self.config}
         for name, plural in _MANY.items():
             values = [getattr(example, name) for example in examples]
-            values = list(map(extractor, values)) if name == "response" else values
+            if name == "response":
+                values = list(map(extractor, values))
+            elif name == "transcript":
+                values = msgspec.to_builtins(values)
             given |= {name: values[0], plural: values}
         return {name: given[name] for name in self.names}
 
@@ -150,7 +156,7 @@ def _read(found: Any, name: str) -> tuple[set[str], bool, set[str]]:
 
 
 def _takes(names: set[str], *, rest: bool, name: str) -> Takes:
-    one, many = {"response", "length"} & names, {"responses", "lengths"} & names
+    one, many = names.intersection(_OF_SAMPLE), names.intersection(_MANY[name] for name in _OF_SAMPLE)
     if many and one:
         what = f"{name!r} takes {min(one)} and {min(many)}, and is called with one sample or with many"
     elif many and ("prompt" in names) != ("prompts" in names):
@@ -181,7 +187,14 @@ def _judged_alone(value: Any) -> Score:
 def _score(value: Any) -> Score:
     """Return what one value says. Raises anything, since a type may say how it is a number."""
     details: Any = {}
-    if isinstance(value, dict) and "reward" in value and value.keys() <= {"reward", "details"}:
+    turns: list[float] = []
+    if isinstance(value, dict) and value.keys() - {"details"} == {"turns"}:
+        value, details = value["turns"], value.get("details", {})
+        if not _is_list(value) or not len(value) or None in (found := list(map(_as_float, value))):
+            return _invalid(f"the rewards of the turns are {value!r}; they must be a list of numbers, one a turn")
+        turns = [each for each in found if each is not None]
+        value = math.fsum(turns)
+    elif isinstance(value, dict) and "reward" in value and value.keys() <= {"reward", "details"}:
         value, details = value["reward"], value.get("details", {})
     elif not isinstance(value, numbers.Real) and hasattr(value, "reward"):
         value, details = value.reward, getattr(value, "details", {})
@@ -196,7 +209,7 @@ def _score(value: Any) -> Score:
     if not isinstance(details, dict):
         return _invalid(f"the details of the reward are a {type(details).__name__}; they must be a dict")
     try:
-        return Score(value=reward, details=packed(details))
+        return Score(value=reward, details=packed(details), turns=turns)
     except (TypeError, ValueError, RecursionError) as error:
         return _invalid(f"the details of the reward are no JSON: {error}")
 

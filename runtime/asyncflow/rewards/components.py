@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,14 +72,14 @@ class WeightedRewards:
     async def score(self, examples: Sequence[Example]) -> list[RewardResult]:
         """Score samples, all those of a prompt where ``by_group``; never raises for what the functions do."""
         scores = await asyncio.gather(*(component.pool.score(examples) for component in self._components))
-        return [self._sum(each) for each in zip(*scores, strict=True)]
+        return [self._sum(example, each) for example, each in zip(examples, zip(*scores, strict=True), strict=True)]
 
     async def close(self) -> None:
         """Kill all processes; samples that are being scored fail as ``died``."""
         await asyncio.gather(*(component.pool.close() for component in self._components))
 
-    def _sum(self, scores: Sequence[Score]) -> RewardResult:
-        told = list(zip(self._components, scores, strict=True))
+    def _sum(self, example: Example, scores: Sequence[Score]) -> RewardResult:
+        told = list(zip(self._components, [_checked(example, score) for score in scores], strict=True))
         values = {component.name: score.value for component, score in told if not score.failure}
         named = {name: value for name, value in values.items() if name}
         details = _details({component.name: score.details for component, score in told if score.details})
@@ -90,7 +91,28 @@ class WeightedRewards:
         if not self._low <= value <= self._high:
             detail = f"{value:g} is outside of reward.min {self._low:g} and reward.max {self._high:g}"
             return RewardResult(value=0.0, failure="out_of_range", detail=detail, components=named, details=details)
-        return RewardResult(value=value, components=named, details=details)
+        turns = _turns(example, [(component.weight, score) for component, score in told])
+        return RewardResult(value=value, components=named, details=details, turns=turns)
+
+
+def _checked(example: Example, score: Score) -> Score:
+    """Return a score, or why it is none: the rewards of turns are one a turn and add up."""
+    count = example.turns
+    if not score.turns or (len(score.turns) == count and math.isclose(math.fsum(score.turns), score.value)):
+        return score
+    detail = f"the reward function returned rewards of {len(score.turns)} turns; there are {count}"
+    return Score(failure="invalid", detail=detail, details=score.details)
+
+
+def _turns(example: Example, scores: Sequence[tuple[float, Score]]) -> list[float]:
+    """Return the weighted sum of the rewards of turns; a score without them is for the last turn. [] without any."""
+    if not any(score.turns for _, score in scores):
+        return []
+    total = [0.0] * example.turns
+    for weight, score in scores:
+        for turn, value in enumerate(score.turns or [*[0.0] * (len(total) - 1), score.value]):
+            total[turn] += weight * value
+    return total
 
 
 def _details(packets: dict[str, bytes]) -> bytes:

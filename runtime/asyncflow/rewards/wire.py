@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
-from asyncflow.data.base import Message
+from asyncflow.data.base import MODEL, Message
 from asyncflow.rewards.sandbox import Sandbox
 
 MAX_FRAME = 64 << 20
@@ -22,6 +22,8 @@ _MOST_DETAIL = 1900
 """Characters of a failed reward's traceback, its end, that travel with the sample."""
 COMPONENT = "reward/"
 """Tags that begin so hold the value of the component of the reward that is named behind."""
+TURN_REWARDS = "turn_rewards"
+"""Tag that holds the rewards of the model's turns, a JSON list of numbers."""
 LENGTH = struct.Struct(">I")
 
 Failure = Literal["timeout", "raised", "invalid", "out_of_range", "died", "incomplete"]
@@ -46,6 +48,11 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
     meta: dict[str, Any] = {}
     length: int = 0
     transcript: list[Message] = []
+
+    @property
+    def turns(self) -> int:
+        """Turns of the model, at least 1."""
+        return max(1, sum(turn.role == MODEL for turn in self.transcript))
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,13 +83,15 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 
     value: finite, 0 where there is none; failure: why there is none, "" where there is; detail: a line about that, or
     the traceback of what was raised; details: what the function said beside its reward, a JSON object, or nothing;
-    text: the answer of an environment, None where the episode ends.
+    turns: the rewards of the model's turns, whose sum is ``value``, [] where there are none; text: the answer of an
+    environment, None where the episode ends.
     """
 
     value: float = 0.0
     failure: Failure | Literal[""] = ""
     detail: str = ""
     details: Annotated[bytes, msgspec.Meta(max_length=MOST_DETAILS)] = b""
+    turns: list[float] = []
     text: str | None = None
 
 
@@ -106,7 +115,8 @@ class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome for one sample.
 
     value: finite, 0 where there is none; failure, detail: as in ``Score``; components: the values of the named
-    components that have one; details: a JSON object or nothing, at most MOST_DETAILS bytes; text: as in ``Score``.
+    components that have one; details: a JSON object or nothing, at most MOST_DETAILS bytes; turns: the rewards of the
+    model's turns, [] where all of it is for the last; text: as in ``Score``.
     """
 
     value: float
@@ -114,6 +124,7 @@ class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     components: dict[str, float] = {}
     details: bytes = b""
+    turns: list[float] = []
     text: str | None = None
 
     @property
@@ -121,12 +132,13 @@ class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
         """The tags by which a sample says it, so that counting and advantages need no fetch.
 
         failure, detail: why there is no reward, where there is none; ``COMPONENT`` and a name: the value of that
-        component, where it has one.
+        component, where it has one; ``TURN_REWARDS``: those of the turns, where they have some.
         """
         failure = {"failure": self.failure, "detail": self.detail[-_MOST_DETAIL:]} if self.failure else {}
         return {
             "reward": self.value,
             **failure,
+            **({TURN_REWARDS: msgspec.json.encode(self.turns).decode()} if self.turns else {}),
             **{f"{COMPONENT}{name}": value for name, value in self.components.items()},
         }
 

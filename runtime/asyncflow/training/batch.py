@@ -73,13 +73,14 @@ class MicroBatch:
     def of(cls, keys: Sequence[SampleKey], columns: Mapping[str, Jagged]) -> MicroBatch:
         """Build it from fetched columns, in the order of ``keys``.
 
-        The cells of ``advantage`` have one entry each, or some of them one for each response token. Raises
-        ProtocolError where the columns disagree, or a reward is not finite.
+        The cells of ``advantage`` have one entry each, or some of them one for each response token, or for each turn
+        of the model, of which there are fewer. Raises ProtocolError where the columns disagree, or a reward is not
+        finite.
         """
         responses, advantage = columns["response_ids"], columns.get("advantage")
         expected = dict.fromkeys(("logprobs", "versions", LOSS_MASK, REF_LOGPROBS), responses)
         if of_tokens := advantage is not None and bool((advantage.lengths != 1).any()):
-            columns = {**columns, "advantage": _of_tokens(advantage, responses)}
+            columns = {**columns, "advantage": _of_tokens(advantage, responses, columns.get(LOSS_MASK))}
             expected["advantage"] = responses
         for name, column in columns.items():
             if len(column) != len(keys):
@@ -211,14 +212,30 @@ def _numbers(column: Jagged | None) -> NDArray[np.float32] | None:
     return None if column is None else np.asarray(column.values, dtype=np.float32)
 
 
-def _of_tokens(advantage: Jagged, responses: Jagged) -> Jagged:
-    """Return ``advantage`` with an entry for each response token in the place of one that holds for all of them."""
-    if len(advantage) != len(responses):
+def _of_tokens(advantage: Jagged, responses: Jagged, loss_mask: Jagged | None) -> Jagged:
+    """Return ``advantage`` with an entry for each response token in the place of one for all of them, or for a turn.
+
+    Cells that are neither are left as they are, and so are refused.
+    """
+    if len(advantage) != len(responses) or (loss_mask is not None and len(loss_mask) != len(responses)):
         return advantage
-    single = advantage.lengths == 1
-    lengths = np.where(single, responses.lengths, advantage.lengths)
-    repeats = np.repeat(np.where(single, responses.lengths, 1), advantage.lengths)
-    return Jagged.trusted(np.repeat(advantage.values, repeats), lengths, advantage.dtype)
+    cells = []
+    for index in range(len(advantage)):
+        cell, length = advantage.row(index), responses.lengths[index]
+        if len(cell) == 1:
+            cell = np.repeat(cell, length)
+        elif len(cell) != length and loss_mask is not None:
+            turn = _turn_of_token(loss_mask.row(index))
+            cell = cell[turn] if len(turn) and turn[-1] + 1 == len(cell) else cell
+        cells.append(cell)
+    return Jagged.from_rows(cells, advantage.dtype)
+
+
+def _turn_of_token(chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return which turn of the model each token is of, int64[length]; those of an observation go with that before."""
+    begins = chosen & ~np.r_[False, chosen[:-1]]
+    turns: NDArray[np.int64] = np.maximum(np.cumsum(begins, dtype=np.int64) - 1, 0)
+    return turns
 
 
 def _joined(parts: Sequence[Any]) -> Any:
