@@ -12,6 +12,8 @@ from asyncflow.identity import SampleKey, Version
 from asyncflow.rollout.engines import open_engine
 from asyncflow.rollout.engines.base import GenerationRequest
 from asyncflow.rollout.engines.batch import Sequence
+from asyncflow.telemetry.span_file import read_recording
+from asyncflow.telemetry.spans import Spans
 
 from .conftest import random_weights, write_config
 
@@ -210,8 +212,9 @@ def test_a_token_that_ends_a_response_is_not_among_what_there_is_while_it_runs()
     assert sequence.completion().unended().finish == sequence.so_far().finish == "aborted"
 
 
-async def test_a_group_is_prefilled_once(tiny):
+async def test_a_group_is_prefilled_once_and_that_is_recorded(tiny, tmp_path):
     engine = make_engine(tiny, slots=4)
+    engine.spans = Spans(tmp_path / "rollout.spans", role="rollout")
     await engine.start()
     await engine.load(V1, random_weights(tiny, seed=1))
     await generate_all(engine, [request(3, j) for j in range(12)])
@@ -221,6 +224,7 @@ async def test_a_group_is_prefilled_once(tiny):
     stats = engine.stats()
     await engine.close()
     assert stats.prefilled == 2
+    assert [span.kind for span in read_recording(tmp_path / "rollout.spans").track.beside] == ["prefill"] * 2
     assert stats.running == stats.waiting == 0
     assert stats.tokens["train"] > 0
     assert stats.busy_s > 0

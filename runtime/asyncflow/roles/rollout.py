@@ -49,6 +49,7 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
     folder = materialize_config(spec.model.source, options.workdir)
     tokenizer = Tokenizer.load(folder)
     engine = engine_of(spec, folder, tokenizer, make=make_engine)
+    engine.spans = context.spans
     metrics.relay(engine.metrics)
     rewards = None
     if spec.reward.role is None:

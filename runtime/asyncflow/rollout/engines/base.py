@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from asyncflow.environments.transcripts import segments
 from asyncflow.errors import ManifestError, NotYetError
 from asyncflow.identity import SampleKey, Version
+from asyncflow.telemetry.spans import NO_SPANS, Spans
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -268,6 +269,8 @@ class RolloutEngine(ABC):
     can_keep_prefix: ClassVar[bool] = False
     continues_exactly: ClassVar[bool] = False
     version: Version | None = None
+    spans: Spans = NO_SPANS
+    """Recorder of prefills, by an engine that can tell them; given before ``start``."""
 
     def __init__(
         self,

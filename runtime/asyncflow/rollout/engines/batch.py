@@ -27,6 +27,7 @@ from asyncflow.identity import Version
 from asyncflow.rollout.engines.base import Completion, Finish, GenerationRequest, SequenceName, StopTexts
 from asyncflow.rollout.engines.model import CausalModel, Prefix
 from asyncflow.rollout.sampling import stream, uniforms
+from asyncflow.telemetry.spans import NO_SPANS, Spans
 
 _BLOCK = 256
 
@@ -165,11 +166,20 @@ class _Kept(NamedTuple):
 class DecodeBatch:
     """The running sequences of one model; call from one thread under ``torch.inference_mode``.
 
-    keeps_prefix: see ``RolloutEngine``. stale: tokens that were drawn behind keys and values of older weights.
+    keeps_prefix, spans: see ``RolloutEngine``. stale: tokens that were drawn behind keys and values of older weights.
     """
 
-    def __init__(self, model: CausalModel, *, slots: int, max_length: int, keeps_prefix: bool = False) -> None:
+    def __init__(
+        self,
+        model: CausalModel,
+        *,
+        slots: int,
+        max_length: int,
+        keeps_prefix: bool = False,
+        spans: Spans = NO_SPANS,
+    ) -> None:
         self._model = model
+        self._spans = spans
         self._keeps_prefix = keeps_prefix
         self._cache = model.cache(slots=slots, max_length=max_length)
         self._logits = torch.zeros(slots, model.config.vocab_size)
@@ -268,11 +278,7 @@ class DecodeBatch:
             self._oldest[slot], self._newest[slot] = kept.oldest, self._version.packed
             return
         prompt_ids, there = sequence.request.prompt_ids, sequence.ids_of_others(self._version.packed)
-        if there:
-            prefix = self._model.prefill((*prompt_ids, *there))
-            self.prefilled += 1
-        else:
-            prefix = self._prefix(prompt_ids)
+        prefix = self._prefill((*prompt_ids, *there)) if there else self._prefix(prompt_ids)
         self._cache.begin(slot, prefix)
         self._logits[slot] = prefix.logits
         self._positions[slot] = len(there)
@@ -282,12 +288,16 @@ class DecodeBatch:
         """Prefill a prompt, or find it among the last few: the members of a group follow each other."""
         prefix = self._prefixes.pop(prompt_ids, None)
         if prefix is None:
-            prefix = self._model.prefill(prompt_ids)
-            self.prefilled += 1
+            prefix = self._prefill(prompt_ids)
         self._prefixes[prompt_ids] = prefix
         if len(self._prefixes) > _PREFIXES_KEPT:
             self._prefixes.popitem(last=False)
         return prefix
+
+    def _prefill(self, ids: tuple[int, ...]) -> Prefix:
+        self.prefilled += 1
+        with self._spans.beside("prefill"):
+            return self._model.prefill(ids)
 
     def _draw(self) -> list[Sequence]:
         numbers = torch.from_numpy(uniforms(self._streams, self._positions))

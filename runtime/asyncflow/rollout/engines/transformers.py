@@ -161,6 +161,7 @@ class TransformersEngine(RolloutEngine):
                     slots=self.slots,
                     max_length=self.max_length,
                     keeps_prefix=self.keeps_prefix,
+                    spans=self.spans,
                 )
             except Exception as error:  # noqa: BLE001 - raised by start(), which waits for it
                 self._fail(error)
