@@ -17,8 +17,8 @@ def work(name, step, *, newest=None, purpose="train"):
     return Work(name, purpose, VersionWindow(step, step if newest is None else newest))
 
 
-def at(step, *, swap_at="quota", slots=4, ahead=0, **settings):
-    instance = Instance(swap_at=swap_at, slots=slots, ahead=ahead, **settings)
+def at(step, *, swap_at="quota", slots=4, **settings):
+    instance = Instance(swap_at=swap_at, slots=slots, **settings)
     instance.know(staged=Version(0, step), in_memory=[step], available=[step])
     assert instance.swap() == step
     instance.loaded(Version(0, step))
@@ -48,7 +48,7 @@ def test_without_weights_it_claims_nothing_and_wants_the_newest():
 
 
 def test_quota_works_for_its_version_and_then_goes_where_a_claim_leads():
-    instance = at(0, ahead=2)
+    instance = at(0, slots=6)
     assert instance.ask("train") == Ask(0, (), 6)
     assert begin(instance, work("a", 0), work("b", 0)) == ["a", "b"]
     assert instance.ask("train") == Ask(0, (), 4)
@@ -389,7 +389,7 @@ def worlds(draw):
         rows += [Work(("e", k, i), "eval", pinned) for i in range(draw(st.integers(0, 3)))]
     slots = draw(st.integers(1, 5))
     staggered = swap_at != "quota" and draw(st.booleans())
-    instance = Instance(swap_at=swap_at, slots=slots, ahead=2, staggered=staggered)
+    instance = Instance(swap_at=swap_at, slots=slots, staggered=staggered)
     return World(instance, swap_at, draw(st.permutations(rows)), slots, staggered), steps
 
 

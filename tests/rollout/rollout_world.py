@@ -207,7 +207,7 @@ class World:
         stop_ids: tuple[int, ...] = (1,),
         **options: Any,
     ) -> Rollout:
-        instance = Instance(swap_at=swap_at, slots=slots, ahead=2, staggered=staggered)
+        instance = Instance(swap_at=swap_at, slots=slots, staggered=staggered)
         queue = self.client(name)
         receiver = WeightReceiver(
             membership=self.link(name), worker=name, transport=HostTransport(name=name), want=wanted_by(instance)

@@ -56,17 +56,17 @@ class Ask:
 class Instance:
     """The decisions of one instance; the caller tells what happened and then asks what to do.
 
-    slots: sequences that the engine runs at once; ahead: how many more may be begun, so that a slot that becomes free
-    finds the next one waiting; staggered: whether it leaves a version for a newer one only with a permit.
+    slots: sequences that the engine runs at once, and so the most rows that it asks for: what it held beyond them would
+    wait here while others have free slots; as groups are claimed whole, few slots wait for a claim all the same.
+    staggered: whether it leaves a version for a newer one only with a permit.
     """
 
-    def __init__(self, *, swap_at: SwapAt, slots: int, ahead: int = 0, staggered: bool = False) -> None:
+    def __init__(self, *, swap_at: SwapAt, slots: int, staggered: bool = False) -> None:
         self._back = swap_at == "quota"
         self._carries = swap_at == "token"
         self._has_permit = not staggered
         self._staggered = staggered
         self._slots = slots
-        self._capacity = slots + ahead
         self._eval_slots = max(1, int(slots * _EVAL_SHARE))
         self._held: dict[Hashable, Work] = {}
         self._unready: set[Hashable] = set()
@@ -167,7 +167,7 @@ class Instance:
             work
             for work in self._held.values()
             if work.id not in self._unready and self._suits(work) and not self._better_at(target, work)
-        ][: max(0, self._capacity - len(self._running))]
+        ][: max(0, self._slots - len(self._running))]
         for work in begun:
             del self._held[work.id]
             self._running[work.id] = work
@@ -230,7 +230,7 @@ class Instance:
 
     def _claim_train(self) -> tuple[frozenset[int] | None, int]:
         """Return the versions that a claim of training rows accepts (None: no claim) and the room for them."""
-        room = self._capacity - len(self.works())
+        room = self._slots - len(self.works())
         if not self._back:
             held_up = self._behind() or (self._forward() and not self._carries)
             return None if held_up else frozenset(), room
@@ -242,8 +242,8 @@ class Instance:
         """Return the same for evaluation rows, which training rows that only wait for a swap do not keep out."""
         held = sum(1 for work in self._held.values() if work.purpose == "eval")
         mine = held + sum(1 for work in self._running.values() if work.purpose == "eval")
-        share = self._capacity if mine == len(self.works()) else self._eval_slots
-        room = min(share - mine, self._capacity - len(self._running) - held)
+        share = self._slots if mine == len(self.works()) else self._eval_slots
+        room = min(share - mine, self._slots - len(self._running) - held)
         if self._carries and self._forward():
             room = max(1, room)  # the swap waits for a claim that finds none, however full the instance is
         if not self._back and self._forward():

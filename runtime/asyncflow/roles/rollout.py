@@ -69,7 +69,6 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
     instance = Instance(
         swap_at=spec.schedule.swap_at,
         slots=spec.rollout.engine.slots,
-        ahead=spec.algorithm.group_size,
         staggered=staggered,
     )
     worker: RolloutWorker | None = None

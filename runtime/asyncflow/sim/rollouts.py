@@ -46,7 +46,6 @@ class SimulatedRollout:
         self.instance = Instance(
             swap_at=scenario.schedule.swap_at,
             slots=self._model.slots,
-            ahead=scenario.group_size,
             staggered=self._staggered,
         )
         self._copies: set[Version] = set()
