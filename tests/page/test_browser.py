@@ -192,6 +192,24 @@ def test_a_file_shows_the_run_and_asks_nobody(run: Path, tmp_path: Path, visit: 
     assert "said 29" not in file.read_text()
 
 
+def test_a_chart_shows_the_timeline_alone(run: Path, tmp_path: Path, visit: Visit) -> None:
+    assert cli.invoke(["timeline", str(run), "--output", str(tmp_path)]) == 0
+    file = tmp_path / "timeline.html"
+    at = visit(file.as_uri(), shows="#tracks canvas")
+    assert at.text("#name").startswith(f"{run.name}: ")
+    at.until("() => /trainer[^]*% at work/.test(document.querySelector('#shares').innerText)")
+    for hidden in ("#learning", "#tiles", "#samples", "nav"):
+        assert not at.page.locator(hidden).is_visible(), hidden
+    at.page.locator("input[value=step]").last.check(force=True)
+    assert "each step has a colour of its own" in at.text("#tracks")
+    canvas = at.page.locator("#tracks canvas")
+    canvas.hover(position={"x": 60, "y": 30})
+    at.until("() => /^trainer-0: /.test(document.querySelector('.readout').textContent)")
+    canvas.press("+")
+    assert at.text("#said").startswith("from ")
+    assert [url for url in at.asked if not url.startswith("data:")] == [file.as_uri()]
+
+
 def test_a_live_job_is_followed_beyond_its_driver_and_to_its_end(tmp_path: Path, visit: Visit) -> None:
     from one_run import bearer, direct, kill, start, wait_for_step
 

@@ -14,9 +14,11 @@ from rich.console import Console
 from asyncflow.durable import write_whole
 from asyncflow.telemetry.spans import read_timeline
 from asyncflow.timeline.causes import attribute, shares
-from asyncflow.timeline.gantt import page
 from asyncflow.timeline.perfetto import trace
 from asyncflow.timeline.tracks import Timeline
+from asyncflow.view.page.document import document
+from asyncflow.view.page.routes import TIMELINE
+from asyncflow.view.page.spans import chart
 from asyncflow.view.shares import shares_table
 
 TRACE, PAGE = "timeline.json", "timeline.html"
@@ -51,4 +53,4 @@ def timeline(run: Path, *, output: Path | None, training: bool, as_json: bool) -
 def write_pictures(folder: Path, timeline: Timeline, *, title: str) -> None:
     """Write the trace and the chart of a timeline."""
     write_whole(folder / TRACE, msgspec.json.encode(trace(timeline)))
-    write_whole(folder / PAGE, page(timeline, title=title).encode())
+    write_whole(folder / PAGE, document({"title": title, TIMELINE: chart(timeline)}).html.encode())

@@ -28,7 +28,10 @@ class PageDocument(NamedTuple):
 
 
 def document(run: Mapping[str, Any] | None = None) -> PageDocument:
-    """Return the document. run: what it shows, by path of the request that it would make; None where it may ask."""
+    """Return the document. run: what it shows, by path of the request that it would make; None where it may ask.
+
+    Where ``run`` has a ``title``, the document shows the timeline alone, under that.
+    """
     style, program = _parts()
     sources = {
         "default-src": "'none'",

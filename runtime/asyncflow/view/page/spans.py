@@ -26,6 +26,8 @@ from asyncflow.timeline.tracks import CAUSES, KINDS, Mark, Span, Timeline, Track
 COLUMNS: Final = 1000
 """Widths into which a window is divided where nobody says how long the shortest span shall be."""
 MOST_COLUMNS: Final = 6000
+CHART_COLUMNS: Final = 200_000
+"""Widths into which the chart of a whole timeline is divided, which asks nobody for the details."""
 SETTLED_S: Final = 60.0
 """Seconds after which the cause of an idle span is final: what others did then has been recorded."""
 _RARELY: Final = 20.0
@@ -121,10 +123,24 @@ def role_shares(timeline: Timeline) -> dict[str, list[tuple[str, str, str, float
     return {role: [(*what, round(seconds, 3)) for what, seconds in parts.items()] for role, parts in spent.items()}
 
 
+def chart(timeline: Timeline) -> dict[str, Any]:
+    """Return all of a timeline with causes, as ``Timelines.shown`` does, but as finely as it can be told in a file."""
+    width = (timeline.end - timeline.begin) / CHART_COLUMNS
+    spent = role_shares(timeline)
+    return {**shown(timeline, width=width, columns=CHART_COLUMNS), "shares": spent, "explained": True}
+
+
 def shown(
-    timeline: Timeline | None, *, begin: float | None = None, end: float | None = None, width: float = 0.0
+    timeline: Timeline | None,
+    *,
+    begin: float | None = None,
+    end: float | None = None,
+    width: float = 0.0,
+    columns: int = MOST_COLUMNS,
 ) -> dict[str, Any]:
     """Return a timeline's spans between two times, Unix seconds, none shorter than ``width`` seconds but single ones.
+
+    columns: the most widths into which the window is divided.
 
     A track's ``main`` and ``beside`` are columns: k, index of the kind; t, begin, seconds after ``zero``; d, length; s,
     v, step and version; c, index of the cause; b, index of ``by``; n, spans that were joined. ``from``: where the
@@ -134,16 +150,16 @@ def shown(
         return {"begin": 0.0, "end": 0.0, "from": 0.0, "zero": 0, "width": 0.0, "tracks": [], "marks": []}
     low = max(timeline.begin, begin or 0.0)
     high = min(timeline.end, end or timeline.end)
-    width = max(width or (high - low) / COLUMNS, (high - low) / MOST_COLUMNS)
-    columns = _Columns(low, high, width=width, zero=int(timeline.begin))
+    width = max(width or (high - low) / COLUMNS, (high - low) / columns)
+    window = _Columns(low, high, width=width, zero=int(timeline.begin))
     tracks = [
         {
             "role": track.role,
             "index": track.index,
             "attempt": track.attempt,
             "killed": track.killed,
-            "main": columns.main(track.main),
-            "beside": columns.beside(track.beside),
+            "main": window.main(track.main),
+            "beside": window.beside(track.beside),
         }
         for track in timeline.tracks
         if track.end > low and track.begin < high
@@ -152,11 +168,11 @@ def shown(
         "begin": timeline.begin,
         "end": timeline.end,
         "from": low,
-        "zero": columns.zero,
+        "zero": window.zero,
         "width": width,
         "kinds": KINDS,
         "causes": CAUSES,
-        "bys": list(columns.bys),
+        "bys": list(window.bys),
         "tracks": tracks,
         "marks": [_mark(mark) for mark in timeline.marks],
     }

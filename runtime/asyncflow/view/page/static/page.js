@@ -79,4 +79,15 @@ async function follow() {
 
 document.addEventListener("visibilitychange", () => { if (!document.hidden && !SENT) look(); });
 tracks.changed = () => { drawShares(run, tracks.timeline); drawRollouts(run, tracks.timeline); };
-follow();
+
+/** Show the timeline alone: the file has nothing else, of a simulation, say. */
+function chart() {
+  document.title = SENT.title;
+  say(byId("name"), SENT.title);
+  say(byId("link"), "");
+  document.body.dataset.only = "timeline";
+  tracks.follow(run);
+}
+
+if (SENT && "title" in SENT) chart();
+else follow();

@@ -7,6 +7,8 @@ const CAUSE_COLOURS = { starved: 1, tail: 4, sync: 3, "back-pressure": 5, reward
 const ORDER = ["trainer", "rollout", "driver", "controller", "storage", "reference"];
 /** Roles that do what others ask: that they are idle is as it should be. */
 const SERVERS = ["driver", "controller", "storage", "holder", "master"];
+/** Columns of the numbers that have a colour of their own, by mode. */
+const NUMBERS = { version: "v", step: "s" };
 const KIND_WORDS = { compute: "computes", claim: "claims", fetch: "fetches" };
 
 class Tracks {
@@ -25,7 +27,7 @@ class Tracks {
     this.key = el("div", { class: "legend" });
     const button = (words, label, act) => el("button", { type: "button", "aria-label": label, title: label, onClick: act }, words);
     byId("timeline-tools").append(
-      choice("mode", "Colours", [["kind", "what it did"], ["cause", "why it was idle"], ["version", "version"]], "kind", (mode) => { this.mode = mode; this.draw(); }),
+      choice("mode", "Colours", [["kind", "what it did"], ["cause", "why it was idle"], ["version", "version"], ["step", "step"]], "kind", (mode) => { this.mode = mode; this.draw(); }),
       el("span", { class: "steps" }, button("−", "Show a longer time", () => this.zoom(2)), button("+", "Show a shorter time", () => this.zoom(0.5)), button("all", "Show the whole run", () => this.show(null))));
     this.canvas.addEventListener("pointermove", (event) => this.move(event));
     this.canvas.addEventListener("pointerdown", (event) => { this.held = { x: event.clientX, window: this.window }; this.canvas.setPointerCapture(event.pointerId); });
@@ -250,9 +252,10 @@ class Tracks {
       pen.fillStyle = this.colour(source, main, i, palette);
       if (idle && (this.mode !== "cause" || SERVERS.includes(track.role))) pen.fillRect(from, top + BAR / 2, to - from, 2);
       else pen.fillRect(from, top + 1, Math.max(0.5, to - from - (to - from > 4 ? 0.75 : 0)), BAR);
-      if (this.mode === "version" && !idle && main.v[i] >= 0 && to - from > 22) {
+      const number = NUMBERS[this.mode] ? main[NUMBERS[this.mode]][i] : -1;
+      if (!idle && number >= 0 && to - from > 22) {
         pen.fillStyle = palette.on;
-        pen.fillText(String(main.v[i]), from + 3, top + 1 + BAR / 2, to - from - 4);
+        pen.fillText(String(number), from + 3, top + 1 + BAR / 2, to - from - 4);
       }
     }
     for (let i = 0; i < beside.t.length; i++) {
@@ -275,7 +278,10 @@ class Tracks {
     const kind = source.kinds[spans.k[i]];
     if (kind === "idle") return this.mode === "cause" ? palette.list[CAUSE_COLOURS[source.causes[spans.c[i]]] ?? 13] : palette.list[13];
     if (this.mode === "cause") return palette.work;
-    if (this.mode === "version") return spans.v[i] >= 0 ? `hsl(${(spans.v[i] * 47 + 215) % 360} ${palette.tone})` : palette.list[12];
+    if (NUMBERS[this.mode]) {
+      const number = spans[NUMBERS[this.mode]][i];
+      return number >= 0 ? `hsl(${(number * 47 + 215) % 360} ${palette.tone})` : palette.list[12];
+    }
     return palette.list[KIND_COLOURS[kind] ?? 2];
   }
 
@@ -313,7 +319,7 @@ class Tracks {
     if (key === this.legendKey) return;
     this.legendKey = key;
     this.key.replaceChildren(...dots.map(([colour, name]) => entry(colour, name)),
-      mode === "version" ? el("span", { class: "quiet" }, "each version has a colour of its own; its number is on it where there is room") : "");
+      NUMBERS[mode] ? el("span", { class: "quiet" }, `each ${mode} has a colour of its own; its number is on it where there is room`) : "");
   }
 }
 
