@@ -31,7 +31,7 @@ PROMPTS = 7473
 START_S = 0.05
 """Most seconds by which the wait of a step may differ."""
 STEPS, PROMPTS_EACH, TOKEN_S = 10, 8, 0.05
-SAMPLE_S = {"sync": 0.05, "periodic": 0.6}
+SAMPLE_S = {"sync": 0.05, "periodic": 0.7}
 """Seconds of a sample in the trainer; in periodic it must have work from the first group to the last."""
 
 

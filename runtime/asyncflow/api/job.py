@@ -153,6 +153,13 @@ class RLJobSpec(Spec):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
+            reads=("data.train.source", "trainer.external"),
+            ok=lambda job: job.trainer.external or not job.data.train.source.startswith("put://"),
+            cel="self.trainer.external || !self.data.train.source.startsWith('put://')",
+            why="nobody puts prompts: that does a trainer of one's own",
+            fix="Set trainer.external: true, or name a source that has prompts",
+        ),
+        Rule(
             reads=("evaluation", "data.eval"),
             ok=lambda job: job.evaluation is None or bool(job.data.held_out),
             cel="!has(self.evaluation) || has(self.data.eval)"

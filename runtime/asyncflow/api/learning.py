@@ -42,7 +42,8 @@ class TrainDataSpec(Spec):
 
     source: Source
     """``gym://DATASET`` (reasoning-gym), ``tiny://TASK``, or a file: ``jsonl://PATH``, ``parquet://PATH`` (a file or a
-    folder of them), ``dataset://PATH`` (as ``save_to_disk`` of Hugging Face ``datasets`` wrote it)."""
+    folder of them), ``dataset://PATH`` (as ``save_to_disk`` of Hugging Face ``datasets`` wrote it); of training prompts
+    also ``put://``: those that a trainer of one's own puts."""
     config: Options = Field(default_factory=dict)
     """Settings of the source: the difficulty of a generated task; of a file the names of its fields, ``prompt``,
     ``answer`` and ``meta`` (a list; absent: all others), and ``split``, ``whole`` (all of it, as where it is absent) or

@@ -1,6 +1,7 @@
-"""Data sources of a manifest: ``gym://``, ``tiny://``, or a file: ``jsonl://``, ``parquet://``, ``dataset://``.
+"""Data sources of a manifest: ``gym://``, ``tiny://``, ``put://``, or a file (``jsonl``, ``parquet``, ``dataset``).
 
-Invariant: whatever is wrong with a source is known when it is opened: the first task has been made.
+Invariant: whatever is wrong with a source is known when it is opened: the first task has been made, unless it is put
+later.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from asyncflow.data.base import GeneratedSource, PromptSource, Purpose
 from asyncflow.data.files import FileConfig, FileSource, JsonlRows, Rows, open_parquet, open_saved, read_config
 from asyncflow.data.generated import open_gym, open_tiny
 from asyncflow.data.prompter import QUESTION, Encoder, Prompter, PromptFormat
+from asyncflow.data.put import SCHEME, PutSource
 from asyncflow.errors import ManifestError
 
 CACHE = "data-cache"
@@ -35,7 +37,8 @@ def open_source(data: TrainDataSpec, *, workdir: Path, cache: Path, where: str) 
                 f"{name} is no setting of the source", where=f"{where}.config", hint=f"Set {where}.{name}"
             )
     prompts = _open(data, workdir, cache, where=where)
-    prompts.prompt(0)
+    if not isinstance(prompts, PutSource):
+        prompts.prompt(0)
     return prompts
 
 
@@ -52,6 +55,11 @@ def _open(data: TrainDataSpec, workdir: Path, cache: Path, *, where: str) -> Pro
                 f"unknown fields {sorted(data.config)}", where=f"{where}.config", hint="a task has none"
             )
         return open_tiny(rest, seed=data.seed, purpose=purpose, size=size, where=where)
+    if scheme == SCHEME and purpose == "train":
+        if rest or data.config:
+            what = f"{data.source!r} has nothing to be configured"
+            raise ManifestError(what, where=f"{where}.source", hint="Give put://, without config")
+        return PutSource()
     if scheme in FILE_SCHEMES:
         path, named = _file(rest, scheme=scheme, where=where)
         if twice := sorted(named.keys() & data.config.keys()):
@@ -116,7 +124,8 @@ def _prompter(
     data: TrainDataSpec, encoder: Encoder, options: Mapping[str, Any] | None, *, where: str, folder: Path, cache: Path
 ) -> Prompter:
     source = open_source(data, workdir=folder, cache=cache, where=where)
-    if data.chat_options and not data.chat and not source.prompt(0).messages:
+    asked_later = isinstance(source, PutSource)
+    if data.chat_options and not data.chat and not asked_later and not source.prompt(0).messages:
         raise ManifestError(
             "no chat template is applied to these prompts", where=f"{where}.chatOptions", hint=f"Set {where}.chat: true"
         )

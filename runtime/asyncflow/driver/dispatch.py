@@ -26,7 +26,9 @@ from numpy.typing import NDArray
 
 from asyncflow.api.graph import ADVANTAGE
 from asyncflow.api.job import RLJobSpec
+from asyncflow.data.base import Prompt
 from asyncflow.data.prompter import Prompter
+from asyncflow.data.put import PutSource
 from asyncflow.driver.tasks import TRAIN, outputs_of
 from asyncflow.errors import ManifestError
 from asyncflow.flow.admission import Admission, InFlight, admit
@@ -85,9 +87,18 @@ class PromptColumns:
             outputs=outputs_of(spec),
         )
 
+    @property
+    def there(self) -> int | None:
+        """Number of prompts that were put so far, None where the source makes them."""
+        source = self.prompter.source
+        return source.count if isinstance(source, PutSource) else None
+
     def encode(self, serial: int) -> EncodedPrompt:
         """Return prompt ``serial``. Raises Overlong for one that is larger than the manifest allows."""
-        prompt = self.prompter.source.prompt(serial)
+        return self.encoded(self.prompter.source.prompt(serial), serial)
+
+    def encoded(self, prompt: Prompt, serial: int) -> EncodedPrompt:
+        """Return a prompt that is to have that serial. Raises as ``encode`` does."""
         tokens, task = self.prompter.encode(prompt), prompt.packed()
         self._check(serial, len(tokens), self.max_tokens, unit="tokens", where="sampling.maxPromptTokens")
         self._check(serial, len(task), self.max_task_bytes, unit="bytes of task", where="data.maxTaskBytes")
@@ -164,10 +175,19 @@ class Dispatcher:
             else:
                 await self.changed()
 
+    @property
+    def lacks_prompts(self) -> bool:
+        """True where the next prompt was not put yet."""
+        there, assignment = self.prompts.there, self.assignment
+        wanted = not (assignment.full or assignment.missing)
+        return there is not None and wanted and assignment.next_serial >= there
+
     def _record(self, flow: InFlight | None, allowed: int) -> None:
         """Record why no more prompts go out."""
         if self.assignment.full:
             waits = "dispatched"
+        elif self.lacks_prompts:
+            waits = "calls"
         elif flow is None or (self.schedule.lag == 0 and not allowed):
             waits = "version"
         else:
@@ -218,7 +238,7 @@ class Dispatcher:
     async def _issue(self, allowed: int) -> None:
         """Issue up to ``allowed`` prompts; those that are too long make room for the next ones."""
         in_a_row = 0
-        while len(self._issued) < allowed and (pair := self.assignment.issue()) is not None:
+        while len(self._issued) < allowed and (pair := self.assignment.issue(there=self.prompts.there)) is not None:
             serial, step = pair
             try:
                 encoded = self.prompts.encode(serial)

@@ -27,7 +27,8 @@ from asyncflow.api.graph import graph_of
 from asyncflow.api.job import RLJob
 from asyncflow.api.status import DriverStatus, Phase, StepProgress
 from asyncflow.data.prompter import Prompter
-from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher, PromptColumns, restore
+from asyncflow.data.put import METHOD, PromptsThere, PutPrompts, PutSource
+from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher, Overlong, PromptColumns, restore
 from asyncflow.driver.elastic import DesiredRollouts
 from asyncflow.driver.ending import Ending
 from asyncflow.driver.evaluation import Evaluation, EvaluationResult, best_of
@@ -41,7 +42,7 @@ from asyncflow.driver.samples import SampleCollector
 from asyncflow.driver.sinks import Sinks
 from asyncflow.driver.status import build_status, count_step, show, waiting_for
 from asyncflow.driver.tasks import EVAL, TRAIN
-from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
+from asyncflow.errors import DeadlineExceeded, ManifestError, PeerLost, Refused
 from asyncflow.flow.admission import InFlight, admission_of
 from asyncflow.flow.assignment import PromptAssignment
 from asyncflow.flow.schedule import Schedule
@@ -289,6 +290,7 @@ class Driver:
             alike=self._groups.alike,
         )
         server.route("driver.report", TrainReport, self._report)
+        server.route(METHOD, PutPrompts, self._put_prompts)
 
     async def run(self) -> Phase:
         """Drive the job to its end: Succeeded or Suspended."""
@@ -360,7 +362,8 @@ class Driver:
                 exported=self.members.exported,
                 stats=self._stats,
                 quiet_s=clock.now() - self._moved,
-            ),
+            )
+            or (f"prompts beyond the {self._dispatcher.prompts.there} put" if self._dispatcher.lacks_prompts else ""),
         )
 
     def live(self) -> LiveState:
@@ -533,6 +536,25 @@ class Driver:
         if self.lives.opened is None:
             self.lives.opened = self._moved
             self.progress.note("first dispatch", at=self.lives.opened)
+
+    async def _put_prompts(self, request: PutPrompts, _frames: Sequence[memoryview]) -> PromptsThere:
+        prompts, source = self._dispatcher.prompts, self._dispatcher.prompts.prompter.source
+        if not isinstance(source, PutSource):
+            what, hint = "the driver makes the prompts of this job", "Give the manifest data.train.source: put://"
+            raise Refused(what, where="put_prompts_data", hint=hint)
+
+        def put() -> int:
+            for serial, prompt in enumerate(request.prompts, request.first):
+                try:
+                    prompts.encoded(prompt, serial)
+                except ManifestError as error:
+                    if not (prompts.skips and isinstance(error, Overlong)):
+                        raise
+            return source.put(request.prompts, first=request.first)
+
+        count = await asyncio.to_thread(put)
+        self.changes.notify()
+        return PromptsThere(count)
 
     async def _report(self, report: TrainReport, _frames: Sequence[memoryview]) -> ReportReply:
         self._moved = clock.now()

@@ -28,11 +28,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FILES = METRICS, EVENTS, LIVES, REWARDS, SUMMARY = (
+FILES = METRICS, EVENTS, LIVES, REWARDS, PROMPTS, SUMMARY = (
     "metrics.jsonl",
     "events.jsonl",
     "lives.json",
     "rewards.json",
+    "prompts.jsonl",
     "summary.json",
 )
 """The driver's files in the folder of a run."""

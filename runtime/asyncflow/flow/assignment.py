@@ -40,11 +40,16 @@ class PromptAssignment:
     _missing: list[int] = field(default_factory=list)
     _lowest: int = 1
 
-    def issue(self) -> tuple[int, int] | None:
-        """Return the next (serial, step), or None when every step has its prompts."""
+    def issue(self, *, there: int | None = None) -> tuple[int, int] | None:
+        """Return the next (serial, step), or None when every step has its prompts, or the next one is not there.
+
+        there: how many prompts there are so far, None where there is no end of them.
+        """
         while self._lowest <= self.steps and self._counted[self._lowest] >= self.prompts_per_step:
             self._lowest += 1
         if self._lowest > self.steps:
+            return None
+        if not self._missing and there is not None and self.next_serial >= there:
             return None
         serial = self._missing.pop(0) if self._missing else self.next_serial
         self.note(serial=serial, step=self._lowest)

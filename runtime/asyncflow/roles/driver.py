@@ -10,8 +10,10 @@ from pathlib import Path
 
 from asyncflow.api.names import LAST_WORD_ENV
 from asyncflow.api.status import DriverStatus, Phase
+from asyncflow.data.put import PutSource
 from asyncflow.data.sources import CACHE, open_held_out, open_training
 from asyncflow.driver.driver import Driver
+from asyncflow.driver.journal import PROMPTS
 from asyncflow.driver.presence import looking_routes
 from asyncflow.driver.sinks import Sinks
 from asyncflow.driver.status import control_routes, status_route
@@ -45,6 +47,8 @@ async def serve(context: JobContext) -> None:
     folder = job_folder(context.job, options)
     cache = options.workdir / CACHE
     train = open_training(spec.data, tokenizer, folder=folder, cache=cache)
+    if isinstance(train.source, PutSource):
+        train.source.keep(options.workdir / PROMPTS)
     held_out = {}
     if spec.evaluation is not None:
         held_out = open_held_out(spec.data, tokenizer, train=train.source, folder=folder, cache=cache)

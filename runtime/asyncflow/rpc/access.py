@@ -103,6 +103,7 @@ def _table() -> dict[str, dict[str, Named]]:
         "directory.heartbeat": _may(_own("incarnation"), *_ALL),
         "directory.leave": _may(_own("incarnation"), *_ALL),
         "driver.report": publishes,
+        "driver.put_prompts": trains,
         "trainer.gather": _may(_own("rank"), "trainer"),
         "trainer.leave": _may(_own("rank"), "trainer"),
         "trainer.left": publishes,

@@ -29,12 +29,15 @@ from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
 
+import msgspec
 from torch import Tensor, nn
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import CLIENT
+from asyncflow.data.base import Prompt
+from asyncflow.data.put import METHOD, PromptsThere, PutPrompts
 from asyncflow.driver.tasks import TRAIN
-from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Refused
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, Refused
 from asyncflow.models.source import materialize_config, materialize_weights
 from asyncflow.queue.partition import Partition
 from asyncflow.queue.torch.batch import LEASE_OWNERS, Batch, BatchLease
@@ -42,6 +45,9 @@ from asyncflow.queue.torch.dataset import Consumer, QueueAddress
 from asyncflow.queue.values import Values, encode_columns
 from asyncflow.roles.context import LOOPBACK
 from asyncflow.roles.rollout import MakeEngine
+from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.retry import retry
+from asyncflow.rpc.tls import Credentials
 from asyncflow.session.experience import Experience
 from asyncflow.session.joining import LocalRun, SessionPlace, elsewhere, running
 from asyncflow.session.loader import StreamLoader, create_stream_data_loader, make_known
@@ -55,6 +61,7 @@ WAIT_S = 3600.0
 OPEN = "experience"
 """Partition of a queue that stands alone, unless the caller names one."""
 _CALL_S = 60.0
+_PROMPTS_PER_CALL = 256
 _RESERVED = {"at", *TrainReport.__struct_fields__, *(f"{name}_s" for name in Seconds.__struct_fields__)}
 
 
@@ -105,14 +112,21 @@ class Engines:
     def put_prompts_data(
         self, prompts: Sequence[Any] | Mapping[str, Any], *, last: bool = False, timeout: float = _CALL_S
     ) -> list[int]:
-        """Put prompts, a row each, into the queue and return the rows' ids. Waits for room.
+        """Put prompts and return their numbers.
 
-        prompts: a value for each row (column ``prompts``), or columns by name; last: no more rows will be put, so that
-        consumers end when they have had all. Raises Refused for a job, whose driver puts the prompts of ``spec.data``.
+        Into a queue that stands alone, a row each, as soon as there is room. prompts: a value for each row (column
+        ``prompts``), or columns by name; last: no more rows will be put, so that consumers end when they have had all.
+
+        Into a job whose ``data.train.source`` is ``put://``. prompts: texts, or mappings with ``question`` and what
+        else ``asyncflow.data.base.Prompt`` has: ``answer``, ``meta``, ``messages``, ``task``. They are on the driver's
+        disk when this returns, and are asked in this order, as steps need them; ``prompts`` says how many there are.
+        Raises Refused for a job with another source, ManifestError for a prompt that the model cannot be asked.
         """
         if self.job is not None:
-            hint = "Name your prompts in spec.data.train: jsonl://FILE, or another source"
-            raise Refused("the driver puts the prompts of a job", where="put_prompts_data", hint=hint)
+            if last:
+                what, hint = "a job ends after its steps", "Leave last out; spec.algorithm.steps says how many"
+                raise Refused(what, where="put_prompts_data", hint=hint)
+            return self._put_into_job(_prompts_of(prompts), timeout)
         columns = prompts if isinstance(prompts, Mapping) else {"prompts": prompts}
 
         async def put(rows: Partition) -> list[int]:
@@ -123,6 +137,11 @@ class Engines:
 
         put_ids: list[int] = self._in_partition(put)
         return put_ids
+
+    @property
+    def prompts(self) -> int:
+        """Number of prompts that were put into the job, by earlier sessions too."""
+        return self._call_driver(PutPrompts(), timeout=_CALL_S)
 
     def get_experience_data(
         self,
@@ -279,6 +298,33 @@ class Engines:
         batch = handover.take(what=f"samples of step {step}", timeout=timeout)
         return None if batch is None else Experience.of(batch, step=step)
 
+    def _put_into_job(self, prompts: Sequence[Prompt], timeout: float) -> list[int]:
+        first = self.prompts
+        for begin in range(0, len(prompts), _PROMPTS_PER_CALL):
+            some = list(prompts[begin : begin + _PROMPTS_PER_CALL])
+            self._call_driver(PutPrompts(first + begin, some), timeout=timeout)
+        return list(range(first, first + len(prompts)))
+
+    def _call_driver(self, request: PutPrompts, *, timeout: float) -> int:
+        """Return how many prompts there are after ``request``, which is sent again while the driver is away."""
+        tls = self._place.certificate(CLIENT)
+
+        async def call() -> int:
+            credentials = Credentials(tls) if tls else Credentials.of_environment()
+            driver = RpcClient(name="session", resolve=self._place.address, credentials=credentials)
+            try:
+                answer = await retry(
+                    lambda: driver.call(METHOD, request, PromptsThere, timeout=_CALL_S),
+                    what="putting prompts",
+                    timeout=timeout,
+                )
+            finally:
+                await driver.close()
+            return answer.count
+
+        count: int = self._consumer().run(call())
+        return count
+
     def _consumer(self) -> Consumer:
         if self._queue is None:
             self._queue = Consumer(self.queue)
@@ -370,6 +416,30 @@ def init_engines(
     except BaseException:
         session.leave()
         raise
+
+
+def _prompts_of(given: Sequence[Any] | Mapping[str, Any]) -> list[Prompt]:
+    """Return what a caller puts into a job as prompts. Raises ManifestError for what is none."""
+    rows = given
+    if isinstance(given, Mapping):
+        rows = [dict(zip(given, values, strict=True)) for values in zip(*given.values(), strict=True)]
+    return [_prompt(each, number) for number, each in enumerate(rows)]
+
+
+def _prompt(given: Any, number: int) -> Prompt:
+    if isinstance(given, str | Prompt):
+        return Prompt(question=given) if isinstance(given, str) else given
+    try:
+        named = dict(given)
+        if unknown := sorted(named.keys() - set(Prompt.__struct_fields__)):
+            raise ManifestError(
+                f"prompt {number} has {unknown[0]!r}",
+                where="put_prompts_data",
+                hint=f"A prompt has {', '.join(Prompt.__struct_fields__)}; put all else into meta",
+            )
+        return msgspec.convert(named, Prompt)
+    except (TypeError, ValueError) as error:
+        raise ManifestError(f"prompt {number} is none: {error}", where="put_prompts_data") from error
 
 
 def _saved(model: nn.Module) -> dict[str, Tensor]:
