@@ -18,7 +18,7 @@ from rich.table import Table
 
 from asyncflow.api.load import load_job
 from asyncflow.commands.preflight import runnable_job
-from asyncflow.commands.timeline import PAGE, TRACE, write_pictures
+from asyncflow.commands.timeline import FIRST, PAGE, TRACE, write_pictures
 from asyncflow.driver.journal import METRICS, SUMMARY
 from asyncflow.driver.sample_files import read_samples, sample_files
 from asyncflow.errors import ManifestError
@@ -30,6 +30,7 @@ from asyncflow.sim.fit import WITHOUT, Drawn, Recorded, fitted
 from asyncflow.telemetry.spans import FOLDER as SPANS
 from asyncflow.telemetry.spans import read_timeline
 from asyncflow.timeline.causes import Shares, attribute, shares
+from asyncflow.timeline.tracks import Timeline
 
 _WIDTH = 160
 """Columns where there is no terminal whose width could be asked for."""
@@ -110,13 +111,25 @@ def _recorded(directory: Path, *, rollouts: int) -> Recorded:
     files = [file for file in sample_files(directory) if file.purpose == "train"]
     drawn = [sample for file in files for sample in read_samples(file.path) if sample.drawn]
     slots = Counter(event.step for event in read_ledger(directory / "ledger") if isinstance(event, SlotDecided))
+    timeline = read_timeline(directory) if (directory / SPANS).is_dir() else None
+    share = 1 - summary["idle_share"]["rollout"]
+    if timeline is not None:
+        share = _generating(timeline, until=steps[max(steps)]["at"]) / rollouts
     return Recorded(
         steps=[steps[step] for step in sorted(steps)],
         samples=[Drawn(sample.serial, sample.prompt_tokens, sample.response_tokens) for sample in drawn],
-        generating_s=(1 - summary["idle_share"]["rollout"]) * summary["training_s"] * rollouts,
+        generating_s=share * summary["training_s"] * rollouts,
         slots=slots,
-        timeline=read_timeline(directory) if (directory / SPANS).is_dir() else None,
+        timeline=timeline,
     )
+
+
+def _generating(timeline: Timeline, *, until: float) -> float:
+    """Return how many rollouts generated for training on average, from the first prompt on until a time."""
+    begin = max([timeline.begin, *(mark.at for mark in timeline.marks if mark.what == FIRST)])
+    spans = [span for track in timeline.tracks if track.role == "rollout" for span in track.main]
+    parts = (min(span.end, until) - max(span.begin, begin) for span in spans if span.kind == "generate")
+    return sum(part for part in parts if part > 0) / (until - begin)
 
 
 def _figures(made: Simulated) -> dict[str, object]:

@@ -22,7 +22,8 @@ from asyncflow.view.page.spans import chart
 from asyncflow.view.shares import shares_table
 
 TRACE, PAGE = "timeline.json", "timeline.html"
-_FIRST = "first dispatch"
+FIRST = "first dispatch"
+"""Mark of the moment in which the first prompt went out."""
 _WIDTH = 160
 """Columns where there is no terminal whose width could be asked for."""
 
@@ -34,7 +35,7 @@ def timeline(run: Path, *, output: Path | None, training: bool, as_json: bool) -
     where nothing was recorded.
     """
     found = attribute(read_timeline(run))
-    begin = next((mark.at for mark in found.marks if mark.what == _FIRST), None) if training else None
+    begin = next((mark.at for mark in found.marks if mark.what == FIRST), None) if training else None
     spent = shares(found, begin=begin)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(spent)).decode())

@@ -53,7 +53,7 @@ class Drawn(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
     """Record of a run. steps: lines of metrics.jsonl; slots: by step, how many it had, as far as the ledger says;
-    generating_s: seconds in which rollouts generated, of all together; timeline: None where there is none.
+    generating_s: seconds in which rollouts generated for training, of all together; timeline: None where there is none.
     """
 
     steps: Sequence[Mapping[str, Any]]
@@ -87,7 +87,7 @@ def fitted(job: RLJob, recorded: Recorded) -> Fitted:
             model = msgspec.structs.replace(model, load_s=load_s)
     models = Models(
         engine=model,
-        trainer=trainer_of(counted, recorded.slots, ranks=spec.trainer.ranks),
+        trainer=trainer_of(counted, recorded.slots, ranks=spec.trainer.ranks, shared=_shared(job)),
         link=LinkModel(pull_s=_span_s(recorded.timeline, "receive")),
         storage=storage_of(recorded.timeline),
         reward=RewardTimes(seconds=_idle_s(recorded.timeline, "reward"), workers=engine.slots),
@@ -124,13 +124,21 @@ def _correlation(samples: Sequence[Drawn]) -> float:
     return min(1.0, max(0.0, fmean(products) / variance))
 
 
-def trainer_of(steps: Sequence[Mapping[str, Any]], slots: Mapping[int, int], *, ranks: int) -> TrainerModel:
-    """Return the model of a trainer of which these steps are known."""
+def _shared(job: RLJob) -> int:
+    """Return how many samples share a copy of their prompt in the trainer."""
+    spec = job.spec
+    return spec.algorithm.group_size if spec.trainer.backend.packing == "shared-prompt" else 1
+
+
+def trainer_of(
+    steps: Sequence[Mapping[str, Any]], slots: Mapping[int, int], *, ranks: int, shared: int = 1
+) -> TrainerModel:
+    """Return the model of a trainer of which these steps are known. shared: samples for each copy of a prompt."""
     parts = ("wait_s", "compute_s", "optimizer_s", "publish_s", "checkpoint_s")
     rest = [max(0.0, step["wall_s"] - sum(step[part] for part in parts)) for step in steps]
     saved = [step["checkpoint_s"] for step in steps if step["checkpoint_s"] > 0]
     published = [step["publication_s"] for step in steps if step["publication_s"] is not None]
-    slot_s, token_s = _compute_of(steps, slots, ranks=ranks)
+    slot_s, token_s = _compute_of(steps, slots, ranks=ranks, shared=shared)
     return TrainerModel(
         slot_s=slot_s,
         token_s=token_s,
@@ -140,10 +148,13 @@ def trainer_of(steps: Sequence[Mapping[str, Any]], slots: Mapping[int, int], *, 
     )
 
 
-def _compute_of(steps: Sequence[Mapping[str, Any]], slots: Mapping[int, int], *, ranks: int) -> tuple[float, float]:
+def _compute_of(
+    steps: Sequence[Mapping[str, Any]], slots: Mapping[int, int], *, ranks: int, shared: int
+) -> tuple[float, float]:
     """Return the seconds of a slot and of a token, neither below 0, that fit ``compute_s`` best."""
     seconds = np.array([step["compute_s"] for step in steps])
-    tokens = np.array([step["tokens"] / ranks for step in steps])
+    apart = np.array([step["response_tokens"] + step.get("observation_tokens", 0) for step in steps], np.float64)
+    tokens = (apart + (np.array([step["tokens"] for step in steps]) - apart) / shared) / ranks
     if all(step["step"] in slots for step in steps):
         counts = np.array([slots[step["step"]] for step in steps], dtype=np.float64)
         (slot_s, token_s), _, rank, _ = np.linalg.lstsq(np.stack([counts, tokens], axis=1), seconds, rcond=None)
@@ -203,7 +214,7 @@ def _scaled(scenario: Scenario, share: float, generating_s: float, *, seed: int)
         engine = scenario.models.engine
         engine = msgspec.structs.replace(engine, share_s=share * engine.token_s)
         spent = _check(_with(scenario, engine), seed).spent["rollout"]
-        found = sum(seconds for (kind, _), seconds in spent.items() if kind in ("generate", "evaluation"))
+        found = sum(seconds for (kind, _), seconds in spent.items() if kind == "generate")
         factor = generating_s / found if found > 0 else 1.0
         engine = msgspec.structs.replace(engine, token_s=engine.token_s * factor, share_s=engine.share_s * factor)
         scenario = _with(scenario, engine)
