@@ -63,6 +63,12 @@ def test_where_the_trainer_makes_advantages_the_driver_writes_outcomes() -> None
     assert sum(outputs_of(wanted).values()) == sum(wanted.output_bytes.values())
 
 
+def test_advantages_of_turns_have_the_room_of_as_many_turns_as_there_may_be() -> None:
+    settings = ["environment={function: calculator, maxTurns: 5}", "reward.function=task"]
+    assert outputs_of(spec(*settings))["advantage"] == 4
+    assert outputs_of(spec(*settings, "algorithm.credit=turn"))["advantage"] == 4 * 5
+
+
 def test_the_longest_response_is_within_what_was_promised() -> None:
     wanted = spec()
     length = wanted.sampling.max_tokens

@@ -75,6 +75,7 @@ def words(
     exported: bool = False,
     quiet_s: float = 0.0,
     steps: int = 60,
+    unasked: int = 0,
 ) -> str:
     return waiting_for(
         RunProgress(folder, steps=steps, now=0.0),
@@ -85,6 +86,7 @@ def words(
         exported=exported,
         stats=STATS,
         quiet_s=quiet_s,
+        unasked=unasked,
     )
 
 
@@ -121,6 +123,12 @@ def test_then_the_first_weights_then_a_stall(tmp_path: Path) -> None:
     stalled = words(tmp_path, quiet_s=SPEC.limits.stall_seconds + 1)
     assert "step 1" in stalled
     assert "8 samples to be generated" in stalled
+
+
+def test_prompts_that_nobody_has_put_are_named_before_a_stall(tmp_path: Path) -> None:
+    quiet_s = SPEC.limits.stall_seconds + 1
+    assert words(tmp_path, unasked=3, quiet_s=quiet_s) == "3 prompts of step 1 to be put (put_prompts_data)"
+    assert words(tmp_path, unasked=3, steps=0, evaluating=[], exported=True) == ""
 
 
 def test_last_the_evaluations_then_what_the_run_leaves_behind(tmp_path: Path) -> None:

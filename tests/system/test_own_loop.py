@@ -112,6 +112,10 @@ def test_a_loop_puts_its_own_prompts_and_a_killed_driver_forgets_none(tmp_path: 
     with asyncflow.init_engines(EXAMPLES / "counting.yaml", output=folder, overrides=settings) as engines:
         with pytest.raises(ManifestError, match="prompt 0 has 'text'"):
             engines.put_prompts_data([{"text": "1"}])
+        with pytest.raises(ManifestError, match="prompt 1 is none"):
+            engines.put_prompts_data(["1", {"question": "2", "answer": object()}])
+        with pytest.raises(ManifestError, match="one prompt was given"):
+            engines.put_prompts_data("1")
         seen = torch.zeros(4096)
         engines.weight_sync_notify({"seen": seen})
         for step in range(1, STEPS + 1):
@@ -120,6 +124,9 @@ def test_a_loop_puts_its_own_prompts_and_a_killed_driver_forgets_none(tmp_path: 
             assert engines.put_prompts_data(asked) == list(range((step - 1) * len(asked), step * len(asked)))
             if step == 3:
                 kill(folder, "driver")
+                assert engines.put_prompts_data(asked, first=10) == list(range(10, 15)), "once more: they are there"
+                with pytest.raises(Refused, match="others have its place"):
+                    engines.put_prompts_data(asked, first=9)
             go_on(engines, seen, until=step)
             assert engines.prompts == step * len(asked)
     trained_once(folder)

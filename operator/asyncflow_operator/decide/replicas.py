@@ -11,9 +11,10 @@ not trained, and the pod is made. Where none of a begun attempt is there, and no
 now, it cannot be known whether one has run: that attempt is over, too.
 
 Invariants: at most one pod has the name of a replica; no pod that runs is deleted but one whose replica is not wanted
-any more; one that has not begun is deleted where the spec would shape it otherwise now, so that a spec that is mended
-is enough; none loses its grace period but one on a node that does not answer. Of one attempt no rank is made again once
-the gang could have trained; of two attempts no pods are there at the same time but those that are being deleted.
+any more, and ranks whose gang cannot train; one that has not begun is deleted where the spec would shape it otherwise
+now, so that a spec that is mended is enough, and of a gang it ends the attempt; none loses its grace period but one on
+a node that does not answer. Of one attempt no rank is made again once the gang could have trained; of two attempts no
+pods are there at the same time but those that are being deleted.
 """
 
 from __future__ import annotations

@@ -129,7 +129,8 @@ class RLJobSpec(Spec):
             for column in task.writes
         }
         of_row = {name: size * self.sampling.max_tokens for name, size in of_token.items()}
-        return of_row | {"reward": 4, "details": MOST_DETAILS, "advantage": 4} | of_task
+        turns = self.environment.max_turns if self.environment is not None and self.algorithm.credit == "turn" else 1
+        return of_row | {"reward": 4, "details": MOST_DETAILS, "advantage": 4 * turns} | of_task
 
     @property
     def bytes_of_interval(self) -> int:

@@ -18,7 +18,8 @@ from rich.table import Table
 
 from asyncflow.api.load import load_job
 from asyncflow.commands.preflight import runnable_job
-from asyncflow.commands.timeline import FIRST, PAGE, TRACE, write_pictures
+from asyncflow.commands.timeline import PAGE, TRACE, write_pictures
+from asyncflow.doctor.evidence import FIRST_DISPATCH
 from asyncflow.driver.journal import METRICS, SUMMARY
 from asyncflow.driver.sample_files import read_samples, sample_files
 from asyncflow.errors import ManifestError
@@ -112,24 +113,28 @@ def _recorded(directory: Path, *, rollouts: int) -> Recorded:
     drawn = [sample for file in files for sample in read_samples(file.path) if sample.drawn]
     slots = Counter(event.step for event in read_ledger(directory / "ledger") if isinstance(event, SlotDecided))
     timeline = read_timeline(directory) if (directory / SPANS).is_dir() else None
-    share = 1 - summary["idle_share"]["rollout"]
+    generating_s = (1 - summary["idle_share"]["rollout"]) * summary["training_s"] * rollouts
     if timeline is not None:
-        share = _generating(timeline, until=steps[max(steps)]["at"]) / rollouts
+        generating_s = _generating_s(timeline, until=steps[max(steps)]["at"])
     return Recorded(
         steps=[steps[step] for step in sorted(steps)],
         samples=[Drawn(sample.serial, sample.prompt_tokens, sample.response_tokens) for sample in drawn],
-        generating_s=share * summary["training_s"] * rollouts,
+        generating_s=generating_s,
         slots=slots,
         timeline=timeline,
     )
 
 
-def _generating(timeline: Timeline, *, until: float) -> float:
-    """Return how many rollouts generated for training on average, from the first prompt on until a time."""
-    begin = max([timeline.begin, *(mark.at for mark in timeline.marks if mark.what == FIRST)])
+def _generating_s(timeline: Timeline, *, until: float) -> float:
+    """Return the seconds in which rollouts generated for training, until a time.
+
+    Where the beginning of the timeline is lost, what is there stands for it.
+    """
+    first = next((mark.at for mark in timeline.marks if mark.what == FIRST_DISPATCH), timeline.begin)
+    begin = max(timeline.begin, first)
     spans = [span for track in timeline.tracks if track.role == "rollout" for span in track.main]
     parts = (min(span.end, until) - max(span.begin, begin) for span in spans if span.kind == "generate")
-    return sum(part for part in parts if part > 0) / (until - begin)
+    return sum(part for part in parts if part > 0) * (until - first) / (until - begin)
 
 
 def _figures(made: Simulated) -> dict[str, object]:

@@ -11,6 +11,7 @@ import click
 import msgspec
 from rich.console import Console
 
+from asyncflow.doctor.evidence import FIRST_DISPATCH
 from asyncflow.durable import write_whole
 from asyncflow.telemetry.spans import read_timeline
 from asyncflow.timeline.causes import attribute, shares
@@ -22,8 +23,6 @@ from asyncflow.view.page.spans import chart
 from asyncflow.view.shares import shares_table
 
 TRACE, PAGE = "timeline.json", "timeline.html"
-FIRST = "first dispatch"
-"""Mark of the moment in which the first prompt went out."""
 _WIDTH = 160
 """Columns where there is no terminal whose width could be asked for."""
 
@@ -35,7 +34,7 @@ def timeline(run: Path, *, output: Path | None, training: bool, as_json: bool) -
     where nothing was recorded.
     """
     found = attribute(read_timeline(run))
-    begin = next((mark.at for mark in found.marks if mark.what == FIRST), None) if training else None
+    begin = next((mark.at for mark in found.marks if mark.what == FIRST_DISPATCH), None) if training else None
     spent = shares(found, begin=begin)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(spent)).decode())

@@ -1,7 +1,8 @@
 """The source ``put://``: prompts that somebody puts while the job runs, such as a loop with a curriculum of its own.
 
 Invariant: a prompt that was acknowledged is in the file, under its serial for ever; so a driver that is started again
-gives the same prompts again, and a caller that does not know whether its prompts arrived puts them once more.
+gives the same prompts again, and a caller that does not know whether its prompts arrived puts them once more, with the
+serial that it wanted for the first one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from asyncflow import durable
 from asyncflow.data.base import Prompt
 from asyncflow.errors import ManifestError, Refused
 
@@ -23,10 +25,15 @@ _ENDING: Final = b"\n"
 
 
 class PutPrompts(msgspec.Struct, frozen=True):
-    """Prompts to be put. first: the serial of the first one; prompts: none of them to ask only how many there are."""
+    """Prompts to be put.
+
+    first: the serial of the first one; prompts: none of them to ask only how many there are; check: whether it is only
+    asked if they can be put.
+    """
 
     first: int = 0
     prompts: list[Prompt] = []
+    check: bool = False
 
 
 class PromptsThere(msgspec.Struct, frozen=True):
@@ -88,7 +95,10 @@ class PutSource:
                 raise Refused(what, where="put_prompts_data", hint=hint)
             fresh = lines[len(there) :]
             if fresh and self._file is not None:
+                made = not self._file.exists()
                 _append(self._file, b"".join(line + _ENDING for line in fresh))
+                if made:
+                    durable.sync(self._file.parent)
             self._prompts.extend(prompts[len(there) :])
             return len(self._prompts)
 

@@ -33,7 +33,7 @@ from asyncflow.driver.elastic import DesiredRollouts
 from asyncflow.driver.ending import Ending
 from asyncflow.driver.evaluation import Evaluation, EvaluationResult, best_of
 from asyncflow.driver.groups import AdvantageTask, GroupPolicy, RewardTally, Totals
-from asyncflow.driver.journal import LIVES, REWARDS, StateFile
+from asyncflow.driver.journal import LIVES, PROMPTS, REWARDS, StateFile
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
 from asyncflow.driver.presence import LiveState, evidence_of, live_state
@@ -362,8 +362,8 @@ class Driver:
                 exported=self.members.exported,
                 stats=self._stats,
                 quiet_s=clock.now() - self._moved,
-            )
-            or (f"prompts beyond the {self._dispatcher.prompts.there} put" if self._dispatcher.lacks_prompts else ""),
+                unasked=self.assignment.lacks(self.progress.done + 1) if self._dispatcher.lacks_prompts else 0,
+            ),
         )
 
     def live(self) -> LiveState:
@@ -422,6 +422,12 @@ class Driver:
             await self.queue.take_over(partition=partition, timeout=CALL_TIMEOUT_S)
         snapshot = await self.queue.snapshot(partition=TRAIN, timeout=CALL_TIMEOUT_S)
         restore(self.assignment, snapshot)
+        if (there := self._dispatcher.prompts.there) is not None and there < self.assignment.next_serial:
+            raise ManifestError(
+                f"{there} prompts are in the file, and {self.assignment.next_serial} were asked",
+                where=PROMPTS,
+                hint="Bring the file back as it was, or begin the run anew (--fresh)",
+            )
         size = self.job.spec.algorithm.group_size
         self._groups.filtered.update(
             {step: min(state.excluded, state.filtered // size) for step, state in snapshot.steps.items()}
@@ -550,11 +556,12 @@ class Driver:
                 except ManifestError as error:
                     if not (prompts.skips and isinstance(error, Overlong)):
                         raise
-            return source.put(request.prompts, first=request.first)
+            return source.count if request.check else source.put(request.prompts, first=request.first)
 
-        count = await asyncio.to_thread(put)
-        self.changes.notify()
-        return PromptsThere(count)
+        try:
+            return PromptsThere(await asyncio.to_thread(put))
+        finally:
+            self.changes.notify()
 
     async def _report(self, report: TrainReport, _frames: Sequence[memoryview]) -> ReportReply:
         self._moved = clock.now()

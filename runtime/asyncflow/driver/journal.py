@@ -33,7 +33,7 @@ FILES = METRICS, EVENTS, LIVES, REWARDS, PROMPTS, SUMMARY = (
     "events.jsonl",
     "lives.json",
     "rewards.json",
-    "prompts.jsonl",
+    "put-prompts.jsonl",
     "summary.json",
 )
 """The driver's files in the folder of a run."""

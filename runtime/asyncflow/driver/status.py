@@ -122,12 +122,13 @@ def waiting_for(
     exported: bool,
     stats: QueueStats | None,
     quiet_s: float,
+    unasked: int = 0,
 ) -> str:
     """Return in a few words what keeps the job from its next step; "" while nothing does.
 
     members: how many there are of each role; newest: step of the newest published version; evaluating: versions whose
     evaluation is not finished; exported: whether the trainer has written what the run leaves behind; quiet_s: seconds
-    since the last step, or since the first prompt.
+    since the last step, or since the first prompt; unasked: prompts of the next step that were not put into the job.
     """
     expected = {
         "controller": spec.transfer_queue.controllers,
@@ -147,6 +148,8 @@ def waiting_for(
         if evaluating:
             return f"the evaluation of θ_{evaluating[0]}"
         return "" if exported else "the trainer to write the last checkpoint and export/"
+    if unasked:
+        return f"{unasked} prompts of step {progress.done + 1} to be put (put_prompts_data)"
     if quiet_s > spec.limits.stall_seconds and stats is not None:
         return (
             f"step {progress.done + 1}, stalled for {quiet_s:.0f} s: "

@@ -155,6 +155,10 @@ class PromptAssignment:
         """Return whether the step has all its prompts, and what becomes of each group is decided."""
         return self._counted[step] >= self.prompts_per_step and not self._undecided[step]
 
+    def lacks(self, step: int) -> int:
+        """Return how many prompts of the step are not issued yet, or have to be replaced."""
+        return max(0, self.prompts_per_step - self._counted[step])
+
     @property
     def missing(self) -> Sequence[int]:
         """Serials below ``next_serial`` that were never created, as far as they are not issued again."""

@@ -37,7 +37,7 @@ from asyncflow.api.check import MISSING, Problem, place_of, refusal, shown
 from asyncflow.api.document import Place
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import ROLE_NAME
-from asyncflow.driver.journal import ASIDE, EVENTS, FILES, METRICS, SUMMARY
+from asyncflow.driver.journal import ASIDE, EVENTS, FILES, METRICS, PROMPTS, SUMMARY
 from asyncflow.durable import write_whole
 from asyncflow.errors import ManifestError
 from asyncflow.local import reaper
@@ -425,6 +425,8 @@ def _came_to_nothing(path: Path) -> bool:
 
 def _has_progress(path: Path) -> bool:
     if any((path / name).exists() for name in (SUMMARY, "export")):
+        return True
+    if (put := path / PROMPTS).is_file() and put.stat().st_size > 0:
         return True
     metrics, events = ([path / name, path / f"{name}{ASIDE}"] for name in (METRICS, EVENTS))
     return (

@@ -101,7 +101,7 @@ class RewardFunction:
             values = [getattr(example, name) for example in examples]
             if name == "response":
                 values = list(map(extractor, values))
-            elif name == "transcript":
+            elif name == "transcript" and not self.names.isdisjoint((name, plural)):
                 values = msgspec.to_builtins(values)
             given |= {name: values[0], plural: values}
         return {name: given[name] for name in self.names}

@@ -138,7 +138,7 @@ class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
         return {
             "reward": self.value,
             **failure,
-            **({TURN_REWARDS: msgspec.json.encode(self.turns).decode()} if self.turns else {}),
+            **({TURN_REWARDS: f"[{','.join(f'{value:.7g}' for value in self.turns)}]"} if self.turns else {}),
             **{f"{COMPONENT}{name}": value for name, value in self.components.items()},
         }
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -110,7 +110,12 @@ class Engines:
             materialize_weights(source, self.model)
 
     def put_prompts_data(
-        self, prompts: Sequence[Any] | Mapping[str, Any], *, last: bool = False, timeout: float = _CALL_S
+        self,
+        prompts: Sequence[Any] | Mapping[str, Any],
+        *,
+        last: bool = False,
+        first: int | None = None,
+        timeout: float = _CALL_S,
     ) -> list[int]:
         """Put prompts and return their numbers.
 
@@ -120,13 +125,16 @@ class Engines:
         Into a job whose ``data.train.source`` is ``put://``. prompts: texts, or mappings with ``question`` and what
         else ``asyncflow.data.base.Prompt`` has: ``answer``, ``meta``, ``messages``, ``task``. They are on the driver's
         disk when this returns, and are asked in this order, as steps need them; ``prompts`` says how many there are.
-        Raises Refused for a job with another source, ManifestError for a prompt that the model cannot be asked.
+        first: the number that the first one is to have, None for the next: a call that failed halfway, and is made
+        again with it, puts nothing twice. Raises Refused for a job with another source, and ManifestError, with none
+        put, for a prompt that the model cannot be asked.
         """
         if self.job is not None:
             if last:
                 what, hint = "a job ends after its steps", "Leave last out; spec.algorithm.steps says how many"
                 raise Refused(what, where="put_prompts_data", hint=hint)
-            return self._put_into_job(_prompts_of(prompts), timeout)
+            begin = self.prompts if first is None else first
+            return self._put_into_job(_prompts_of(prompts), first=begin, timeout=timeout)
         columns = prompts if isinstance(prompts, Mapping) else {"prompts": prompts}
 
         async def put(rows: Partition) -> list[int]:
@@ -140,7 +148,10 @@ class Engines:
 
     @property
     def prompts(self) -> int:
-        """Number of prompts that were put into the job, by earlier sessions too."""
+        """Number of prompts that were put into the job, by earlier sessions too. Raises Refused where there is none."""
+        if self.job is None:
+            what, hint = "a queue alone counts no prompts", "Engines.put_prompts_data gives the ids of its rows"
+            raise Refused(what, where="prompts", hint=hint)
         return self._call_driver(PutPrompts(), timeout=_CALL_S)
 
     def get_experience_data(
@@ -298,11 +309,12 @@ class Engines:
         batch = handover.take(what=f"samples of step {step}", timeout=timeout)
         return None if batch is None else Experience.of(batch, step=step)
 
-    def _put_into_job(self, prompts: Sequence[Prompt], timeout: float) -> list[int]:
-        first = self.prompts
-        for begin in range(0, len(prompts), _PROMPTS_PER_CALL):
-            some = list(prompts[begin : begin + _PROMPTS_PER_CALL])
-            self._call_driver(PutPrompts(first + begin, some), timeout=timeout)
+    def _put_into_job(self, prompts: Sequence[Prompt], *, first: int, timeout: float) -> list[int]:
+        begins = range(0, len(prompts), _PROMPTS_PER_CALL)
+        for check in (True, False) if len(begins) > 1 else (False,):
+            for begin in begins:
+                some = list(prompts[begin : begin + _PROMPTS_PER_CALL])
+                self._call_driver(PutPrompts(first + begin, some, check), timeout=timeout)
         return list(range(first, first + len(prompts)))
 
     def _call_driver(self, request: PutPrompts, *, timeout: float) -> int:
@@ -311,7 +323,9 @@ class Engines:
 
         async def call() -> int:
             credentials = Credentials(tls) if tls else Credentials.of_environment()
-            driver = RpcClient(name="session", resolve=self._place.address, credentials=credentials)
+            driver = RpcClient(
+                name="session", resolve=self._place.address, credentials=credentials, expects=("driver",)
+            )
             try:
                 answer = await retry(
                     lambda: driver.call(METHOD, request, PromptsThere, timeout=_CALL_S),
@@ -420,26 +434,31 @@ def init_engines(
 
 def _prompts_of(given: Sequence[Any] | Mapping[str, Any]) -> list[Prompt]:
     """Return what a caller puts into a job as prompts. Raises ManifestError for what is none."""
-    rows = given
+    if isinstance(given, str) or (isinstance(given, Mapping) and any(isinstance(each, str) for each in given.values())):
+        raise ManifestError("one prompt was given", where="put_prompts_data", hint="Give a list of prompts")
+    rows: Iterable[Any] = given
     if isinstance(given, Mapping):
-        rows = [dict(zip(given, values, strict=True)) for values in zip(*given.values(), strict=True)]
+        if len({len(column) for column in given.values()}) > 1:
+            raise ManifestError("the columns have unlike numbers of rows", where="put_prompts_data")
+        rows = (dict(zip(given, values, strict=True)) for values in zip(*given.values(), strict=True))
     return [_prompt(each, number) for number, each in enumerate(rows)]
 
 
 def _prompt(given: Any, number: int) -> Prompt:
-    if isinstance(given, str | Prompt):
-        return Prompt(question=given) if isinstance(given, str) else given
     try:
-        named = dict(given)
-        if unknown := sorted(named.keys() - set(Prompt.__struct_fields__)):
-            raise ManifestError(
-                f"prompt {number} has {unknown[0]!r}",
-                where="put_prompts_data",
-                hint=f"A prompt has {', '.join(Prompt.__struct_fields__)}; put all else into meta",
-            )
-        return msgspec.convert(named, Prompt)
+        named = {"question": given} if isinstance(given, str) else given
+        if not isinstance(named, Prompt):
+            if unknown := sorted(dict(named).keys() - set(Prompt.__struct_fields__)):
+                raise ManifestError(
+                    f"prompt {number} has {unknown[0]!r}",
+                    where="put_prompts_data",
+                    hint=f"A prompt has {', '.join(Prompt.__struct_fields__)}; put all else into meta",
+                )
+            named = msgspec.convert(dict(named), Prompt)
+        return Prompt.unpack(named.packed())
     except (TypeError, ValueError) as error:
-        raise ManifestError(f"prompt {number} is none: {error}", where="put_prompts_data") from error
+        what = f"prompt {number} is none: {error}"
+        raise ManifestError(what, where="put_prompts_data", hint="Give plain texts and numbers, as JSON has") from error
 
 
 def _saved(model: nn.Module) -> dict[str, Tensor]:
