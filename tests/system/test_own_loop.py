@@ -108,8 +108,10 @@ def test_an_algorithm_may_bring_its_own_loss_and_its_own_generation(tmp_path: Pa
 
 def test_a_loop_puts_its_own_prompts_and_a_killed_driver_forgets_none(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    settings = [*SETTINGS, "data.train.source=put://", "data.eval=null", "sampling.maxPromptTokens=8"]
+    settings = [*SETTINGS, "data.train.source=put://", "data.eval=null", "data.overlong=refuse"]
     with asyncflow.init_engines(EXAMPLES / "counting.yaml", output=folder, overrides=settings) as engines:
+        with pytest.raises(ManifestError, match="prompt 300 has 40 tokens"):
+            engines.put_prompts_data([*["12"] * 300, "0123456789" * 4])
         with pytest.raises(ManifestError, match="prompt 0 has 'text'"):
             engines.put_prompts_data([{"text": "1"}])
         with pytest.raises(ManifestError, match="prompt 1 is none"):
@@ -119,14 +121,13 @@ def test_a_loop_puts_its_own_prompts_and_a_killed_driver_forgets_none(tmp_path: 
         seen = torch.zeros(4096)
         engines.weight_sync_notify({"seen": seen})
         for step in range(1, STEPS + 1):
-            # One is too long, and so takes no place in its step.
-            asked = [{"question": f"{step}{n}", "answer": str(n)} for n in range(PROMPTS)] + ["0123456789" * 4]
+            asked = [{"question": f"{step}{n}", "answer": str(n)} for n in range(PROMPTS - 1)] + [f"{step}9"]
             assert engines.put_prompts_data(asked) == list(range((step - 1) * len(asked), step * len(asked)))
             if step == 3:
                 kill(folder, "driver")
-                assert engines.put_prompts_data(asked, first=10) == list(range(10, 15)), "once more: they are there"
+                assert engines.put_prompts_data(asked, first=8) == list(range(8, 12)), "once more: they are there"
                 with pytest.raises(Refused, match="others have its place"):
-                    engines.put_prompts_data(asked, first=9)
+                    engines.put_prompts_data(asked, first=7)
             go_on(engines, seen, until=step)
             assert engines.prompts == step * len(asked)
     trained_once(folder)

@@ -244,7 +244,7 @@ class Instance:
         mine = held + sum(1 for work in self._running.values() if work.purpose == "eval")
         share = self._slots if mine == len(self.works()) else self._eval_slots
         room = min(share - mine, self._slots - len(self._running) - held)
-        if self._carries and self._forward():
+        if (self._carries and self._forward()) or (self._back and not mine and not self._eval_dry):
             room = max(1, room)  # the swap waits for a claim that finds none, however full the instance is
         if not self._back and self._forward():
             return None if self._eval_dry else frozenset(), room
