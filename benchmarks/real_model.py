@@ -31,8 +31,8 @@ MODES = {
     "sync": "schedule={mode: sync}",
     "async": "schedule={mode: async, update: delayed, swapAt: quota, maxStaleness: 1}",
 }
-WITHOUT = 2
-"""Steps at the beginning that do not count."""
+WITHOUT = 4
+"""Steps at the beginning that do not count: processes start, and the first evaluation takes the rollouts' time."""
 NEAR = 0.1
 SIGMAS = 3.0
 """Standard deviations of a difference of two accuracies that are still chance."""
