@@ -20,7 +20,6 @@ from asyncflow.data.base import Prompt
 from asyncflow.errors import ManifestError, Refused
 
 SCHEME: Final = "put"
-METHOD: Final = "driver.put_prompts"
 _ENDING: Final = b"\n"
 
 

@@ -27,7 +27,7 @@ from asyncflow.api.graph import graph_of
 from asyncflow.api.job import RLJob
 from asyncflow.api.status import DriverStatus, Phase, StepProgress
 from asyncflow.data.prompter import Prompter
-from asyncflow.data.put import METHOD, PromptsThere, PutPrompts, PutSource
+from asyncflow.data.put import PromptsThere, PutPrompts, PutSource
 from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher, Overlong, PromptColumns, restore
 from asyncflow.driver.elastic import DesiredRollouts
 from asyncflow.driver.ending import Ending
@@ -290,7 +290,7 @@ class Driver:
             alike=self._groups.alike,
         )
         server.route("driver.report", TrainReport, self._report)
-        server.route(METHOD, PutPrompts, self._put_prompts)
+        server.route("driver.put_prompts", PutPrompts, self._put_prompts)
 
     async def run(self) -> Phase:
         """Drive the job to its end: Succeeded or Suspended."""

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import CLIENT
 from asyncflow.data.base import Prompt
-from asyncflow.data.put import METHOD, PromptsThere, PutPrompts
+from asyncflow.data.put import PromptsThere, PutPrompts
 from asyncflow.driver.tasks import TRAIN
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, Refused
 from asyncflow.models.source import materialize_config, materialize_weights
@@ -328,7 +328,7 @@ class Engines:
             )
             try:
                 answer = await retry(
-                    lambda: driver.call(METHOD, request, PromptsThere, timeout=_CALL_S),
+                    lambda: driver.call("driver.put_prompts", request, PromptsThere, timeout=_CALL_S),
                     what="putting prompts",
                     timeout=timeout,
                 )
