@@ -3,25 +3,20 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from scripted_driver import ScriptedDrivers
+from world import OURS, World
 
 import operator_rights
-from asyncflow.api.document import parse
 from kube.plane import ControlPlane
 from operator_process import OperatorProcess
 
-ROOT = Path(__file__).parents[2]
-OURS = "/apis/asyncflow.dev/v1alpha1"
 ON_DEVICES = {"accelerator": {"profile": "nvidia", "count": 1}}
 """Rewards in a role with devices, which this version does not do."""
 LOOKS = 4
 """Looks of the operator at a job, one after another, between which nothing is written."""
-WHOLE = {"driver": 1, "controller": 1, "storage": 2, "trainer": 1, "rollout": 2}
-"""Pods of the quickstart."""
 Start = Callable[..., OperatorProcess]
 
 
@@ -46,62 +41,9 @@ def start(kwok_plane: ControlPlane, kwok_namespace: str) -> Iterator[Start]:
         operator.process.end()
 
 
-class World:
-    """A namespace as its user sees it."""
-
-    def __init__(self, plane: ControlPlane, namespace: str) -> None:
-        self.plane = plane
-        self.namespace = namespace
-
-    def apply(self, change: Callable[[dict[str, Any]], object] = lambda _: None) -> None:
-        manifest = parse((ROOT / "examples/quickstart.yaml").read_text(), source="quickstart").data
-        manifest["metadata"]["namespace"] = self.namespace
-        change(manifest)
-        self.plane.kubectl("apply", "-f", "-", manifest=manifest)
-
-    def job(self, name: str = "quickstart") -> dict[str, Any]:
-        return self.plane.api.get(f"{OURS}/namespaces/{self.namespace}/rljobs/{name}")
-
-    def condition(self, kind: str) -> dict[str, str]:
-        conditions = self.job().get("status", {}).get("conditions", ())
-        return next((each for each in conditions if each["type"] == kind), {})
-
-    def pods(self, role: str = "") -> dict[str, dict[str, Any]]:
-        pods = self.plane.api.get(f"/api/v1/namespaces/{self.namespace}/pods")["items"]
-        return {
-            pod["metadata"]["name"]: pod
-            for pod in pods
-            if role in ("", pod["metadata"]["labels"]["asyncflow.dev/role"])
-        }
-
-    def crew(self) -> Counter[str]:
-        """The pods that run and are not on their way out, by role."""
-        return Counter(
-            pod["metadata"]["labels"]["asyncflow.dev/role"]
-            for pod in self.pods().values()
-            if pod["status"]["phase"] == "Running" and "deletionTimestamp" not in pod["metadata"]
-        )
-
-    def annotate(self, pod: str, **annotations: str) -> None:
-        path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}"
-        named = {f"kwok.test/{key.replace('_', '-')}": value for key, value in annotations.items()}
-        self.plane.api.patch(path, {"metadata": {"annotations": named}})
-
-    def until(self, condition: Callable[[], object], what: str) -> None:
-        self.plane.wait_until(condition, what, timeout_s=120)
-
-    def until_whole(self, **others: int) -> None:
-        wanted = Counter(WHOLE | others)
-        self.until(lambda: self.crew() == wanted, f"the pods {dict(wanted)}")
-
-
 @pytest.fixture
 def world(kwok_plane: ControlPlane, kwok_namespace: str) -> World:
     return World(kwok_plane, kwok_namespace)
-
-
-def attempts(pods: dict[str, dict[str, Any]]) -> dict[str, str]:
-    return {name: pod["metadata"]["labels"]["asyncflow.dev/attempt"] for name, pod in pods.items()}
 
 
 def test_a_job_runs_scales_heals_and_leaves_nothing_behind(start: Start, world: World) -> None:
@@ -114,15 +56,13 @@ def test_a_job_runs_scales_heals_and_leaves_nothing_behind(start: Start, world: 
     world.plane.kubectl("-n", world.namespace, "scale", "rlj/quickstart", "--replicas=4")
     world.until_whole(rollout=4)
     world.annotate("quickstart-rollout-1", exit="1")
-    world.until(
-        lambda: attempts(world.pods("rollout")).get("quickstart-rollout-1") == "1", "the rollout's next attempt"
-    )
+    world.until(lambda: world.attempts("rollout").get("quickstart-rollout-1") == "1", "the rollout's next attempt")
     world.plane.kubectl("-n", world.namespace, "scale", "rlj/quickstart", "--replicas=1")
     world.until_whole(rollout=1)
     assert world.pods("trainer")["quickstart-trainer-0"]["metadata"]["uid"] == trainer
 
     world.annotate("quickstart-trainer-0", exit="137", exit_reason="OOMKilled")
-    world.until(lambda: attempts(world.pods("trainer")) == {"quickstart-trainer-0": "1"}, "the trainer's next attempt")
+    world.until(lambda: world.attempts("trainer") == {"quickstart-trainer-0": "1"}, "the trainer's next attempt")
     world.until_whole(rollout=1)
 
     meta = world.job()["metadata"]
@@ -179,7 +119,7 @@ def test_the_units_of_a_jobs_queue_are_those_of_the_job_whoever_scales_the_queue
         world.plane.kubectl("-n", world.namespace, "scale", "tq/quickstart", f"--replicas={count}")
         world.until(lambda: units() == 2, "the queue to be put back")
     world.annotate("quickstart-driver-0", exit="1")
-    world.until(lambda: attempts(world.pods("driver")) == {"quickstart-driver-0": "1"}, "another driver")
+    world.until(lambda: world.attempts("driver") == {"quickstart-driver-0": "1"}, "another driver")
     world.until(lambda: world.condition("Ready")["status"] == "True", "the job to be whole again")
     assert storage() == before
     events = world.plane.kubectl("-n", world.namespace, "describe", "rlj/quickstart")
@@ -218,7 +158,7 @@ def test_a_quota_that_runs_out_is_said_and_is_no_hot_loop(start: Start, world: W
 
 def test_a_job_that_this_version_does_not_do_says_so(start: Start, world: World) -> None:
     start()
-    world.apply(lambda manifest: manifest["spec"]["reward"].update(role=ON_DEVICES))
+    world.apply(lambda spec: spec["reward"].update(role=ON_DEVICES))
     world.until(lambda: world.condition("Accepted"), "the job to be judged")
     accepted = world.condition("Accepted")
     assert (accepted["status"], accepted["reason"]) == ("False", "NotYet")
@@ -232,7 +172,7 @@ def test_a_running_job_that_is_edited_to_what_cannot_be_done_goes_on_as_it_was_a
 ) -> None:
     first = start(probe_url=drivers.url)
     driver = drivers.of(world.namespace, "quickstart")
-    world.apply(lambda manifest: manifest["spec"]["reward"].update(role={}))
+    world.apply(lambda spec: spec["reward"].update(role={}))
     world.until_whole(reward=1)
     world.until(lambda: world.condition("Ready").get("status") == "True", "the job to be ready")
     path = f"{OURS}/namespaces/{world.namespace}/rljobs/quickstart"
@@ -246,7 +186,7 @@ def test_a_running_job_that_is_edited_to_what_cannot_be_done_goes_on_as_it_was_a
     assert said.startswith("Generation 1 runs on; of this one suspend: true and its scale are obeyed")
     assert "spec.reward.role" in said
     world.annotate("quickstart-trainer-0", exit="137")
-    world.until(lambda: attempts(world.pods("trainer")) == {"quickstart-trainer-0": "1"}, "the trainer's next attempt")
+    world.until(lambda: world.attempts("trainer") == {"quickstart-trainer-0": "1"}, "the trainer's next attempt")
     world.until_whole(reward=1)
 
     first.process.end()
@@ -255,7 +195,7 @@ def test_a_running_job_that_is_edited_to_what_cannot_be_done_goes_on_as_it_was_a
         world.annotate(f"quickstart-{pod}", exit="1")
     edit(rollout={"replicas": 3})
     world.until_whole(rollout=3, reward=1)
-    world.until(lambda: int(attempts(world.pods("storage"))["quickstart-storage-1"]) > 0, "the unit to come again")
+    world.until(lambda: world.attempts("storage")["quickstart-storage-1"] == "1", "the unit to come again")
     assert world.condition("Accepted")["status"] == "False"
 
     edit(suspend=True)
@@ -274,7 +214,7 @@ def test_a_running_job_that_is_edited_to_what_cannot_be_done_goes_on_as_it_was_a
 
 def test_a_job_that_another_controller_manages_is_left_alone(start: Start, world: World) -> None:
     operator = start()
-    world.apply(lambda manifest: manifest["spec"].update(managedBy="example.org/mine"))
+    world.apply(lambda spec: spec.update(managedBy="example.org/mine"))
     world.until(lambda: operator.total("asyncflow_operator_reconciles_total", kind="RLJob"), "a look at the job")
     assert "status" not in world.job()
     assert not world.pods()

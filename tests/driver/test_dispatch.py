@@ -81,7 +81,9 @@ class Stopped(Exception):
 def dispatcher(puts: Puts, lengths: Sequence[int], *settings: str) -> Dispatcher:
     sizes = [f"algorithm.promptsPerStep={PER_STEP}", f"algorithm.steps={STEPS}", "algorithm.warmupSteps=0"]
     spec = load_job(EXAMPLE, [*sizes, *settings]).spec
-    source = SimpleNamespace(prompt=lambda serial: Prompt(question="q" * lengths[serial % len(lengths)]), size=None)
+    source = SimpleNamespace(
+        prompt=lambda serial: Prompt(question="q" * lengths[serial % len(lengths)]), size=None, there=None
+    )
     letters = SimpleNamespace(encode=lambda text, **_: list(range(len(text))))
     assignment = PromptAssignment(prompts_per_step=PER_STEP, steps=STEPS)
 

@@ -137,7 +137,7 @@ def test_a_loop_puts_its_own_prompts_and_a_killed_driver_forgets_none(tmp_path: 
 
 
 def test_prompts_are_put_into_jobs_that_ask_for_them_alone(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match="nobody puts prompts"):
+    with pytest.raises(ManifestError, match="has no prompts until"):
         load_job(EXAMPLES / "counting.yaml", ["data.train.source=put://"])
     with asyncflow.init_engines(EXAMPLES / "counting.yaml", output=tmp_path / "run", overrides=SETTINGS) as engines:
         with pytest.raises(Refused, match="the driver makes the prompts"):

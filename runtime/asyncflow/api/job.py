@@ -157,7 +157,7 @@ class RLJobSpec(Spec):
             reads=("data.train.source", "trainer.external"),
             ok=lambda job: job.trainer.external or not job.data.train.source.startswith("put://"),
             cel="self.trainer.external || !self.data.train.source.startsWith('put://')",
-            why="nobody puts prompts: that does a trainer of one's own",
+            why="put:// has no prompts until a trainer of your own puts them",
             fix="Set trainer.external: true, or name a source that has prompts",
         ),
         Rule(

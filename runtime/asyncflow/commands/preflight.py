@@ -34,7 +34,6 @@ from asyncflow.api.load import Manifest, check_files, to_yaml
 from asyncflow.api.load import load as parse
 from asyncflow.api.names import FOLDER
 from asyncflow.data.prompter import Encoder, Prompter, survey
-from asyncflow.data.put import PutSource
 from asyncflow.data.sources import open_held_out, open_training
 from asyncflow.driver.sample_files import check_format
 from asyncflow.environments.functions import check as check_environment
@@ -349,7 +348,7 @@ def _check_data(spec: RLJobSpec, tokenizer: Encoder, folder: Path, scratch: Path
     train = open_training(spec.data, tokenizer, folder=folder, cache=scratch)
     size = train.source.size
     most = GENERATED if size is None else min(size, ROWS)
-    if not isinstance(train.source, PutSource):
+    if train.source.there is None:
         _survey(spec, spec.data.train, train, findings, most=most, where="spec.data.train")
     if spec.evaluation is not None:
         held_out = open_held_out(spec.data, tokenizer, train=train.source, folder=folder, cache=scratch)

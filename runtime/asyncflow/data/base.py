@@ -65,6 +65,10 @@ class PromptSource(Protocol):
     def size(self) -> int | None:
         """Number of different serials; None where the source is endless."""
 
+    @property
+    def there(self) -> int | None:
+        """Number of tasks that were put so far, in a source that is filled meanwhile; None where all are there."""
+
     def prompt(self, serial: int) -> Prompt:
         """Return task ``serial`` >= 0; a finite training source starts again after its end, in another order.
 
@@ -89,6 +93,8 @@ class GeneratedSource:
     generate: gives the task for any index in [0, indices), a pure function; name: for messages; seed: tells sources
     with one generator apart; share: of all questions, held out.
     """
+
+    there: int | None = None
 
     def __init__(
         self,

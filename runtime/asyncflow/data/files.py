@@ -109,6 +109,8 @@ class FileSource:
     Of rows with the same question the first is kept.
     """
 
+    there: int | None = None
+
     def __init__(
         self,
         rows: Rows,

@@ -52,7 +52,7 @@ class PutSource:
         self._lock = threading.Lock()
 
     @property
-    def count(self) -> int:
+    def there(self) -> int:
         """Number of prompts that were put."""
         return len(self._prompts)
 

@@ -37,7 +37,7 @@ def open_source(data: TrainDataSpec, *, workdir: Path, cache: Path, where: str) 
                 f"{name} is no setting of the source", where=f"{where}.config", hint=f"Set {where}.{name}"
             )
     prompts = _open(data, workdir, cache, where=where)
-    if not isinstance(prompts, PutSource):
+    if prompts.there is None:
         prompts.prompt(0)
     return prompts
 
@@ -124,8 +124,7 @@ def _prompter(
     data: TrainDataSpec, encoder: Encoder, options: Mapping[str, Any] | None, *, where: str, folder: Path, cache: Path
 ) -> Prompter:
     source = open_source(data, workdir=folder, cache=cache, where=where)
-    asked_later = isinstance(source, PutSource)
-    if data.chat_options and not data.chat and not asked_later and not source.prompt(0).messages:
+    if data.chat_options and not data.chat and source.there is None and not source.prompt(0).messages:
         raise ManifestError(
             "no chat template is applied to these prompts", where=f"{where}.chatOptions", hint=f"Set {where}.chat: true"
         )

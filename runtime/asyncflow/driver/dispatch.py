@@ -28,9 +28,9 @@ from asyncflow.api.graph import ADVANTAGE
 from asyncflow.api.job import RLJobSpec
 from asyncflow.data.base import Prompt
 from asyncflow.data.prompter import Prompter
-from asyncflow.data.put import PutSource
+from asyncflow.data.put import PutPrompts, PutSource
 from asyncflow.driver.tasks import TRAIN, outputs_of
-from asyncflow.errors import ManifestError
+from asyncflow.errors import ManifestError, Refused
 from asyncflow.flow.admission import Admission, InFlight, admit
 from asyncflow.flow.assignment import LedgerStep, PromptAssignment
 from asyncflow.flow.schedule import Schedule
@@ -87,18 +87,29 @@ class PromptColumns:
             outputs=outputs_of(spec),
         )
 
-    @property
-    def there(self) -> int | None:
-        """Number of prompts that were put so far, None where the source makes them."""
-        source = self.prompter.source
-        return source.count if isinstance(source, PutSource) else None
-
     def encode(self, serial: int) -> EncodedPrompt:
         """Return prompt ``serial``. Raises Overlong for one that is larger than the manifest allows."""
-        return self.encoded(self.prompter.source.prompt(serial), serial)
+        return self._encoded(self.prompter.source.prompt(serial), serial)
 
-    def encoded(self, prompt: Prompt, serial: int) -> EncodedPrompt:
-        """Return a prompt that is to have that serial. Raises as ``encode`` does."""
+    def take(self, request: PutPrompts) -> int:
+        """Put prompts into the source, unless it is only asked whether that can be, and return how many there are.
+
+        Raises Refused where the source is not for that, or they are not its next ones, and ManifestError, before any is
+        put, for one that cannot be asked. Blocks for the disk.
+        """
+        source = self.prompter.source
+        if not isinstance(source, PutSource):
+            what, hint = "the driver makes the prompts of this job", "Give the manifest data.train.source: put://"
+            raise Refused(what, where="put_prompts_data", hint=hint)
+        for serial, prompt in enumerate(request.prompts, request.first):
+            try:
+                self._encoded(prompt, serial)
+            except Overlong:
+                if not self.skips:
+                    raise
+        return source.there if request.check else source.put(request.prompts, first=request.first)
+
+    def _encoded(self, prompt: Prompt, serial: int) -> EncodedPrompt:
         tokens, task = self.prompter.encode(prompt), prompt.packed()
         self._check(serial, len(tokens), self.max_tokens, unit="tokens", where="sampling.maxPromptTokens")
         self._check(serial, len(task), self.max_task_bytes, unit="bytes of task", where="data.maxTaskBytes")
@@ -178,9 +189,7 @@ class Dispatcher:
     @property
     def lacks_prompts(self) -> bool:
         """True where the next prompt was not put yet."""
-        there, assignment = self.prompts.there, self.assignment
-        wanted = not (assignment.full or assignment.missing)
-        return there is not None and wanted and assignment.next_serial >= there
+        return self.assignment.outruns(self.prompts.prompter.source.there)
 
     def _record(self, flow: InFlight | None, allowed: int) -> None:
         """Record why no more prompts go out."""
@@ -238,7 +247,8 @@ class Dispatcher:
     async def _issue(self, allowed: int) -> None:
         """Issue up to ``allowed`` prompts; those that are too long make room for the next ones."""
         in_a_row = 0
-        while len(self._issued) < allowed and (pair := self.assignment.issue(there=self.prompts.there)) is not None:
+        there = self.prompts.prompter.source.there
+        while len(self._issued) < allowed and (pair := self.assignment.issue(there=there)) is not None:
             serial, step = pair
             try:
                 encoded = self.prompts.encode(serial)

@@ -27,8 +27,8 @@ from asyncflow.api.graph import graph_of
 from asyncflow.api.job import RLJob
 from asyncflow.api.status import DriverStatus, Phase, StepProgress
 from asyncflow.data.prompter import Prompter
-from asyncflow.data.put import PromptsThere, PutPrompts, PutSource
-from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher, Overlong, PromptColumns, restore
+from asyncflow.data.put import PromptsThere, PutPrompts
+from asyncflow.driver.dispatch import CALL_TIMEOUT_S, Dispatcher, PromptColumns, restore
 from asyncflow.driver.elastic import DesiredRollouts
 from asyncflow.driver.ending import Ending
 from asyncflow.driver.evaluation import Evaluation, EvaluationResult, best_of
@@ -422,7 +422,8 @@ class Driver:
             await self.queue.take_over(partition=partition, timeout=CALL_TIMEOUT_S)
         snapshot = await self.queue.snapshot(partition=TRAIN, timeout=CALL_TIMEOUT_S)
         restore(self.assignment, snapshot)
-        if (there := self._dispatcher.prompts.there) is not None and there < self.assignment.next_serial:
+        there = self._dispatcher.prompts.prompter.source.there
+        if there is not None and there < self.assignment.next_serial:
             raise ManifestError(
                 f"{there} prompts are in the file, and {self.assignment.next_serial} were asked",
                 where=PROMPTS,
@@ -544,22 +545,8 @@ class Driver:
             self.progress.note("first dispatch", at=self.lives.opened)
 
     async def _put_prompts(self, request: PutPrompts, _frames: Sequence[memoryview]) -> PromptsThere:
-        prompts, source = self._dispatcher.prompts, self._dispatcher.prompts.prompter.source
-        if not isinstance(source, PutSource):
-            what, hint = "the driver makes the prompts of this job", "Give the manifest data.train.source: put://"
-            raise Refused(what, where="put_prompts_data", hint=hint)
-
-        def put() -> int:
-            for serial, prompt in enumerate(request.prompts, request.first):
-                try:
-                    prompts.encoded(prompt, serial)
-                except ManifestError as error:
-                    if not (prompts.skips and isinstance(error, Overlong)):
-                        raise
-            return source.count if request.check else source.put(request.prompts, first=request.first)
-
         try:
-            return PromptsThere(await asyncio.to_thread(put))
+            return PromptsThere(await asyncio.to_thread(self._dispatcher.prompts.take, request))
         finally:
             self.changes.notify()
 

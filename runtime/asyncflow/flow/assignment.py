@@ -49,12 +49,17 @@ class PromptAssignment:
             self._lowest += 1
         if self._lowest > self.steps:
             return None
-        if not self._missing and there is not None and self.next_serial >= there:
+        if self.outruns(there):
             return None
         serial = self._missing.pop(0) if self._missing else self.next_serial
         self.note(serial=serial, step=self._lowest)
         self._undecided[self._lowest] += 1
         return serial, self._step_of[serial]
+
+    def outruns(self, there: int | None) -> bool:
+        """Return whether the next prompt that is wanted is beyond those that are ``there``; see ``issue``."""
+        wanted = not (self.full or self._missing)
+        return there is not None and wanted and self.next_serial >= there
 
     @property
     def full(self) -> bool:

@@ -24,6 +24,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -311,14 +312,13 @@ class Engines:
 
     def _put_into_job(self, prompts: Sequence[Prompt], *, first: int, timeout: float) -> list[int]:
         begins = range(0, len(prompts), _PROMPTS_PER_CALL)
-        for check in (True, False) if len(begins) > 1 else (False,):
-            for begin in begins:
-                some = list(prompts[begin : begin + _PROMPTS_PER_CALL])
-                self._call_driver(PutPrompts(first + begin, some, check), timeout=timeout)
+        parts = [PutPrompts(first + begin, list(prompts[begin : begin + _PROMPTS_PER_CALL])) for begin in begins]
+        checks = [msgspec.structs.replace(part, check=True) for part in parts] if len(parts) > 1 else []
+        self._call_driver(*checks, *parts, timeout=timeout)
         return list(range(first, first + len(prompts)))
 
-    def _call_driver(self, request: PutPrompts, *, timeout: float) -> int:
-        """Return how many prompts there are after ``request``, which is sent again while the driver is away."""
+    def _call_driver(self, *requests: PutPrompts, timeout: float) -> int:
+        """Return how many prompts there are after ``requests``, each sent again while the driver is away."""
         tls = self._place.certificate(CLIENT)
 
         async def call() -> int:
@@ -326,15 +326,18 @@ class Engines:
             driver = RpcClient(
                 name="session", resolve=self._place.address, credentials=credentials, expects=("driver",)
             )
+            there = 0
             try:
-                answer = await retry(
-                    lambda: driver.call("driver.put_prompts", request, PromptsThere, timeout=_CALL_S),
-                    what="putting prompts",
-                    timeout=timeout,
-                )
+                for request in requests:
+                    answer = await retry(
+                        partial(driver.call, "driver.put_prompts", request, PromptsThere, timeout=_CALL_S),
+                        what="putting prompts",
+                        timeout=timeout,
+                    )
+                    there = answer.count
             finally:
                 await driver.close()
-            return answer.count
+            return there
 
         count: int = self._consumer().run(call())
         return count
