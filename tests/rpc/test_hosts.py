@@ -133,6 +133,21 @@ async def test_a_name_server_that_is_silent_keeps_no_loop_and_is_asked_once(name
         await client.close()
 
 
+async def test_an_address_that_is_a_number_is_listened_at_however_late_the_process_is(monkeypatch) -> None:
+    monkeypatch.setattr(addresses, "_BIND_S", 0.0)  # every wait is late, as after a process that stood still
+    server = RpcServer(name="server", bind="tcp://127.0.0.1:*")
+    await server.start()
+    await server.close()
+
+
+async def test_who_listens_at_a_name_is_told_that_it_is_still_looked_up(names: Names, monkeypatch) -> None:
+    monkeypatch.setattr(addresses, "_BIND_S", 0.05)
+    names.answers.clear()
+    with pytest.raises(Refused, match=f"the name '{NAME}' is still looked up after 0.05 s"):
+        await RpcServer(name="server", bind=f"tcp://{NAME}:*").start()
+    names.answers.set()
+
+
 def test_a_forked_child_looks_names_up_itself(names: Names) -> None:
     names.answers.clear()
     mine = addresses.look_up(NAME, 1)

@@ -87,6 +87,21 @@ async def dialled(bound: str, advertise: str = "") -> str:
         raise Refused(f"this machine's name {name!r} has no address: {error}", hint=hint) from error
 
 
+async def places_of(host: str, port: int, *, within_s: float) -> list[Place]:
+    """Return what ``look_up`` finds; for a number at once, however late this process is.
+
+    Raises OSError, in words, where the name has no address, or none within ``within_s`` seconds.
+    """
+    found = look_up(host, port)
+    if not found.done():
+        try:
+            async with asyncio.timeout(within_s):
+                await asyncio.wrap_future(found)
+        except TimeoutError:
+            raise OSError(f"the name {host!r} is still looked up after {within_s:g} s") from None
+    return found.result()
+
+
 def look_up(host: str, port: int) -> Future[list[Place]]:
     """Begin to look up where ``host`` is; the result, IPv4 first, is there at once where it is no name.
 
@@ -145,11 +160,8 @@ async def listen(bind: str, *, name: str, advertise: str) -> Listening:
     where, server = host_and_port(bind), server_of(bind)
     if not where[1] and server == ANYBODY:
         server = new_server()
-    deadline = asyncio.get_running_loop().time() + _BIND_S
     try:
-        async with asyncio.timeout_at(deadline):
-            place = (await asyncio.wrap_future(look_up(*where)))[0]
-        made = await _bound(place, deadline)
+        made = await _bound((await places_of(*where, within_s=_BIND_S))[0])
     except OSError as error:
         hint = "Another process may hold that address; choose another or end that process"
         raise Refused(f"cannot listen at {bind}: {error}", where=name, hint=hint) from error
@@ -161,7 +173,8 @@ async def listen(bind: str, *, name: str, advertise: str) -> Listening:
         raise
 
 
-async def _bound(place: Place, deadline: float) -> socket.socket:
+async def _bound(place: Place) -> socket.socket:
+    deadline = asyncio.get_running_loop().time() + _BIND_S
     waits = delays(longest=_LONGEST_DELAY_S)
     while True:
         made = socket.socket(place[0])

@@ -23,7 +23,7 @@ from msgspec import Struct
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, ProtocolError
 from asyncflow.identity import ProcessIdentity
 from asyncflow.rpc import framing, shm
-from asyncflow.rpc.addresses import host_and_port, look_up, server_of
+from asyncflow.rpc.addresses import host_and_port, places_of, server_of
 from asyncflow.rpc.columns import Buffer
 from asyncflow.rpc.connection import GREETING_S, Connection, tune
 from asyncflow.rpc.retry import delays
@@ -144,13 +144,8 @@ class Link:
     async def _dialled(self) -> sockets.socket:
         """Connect to the first place of the peer's name that answers."""
         host, port = host_and_port(self.address)
-        try:
-            async with asyncio.timeout(_CONNECT_S):
-                places = await asyncio.wrap_future(look_up(host, port))
-        except TimeoutError:
-            raise OSError(f"the name {host!r} is still looked up") from None
         refused: OSError | None = None
-        for family, place in places:
+        for family, place in await places_of(host, port, within_s=_CONNECT_S):
             socket = sockets.socket(family)
             socket.setblocking(False)
             try:
