@@ -8,7 +8,7 @@ from asyncflow.api.graph import EVAL, TRAIN, flaws, graph_of, trained_columns
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load_job
 from asyncflow.driver.tasks import tasks_of
-from asyncflow.errors import ManifestError, NotYetError
+from asyncflow.errors import ManifestError
 
 MANIFEST = """
 apiVersion: asyncflow.dev/v1alpha1
@@ -68,11 +68,6 @@ def test_a_task_that_needs_no_reward_does_not_wait_for_the_role() -> None:
         ["advantage"],
         ["train"],
     ]
-
-
-def test_a_reward_on_devices_is_not_yet() -> None:
-    with pytest.raises(NotYetError, match=r"spec\.reward\.role.*server of rewards that has devices"):
-        job("reward.role={accelerator: {profile: nvidia, count: 1}}")
 
 
 def test_users_tasks_stand_before_the_advantage_and_the_reference_beside_it() -> None:

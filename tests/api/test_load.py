@@ -10,7 +10,7 @@ from asyncflow.api import RLJob, check_files, load_job
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.schedule import ScheduleSpec
 from asyncflow.commands.preflight import runnable_job
-from asyncflow.errors import ManifestError, NotYetError
+from asyncflow.errors import ManifestError
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 MINIMAL = """
@@ -100,18 +100,6 @@ def test_null_removes_what_is_optional() -> None:
 def test_a_bad_override_is_refused_like_a_bad_file(override: str, reason: str) -> None:
     with pytest.raises(ManifestError, match=reason):
         minimal(override)
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["reward.role={accelerator: {profile: nvidia, count: 1}}"],
-    ],
-    ids=", ".join,
-)
-def test_what_is_planned_is_refused_as_not_yet(overrides: list[str]) -> None:
-    with pytest.raises(NotYetError, match="not yet"):
-        minimal(*overrides)
 
 
 def schedule(*fields: str) -> ScheduleSpec:

@@ -88,7 +88,7 @@ def test_plan_draws_the_flow(manifest, tmp_path, capsys):
         ("data.train.source=absent.jsonl", "absent.jsonl"),
         ("model.source=absent-folder", "absent-folder"),
         ("suspend=true", "suspended"),
-        ("reward.role={accelerator: {profile: nvidia, count: 1}}", "not yet"),
+        ("reward.role={accelerator: {profile: nvidia, count: 1}}", "spec.reward.role.accelerator: this machine has 0"),
         ("nonsense", "path=value"),
     ],
 )

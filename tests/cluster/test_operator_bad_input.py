@@ -1,6 +1,5 @@
 """What cannot work says why and what to do, costs next to nothing while it cannot, and works once it is mended."""
 
-import functools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ MOST_A_MINUTE = 10
 """Reconciles of one broken object."""
 
 JOBS: dict[str, dict[str, Any]] = {
-    "planned": {"reward": {"function": "task", "role": {"accelerator": {"profile": "nvidia", "count": 1}}}},
+    "planned": {"trainer": {"external": True}},
     "misspelt": {"template": {"podSpec": {"nodeSelectr": {"disk": "fast"}}}},
     "unimportant": {"template": {"podSpec": {"priorityClassName": "no-such-class"}}},
     "unpulled": {"template": HELD | {"podSpec": {"imagePullSecrets": [{"name": "no-such-secret"}]}}},
@@ -35,7 +34,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "accounted": {},
 }
 SAYS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "planned": ("Accepted", "NotYet", ("spec.reward.role", "a role on the CPU")),
+    "planned": ("Accepted", "NotYet", ("spec.trainer.external", "asyncflow.init_engines")),
     "misspelt": ("WhyPending", "Denied", ("Pod/misspelt-driver-0", 'unknown field "spec.nodeSelectr"')),
     "unimportant": ("WhyPending", "Denied", ("no PriorityClass with name no-such-class", "must change")),
     "unpulled": ("WhyPending", "ImagePull", ("unpulled-driver-0", "ImagePullBackOff", "imagePullSecrets")),
@@ -158,7 +157,7 @@ def test_each_runs_once_it_is_mended(
         kwok_plane.api.delete(path)
     for name in ("configured", "served", "queued", "accounted"):
         jobs[name].edit(rollout={"maxReplicas": 5})
-    jobs["planned"].edit(reward={"role": {"accelerator": None}})
+    jobs["planned"].edit(trainer={"external": None})
     for name in ("misspelt", "unimportant"):
         jobs[name].edit(template={"podSpec": None})
     for name in ("unpulled", "secretless"):
@@ -166,9 +165,7 @@ def test_each_runs_once_it_is_mended(
     make_claim(kwok_plane, "no-such-claim")
     jobs["greedy"].edit(trainer={"resources": None})
     for job in jobs.values():
-        others = {"reward": 1} if job.name == "planned" else {}
-        whole = functools.partial(job.is_whole, **others)
-        job.until(whole, f"{job.name} to be whole")
+        job.until(job.is_whole, f"{job.name} to be whole")
         job.until_phase("Running")
         job.until_says("WhyPending", "NothingPending")
 

@@ -95,15 +95,19 @@ def test_auto_stands_for_devices_of_tasks_too() -> None:
     base = job({"profile": "cpu"}, {}).model_dump(mode="json", by_alias=True, exclude_none=True)
     task = {"name": "a", "function": "m:f", "reads": ["reward"], "writes": [{"name": "x"}], "accelerator": AUTO}
     base["spec"] |= {"tasks": [task], "reference": {"accelerator": AUTO}}
+    base["spec"]["reward"]["role"] = {"accelerator": AUTO}
     base["spec"]["algorithm"]["kl"] = {"coefficient": 0.1}
     given, notes = resolve(
         RLJob.model_validate(base), find=lambda facts: ["0"] if facts.visible == "CUDA_VISIBLE_DEVICES" else []
     )
     assert given.spec.reference is not None
-    for chosen in (given.spec.reference.accelerator, given.spec.tasks[0].accelerator):
+    assert given.spec.reward.role is not None
+    for asking in (given.spec.reference, given.spec.reward.role, given.spec.tasks[0]):
+        chosen = asking.accelerator
         assert (chosen.profile, chosen.count) == ("nvidia", 1)
     assert [note.partition(":")[0] for note in notes] == [
         "spec.reference.accelerator",
+        "spec.reward.role.accelerator",
         "spec.tasks.0.accelerator",
     ]
 

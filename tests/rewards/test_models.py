@@ -14,7 +14,7 @@ from aiohttp import web
 from scoring_one import one
 
 from asyncflow.api.rewards import RewardSpec
-from asyncflow.errors import DeadlineExceeded
+from asyncflow.errors import DeadlineExceeded, ManifestError
 from asyncflow.rewards.components import WeightedRewards
 from asyncflow.rewards.endpoint import Endpoint
 from asyncflow.rewards.functions import BUILT_IN
@@ -129,11 +129,11 @@ CLASSIFIER = """
     from asyncflow.rewards.classifier import RewardModel
 
     class Compared(RewardModel):
-        def __init__(self, *, config):
+        def __init__(self, *, config, device, share):
             import os
             config = {**config, "model": os.environ["TMPDIR"] + "/model"}
             write(config["model"])
-            super().__init__(config=config)
+            super().__init__(config=config, device=device, share=share)
 
         def __call__(self, *, responses, prompts):
             rewards = super().__call__(responses=responses, prompts=prompts)
@@ -186,3 +186,18 @@ async def test_a_classifier_scores_a_batch_as_it_scores_each_alone(tmp_path: Pat
 
 def test_every_function_of_the_project_has_its_module() -> None:
     assert all(find_spec(place.partition(":")[0]) for place in BUILT_IN.values())
+
+
+@pytest.mark.timeout(300)
+async def test_a_classifier_that_is_to_have_a_device_never_computes_on_the_cpu_instead(tmp_path: Path) -> None:
+    spec = RewardSpec.model_validate(
+        {
+            "function": "reward_model",
+            "config": {"model": "judge"},
+            "memory": "8Gi",
+            "start_seconds": 250.0,
+            "role": {"accelerator": {"profile": "nvidia", "count": 1}},
+        }
+    )
+    with pytest.raises(ManifestError, match=r"spec\.reward\.role\.accelerator: there is no cuda device here"):
+        await WeightedRewards.of(spec, workdir=tmp_path).start()

@@ -4,11 +4,13 @@ import asyncio
 import os
 import socket
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from scoring_one import one
 
+from asyncflow.api.placement import PROFILES
 from asyncflow.api.rewards import RewardSpec
 from asyncflow.rewards import process, sandbox
 from asyncflow.rewards.components import WeightedRewards
@@ -42,6 +44,14 @@ FUNCTION = """
                 shared[::4096] = bytes(len(shared) // 4096)
             case "file in memory":
                 os.memfd_create("x")
+            case "reserve":
+                mmap.mmap(-1, answer, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            case "name":
+                open(f"/proc/self/task/{threading.get_native_id()}/comm", "w").write("computes")
+            case "device":
+                os.write(os.open(answer, os.O_RDWR), b"x")
+            case "variable":
+                return float(os.environ[answer])
             case "threads":
                 threading.stack_size(65536)
                 for _ in range(answer):
@@ -61,6 +71,7 @@ FUNCTION = """
                 return resource.getrlimit(resource.RLIMIT_CPU)[0] - used.ru_utime - used.ru_stime
         return 1.0
 """
+ON_A_GPU = {"accelerator": {"profile": "nvidia", "count": 1}}
 
 
 @pytest.fixture
@@ -162,6 +173,35 @@ async def test_memory_and_computing_time_are_bounded(folder: Path) -> None:
         assert 5.0 < result.value < 8.0, "twice what a sample may take, for each sample anew"
 
 
+async def test_on_a_device_it_has_what_a_driver_needs_and_no_more(folder: Path, monkeypatch) -> None:
+    """/dev/full stands for the device: whoever may write to it is told that it is full."""
+    facts = replace(PROFILES["nvidia"], opened=("full",), read=(), variables=("PER_DEVICE",), env={})
+    monkeypatch.setattr(process, "PROFILES", {"cpu": PROFILES["cpu"], "nvidia": facts})
+    for name in ("PER_DEVICE", "CUDA_VISIBLE_DEVICES", "HF_TOKEN"):
+        monkeypatch.setenv(name, "3")
+    asked = [("device", "/dev/full"), ("file in memory", None), ("name", None), ("reserve", 1 << 36)]
+    seen = [("variable", "PER_DEVICE"), ("variable", "CUDA_VISIBLE_DEVICES")]
+    device, *others = await ask(folder, *asked, role=ON_A_GPU, memory="512Mi")
+    assert "No space left on device" in device.detail
+    assert [result.value for result in others] == [1.0] * 3
+    seen_there = await ask(folder, *seen, ("variable", "HF_TOKEN"), role=ON_A_GPU)
+    assert [result.value for result in seen_there] == [3.0, 3.0, 0.0]
+    assert "KeyError" in seen_there[2].detail
+    some, much, priority = await ask(
+        folder,
+        ("memory", 100 << 20),
+        ("memory", 600 << 20),
+        ("write", "/proc/self/oom_score_adj"),
+        role=ON_A_GPU,
+        memory="512Mi",
+    )
+    assert some.value == 100.0
+    assert "MemoryError" in much.detail
+    assert "PermissionError" in priority.detail
+    for result in await ask(folder, *asked, *seen, memory="512Mi"):
+        assert result.failure == "raised", "without a device nothing of it"
+
+
 async def test_threads_and_scratch_files_are_bounded(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(process, "_MOST_SCRATCH_BYTES", 8 << 20)
     some = await ask(folder, ("threads", 20), ("files", 4))
@@ -187,5 +227,10 @@ async def test_it_sees_no_variable_and_no_descriptor_of_the_job(folder: Path, mo
 def test_both_processors_have_a_number_for_all_that_is_denied() -> None:
     for name in ("x86_64", "aarch64"):
         numbers = sandbox._MACHINES[name].numbers
-        assert set(sandbox._ALWAYS) | set(sandbox._SIGNALS) | {"socket", "clone", "clone3", "prlimit64"} <= set(numbers)
+        assert {*sandbox._ALWAYS, sandbox._NAMELESS_FILE} | set(sandbox._SIGNALS) | {
+            "socket",
+            "clone",
+            "clone3",
+            "prlimit64",
+        } <= set(numbers)
         assert len(set(numbers.values())) == len(numbers)

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from asyncflow.errors import ManifestError
+from asyncflow.models.device import load_npu
 from asyncflow.training.packing import LayoutName, Pack, pack_samples
 from asyncflow.training.torch import attention
 from asyncflow.training.torch.attention import Documents, NpuSequences, attend, sequences_of
-from asyncflow.training.torch.device import load_npu
 from asyncflow.training.torch.optimizer import has_fused_kernel
 
 CPU = torch.device("cpu")

@@ -116,6 +116,11 @@ class Blueprint:
         return said[-1] if said else otherwise
 
     @property
+    def judges_on_devices(self) -> bool:
+        """Return whether the devices belong to the container that judges: the other one computes nothing."""
+        return self.reward is not None and self.role.name == REWARD
+
+    @property
     def host_network(self) -> bool:
         """Return whether the pods are on the network of their nodes."""
         return bool(self.said("hostNetwork", otherwise=False))

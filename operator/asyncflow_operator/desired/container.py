@@ -9,7 +9,7 @@ peer is among them but that of a gang's rank 0, which torch wants: all others di
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -85,17 +85,23 @@ def make_volumes(blueprint: Blueprint, index: int) -> Volumes:
     for part in (_run(claims), claims, _shared_memory(blueprint), _host(blueprint), _rewards(blueprint)):
         volumes += part.volumes
         mounts += part.mounts
+    if blueprint.judges_on_devices:
+        beside = _host(blueprint).mounts
+        mounts = [mount for mount in mounts if mount not in beside]
     return Volumes(volumes, mounts)
 
 
 def reward_mounts(blueprint: Blueprint) -> list[Manifest]:
-    """Return the mounts of the container that scores: its part of the manifest, its own /tmp, the socket, claims."""
+    """Return the mounts of the container that scores: its part of the manifest, its own /tmp, the socket, claims, and
+    what its devices need.
+    """
     read = [mount for mount in _claims(blueprint, 0).mounts if mount.get("readOnly")]
     return [
         {"name": "rewards-config", "mountPath": CONFIG_DIR, "readOnly": True},
         {"name": "rewards-tmp", "mountPath": "/tmp"},  # noqa: S108 — its own volume
         _REWARD_SOCKET_MOUNT,
         *read,
+        *(_host(blueprint).mounts if blueprint.judges_on_devices else ()),
     ]
 
 
@@ -189,8 +195,10 @@ def _host(blueprint: Blueprint) -> Volumes:
 
 def make_environment(blueprint: Blueprint, index: int) -> list[Manifest]:
     """Return the variables of process ``index``, as a container's ``env``."""
-    plain = {**_HOME, **_rank(blueprint, index), **_devices(blueprint, index), **blueprint.role.env}
-    referred = {**_assigned(blueprint), **_host_ip(blueprint)}
+    computes = not blueprint.judges_on_devices
+    devices = _devices(blueprint, index) if computes else {}
+    plain = {**_HOME, **_rank(blueprint, index), **devices, **blueprint.role.env}
+    referred = {**(_assigned(blueprint) if computes else {}), **_host_ip(blueprint)}
     theirs = {variable.name for template in blueprint.templates for variable in template.env}
     return [
         {"name": HOST_ENV, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
@@ -199,20 +207,32 @@ def make_environment(blueprint: Blueprint, index: int) -> list[Manifest]:
         {"name": LAST_WORD_ENV, "value": LAST_WORD_FILE},
         *([{"name": LEAVE_ENV, "value": f"{LEAVE_S:g}"}] if blueprint.role.name == "storage" else []),
         *([{"name": REWARD_SOCKET_ENV, "value": REWARD_SOCKET}] if blueprint.reward is not None else []),
-        *(
-            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-            for name, path in referred.items()
-            if name not in theirs
-        ),
+        *_of_the_pod({name: path for name, path in referred.items() if name not in theirs}),
         *({"name": name, "value": value} for name, value in plain.items()),
     ]
 
 
-def make_reward_environment(blueprint: Blueprint) -> list[Manifest]:
-    """Return the variables of the container that scores: of the user's, only those that say where things are."""
+def make_reward_environment(blueprint: Blueprint, index: int) -> list[Manifest]:
+    """Return the variables of the container that scores in the pod of process ``index``.
+
+    Of the user's it has only those that say where things are, and those of its devices.
+    """
     theirs = {variable.name: variable.value for template in blueprint.templates for variable in template.env}
-    kept: dict[str, str] = {name: theirs[name] for name in REWARD_VARIABLES if name in theirs}
-    return [{"name": name, "value": value} for name, value in (dict(_HOME) | kept).items()]
+    names = list(REWARD_VARIABLES)
+    devices: dict[str, str] = {}
+    if blueprint.judges_on_devices:
+        facts = PROFILES[blueprint.role.resources.profile]
+        devices = {**facts.env, **_devices(blueprint, index)}
+        names += [*facts.variables, *devices]
+    kept = {name: theirs[name] for name in names if name in theirs}
+    referred = _of_the_pod(_assigned(blueprint)) if blueprint.judges_on_devices else ()
+    return [*referred, *({"name": name, "value": value} for name, value in {**_HOME, **devices, **kept}.items())]
+
+
+def _of_the_pod(referred: Mapping[str, str]) -> Iterator[Manifest]:
+    """Yield variables whose values are fields of the pod, by the paths of these."""
+    for name, path in referred.items():
+        yield {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
 def _rank(blueprint: Blueprint, index: int) -> dict[str, str]:

@@ -176,7 +176,7 @@ def _spec(blueprint: Blueprint, member: GangMembership, *, index: int, attempt: 
         "securityContext": _pod_security(blueprint),
         **make_placement(blueprint),
         **member.spec,
-        **_rewards(blueprint),
+        **_rewards(blueprint, index=index),
         "containers": [{**container, "volumeMounts": volumes.mounts}],
         "volumes": volumes.volumes,
     }
@@ -241,7 +241,7 @@ def _container(blueprint: Blueprint, *, index: int, attempt: int, http_port: int
     }
 
 
-def _rewards(blueprint: Blueprint) -> Manifest:
+def _rewards(blueprint: Blueprint, *, index: int) -> Manifest:
     """Return the container in which samples are scored; it starts before the pod's other one, and ends after it.
 
     It runs other people's code on what a model wrote, so it has no Secret and no token, and sees nothing of the
@@ -252,6 +252,7 @@ def _rewards(blueprint: Blueprint) -> Manifest:
     stated = blueprint.reward.resources
     cpu = float(stated.cpu.amount) if stated.cpu is not None else _REWARD_CPU
     hard = {"memory": str(stated.memory.bytes)} if stated.memory is not None else {}
+    hard |= _devices(blueprint) if blueprint.judges_on_devices else {}
     container = {
         "name": REWARD_CONTAINER,
         "image": blueprint.image,
@@ -261,7 +262,7 @@ def _rewards(blueprint: Blueprint) -> Manifest:
             *(("--environment", ENVIRONMENT_FILE) if blueprint.has_environment else ()),
             *("--socket", REWARD_SOCKET),
         ],
-        "env": make_reward_environment(blueprint),
+        "env": make_reward_environment(blueprint, index),
         "resources": _asked(cpu, hard),
         "securityContext": _CONTAINER_SECURITY,
         "volumeMounts": reward_mounts(blueprint),
@@ -274,9 +275,13 @@ def _resources(blueprint: Blueprint) -> Manifest:
     hard: dict[str, str] = {}
     if resources.memory is not None:
         hard["memory"] = str(resources.memory)
-    if resources.accelerators:
-        hard[resources.resource] = str(resources.accelerators)
+    hard |= {} if blueprint.judges_on_devices else _devices(blueprint)
     return _asked(resources.cpu, hard)
+
+
+def _devices(blueprint: Blueprint) -> dict[str, str]:
+    resources = blueprint.role.resources
+    return {resources.resource: str(resources.accelerators)} if resources.accelerators else {}
 
 
 def _asked(cpu: float, hard: dict[str, str]) -> Manifest:

@@ -1,8 +1,7 @@
 """Everything that is wrong with the data of a manifest, in one pass: where it is, why it is wrong, and what to do.
 
 Shapes are pydantic's to check; then each model's rules. Where a shape is wrong, the rules that look elsewhere are
-still checked, so that a manifest is mended in one go. Features that the schema names and this version lacks are refused
-as "not yet" until they work (``_PLANNED``).
+still checked, so that a manifest is mended in one go.
 
 Invariants: a manifest is refused once, with every problem that was found, each in one line; no problem is reported that
 follows from another. A place as written (camelCase) and a dotted path of attributes (snake_case) name the same place.
@@ -12,20 +11,19 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import reduce
 from operator import attrgetter, getitem
 from types import UnionType
-from typing import Annotated, Any, Final, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 
 from asyncflow.api.base import COLLECT, Spec
 from asyncflow.api.document import Place
-from asyncflow.api.placement import AcceleratorSpec
 from asyncflow.errors import ManifestError, NotYetError
 
 MISSING: Any = object()
@@ -137,31 +135,11 @@ _LIMITS = {
 _FOLLOWS = ("default_factory_not_called",)
 
 
-def _on_devices(role: Any) -> bool:
-    return role is not None and role.accelerator != AcceleratorSpec()
-
-
-_PLANNED: Final[Mapping[str, tuple[tuple[str, Callable[[Any], bool], str], ...]]] = {
-    "RLJob": (
-        (
-            "spec.reward.role",
-            _on_devices,
-            "a role on the CPU, or function: http and a server of rewards that has devices",
-        ),
-    ),
-}
-"""Fields that the schema names for features that are planned, by kind: the attribute path, whether a value asks for
-such a feature, and the values that work now."""
-
-
 def inspect(model: type[M], data: Any) -> tuple[M | None, list[Problem]]:
-    """Build ``model`` from ``data``. Return the object, None where its shape is wrong, and every problem found.
-
-    Features that are only planned are reported where nothing else is wrong.
-    """
+    """Build ``model`` from ``data``. Return the object, None where its shape is wrong, and every problem found."""
     built, errors = _build(model, data)
     if built is not None:
-        return built, list(broken(built)) or list(_asked_too_early(built))
+        return built, list(broken(built))
     wrong = [tuple(error["loc"]) for error in errors]
     problems = [_problem(model, error) for error in errors if error["type"] not in _FOLLOWS]
     problems.extend(_broken_in(model, _without(data, wrong), at=(), unknown=wrong))
@@ -201,24 +179,6 @@ def broken(model: Spec, *, at: Place = (), unknown: Sequence[Place] = ()) -> Ite
             for index, item in enumerate(value):
                 if isinstance(item, Spec):
                     yield from broken(item, at=(*place, index), unknown=unknown)
-
-
-def planned_fields(kind: str) -> list[tuple[str, str]]:
-    """Return the fields of ``kind`` that can ask for what is only planned: the place, and the values that work now."""
-    return [(".".join(place_of(path)), instead) for path, _, instead in _PLANNED.get(kind, ())]
-
-
-def _asked_too_early(manifest: Spec) -> Iterator[Problem]:
-    for path, planned, instead in _PLANNED.get(type(manifest).__name__, ()):
-        value = attrgetter(path)(manifest)
-        if planned(value):
-            yield Problem(
-                place=place_of(path),
-                value=_plain(value),
-                reason="not yet: it is planned, and this version does not do it",
-                fix=f"What works is {instead}",
-                planned=True,
-            )
 
 
 def _broken_in(model: type[Spec], data: Any, *, at: Place, unknown: Sequence[Place]) -> Iterator[Problem]:

@@ -1,7 +1,7 @@
 """RLJob: one manifest for a whole training run, on one machine and on Kubernetes.
 
 Invariant: nothing that a run does depends on anything but this manifest and the files it names. What no substrate can
-run is refused here, by rules that the CRD repeats; what is only planned is listed in ``asyncflow.api.check``.
+run is refused here, by rules that the CRD repeats.
 """
 
 from __future__ import annotations

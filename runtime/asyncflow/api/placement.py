@@ -53,7 +53,9 @@ class Profile:
 
     device: torch's name of it. resource: the name that its device plugin gives it, "" for none. legal_counts: devices
     that one process can have; gang_counts: the same where several processes form a gang. image: which runtime image.
-    collective: the torch.distributed back end. files: the names that its devices have in /dev. visible: the variable by
+    collective: the torch.distributed back end. files: the names that its devices have in /dev. opened, read, variables:
+    what a process has to have of the machine to compute with them: the files in /dev that it opens, others that it
+    reads, and variables beside ``env`` and ``visible``. visible: the variable by
     which a process sees its devices, numbered from 0 in a container; assigned: the variable that names the host's
     devices where the vendor's scheduler plug-in chose them. groups: group ids that may open the device files.
     node_labels, node_types: what nodes with it are labelled with, the second with one of several values. port_ranges:
@@ -71,6 +73,9 @@ class Profile:
     mounts: tuple[Mount, ...] = ()
     env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     files: str = ""
+    opened: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
     visible: str = ""
     assigned: str = ""
     groups: tuple[int, ...] = ()
@@ -133,6 +138,9 @@ def _ascend(
         mounts=mounts,
         env=_ASCEND_ENV,
         files="davinci[0-9]*",
+        opened=("davinci[0-9]*", "davinci_manager", "devmm_svm", "hisi_hdc"),
+        read=(*(mount.path for mount in mounts), "/usr/local/Ascend", "/etc/hdcBasic.cfg", "/etc/sys_version.conf"),
+        variables=("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH", "ASCEND_OPP_PATH", "ASCEND_AICPU_PATH"),
         visible="ASCEND_RT_VISIBLE_DEVICES",
         assigned="ASCEND_VISIBLE_DEVICES",
         groups=(_HWHIAIUSER,),
@@ -165,6 +173,9 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
             collective="nccl",
             env=MappingProxyType({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}),
             files="nvidia[0-9]*",
+            opened=("nvidia[0-9]*", "nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset", "nvidia-caps/*"),
+            read=("/proc/driver/nvidia", "/proc/driver/nvidia-uvm", "/sys/module/nvidia", "/sys/bus", "/sys/devices"),
+            variables=("CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"),
             visible="CUDA_VISIBLE_DEVICES",
         ),
         "ascend-a2": _ascend(

@@ -102,7 +102,8 @@ class RewardSpec(Spec):
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 64
     """Most calls under way at once in one process, of an ``async`` function."""
     memory: Quantity = Quantity("4Gi")
-    """Bytes of address space that one process may have, and each that it starts; importing torch takes 3.2 GB."""
+    """Bytes of address space that one process may have, and each that it starts; importing torch takes 3.2 GB. Of
+    private memory where the role has devices."""
     processes: Annotated[int, Field(ge=0, le=4096)] = 0
     """Processes that the function may start, per process of the pool: for a reward that runs tests, say."""
     network: bool = False

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from asyncflow.algorithms.base import ALGORITHMS, Algorithm
 from asyncflow.api.base import Spec
-from asyncflow.api.check import model_of, place_of, planned_fields
+from asyncflow.api.check import model_of, place_of
 from asyncflow.api.crd import Schema, schema_of
 from asyncflow.api.load import KINDS
 from asyncflow.commands.preflight import HEAVY
@@ -51,7 +51,6 @@ def render() -> str:
         parts += [f"\n# {kind}\n\n{introspection.cleandoc(model.__doc__ or '')}\n"]
         root = "spec" if kind == "RLJob" else f"{kind}.spec"
         parts += _sections(spec, root, schema_of(model)["properties"]["spec"], {})
-        parts += _not_yet(kind)
         if kind == "RLJob":
             parts += _plugin_options()
     return "".join(parts)
@@ -142,13 +141,6 @@ def _prose(text: str | None) -> str:
 
 def _anchor(place: str) -> str:
     return "#" + re.sub(r"[^a-z0-9-]", "", place.lower())
-
-
-def _not_yet(kind: str) -> Iterator[str]:
-    if planned := planned_fields(kind):
-        yield '\n## Not yet\n\nThe schema names it, `asyncflow validate` refuses it with "not yet":\n\n'
-    for place, instead in planned:
-        yield f"* `{place}`: what works is {instead}\n"
 
 
 def _plugin_options() -> Iterator[str]:

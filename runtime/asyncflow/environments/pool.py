@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from asyncflow.api.names import ENVIRONMENT_SOCKET, REWARD_SOCKET_ENV
+from asyncflow.api.placement import AcceleratorSpec
 from asyncflow.api.rewards import EnvironmentSpec, RewardSpec
 from asyncflow.rewards.pool import PoolLimits, RewardPool
 from asyncflow.rewards.process import Scorer
@@ -96,7 +97,14 @@ class EnvironmentPool:
 def environment_process(spec: EnvironmentSpec, reward: RewardSpec, *, workdir: Path, run: Path | None = None) -> Scorer:
     """Return the definition of an environment's process, confined as ``reward`` says. workdir, run: of the job."""
     confined = Scorer.of(reward, workdir=workdir, run=run)[0]
-    return replace(confined, function=spec.function, module=_CHILD, extractor="text", config=dict(spec.config))
+    return replace(
+        confined,
+        function=spec.function,
+        module=_CHILD,
+        extractor="text",
+        config=dict(spec.config),
+        accelerator=AcceleratorSpec(),
+    )
 
 
 def open_environment(

@@ -26,8 +26,9 @@ from pathlib import Path
 
 from asyncflow.api.check import inspect, refusal
 from asyncflow.api.document import Place
+from asyncflow.api.graph import CRITIC, REWARD
 from asyncflow.api.job import RLJob, RLJobSpec
-from asyncflow.api.names import TLS_ENV, TOKEN_FILE_ENV
+from asyncflow.api.names import TASK, TLS_ENV, TOKEN_FILE_ENV, kind_of_role
 from asyncflow.api.placement import AUTO, PROFILES, Profile
 from asyncflow.api.tasks import ProcessSpec
 from asyncflow.api.workers import ON_CPU, RolloutSpec, TrainerSpec
@@ -172,6 +173,8 @@ def _computing(spec: RLJobSpec) -> Iterator[tuple[Place, TrainerSpec | RolloutSp
         yield ("reference",), spec.reference, ""
     if (critic := critic_role(spec)) is not None:
         yield ("critic", "role"), critic, ""
+    if spec.reward.role is not None:
+        yield ("reward", "role"), spec.reward.role, ""
     yield from ((("tasks", index), task, "") for index, task in enumerate(spec.tasks))
 
 
@@ -224,7 +227,7 @@ class DeviceRoom:
 
 def _own(role: Role) -> tuple[str, ...]:
     """Return the devices that the role's template names. Raises ManifestError where they cannot serve it."""
-    visible, where = _facts(role).visible, f"spec.{role.name}.template.env"
+    visible, where = _facts(role).visible, f"{_section(role)}.template.env"
     named, wanted = _named(role.env[visible]), role.resources.accelerators
     if role.spread:
         raise ManifestError(
@@ -236,9 +239,16 @@ def _own(role: Role) -> tuple[str, ...]:
         raise ManifestError(
             f"{visible} = {role.env[visible]!r} names {len(named)} of the {wanted} devices that a process asks for",
             where=where,
-            hint=f"Name {wanted}, or lower spec.{role.name}.accelerator.count",
+            hint=f"Name {wanted}, or lower {_section(role)}.accelerator.count",
         )
     return named
+
+
+def _section(role: Role) -> str:
+    """Return the section of the manifest that says which devices a role has."""
+    if kind_of_role(role.name) == TASK:
+        return f"spec.tasks[{role.name.removeprefix(f'{TASK}-')}]"
+    return f"spec.{role.name}.role" if role.name in (REWARD, CRITIC) else f"spec.{role.name}"
 
 
 def _facts(role: Role) -> Profile:
@@ -266,7 +276,7 @@ def _too_few(role: Role, asking: Sequence[Role], *, found: int) -> ManifestError
     )
     return ManifestError(
         f"this machine has {found} {facts.title} device{'' if found == 1 else 's'}, too few for {asked}{alone}",
-        where=f"spec.{role.name}.accelerator",
+        where=f"{_section(role)}.accelerator",
         hint="Lower replicas or count, or let roles share a device (accelerator.share); where devices are missing from "
         f"this count, name them in {facts.visible}",
     )

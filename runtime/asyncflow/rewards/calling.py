@@ -7,7 +7,8 @@
 The name of a parameter is in the plural where there are many of it. ``length`` (``lengths``) is the number of tokens of
 a response, ``transcript`` (``transcripts``) what was said so far where there is an environment, as it is asked with
 it, ``config`` what the manifest gives the function. A function has those parameters that it needs; it may be
-``async``. A class is made once, with ``config`` where it takes that, and its object is called.
+``async``. A class is made once, with those of ``config``, ``device`` (torch's name of what it computes with: ``cpu``,
+``cuda``, ``npu``) and ``share`` (part of the device's memory) that it takes, and its object is called.
 
 A sample's answer is a finite number, ``{"reward": number, "details": {...}}``, or an object with these two attributes,
 as a NamedTuple has. In the place of ``reward`` there may be ``turns``: a number for each turn of the model, in order,
@@ -22,8 +23,9 @@ import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -66,16 +68,19 @@ class RewardFunction:
     config: dict[str, Any]
 
     @classmethod
-    def of(cls, found: Any, *, name: str, config: dict[str, Any] | None) -> RewardFunction:
+    def of(
+        cls, found: Any, *, name: str, config: dict[str, Any] | None, place: Mapping[str, Any] = MappingProxyType({})
+    ) -> RewardFunction:
         """Return the function, or the object of the class, that a module has by ``name``.
 
-        config: its settings, None where the manifest has none. Raises ManifestError where it cannot be called as it
-        will be, and what a class raises.
+        config: its settings, None where the manifest has none; place: ``device`` and ``share`` of a class. Raises
+        ManifestError where it cannot be called as it will be, and what a class raises.
         """
         made = isinstance(found, type)
         if made:
-            given = {"config": dict(config or {})} if "config" in _parameters(found, name) else {}
-            found, config = found(**given), None if given else config
+            offered = {"config": dict(config or {}), **place}
+            given = {each: value for each, value in offered.items() if each in _parameters(found, name)}
+            found, config = found(**given), None if "config" in given else config
         names, rest, required = _read(found, name)
         takes = _takes(names, rest=rest, name=name)
         known = {*_NAMES[takes], "config"}

@@ -119,4 +119,4 @@ def _write(pipe: BinaryIO, answered: ScoreAnswer, *, nonce: bytes | None = None)
 
 
 if __name__ == "__main__":
-    serve(lambda told: load(told.function, workdir=Path(told.workdir), config=told.config))
+    serve(lambda told: load(told.function, workdir=Path(told.workdir), config=told.config, place=told.place))

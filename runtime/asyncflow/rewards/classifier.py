@@ -1,4 +1,4 @@
-"""The reward ``reward_model``: a sequence classification model of transformers, on the CPU of the reward process.
+"""The reward ``reward_model``: a sequence classification model of transformers, on the device of the reward process.
 
 The sample is written as the model's chat template says, prompt and response as two turns, or one after the other where
 it has none. The reward is the logit of ``label``.
@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from asyncflow.errors import ManifestError
+from asyncflow.models.device import find_device
 from asyncflow.plugins import read_options
 
 
@@ -34,15 +35,17 @@ class RewardModelOptions(msgspec.Struct, frozen=True):
 class RewardModel:
     """The model. Raises ManifestError for settings that have no meaning, and what transformers raises."""
 
-    def __init__(self, *, config: dict[str, Any]) -> None:
+    def __init__(self, *, config: dict[str, Any], device: str, share: float) -> None:
         self._options = options = read_options(config, RewardModelOptions, where="reward.config")
         if not options.model:
             raise ManifestError("no model is named", where="reward.config.model", hint="Give its folder")
         torch.set_num_threads(options.threads)
+        self._device = find_device(device, share=share, where="spec.reward.role.accelerator")
         self._tokenizer = AutoTokenizer.from_pretrained(
             options.model, local_files_only=True, truncation_side="left", padding_side="right"
         )
-        self._model = AutoModelForSequenceClassification.from_pretrained(options.model, local_files_only=True).eval()
+        model = AutoModelForSequenceClassification.from_pretrained(options.model, local_files_only=True)
+        self._model = model.to(self._device).eval()
         labels = self._model.config.num_labels
         if not 0 <= options.label < labels:
             raise ManifestError(f"the model has {labels} labels", where="reward.config.label", hint="Give one of them")
@@ -64,7 +67,7 @@ class RewardModel:
         )
         inputs.pop("token_type_ids", None)
         with torch.inference_mode():
-            logits = self._model(**inputs).logits
+            logits = self._model(**inputs.to(self._device)).logits
         rewards: list[float] = logits[:, self._options.label].float().tolist()
         return rewards
 

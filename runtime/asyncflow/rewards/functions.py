@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,10 @@ def check_module(function: str, *, where: str, known: Iterable[str], workdir: Pa
         )
 
 
-def load(function: str, *, workdir: Path, config: dict[str, Any] | None = None) -> RewardFunction:
-    """Import the function; config: its settings.
+def load(
+    function: str, *, workdir: Path, config: dict[str, Any] | None = None, place: Mapping[str, Any] | None = None
+) -> RewardFunction:
+    """Import the function; config: its settings; place: see ``RewardFunction.of``.
 
     Raises ManifestError where there is no such function, or it cannot be called as it will be; an import may raise
     anything.
@@ -76,7 +78,7 @@ def load(function: str, *, workdir: Path, config: dict[str, Any] | None = None) 
     found = getattr(importlib.import_module(module), attribute, None)
     if not callable(found):
         raise ManifestError(f"module {module!r} has no function {attribute!r}", where="reward.function")
-    return RewardFunction.of(found, name=function, config=config)
+    return RewardFunction.of(found, name=function, config=config, place=place or {})
 
 
 def exact(*, response: str, answer: Any) -> float:

@@ -21,7 +21,7 @@ import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ import msgspec
 import psutil
 
 from asyncflow.api.names import REWARD_VARIABLES
+from asyncflow.api.placement import PROFILES, AcceleratorSpec
 from asyncflow.api.rewards import RewardSpec
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, PeerLost
 from asyncflow.rewards.sandbox import MOST_THREADS, Sandbox
@@ -36,6 +37,7 @@ from asyncflow.rewards.wire import LENGTH, MAX_ANSWER, Example, Load, Question, 
 
 log = logging.getLogger(__name__)
 
+_DEVICES = Path("/dev")
 _SET_VARIABLES = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
     "MALLOC_ARENA_MAX": "2",
@@ -69,7 +71,7 @@ class Scorer:
     function, extractor: see ``rewards.functions``; config: settings of the function; workdir: the job's folder, from
     where a user's module is imported; readable: what it may read beside that folder and Python; hidden: folders that it
     may not see, wherever they are; memory: bytes of address space, for each process; processes: how many it may start;
-    module: the program of the process.
+    accelerator: the devices that it computes with; module: the program of the process.
     """
 
     function: str
@@ -81,6 +83,7 @@ class Scorer:
     memory: int = 4 << 30
     network: bool = False
     processes: int = 0
+    accelerator: AcceleratorSpec = field(default_factory=AcceleratorSpec)
     module: str = "asyncflow.rewards.child"
 
     @classmethod
@@ -93,6 +96,7 @@ class Scorer:
         folder = workdir.resolve()
         readable = tuple((folder / path).resolve() for path in spec.files)
         hidden = tuple(_hidden((folder, *readable), run=run))
+        accelerator = AcceleratorSpec() if spec.role is None else spec.role.accelerator
         return [
             cls(
                 function=part.function,
@@ -104,6 +108,7 @@ class Scorer:
                 memory=spec.memory.bytes,
                 network=spec.network,
                 processes=spec.processes,
+                accelerator=accelerator,
             )
             for part in spec.parts
         ]
@@ -144,7 +149,7 @@ class RewardProcess:
                     stdout=PIPE,
                     stderr=PIPE,
                     cwd=scorer.workdir,
-                    env=_environment(scratch),
+                    env=_environment(scorer, scratch=scratch),
                     process_group=0,
                 )
             except BaseException:
@@ -163,6 +168,8 @@ class RewardProcess:
                     workdir=str(scorer.workdir),
                     parent=os.getpid(),
                     sandbox=_sandbox(scorer, scratch=scratch),
+                    device=PROFILES[scorer.accelerator.profile].device,
+                    share=scorer.accelerator.share,
                 ),
                 timeout=timeout,
                 what=f"{scorer.function!r} to load",
@@ -372,19 +379,23 @@ def _runs(places: Sequence[Path]) -> tuple[set[Path], list[Path]]:
     return runs, list(waiting)
 
 
-def _environment(scratch: Path) -> dict[str, str]:
-    kept = {name: os.environ[name] for name in REWARD_VARIABLES if name in os.environ}
+def _environment(scorer: Scorer, *, scratch: Path) -> dict[str, str]:
+    facts = PROFILES[scorer.accelerator.profile]
+    names = (*REWARD_VARIABLES, *facts.env, *facts.variables, facts.visible)
+    kept = {name: os.environ[name] for name in names if name in os.environ}
     return kept | _SET_VARIABLES | {"HOME": str(scratch), "TMPDIR": str(scratch)}
 
 
 def _sandbox(scorer: Scorer, *, scratch: Path) -> Sandbox:
+    facts = PROFILES[scorer.accelerator.profile]
     return Sandbox(
-        readable=[str(path) for path in (scorer.workdir, *scorer.readable)],
+        readable=[str(path) for path in (scorer.workdir, *scorer.readable, *facts.read)],
         hidden=[str(path) for path in scorer.hidden],
         writable=[str(scratch)],
         memory=scorer.memory,
         network=scorer.network,
         processes=scorer.processes,
+        devices=[str(file) for name in facts.opened for file in _DEVICES.glob(name)],
     )
 
 

@@ -39,6 +39,8 @@ MOST_THREADS: Final = 256
 """Threads beyond the processes that are allowed."""
 _OTHERS: Final = 4096
 """Threads that the user's other programs may start meanwhile, without keeping this process from starting its own."""
+_OWN_THREADS: Final = "/proc/self/task"
+"""Folder in which a process names its threads; NVIDIA's driver fails with error 304 where it cannot."""
 _FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
 """Inode of the process namespace in which the machine was started (the kernel's proc_ns.h)."""
 
@@ -48,7 +50,11 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
 
     readable, writable: files and folders, beside what Python itself needs; hidden: folders in these, resolved, whose
     files cannot be read; network: whether sockets of the internet families may be opened; processes: how many further
-    processes may be started; memory: bytes of address space, for each process.
+    processes may be started; memory: bytes of address space, for each process; devices: files of accelerators.
+
+    A driver of an accelerator reserves address space for all memory of the machine, keeps what it shares with the
+    device in files without a name, and names its threads: with ``devices`` the bytes of ``memory`` are those of private
+    memory (RLIMIT_DATA), and such files and names are allowed.
     """
 
     readable: list[str]
@@ -57,6 +63,7 @@ class Sandbox(msgspec.Struct, frozen=True, kw_only=True):
     hidden: list[str] = []
     network: bool = False
     processes: int = 0
+    devices: list[str] = []
 
 
 def enter(sandbox: Sandbox) -> list[str]:
@@ -83,7 +90,7 @@ def limit_cpu(seconds: float) -> None:
 def _limit(sandbox: Sandbox) -> None:
     limits = {
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_AS: sandbox.memory,
+        resource.RLIMIT_DATA if sandbox.devices else resource.RLIMIT_AS: sandbox.memory,
         resource.RLIMIT_NOFILE: _OPEN_FILES,
         resource.RLIMIT_FSIZE: _FILE_BYTES,
     }
@@ -168,8 +175,10 @@ def _restrict_files(sandbox: Sandbox) -> list[str]:
         for path in (*_SYSTEM, *_python(), *sandbox.readable):
             for shown, rights in _without(Path(path).resolve(), hidden, above):
                 _allow(ruleset, str(shown), rights & handled)
-        for path in (*_DEVICES, *sandbox.writable):
+        for path in (*_DEVICES, *sandbox.devices, *sandbox.writable):
             _allow(ruleset, path, handled)
+        if sandbox.devices:
+            _allow(ruleset, _OWN_THREADS, (_WRITE_FILE | _TRUNCATE) & handled)
         _landlock(_LANDLOCK_RESTRICT, ruleset, 0)
     finally:
         os.close(ruleset)
@@ -268,10 +277,12 @@ _MACHINES: Final = {
 _ALWAYS: Final = (
     *("ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "kcmp", "open_by_handle_at", "unshare"),
     *("setns", "bpf", "perf_event_open", "userfaultfd", "io_uring_setup", "io_uring_enter", "io_uring_register"),
-    *("add_key", "request_key", "keyctl", "memfd_create", "memfd_secret", "shmget", "msgget", "mq_open"),
+    *("add_key", "request_key", "keyctl", "memfd_secret", "shmget", "msgget", "mq_open"),
 )
 """Ways to look into other processes, to get new rights, to make system calls that no filter sees, and to have memory
 that is not in the address space."""
+_NAMELESS_FILE: Final = "memfd_create"
+"""One more of the latter, without which no CUDA starts (error 304 since driver 570)."""
 _SIGNALS: Final = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
 _INTERNET: Final = (2, 10, 16)
 """AF_INET, AF_INET6, and AF_NETLINK, by which the resolver learns of addresses."""
@@ -314,7 +325,7 @@ def _program(machine: _Machine, sandbox: Sandbox, *, pid: int) -> _Filter:
     ]
     if machine.audit == _MACHINES["x86_64"].audit:
         rules += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _error(errno.EPERM))]
-    for name in _ALWAYS:
+    for name in _ALWAYS if sandbox.devices else (*_ALWAYS, _NAMELESS_FILE):
         rules += _on(machine, name, _deny())
     rules += _on(machine, "socket", _unless_argument_in(_INTERNET) if sandbox.network else _deny())
     rules += _on(machine, "clone3", _deny(errno.ENOSYS))

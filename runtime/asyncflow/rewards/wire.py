@@ -58,7 +58,8 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """The first thing that a process is told: what to load, and how to restrict itself before.
 
-    config: the function's settings, None where the manifest has none.
+    config: the function's settings, None where the manifest has none; device: torch's name of that which it computes
+    with; share: part of the device's memory that it may use.
     """
 
     nonce: bytes
@@ -68,6 +69,13 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     parent: int
     sandbox: Sandbox
     config: dict[str, Any] | None = None
+    device: str = "cpu"
+    share: float = 1.0
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """The arguments of a class that computes on the device, by name."""
+        return {"device": self.device, "share": self.share}
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):

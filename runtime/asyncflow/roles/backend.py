@@ -38,7 +38,7 @@ def kind_of_backend(spec: RLJobSpec, *, device: str) -> type[TrainerBackend]:
     On an NPU torch_npu comes first, because transformers imports it too, and would not say what it lacks.
     """
     if device == "npu":
-        import_module("asyncflow.training.torch.attention").load_npu()
+        import_module("asyncflow.models.device").load_npu()
     where = "spec.trainer.backend.name"
     return load_plugin("asyncflow.trainer_backends", spec.trainer.backend.name, kind=TrainerBackend, where=where)
 

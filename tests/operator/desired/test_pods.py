@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from asyncflow.api.load import load_environment, load_reward
 from asyncflow.api.names import DIGEST
+from asyncflow.api.placement import PROFILES
 from asyncflow.api.status import JobStatus
 from asyncflow_operator.desired import Desired
 from asyncflow_operator.observed import JobState, Manifest, Owner, TransferQueueState
@@ -155,6 +156,35 @@ def test_samples_are_scored_in_a_container_without_any_secret(desired: Desired, 
     assert "HF_TOKEN" not in told
     assert not [name for name in told if name.startswith("ASYNCFLOW_")]
     assert scores["securityContext"] == rollout["securityContext"]
+
+
+@pytest.mark.parametrize(
+    ("profile", "resource", "visible"),
+    [
+        ("nvidia", "nvidia.com/gpu", "CUDA_VISIBLE_DEVICES"),
+        ("ascend-a2", "huawei.com/Ascend910", "ASCEND_RT_VISIBLE_DEVICES"),
+    ],
+)
+def test_devices_of_the_reward_belong_to_the_container_that_scores(
+    desired: Desired, job_state: JobStates, profile: str, resource: str, visible: str
+) -> None:
+    template = {"env": [{"name": "PYTHONPATH", "value": "/mnt/code"}, {"name": "HF_TOKEN", "value": "hf"}]}
+    role = {"accelerator": {"profile": profile, "count": 2}, "template": template}
+    state = job_state(reward={"function": "reward_model", "config": {"model": "judge"}, "role": role})
+    spec = desired.pod(state, "reward", 0, 0)["spec"]
+    (scores,) = spec["initContainers"]
+    beside = container({"spec": spec})
+    assert scores["resources"]["limits"] == {resource: "2"}
+    assert resource not in str(beside["resources"])
+    told = {variable["name"]: variable.get("value") for variable in scores["env"]}
+    assert (told[visible], told["PYTHONPATH"]) == ("0,1", "/mnt/code")
+    assert PROFILES[profile].env.items() <= told.items()
+    assert "HF_TOKEN" not in told
+    assert visible not in {variable["name"] for variable in beside["env"]}
+    host = {volume["name"] for volume in spec["volumes"] if "hostPath" in volume}
+    assert host <= {mount["name"] for mount in scores["volumeMounts"]}
+    assert host.isdisjoint(mount["name"] for mount in beside["volumeMounts"])
+    assert not any("initContainers" in desired.pod(state, name, 0, 0)["spec"] for name in ("rollout", "trainer"))
 
 
 def test_where_the_reward_is_a_role_its_pods_score_and_rollouts_only_answer_turns(

@@ -30,9 +30,10 @@ from torch import Tensor, nn
 from torch.nn.attention import varlen
 from transformers import AttentionInterface, PretrainedConfig
 
+from asyncflow.models.device import load_npu
 from asyncflow.models.source import check_attention
 from asyncflow.training.packing import Pack
-from asyncflow.training.torch.device import load_npu, on_device
+from asyncflow.training.torch.device import on_device
 
 _RIGHT_DOWN_CAUSAL = 3
 _MASK_SIDE = 2048

@@ -28,6 +28,7 @@ from asyncflow.algorithms.loss import LossTotals
 from asyncflow.algorithms.ppo import Ppo
 from asyncflow.api.workers import LoraSpec
 from asyncflow.errors import Diverged, ManifestError
+from asyncflow.models.device import find_device
 from asyncflow.plugins import read_options
 from asyncflow.rpc.columns import Jagged
 from asyncflow.training.backend import OPTIONS, TrainerBackend
@@ -41,7 +42,7 @@ from asyncflow.training.slice_files import unwritable
 from asyncflow.training.torch.credit import credited, divergences
 from asyncflow.training.torch.critic import estimated, open_critic
 from asyncflow.training.torch.critic_role import TorchCritic
-from asyncflow.training.torch.device import TensorGroup, as_array, collective, find_device, on_device, rounded
+from asyncflow.training.torch.device import TensorGroup, as_array, collective, on_device, rounded
 from asyncflow.training.torch.figures import StepFigures, critics, metrics_of
 from asyncflow.training.torch.lora import (
     add_adapters,

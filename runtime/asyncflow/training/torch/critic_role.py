@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
+from asyncflow.models.device import find_device
 from asyncflow.plugins import read_options
 from asyncflow.rpc.columns import Jagged
 from asyncflow.training.backend import OPTIONS, SLOT_TOKENS
@@ -22,7 +23,7 @@ from asyncflow.training.ranks import SingleProcess
 from asyncflow.training.settings import BackendSettings, TorchOptions
 from asyncflow.training.slice_files import unwritable
 from asyncflow.training.torch.critic import Critic, open_critic
-from asyncflow.training.torch.device import TensorGroup, find_device
+from asyncflow.training.torch.device import TensorGroup
 from asyncflow.training.torch.figures import StepFigures
 from asyncflow.training.torch.model import choose_kernels
 from asyncflow.training.torch.packs import Packs
@@ -39,7 +40,7 @@ class TorchCritic:
         self._settings = settings
         self._options = read_options(settings.options, TorchOptions, where=OPTIONS)
         torch.set_num_threads(max(1, settings.threads))
-        self._device = find_device(settings.device, share=settings.share, local_rank=settings.local_rank)
+        self._device = find_device(settings.device, share=settings.share, where="spec.critic.role.accelerator")
         choose_kernels(self._device, deterministic=settings.deterministic)
         torch.manual_seed(settings.seed)
         self._group = SingleProcess()

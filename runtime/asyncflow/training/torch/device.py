@@ -1,4 +1,4 @@
-"""The device of a rank: found, given arrays, and joined with those of the other ranks in torch's process group.
+"""The device of a rank: given arrays, and joined with those of the other ranks in torch's process group.
 
 Rank 0 listens on a port that is free, tells the others by ``ProcessGroup.gather``, and the store takes over that very
 socket: no port is chosen in advance and none can be lost in between. Only tensors travel, never objects (no pickle).
@@ -14,9 +14,6 @@ import os
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import get_total_norm
 
-from asyncflow.errors import ManifestError, PeerLost
+from asyncflow.errors import PeerLost
 from asyncflow.training.ranks import ProcessGroup
 
 _HOST_BYTES = 256
@@ -66,64 +63,6 @@ def as_array(tensor: Tensor) -> NDArray[Any]:
     whole = tensor.contiguous()
     array: NDArray[Any] = (whole.view(torch.uint16) if whole.dtype == torch.bfloat16 else whole).numpy()
     return array
-
-
-def load_npu() -> ModuleType:
-    """Import torch_npu, by which torch has the device ``npu`` and the process groups ``hccl``.
-
-    torch does not do so by itself here (TORCH_DEVICE_BACKEND_AUTOLOAD=0), so that what is missing can be told. Raises
-    ManifestError.
-    """
-    where = "spec.trainer.accelerator"
-    try:
-        return import_module("torch_npu")
-    except ModuleNotFoundError as absent:
-        if absent.name != "torch_npu":
-            raise ManifestError(f"torch_npu needs {absent.name}, which is not installed", where=where) from absent
-        hint = f"Install the one for torch {torch.__version__.partition('+')[0]}, or use the image runtime-ascend"
-        raise ManifestError("torch_npu is not installed", where=where, hint=hint) from absent
-    except (ImportError, OSError, RuntimeError, AttributeError) as wrong:
-        raise ManifestError(
-            f"torch_npu {_installed()} cannot be loaded with torch {torch.__version__}: {wrong}",
-            where=where,
-            hint="A library that is not found belongs to CANN (source its set_env.sh) or to the NPU's driver "
-            "(/usr/local/Ascend/driver); otherwise torch_npu is for another version of torch",
-        ) from wrong
-
-
-def _installed() -> str:
-    try:
-        return version("torch_npu")
-    except PackageNotFoundError:
-        return "of an unknown version"
-
-
-def find_device(kind: str, *, share: float, local_rank: int = 0) -> torch.device:
-    """Return this process's device of ``kind``, torch's name for it, with at most ``share`` of its memory allocated.
-
-    local_rank: which of those that this process sees, as with torchrun. Raises ManifestError where there is none.
-    """
-    if kind == "cpu":
-        return torch.device(kind)
-    if kind == "npu":
-        load_npu()
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None or found.type != kind:
-        raise ManifestError(
-            f"there is no {kind} device here: torch {torch.__version__} sees {found or 'only the CPU'}",
-            where="spec.trainer.accelerator",
-            hint="Run where the device and its build of torch are installed, or set profile: cpu and count: 0",
-        )
-    if local_rank >= (seen := torch.accelerator.device_count()):
-        raise ManifestError(
-            f"rank {local_rank} of this replica has no {kind} device: torch {torch.__version__} sees {seen}",
-            where="spec.trainer.accelerator.count",
-            hint="Give no more than there are; see which devices the process sees (docs/guide/jobs.md, Devices)",
-        )
-    torch.accelerator.set_device_index(local_rank)
-    if share < 1:
-        torch.get_device_module(found).set_per_process_memory_fraction(share)
-    return torch.device(kind, local_rank)
 
 
 @contextlib.contextmanager

@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 
 from asyncflow.api.graph import REF_LOGPROBS
+from asyncflow.models.device import find_device
 from asyncflow.plugins import read_options
 from asyncflow.queue.protocol.messages import LeasedRow
 from asyncflow.rpc.columns import Jagged
 from asyncflow.training.backend import OPTIONS, SLOT_TOKENS
 from asyncflow.training.packing import pack_samples
 from asyncflow.training.settings import BackendSettings, TorchOptions
-from asyncflow.training.torch.device import find_device
 from asyncflow.training.torch.memory import PackBudget
 from asyncflow.training.torch.model import LogprobModel, choose_kernels, open_model, smallest_pack
 
@@ -39,7 +39,7 @@ class ReferenceModel:
     def __init__(self, folder: Path, settings: BackendSettings) -> None:
         options = read_options(settings.options, TorchOptions, where=OPTIONS)
         torch.set_num_threads(max(1, settings.threads))
-        device = find_device(settings.device, share=settings.share, local_rank=settings.local_rank)
+        device = find_device(settings.device, share=settings.share, where="spec.reference.accelerator")
         choose_kernels(device, deterministic=settings.deterministic)
         dtype: torch.dtype = getattr(torch, settings.weights)
         model = open_model(folder, weights=True, device=device, dtype=dtype, longest=settings.longest)
