@@ -31,12 +31,14 @@ class Puts:
 
     def __init__(self) -> None:
         self.groups: list[tuple[int, int, int]] = []
+        self.skipped: dict[int, list[int]] = {}
 
     async def open_step(self, **_: object) -> None:
         """Every step may be opened."""
 
     async def put(self, *_: object, samples: Samples, group_size: int, **__: object) -> None:
         tokens = samples.tokens[::group_size]
+        self.skipped[samples.serials[0]] = samples.skipped
         assert samples.tokens == [count for count in tokens for _ in range(group_size)]
         self.groups += [(serial, samples.step, count) for serial, count in zip(samples.serials, tokens, strict=True)]
 
@@ -58,10 +60,13 @@ class Puts:
         serials: dict[int, list[int]] = {}
         for serial, step in self.steps.items():
             serials.setdefault(step, []).append(serial)
-        last = max(self.steps, default=-1)
+        skipped = {serial for first, left_out in self.skipped.items() if first in self.steps for serial in left_out}
+        known = self.steps.keys() | skipped
+        next_serial = max(known, default=-1) + 1
         return PartitionSnapshot(
-            next_serial=last + 1,
-            missing=[serial for serial in range(last) if serial not in self.steps],
+            next_serial=next_serial,
+            missing=[serial for serial in range(next_serial) if serial not in known],
+            skipped=len(skipped),
             steps={
                 step: StepState(groups=PER_STEP, group_size=4, serials=mine, undone={"advantage": len(mine)}, **none)
                 for step, mine in serials.items()
@@ -139,10 +144,11 @@ def test_a_prompt_that_is_too_long_is_skipped_and_the_next_takes_its_place() -> 
 def test_the_next_driver_gives_the_same_prompts_to_the_same_steps_and_counts_the_same(killed_after: int) -> None:
     whole, puts = Puts(), Puts()
     run(dispatcher(whole, LONG))
-    puts.groups = whole.groups[:killed_after]
+    puts.groups, puts.skipped = whole.groups[:killed_after], whole.skipped
+    assert set(puts.snapshot().missing) <= set(whole.steps), "what was skipped is not looked at again"
     again = dispatcher(puts, LONG)
     restore(again.assignment, puts.snapshot())
-    asyncio.run(again.recall())
+    again.count_skipped(puts.snapshot().skipped)
     run(again)
     assert puts.steps == whole.steps
     assert again.skipped == FITTING[PER_STEP * STEPS - 1] + 1 - PER_STEP * STEPS

@@ -78,7 +78,7 @@ def test_prompts_in_flight_are_those_that_nothing_was_decided_about_and_a_restar
     assert assignment.running == 1
     assert assignment.issue() == (4, 1)
     assert assignment.running == 2
-    assignment.skip([4])
+    assignment.skip(4)
     assert assignment.running == 1
     assignment.finish(6)
     assert assignment.running == 0
@@ -94,7 +94,7 @@ def test_prompts_in_flight_are_those_issued_and_not_finished(what: list[str]) ->
         elif each != "issue" and flying:
             serial = flying.pop(0)
             if each == "skip":
-                assignment.skip([serial])
+                assignment.skip(serial)
             else:
                 assignment.finish(serial)
             if each == "filter":

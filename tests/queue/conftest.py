@@ -42,10 +42,18 @@ class Queue:
         self.tickets = 0
         self.creator = 0
 
-    def create(self, *serials, size=2, step=1, oldest=0, newest=NEWEST, purpose="train", partition=P, tokens=()):
+    def create(
+        self, *serials, size=2, step=1, oldest=0, newest=NEWEST, purpose="train", partition=P, tokens=(), skipped=()
+    ):
         """Put groups; return whether each row is new."""
         samples = Samples(
-            serials=list(serials), step=step, purpose=purpose, oldest=oldest, newest=newest, tokens=list(tokens)
+            serials=list(serials),
+            step=step,
+            purpose=purpose,
+            oldest=oldest,
+            newest=newest,
+            tokens=list(tokens),
+            skipped=list(skipped),
         )
         rows = [RowPlace(self.epoch, 0, self.counter + i).row for i in range(len(serials) * size)]
         self.counter += len(rows)

@@ -123,6 +123,18 @@ def test_a_missing_prompt_is_lost(events):
     assert not report.ok
 
 
+def test_a_prompt_that_was_skipped_is_not_lost_and_has_no_samples(queue):
+    queue.create(0, 3, skipped=[1, 2])
+    queue.table.close(P, 0)
+    events = list(queue.events())
+    report = audit(events)
+    assert (report.ok, report.skipped, report.lost, report.dispatched) == (True, 2, 0, 4)
+    assert audit(without(events, ev.Skipped)).lost == 4
+    said = audit([*events, ev.Skipped(P, [3])])
+    assert "prompt 3 was skipped, and has samples" in said.problems
+    assert not said.ok
+
+
 def test_a_missing_sample_is_lost(events):
     last = [event for event in events if isinstance(event, ev.RowsPut)][-1]
     parts = [

@@ -82,6 +82,21 @@ def test_serials_that_were_skipped_are_known(queue):
     assert snapshot(queue.table.state.partitions[P]).missing == [1]
 
 
+def test_serials_that_are_left_out_with_a_put_are_skipped_for_ever(queue):
+    queue.create(0, 3, skipped=[1, 5])
+    queue.create(0, 3, skipped=[1, 5])
+    for restart in (queue.restart, lambda: queue.log.__setitem__(slice(None), records_of(queue.table.state))):
+        queue.events()
+        restart()
+        queue.restart()
+        found = snapshot(queue.table.state.partitions[P])
+        assert (found.next_serial, found.missing, found.skipped) == (6, [2, 4], 2)
+    assert queue.create(1, skipped=[0, -1, 1 << 62]) == [False, False]
+    assert snapshot(queue.table.state.partitions[P]).skipped == 2, "no serial that has rows, and none that is far"
+    with pytest.raises(Refused, match="were put and skipped"):
+        queue.create(7, skipped=[7])
+
+
 def test_huge_numbers_of_a_caller_take_neither_memory_nor_time(queue):
     far = 1 << 62
     assert queue.create(far, purpose="eval", partition="eval") == [True, True]

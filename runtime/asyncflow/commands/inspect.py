@@ -18,7 +18,7 @@ from asyncflow.errors import ManifestError
 _WIDTH = 160
 """Columns where there is no terminal whose width could be asked for."""
 
-_SAMPLES = ("dispatched", "trained", "filtered", "dropped", "unfinished", "lost", "duplicated")
+_SAMPLES = ("dispatched", "trained", "filtered", "dropped", "unfinished", "lost", "duplicated", "skipped")
 _OPEN_ROWS = ("put", "cleared", "remaining", "without_bytes")
 _BOTH = ("redeliveries", "resets", "peeked")
 _TRAINING = ("attempts", "last_committed_step")

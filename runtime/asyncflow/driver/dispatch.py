@@ -148,7 +148,8 @@ class Dispatcher:
 
     flow: returns the present counts. changed: waits until one of them may have changed. on_skip: called with how many
     prompts were skipped more, because they are too long. spans: records what is put, and why nothing is. skipped: how
-    many were in all.
+    many were in all, by earlier drivers too. What is skipped is recorded with the next put, so that a serial without
+    rows is known for skipped, or the next driver looks at it again.
     """
 
     queue: QueueClient
@@ -165,6 +166,7 @@ class Dispatcher:
     skipped: int = 0
     _opened: set[int] = field(default_factory=set)
     _issued: list[Issued] = field(default_factory=list)
+    _skipped: list[int] = field(default_factory=list)
 
     async def run(self) -> None:
         """Put prompts until every step has its own; then wait for places that filtering makes free.
@@ -203,13 +205,10 @@ class Dispatcher:
             waits = "admission" if not allowed else "calls"
         self.spans.enter("idle", waits=waits)
 
-    async def recall(self) -> None:
-        """Count again what earlier drivers skipped: what is too long of the serials that they passed over."""
-        overlong = await asyncio.to_thread(
-            lambda: {serial for serial in self.assignment.missing if self._overlong(serial)}
-        )
-        self.assignment.skip(overlong)
-        self._count(len(overlong))
+    def count_skipped(self, skipped: int) -> None:
+        """Count that so many more prompts were skipped, here or by an earlier driver."""
+        self.skipped += skipped
+        self.on_skip(skipped)
 
     async def put(self, issued: Sequence[Issued]) -> None:
         """Put the rows of prompts, step by step; those that exist already are left as they are."""
@@ -234,6 +233,7 @@ class Dispatcher:
             oldest=window.oldest,
             newest=window.newest,
             tokens=[len(prompt.encoded.ids) for prompt in prompts for _ in range(self.group_size)],
+            skipped=list(self._skipped),
         )
         await self.queue.put(
             TRAIN,
@@ -243,6 +243,7 @@ class Dispatcher:
             samples=samples,
             timeout=CALL_TIMEOUT_S,
         )
+        self._skipped = [serial for serial in self._skipped if serial not in samples.skipped]
 
     async def _issue(self, allowed: int) -> None:
         """Issue up to ``allowed`` prompts; those that are too long make room for the next ones."""
@@ -262,25 +263,15 @@ class Dispatcher:
                         where=error.where,
                         hint="Raise it, or give shorter prompts.",
                     ) from error
-                self.assignment.skip([serial])
-                self._count(1)
+                self.assignment.skip(serial)
+                self._skipped.append(serial)
+                self.count_skipped(1)
                 if self.skipped in _LOGGED:
                     log.warning("skipped a prompt: %s; %d so far", error.what, self.skipped)
                 await asyncio.sleep(0)
             else:
                 in_a_row = 0
                 self._issued.append(Issued(serial, step, encoded))
-
-    def _overlong(self, serial: int) -> bool:
-        try:
-            self.prompts.encode(serial)
-        except Overlong:
-            return self.prompts.skips
-        return False
-
-    def _count(self, skipped: int) -> None:
-        self.skipped += skipped
-        self.on_skip(skipped)
 
     async def replace_lost(self) -> None:
         """Create again the rows whose bytes were lost with a storage unit, for as long as the job lasts.

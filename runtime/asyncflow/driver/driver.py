@@ -435,7 +435,7 @@ class Driver:
         )
         self.progress.catch_up(snapshot.last_staged_step, attempt=snapshot.attempt)
         self._ending.note_commit(snapshot.last_committed_step)
-        await self._dispatcher.recall()
+        self._dispatcher.count_skipped(snapshot.skipped)
         await self.queue.clear_partition(partition=EVAL, timeout=CALL_TIMEOUT_S)
 
     async def _pulse(self) -> None:

@@ -11,7 +11,7 @@ than ``prompts_per_step`` groups that are neither filtered nor dropped.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -72,13 +72,10 @@ class PromptAssignment:
         self._counted[step] += 1
         self.next_serial = max(self.next_serial, serial + 1)
 
-    def skip(self, serials: Collection[int]) -> None:
-        """Record that these serials have no rows and belong to no step; the step of one that was issued is short."""
-        self._missing = [serial for serial in self._missing if serial not in serials]
-        for serial in serials:
-            if serial in self._step_of:
-                self.finish(serial)
-                self.exclude(serial)
+    def skip(self, serial: int) -> None:
+        """Record that a serial that was issued gets no rows: its step is short of a prompt again."""
+        self.finish(serial)
+        self.exclude(serial)
 
     def finish(self, serial: int) -> bool:
         """Record that the group was generated, and that it is decided what becomes of it; False: it was recorded."""
@@ -163,11 +160,6 @@ class PromptAssignment:
     def lacks(self, step: int) -> int:
         """Return how many prompts of the step are not issued yet, or have to be replaced."""
         return max(0, self.prompts_per_step - self._counted[step])
-
-    @property
-    def missing(self) -> Sequence[int]:
-        """Serials below ``next_serial`` that were never created, as far as they are not issued again."""
-        return self._missing
 
     @property
     def dispatched(self) -> int:

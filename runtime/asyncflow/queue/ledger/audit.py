@@ -96,7 +96,7 @@ class _History:
 
     In a partition that is not open: ended: "filtered" or "dropped"; trained: how often a sample counts in the weights
     that survive; repeated: samples that were put or ended twice; slots: samples given to each step since its last
-    beginning; opened: groups and their size by step.
+    beginning; opened: groups and their size by step; skipped: serials that were left out.
     """
 
     purpose: Purpose = "train"
@@ -111,6 +111,7 @@ class _History:
     repeated: set[Key] = field(default_factory=set)
     slots: defaultdict[int, list[Key]] = field(default_factory=lambda: defaultdict(list))
     opened: dict[int, tuple[int, int]] = field(default_factory=dict)
+    skipped: set[int] = field(default_factory=set)
     committed: int = 0
     closed: int | None = None
 
@@ -168,6 +169,7 @@ class Auditor:
         self._seen: dict[type, Callable[[Any], None]] = {
             ev.RowsPut: self._put,
             ev.Numbered: lambda event: setattr(self._histories[event.partition], "purpose", "open"),
+            ev.Skipped: lambda event: self._histories[event.partition].skipped.update(event.serials),
             ev.Declared: self._declared,
             ev.SnapshotPartition: self._snapshot_partition,
             ev.SnapshotGroups: self._snapshot_groups,
@@ -227,6 +229,7 @@ class Auditor:
             problems=problems[:_WORDS],
             remaining=len(there),
             without_bytes=sum(map(self._gone, there)),
+            skipped=sum(len(history.skipped) for history in histories),
             **self._counts,
         )
 
@@ -274,6 +277,7 @@ class Auditor:
             return
         history = self._histories[event.name]
         history.purpose, history.closed = event.purpose or "train", event.closed
+        history.skipped.update(serial for first, end in event.skipped for serial in range(first, end))
         if event.purpose == "open":
             ended = event.cleared + sum(event.ended)
             self._counts.update(put=ended, cleared=ended)
@@ -409,11 +413,14 @@ def _judge(history: _History) -> _Finding:
     twice |= {key for key in history.ended if history.trained[key]}
     problems = [f"sample {key} of step {steps[key[0]]} was never finished" for key in sorted(overdue)]
     problems += [f"sample {key} was created or counted more than once" for key in sorted(twice)]
+    problems += [f"prompt {serial} was skipped, and has samples" for serial in sorted(history.skipped & steps.keys())]
     absent = 0
     usual = max((group.size for group in history.groups.values()), default=1)
     for serial in range(max(history.groups, default=-1) + 1):
         size, step, _ = history.groups.get(serial, (usual, 0, None))
         size = max(size, history.opened.get(step, (0, 0))[1])
+        if serial in history.skipped:
+            continue
         if gap := sum((serial, sample) not in history.place for sample in range(size)):
             absent += gap
             problems.append(f"prompt {serial} lacks {gap} of {size} samples")

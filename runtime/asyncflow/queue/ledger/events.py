@@ -97,6 +97,13 @@ class RowsPut(Struct, frozen=True, array_like=True, tag="put"):
     newest: int = NEWEST
 
 
+class Skipped(Struct, frozen=True, array_like=True, tag="skip"):
+    """These serials never get any rows: their creator left them out."""
+
+    partition: str
+    serials: list[int]
+
+
 class Leased(Struct, frozen=True, array_like=True, tag="lease"):
     """Rows were leased together; ticket: the claimer's own name for its claim.
 
@@ -260,7 +267,7 @@ class SnapshotPartition(Struct, frozen=True, array_like=True, tag="snapshot_part
     """The state of a partition apart from its tasks, groups and trainer; see ``PartitionState`` for most fields.
 
     ended: how many rows are trained, filtered and dropped, those in ``SnapshotGroups`` included; clients: their
-    numbers; used: serials as (first, end).
+    numbers; used, skipped: serials as (first, end).
     """
 
     name: str
@@ -278,6 +285,7 @@ class SnapshotPartition(Struct, frozen=True, array_like=True, tag="snapshot_part
     ended: list[int]
     clients: dict[bytes, int]
     used: list[tuple[int, int]]
+    skipped: list[tuple[int, int]] = []
 
 
 class RowRecord(Struct, frozen=True, array_like=True):
@@ -322,6 +330,7 @@ Event: TypeAlias = (
     | Declared
     | Typed
     | RowsPut
+    | Skipped
     | Leased
     | Completed
     | Returned

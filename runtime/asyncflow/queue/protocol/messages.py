@@ -61,7 +61,7 @@ class Samples(Struct, frozen=True, kw_only=True):
     """Which groups a job puts into a partition of its own.
 
     serials: their numbers; step: the optimizer step to which they belong; oldest, newest: steps of the versions that
-    may generate them; tokens: of the prompt of each row, or none.
+    may generate them; tokens: of the prompt of each row, or none; skipped: serials that never get any rows.
     """
 
     serials: list[int]
@@ -70,6 +70,7 @@ class Samples(Struct, frozen=True, kw_only=True):
     oldest: int = 0
     newest: int = NEWEST
     tokens: list[int] = []
+    skipped: list[int] = []
 
 
 class TaskSpec(Struct, frozen=True, kw_only=True):
@@ -163,9 +164,9 @@ class StepState(Struct, frozen=True, kw_only=True):
 class PartitionSnapshot(Struct, frozen=True, kw_only=True):
     """The state of a partition that a restarted driver needs to go on.
 
-    next_serial: one above the highest created; missing: serials below it that were never created; steps: those above
-    ``last_committed_step`` and those with unfinished samples; attempt: of the newest trainer that began, -1 if none;
-    last_staged_step: the newest step that all ranks have finished.
+    next_serial: one above the highest created or skipped; missing: serials below it that were neither; skipped: how
+    many were skipped; steps: those above ``last_committed_step`` and those with unfinished samples; attempt: of the
+    newest trainer that began, -1 if none; last_staged_step: the newest step that all ranks have finished.
     """
 
     next_serial: int
@@ -176,6 +177,7 @@ class PartitionSnapshot(Struct, frozen=True, kw_only=True):
     last_staged_step: int
     wanted: int
     closed: int | None
+    skipped: int = 0
 
 
 class QueueStats(Struct, frozen=True, kw_only=True):
@@ -213,7 +215,8 @@ class AuditReport(Struct, frozen=True, kw_only=True):
     the history that survives; closed: the run was marked complete; problems: the first findings, in words; resets,
     peeked: rows, open ones too, that were taken from a task that had had them, or looked at without a lease; put: open
     rows, each counted once, of which so many were cleared or dropped, and so many remain; without_bytes: of those that
-    remain, how many were lost with their storage unit and were not put again.
+    remain, how many were lost with their storage unit and were not put again; skipped: serials without samples, because
+    their creator left them out.
     """
 
     dispatched: int
@@ -234,6 +237,7 @@ class AuditReport(Struct, frozen=True, kw_only=True):
     cleared: int = 0
     remaining: int = 0
     without_bytes: int = 0
+    skipped: int = 0
 
     @property
     def ok(self) -> bool:

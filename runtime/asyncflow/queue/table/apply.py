@@ -374,6 +374,13 @@ def _peeked(state: QueueState, event: ev.Peeked) -> None:
     state.partition(event.partition).peeked += event.rows
 
 
+def _skipped(state: QueueState, event: ev.Skipped) -> None:
+    partition = state.partition(event.partition)
+    for serial in event.serials:
+        partition.used.add(serial, serial + 1)
+        partition.skipped.add(serial, serial + 1)
+
+
 def _restore_head(state: QueueState, head: ev.SnapshotHead) -> None:
     state.epoch, state.leaving = head.epoch, set(head.leaving)
     state.units = {unit.unit: unit for unit in head.units}
@@ -391,7 +398,7 @@ def _restore_partition(state: QueueState, record: ev.SnapshotPartition) -> None:
     partition.cleared, partition.forgotten = record.cleared, record.forgotten
     partition.attempts, partition.clients = set(record.attempts), dict(record.clients)
     partition.counts.update(dict(zip(STATES.values(), record.ended, strict=True)))
-    partition.used = Serials(record.used)
+    partition.used, partition.skipped = Serials(record.used), Serials(record.skipped)
 
 
 def _restore_groups(state: QueueState, record: ev.SnapshotGroups) -> None:
@@ -429,6 +436,7 @@ APPLY: Final[dict[type, Apply]] = {
     ev.Declared: _declared,
     ev.Typed: lambda state, event: state.partition(event.partition).schema.update({event.column: event.dtype}),
     ev.RowsPut: _rows_put,
+    ev.Skipped: _skipped,
     ev.Leased: _leased,
     ev.Completed: _completed,
     ev.Returned: _returned,

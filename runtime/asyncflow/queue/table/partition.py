@@ -53,6 +53,7 @@ class PartitionState:
         self.creator = 0
         self.clients: dict[bytes, int] = {}
         self.used = Serials()
+        self.skipped = Serials()
         self.keys: dict[str, Row] = {}
         self.cleared = 0
         self.forgotten = 0
@@ -334,6 +335,9 @@ class Serials:
 
     def __contains__(self, serial: int) -> bool:
         return self.overlaps(serial, serial + 1)
+
+    def __len__(self) -> int:
+        return sum(self._ends) - sum(self._firsts)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Yield each span: its first serial, and the one after its last."""

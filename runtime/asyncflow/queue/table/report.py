@@ -77,6 +77,7 @@ def snapshot(partition: PartitionState, *, step: int | None = None) -> Partition
         last_staged_step=gang.last_staged,
         wanted=len(partition.wanted),
         closed=partition.closed,
+        skipped=len(partition.skipped),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 
 from asyncflow.errors import PeerLost, Refused, StaleHandle
 from asyncflow.queue.ledger import events as ev
-from asyncflow.queue.protocol.messages import KEY_TAG, SERIAL_BITS, Purpose, Tag
+from asyncflow.queue.protocol.messages import KEY_TAG, SERIAL_BITS, Purpose, Samples, Tag
 from asyncflow.queue.protocol.unit_calls import Cells, NewRows
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.partition import PartitionState
@@ -61,6 +61,8 @@ def put(state: QueueState, entry: NewRows) -> tuple[list[bool], Sequence[int]]:
     if purpose == OPEN and partition.closed is not None and any(made[at] not in partition.groups for at in made):
         hint = "Close it after the last put; clear() of the whole partition opens it again"
         raise Refused("the partition is closed: it gets no more rows", where=partition.name, hint=hint)
+    if samples is not None and purpose == "train" and (left := _left_out(partition, samples, most=most)):
+        state.record(ev.Skipped(entry.partition, left))
     if made:
         own = [row for at in made for row in rows[at * size : (at + 1) * size]]
         event = ev.RowsPut(entry.partition, purpose, [*made.values()], size, own, step, oldest, newest)
@@ -77,6 +79,11 @@ def put(state: QueueState, entry: NewRows) -> tuple[list[bool], Sequence[int]]:
         if len(fresh) == len(rows):
             return [True] * len(rows), rows
     return _answers(partition, serials, size, rows, keys)
+
+
+def _left_out(partition: PartitionState, samples: Samples, *, most: int) -> list[int]:
+    """Return the serials that are skipped with a put, and neither were before nor have rows."""
+    return [serial for serial in samples.skipped if 0 <= serial <= most and serial not in partition.used]
 
 
 def _number(state: QueueState, partition: PartitionState, entry: NewRows) -> Sequence[int]:
@@ -116,6 +123,8 @@ def _check_form(entry: NewRows) -> None:
     if samples is not None and (min(samples.serials) < 0 or len(set(samples.serials)) != groups):
         hint = "Number each group once, from 0 on"
         raise Refused(f"{groups} groups were numbered {samples.serials[:8]}", where=partition, hint=hint)
+    if samples is not None and (both := set(samples.serials).intersection(samples.skipped)):
+        raise Refused(f"the groups {sorted(both)[:8]} were put and skipped", where=partition)
 
 
 def _check_sizes(partition: PartitionState, serials: Sequence[int], size: int) -> None:

@@ -56,6 +56,7 @@ def _partition(partition: PartitionState, index: int, *, works: bool) -> Iterato
         ended=[partition.counts[state] for state in STATES.values()],
         clients=dict(partition.clients),
         used=list(partition.used),
+        skipped=list(partition.skipped),
     )
     own = {task: ev.Declared(queue.spec, index) for task, queue in partition.queues.items()}
     yield from [task for _, task in sorted((own | partition.elsewhere).items())]
