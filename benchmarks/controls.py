@@ -19,6 +19,7 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from run_lines import lines
@@ -59,10 +60,9 @@ WORSE = 0.10
 """Least that samples so stale are behind after half of them."""
 
 
-def run(name: str, seed: int, output: Path) -> dict[str, float]:
-    """Run one variant and give its summary."""
+def run(name: str, manifest: Path, fields: Sequence[str], *, seed: int, output: Path) -> dict[str, float]:
+    """Run a manifest with fields and a seed, into a folder of that name, and give its summary."""
     folder = output / f"{name}-{seed}"
-    manifest, fields = VARIANTS[name]
     settings = [*fields, f"algorithm.seed={seed}", f"data.train.seed={seed}"]
     command = [sys.executable, "-m", "asyncflow", "run", str(manifest), "--output", str(folder), "--fresh"]
     command += [word for setting in settings for word in ("--set", setting)]
@@ -94,7 +94,7 @@ def main() -> int:
     print("| run | accuracy first | last | greedy first | last | oldest token | newest | mean | effective | wall s |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for name in options.runs:
-        summaries = [run(name, seed, options.output) for seed in options.seeds]
+        summaries = [run(name, *VARIANTS[name], seed=seed, output=options.output) for seed in options.seeds]
         means[name] = {field: statistics.fmean(summary[field] for summary in summaries) for field in MEANS}
         stale[name] = {field: max(summary[field] for summary in summaries) for field in STALENESS}
         cells = [f"{means[name][field]:.3f}" for field in MEANS[:4]]
