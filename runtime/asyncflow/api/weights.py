@@ -55,8 +55,8 @@ class WeightsSpec(Spec):
     delta: bool = True
     """Send only what differs from a version that both sides hold, where that is less, over the host network."""
     bandwidth: Quantity | None = None
-    """Bytes a second that one holder serves at most, to all receivers together, with transport ``host``. Absent: no
-    bound."""
+    """Bytes a second that one holder serves at most, to all receivers together; with transport ``host`` only. Absent:
+    no bound."""
     keep: Annotated[int, Field(ge=1, le=64)] = 2
     """Newest versions that stay available although no step needs them any more."""
 
@@ -75,6 +75,13 @@ class WeightsSpec(Spec):
             cel="!has(self.bandwidth) || quantity(string(self.bandwidth)).compareTo(quantity('1Mi')) >= 0",
             why="receivers would take a holder that is so slow for dead",
             fix="Give bytes a second with a unit, 1Mi or more, e.g. 100Mi",
+        ),
+        Rule(
+            reads=("bandwidth", "transport"),
+            ok=lambda weights: weights.bandwidth is None or weights.transport == "host",
+            cel="!has(self.bandwidth) || self.transport == 'host'",
+            why="the faster ways do not pass by what would slow them down",
+            fix="Give transport: host, or leave bandwidth out",
         ),
     )
     frozen_fields: ClassVar[tuple[Frozen, ...]] = (
