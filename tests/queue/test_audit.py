@@ -7,6 +7,7 @@ from asyncflow.identity import RowPlace
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.audit import Auditor, audit_ledger
 from asyncflow.queue.ledger.log import pack
+from asyncflow.queue.table.snapshot import snapshot as records_of
 
 P = "train"
 
@@ -133,6 +134,19 @@ def test_a_prompt_that_was_skipped_is_not_lost_and_has_no_samples(queue):
     said = audit([*events, ev.Skipped(P, [3])])
     assert "prompt 3 was skipped, and has samples" in said.problems
     assert not said.ok
+
+
+def test_why_rows_were_given_out_again_is_counted_also_over_a_snapshot(queue):
+    queue.create(0)
+    for reason, worker in (("it leaves", "w"), ("it failed", "v"), ("it leaves", "w")):
+        rows = queue.claim("rollout", worker=worker)
+        queue.table.claims.give_back(rows[0].lease, [row.row for row in rows], reason)
+    queue.claim("rollout", worker="w")
+    queue.table.claims.expire_worker("w")
+    expected = {"it leaves": 4, "it failed": 2, "worker lost": 2}
+    for events in (list(queue.events()), list(records_of(queue.table.state))):
+        report = audit(events)
+        assert (report.redeliveries, report.reasons) == (8, expected)
 
 
 def test_a_missing_sample_is_lost(events):

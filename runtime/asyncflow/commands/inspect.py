@@ -93,6 +93,8 @@ def audit(directory: Path) -> int:
         *(_TRAINING if trained else ()),
     ):
         click.echo(f"{name.replace('_', ' '):<20}{getattr(report, name):>12}")
+        for reason, count in report.reasons.items() if name == "redeliveries" else ():
+            click.echo(f"  {reason:<18}{count:>12}")
     for problem in report.problems:
         click.echo(problem, err=True)
     return 0 if report.ok else 1

@@ -123,6 +123,7 @@ def summarize(
         "logprob_gap_p99": max(gaps, default=None),
         "trainer_attempts": audit.attempts,
         "redeliveries": audit.redeliveries,
+        "redelivered_because": audit.reasons,
     }
 
 

@@ -384,7 +384,7 @@ class RolloutWorker:
             except DeadlineExceeded as error:
                 log.warning("%s", error)
                 stuck = [job for job in self._in_flight if job.task is None and job.needs(step, loaded=loaded)]
-                await self._in_flight.give_back(stuck, reason=f"version {step} cannot be had")
+                await self._in_flight.give_back(stuck, reason="its version cannot be had")
                 return
             prepared = await self.loader.prepare(step)
         began = time.monotonic() if self._instance.running else began

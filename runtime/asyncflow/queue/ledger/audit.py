@@ -72,6 +72,7 @@ def merge_audits(primary: AuditReport, replicas: dict[int, AuditReport]) -> Audi
     return replace(
         primary,
         redeliveries=sum(report.redeliveries for report in all_of),
+        reasons=dict(sum((Counter(report.reasons) for report in all_of), Counter[str]()).most_common(_WORDS)),
         resets=sum(report.resets for report in all_of),
         peeked=sum(report.peeked for report in all_of),
         problems=(primary.problems + found)[:_WORDS],
@@ -159,7 +160,8 @@ class Auditor:
     def __init__(self) -> None:
         self._histories: defaultdict[str, _History] = defaultdict(_History)
         self._attempts: set[int] = set()
-        self._counts = Counter(redeliveries=0, resets=0, peeked=0, put=0, cleared=0)
+        self._counts = Counter(resets=0, peeked=0, put=0, cleared=0)
+        self._returns: Counter[str] = Counter()
         self._problems: list[str] = []
         self._leases: dict[int, tuple[str, str]] = {}
         self._clearing: set[tuple[str, str]] = set()
@@ -230,6 +232,8 @@ class Auditor:
             remaining=len(there),
             without_bytes=sum(map(self._gone, there)),
             skipped=sum(len(history.skipped) for history in histories),
+            redeliveries=self._returns.total(),
+            reasons=dict(self._returns.most_common(_WORDS)),
             **self._counts,
         )
 
@@ -271,7 +275,8 @@ class Auditor:
         (self._clearing.add if event.spec.clears else self._clearing.discard)(task)
 
     def _snapshot_partition(self, event: ev.SnapshotPartition) -> None:
-        self._counts.update(resets=event.resets, peeked=event.peeked, redeliveries=event.returned)
+        self._counts.update(resets=event.resets, peeked=event.peeked)
+        self._returns.update(event.reasons)
         self._attempts.update(event.attempts)
         if event.purpose is None and event.closed is None:
             return
@@ -328,7 +333,7 @@ class Auditor:
             self._clear(history, event.rows)
 
     def _returned(self, event: ev.Returned) -> None:
-        self._counts["redeliveries"] += len(event.rows)
+        self._returns[event.reason] += len(event.rows)
         if (task := self._leases.get(event.lease)) is not None:
             for row in event.rows:
                 self._histories[task[0]].held[task[1]].pop(row, None)

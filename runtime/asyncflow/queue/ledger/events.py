@@ -267,7 +267,7 @@ class SnapshotPartition(Struct, frozen=True, array_like=True, tag="snapshot_part
     """The state of a partition apart from its tasks, groups and trainer; see ``PartitionState`` for most fields.
 
     ended: how many rows are trained, filtered and dropped, those in ``SnapshotGroups`` included; clients: their
-    numbers; used, skipped: serials as (first, end).
+    numbers; used, skipped: serials as (first, end); reasons: of the rows that were ``returned``, with how many each.
     """
 
     name: str
@@ -286,6 +286,7 @@ class SnapshotPartition(Struct, frozen=True, array_like=True, tag="snapshot_part
     clients: dict[bytes, int]
     used: list[tuple[int, int]]
     skipped: list[tuple[int, int]] = []
+    reasons: dict[str, int] = {}
 
 
 class RowRecord(Struct, frozen=True, array_like=True):

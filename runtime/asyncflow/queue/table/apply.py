@@ -10,6 +10,7 @@ volatile field; every type of event has one entry in ``APPLY``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import repeat
 from typing import Any, Final, TypeAlias
@@ -245,10 +246,15 @@ def _completed(state: QueueState, event: ev.Completed) -> None:
             queue.refresh(group)
 
 
+_REASONS: Final = 64
+"""Reasons for which rows were given back that are counted apart, in each partition."""
+
+
 def _returned(state: QueueState, event: ev.Returned) -> None:
     queue, rows = state.end_rows(event.lease, event.rows, done=False)
     queue.freed(rows)
-    state.partition(queue.spec.partition).returned += len(rows)
+    returned = state.partition(queue.spec.partition).returned
+    returned[event.reason if event.reason in returned or len(returned) < _REASONS else "another reason"] += len(rows)
 
 
 def _dropped(state: QueueState, event: ev.RowsDropped) -> None:
@@ -394,7 +400,9 @@ def _restore_partition(state: QueueState, record: ev.SnapshotPartition) -> None:
     partition = state.partition(record.name)
     partition.purpose, partition.schema = record.purpose, dict(record.schema)
     partition.creator, partition.expected, partition.closed = record.creator, record.expected, record.closed
-    partition.resets, partition.peeked, partition.returned = record.resets, record.peeked, record.returned
+    partition.resets, partition.peeked, partition.returned = record.resets, record.peeked, Counter(record.reasons)
+    if before := record.returned - partition.returned.total():
+        partition.returned["not recorded"] += before
     partition.cleared, partition.forgotten = record.cleared, record.forgotten
     partition.attempts, partition.clients = set(record.attempts), dict(record.clients)
     partition.counts.update(dict(zip(STATES.values(), record.ended, strict=True)))

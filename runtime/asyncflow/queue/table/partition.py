@@ -60,7 +60,7 @@ class PartitionState:
         self.expected: int | None = None
         self.resets = 0
         self.peeked = 0
-        self.returned = 0
+        self.returned: Counter[str] = Counter()
         self.attempts: set[int] = set()
         self.closed: int | None = None
         self.schema: dict[str, str] = {}

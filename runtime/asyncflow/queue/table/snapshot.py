@@ -49,7 +49,7 @@ def _partition(partition: PartitionState, index: int, *, works: bool) -> Iterato
         closed=partition.closed,
         resets=partition.resets if works else 0,
         peeked=partition.peeked if works else 0,
-        returned=partition.returned if works else 0,
+        returned=partition.returned.total() if works else 0,
         cleared=partition.cleared,
         forgotten=partition.forgotten,
         attempts=sorted(partition.attempts),
@@ -57,6 +57,7 @@ def _partition(partition: PartitionState, index: int, *, works: bool) -> Iterato
         clients=dict(partition.clients),
         used=list(partition.used),
         skipped=list(partition.skipped),
+        reasons=dict(partition.returned) if works else {},
     )
     own = {task: ev.Declared(queue.spec, index) for task, queue in partition.queues.items()}
     yield from [task for _, task in sorted((own | partition.elsewhere).items())]
