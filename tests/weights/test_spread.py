@@ -190,10 +190,10 @@ class CountingTransport(HostTransport):
         return await super().start(counting, **options)
 
 
-async def test_six_receivers_take_two_copies_from_the_trainer_while_none_has_it_whole(world):
+async def test_sixteen_receivers_take_two_copies_from_the_trainer_while_none_has_it_whole(world):
     trainer = CountingTransport(name="trainer", bandwidth=6 << 20)
     sender = await world.sender(transport=trainer)
-    receivers = [await world.receiver(f"rollout-{index}", want=lambda view: None) for index in range(6)]
+    receivers = [await world.receiver(f"rollout-{index}", want=lambda view: None) for index in range(16)]
     tensors = {f"layer.{index:02}": array for index in range(8) for array in [bulk(index, 1)["big"]]}
     await sender.publish(Version(0, 1), tensors, timeout=SOON)
     await asyncio.gather(*(receiver.ensure(1, timeout=SOON) for receiver in receivers))
