@@ -9,7 +9,8 @@
 The victims are drawn from a seeded generator, every role in turn before any comes again. The witnesses are the audit of
 the ledger, the run's own summary, and, with the counting trainer, the weights in the last checkpoint themselves. Where
 only rollouts are disturbed and nothing is evaluated, every token that they made is accounted for (``token_account``).
-Of a job with tasks of its own the ledger must say that each did each trained row exactly once.
+Of a job with tasks of its own the ledger must say that each did each trained row exactly once. With ``--replay`` all
+steps are made again by engines that nobody disturbs: tokens, log-probs and weights must have the same bits.
 """
 
 from __future__ import annotations
@@ -170,6 +171,17 @@ def task_errors(job: RLJob, folder: Path) -> list[str]:
     return found
 
 
+def replay_errors(job: RLJob, folder: Path) -> list[str]:
+    """Make all steps again from the initial model; say where a token, a log-prob or a weight is another."""
+    command = [sys.executable, "-m", "asyncflow", "replay", str(folder), "--step", str(job.spec.algorithm.steps)]
+    again = subprocess.run([*command, "-n", "0"], check=False, capture_output=True, text=True)
+    print(again.stdout, end="")
+    whole = f"steps 1 to {job.spec.algorithm.steps} again, from the initial model"
+    if whole not in again.stdout:
+        return ["not all steps were made again: a checkpoint lies between; give storage.checkpoints.every more steps"]
+    return [f"the steps that were made again differ: {again.stderr[-400:]}"] if again.returncode else []
+
+
 def main() -> int:
     """Run the job, kill, and judge; give 0 where all is as it must be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -180,6 +192,7 @@ def main() -> int:
     parser.add_argument("--roles", nargs="+", default=ROLES)
     parser.add_argument("--pause", type=float, nargs=2, default=(0.5, 4.0), help="seconds between kills, from and to")
     parser.add_argument("--eval-at-least", type=float, default=None)
+    parser.add_argument("--replay", action="store_true", help="make all steps again, and compare")
     parser.add_argument("--set", action="append", default=[])
     options = parser.parse_args()
     dice = random.Random(options.seed)
@@ -246,6 +259,8 @@ def main() -> int:
         )
         print(account)
         problems += account.problems()
+    if options.replay:
+        problems += replay_errors(job, options.output)
     for problem in problems:
         print(f"PROBLEM {problem}")
     return 1 if problems or not audit.ok else 0
