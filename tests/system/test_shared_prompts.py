@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from one_run import finish, start
 
 from asyncflow.models.tiny import write_config
+from asyncflow.queue.ledger.audit import audit_ledgers
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -19,6 +22,17 @@ PROMPT, RESPONSE, GROUP = 100, 239, 16
 """Tokens of a prompt and of a response, responses of a prompt: table 3 of the Periodic Asynchrony paper."""
 PUBLISHED = 0.7237
 RANKS = 2
+LAGGED = [
+    "schedule.mode=periodic",
+    "algorithm.old=lagged",
+    "algorithm.kl={coefficient: 0.05, estimator: k3}",
+    "algorithm.clip={low: 0.02, high: 0.03}",
+    "algorithm.learningRate=0.003",
+    "algorithm.groupSize=4",
+    "sampling.maxTokens=24",
+    "trainer.backend.tokensPerMicroBatch=160",
+]
+HERE = Path(__file__).parent
 SIZES = {
     "vocab_size": 258,
     "n_embd": 32,
@@ -36,12 +50,12 @@ def score(*, response, prompt, answer, meta):
 
 
 class Seen(NamedTuple):
-    """packed: tokens of the step as the trainer reported them; loads: of each rank; gradient: in float64."""
+    """A step. metrics: as the trainer reported them; loads: packed tokens of each rank; gradients: in float64, where
+    one rank made them, that of the run and that of separate models."""
 
-    packed: int
+    metrics: dict[str, Any]
     loads: list[int]
-    gradient: np.ndarray[Any, Any]
-    samples: int
+    gradients: dict[str, NDArray[np.float64]]
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +80,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (about / "entry_points.txt").write_text(
         "[asyncflow.trainer_backends]\ngradient_witness = gradient_witness:GradientWitness\n"
     )
-    (package / "gradient_witness.py").write_text((Path(__file__).parent / "gradient_witness.py").read_text())
+    for module in (HERE / "gradient_witness.py", HERE.parent / "training" / "tri_model_reference.py"):
+        shutil.copy(module, package)
     return folder
 
 
-def run(place: Path, packing: str, *, groups: int, ranks: int, sigma: float = 0.0) -> Seen:
-    """Run one step, and say what its trainer did."""
-    out, witness = place / f"{packing}-{sigma}", place / f"witness-{packing}-{sigma}"
+def run(
+    place: Path, packing: str, *settings: str, groups: int, ranks: int = 1, sigma: float = 0.0, steps: int = 1
+) -> list[Seen]:
+    """Run some steps, and say what the trainer did in each."""
+    name = f"{packing}-{sigma}-{steps}"
+    out, witness = place / name, place / f"witness-{name}"
     witness.mkdir()
     manifest = {
         "apiVersion": "asyncflow.dev/v1alpha1",
@@ -82,7 +100,7 @@ def run(place: Path, packing: str, *, groups: int, ranks: int, sigma: float = 0.
             "model": {"source": "model"},
             "data": {"train": {"source": "jsonl://prompts.jsonl", "config": {"split": "whole"}}},
             "reward": {"function": "mine:score"},
-            "algorithm": {"groupSize": GROUP, "promptsPerStep": groups, "steps": 1, "learningRate": 1e-4},
+            "algorithm": {"groupSize": GROUP, "promptsPerStep": groups, "steps": steps, "learningRate": 1e-4},
             "sampling": {"maxPromptTokens": PROMPT, "maxTokens": RESPONSE},
             "schedule": {"mode": "sync"},
             "rollout": {
@@ -99,33 +117,55 @@ def run(place: Path, packing: str, *, groups: int, ranks: int, sigma: float = 0.
             "transferQueue": {"storageUnits": 1, "bytesPerUnit": "64Mi"},
         },
     }
-    file = place / f"{packing}-{sigma}.yaml"
+    file = place / f"{name}.yaml"
     file.write_text(json.dumps(manifest))
     paths = os.pathsep.join(filter(None, [str(place / "package"), os.environ.get("PYTHONPATH", "")]))
-    finish(start(str(file), out, [], env={"PYTHONPATH": paths, "WITNESS": str(witness)}), within_s=200)
-    (line,) = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    files = [np.load(witness / f"step-1-rank-{rank}.npz") for rank in range(ranks)]
-    loads = [int(file["tokens"].sum()) for file in files]
-    assert sum(loads) == line["packed_tokens"]
-    assert line["silent_samples"] == 0
-    return Seen(int(line["packed_tokens"]), loads, sum(file["gradient"] for file in files), line["samples"])
+    finish(start(str(file), out, [*settings], env={"PYTHONPATH": paths, "WITNESS": str(witness)}), within_s=200)
+    audit = audit_ledgers(out / "ledger")
+    assert audit.ok, audit.problems
+    seen = []
+    for step, line in enumerate(map(json.loads, (out / "metrics.jsonl").read_text().splitlines()), start=1):
+        files = [dict(np.load(witness / f"step-{step}-rank-{rank}.npz")) for rank in range(ranks)]
+        loads = [int(file.pop("tokens").sum()) for file in files]
+        assert sum(loads) == line["packed_tokens"]
+        assert line["silent_samples"] == 0
+        seen.append(Seen(line, loads, files[0]))
+    assert [each.metrics["step"] for each in seen] == [*range(1, steps + 1)]
+    return seen
 
 
 def test_shared_prompts_count_once_and_give_the_same_gradient_in_a_run(place: Path) -> None:
-    separate = run(place, "separate", groups=4, ranks=1)
-    shared = run(place, "shared-prompt", groups=4, ranks=1)
-    assert shared.packed / separate.packed == pytest.approx(PUBLISHED, abs=0.002)
-    norm = np.linalg.norm(separate.gradient)
+    (separate,) = run(place, "separate", groups=4)
+    (shared,) = run(place, "shared-prompt", groups=4)
+    assert shared.metrics["packed_tokens"] / separate.metrics["packed_tokens"] == pytest.approx(PUBLISHED, abs=0.002)
+    assert difference(shared.gradients["gradient"], separate.gradients["gradient"]) <= 1e-12
+
+
+def test_each_step_of_a_run_has_the_gradient_of_three_separate_models(place: Path) -> None:
+    """The policy, the reference and the old policy of one step behind, in micro-batches of less than a group."""
+    seen = run(place, "shared-prompt", *LAGGED, groups=3, steps=4)
+    for step, each in enumerate(seen, start=1):
+        assert len(each.gradients) == 2
+        assert difference(each.gradients["gradient"], each.gradients["separate"]) <= 1e-12, step
+        assert each.metrics["staleness_start_max"] == 0
+        if step > 1:
+            assert each.metrics["ratio_max"] > 1
+            assert each.metrics["clip_low"] + each.metrics["clip_high"] > 0
+            assert each.metrics["kl"] > 0
+
+
+def difference(found: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
+    norm = np.linalg.norm(expected)
     assert norm > 0
-    assert np.linalg.norm(shared.gradient - separate.gradient) <= 1e-12 * norm
+    return float(np.linalg.norm(found - expected) / norm)
 
 
 @pytest.mark.slow
 def test_ranks_are_even_and_the_saving_is_kept_with_responses_of_any_length(place: Path) -> None:
     groups = 4 * RANKS
-    seen = run(place, "shared-prompt", groups=groups, ranks=RANKS, sigma=0.8)
-    prompts = json.loads((place / "shared-prompt-0.8" / "metrics.jsonl").read_text())
-    inputs = prompts["response_tokens"] - seen.samples
-    kept = seen.samples * PROMPT - (seen.packed - inputs)
+    (seen,) = run(place, "shared-prompt", groups=groups, ranks=RANKS, sigma=0.8)
+    samples, packed = seen.metrics["samples"], seen.metrics["packed_tokens"]
+    inputs = seen.metrics["response_tokens"] - samples
+    kept = samples * PROMPT - (packed - inputs)
     assert kept >= 0.9 * groups * (GROUP - 1) * PROMPT
     assert max(seen.loads) <= 1.05 * sum(seen.loads) / RANKS

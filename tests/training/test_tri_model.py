@@ -7,7 +7,7 @@ kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ import torch
 from test_torch_backend import weights
 from train_reference import TEMPERATURE, relative_error, samples
 from transformers import AutoModelForCausalLM
+from tri_model_reference import TriModelLoss, separate_gradient
 
 from asyncflow.algorithms.loss import Loss
 from asyncflow.algorithms.losses import Clip
-from asyncflow.training.batch import MicroBatch
 from asyncflow.training.ranks import SingleProcess
 from asyncflow.training.settings import BackendSettings, OptimizerSettings
 from asyncflow.training.torch.backend import TorchBackend
@@ -28,6 +28,7 @@ from asyncflow.training.torch.backend import TorchBackend
 STEPS = 4
 KL = 0.05
 LOSS = Loss(old="lagged", clip=Clip(low=0.02, high=0.03), kl=KL, kl_name="k3")
+SEPARATE = TriModelLoss(LOSS.clip.low, LOSS.clip.high, KL, TEMPERATURE)
 
 
 class Kept(TorchBackend):
@@ -65,45 +66,6 @@ def in_float64(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     torch.set_default_dtype(torch.float32)
 
 
-def model(folder: Path, state: Mapping[str, Any]) -> Any:
-    made = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
-    given = {name: torch.as_tensor(tensor, dtype=torch.float64) for name, tensor in state.items()}
-    unknown = made.load_state_dict(given, strict=False).unexpected_keys
-    assert not unknown
-    return made
-
-
-def alone(model: Any, batch: MicroBatch, sample: int) -> torch.Tensor:
-    """Log-probs of one response, [n], from that sample by itself."""
-    prompt, response = (torch.from_numpy(ids.row(sample).astype(np.int64)) for ids in (batch.prompts, batch.responses))
-    logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
-    return logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
-
-
-def separate(folder: Path, batch: MicroBatch, policy: Any, old: Any, reference: Any) -> dict[str, torch.Tensor]:
-    """The gradient of the step; old is None where the old policy is the policy itself."""
-    assert batch.loss_mask is not None
-    assert batch.advantages is not None
-    trained, tokens = model(folder, policy), 0
-    others = [model(folder, state) for state in (old or policy, reference)]
-    for sample in range(len(batch)):
-        if not len(batch.responses.row(sample)):
-            continue
-        logprobs = alone(trained, batch, sample)
-        with torch.no_grad():
-            before, anchor = (alone(other, batch, sample) for other in others)
-        before = before.float().double() if old is not None else logprobs.detach()
-        ratio = (logprobs - before).exp()
-        advantage = float(batch.advantages[sample])
-        clipped = ratio.clamp(1 - LOSS.clip.low, 1 + LOSS.clip.high)
-        policy_loss = torch.maximum(-advantage * ratio, -advantage * clipped)
-        distance = anchor - logprobs
-        counted = torch.from_numpy(batch.loss_mask.row(sample).astype(np.float64))
-        ((policy_loss + KL * (distance.exp() - distance - 1)) * counted).sum().backward()
-        tokens += int(counted.sum())
-    return {name: parameter.grad / tokens for name, parameter in trained.named_parameters()}
-
-
 def test_each_step_of_a_run_has_the_gradient_of_three_separate_models(tiny_folder: Path, in_float64: None) -> None:
     double: Any = "float64"
     settings = BackendSettings(
@@ -130,7 +92,8 @@ def test_each_step_of_a_run_has_the_gradient_of_three_separate_models(tiny_folde
             trainer.micro_batch(trainer.prepare(part, weights=older) if older else part, version=None)
         metrics = trainer.finish_step(step)
         published[step] = weights(trainer)
-        expected = separate(tiny_folder, batch, trainer.policy, published.get(step - 2), first)
+        models = {"policy": trainer.policy, "old": published.get(step - 2), "reference": first}
+        expected = separate_gradient(tiny_folder, batch, SEPARATE, **models)
         assert relative_error(trainer.kept, expected) < 1e-12, step
         if step > 1:
             assert metrics["ratio_max"] > 1
