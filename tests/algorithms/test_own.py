@@ -2,15 +2,14 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from own_algorithm import install
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "guide" / "own" / "algorithm.md"
 USE = """
 import json, sys
 import numpy as np, torch
@@ -28,22 +27,9 @@ print(json.dumps({"advantages": advantages.tolist(), "gradient": logprobs.grad.t
 """
 
 
-def block(kind: str) -> str:
-    found = re.search(rf"^```{kind}\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert found is not None
-    return found[1]
-
-
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which pip has installed the page's package, without a network."""
-    source, target = tmp_path_factory.mktemp("softclip"), tmp_path_factory.mktemp("installed")
-    (source / "softclip.py").write_text(block("python"))
-    (source / "pyproject.toml").write_text(block("toml"))
-    offline = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--no-compile"]
-    command = [sys.executable, "-m", "pip", "install", "-q", *offline, "--target", str(target), str(source)]
-    subprocess.run(command, check=True, capture_output=True, text=True)
-    return target
+    return install(tmp_path_factory.mktemp("softclip"))
 
 
 def run(installed: Path, *command: str) -> subprocess.CompletedProcess[str]:
