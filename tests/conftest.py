@@ -11,9 +11,15 @@ from xdist.scheduler import LoadScopeScheduling
 import browser
 from kube.build import BuildError, binary
 
-TOGETHER = ("tests/cluster/", "tests/rollout/test_engine_vllm.py", "tests/training/", "tests/page/test_browser.py")
+TOGETHER = (
+    "tests/cluster/",
+    "tests/rollout/test_engine_vllm.py",
+    "tests/training/",
+    "tests/page/test_browser.py",
+    "tests/system/test_algorithms.py",
+)
 """Tests that one worker runs, which then has the one control plane of each kind, the one vLLM server, the one process
-that has imported torch and the one gang of each file, or the one browser."""
+that has imported torch and the one gang of each file, the one browser, or the one model that was warmed up."""
 BINARIES = {
     "plane": ("etcd", "kube-apiserver", "kubectl", "controller-gen"),
     "kwok_plane": ("kube-controller-manager", "kwok", "controller-gen"),
