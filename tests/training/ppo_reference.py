@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from train_reference import REFERENCE_SCALE, padded_logprobs
+from train_reference import HORIZON, REFERENCE_SCALE, padded_logprobs
 from transformers import AutoModelForCausalLM
 
 from asyncflow.training.batch import MicroBatch
@@ -50,6 +50,7 @@ def reference(
     low: float,
     high: float,
     value_clip: float | None,
+    how: str = "token-mean",
     whiten: bool = False,
     penalty: float = 0,
     before: Wanted | None = None,
@@ -57,8 +58,9 @@ def reference(
 ) -> Wanted:
     """Compute a step: with the estimates of ``before``, where that is given, else with those of these very weights.
 
-    critic, policy: weights by name, of the critic with ``value_head``; without ``policy`` those of the folder. penalty:
-    coefficient of the KL (k1) from the folder's model, its weights times ``REFERENCE_SCALE``, in the reward.
+    critic, policy: weights by name, of the critic with ``value_head``; without ``policy`` those of the folder. how: the
+    average of the policy's losses; that of the critic's is over tokens. penalty: coefficient of the KL (k1) from the
+    folder's model, its weights times ``REFERENCE_SCALE``, in the reward.
     """
     kind: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "sdpa"}
     model, judge = (AutoModelForCausalLM.from_pretrained(folder, **kind) for _ in range(2))
@@ -101,7 +103,7 @@ def reference(
         old, advantages, returns = before.values, before.advantages, before.returns
     ratio = torch.exp(logprobs - behaviour)
     free, bounded = -advantages * ratio, -advantages * torch.clamp(ratio, 1 - low, 1 + high)
-    policy_loss = (torch.maximum(free, bounded) * mask).sum() / mask.sum()
+    policy_loss = average(torch.maximum(free, bounded) * mask, mask.sum(1), how)
     policy_loss.backward()
     squares = (values - returns) ** 2
     held = squares
@@ -121,6 +123,17 @@ def reference(
         mask=mask,
         clipped=((held > squares + 1e-12) * mask).sum().item() / mask.sum().item(),
     )
+
+
+def average(tokens: torch.Tensor, counts: torch.Tensor, how: str) -> torch.Tensor:
+    """The loss of a step out of those of tokens, [n, longest], of which ``counts`` [n] of each sample count."""
+    sums, spoken = tokens.sum(1), int((counts > 0).sum())
+    if how == "token-sum":
+        return sums.sum()
+    if how == "token-mean":
+        return sums.sum() / counts.sum()
+    scale = {"seq-mean-token-sum": 1, "seq-mean-token-sum-norm": HORIZON, "seq-mean-token-mean": counts.clamp(min=1)}
+    return (sums / scale[how]).sum() / spoken
 
 
 def scaled_logprobs(folder: Path, batch: MicroBatch, longest: int) -> torch.Tensor:

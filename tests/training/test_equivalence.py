@@ -1,6 +1,7 @@
 """The gradient of a step is that of one big padded batch, however the step was cut.
 
-The reference is naive on purpose: transformers on a right-padded batch, and each formula written out.
+The reference is naive on purpose: transformers on a right-padded batch, and each formula written out. Both compute in
+float64.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from train_reference import (
     padded_logprobs,
     part,
     reference_gradient,
+    reference_step,
     reference_weights,
     relative_error,
     samples,
@@ -35,6 +37,8 @@ from asyncflow.training.batch import MicroBatch
 from asyncflow.training.ranks import SingleProcess
 from asyncflow.training.settings import BackendSettings, OptimizerSettings
 
+EXACT = 1e-6
+DOUBLE: Any = "float64"
 AGGREGATIONS: tuple[AggregationName, ...] = (
     "token-mean",
     "token-sum",
@@ -76,30 +80,28 @@ LOSSES = {
     "clip-higher": Loss(clip=Clip(low=0.2, high=0.28)),
     "dual clip and KL": Loss(clip=Clip(low=0.1, high=0.3, dual=1.5), kl=0.05, kl_name="k3"),
     "recompute": Loss(old="recompute"),
+    "entropy": Loss(entropy=0.05),
+    "entropy and KL": Loss(entropy=0.02, kl=0.05, kl_name="k3+"),
+    "recompute and KL": Loss(old="recompute", kl=0.05, kl_name="k2"),
 }
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_streamed_gradient_is_that_of_one_padded_batch(
-    tiny_folder: Path, aggregation: AggregationName, name: str
+    tiny_folder: Path, in_float64: None, aggregation: AggregationName, name: str
 ) -> None:
     chosen = LOSSES[name]
-    loss = Loss(
-        clip=chosen.clip,
-        old=chosen.old,
-        kl=chosen.kl,
-        kl_name=chosen.kl_name,
-        aggregation=Aggregation(name=aggregation, horizon=HORIZON),
-    )
+    loss = replace(chosen, aggregation=Aggregation(name=aggregation, horizon=HORIZON))
     batch = samples()
-    expected = reference_gradient(tiny_folder, batch, loss)
+    value, expected = reference_step(tiny_folder, batch, loss)
     for what, slots, more in cuts(batch):
-        trainer = backend(tiny_folder, loss, **more)
+        trainer = backend(tiny_folder, loss, weights=DOUBLE, **more)
         for slot in slots:
             trainer.micro_batch(part(batch, slot), version=Version(0, 0).packed)
         metrics = trainer.finish_step(1)
-        assert relative_error(trainer.kept, expected) < 1e-5, what
+        assert relative_error(trainer.kept, expected) < EXACT, what
+        assert metrics["loss"] == pytest.approx(value, rel=EXACT), what
         assert metrics["skipped"] == 0
         assert metrics["clip_low"] + metrics["clip_high"] > 0 or chosen.old == "recompute"
 
@@ -128,17 +130,20 @@ CORRECTED: dict[str, tuple[AggregationName, Loss]] = {
 
 
 @pytest.mark.parametrize("name", CORRECTED)
-def test_a_corrected_gradient_and_its_figures_are_those_of_one_padded_batch(tiny_folder: Path, name: str) -> None:
+def test_a_corrected_gradient_and_its_figures_are_those_of_one_padded_batch(
+    tiny_folder: Path, in_float64: None, name: str
+) -> None:
     aggregation, chosen = CORRECTED[name]
     loss = replace(chosen, aggregation=Aggregation(name=aggregation, horizon=HORIZON))
     batch, figures = samples(), []
-    expected = reference_gradient(tiny_folder, batch, loss)
+    value, expected = reference_step(tiny_folder, batch, loss)
     for what, slots, more in cuts(batch):
-        trainer = backend(tiny_folder, loss, **more)
+        trainer = backend(tiny_folder, loss, weights=DOUBLE, **more)
         for slot in slots:
             trainer.micro_batch(part(batch, slot), version=Version(0, 0).packed)
         metrics = trainer.finish_step(1)
-        assert relative_error(trainer.kept, expected) < 1e-5, what
+        assert relative_error(trainer.kept, expected) < EXACT, what
+        assert metrics["loss"] == pytest.approx(value, rel=EXACT), what
         figures.append({key: value for key, value in metrics.items() if key.startswith("correction_")})
     assert figures[0] == pytest.approx(corrected_figures(tiny_folder, batch, loss), rel=1e-4)
     for each in figures[1:]:
@@ -150,7 +155,7 @@ def corrected_figures(folder: Path, batch: MicroBatch, loss: Loss) -> dict[str, 
     """The figures of importance weights, from one padded batch; what is silent is not computed, and not counted."""
     assert batch.loss_mask is not None
     assert loss.correction is not None
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
     mask, behaviour = torch.zeros(len(batch), HORIZON), torch.zeros(len(batch), HORIZON)
     for i in np.flatnonzero(~loss.silent(batch.advantages)).tolist():
         mask[i, : len(batch.loss_mask.row(i))] = torch.from_numpy(batch.loss_mask.row(i).astype(np.float32))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -13,12 +13,21 @@ import numpy as np
 import pytest
 import torch
 from ppo_reference import Wanted, reference, rewarded
-from test_equivalence import cuts
+from test_equivalence import AGGREGATIONS, cuts
 from test_trainer import PowerCut, stop_at
-from train_reference import HALF, REFERENCE_SCALE, STOCHASTIC, TEMPERATURE, assert_same_bits, relative_error, samples
+from train_reference import (
+    HALF,
+    HORIZON,
+    REFERENCE_SCALE,
+    STOCHASTIC,
+    TEMPERATURE,
+    assert_same_bits,
+    relative_error,
+    samples,
+)
 from train_world import GROUPS, PARTITION, SIZE, World, take_seat
 
-from asyncflow.algorithms.loss import Loss
+from asyncflow.algorithms.loss import Aggregation, AggregationName, Loss
 from asyncflow.algorithms.losses import Clip
 from asyncflow.algorithms.ppo import Ppo, PpoOptions
 from asyncflow.api.workers import LoraSpec
@@ -78,15 +87,14 @@ class Kept(TorchBackend):
         self.kept[what] = {f"value_{name}" if name.startswith("head.") else name: g for name, g in grads.items()}
 
 
-@pytest.fixture
-def in_float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def backend(
-    folder: Path, chosen: PpoOptions = OPTIONS, *, kind: type[TorchBackend] = Kept, penalty: float = 0, **more: Any
+    folder: Path,
+    chosen: PpoOptions = OPTIONS,
+    *,
+    kind: type[TorchBackend] = Kept,
+    penalty: float = 0,
+    how: AggregationName = "token-mean",
+    **more: Any,
 ) -> Any:
     optimizer = OptimizerSettings(learning_rate=1e-3, steps=4, max_grad_norm=0)
     given: dict[str, Any] = {
@@ -95,6 +103,7 @@ def backend(
         "loss": Loss(
             algorithm=Ppo(chosen, penalised=penalty > 0),
             clip=Clip(low=0.2, high=0.28),
+            aggregation=Aggregation(name=how, horizon=HORIZON),
             kl=penalty,
             kl_name="k1",
             penalised=penalty > 0,
@@ -135,15 +144,17 @@ def assert_as(wanted: Wanted, trainer: Kept, metrics: dict[str, float], what: st
     assert metrics["value_clip"] == pytest.approx(wanted.clipped, abs=1e-9), what
 
 
-@pytest.mark.parametrize("name", ["discounted", "plain"])
-def test_a_streamed_step_is_that_of_one_padded_batch(tiny_folder: Path, in_float64: None, name: str) -> None:
+@pytest.mark.parametrize(("name", "how"), [*(("discounted", how) for how in AGGREGATIONS), ("plain", "token-mean")])
+def test_a_streamed_step_is_that_of_one_padded_batch(
+    tiny_folder: Path, in_float64: None, name: str, how: AggregationName
+) -> None:
     changes = {} if name == "discounted" else {"gamma": 1.0, "lam": 1.0, "value_clip": None}
     options, formula = msgspec.structs.replace(OPTIONS, **changes), FORMULA | changes
     batch = rewarded(samples())
     wanted = None
     for what, slots, more in cuts(batch):
-        trainer = backend(tiny_folder, options, **more)
-        wanted = wanted or reference(tiny_folder, batch, critic=copies(critic_of(trainer)), **formula)
+        trainer = backend(tiny_folder, options, how=how, **more)
+        wanted = wanted or reference(tiny_folder, batch, critic=copies(critic_of(trainer)), how=how, **formula)
         for slot in slots:
             trainer.micro_batch(batch.take(slot), version=0)
         metrics = trainer.finish_step(1)

@@ -60,6 +60,11 @@ def part(batch: MicroBatch, indices: Sequence[int]) -> MicroBatch:
 
 def padded_logprobs(model: Any, batch: MicroBatch, longest: int) -> torch.Tensor:
     """Log-probs of the responses, [n, longest], from one right-padded batch; 0 beyond a response."""
+    return padded_outputs(model, batch, longest)[0]
+
+
+def padded_outputs(model: Any, batch: MicroBatch, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of the responses, and the entropy at each token, as ``padded_logprobs`` has the first."""
     n, width = len(batch), max(np.diff(batch.prompts.offsets)) + longest
     ids, attention = torch.zeros(n, width, dtype=torch.long), torch.zeros(n, width, dtype=torch.long)
     for i in range(n):
@@ -67,22 +72,29 @@ def padded_logprobs(model: Any, batch: MicroBatch, longest: int) -> torch.Tensor
         ids[i, : len(whole)] = torch.from_numpy(whole.astype(np.int64))
         attention[i, : len(whole)] = 1
     logits = model(input_ids=ids, attention_mask=attention).logits / TEMPERATURE
-    out = torch.zeros(n, longest)
+    out, entropy = torch.zeros(n, longest), torch.zeros(n, longest)
     for i in range(n):
         start, length = len(batch.prompts.row(i)), len(batch.responses.row(i))
         rows = logits[i, start - 1 : start - 1 + length].log_softmax(-1)
         out[i, :length] = rows.gather(1, ids[i, start : start + length, None])[:, 0]
-    return out
+        entropy[i, :length] = torch.special.entr(rows.exp()).sum(-1)
+    return out, entropy
 
 
 def reference_gradient(folder: Path, batch: MicroBatch, loss: Loss) -> dict[str, torch.Tensor]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    anchor = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return reference_step(folder, batch, loss)[1]
+
+
+def reference_step(folder: Path, batch: MicroBatch, loss: Loss) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradient, in torch's default dtype."""
+    # The attention "eager" has a softmax in float32.
+    kind: dict[str, Any] = {"dtype": torch.get_default_dtype(), "attn_implementation": "sdpa"}
+    model, anchor = (AutoModelForCausalLM.from_pretrained(folder, **kind) for _ in range(2))
     with torch.no_grad():
         for parameter in anchor.parameters():
             parameter.mul_(REFERENCE_SCALE)
     longest = max(len(batch.responses.row(i)) for i in range(len(batch)))
-    logprobs = padded_logprobs(model, batch, longest)
+    logprobs, entropy = padded_outputs(model, batch, longest)
     mask, old = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
     assert batch.loss_mask is not None
     for i in range(len(batch)):
@@ -100,9 +112,9 @@ def reference_gradient(folder: Path, batch: MicroBatch, loss: Loss) -> dict[str,
         tokens = tokens * reference_weights(own - behaviour, mask, loss)
     if loss.kl:
         with torch.no_grad():
-            distance = padded_logprobs(anchor, batch, longest) - logprobs.detach()
-        distance = distance - (logprobs - logprobs.detach())
-        tokens = tokens + loss.kl * (torch.exp(distance) - distance - 1)
+            anchored = padded_logprobs(anchor, batch, longest)
+        tokens = tokens + loss.kl * reference_divergence(logprobs, anchored, loss.kl_name)
+    tokens = tokens - loss.entropy * entropy
     tokens = tokens * mask
     counts = mask.sum(1)
     alive = counts > 0
@@ -114,7 +126,19 @@ def reference_gradient(folder: Path, batch: MicroBatch, loss: Loss) -> dict[str,
         "seq-mean-token-sum-norm": lambda: tokens.sum(1)[alive].mean() / HORIZON,
     }[loss.aggregation.name]()
     value.backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+    return value.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def reference_divergence(logprobs: torch.Tensor, anchored: torch.Tensor, name: str) -> torch.Tensor:
+    """Schulman's estimates of KL(policy || reference); k3+ has the value of k3 and the gradient of k2."""
+    away = logprobs - anchored
+    k3 = torch.exp(-away) + away - 1
+    return {
+        "k1": away,
+        "k2": away**2 / 2,
+        "k3": k3,
+        "k3+": k3.detach() + away.detach() * (logprobs - logprobs.detach()),
+    }[name]
 
 
 def reference_weights(distance: torch.Tensor, mask: torch.Tensor, loss: Loss) -> torch.Tensor:
@@ -200,7 +224,10 @@ def adapter_steps(folder: Path, group: ProcessGroup, mine: Sequence[int]) -> dic
 
 
 class GradientKept(TorchBackend):
-    """The backend itself; it only keeps the normalised gradient that ``finish_step`` saw."""
+    """The backend itself; it only keeps the normalised gradient that ``finish_step`` saw.
+
+    Weights in float64 stay where they are, since AdamW's moments are float32.
+    """
 
     def load(self, folder: Path, *, checkpoint: Path | None) -> None:
         super().load(folder, checkpoint=checkpoint)
@@ -213,7 +240,8 @@ class GradientKept(TorchBackend):
         def keep_and_step() -> None:
             grads = {name: p.grad for name, p in self._model.named_parameters()}
             self.kept = {name: g.full_tensor() if isinstance(g, DTensor) else g.clone() for name, g in grads.items()}
-            step()
+            if str(self.settings.weights) != "float64":
+                step()
 
         self._optimizer._adam.step = keep_and_step
 
