@@ -36,7 +36,3 @@ async def test_the_rewards_of_the_page_are_what_it_says(tmp_path: Path) -> None:
     assert long.components == {"right": 0.0, "brevity": 0.5, "judged": 0.0, "overlong": -1.0}
     assert wrong.value == pytest.approx(0.2)
     assert json.loads(wrong.details) == {"right": {"said": "12"}}
-
-
-def test_the_page_fits_on_a_screen() -> None:
-    assert len(PAGE.read_text().splitlines()) <= 50

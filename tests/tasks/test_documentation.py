@@ -13,8 +13,6 @@ from asyncflow.tasks.functions import TaskFunction
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guide" / "own" / "task.md").read_text()
-LINES = 60
-"""Lines of a screen."""
 
 
 def block(language: str) -> str:
@@ -25,7 +23,6 @@ def block(language: str) -> str:
 
 @pytest.mark.process
 async def test_the_task_of_the_page_runs(tmp_path: Path) -> None:
-    assert len(PAGE.splitlines()) < LINES
     (tmp_path / "measures.py").write_text(block("python"))
     manifest = (ROOT / "examples" / "counting.yaml").read_text()
     (task,) = load_job(io.StringIO(manifest + "".join(f"  {line}\n" for line in block("yaml").splitlines()))).spec.tasks
