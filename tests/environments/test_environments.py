@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import re
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncflow.api.load import load_job
 from asyncflow.api.names import REWARD_SOCKET_ENV
 from asyncflow.api.rewards import EnvironmentSpec, RewardSpec
 from asyncflow.data.base import Message
@@ -23,7 +26,12 @@ from asyncflow.rewards.service import open_rewards
 from asyncflow.rewards.wire import Example
 
 HERE = Path(__file__).parent
-GUIDE = HERE.parents[1] / "docs" / "guide" / "multi-turn.md"
+ROOT = HERE.parents[1]
+GUIDE = ROOT / "docs" / "guide" / "multi-turn.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def example(*said: str, prompt: str = "", answer: object = None) -> Example:
@@ -167,9 +175,8 @@ def test_the_calculator_is_called_and_answers_as_the_manifest_says() -> None:
 
 
 def test_the_environments_of_the_guide_work_as_they_stand_there(tmp_path: Path) -> None:
-    code = re.search(r"^```python\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
-    assert code is not None
-    (tmp_path / "dungeon.py").write_text(code[1])
+    (code,) = (block for block in blocks("python") if block.startswith("# dungeon.py"))
+    (tmp_path / "dungeon.py").write_text(code)
     asked = {"prompt": "", "answer": None, "meta": {}, "config": {"doors": 2}}
     said = ["look", "(a door)", "open door", "(another)", "I open door two"]
     turns = [{"role": ("assistant", "environment")[number % 2], "content": text} for number, text in enumerate(said)]
@@ -179,6 +186,27 @@ def test_the_environments_of_the_guide_work_as_they_stand_there(tmp_path: Path) 
     ):
         environment = load(f"dungeon:{name}", workdir=tmp_path).call
         assert [environment(transcript=turns[:length], **asked) for length in (1, 3, 5)] == answers
+
+
+async def test_the_judge_of_the_guide_rewards_turns_as_it_stands_there(tmp_path: Path) -> None:
+    (code,) = (block for block in blocks("python") if block.startswith("# judge.py"))
+    (manifest,) = (block for block in blocks("yaml") if "credit: turn" in block)
+    (tmp_path / "judge.py").write_text(code)
+    job = yaml.safe_load((ROOT / "examples" / "tools.yaml").read_text())
+    for section, fields in yaml.safe_load(manifest).items():
+        job["spec"][section] |= fields
+    spec = load_job(io.StringIO(yaml.safe_dump(job))).spec
+    assert spec.algorithm.credit == "turn"
+    rewards = open_rewards(spec.reward, workdir=tmp_path, run=tmp_path / "run", within_s=30.0)
+    await rewards.start()
+    try:
+        called, guessed = await rewards.score(
+            [example("calc(6*7)", "\n42\n", "so 42", answer="42"), example("41", "\n", "41", answer="42")]
+        )
+    finally:
+        await rewards.close()
+    assert (called.value, called.turns) == (pytest.approx(1.1), pytest.approx([0.1, 1.0]))
+    assert (guessed.value, guessed.turns) == (0.0, [0.0, 0.0])
 
 
 @given(st.text(alphabet="calc()0123456789+-*/. e", max_size=40))

@@ -1,5 +1,6 @@
 """AsyncFlow's verbs and the streaming loader on a queue that stands alone."""
 
+import re
 import runpy
 import subprocess
 import sys
@@ -12,7 +13,8 @@ torch = pytest.importorskip("torch")
 import asyncflow  # noqa: E402
 from asyncflow.errors import DeadlineExceeded, Refused  # noqa: E402
 
-OWN = Path(__file__).parents[3] / "examples" / "own"
+ROOT = Path(__file__).parents[3]
+OWN = ROOT / "examples" / "own"
 
 
 def test_rows_go_from_prompts_to_experience_to_the_learner(served):
@@ -85,6 +87,18 @@ def test_the_loader_gives_lists_to_an_engine_that_takes_lists(served):
             ((data, index),) = loader
             assert data == {"ids": [[0, 1, 2], [0, 1]]}
             assert all(engines.put_experience_data({"answer": [1, 2]}, index))
+
+
+def test_the_actor_of_the_page_runs_as_it_stands_there(served):
+    page = (ROOT / "docs" / "guide" / "python.md").read_text()
+    (code,) = (block for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if '"actor"' in block)
+    with asyncflow.init_engines(served.address) as engines:
+        engines.put_prompts_data({"state": torch.arange(40)}, last=True)
+        exec(
+            code.replace("tcp://127.0.0.1:5571", served.address), {"asyncflow": asyncflow, "act": lambda state: -state}
+        )
+        data, _ = engines.get_experience_data("learner", ["state", "action"], 64)
+    assert sorted(data["action"].tolist()) == list(range(-39, 1))
 
 
 @pytest.mark.process
