@@ -475,16 +475,16 @@ CASES: dict[str, tuple[Callable[[Padded, str], Tensor], Loss, AggregationName]] 
         DapoOptions(overlong_buffer=4, overlong_penalty=0.5), longest=LONGEST))), "token-mean"),
     "dapo, overlong filter": (partial(dapo, overlong_filter=True), Loss(**options(algorithm=Dapo(
         DapoOptions(overlong_buffer=4, overlong_penalty=0.5, overlong_filter=True), longest=LONGEST))), "token-mean"),
-    "kl in the reward": (kl_in_reward, Loss(**options(
-        algorithm=Grpo(penalised=True), kl=0.3, kl_name="k1", penalised=True)), "token-mean"),
-    "reinforce++": (lambda p, how: reinforce(p, how, discount=1.0, kl=0.2, baseline=False), Loss(**options(
-        algorithm=ReinforcePlusPlus(penalised=True), kl=0.2, kl_name="k1", penalised=True)), "token-mean"),
-    "reinforce++, discount and baseline": (
-        lambda p, how: reinforce(p, how, discount=0.9, kl=0.0, baseline=True),
-        Loss(**options(algorithm=ReinforcePlusPlus(ReinforceOptions(discount=0.9, baseline="group")))),
-        "seq-mean-token-mean"),
+    **{f"kl in the reward, {how}": (kl_in_reward, Loss(**options(
+        algorithm=Grpo(penalised=True), kl=0.3, kl_name="k1", penalised=True)), how) for how in AVERAGES},
+    **{f"reinforce++, {how}": (partial(reinforce, discount=1.0, kl=0.2, baseline=False), Loss(**options(
+        algorithm=ReinforcePlusPlus(penalised=True), kl=0.2, kl_name="k1", penalised=True)), how) for how in AVERAGES},
+    **{f"reinforce++, discount and baseline, {how}": (
+        partial(reinforce, discount=0.9, kl=0.0, baseline=True),
+        Loss(**options(algorithm=ReinforcePlusPlus(ReinforceOptions(discount=0.9, baseline="group")))), how)
+        for how in AVERAGES},
     "dpo": (dpo, Loss(algorithm=Dpo(DpoOptions(beta=0.3))), "seq-mean-token-sum"),
-    "dpo, two pairs": (lambda p, how: dpo(p, how, most=2), Loss(algorithm=Dpo(DpoOptions(beta=0.3, pairs=2))),
+    "dpo, two pairs": (partial(dpo, most=2), Loss(algorithm=Dpo(DpoOptions(beta=0.3, pairs=2))),
                        "seq-mean-token-sum"),
     "ipo": (ipo, Loss(algorithm=Ipo(DpoOptions(beta=0.3))), "seq-mean-token-sum"),
 }  # fmt: skip
