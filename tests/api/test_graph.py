@@ -9,6 +9,7 @@ from asyncflow.api.job import RLJob
 from asyncflow.api.load import load_job
 from asyncflow.driver.tasks import tasks_of
 from asyncflow.errors import ManifestError
+from asyncflow.plan import plan
 
 MANIFEST = """
 apiVersion: asyncflow.dev/v1alpha1
@@ -134,3 +135,15 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(ManifestError) as refused:
         job(tasks(*written))
     assert str(refused.value).count("spec.tasks") == 3
+
+
+def test_a_task_without_a_function_is_a_clients_and_no_role_of_the_plan() -> None:
+    own = "tasks=[{name: mark, reads: [response_ids], writes: [{name: novelty}]}]"
+    made = job(own, "trainer.external=true")
+    (mark,) = [one for one in graph_of(made.spec).tasks if one.name == "mark"]
+    assert mark.role == "client"
+    assert list(made.spec.own_tasks) == ["mark"]
+    assert not {role.name for role in plan(made).roles} & {"client", "task-mark", "trainer"}
+    assert trained_columns(made.spec) == ("novelty",), "the trainer waits for it"
+    with pytest.raises(ManifestError, match=r"left to a process of yours.*Set trainer\.external: true"):
+        job(own)

@@ -1,5 +1,6 @@
 """The access table: each method is in it, and each role may call what it needs, for itself."""
 
+import contextlib
 import re
 from pathlib import Path
 from types import SimpleNamespace as Request
@@ -9,7 +10,7 @@ import pytest
 import asyncflow
 from asyncflow.errors import Refused
 from asyncflow.identity import ProcessIdentity
-from asyncflow.rpc.access import ACCESS, Access, holder_of, place_of, worker_name
+from asyncflow.rpc.access import ACCESS, Access, holder_of, job_table, place_of, worker_name
 
 SOURCES = Path(asyncflow.__file__).parent
 ROUTED = re.compile(r"\broute\(\s*\"([a-z_]+\.[a-z_]+)\"|\"([a-z_]+\.[a-z_]+)\": \(\s*(?:unit_)?calls\.")
@@ -203,6 +204,35 @@ def test_a_process_of_a_task_works_on_its_own_rows_and_no_more():
         with pytest.raises(Refused):
             access.check(caller, method, Request())
     assert ProcessIdentity.of(caller.uri) == caller
+
+
+def test_a_client_of_a_job_looks_puts_prompts_and_works_on_what_is_left_to_it():
+    job, own = Access(table=job_table(["mark"])), _own("client")
+    own.task = "mark"
+    may = set()
+    for method in ACCESS:
+        with contextlib.suppress(Refused):
+            job.check(_caller("client"), method, own)
+            may.add(method)
+    work = {f"queue.{what}" for what in ("claim", "withdraw", "abandon", "renew", "end")}
+    assert may == _allowed("viewer") | work | {"unit.write", "driver.put_prompts"}
+    with pytest.raises(Refused, match=r"the task advantage is done by the job's own.*leaves to clients: mark"):
+        job.check(_caller("client"), "queue.claim", Request(task="advantage", worker="client-1-ab"))
+    for method, request in (
+        ("queue.claim", Request(task="mark", worker="rollout-1-ab")),
+        ("queue.abandon", Request(worker="rollout-1-ab")),
+        ("queue.end", Request(lease="1f@rollout-1")),
+        ("queue.renew", Request(leases=["1f@driver-0"])),
+        ("unit.write", Request(lease="1f@task-other-0")),
+    ):
+        with pytest.raises(Refused, match="on behalf of"):
+            job.check(_caller("client"), method, request)
+
+
+def test_the_table_of_a_job_changes_nothing_for_others():
+    for method, roles in job_table([]).items():
+        others = {role: named for role, named in ACCESS[method].items() if role != "client"}
+        assert {role: named for role, named in roles.items() if role != "client"} == others
 
 
 def test_processes_of_a_store_are_members_and_no_more():

@@ -48,5 +48,10 @@ def test_tensors_may_be_changed():
     assert made.advantages.tolist() == [2.0, 0.0]
 
 
+def test_what_tasks_of_the_users_wrote_comes_with_the_samples():
+    made = Experience.of(batch(extra={"mark": Jagged.from_rows([[0.5], [1.0, 2.0]], "float32")}), step=1).to("cpu")
+    assert {name: column.tolist() for name, column in made.extra.items()} == {"mark": [[0.5, 0.0], [1.0, 2.0]]}
+
+
 def test_an_empty_batch_has_no_samples():
     assert len(Experience.of(MicroBatch.empty(), step=1)) == 0

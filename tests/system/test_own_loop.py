@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -19,7 +20,10 @@ torch = pytest.importorskip("torch")
 import asyncflow  # noqa: E402
 from asyncflow.api.load import load_job, to_yaml  # noqa: E402
 from asyncflow.errors import AsyncFlowError, Fenced, ManifestError, Refused  # noqa: E402
+from asyncflow.identity import SampleKey  # noqa: E402
 from asyncflow.queue.ledger.audit import audit_ledgers  # noqa: E402
+from asyncflow.queue.partition import Partition  # noqa: E402
+from asyncflow.queue.torch.dataset import Consumer  # noqa: E402
 from asyncflow.training.checkpoint import Checkpoints  # noqa: E402
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
@@ -177,6 +181,64 @@ def test_prompts_are_put_into_jobs_that_ask_for_them_alone(tmp_path: Path) -> No
         with pytest.raises(Refused, match="ends after its steps"):
             engines.put_prompts_data(["1 + 1"], last=True)
         count(engines, until=STEPS)
+
+
+def test_a_stage_that_the_job_leaves_to_the_caller_is_done_by_its_threads_and_no_other_is(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    own = (
+        "tasks=[{name: mark, reads: [response_ids], writes: [{name: tokens, dtype: int32, most: 1}], leaseSeconds: 5}]"
+    )
+
+    def mark(engines: asyncflow.Engines) -> list[SampleKey]:
+        done = []
+        while (got := engines.get_experience_data("mark", ["response_ids"], 5, timeout=120)) is not None:
+            lengths = [len(row) for row in got.data["response_ids"]]
+            assert all(engines.put_experience_data({"tokens": lengths}, got.index))
+            done += [row.meta.key for row in got.index.rows]
+        return done
+
+    def load(engines: asyncflow.Engines) -> list[SampleKey]:
+        done = []
+        with engines.create_stream_data_loader("mark", ["response_ids"], 5, use_vllm=True, num_workers=1) as loader:
+            for data, index in loader:
+                assert all(engines.put_experience_data({"tokens": list(map(len, data["response_ids"]))}, index))
+                done += [row.meta.key for row in index.rows]
+        return done
+
+    with (
+        ThreadPoolExecutor() as threads,
+        asyncflow.init_engines(EXAMPLES / "counting.yaml", output=folder, overrides=[*SETTINGS, own]) as engines,
+    ):
+        for stage in ("advantage", "reviewer"):
+            with pytest.raises(Refused, match=f"does not leave the task '{stage}' to you"):
+                engines.get_experience_data(stage, ["response_ids"], 5)
+            with pytest.raises(Refused, match=f"does not leave the task '{stage}' to you"):
+                engines.create_stream_data_loader(stage, ["response_ids"], 5)
+        with pytest.raises(Refused, match="a job makes its rows itself"):
+            engines.put_experience_data({"tokens": [1]})
+        seen = torch.zeros(4096)
+        engines.weight_sync_notify({"seen": seen})
+        marking = [threads.submit(work, engines) for work in (mark, load)]
+        client = Consumer(engines.queue)
+        rows = Partition(client.client, "train")
+        for harm in (
+            rows.declare("reviewer", ["response_ids"]),
+            rows.claim("advantage", 5),
+            rows.put({"response_ids": [1]}),
+            rows.reset("rollout"),
+            rows.clear(),
+            rows.close(),
+        ):
+            with pytest.raises(Refused, match=r"client-0 may not call|done by the job's own processes"):
+                client.run(harm)
+        client.close()
+        while engines.step < STEPS:
+            while (batch := engines.get_experience_data(timeout=120)) is not None:
+                assert batch.extra["tokens"][:, 0].tolist() == batch.mask.sum(1).tolist()
+            engines.weight_sync_notify({"seen": seen}, state=None)
+        marked = [key for each in marking for key in each.result(60)]
+    assert len(marked) == len(set(marked)) == SAMPLES
+    trained_once(folder)
 
 
 def test_trl_trains_what_the_queue_gives_it(tmp_path: Path) -> None:

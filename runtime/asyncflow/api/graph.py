@@ -8,8 +8,8 @@ Where the reward is a role of its own, it stands behind rollout, in both partiti
 
 Everything else derives from it: the tasks that the queue's controller declares (``asyncflow.driver.tasks``), the edges
 and the drawing of ``asyncflow plan``, and what ``validate`` refuses. A user's task stands between rollout and
-advantage, because there its failures are decided about with those of rewards; the reference stands beside it. With an
-environment a response has a loss mask, too.
+advantage, because there its failures are decided about with those of rewards; the reference stands beside it. A task
+without a function is run by the user's own process, a client. With an environment a response has a loss mask, too.
 
 Invariant: a pure function of the manifest. In a graph without ``flaws`` each column has one writer, every column that
 is read is written, the tasks have an order in which each reads what those before it wrote, and each has a process to
@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from asyncflow.api.base import Flaw
-from asyncflow.api.names import LOSS_MASK, RoleName, task_role
+from asyncflow.api.names import CLIENT, LOSS_MASK, RoleName, task_role
 
 if TYPE_CHECKING:
     from asyncflow.api.job import RLJobSpec
@@ -260,7 +260,7 @@ def _users(spec: RLJobSpec, index: int) -> Task:
         name=task.name,
         reads=task.reads,
         writes=tuple(column.name for column in task.writes),
-        role=task_role(task.name),
+        role=CLIENT if task.function is None else task_role(task.name),
         replicas=task.replicas,
         groups=task.groups,
         order=task.order,

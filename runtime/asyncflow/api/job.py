@@ -148,6 +148,11 @@ class RLJobSpec(Spec):
         steps = self.storage.checkpoints.every + self.schedule.ahead
         return ceil(row * samples * steps) + part * self.transfer_queue.storage_units
 
+    @property
+    def own_tasks(self) -> dict[str, UserTaskSpec]:
+        """The tasks that are left to a process of the user's, by name."""
+        return {task.name: task for task in self.tasks if task.function is None}
+
     def flaws(self) -> Iterator[Flaw]:
         """Yield what is wrong with the tasks of the job."""
         return flaws(graph_of(self))
@@ -159,6 +164,13 @@ class RLJobSpec(Spec):
             cel="self.trainer.external || !self.data.train.source.startsWith('put://')",
             why="put:// has no prompts until a trainer of your own puts them",
             fix="Set trainer.external: true, or name a source that has prompts",
+        ),
+        Rule(
+            reads=("tasks", "trainer.external"),
+            ok=lambda job: job.trainer.external or not job.own_tasks,
+            cel="self.trainer.external || !has(self.tasks) || self.tasks.all(t, has(t.function))",
+            why="a task without a function is left to a process of yours, which joins as the trainer does",
+            fix="Set trainer.external: true, or give the task a function",
         ),
         Rule(
             reads=("evaluation", "data.eval"),

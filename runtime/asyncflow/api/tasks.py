@@ -94,19 +94,24 @@ class RewardRoleSpec(WorkerSpec):
 class UserTaskSpec(WorkerSpec):
     """A user's function over rows, in processes of its own: it reads columns of a row and writes others.
 
-    The trainer waits for what it writes, so that each sample is computed exactly once before it is trained.
+    The trainer waits for what it writes, so that each sample is computed exactly once before it is trained. Without a
+    function the task is left to a process of the user's (``trainer.external``).
     """
 
     name: Annotated[str, StringConstraints(pattern=f"^{TASK_NAME}$", max_length=16)]
     """Name of the task; its processes are the role ``task-NAME``."""
-    function: Annotated[
-        str,
-        StringConstraints(
-            pattern=r"^[A-Za-z_][A-Za-z0-9_]*([.][A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$", max_length=256
-        ),
-    ]
+    function: (
+        Annotated[
+            str,
+            StringConstraints(
+                pattern=r"^[A-Za-z_][A-Za-z0-9_]*([.][A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$", max_length=256
+            ),
+        ]
+        | None
+    ) = None
     """``module:function`` of a module beside the manifest or installed: ``def function(rows, config)`` or ``async
-    def``, which returns a mapping of columns to values for each row."""
+    def``, which returns a mapping of columns to values for each row. Absent: no process of the job runs the task; a
+    process of yours does, by ``get_experience_data`` and ``put_experience_data``."""
     reads: Annotated[tuple[ColumnName, ...], Field(min_length=1, max_length=16)]
     """Columns that the function is given; a row is ready when it has them all."""
     writes: Annotated[tuple[ColumnSpec, ...], Field(min_length=1, max_length=16)]

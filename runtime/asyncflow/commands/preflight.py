@@ -98,7 +98,8 @@ def load(source: Path | str | RLJob, overrides: Sequence[str] = ()) -> Manifest:
     if manifest.spec.environment is not None:
         check_environment(manifest.spec.environment.function, workdir=folder)
     for index, task in enumerate(manifest.spec.tasks):
-        check_function(task.function, workdir=folder, where=f"spec.tasks[{index}].function")
+        if task.function is not None:
+            check_function(task.function, workdir=folder, where=f"spec.tasks[{index}].function")
     for each in graph_of(manifest.spec).tasks:
         selection_of(each.order, where=f"the order of the task {each.name}")
     return _anchored(manifest, folder)

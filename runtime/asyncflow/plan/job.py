@@ -114,10 +114,10 @@ def _rollout(spec: RLJobSpec) -> Role:
 
 
 def working_roles(spec: RLJobSpec) -> dict[RoleName, WorkerSpec]:
-    """Return the roles that a manifest adds: reward, reference model, and one for each of the user's tasks."""
+    """Return the roles that a manifest adds: reward, reference model, and one for each task with a function."""
     own: dict[RoleName, WorkerSpec | None] = {REWARD: spec.reward.role, REFERENCE: spec.reference}
     found = {name: worker for name, worker in own.items() if worker is not None}
-    return found | {task_role(task.name): task for task in spec.tasks}
+    return found | {task_role(task.name): task for task in spec.tasks if task.function}
 
 
 def added_roles(spec: RLJobSpec) -> dict[RoleName, WorkerSpec | CriticRoleSpec]:

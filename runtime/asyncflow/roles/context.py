@@ -57,7 +57,7 @@ from asyncflow.api.weights import WeightSourceSpec, WeightsSpec, WeightSync
 from asyncflow.errors import AsyncFlowError, CheckpointError, Diverged, LedgerCorrupt, ManifestError, RowsLost
 from asyncflow.plan.roles import DISRUPTED, REFUSED
 from asyncflow.process import age_s
-from asyncflow.rpc.access import Access, worker_name
+from asyncflow.rpc.access import Access, job_table, worker_name
 from asyncflow.rpc.addresses import is_loopback
 from asyncflow.rpc.http import Guard, HttpServer, Ready, ready, role_routes
 from asyncflow.rpc.membership import AGE, Directives, Member, Membership, Status
@@ -291,7 +291,7 @@ class JobContext(ProcessContext):
     def __post_init__(self) -> None:
         super().__post_init__()
         spec = self.job.spec
-        self.access = Access(ranks=spec.trainer.local_ranks)
+        self.access = Access(ranks=spec.trainer.local_ranks, table=job_table(spec.own_tasks))
         self.owner, self.start_s = self.job.partition, spec.limits.start_seconds
         self.queue, self.ledger, self.weights = spec.transfer_queue, spec.storage.ledger, spec.weight_sync
 

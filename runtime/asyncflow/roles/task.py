@@ -30,6 +30,7 @@ async def serve(context: JobContext) -> None:
     """Compute rows until told to stop or to drain. Raises ManifestError where the function cannot be loaded."""
     spec = context.job.spec
     task = task_of(spec, context.options.role)
+    assert task.function is not None
     decode = None
     if "response_ids" in task.reads:
         folder = await asyncio.to_thread(materialize_config, spec.model.source, context.options.workdir)
@@ -86,7 +87,7 @@ async def work(context: JobContext, settings: TaskSettings, compute: Compute, *,
 
 def task_of(spec: RLJobSpec, role: str) -> UserTaskSpec:
     """Return the user's task that a role runs. Raises ManifestError where the manifest has none of it."""
-    found = {task_role(task.name): task for task in spec.tasks}
+    found = {task_role(task.name): task for task in spec.tasks if task.function}
     if role not in found:
         hint = f"It has {', '.join(found) or 'none'}"
         raise ManifestError(f"there is no task for the role {role!r}", where="spec.tasks", hint=hint)

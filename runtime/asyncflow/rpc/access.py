@@ -5,13 +5,15 @@ that it says it is). Many calls name a process, a worker or a rank that they are
 own behalf, so that a rollout cannot claim, register or hand back for another one. A worker is named after its process,
 ``ROLE-INDEX-...``, and a lease after the process that holds it, ``ID@ROLE-INDEX``, which alone uses it.
 
+A client directs a queue that stands alone; in a job the driver and the trainer do, and clients little (``job_table``).
+
 Invariant: what the table does not allow is refused, and a method that is not in it cannot be served at all.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
@@ -170,6 +172,27 @@ def _table() -> dict[str, dict[str, Named]]:
 
 ACCESS: Final[Mapping[str, Mapping[str, Named]]] = MappingProxyType(_table())
 """Method, the roles that may call it, and for each the places in a request that must be the caller's own."""
+
+
+def job_table(left: Collection[str]) -> Mapping[str, Mapping[str, Named]]:
+    """Return the table of a job: a client of it puts prompts, looks, and works on the tasks ``left`` to it, no more."""
+
+    def claims(request: Any) -> Iterable[Place | None]:
+        if request.task not in left:
+            hint = f"The job leaves to clients: {', '.join(sorted(left)) or 'no task'}"
+            raise Refused(f"the task {request.task} is done by the job's own processes", hint=hint)
+        return [place_of(request.worker)]
+
+    lease, worker = _own("lease"), _own("worker")
+    work = {"queue.claim": claims, "queue.withdraw": worker, "queue.abandon": worker}
+    work |= {"queue.renew": _own("leases"), "queue.end": lease, "unit.write": lease}
+    looks = {method: roles[CLIENT] for method, roles in ACCESS.items() if {CLIENT, VIEWER} <= roles.keys()}
+    client = {"driver.put_prompts": _nobody, **looks, **work}
+    return {
+        method: {role: of for role, of in roles.items() if role != CLIENT}
+        | ({CLIENT: client[method]} if method in client else {})
+        for method, roles in ACCESS.items()
+    }
 
 
 class Access:

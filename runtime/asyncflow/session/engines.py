@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -53,6 +54,7 @@ from asyncflow.session.experience import Experience
 from asyncflow.session.joining import LocalRun, SessionPlace, elsewhere, running
 from asyncflow.session.loader import StreamLoader, create_stream_data_loader, make_known
 from asyncflow.session.role import TrainerSession
+from asyncflow.session.stages import check_stage, written
 from asyncflow.training.report import Seconds, TrainReport
 
 log = logging.getLogger(__name__)
@@ -99,6 +101,7 @@ class Engines:
         self._queue: Consumer | None = None
         self._owner = uuid4().hex
         self._known: set[str] = set()
+        self._lock = threading.Lock()
         LEASE_OWNERS[self._owner] = self
         if session is not None:
             handover = session.opened()
@@ -166,18 +169,20 @@ class Engines:
         """Return what is ready for a consumer, as soon as something is; None at the end.
 
         In a job ``train`` is the trainer: it is given the samples of step ``step + 1``, an ``Experience`` at a time,
-        as soon as their groups are finished, and None when it has had all of them. Any other stage is a task of the
-        queue, which is given up to ``experience_count`` rows as ``ClaimedRows``, with ``experience_columns``; an open
-        partition learns of the task by this. It is None when no more rows will come; the rows are its own until it
-        puts what it made of them.
+        as soon as their groups are finished, and None when it has had all of them. Any other stage is a task of
+        ``spec.tasks`` without a function, or of a queue that stands alone, which learns of the task by this. It is
+        given up to ``experience_count`` rows as ``ClaimedRows``, with ``experience_columns``, and None when no more
+        will come; the rows are its own until it puts what it made of them.
 
-        Raises DeadlineExceeded where nothing was ready in time.
+        Raises DeadlineExceeded where nothing was ready in time, and Refused for a task that the job itself does.
         """
         if self.job is not None and experience_consumer_stage == "train":
             return self._next_experience(timeout)
         if not experience_columns or experience_count < 1:
             hint = "Say which columns, and how many rows at most"
             raise Refused("experience_columns and experience_count are missing", where="get_experience_data", hint=hint)
+        if self.job is not None:
+            check_stage(self.job.spec, experience_consumer_stage, experience_columns, where="get_experience_data")
         return self._claim(experience_consumer_stage, list(experience_columns), experience_count, timeout)
 
     def put_experience_data(
@@ -190,8 +195,15 @@ class Engines:
         """Write columns, a value for each row.
 
         index: of the rows that were got, which are completed by this: False for one whose lease had ended, and which
-        another consumer has. Without it they are new rows.
+        another consumer has. Without it they are new rows of a queue that stands alone. Raises Refused, in a job, for
+        anything but the columns that the task writes.
         """
+        where = "put_experience_data"
+        if self.job is not None:
+            if index is None:
+                hint = "Give the index of the rows that you got; put_prompts_data puts prompts"
+                raise Refused("a job makes its rows itself", where=where, hint=hint)
+            data = written(self.job.spec, data, rows=len(index.rows), where=where)
         if index is None:
             return [True] * len(self._in_partition(lambda rows: rows.put(data, timeout=timeout)))
         if index.owner == self._owner:
@@ -199,7 +211,7 @@ class Engines:
             return consumer.run(self._complete(consumer, index, data))
         if (owner := LEASE_OWNERS.get(index.owner)) is None:
             hint = "Put results while the loader that gave their index is there"
-            raise Refused("these rows were claimed by a loader that is gone", where="put_experience_data", hint=hint)
+            raise Refused("these rows were claimed by a loader that is gone", where=where, hint=hint)
         result: list[bool] = owner.complete(Batch(metas=[], columns={}, lease=index), data)
         return result
 
@@ -244,6 +256,9 @@ class Engines:
         **options: Any,
     ) -> StreamLoader:
         """Return a loader of a stage's rows; see ``asyncflow.create_stream_data_loader``."""
+        if self.job is not None:
+            where = "create_stream_data_loader"
+            check_stage(self.job.spec, experience_consumer_stage, experience_columns, where=where)
         return create_stream_data_loader(
             self.queue,
             experience_consumer_stage,
@@ -343,9 +358,10 @@ class Engines:
         return count
 
     def _consumer(self) -> Consumer:
-        if self._queue is None:
-            self._queue = Consumer(self.queue)
-        return self._queue
+        with self._lock:
+            if self._queue is None:
+                self._queue = Consumer(self.queue)
+            return self._queue
 
     def _in_partition(self, use: Callable[[Partition], Any]) -> Any:
         consumer = self._consumer()
@@ -356,7 +372,7 @@ class Engines:
 
         async def claim() -> ClaimedRows | None:
             rows = Partition(consumer.client, self.partition, tensors=True)
-            if stage not in self._known:
+            if self.job is None and stage not in self._known:
                 await make_known(rows, stage, columns)
                 self._known.add(stage)
             claimed = await consumer.client.claim(

@@ -1,13 +1,13 @@
 """The samples of a micro-batch as padded torch tensors, the form in which a loop of one's own computes.
 
 Invariant: every tensor of two dimensions has one entry for each token of prompt and response, filled up on the right;
-``mask`` is True exactly where a token of the response counts in the loss.
+``mask`` is True exactly where a token of the response counts in the loss; but for ``extra``, which is as long as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.identity import SampleKey, Version
+from asyncflow.queue.torch.batch import Column
 from asyncflow.training.batch import MicroBatch
 
 
@@ -25,7 +26,8 @@ class Experience:
     ids int64[n, length]; attention bool[n, length], False where it is filled up; mask bool[n, length], the tokens that
     count in the loss; logprobs float32[n, length], of the response's tokens by the engine that drew them, else 0;
     versions int64[n, length], the steps of the weights that drew them, else -1; rewards, advantages float32[n]; keys:
-    the samples' names, (prompt serial, number in the group).
+    the samples' names, (prompt serial, number in the group); extra: what tasks of the user's wrote, by column
+    [n, longest], filled up with 0 on the right.
     """
 
     step: int
@@ -37,6 +39,7 @@ class Experience:
     versions: Tensor
     rewards: Tensor
     advantages: Tensor
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: MicroBatch, *, step: int) -> Experience:
@@ -58,12 +61,14 @@ class Experience:
         arrays = {"ids": ids, "attention": attention, "mask": mask, "logprobs": logprobs, "versions": versions}
         arrays |= {"rewards": rewards, "advantages": batch.by_sample()}
         tensors = {name: torch.from_numpy(np.require(array, requirements="W")) for name, array in arrays.items()}
-        return cls(step=step, keys=batch.keys, **tensors)
+        extra = {name: Column.of(column).padded() for name, column in batch.extra.items()}
+        return cls(step=step, keys=batch.keys, extra=extra, **tensors)
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def to(self, device: torch.device | str) -> Experience:
         """Return it with its tensors on another device."""
-        held: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: one.to(device) for name, one in held.items() if isinstance(one, Tensor)})
+        held: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        moved = {name: one.to(device) for name, one in held.items() if isinstance(one, Tensor)}
+        return replace(self, **moved, extra={name: one.to(device) for name, one in self.extra.items()})

@@ -30,12 +30,14 @@ from typing import Any, Literal, Self, TypeVar
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from asyncflow.api.names import CLIENT
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Refused, StaleHandle
 from asyncflow.queue.blocking import BlockingQueue, cancelled
 from asyncflow.queue.client import QueueClient, aconnect
 from asyncflow.queue.protocol.messages import LeasedRow
 from asyncflow.queue.torch.batch import LEASE_OWNERS, Batch, BatchLease, Column, columns_of
 from asyncflow.queue.values import encode
+from asyncflow.rpc.access import worker_name
 from asyncflow.rpc.columns import Jagged
 from asyncflow.rpc.tls import Credentials
 
@@ -260,7 +262,7 @@ class StreamingDataset(QueueDataset):
         self.task = task
         self._rows = rows
         self._explicit = acknowledge == "explicit"
-        self._name = uuid.uuid4().hex
+        self._name = worker_name(CLIENT, 0, uuid.uuid4().hex)
         LEASE_OWNERS[self._name] = self
 
     def __iter__(self) -> Iterator[Batch]:

@@ -1,0 +1,56 @@
+"""The tasks of a job that are left to the user's process: those of ``spec.tasks`` without a function.
+
+Invariant: a session claims no row of another task of a job, declares none, and writes exactly the columns that the
+task writes, of their dtypes and no longer than the manifest says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncflow.api.job import RLJobSpec
+from asyncflow.errors import Refused
+from asyncflow.roles.task import outputs_of
+from asyncflow.rpc.columns import Jagged
+from asyncflow.tasks.rows import RowFailure, columns_of, read_results
+
+
+def check_stage(spec: RLJobSpec, stage: str, columns: Sequence[str], *, where: str) -> None:
+    """Refuse a task that the job does not leave to the caller, and columns that it does not read."""
+    task = spec.own_tasks.get(stage)
+    if task is None:
+        mine = ", ".join(sorted(spec.own_tasks)) or "none"
+        hint = f"Take 'train', or a task of spec.tasks without a function: there is {mine}"
+        raise Refused(f"the job does not leave the task {stage!r} to you", where=where, hint=hint)
+    if wrong := sorted(set(columns) - set(task.reads)):
+        hint = f"It reads {', '.join(task.reads)}; name others in its reads"
+        raise Refused(f"the task {stage} does not read {wrong[0]!r}", where=where, hint=hint)
+
+
+def written(spec: RLJobSpec, data: Mapping[str, Any], *, rows: int, where: str) -> dict[str, Jagged]:
+    """Return the columns that a task writes of so many rows; ``data`` has a value of each for each row.
+
+    Raises Refused for columns of no task that is left to the caller, and for values that they cannot hold.
+    """
+    own = spec.own_tasks.values()
+    task = next((task for task in own if {column.name for column in task.writes} == set(data)), None)
+    if task is None:
+        each = "; ".join(f"{task.name}: {', '.join(column.name for column in task.writes)}" for task in own)
+        hint = f"Give all columns that the task writes ({each or 'none is left to you'})"
+        raise Refused(f"no task that is left to you writes {sorted(data)}", where=where, hint=hint)
+    for name, values in data.items():
+        try:
+            count = f"{len(values)} values"
+        except TypeError:
+            count = f"a {type(values).__name__}"
+        if count != f"{rows} values":
+            what = f"the column {name} has {count} for {rows} rows"
+            raise Refused(what, where=where, hint="Give a value for each row that was got")
+    outputs = outputs_of(task, default=spec.sampling.max_tokens)
+    results = read_results(
+        [{name: values[row] for name, values in data.items()} for row in range(rows)], outputs, rows=rows
+    )
+    if failed := [result for result in results if isinstance(result, RowFailure)]:
+        raise Refused(failed[0].detail, where=where, hint="Give numbers of the dtypes that spec.tasks says")
+    return columns_of(results, outputs)
