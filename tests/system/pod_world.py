@@ -79,11 +79,15 @@ class Pods:
     def address(self) -> str:
         return f"tcp://localhost:{self.port}"
 
+    def address_of(self, number: int) -> str:
+        """Return the address of a host of this world: the pods have the first ones."""
+        return f"{self._network}.{number}"
+
     def seat(self, *roles: Role) -> None:
         for role in roles:
             for index in range(role.replicas):
                 name = f"{role.name}-{index}"
-                host = f"{self._network}.{len(self.pods) + 1}"
+                host = self.address_of(len(self.pods) + 1)
                 self.pods[name] = Pod(role, index, host, self.base / name, self.base / f"{name}.log")
 
     def start(self, *names: str) -> None:

@@ -9,11 +9,13 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from socket import inet_aton
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 from one_run import EXAMPLES, finish, kill, start, wait_for_step
+from pod_world import pods
 
 torch = pytest.importorskip("torch")
 
@@ -21,9 +23,11 @@ import asyncflow  # noqa: E402
 from asyncflow.api.load import load_job, to_yaml  # noqa: E402
 from asyncflow.errors import AsyncFlowError, Fenced, ManifestError, Refused  # noqa: E402
 from asyncflow.identity import SampleKey  # noqa: E402
+from asyncflow.plan import plan  # noqa: E402
 from asyncflow.queue.ledger.audit import audit_ledgers  # noqa: E402
 from asyncflow.queue.partition import Partition  # noqa: E402
 from asyncflow.queue.torch.dataset import Consumer  # noqa: E402
+from asyncflow.rpc.shm import SHARED_MEMORY_ENV  # noqa: E402
 from asyncflow.training.checkpoint import Checkpoints  # noqa: E402
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
@@ -289,6 +293,43 @@ def test_sessions_by_folder_and_by_address_follow_one_another(tmp_path: Path) ->
     assert (seen[:SAMPLES] == 1).all()
     assert seen.sum() == SAMPLES
     trained_once(folder)
+
+
+def dialed(host: str) -> bool:
+    """Tell whether a connection leads to that address, or did within the last minute."""
+    there = inet_aton(host)[::-1].hex().upper()
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(remote.startswith(f"{there}:") for _, _, remote, *_ in lines)
+
+
+def test_a_job_that_shares_only_the_network_is_joined_with_a_folder_and_an_address_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SHARED_MEMORY_ENV, "off")  # what another host has not: all goes over TCP, and so over TLS
+    settings = [*SETTINGS, "algorithm.steps=3", "trainer.external=true"]
+    keys, mine = tmp_path / "keys", tmp_path / "mine"
+    with pods(tmp_path / "pods", EXAMPLES / "counting.yaml", settings, leader="driver") as job:
+        job.seat(*plan(load_job(EXAMPLES / "counting.yaml", settings)).roles)
+        job.start()
+        for role in ("trainer", "client"):
+            shutil.copytree(job.issuer.issue(role), keys / f"{role}-0")
+        host = job.address_of(len(job.pods) + 1)
+        with asyncflow.init_engines(
+            EXAMPLES / "counting.yaml", overrides=settings, address=job.address, tls=keys, workdir=mine, host=host
+        ) as engines:
+            seen = count(engines, until=1)
+            assert dialed(host), "the rollout has its weights from there"
+            go_on(engines, seen, until=3)
+            assert engines.model.is_relative_to(mine)
+        assert set(job.finish(within_s=60).values()) == {0}, job.logs()
+        report = audit_ledgers(job.pods["controller-0"].folder / "ledger")
+    samples = 3 * PROMPTS * GROUP
+    assert report.ok, report.problems
+    assert (report.trained, report.lost, report.duplicated) == (samples, 0, 0)
+    assert (seen[:samples] == 1).all()
+    assert seen.sum() == samples
+    assert Checkpoints(mine / "checkpoints").latest().manifest.step == 3
+    assert not list((tmp_path / "pods").glob("*/checkpoints")), "they are the trainer's"
 
 
 def test_a_job_with_a_trainer_of_its_own_is_not_joined(tmp_path: Path) -> None:
