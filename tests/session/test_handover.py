@@ -1,5 +1,7 @@
 """The trainer's thread and the user's thread, which hand each other samples and weights."""
 
+import os
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -108,6 +110,14 @@ def test_a_state_that_could_not_be_read_again_is_refused_at_once(handover, train
 def test_a_wait_for_samples_has_an_end(handover):
     with pytest.raises(DeadlineExceeded, match="samples of step 3 did not come"):
         handover.take(what="samples of step 3", timeout=0.01)
+
+
+def test_a_wait_that_is_interrupted_loses_no_sample(handover, trainer):
+    with pytest.raises(KeyboardInterrupt):
+        threading.Timer(0.01, os.kill, [os.getpid(), signal.SIGINT]).start()
+        handover.take(what="samples", timeout=WAIT_S)
+    trainer.submit(handover.micro_batch, one(1), version=None)
+    assert handover.take(what="samples", timeout=WAIT_S).keys == [SampleKey(1, 0)]
 
 
 def test_the_end_wakes_both_sides(handover, trainer):

@@ -1,5 +1,6 @@
 """A loop of one's own as the trainer of a job: killed, started again, replaced, joined by folder and by address."""
 
+import asyncio
 import json
 import re
 import runpy
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from socket import inet_aton
@@ -174,6 +176,51 @@ def test_a_loop_puts_its_own_prompts_and_a_killed_driver_forgets_none(tmp_path: 
     asked_of = {step: f"{1 + step}*" for step in range(1, steps)} | {steps: ("1", "2", "3", f"{1 + steps}*")}
     assert {text["step"] for text in texts} == asked_of.keys()
     assert all(text["prompt"].startswith(asked_of[text["step"]]) for text in texts)
+
+
+def test_a_notebook_may_await_every_verb_in_a_thread_or_call_it_in_its_running_loop(tmp_path: Path) -> None:
+    settings = [*SETTINGS, "algorithm.steps=2", "data.train.source=put://", "data.eval=null"]
+    asked = [{"question": str(n), "answer": str(n)} for n in range(PROMPTS)]
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0.01)
+
+    async def aside(verb: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        before = ticks
+        result = await asyncio.to_thread(verb, *arguments, **options)
+        await asyncio.sleep(0.01)
+        assert ticks > before, "the loop has gone on"
+        return result
+
+    async def cells() -> None:
+        ticking = asyncio.create_task(tick())
+        engines = await aside(
+            asyncflow.init_engines, EXAMPLES / "counting.yaml", output=tmp_path / "run", overrides=settings
+        )
+        assert ticks > 10, "processes have been started meanwhile"
+        seen = {"seen": torch.zeros(1)}
+        await aside(engines.weight_sync_notify, seen)
+        assert await aside(engines.put_prompts_data, asked) == [0, 1, 2, 3]
+        while await aside(engines.get_experience_data, timeout=120) is not None:
+            pass
+        await aside(engines.weight_sync_notify, seen, state=None)
+        before = ticks
+        assert engines.put_prompts_data(asked) == [4, 5, 6, 7]
+        while engines.get_experience_data(timeout=120) is not None:
+            pass
+        engines.weight_sync_notify(seen, state=None)
+        assert ticks == before, "called directly, they hold the loop up, and say nothing against it"
+        await aside(engines.close)
+        ticking.cancel()
+
+    asyncio.run(cells())
+    report = audit_ledgers(tmp_path / "run" / "ledger")
+    assert report.ok, report.problems
+    assert (report.trained, report.lost, report.duplicated) == (2 * PROMPTS * GROUP, 0, 0)
 
 
 def test_prompts_are_put_into_jobs_that_ask_for_them_alone(tmp_path: Path) -> None:
