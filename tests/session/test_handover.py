@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 import msgspec
@@ -112,9 +113,15 @@ def test_a_wait_for_samples_has_an_end(handover):
         handover.take(what="samples of step 3", timeout=0.01)
 
 
+@contextmanager
+def interrupted():
+    """Interrupt the main thread, as a notebook does, in the course of the block."""
+    threading.Timer(0.01, os.kill, [os.getpid(), signal.SIGINT]).start()
+    yield
+
+
 def test_a_wait_that_is_interrupted_loses_no_sample(handover, trainer):
-    with pytest.raises(KeyboardInterrupt):
-        threading.Timer(0.01, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt), interrupted():
         handover.take(what="samples", timeout=WAIT_S)
     trainer.submit(handover.micro_batch, one(1), version=None)
     assert handover.take(what="samples", timeout=WAIT_S).keys == [SampleKey(1, 0)]
