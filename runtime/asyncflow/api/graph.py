@@ -6,6 +6,10 @@
 
 Where the reward is a role of its own, it stands behind rollout, in both partitions, and writes ``reward``.
 
+The critic of an algorithm that has one stands beside ``train``, inside the trainer or as a role of its own, and is no
+task: the values of a sample are those of the critic as it was before the step that trains the sample, and which step
+that is, is known when its rows are taken for it. Values that were computed as responses come would be stale by then.
+
 Everything else derives from it: the tasks that the queue's controller declares (``asyncflow.driver.tasks``), the edges
 and the drawing of ``asyncflow plan``, and what ``validate`` refuses. A user's task stands between rollout and
 advantage, because there its failures are decided about with those of rewards; the reference stands beside it. A task
@@ -33,7 +37,7 @@ TRAIN: Final = "train"
 EVAL: Final = "eval"
 """The partitions of a job."""
 CRITIC: Final = "critic"
-"""The role of the critic, where it has one."""
+"""The critic, and its role where it has one."""
 REFERENCE: Final = "reference"
 """The task of the reference model, and its role."""
 REWARD: Final = "reward"
@@ -73,11 +77,31 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Companion:
+    """A model that learns beside a task, which asks it for each micro-batch; it takes no rows of the queue.
+
+    task: the one that asks; reads: what it is given; writes: what it answers; role: of the process that it is in;
+    inside: whether that is the one of the task; when: as of when it answers, in words.
+    """
+
+    name: str
+    task: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    role: RoleName
+    inside: bool
+    when: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobGraph:
-    """The tasks of a job. sources: the columns with which the driver creates rows, by partition."""
+    """The tasks of a job. sources: the columns with which the driver creates rows, by partition; companions: of tasks
+    of training.
+    """
 
     sources: Mapping[str, tuple[str, ...]]
     tasks: tuple[Task, ...]
+    companions: tuple[Companion, ...] = ()
 
     def of(self, partition: str) -> tuple[Task, ...]:
         """Return the tasks of a partition."""
@@ -92,6 +116,10 @@ class JobGraph:
         found = (self.writer(task.partition, column) for column in task.reads)
         return tuple(dict.fromkeys(one for one in found if one is not None))
 
+    def beside(self, task: Task) -> tuple[Companion, ...]:
+        """Return the models that learn beside a task."""
+        return tuple(one for one in self.companions if (TRAIN, one.task) == (task.partition, task.name))
+
     def layers(self, partition: str) -> list[list[Task]]:
         """Return the tasks in layers, each of which reads only what those before it wrote; without those in a cycle."""
         left, layers, done = list(self.of(partition)), [], set[str]()
@@ -102,10 +130,11 @@ class JobGraph:
         return layers
 
 
-def graph_of(spec: RLJobSpec, *, decided: str = ADVANTAGE) -> JobGraph:
+def graph_of(spec: RLJobSpec, *, decided: str = ADVANTAGE, critic: bool = False) -> JobGraph:
     """Return the flow that a manifest describes, sound or not.
 
-    decided: the column that the driver writes of a sample that is to be trained (``Algorithm.writes``).
+    decided: the column that the driver writes of a sample that is to be trained (``Algorithm.writes``); critic: whether
+    the algorithm has one.
     """
     own = [_users(spec, index) for index in range(len(spec.tasks))]
     written = tuple(column for task in own for column in task.writes)
@@ -178,7 +207,8 @@ def graph_of(spec: RLJobSpec, *, decided: str = ADVANTAGE) -> JobGraph:
         *(replace(task, partition=EVAL) for task in (rollout, *judged)),
         Task(partition=EVAL, name="score", reads=(REWARD,), role="driver", replicas=1),
     ]
-    return JobGraph(sources={TRAIN: PROMPT, EVAL: PROMPT}, tasks=tuple(tasks))
+    companions = (_critic(spec, mask),) if critic else ()
+    return JobGraph(sources={TRAIN: PROMPT, EVAL: PROMPT}, tasks=tuple(tasks), companions=companions)
 
 
 def trained_columns(spec: RLJobSpec) -> tuple[str, ...]:
@@ -251,6 +281,19 @@ RESERVED: Final = ("rollout", REFERENCE, REWARD, ADVANTAGE, "train", "score")
 def _flaw(task: Task, field: str, why: str, fix: str) -> Flaw:
     place = (*task.place, field) if task.place else ("tasks",)
     return Flaw(place=place, why=why, fix=fix)
+
+
+def _critic(spec: RLJobSpec, mask: tuple[str, ...]) -> Companion:
+    apart = spec.critic is not None and spec.critic.role is not None
+    return Companion(
+        name=CRITIC,
+        task="train",
+        reads=("prompt_ids", "response_ids", *mask, "returns"),
+        writes=("values",),
+        role=CRITIC if apart else "trainer",
+        inside=not apart,
+        when="as it was before the step; learns beside train",
+    )
 
 
 def _users(spec: RLJobSpec, index: int) -> Task:

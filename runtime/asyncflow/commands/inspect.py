@@ -52,7 +52,8 @@ def plan(file: Path, overrides: Sequence[str], *, svg: Path | None = None) -> No
     job, notes = resolve(runnable_job(file, overrides))
     for note in notes:
         click.echo(f"note: {note}")
-    planned = make_plan(job, decided=algorithm_of(job.spec).writes)
+    algorithm = algorithm_of(job.spec)
+    planned = make_plan(job, decided=algorithm.writes, critic=algorithm.critic)
     if svg is not None:
         try:
             svg.write_text(drawing.svg(planned, TRAIN), encoding="utf-8")

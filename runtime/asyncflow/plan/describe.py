@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncflow.api.graph import TRAIN, Task
+from asyncflow.api.graph import TRAIN, Companion, Task
 from asyncflow.api.job import RLJob
 from asyncflow.plan.job import begins, generated_by, swapped
 from asyncflow.plan.roles import JobPlan, Resources, Role
@@ -27,7 +27,7 @@ class TextTable:
 
 
 def tables(job: RLJob, plan: JobPlan) -> tuple[TextTable, ...]:
-    """Return the roles, the tasks of training and the figures of a job."""
+    """Return the roles, the tasks of training with the models beside them, and the figures of a job."""
     return (
         TextTable(
             title="Roles",
@@ -37,7 +37,7 @@ def tables(job: RLJob, plan: JobPlan) -> tuple[TextTable, ...]:
         TextTable(
             title="Tasks",
             columns=("task", "run by", "reads", "writes", "takes", "when"),
-            rows=tuple(_task(job, task) for task in plan.graph.of(TRAIN)),
+            rows=(*(_task(job, task) for task in plan.graph.of(TRAIN)), *map(_companion, plan.graph.companions)),
         ),
         TextTable(title="Figures", columns=("what", "how much"), rows=_figures(job)),
     )
@@ -56,6 +56,11 @@ def _role(role: Role) -> tuple[str, ...]:
 def _task(job: RLJob, task: Task) -> tuple[str, ...]:
     reads, writes = ", ".join(task.reads), ", ".join(task.writes) or ABSENT
     return task.name, task.role, reads, writes, taken_by(task), begins(job.spec, task)
+
+
+def _companion(one: Companion) -> tuple[str, ...]:
+    where = f"inside {one.role}" if one.inside else one.role
+    return one.name, where, ", ".join(one.reads), ", ".join(one.writes), f"what {one.task} asks for", one.when
 
 
 def taken_by(task: Task) -> str:

@@ -2,10 +2,10 @@
 
 The SVG is a small layered drawing (Sugiyama et al., 1981): a task stands in the layer after the last one that it reads
 from, and a line that passes a layer has a track of its own there, so no line crosses a box. Tracks and boxes of a layer
-are ordered by where what they read stands.
+are ordered by where what they read stands. A model that learns beside a task stands below it.
 
-Invariants: a pure function of graph and plan; each box is one task, each line the columns that one task reads of
-another.
+Invariants: a pure function of graph and plan; each box is one task or a model beside one, each line the columns that
+one task reads of another, or what a task and the model beside it give each other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 from xml.sax.saxutils import escape
 
-from asyncflow.api.graph import TRAIN, JobGraph, Task
+from asyncflow.api.graph import TRAIN, Companion, JobGraph, Task
 from asyncflow.plan.roles import JobPlan
 
 _SOURCE: Final = "driver"
@@ -25,6 +25,8 @@ _BOX: Final = (168, 62)
 _GAP: Final = 186
 _TRACK: Final = 46
 _SPACE: Final = 22
+_TALK: Final = 78
+"""Space around a model beside a task, half of which has the words of what they give each other."""
 _MARGIN: Final = 24
 _HEAD: Final = 46
 _LABEL: Final = 27
@@ -33,8 +35,8 @@ _FONT: Final = "font-family='ui-sans-serif, system-ui, sans-serif'"
 
 
 _TIP: Final = (
-    "<defs><marker id='tip' viewBox='0 0 8 8' refX='7.5' refY='4' markerWidth='8' markerHeight='8' orient='auto'>"
-    "<path d='M0,0 L8,4 L0,8 z' fill='#475569'/></marker></defs>"
+    "<defs><marker id='tip' viewBox='0 0 8 8' refX='7.5' refY='4' markerWidth='8' markerHeight='8' "
+    "orient='auto-start-reverse'><path d='M0,0 L8,4 L0,8 z' fill='#475569'/></marker></defs>"
 )
 
 
@@ -59,10 +61,16 @@ def _branch(plan: JobPlan, below: dict[str, list[Task]], parent: str, indent: st
         also = f"  (reads {', '.join(others)} too)" if others else ""
         writes = f" ─> {', '.join(task.writes)}" if task.writes else ""
         yield f"{indent}{'└' if last else '├'}─ {task.name} [{_who(plan, task)}]{writes}{also}"
-        yield from _branch(plan, below, task.name, indent + ("   " if last else "│  "))
+        inner = indent + ("   " if last else "│  ")
+        for one in plan.graph.beside(task):
+            yield f"{inner}⇄  {one.name} [{_who(plan, one)}] ─> {', '.join(one.writes)}  ({one.when})"
+        yield from _branch(plan, below, task.name, inner)
 
 
-def _who(plan: JobPlan, task: Task) -> str:
+def _who(plan: JobPlan, task: Task | Companion) -> str:
+    """Return in words the processes that run a task, or that a model beside one is in."""
+    if isinstance(task, Companion) and task.inside:
+        return f"inside {task.role}"
     role = next((role for role in plan.roles if role.name == task.role), None)
     if role is None:
         return task.role
@@ -72,11 +80,15 @@ def _who(plan: JobPlan, task: Task) -> str:
 
 @dataclass(eq=False)
 class _Item:
-    """A box, or a track that a line has in a layer. y: of its middle; height: with its part of the space."""
+    """A box, or a track that a line has in a layer. y: of its middle; height: with its part of the space.
+
+    below: the box below which that of a model beside a task stands.
+    """
 
     layer: int
-    task: Task | None
+    task: Task | Companion | None
     height: int
+    below: _Item | None = None
     y: float = 0.0
     pull: float = 0.0
 
@@ -107,6 +119,7 @@ def svg(plan: JobPlan, partition: str) -> str:
         parts += _drawn(line, said)
     for layer in layers:
         parts += [part for item in layer if item.height >= _BOX[1] for part in _box(plan, partition, item)]
+        parts += [part for item in layer for part in _exchanged(item)]
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -118,8 +131,9 @@ def _laid_out(graph: JobGraph, partition: str) -> tuple[list[list[_Item]], list[
     at = {item.task.name if item.task is not None else "": item for layer in layers for item in layer}
     lines: list[_Line] = []
     for name, item in list(at.items()):
-        if item.task is None:
+        if not isinstance(item.task, Task):
             continue
+        layers[item.layer] += [_Item(item.layer, one, _BOX[1] + _TALK, item) for one in graph.beside(item.task)]
         columns: dict[str, list[str]] = {}
         for column in item.task.reads:
             writer = graph.writer(partition, column)
@@ -143,6 +157,8 @@ def _place(layers: Sequence[list[_Item]], lines: Sequence[_Line]) -> None:
             item.pull = sum(before) / len(before) if before else 0.0
         if number:
             layer.sort(key=lambda item: (item.pull, item.height < _BOX[1]))
+            apart = [item for item in layer if item.below is None]
+            layer[:] = [each for item in apart for each in (item, *(one for one in layer if one.below is item))]
         y = _MARGIN + _HEAD + (tallest - sum(item.height for item in layer)) / 2
         for item in layer:
             item.y = y + item.height / 2
@@ -180,16 +196,29 @@ def _drawn(line: _Line, said: dict[_Item, int]) -> Iterator[str]:
         yield _text(place, height, part, size=11, color="#334155")
 
 
+def _exchanged(item: _Item) -> Iterator[str]:
+    """Yield the line between a task and the model below it, and what they give each other."""
+    if item.below is None or not isinstance(item.task, Companion):
+        return
+    x, top, bottom = _left(item) + 20, item.below.y + _BOX[1] / 2, item.y - _BOX[1] / 2
+    ends = "marker-start='url(#tip)' marker-end='url(#tip)'"
+    yield f"<path d='M{x:.0f},{top:.0f} L{x:.0f},{bottom:.0f}' stroke='#94a3b8' stroke-width='1.4' {ends}/>"
+    words = [*textwrap.wrap(f"↓ {', '.join(item.task.reads)}", _LABEL), f"↑ {', '.join(item.task.writes)}"]
+    for number, part in enumerate(reversed(words)):
+        yield _text(x + 8, bottom - 8 - 13 * number, part, size=11, color="#334155")
+
+
 def _box(plan: JobPlan, partition: str, item: _Item) -> Iterator[str]:
     task = item.task
-    name, who = (task.name, _who(plan, task)) if task is not None else ("prompts", _SOURCE)
+    name, runs = (task.name, _who(plan, task)) if task is not None else ("prompts", _SOURCE)
     how = ", ".join(plan.graph.sources[partition]) if task is None else _taken(task)
     x, y = _left(item), item.y - _BOX[1] / 2
-    fill = "#eef2ff" if task is not None and task.place else "#f8fafc"
+    own = not task.inside if isinstance(task, Companion) else task is not None and bool(task.place)
+    fill = "#eef2ff" if own else "#f8fafc"
     yield (
         f"<rect x='{x:.0f}' y='{y:.0f}' width='{_BOX[0]}' height='{_BOX[1]}' rx='8' fill='{fill}' stroke='#475569'/>"
     )
-    for number, (said, size, color) in enumerate(((name, 14, "#0f172a"), (who, 11, "#334155"), (how, 11, "#64748b"))):
+    for number, (said, size, color) in enumerate(((name, 14, "#0f172a"), (runs, 11, "#334155"), (how, 11, "#64748b"))):
         yield _text(x + 12, y + 20 + 17 * number, said, size=size, color=color)
 
 
@@ -197,6 +226,8 @@ def _text(x: float, y: float, said: str, *, size: int, color: str) -> str:
     return f"<text x='{x:.0f}' y='{y:.0f}' font-size='{size}' fill='{color}'>{escape(said)}</text>"
 
 
-def _taken(task: Task) -> str:
+def _taken(task: Task | Companion) -> str:
+    if isinstance(task, Companion):
+        return "as before the step"
     whole = "slots of all ranks" if task.gang else "whole groups" if task.groups else "rows"
     return f"{whole}, {task.order}"

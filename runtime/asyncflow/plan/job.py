@@ -25,16 +25,16 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 _CPU_ONLY = AcceleratorSpec()
 
 
-def plan(job: RLJob, *, decided: str = ADVANTAGE) -> JobPlan:
-    """Return the roles of ``job`` and its tasks. decided: see ``graph_of``."""
+def plan(job: RLJob, *, decided: str = ADVANTAGE, critic: bool = False) -> JobPlan:
+    """Return the roles of ``job`` and its tasks. decided, critic: see ``graph_of``."""
     spec = job.spec
     holding = holding_roles(spec.transfer_queue, "driver", lambda *given: _holding(spec, *given))
-    critic = () if (own := critic_role(spec)) is None else (_critic(spec, own),)
+    valuing = () if (own := critic_role(spec)) is None else (_critic(spec, own),)
     trainer = () if spec.trainer.external else (_trainer(spec),)
-    serving = (_driver(spec), _controller(spec), *holding, _storage(spec), *critic, *trainer)
+    serving = (_driver(spec), _controller(spec), *holding, _storage(spec), *valuing, *trainer)
     beside = [_working(spec, name, worker) for name, worker in working_roles(spec).items()]
     roles = (*serving, *beside, _rollout(spec))
-    return JobPlan(job=job.name, roles=roles, graph=graph_of(spec, decided=decided))
+    return JobPlan(job=job.name, roles=roles, graph=graph_of(spec, decided=decided, critic=critic))
 
 
 def _driver(spec: RLJobSpec) -> Role:
