@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_progress import AUDIT, step_line
 
 from asyncflow import clock
-from asyncflow.api.status import DriverStatus
+from asyncflow.api.status import DriverStatus, RewardState
 from asyncflow.api.versions import VersionsState
 from asyncflow.driver import journal
 from asyncflow.driver.ending import summarize
@@ -47,7 +47,12 @@ def sound() -> dict[str, Any]:
             {"event": "evaluation", "at": now, "step": 0, "prompts": 8, "accuracy": 0.5, "greedy": 1.0, "reward": 0.5},
         ],
         journal.LIVES: {role: {"role": role, "busy_s": 1.0, **life} for role in ("rollout", "trainer")},
-        journal.REWARDS: {"scored": 20, "failed": {"raised": 2}, "first_failure": "raised: KeyError"},
+        journal.REWARDS: {
+            "scored": 20,
+            "failed": {"raised": 2},
+            "first_failure": "raised: KeyError",
+            "alike": {"right": 3, "wrong": 1},
+        },
     }
 
 
@@ -96,7 +101,6 @@ def started(folder: Path) -> tuple[RunProgress, DriverStatus, dict[str, Any]]:
         rewards=rewards.state,
         devices=1,
         prompts_skipped=0,
-        alike={},
         best=None,
         exports={},
     )
@@ -153,12 +157,12 @@ def test_an_evaluation_of_a_step_that_the_run_has_not_is_none(tmp_path: Path) ->
 
 
 def test_totals_that_cannot_be_are_counted_anew(tmp_path: Path) -> None:
-    for odd in ({"scored": -1}, {"failed": {"raised": -3}}, {"scored": 2**53}):
+    for odd in ({"scored": -1}, {"failed": {"raised": -3}}, {"scored": 2**53}, {"alike": {"half": 1}}):
         files = sound()
         files[journal.REWARDS] |= odd
         written(tmp_path, files)
         _, status, _ = started(tmp_path)
-        assert (status.rewards.scored, status.rewards.failed) == (0, {})
+        assert status.rewards == RewardState()
         assert (tmp_path / f"{journal.REWARDS}{journal.ASIDE}").exists()
 
 

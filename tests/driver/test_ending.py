@@ -52,7 +52,6 @@ class Job:
             devices=1,
             rewards=RewardTally(needed=1, keep=lambda totals: None),
             prompts_skipped=lambda: 0,
-            alike={},
         )
 
     async def snapshot(self, *, partition: str, timeout: float) -> SimpleNamespace:

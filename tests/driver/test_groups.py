@@ -219,7 +219,7 @@ async def test_of_a_group_whose_algorithm_makes_pairs_the_trainer_sees_these_alo
     assert {(row.meta.serial, row.meta.sample) for row in trained} == {(0, 1), (0, 2), (2, 1), (2, 2)}
     assert sorted(written["advantage"].values.tolist()) == [-1, -1, 1, 1]
     assert excluded == [1]
-    assert groups.alike == {"right": 1}
+    assert groups.rewards.equal_groups() == {"right": 1, "wrong": 0}
     assert (audit.filtered, audit.dropped, audit.problems) == (8, 0, [])
 
 

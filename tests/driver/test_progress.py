@@ -151,10 +151,11 @@ def test_the_summary_counts_what_was_measured(tmp_path: Path) -> None:
         phase="Succeeded",
         finished=130.0,
         lives=lives,
-        rewards=RewardState(scored=8, failed={"raised": 1}, first_failure="raised: KeyError"),
+        rewards=RewardState(
+            scored=8, failed={"raised": 1}, first_failure="raised: KeyError", groups_all_right=3, groups_all_wrong=2
+        ),
         devices=2,
         prompts_skipped=0,
-        alike={},
         best=None,
         exports={},
     )
@@ -171,6 +172,7 @@ def test_the_summary_counts_what_was_measured(tmp_path: Path) -> None:
     assert (summary["staleness_start_max"], summary["staleness_start_mean"]) == (1, 0.5)
     assert summary["logprob_gap_p99"] == 1e-6
     assert (summary["rewards_failed"], summary["first_failed_reward"]) == ({"raised": 1}, "raised: KeyError")
+    assert (summary["groups_all_right"], summary["groups_all_wrong"]) == (3, 2)
     assert (summary["samples_dispatched"], summary["samples_lost"], summary["samples_duplicated"]) == (8, 0, 0)
 
 

@@ -1,5 +1,6 @@
 """What has no reward is counted by why, and when most of a step has none the job pauses."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncflow.driver.components import ComponentMeans
-from asyncflow.driver.groups import RewardTally
+from asyncflow.driver.groups import RewardTally, Totals
+from asyncflow.driver.journal import REWARDS, StateFile
+from asyncflow.telemetry.metrics import DriverMetrics
 
 OUTCOMES = ["", "raised", "timeout", "invalid"]
 
@@ -107,6 +110,27 @@ def test_totals_and_the_first_traceback_go_on_in_the_next_driver() -> None:
     again.restore(kept[-1])
     assert again.outcomes() == {"scored": 1, "raised": 1, "timeout": 1}
     assert again.first_failure == "raised: Traceback: KeyError"
+
+
+def test_equal_groups_are_counted_on_by_the_next_driver_and_shown_alike_everywhere(tmp_path: Path) -> None:
+    file = StateFile(tmp_path / REWARDS)
+    for life in (1, 2):
+        driver = RewardTally(needed=8, keep=file.write)
+        driver.restore(file.read(Totals))
+        driver.alike.update(right=2, wrong=1)
+        driver.flush()
+        metrics = DriverMetrics()
+        metrics.watch_groups(driver.equal_groups)
+        assert (driver.state.groups_all_right, driver.state.groups_all_wrong) == (2 * life, life)
+        for how, count in (("right", 2 * life), ("wrong", life)):
+            assert metrics.registry.get_sample_value("asyncflow_driver_equal_groups_total", {"all": how}) == count
+
+
+def test_totals_of_a_run_that_counted_no_groups_yet_are_read(tmp_path: Path) -> None:
+    (tmp_path / REWARDS).write_text('{"scored": 3, "failed": {"raised": 1}, "first_failure": "raised: KeyError"}')
+    made = tally()
+    made.restore(StateFile(tmp_path / REWARDS).read(Totals))
+    assert (made.outcomes(), made.equal_groups()) == ({"scored": 3, "raised": 1}, {"right": 0, "wrong": 0})
 
 
 def judged(**components: float) -> Any:

@@ -46,6 +46,7 @@ def registries() -> Iterator[CollectorRegistry]:
     """Of every role and of the operator, with all that a running process adds to its own."""
     driver = DriverMetrics()
     driver.watch_rewards(lambda: {"raised": 1})
+    driver.watch_groups(lambda: {"right": 1})
     for role in (driver, ControllerMetrics(), StorageMetrics()):
         counters = RpcCounters()
         counters.calls["a"] = counters.errors["a"] = counters.refused["a"] = counters.dropped["a"] = 1

@@ -104,6 +104,10 @@ class RewardState(Wire):
     task, ``NAME:`` before the why."""
     first_failure: Annotated[str, StringConstraints(max_length=2048)] = ""
     """Details of the first of them, a traceback where the function raised."""
+    groups_all_right: Count = 0
+    """Groups of training samples whose rewards were all equal, and at least ``evaluation.passReward``."""
+    groups_all_wrong: Count = 0
+    """Those whose rewards were all equal, and below it."""
 
 
 class CheckpointState(Wire):

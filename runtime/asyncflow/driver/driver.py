@@ -240,6 +240,7 @@ class Driver:
         )
         self.rewards.restore(kept.read(Totals))
         metrics.watch_rewards(self.rewards.outcomes)
+        metrics.watch_groups(self.rewards.equal_groups)
         self._samples = SampleCollector(
             spec.storage.samples, queue=queue, folder=folder, seed=spec.algorithm.seed, decode=decode
         )
@@ -287,7 +288,6 @@ class Driver:
             devices=spec.devices,
             rewards=self.rewards,
             prompts_skipped=lambda: self._dispatcher.skipped,
-            alike=self._groups.alike,
         )
         server.route("driver.report", TrainReport, self._report)
         server.route("driver.put_prompts", PutPrompts, self._put_prompts)

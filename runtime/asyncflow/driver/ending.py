@@ -52,15 +52,13 @@ def summarize(
     rewards: RewardState,
     devices: int,
     prompts_skipped: int,
-    alike: Mapping[str, int],
     best: Best | None,
     exports: Mapping[str, int],
 ) -> dict[str, Any]:
     """Return the summary.
 
-    finished: unix seconds; devices: as ``RLJobSpec.devices`` counts them; prompts_skipped: those
-    that were too long; alike: groups whose samples were all ``right`` or all ``wrong``; best: what the trainer keeps as
-    the best; exports: steps of the models that it has written, by folder.
+    finished: unix seconds; devices: as ``RLJobSpec.devices`` counts them; prompts_skipped: those that were too long;
+    best: what the trainer keeps as the best; exports: steps of the models that it has written, by folder.
     """
     lines = progress.lines
     evaluations = [progress.evaluations[step] for step in sorted(progress.evaluations)]
@@ -107,8 +105,8 @@ def summarize(
             else None
         ),
         "prompts_skipped": prompts_skipped,
-        "groups_all_right": alike.get("right", 0),
-        "groups_all_wrong": alike.get("wrong", 0),
+        "groups_all_right": rewards.groups_all_right,
+        "groups_all_wrong": rewards.groups_all_wrong,
         "samples_dispatched": audit.dispatched,
         "samples_trained": audit.trained,
         "samples_filtered": audit.filtered,
@@ -139,8 +137,8 @@ class Ending:
     changed: waits until something may have changed; unevaluated: returns the versions whose evaluation is still to
     come; suspending: whether the job is to be suspended; export_s: seconds that the trainer may take from the last
     commit to the end of its export; stop_s: seconds that the others have to leave; devices: that the job uses;
-    prompts_skipped: returns how many were too long; alike: as of ``summarize``, counted while it goes on.
-    checkpoint: step of the newest commit and when it was first seen, by ``clock.now``.
+    prompts_skipped: returns how many were too long. checkpoint: step of the newest commit and when it was first seen,
+    by ``clock.now``.
     """
 
     folder: Path
@@ -155,7 +153,6 @@ class Ending:
     devices: int
     rewards: RewardTally
     prompts_skipped: Callable[[], int]
-    alike: Mapping[str, int]
     checkpoint: tuple[int, float] | None = field(default=None, init=False)
 
     async def reached(self) -> Phase:
@@ -206,7 +203,6 @@ class Ending:
             rewards=self.rewards.state,
             devices=self.devices,
             prompts_skipped=self.prompts_skipped(),
-            alike=self.alike,
             best=self.members.kept_best,
             exports=self.members.exports,
         )

@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 
 _MOST_WORDS = 2000
 _Kept = Annotated[int, Meta(ge=0, le=1 << 50)]
+Alike: TypeAlias = Literal["right", "wrong"]
 
 FILTERED_ZERO_VARIANCE: Final = "filtered: zero variance"
 TOO_FEW_REWARDS: Final = "too few rewards in its group"
@@ -62,6 +63,7 @@ class Totals(msgspec.Struct, frozen=True):
     scored: _Kept
     failed: Annotated[dict[Annotated[str, Meta(max_length=32)], _Kept], Meta(max_length=64)]
     first_failure: Annotated[str, Meta(max_length=_MOST_WORDS)]
+    alike: dict[Alike, _Kept] = {}
 
 
 def to_mend(failures: Counter[str]) -> str:
@@ -78,14 +80,15 @@ def failure_of(row: LeasedRow) -> str:
 
 @dataclass(kw_only=True)
 class RewardTally:
-    """The outcomes of all samples of a run.
+    """The outcomes of all samples of a run, and of its groups.
 
     needed: samples of one optimizer step; keep: writes the totals down for the next driver, which is given them back
     by ``restore``.
     timeouts_fail: whether a sample whose reward took too long counts for a pause: not where the manifest gives it 0;
     most_failed: share of a step's samples that may have no reward; beyond it the job pauses.
     first_failure: what is known of the first sample without a reward, once the job has paused of the first that failed
-    as most did; paused: what a paused job waits for, "" while it runs.
+    as most did; alike: groups without variance, dropped or not, by whether all of their samples were right or wrong;
+    paused: what a paused job waits for, "" while it runs.
     """
 
     needed: int
@@ -95,6 +98,7 @@ class RewardTally:
     scored: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     first_failure: str = ""
+    alike: Counter[Alike] = field(default_factory=Counter)
     paused: str = ""
     _judged: Counter[int] = field(default_factory=Counter)
     _failed_of: dict[int, Counter[str]] = field(default_factory=dict)
@@ -105,6 +109,7 @@ class RewardTally:
         """Go on from what an earlier driver kept, None where that is nothing."""
         if kept is not None:
             self.scored, self.failed, self.first_failure = kept.scored, Counter(kept.failed), kept.first_failure
+            self.alike = Counter(kept.alike)
 
     def take(self, row: LeasedRow, *, step: int | None = None) -> None:
         """Count a sample that was judged; step: the one that it is for, None where it is for an evaluation."""
@@ -133,7 +138,7 @@ class RewardTally:
 
     def flush(self) -> None:
         """Save the totals, if they have changed since they were saved."""
-        totals = Totals(self.scored, dict(self.failed), self.first_failure)
+        totals = Totals(self.scored, dict(self.failed), self.first_failure, dict(self.alike))
         if totals != self._kept:
             self.keep(totals)
             self._kept = totals
@@ -147,10 +152,20 @@ class RewardTally:
         """Return how many samples were scored, and how many failed by why."""
         return {"scored": self.scored, **self.failed}
 
+    def equal_groups(self) -> dict[str, int]:
+        """Return how many groups were all right, and how many all wrong."""
+        return {"right": self.alike["right"], "wrong": self.alike["wrong"]}
+
     @property
     def state(self) -> RewardState:
-        """Counts of scored and failed samples, for the status."""
-        return RewardState(scored=self.scored, failed=dict(self.failed), first_failure=self.first_failure)
+        """Counts of scored and failed samples, and of equal groups, for the status."""
+        return RewardState(
+            scored=self.scored,
+            failed=dict(self.failed),
+            first_failure=self.first_failure,
+            groups_all_right=self.alike["right"],
+            groups_all_wrong=self.alike["wrong"],
+        )
 
     def _pause_if_most_failed(self, step: int) -> None:
         failures, judged = self._failed_of[step], self._judged[step]
@@ -216,7 +231,7 @@ class GroupPolicy:
             return GroupDecision(None, left_out, np.array([each.mean() for each in turns], np.float32), turns)
         return GroupDecision(None, left_out, self.algorithm.advantages(shaped))
 
-    def alike(self, group: Group) -> str | None:
+    def alike(self, group: Group) -> Alike | None:
         """Return "right" or "wrong" where all samples of a group are equally so, else None."""
         if len(group.rewards) < self.algorithm.fewest or not zero_variance(group.rewards):
             return None
@@ -326,9 +341,8 @@ class AdvantageTask:
     step is trained. late: returns the step to which a finished group may go, and the group that is
     late there, None where there is none; exchanged: called when the two have changed their steps; decided: called with
     the step and each group that the trainer shall see, again where it is decided again. spans: records when it decides.
-    filtered: groups of each step without variance that were dropped, by an earlier driver too; alike: groups without
-    variance of this driver's life, dropped or not, by whether all of their samples were right or wrong; components:
-    means of the components of the reward.
+    filtered: groups of each step without variance that were dropped, by an earlier driver too; components: means of the
+    components of the reward.
     """
 
     queue: QueueClient
@@ -342,7 +356,6 @@ class AdvantageTask:
     decided: Callable[[int, DecidedGroup], None]
     spans: Spans = NO_SPANS
     filtered: Counter[int] = field(default_factory=Counter)
-    alike: Counter[str] = field(default_factory=Counter)
     components: ComponentMeans = field(default_factory=ComponentMeans)
     _held: dict[int, dict[int, DecidedGroup]] = field(default_factory=dict)
     _asked: _Exchange | None = None
@@ -397,7 +410,7 @@ class AdvantageTask:
         judged = _judged(serial, kept, by_turn=self.policy.algorithm.by_turn)
         reason, left_out, advantages, turns = self.policy.decide(judged)
         if counts and (alike := self.policy.alike(judged)) is not None:
-            self.alike[alike] += 1
+            self.rewards.alike[alike] += 1
         if reason is not None:
             log.info("group %d goes no further: %s", serial, reason)
             # Before the drops, whose answer may be lost: what is dropped is not claimed again.
@@ -478,4 +491,4 @@ class AdvantageTask:
 
     @property
     def _alike_words(self) -> str:
-        return f"{self.alike['right']} were all right and {self.alike['wrong']} all wrong"
+        return f"{self.rewards.alike['right']} were all right and {self.rewards.alike['wrong']} all wrong"

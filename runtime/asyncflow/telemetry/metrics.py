@@ -254,6 +254,10 @@ class DriverMetrics(RoleMetrics):
         """Show what became of the samples that were judged as ``asyncflow_driver_rewards_total{outcome}``."""
         self._count("rewards", "samples judged", "outcome", outcomes)
 
+    def watch_groups(self, alike: Callable[[], Mapping[str, int]]) -> None:
+        """Show groups of equal rewards as ``asyncflow_driver_equal_groups_total{all}``."""
+        self._count("equal_groups", "groups of equal rewards, by whether all were right or wrong", "all", alike)
+
 
 class ControllerMetrics(RoleMetrics):
     """The queue as its controller sees it."""

@@ -286,7 +286,8 @@ def largest(rollouts: int) -> DriverStatus:
         failed=four,
         first_failure="\x00" * 256,
     )
-    rewards = RewardState(scored=LARGEST, failed=failed, first_failure="\x00" * 2048)
+    equal = {"groups_all_right": LARGEST, "groups_all_wrong": LARGEST}
+    rewards = RewardState(scored=LARGEST, failed=failed, first_failure="\x00" * 2048, **equal)
     counts = dict.fromkeys(("step", "samples", "generated", "filtered", "trained", "running", "publishing"), LARGEST)
     progress = StepProgress(**counts, tokens_per_second=-longest, saving=False)
     small = 1.2345678901234567e-300
