@@ -2,25 +2,15 @@
 
 import heapq
 import random
-from importlib.metadata import EntryPoint
 
 import pytest
 
-from asyncflow import plugins
-from asyncflow.errors import ManifestError
-from asyncflow.flow.selection import SELECTIONS, ReadyItem, Selection, selection_of
+from asyncflow.flow.selection import ReadyItem, selection_of
 
 ROWS = [
     ReadyItem(step=step, serial=serial, sample=sample, version=version, tokens=tokens)
     for step, serial, sample, version, tokens in ((2, 4, 0, 0, 9), (1, 3, 1, 1, 5), (1, 3, 0, 2, 7), (2, 5, 0, 0, 20))
 ]
-
-
-class Shortest(Selection):
-    """What a package adds."""
-
-    def rank(self, item: ReadyItem) -> tuple[int, ...]:
-        return (item.tokens,)
 
 
 @pytest.mark.parametrize(
@@ -30,15 +20,6 @@ class Shortest(Selection):
 def test_selections_of_the_project(name: str, tokens: list[int]) -> None:
     rank = selection_of(name, where="here").rank
     assert [row.tokens for row in sorted(ROWS, key=rank)] == tokens
-
-
-def test_a_package_adds_a_selection(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("shortest", f"{__name__}:Shortest", SELECTIONS)
-    monkeypatch.setattr(EntryPoint, "load", lambda _: Shortest)
-    monkeypatch.setattr(plugins, "entry_points", lambda *, group: [point] if group == SELECTIONS else [])
-    assert [row.tokens for row in sorted(ROWS, key=selection_of("shortest", where="here").rank)] == [5, 7, 9, 20]
-    with pytest.raises(ManifestError, match=r"the order of the task a.*'tallest' in asyncflow\.selections"):
-        selection_of("tallest", where="the order of the task a")
 
 
 def test_replicas_that_take_the_longest_first_end_at_about_the_same_time() -> None:
