@@ -11,7 +11,7 @@ PLAIN := benchmarks operator $(filter-out %/__pycache__,$(patsubst %/,%,$(wildca
 # A run and the tests start hundreds of processes, none of which should compile the same source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test docs vllm lint types contracts pytest kube browser controls faults drains elastic bench-async reproduction verl-rows page delayed-update update-modes same-bits smollm2 smollm2-vllm e2e bench-queue queue-faults attacks fuzz doctor-faults
+.PHONY: run test docs vllm lint types contracts pytest kube browser controls learning faults task-faults six-tasks drains elastic bench-async reproduction verl-rows page delayed-update update-modes same-bits smollm2 smollm2-vllm e2e bench-queue queue-faults attacks fuzz doctor-faults
 
 run: $(STAMP)
 	$(BIN)/asyncflow run examples/quickstart.yaml --fresh
@@ -56,9 +56,23 @@ docs: $(STAMP)
 controls: $(STAMP)
 	$(BIN)/python benchmarks/controls.py --seeds 1 2 3
 
+# The examples of algorithms and of the tool, each beside its control with shuffled rewards: ten runs of up to 3 minutes.
+learning: SEEDS = 1
+learning: $(STAMP)
+	$(BIN)/python benchmarks/learning.py --seeds $(SEEDS)
+
 # 50 processes of a running job are killed; twice the steps of the example, which a fast machine makes in 33 kills.
 faults: $(STAMP)
 	$(BIN)/python benchmarks/faults.py examples/counting.yaml --kills 50 --seed 1 --set algorithm.steps=400
+
+# The same of a job by PPO whose reward, reference, critic and two tasks of a user's are roles of their own: nine roles.
+task-faults: $(STAMP)
+	$(BIN)/python benchmarks/faults.py benchmarks/tasks.yaml --kills 50 --seed 1 --output runs/task-faults \
+		--roles task reward critic reference rollout storage trainer controller driver
+
+# PPO's six tasks in processes of their own; the spans say which of them were at work at the same time.
+six-tasks: $(STAMP)
+	$(BIN)/python benchmarks/six_tasks.py
 
 # Rollouts of long responses are told to end, killed, and made more or fewer, 100 times: others go on behind what there
 # is of these responses, and every token is accounted for.
