@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from socket import inet_aton
 from types import SimpleNamespace
@@ -234,7 +235,9 @@ def test_prompts_are_put_into_jobs_that_ask_for_them_alone(tmp_path: Path) -> No
         count(engines, until=STEPS)
 
 
-def test_a_stage_that_the_job_leaves_to_the_caller_is_done_by_its_threads_and_no_other_is(tmp_path: Path) -> None:
+def test_a_stage_that_the_job_leaves_to_the_caller_is_done_by_threads_and_processes_and_no_other_is(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "run"
     own = (
         "tasks=[{name: mark, reads: [response_ids], writes: [{name: tokens, dtype: int32, most: 1}], leaseSeconds: 5}]"
@@ -244,21 +247,22 @@ def test_a_stage_that_the_job_leaves_to_the_caller_is_done_by_its_threads_and_no
         done = []
         while (got := engines.get_experience_data("mark", ["response_ids"], 5, timeout=120)) is not None:
             lengths = [len(row) for row in got.data["response_ids"]]
-            assert all(engines.put_experience_data({"tokens": lengths}, got.index))
-            done += [row.meta.key for row in got.index.rows]
+            put = engines.put_experience_data({"tokens": lengths}, got.index)
+            done += [row.meta.key for row, ok in zip(got.index.rows, put, strict=True) if ok]
         return done
 
     def load(engines: asyncflow.Engines) -> list[SampleKey]:
         done = []
         with engines.create_stream_data_loader("mark", ["response_ids"], 5, use_vllm=True, num_workers=1) as loader:
             for data, index in loader:
-                assert all(engines.put_experience_data({"tokens": list(map(len, data["response_ids"]))}, index))
-                done += [row.meta.key for row in index.rows]
+                put = engines.put_experience_data({"tokens": list(map(len, data["response_ids"]))}, index)
+                done += [row.meta.key for row, ok in zip(index.rows, put, strict=True) if ok]
         return done
 
     with (
         ThreadPoolExecutor() as threads,
         asyncflow.init_engines(EXAMPLES / "counting.yaml", output=folder, overrides=[*SETTINGS, own]) as engines,
+        ExitStack() as left_open,
     ):
         for stage in ("advantage", "reviewer"):
             with pytest.raises(Refused, match=f"does not leave the task '{stage}' to you"):
@@ -267,9 +271,13 @@ def test_a_stage_that_the_job_leaves_to_the_caller_is_done_by_its_threads_and_no
                 engines.create_stream_data_loader(stage, ["response_ids"], 5)
         with pytest.raises(Refused, match="a job makes its rows itself"):
             engines.put_experience_data({"tokens": [1]})
+        beside = left_open.enter_context(asyncflow.init_engines(folder, trains=False))
         seen = torch.zeros(4096)
         engines.weight_sync_notify({"seen": seen})
-        marking = [threads.submit(work, engines) for work in (mark, load)]
+        with pytest.raises(Refused, match="is not the trainer's"):
+            beside.get_experience_data()
+        work = ((mark, engines), (load, engines), (mark, beside))
+        marking = [threads.submit(each, by) for each, by in work]
         client = Consumer(engines.queue)
         rows = Partition(client.client, "train")
         for harm in (
@@ -397,3 +405,8 @@ def test_where_nothing_runs_there_is_nothing_to_join(tmp_path: Path) -> None:
 def test_a_job_that_cannot_be_run_says_why(tmp_path: Path) -> None:
     with pytest.raises(AsyncFlowError, match=r"algorithm\.steps = -1"):
         asyncflow.init_engines(EXAMPLES / "counting.yaml", output=tmp_path / "run", overrides=["algorithm.steps=-1"])
+
+
+def test_who_does_not_train_joins_a_job_that_runs(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="begun here needs its trainer"):
+        asyncflow.init_engines(EXAMPLES / "counting.yaml", output=tmp_path / "run", trains=False)

@@ -87,7 +87,7 @@ class Engines:
 
     job: None for a queue alone; model: folder of the job's model, with θ_0; state: what the checkpoint holds that was
     gone on from, as it was given to ``weight_sync_notify``, None at the beginning; partition: of the rows; step: the
-    last completed one; steps: how many there are.
+    last completed one; steps: how many there are. Who is not the job's trainer has no state, and 0 for a step.
     """
 
     def __init__(self, *, session: TrainerSession | None, place: SessionPlace, partition: str) -> None:
@@ -103,15 +103,15 @@ class Engines:
         self._known: set[str] = set()
         self._lock = threading.Lock()
         LEASE_OWNERS[self._owner] = self
-        if session is not None:
-            handover = session.opened()
-            assert session.job is not None
+        if place.manifest is not None:
             assert place.workdir is not None
-            self.job, self.state = session.job, handover.state
-            self.step, self.steps = handover.step, self.job.spec.algorithm.steps
-            source = self.job.spec.model.source
+            self.job = place.job
+            self.steps, source = self.job.spec.algorithm.steps, self.job.spec.model.source
             self.model = materialize_config(source, place.workdir)
-            materialize_weights(source, self.model)
+            if session is not None:
+                handover = session.opened()
+                self.state, self.step = handover.state, handover.step
+                materialize_weights(source, self.model)
 
     def put_prompts_data(
         self,
@@ -230,10 +230,7 @@ class Engines:
         model may change as soon as this returns. Raises Refused before all samples of the step were taken, or where the
         queue stands alone.
         """
-        if self._session is None:
-            hint = "Give init_engines the manifest of a job, or the folder of its run"
-            raise Refused("a queue alone has no rollouts", where="weight_sync_notify", hint=hint)
-        handover = self._session.opened()
+        handover = self._trainer("weight_sync_notify").opened()
         named = _saved(weights) if isinstance(weights, nn.Module) else weights
         if not handover.begun:
             handover.begin(named)
@@ -243,10 +240,7 @@ class Engines:
 
     def generate_here(self, make_engine: MakeEngine) -> None:
         """Be one more rollout of the job, with an engine of one's own (``rollout.engines.base``)."""
-        if self._session is None:
-            hint = "Give init_engines the manifest of a job, or the folder of its run"
-            raise Refused("a queue alone has no rollouts", where="generate_here", hint=hint)
-        self._session.generate(make_engine)
+        self._trainer("generate_here").generate(make_engine)
 
     def create_stream_data_loader(
         self,
@@ -313,10 +307,18 @@ class Engines:
         """The queue, as the data sets of ``asyncflow`` take it."""
         return QueueAddress(address=self._place.address, tls=self._place.certificate(CLIENT))
 
+    def _trainer(self, where: str) -> TrainerSession:
+        """Return the session of the job's trainer. Raises Refused where this is none."""
+        if self._session is not None:
+            return self._session
+        if self.job is None:
+            hint = "Give init_engines the manifest of a job, or the folder of its run"
+            raise Refused("a queue alone has no rollouts", where=where, hint=hint)
+        hint = "Call init_engines again, without trains=False"
+        raise Refused("the session was closed, or is not the trainer's", where=where, hint=hint)
+
     def _next_experience(self, timeout: float) -> Experience | None:
-        if self._session is None:
-            raise Refused("the session was closed", where="get_experience_data", hint="Call init_engines again")
-        handover, step = self._session.opened(), self.step + 1
+        handover, step = self._trainer("get_experience_data").opened(), self.step + 1
         if not handover.begun:
             hint = "Call weight_sync_notify(model) first: the rollouts generate with it"
             raise Refused("there are no weights yet", where="get_experience_data", hint=hint)
@@ -408,6 +410,7 @@ def init_engines(
     workdir: Path | str | None = None,
     host: str = LOOPBACK,
     partition: str = OPEN,
+    trains: bool = True,
     timeout: float = 300.0,
 ) -> Engines:
     """Bring up the engines of a job whose trainer is this process, or join those that are up.
@@ -419,7 +422,8 @@ def init_engines(
     address: of the driver of a job that runs elsewhere, whose manifest ``job`` is; tls: folder with the certificates
     ``trainer-0`` and ``client-0`` of that job (of a queue: the folder with a client's certificate); workdir: folder on
     durable storage for checkpoints and the model (``runs/NAME``); host: the address at which rollouts reach this
-    process. partition: of the rows of a queue. timeout: seconds until the job is joined.
+    process. partition: of the rows of a queue. trains: False for a process beside the trainer, which does tasks that
+    are left to the user, or puts prompts. timeout: seconds until the job is joined.
 
     Raises ManifestError for what cannot be run or joined, DeadlineExceeded where the driver was not reached.
     """
@@ -431,15 +435,18 @@ def init_engines(
         place = running(folder)
         if place.manifest is None:
             return Engines(session=None, place=place, partition=partition)
+        if not trains:
+            return Engines(session=None, place=place, partition=TRAIN)
         session = TrainerSession(lambda: place, run=None, host=host, timeout=timeout)
     elif address is not None:
-        session = TrainerSession(
-            lambda: elsewhere(job, address=address, tls=tls, workdir=workdir, overrides=overrides),
-            run=None,
-            host=host,
-            timeout=timeout,
-        )
+        there = partial(elsewhere, job, address=address, tls=tls, workdir=workdir, overrides=overrides)
+        if not trains:
+            return Engines(session=None, place=there(), partition=TRAIN)
+        session = TrainerSession(there, run=None, host=host, timeout=timeout)
     else:
+        if not trains:
+            hint = "Give the folder of its run, or the address of its driver"
+            raise ManifestError("a job that is begun here needs its trainer", where="init_engines", hint=hint)
         local = LocalRun(job, output=output, overrides=overrides)
         session = TrainerSession(lambda: local.start(timeout=timeout), run=local, host=host, timeout=timeout)
     try:
