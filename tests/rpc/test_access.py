@@ -206,7 +206,7 @@ def test_a_process_of_a_task_works_on_its_own_rows_and_no_more():
     assert ProcessIdentity.of(caller.uri) == caller
 
 
-def test_a_client_of_a_job_looks_puts_prompts_and_works_on_what_is_left_to_it():
+def test_a_client_of_a_job_puts_prompts_works_on_what_is_left_to_it_and_else_does_as_an_operator():
     job, own = Access(table=job_table(["mark"])), _own("client")
     own.task = "mark"
     may = set()
@@ -215,7 +215,8 @@ def test_a_client_of_a_job_looks_puts_prompts_and_works_on_what_is_left_to_it():
             job.check(_caller("client"), method, own)
             may.add(method)
     work = {f"queue.{what}" for what in ("claim", "withdraw", "abandon", "renew", "end")}
-    assert may == _allowed("viewer") | work | {"unit.write", "driver.put_prompts"}
+    assert may == _allowed("operator") | work | {"unit.write", "driver.put_prompts"}
+    assert _allowed("operator") == _allowed("viewer") | {"queue.drain"}
     with pytest.raises(Refused, match=r"the task advantage is done by the job's own.*leaves to clients: mark"):
         job.check(_caller("client"), "queue.claim", Request(task="advantage", worker="client-1-ab"))
     for method, request in (

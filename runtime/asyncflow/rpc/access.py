@@ -175,7 +175,7 @@ ACCESS: Final[Mapping[str, Mapping[str, Named]]] = MappingProxyType(_table())
 
 
 def job_table(left: Collection[str]) -> Mapping[str, Mapping[str, Named]]:
-    """Return the table of a job: a client of it puts prompts, looks, and works on the tasks ``left`` to it, no more."""
+    """Return the table of a job: clients do as operators do, put prompts, and work on the tasks ``left`` to them."""
 
     def claims(request: Any) -> Iterable[Place | None]:
         if request.task not in left:
@@ -186,8 +186,8 @@ def job_table(left: Collection[str]) -> Mapping[str, Mapping[str, Named]]:
     lease, worker = _own("lease"), _own("worker")
     work = {"queue.claim": claims, "queue.withdraw": worker, "queue.abandon": worker}
     work |= {"queue.renew": _own("leases"), "queue.end": lease, "unit.write": lease}
-    looks = {method: roles[CLIENT] for method, roles in ACCESS.items() if {CLIENT, VIEWER} <= roles.keys()}
-    client = {"driver.put_prompts": _nobody, **looks, **work}
+    shared = {method: roles[CLIENT] for method, roles in ACCESS.items() if {CLIENT, OPERATOR} <= roles.keys()}
+    client = {"driver.put_prompts": _nobody, **shared, **work}
     return {
         method: {role: of for role, of in roles.items() if role != CLIENT}
         | ({CLIENT: client[method]} if method in client else {})
