@@ -276,6 +276,9 @@ def test_a_stage_that_the_job_leaves_to_the_caller_is_done_by_threads_and_proces
         engines.weight_sync_notify({"seen": seen})
         with pytest.raises(Refused, match="is not the trainer's"):
             beside.get_experience_data()
+        with asyncflow.init_engines(folder, trains=False) as careless:
+            left = careless.get_experience_data("mark", ["response_ids"], 5, timeout=120)
+            assert left is not None, "others have these rows, too"
         work = ((mark, engines), (load, engines), (mark, beside))
         marking = [threads.submit(each, by) for each, by in work]
         client = Consumer(engines.queue)
