@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import save_file
 
 from asyncflow.api.placement import AcceleratorSpec
@@ -206,6 +207,62 @@ async def test_stop_ids_stop_texts_and_aborts_end_a_response(engine, weights, de
     assert len(ended.ids) == len(ended.logprobs) == len(ended.versions) == 290
     assert ended.ids[: len(aborted)].tolist() == aborted.ids.tolist()
     assert engine.stats().tokens["train"] - made == 290 - len(aborted)
+
+
+STOPS = tuple(range(3, 70))
+"""A quarter of the vocabulary, so that a turn has a few tokens."""
+OBSERVED = ([201, 30, 31, 7], [202, 40, 3])
+"""What is said behind the first turn, and behind the second; a token of it may be one that ends a turn."""
+
+
+async def hits(engine) -> float:
+    """Return how many tokens vLLM has had of its prefix cache so far."""
+    families = text_string_to_metric_families(await engine.metrics())
+    return sum(each.value for one in families for each in one.samples if each.name == "vllm:prefix_cache_hits_total")
+
+
+async def test_an_episode_goes_on_behind_all_that_was_said(engine, weights, reference):
+    prompt = tuple(i % 250 + 3 for i in range(140))  # more than a block of the prefix cache
+    asked = [request(serial, prompt_ids=prompt, max_tokens=120, stop_ids=STOPS, episode=True) for serial in range(8)]
+    made_by, before = (V1, V1, V2), 0.0
+    said, turns = asked, []
+    for number, version in enumerate(made_by):
+        if version != engine.version:  # a load empties the prefix cache, of the same weights too
+            await engine.load(version, weights[version])
+        turns.append(await asyncio.gather(*map(engine.generate, said)))
+        if number == 1:
+            assert await hits(engine) - before >= 128 * len(asked), "the prompt of a turn was not kept from the last"
+        before = await hits(engine)
+        assert {each.finish for each in turns[-1]} == {"stop"}
+        for so_far, each in zip(said, turns[-1], strict=True):
+            there = so_far.continues
+            for column in ("ids", "logprobs", "versions", "chosen"):
+                assert np.array_equal(getattr(each, column)[: len(there)], getattr(there, column)), column
+        if number < len(OBSERVED):
+            ended = zip(asked, turns[-1], strict=True)
+            said = [replace(each, continues=turn.observed(OBSERVED[number])) for each, turn in ended]
+    for each, *parts in zip(asked, *turns, strict=True):
+        episode = parts[-1]
+        ids, mask, versions = [], [], []
+        for number, (part, version) in enumerate(zip(parts, made_by, strict=True)):
+            turn = part.ids[len(ids) :].tolist()
+            assert turn[-1] in STOPS
+            assert not set(turn[:-1]) & set(STOPS)
+            observed = OBSERVED[number] if number < len(OBSERVED) else []
+            ids += [*turn, *observed]
+            mask += [True] * len(turn) + [False] * len(observed)
+            versions += [version.packed] * (len(turn) + len(observed))
+        assert (episode.ids.tolist(), episode.chosen.tolist(), episode.versions.tolist()) == (ids, mask, versions)
+        assert not episode.logprobs[~episode.chosen].any()
+        conversation = whole(each, episode)
+        for version in set(made_by):
+            mine = episode.chosen & (episode.versions == version.packed)
+            expected = reference(conversation, weights[version])[len(prompt) - 1 :]
+            assert np.abs(episode.logprobs - expected)[mine].max() < 1e-4
+        last = len(parts[1]) + len(OBSERVED[1])
+        without = [*prompt, *parts[1].ids.tolist(), *ids[last:]]
+        unheard = reference(without, weights[V2])[len(without) - len(ids[last:]) - 1 :]
+        assert np.abs(episode.logprobs[last:] - unheard).max() > 1e-2, "without the observation it would be the same"
 
 
 async def test_vllm_s_own_metrics_are_shown(engine):
