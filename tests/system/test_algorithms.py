@@ -26,7 +26,7 @@ from asyncflow.driver.sample_files import SampleText, read_step
 from asyncflow.models.source import materialize_config, materialize_weights
 from asyncflow.queue.ledger.audit import audit_ledgers
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 TINY = "tiny://reverse-digits"
 STEPS, PROMPTS, GROUP = 2, 4, 8
@@ -58,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, manifest: str, model: Path, *settings: str, env: Mapping[str, str] | None = None) -> Trained:
     """Run a job, and check what holds by any algorithm."""
-    finish(start(manifest, folder, [f"model.source={model}", *SMALL, *settings], env=env), within_s=180)
+    finish(start(manifest, folder, [f"model.source={model}", *SMALL, *settings], env=env), within_s=200)
     summary = json.loads((folder / "summary.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     texts = [read_step(folder, purpose="train", step=step) for step in range(1, STEPS + 1)]
