@@ -62,7 +62,7 @@ class Apart:
         checkpoints = Checkpoints(self.checkpoints)
         checkpoints.group = SingleProcess()
         checkpoints.claim(attempt)
-        link = CriticLink(rank=0, attempt=attempt, find=lambda: self._address, loop=self.loop, patience_s=30)
+        link = CriticLink(rank=0, attempt=attempt, find=lambda _: self._address, loop=self.loop, patience_s=30)
         self._links.append(link)
         return link
 

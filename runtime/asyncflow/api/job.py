@@ -173,6 +173,17 @@ class RLJobSpec(Spec):
             fix="Set trainer.external: true, or give the task a function",
         ),
         Rule(
+            reads=("critic.role.replicas", "trainer.replicas"),
+            ok=lambda job: (
+                job.critic is None or job.critic.role is None or job.critic.role.replicas <= job.trainer.ranks
+            ),
+            cel="!has(self.critic) || !has(self.critic.role) || self.critic.role.replicas <= self.trainer.replicas"
+            " * (has(self.trainer.ranksPerReplica) ? self.trainer.ranksPerReplica"
+            " : self.trainer.accelerator.count > 1 ? self.trainer.accelerator.count : 1)",
+            why="each rank of the trainer asks one process of the critic, and nobody would ask the others",
+            fix="Give at most the number of ranks of the trainer",
+        ),
+        Rule(
             reads=("evaluation", "data.eval"),
             ok=lambda job: job.evaluation is None or bool(job.data.held_out),
             cel="!has(self.evaluation) || has(self.data.eval)"

@@ -47,12 +47,11 @@ class ProcessSpec(Spec):
 
 
 class CriticRoleSpec(ProcessSpec):
-    """The critic as a role of its own, which is one process."""
+    """The critic as a role of its own."""
 
-    @property
-    def replicas(self) -> int:
-        """Its processes."""
-        return 1
+    replicas: TaskReplicas = 1
+    """Processes, each with the whole critic: a rank of the trainer asks one of them, which add up what they learned
+    before each update."""
 
 
 class WorkerSpec(ProcessSpec):

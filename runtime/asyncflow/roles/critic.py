@@ -46,7 +46,7 @@ async def serve(context: JobContext) -> None:
             materialize_weights(spec.model.source, folder)
         return backend.apart(settings, folder=folder)
 
-    service = CriticService(make, checkpoints=options.workdir / "checkpoints", spans=context.spans)
+    service = CriticService(make, checkpoints=options.workdir / "checkpoints", host=context.host, spans=context.spans)
     metrics = CriticMetrics()
     metrics.watch_busy(service.busy)
 

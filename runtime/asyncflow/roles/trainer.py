@@ -21,6 +21,7 @@ import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from typing import Protocol
@@ -134,11 +135,12 @@ async def serve(context: JobContext, *, make_backend: MakeBackend | None = None)
     folder = materialize_config(spec.model.source, options.workdir)
     settings = backend_settings(spec, host=context.host, local_rank=options.local_rank or 0)
     backend = make_backend(settings, group=group)
-    if settings.critic is not None and critic_role(spec) is not None:
+    if settings.critic is not None and (apart := critic_role(spec)) is not None:
         backend.critic_link = CriticLink(
             rank=group.rank,
             attempt=options.attempt,
-            find=lambda: membership.address("critic"),
+            find=partial(membership.address, "critic"),
+            replicas=apart.replicas,
             loop=asyncio.get_running_loop(),
             credentials=context.credentials,
             patience_s=spec.limits.stall_seconds,

@@ -110,7 +110,7 @@ def _table() -> dict[str, dict[str, Named]]:
         "trainer.leave": _may(_own("rank"), "trainer"),
         "trainer.left": publishes,
         **dict.fromkeys(("critic.values", "critic.learn"), _may(_own("rank"), "trainer")),
-        **{f"critic.{order}": publishes for order in ("load", "settle", "update", "copy", "write")},
+        **{f"critic.{order}": publishes for order in ("meet", "load", "settle", "update", "copy", "write")},
         "weights.publish": _may(_own("part", "worker"), "trainer") | _may(_own("worker"), PUBLISHER),
         "weights.watch": receives,
         "weights.locate": receives,

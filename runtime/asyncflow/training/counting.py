@@ -28,7 +28,7 @@ from asyncflow.plugins import read_options
 from asyncflow.rpc.columns import Jagged
 from asyncflow.training.backend import OPTIONS, TrainerBackend
 from asyncflow.training.batch import MicroBatch
-from asyncflow.training.critic import CriticModel
+from asyncflow.training.critic import CriticModel, Meeting
 from asyncflow.training.ranks import ProcessGroup
 from asyncflow.training.settings import BackendSettings, WeightsDtype
 
@@ -156,8 +156,12 @@ class CountingCritic:
         self._counts = np.zeros(options.capacity, dtype=np.int64)
         self._pending = np.zeros_like(self._counts)
 
-    def load(self, checkpoint: Path | None) -> None:
-        """Take the counts of ``checkpoint``, or zeros."""
+    def load(self, checkpoint: Path | None, meeting: Meeting | None = None) -> None:
+        """Take the counts of ``checkpoint``, or zeros. Raises ManifestError where other replicas count, too."""
+        if meeting is not None:
+            raise ManifestError(
+                "the critic that counts is one process", where="spec.critic.role.replicas", hint="Give 1"
+            )
         zeros = np.zeros_like(self._counts)
         self._counts = zeros if checkpoint is None else _stored(checkpoint / CRITIC_COUNTS, like=zeros)
         self.forget()

@@ -1,32 +1,37 @@
 """The critic as a role of its own: what the ranks of a trainer, and the critic's process, say to each other.
 
+    meet       the place where several replicas meet, at the first of them
     load       the state of a checkpoint, or the weights of the model: only then the other calls are answered
     values     of the states in which response tokens were chosen, by the critic as it was before the step
     learn      a batch with its values and returns: its gradient is added, while the trainer computes the policy's
-    settle     the figures of what was learned, and the norm of the gradient
+    settle     the figures of what was learned, and the norm of the gradient, which is of all replicas then
     update     a step of the critic's optimizer, or none where the policy makes none either
     copy, write   the state, aside, and then into the folder of the checkpoint that the trainer writes
 
 Invariants: the critic belongs to the gang of the trainer: it moves with the policy, its state of step k is in
 checkpoint k, and both begin anew from the same one. A call of another attempt than that which loaded it is refused, so
 a trainer whose critic was started again ends, and goes on from its checkpoint. What a rank has learned or forgotten
-counts once, however often its call comes. Calls are carried out in their order, by one thread.
+counts once, however often its call comes. Calls are carried out in their order, by one thread. Replicas have the same
+weights: each learns what its ranks send, and all make the same update of the sum of their gradients.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
 from asyncflow.api.names import LOSS_MASK
-from asyncflow.errors import DiskError, ManifestError, ProtocolError, Refused
+from asyncflow.errors import DiskError, ManifestError, PeerLost, ProtocolError, Refused
 from asyncflow.identity import SampleKey
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.columns import BatchHeader, Jagged, decode_batch, encode_batch
@@ -45,6 +50,8 @@ R = TypeVar("R", bound=msgspec.Struct)
 CRITIC_FILE: Final = "critic-model.safetensors"
 CRITIC_STATE_FILE: Final = "critic-optimizer.safetensors"
 """Files of a checkpoint with the critic, wherever that is."""
+NORM: Final = "critic_norm"
+"""The figure of the gradient's norm."""
 _VALUES: Final = "values"
 _SPANS: Final[Mapping[str, Kind]] = {
     "load": "starting",
@@ -57,10 +64,17 @@ _SPANS: Final[Mapping[str, Kind]] = {
 
 
 class LoadCritic(msgspec.Struct, frozen=True, kw_only=True):
-    """Begin with the checkpoint of that name, "" for the model, at the word of an attempt of the trainer."""
+    """Begin with the checkpoint of that name, "" for the model, at the word of an attempt of the trainer.
+
+    rank, world: of this replica; host, port: where they meet, if there are several.
+    """
 
     attempt: int
     checkpoint: str
+    rank: int = 0
+    world: int = 1
+    host: str = ""
+    port: int = 0
 
 
 class CriticBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,11 +103,23 @@ class CriticOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CriticReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer. header: of its columns; sums: figures by name; files: what was written."""
+    """The answer. header: of its columns; sums: figures by name; files: what was written; host, port: to meet at."""
 
     header: BatchHeader | None = None
     sums: dict[str, float] = {}
     files: list[str] = []
+    host: str = ""
+    port: int = 0
+
+
+class Meeting(NamedTuple):
+    """The place where the replicas of a critic meet. listener: the socket at host and port, which rank 0 brings."""
+
+    rank: int
+    world: int
+    host: str
+    port: int
+    listener: socket.socket | None
 
 
 class CriticModel(Protocol):
@@ -101,8 +127,11 @@ class CriticModel(Protocol):
 
     files: tuple[str, ...]
 
-    def load(self, checkpoint: Path | None) -> None:
-        """Take the state of a checkpoint, None for the weights of the model."""
+    def load(self, checkpoint: Path | None, meeting: Meeting | None = None) -> None:
+        """Take the state of a checkpoint, None for the weights of the model.
+
+        meeting: with the other replicas, whose gradients ``settle`` adds up; blocks until all have come.
+        """
 
     def values(self, batch: MicroBatch) -> Jagged:
         """Return the value of the state in which each response token was chosen; 0 where it does not count."""
@@ -115,7 +144,9 @@ class CriticModel(Protocol):
         """Forget the gradient and the figures since the last update."""
 
     def settle(self) -> dict[str, float]:
-        """Return the sums of the figures since the last time, and ``critic_norm``, the norm of the gradient's sum."""
+        """Return the sums of this replica's figures since the last update, and ``critic_norm``, the norm of the sum of
+        all replicas' gradients; the same again until something is learned. Collective. Raises PeerLost.
+        """
         ...
 
     def update(self, step: int, *, divisor: float, moves: bool) -> None:
@@ -129,8 +160,9 @@ class CriticModel(Protocol):
 class CriticLink:
     """The critic as one rank of a trainer calls it, from the threads that compute and write, never the event loop's.
 
-    find: gives the critic's address, None while there is none; loop: runs the calls; checkpoints: their folder;
-    patience_s: how long the critic may take to come up, or to carry out a call.
+    find: gives the address of a replica, None while there is none; replicas: their number; loop: runs the calls;
+    patience_s: how long the critic may take to come up, or to carry out a call. A rank's samples go to one replica;
+    rank 0 gives its orders to all of them at once.
     """
 
     def __init__(
@@ -138,14 +170,21 @@ class CriticLink:
         *,
         rank: int,
         attempt: int,
-        find: Callable[[], str | None],
+        find: Callable[[int], str | None],
         loop: asyncio.AbstractEventLoop,
+        replicas: int = 1,
         credentials: Credentials | None = None,
         patience_s: float = 600.0,
     ) -> None:
         self._rank = rank
         self._attempt = attempt
-        self._client = RpcClient(name=f"trainer-{rank}", resolve=find, credentials=credentials, expects=("critic",))
+        self._clients = [
+            RpcClient(
+                name=f"trainer-{rank}", resolve=partial(find, replica), credentials=credentials, expects=("critic",)
+            )
+            for replica in range(replicas)
+        ]
+        self._own = rank % replicas
         self._loop = loop
         self._patience_s = patience_s
         self._numbers = self._updates = 0
@@ -155,15 +194,21 @@ class CriticLink:
 
         Raises ManifestError where it does not see the checkpoints, CheckpointError where none of it fits.
         """
-        name = "" if checkpoint is None else checkpoint.name
-        order = LoadCritic(attempt=self._attempt, checkpoint=name)
-        self._ask("critic.load", order, what="the critic to begin")
+        name, world = "" if checkpoint is None else checkpoint.name, len(self._clients)
+        place = CriticReply()
+        if world > 1:
+            place = self._order("critic.meet", CriticOrder(attempt=self._attempt), what="a place for critics to meet")
+        orders = [
+            LoadCritic(attempt=self._attempt, checkpoint=name, rank=rank, world=world, host=place.host, port=place.port)
+            for rank in range(world)
+        ]
+        self._order_all("critic.load", orders, what="the critic to begin")
 
     def values(self, batch: MicroBatch) -> Jagged:
         """See ``CriticModel``."""
         header, frames = _encoded(batch, learns=False)
         asked = CriticBatch(attempt=self._attempt, rank=self._rank, header=header)
-        reply, found = self._ask("critic.values", asked, what="values of the critic", frames=frames)
+        reply, found = self._ask(self._own, "critic.values", asked, what="values of the critic", frames=frames)
         columns = _decoded(reply.header, found)
         if _VALUES not in columns or (columns[_VALUES].lengths != batch.response_lengths()).any():
             raise ProtocolError("the values of the critic are not one a response token", where="critic.values")
@@ -181,64 +226,101 @@ class CriticLink:
     def settle(self, step: int) -> dict[str, float]:
         """See ``CriticModel``; what all ranks had it learn is in it."""
         order = CriticOrder(attempt=self._attempt, step=step)
-        return self._ask("critic.settle", order, what=f"what the critic has learned in step {step}")[0].sums
+        what = f"what the critic has learned in step {step}"
+        told = self._order_all("critic.settle", [order] * len(self._clients), what=what)
+        sums: defaultdict[str, float] = defaultdict(float)
+        for reply in told:
+            for name, value in reply.sums.items():
+                sums[name] = value if name == NORM else sums[name] + value
+        return dict(sums)
 
     def update(self, step: int, *, divisor: float, moves: bool) -> None:
         """See ``CriticModel``; returns before it is done."""
         self._updates += 1
         order = CriticOrder(attempt=self._attempt, step=step, number=self._updates, divisor=divisor, moves=moves)
-        self._ask("critic.update", order, what=f"step {step} of the critic")
+        self._order_all("critic.update", [order] * len(self._clients), what=f"step {step} of the critic")
 
     def copy(self) -> None:
         """Have the critic set its state aside; one at a time, until ``write``."""
-        self._ask("critic.copy", CriticOrder(attempt=self._attempt), what="the critic to set its state aside")
+        self._order("critic.copy", CriticOrder(attempt=self._attempt), what="the critic to set its state aside")
 
     def write(self, folder: Path) -> None:
         """Have what was set aside written into ``folder``, a checkpoint's. Raises DiskError where it is not there."""
         order = CriticOrder(attempt=self._attempt, folder=folder.name)
-        written = self._ask("critic.write", order, what="the critic to write its state")[0].files
+        written = self._order("critic.write", order, what="the critic to write its state").files
         if absent := [name for name in written if not (folder / name).is_file()]:
             raise DiskError(f"the critic has written {', '.join(absent)} elsewhere", where=str(folder))
 
     async def close(self) -> None:
         """Hang up."""
-        await self._client.close()
+        for client in self._clients:
+            await client.close()
 
     def _teach(self, header: BatchHeader | None, frames: Sequence[Any]) -> None:
         self._numbers += 1
         asked = CriticBatch(attempt=self._attempt, rank=self._rank, number=self._numbers, header=header)
-        self._ask("critic.learn", asked, what="the critic to learn", frames=frames)
+        self._ask(self._own, "critic.learn", asked, what="the critic to learn", frames=frames)
+
+    def _order(self, method: str, order: msgspec.Struct, *, what: str) -> CriticReply:
+        """Send an order to the first replica, and wait until it is carried out."""
+        return self._ask(0, method, order, what=what)[0]
+
+    def _order_all(self, method: str, orders: Sequence[msgspec.Struct], *, what: str) -> list[CriticReply]:
+        """Send each replica its order at the same time, and wait until all are carried out."""
+
+        async def asked() -> list[tuple[CriticReply, list[memoryview]]]:
+            async with asyncio.TaskGroup() as calls:
+                tasks = [
+                    calls.create_task(self._call(replica, method, order, what=what))
+                    for replica, order in enumerate(orders)
+                ]
+            return [task.result() for task in tasks]
+
+        try:
+            return [reply for reply, _ in self._wait(asked())]
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
 
     def _ask(
-        self,
-        method: str,
-        request: msgspec.Struct,
-        *,
-        what: str,
-        frames: Sequence[Any] = (),
+        self, replica: int, method: str, request: msgspec.Struct, *, what: str, frames: Sequence[Any] = ()
+    ) -> tuple[CriticReply, list[memoryview]]:
+        return self._wait(self._call(replica, method, request, what=what, frames=frames))
+
+    async def _call(
+        self, replica: int, method: str, request: msgspec.Struct, *, what: str, frames: Sequence[Any] = ()
     ) -> tuple[CriticReply, list[memoryview]]:
         async def attempt() -> tuple[CriticReply, list[memoryview]]:
-            return await self._client.call_frames(method, request, CriticReply, timeout=self._patience_s, frames=frames)
+            client = self._clients[replica]
+            return await client.call_frames(method, request, CriticReply, timeout=self._patience_s, frames=frames)
 
-        async def asked() -> tuple[CriticReply, list[memoryview]]:
-            return await retry(attempt, what=f"asking for {what}", timeout=self._patience_s)
+        return await retry(attempt, what=f"asking for {what}", timeout=self._patience_s)
 
-        return asyncio.run_coroutine_threadsafe(asked(), self._loop).result()
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
 class CriticService:
-    """Answers the calls of a trainer. model: made by ``make`` in its thread; checkpoints: their folder; spans: records
-    what it does.
+    """Answers the calls of a trainer. model: made by ``make`` in its thread; checkpoints: their folder; host: of this
+    process, for other replicas; spans: records what it does.
 
     busy: values, learn, optimizer, checkpoint.
     """
 
-    def __init__(self, make: Callable[[], CriticModel], *, checkpoints: Path, spans: Spans = NO_SPANS) -> None:
+    def __init__(
+        self,
+        make: Callable[[], CriticModel],
+        *,
+        checkpoints: Path,
+        host: str = "127.0.0.1",
+        spans: Spans = NO_SPANS,
+    ) -> None:
         self.busy = BusyClock()
         self._spans = spans
         self.step = 0
         self._make = make
         self._checkpoints = checkpoints
+        self._host = host
+        self._listener: socket.socket | None = None
         self._model: CriticModel | None = None
         self._attempt = -1
         self._learned: dict[int, int] = {}
@@ -250,6 +332,7 @@ class CriticService:
 
     def attach(self, server: RpcServer) -> None:
         """Answer the calls there."""
+        server.route("critic.meet", CriticOrder, self._on_meet)
         server.route("critic.load", LoadCritic, self._on_load)
         server.route("critic.values", CriticBatch, self._on_values)
         server.route("critic.learn", CriticBatch, self._on_learn)
@@ -263,9 +346,20 @@ class CriticService:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown(wait=False, cancel_futures=True)
 
+    async def _on_meet(self, order: CriticOrder, _frames: Sequence[memoryview]) -> CriticReply:
+        self._newest(order.attempt)
+        if self._listener is not None:
+            self._listener.close()
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        self._listener = socket.create_server((self._host, 0), family=family)
+        return CriticReply(host=self._host, port=self._listener.getsockname()[1])
+
+    def _newest(self, attempt: int) -> None:
+        if attempt < self._attempt:
+            raise Refused(f"attempt {attempt} of the trainer was replaced by attempt {self._attempt}")
+
     async def _on_load(self, order: LoadCritic, _frames: Sequence[memoryview]) -> CriticReply:
-        if order.attempt < self._attempt:
-            raise Refused(f"attempt {order.attempt} of the trainer was replaced by attempt {self._attempt}")
+        self._newest(order.attempt)
         await self._do("load", self._load, order)
         return CriticReply()
 
@@ -276,7 +370,9 @@ class CriticService:
             hint = "Both need one folder: a claim with accessMode ReadWriteMany (spec.storage.checkpoints)"
             raise ManifestError(what, where=str(self._checkpoints), hint=hint)
         self._model = self._model or self._make()
-        self._model.load(self._checkpoints / order.checkpoint if order.checkpoint else None)
+        listener, self._listener = self._listener, None
+        meeting = Meeting(order.rank, order.world, order.host, order.port, listener) if order.world > 1 else None
+        self._model.load(self._checkpoints / order.checkpoint if order.checkpoint else None, meeting)
         self._attempt, self._learned, self._updates, self._late, self._kept = order.attempt, {}, 0, [], None
 
     async def _on_values(self, asked: CriticBatch, frames: Sequence[memoryview]) -> tuple[CriticReply, Sequence[Any]]:
@@ -334,7 +430,11 @@ class CriticService:
             with self._counted(cause):
                 return work(*given)
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+        except PeerLost:
+            self._attempt = -1  # replicas may differ now: the trainer begins anew, and they with it
+            raise
 
     @contextmanager
     def _counted(self, cause: str) -> Iterator[None]:

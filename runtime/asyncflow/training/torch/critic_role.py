@@ -1,33 +1,74 @@
-"""The critic of one process, as a role of its own: packs of what a trainer sends, and the state of a checkpoint.
+"""A replica of the critic as a role of its own: packs of what a trainer sends, and the state of a checkpoint.
 
 Invariant: values, gradient and updates are those of the critic inside a trainer, up to the rounding that other packs
-make. Where memory runs out, what was learned since the last update is learned again in packs of half the size, once.
+make. Each replica holds the whole critic, and all move alike. Where memory runs out, what was learned since the last
+update is learned again in packs of half the size, once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
+from torch import Tensor
 
 from asyncflow.models.device import find_device
 from asyncflow.plugins import read_options
 from asyncflow.rpc.columns import Jagged
 from asyncflow.training.backend import OPTIONS, SLOT_TOKENS
 from asyncflow.training.batch import MicroBatch
-from asyncflow.training.critic import CRITIC_FILE, CRITIC_STATE_FILE
+from asyncflow.training.critic import CRITIC_FILE, CRITIC_STATE_FILE, NORM, Meeting
 from asyncflow.training.ranks import SingleProcess
 from asyncflow.training.settings import BackendSettings, TorchOptions
 from asyncflow.training.slice_files import unwritable
 from asyncflow.training.torch.critic import Critic, open_critic
-from asyncflow.training.torch.device import TensorGroup
+from asyncflow.training.torch.device import TensorGroup, backends, choose_interface, collective
 from asyncflow.training.torch.figures import StepFigures
 from asyncflow.training.torch.model import choose_kernels
 from asyncflow.training.torch.packs import Packs
 from asyncflow.training.torch.shards import copied, write_shards
+
+
+class _Replicas:
+    """The process group of the critic's replicas; nothing where there is one. host: of this process."""
+
+    def __init__(self, *, host: str) -> None:
+        self._host = host
+        self._met = False
+
+    @collective()
+    def meet(self, meeting: Meeting, *, device: torch.device, timeout_s: float) -> None:
+        """Join the group, once all have come. Raises PeerLost where one does not."""
+        timeout = timedelta(seconds=timeout_s)
+        listens: dict[str, Any] = {}
+        if meeting.listener is not None:
+            listens = {"is_master": True, "master_listen_fd": meeting.listener.detach()}
+        store = dist.TCPStore(
+            meeting.host, meeting.port, meeting.world, timeout=timeout, wait_for_workers=False, **listens
+        )
+        choose_interface(self._host)
+        dist.init_process_group(
+            backends(device), store=store, rank=meeting.rank, world_size=meeting.world, timeout=timeout
+        )
+        self._met = True
+
+    @collective()
+    def add(self, gradient: Tensor) -> None:
+        """Replace ``gradient`` by the sum of all replicas'. Raises PeerLost where one is gone."""
+        if self._met:
+            dist.all_reduce(gradient)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._met:
+            dist.destroy_process_group()
+            self._met = False
 
 
 class TorchCritic:
@@ -50,9 +91,12 @@ class TorchCritic:
         self._figures = StepFigures()
         self._step: list[MicroBatch] = []
         self._opened: Critic | None = None
+        self._settled: dict[str, float] | None = None
+        self._replicas = _Replicas(host=settings.host)
 
-    def load(self, checkpoint: Path | None) -> None:
+    def load(self, checkpoint: Path | None, meeting: Meeting | None = None) -> None:
         """See ``CriticModel``."""
+        self._replicas.close()
         if self._device.type != "cpu":
             torch.accelerator.set_device_index(self._device.index)  # of this thread
         self._opened = None
@@ -71,7 +115,9 @@ class TorchCritic:
                 timeout_s=self._options.collective_timeout_s,
             ),
         )
-        self._figures, self._step = StepFigures(), []
+        self._figures, self._step, self._settled = StepFigures(), [], None
+        if meeting is not None:
+            self._replicas.meet(meeting, device=self._device, timeout_s=self._options.collective_timeout_s)
 
     def values(self, batch: MicroBatch) -> Jagged:
         """See ``CriticModel``."""
@@ -79,6 +125,7 @@ class TorchCritic:
 
     def learn(self, batch: MicroBatch) -> None:
         """See ``CriticModel``."""
+        self._settled = None
         self._step.append(batch)
         try:
             self._add(batch)
@@ -100,12 +147,15 @@ class TorchCritic:
     def forget(self) -> None:
         """See ``CriticModel``."""
         self._critic.optimizer.clear()
-        self._figures, self._step = StepFigures(), []
+        self._figures, self._step, self._settled = StepFigures(), [], None
 
     def settle(self) -> dict[str, float]:
         """See ``CriticModel``."""
-        self._step = []
-        return self._figures.taken() | {"critic_norm": self._critic.optimizer.gradient.norm().item()}
+        gradient = self._critic.optimizer.gradient
+        if self._settled is None:
+            self._replicas.add(gradient)
+            self._step, self._settled = [], self._figures.taken()
+        return self._settled | {NORM: gradient.norm().item()}
 
     def update(self, step: int, *, divisor: float, moves: bool) -> None:
         """See ``CriticModel``."""
@@ -114,6 +164,7 @@ class TorchCritic:
         if moves:
             optimizer.move(step, norm=size)
         optimizer.clear()
+        self._settled = None
 
     def copy(self) -> Callable[[Path], None]:
         """See ``CriticModel``: it raises OSError or DiskError where the disk fails."""

@@ -95,9 +95,9 @@ class TensorGroup:
         """Join the process group, once; blocks until all ranks have come."""
         if self._gang.world == 1 or self._group is not None:
             return
-        _choose_interface(self._host)
+        choose_interface(self._host)
         dist.init_process_group(
-            _backends(self._device),
+            backends(self._device),
             store=_store(self._gang, host=self._host, timeout=self._timeout),
             rank=self._gang.rank,
             world_size=self._gang.world,
@@ -141,13 +141,13 @@ class TensorGroup:
             self._group = self._mesh = None
 
 
-def _backends(device: torch.device) -> str:
+def backends(device: torch.device) -> str:
     """Return who carries tensors of the CPU, and of ``device``."""
     own: str = dist.get_default_backend_for_device(device)
     return own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
 
 
-def _choose_interface(host: str) -> None:
+def choose_interface(host: str) -> None:
     """Make gloo listen at ``host``: by itself it takes whatever this machine's name resolves to, if to anything."""
     named = [name for name, addresses in psutil.net_if_addrs().items() if host in (each.address for each in addresses)]
     if named:
