@@ -98,18 +98,20 @@ def broken_promises(folder: Path) -> list[str]:
     for step, recorded in history.steps.items():
         window = schedule.window(step)
         for sample in recorded.samples:
-            made = [run.step for run in sample.runs]
+            made = [run.step for run in sample.runs] or [window.oldest]
             if not window.oldest <= min(made) <= max(made) <= min(window.newest, step - 1):
                 wrong["window"] = f"{sample.key} of step {step} has tokens of versions {made}"
-            if made != sorted(made) or any(each % schedule.sync_every for each in made):
+            if made != sorted(made):
                 wrong["order"] = f"{sample.key} of step {step} has tokens of versions {made}, one before an older one"
+            if any(each % schedule.sync_every for each in made):
+                wrong["published"] = f"{sample.key} of step {step} has tokens of versions {made}, one never published"
             if spec.schedule.swap_at != "token" and len(set(made)) > 1:
                 wrong["mixed"] = f"{sample.key} of step {step} has tokens of several versions, {made}"
     trained = Counter(sample.key for recorded in history.steps.values() for sample in recorded.samples)
     if trained != +auditor.trained(TRAIN):
         wrong["ledger"] = "the samples of the trainer's records are not those that the ledger counts as trained"
     oldest = max(
-        step - 1 - min(run.step for run in sample.runs)
+        step - 1 - min((run.step for run in sample.runs), default=step - 1)
         for step, recorded in history.steps.items()
         for sample in recorded.samples
     )

@@ -176,10 +176,11 @@ def replay_errors(job: RLJob, folder: Path) -> list[str]:
     command = [sys.executable, "-m", "asyncflow", "replay", str(folder), "--step", str(job.spec.algorithm.steps)]
     again = subprocess.run([*command, "-n", "0"], check=False, capture_output=True, text=True)
     print(again.stdout, end="")
-    whole = f"steps 1 to {job.spec.algorithm.steps} again, from the initial model"
-    if whole not in again.stdout:
+    if again.returncode:
+        return [f"the steps are not the same when they are made again: {again.stdout[-200:]} {again.stderr[-400:]}"]
+    if "from the initial model" not in again.stdout:
         return ["not all steps were made again: a checkpoint lies between; give storage.checkpoints.every more steps"]
-    return [f"the steps that were made again differ: {again.stderr[-400:]}"] if again.returncode else []
+    return []
 
 
 def main() -> int:

@@ -147,6 +147,11 @@ def test_why_rows_were_given_out_again_is_counted_also_over_a_snapshot(queue):
     for events in (list(queue.events()), list(records_of(queue.table.state))):
         report = audit(events)
         assert (report.redeliveries, report.reasons) == (8, expected)
+    older = [
+        msgspec.structs.replace(event, reasons={}) if isinstance(event, ev.SnapshotPartition) else event
+        for event in events
+    ]
+    assert audit(older).reasons == {"not recorded": 8}
 
 
 def test_a_missing_sample_is_lost(events):

@@ -306,3 +306,17 @@ def test_a_claim_does_not_look_at_all_rows(make_queue):
     index._places = Places(index._places)
     assert len(queue.claim("rollout", rows=16)) == 16
     assert 16 <= len(looked) < 64
+
+
+def test_a_task_of_a_job_writes_no_column_of_another(queue):
+    queue.create(0)
+    rows = queue.claim("rollout")
+    cells, numbers = queue.cells(len(rows), "response", "reward"), [row.row for row in rows]
+    for outcome in (
+        lambda: queue.table.complete(rows[0].lease, numbers, cells, None),
+        lambda: queue.table.give_back(rows[0].lease, numbers, "it leaves", cells),
+        lambda: queue.table.give_back(rows[0].lease, numbers, None, cells),
+    ):
+        with pytest.raises(Refused, match=r"may not write \['reward'\]: "):
+            outcome()
+    assert queue.complete(rows, "response") == [True, True]

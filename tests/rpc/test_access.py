@@ -208,7 +208,7 @@ def test_a_process_of_a_task_works_on_its_own_rows_and_no_more():
 
 def test_a_client_of_a_job_puts_prompts_works_on_what_is_left_to_it_and_else_does_as_an_operator():
     job, own = Access(table=job_table(["mark"])), _own("client")
-    own.task = "mark"
+    own.task, own.partition = "mark", "train"
     may = set()
     for method in ACCESS:
         with contextlib.suppress(Refused):
@@ -219,8 +219,10 @@ def test_a_client_of_a_job_puts_prompts_works_on_what_is_left_to_it_and_else_doe
     assert _allowed("operator") == _allowed("viewer") | {"queue.drain"}
     with pytest.raises(Refused, match=r"the task advantage is done by the job's own.*leaves to clients: mark"):
         job.check(_caller("client"), "queue.claim", Request(task="advantage", worker="client-1-ab"))
+    with pytest.raises(Refused, match="the task mark is done by the job's own"):
+        job.check(_caller("client"), "queue.claim", Request(task="mark", partition="eval", worker="client-1-ab"))
     for method, request in (
-        ("queue.claim", Request(task="mark", worker="rollout-1-ab")),
+        ("queue.claim", Request(task="mark", partition="train", worker="rollout-1-ab")),
         ("queue.abandon", Request(worker="rollout-1-ab")),
         ("queue.end", Request(lease="1f@rollout-1")),
         ("queue.renew", Request(leases=["1f@driver-0"])),

@@ -86,9 +86,14 @@ def make_volumes(blueprint: Blueprint, index: int) -> Volumes:
         volumes += part.volumes
         mounts += part.mounts
     if blueprint.judges_on_devices:
-        beside = _host(blueprint).mounts
+        beside = _of_devices(blueprint)
         mounts = [mount for mount in mounts if mount not in beside]
     return Volumes(volumes, mounts)
+
+
+def _of_devices(blueprint: Blueprint) -> list[Manifest]:
+    """Return the mounts of the container that computes with the devices."""
+    return [*_host(blueprint).mounts, *_shared_memory(blueprint).mounts]
 
 
 def reward_mounts(blueprint: Blueprint) -> list[Manifest]:
@@ -101,7 +106,7 @@ def reward_mounts(blueprint: Blueprint) -> list[Manifest]:
         {"name": "rewards-tmp", "mountPath": "/tmp"},  # noqa: S108 — its own volume
         _REWARD_SOCKET_MOUNT,
         *read,
-        *(_host(blueprint).mounts if blueprint.judges_on_devices else ()),
+        *(_of_devices(blueprint) if blueprint.judges_on_devices else ()),
     ]
 
 
@@ -185,7 +190,7 @@ def _claims(blueprint: Blueprint, index: int) -> Volumes:
 def _host(blueprint: Blueprint) -> Volumes:
     resources = blueprint.role.resources
     facts = PROFILES[resources.profile]
-    paths = host_paths(facts, runtime=blueprint.vendor_runtime, gang=blueprint.role.spread)
+    paths = host_paths(facts, runtime=blueprint.vendor_runtime, gang=blueprint.role.linked)
     named = [(f"host-{number}", path) for number, path in enumerate(paths)]
     return Volumes(
         [{"name": name, "hostPath": {"path": path}} for name, path in named],

@@ -77,9 +77,11 @@ def _stated(spec: Spec) -> Manifest:
 
 
 def _judging(spec: RewardSpec) -> Manifest:
-    """Return what the container that scores reads: of a role of its own only that there is one."""
+    """Return what the container that scores reads: of a role of its own only that there is one, and its devices."""
     stated = _stated(spec)
-    return stated | {"role": {}} if "role" in stated else stated
+    if "role" in stated:
+        stated["role"] = {name: value for name, value in stated["role"].items() if name == "accelerator"}
+    return stated
 
 
 def _key(path: str) -> str:

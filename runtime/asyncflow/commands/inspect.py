@@ -80,6 +80,7 @@ def plan(file: Path, overrides: Sequence[str], *, svg: Path | None = None) -> No
 def audit(directory: Path) -> int:
     """Print the account of all samples, and of the open rows of a queue; 1 where one was lost or counted twice."""
     from asyncflow.queue.ledger.audit import audit_ledgers
+    from asyncflow.view.samples import plain
 
     ledger = directory / "ledger"
     if not ledger.is_dir():
@@ -95,7 +96,7 @@ def audit(directory: Path) -> int:
     ):
         click.echo(f"{name.replace('_', ' '):<20}{getattr(report, name):>12}")
         for reason, count in report.reasons.items() if name == "redeliveries" else ():
-            click.echo(f"  {reason:<18}{count:>12}")
+            click.echo(f"{count:>32}  {plain(reason)}")
     for problem in report.problems:
         click.echo(problem, err=True)
     return 0 if report.ok else 1

@@ -243,10 +243,14 @@ class Dispatcher:
             samples=samples,
             timeout=CALL_TIMEOUT_S,
         )
-        self._skipped = [serial for serial in self._skipped if serial not in samples.skipped]
+        told = set(samples.skipped)
+        self._skipped = [serial for serial in self._skipped if serial not in told]
 
     async def _issue(self, allowed: int) -> None:
-        """Issue up to ``allowed`` prompts; those that are too long make room for the next ones."""
+        """Issue up to ``allowed`` prompts; those that are too long make room for the next ones.
+
+        Of prompts that an earlier driver passed over any number may be too long.
+        """
         in_a_row = 0
         there = self.prompts.prompter.source.there
         while len(self._issued) < allowed and (pair := self.assignment.issue(there=there)) is not None:
@@ -254,7 +258,7 @@ class Dispatcher:
             try:
                 encoded = self.prompts.encode(serial)
             except Overlong as error:
-                in_a_row += 1
+                in_a_row += serial == self.assignment.next_serial - 1
                 if not self.prompts.skips:
                     raise
                 if in_a_row == _MOST_SKIPPED_IN_A_ROW:

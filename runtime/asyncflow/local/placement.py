@@ -213,7 +213,7 @@ class DeviceRoom:
         if role is None or replica in self.given or _facts(role).visible in role.env:
             return
         visible, wanted = _facts(role).visible, role.resources
-        room, peers = self._room[visible], [each for each in self.given if role.gang and each.role == role.name]
+        room, peers = self._room[visible], [each for each in self.given if role.linked and each.role == role.name]
         taken = {device for peer in peers for device in self.given[peer][visible].split(",")}
         chosen = _roomiest(room, count=wanted.accelerators, share=wanted.share, without=taken)
         if len(chosen) < wanted.accelerators:
@@ -229,7 +229,7 @@ def _own(role: Role) -> tuple[str, ...]:
     """Return the devices that the role's template names. Raises ManifestError where they cannot serve it."""
     visible, where = _facts(role).visible, f"{_section(role)}.template.env"
     named, wanted = _named(role.env[visible]), role.resources.accelerators
-    if role.spread:
+    if role.linked:
         raise ManifestError(
             f"{visible} = {role.env[visible]!r}: all {role.replicas} replicas would see the same devices",
             where=where,

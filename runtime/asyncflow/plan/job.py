@@ -92,6 +92,7 @@ def _critic(spec: RLJobSpec, own: CriticRoleSpec) -> Role:
         own.replicas,
         spec.failure_policy.trainer,
         worker=own,
+        exchanges=True,
         resources=_resources(own.resources, threads=own.threads, accelerator=own.accelerator),
         after=("driver",),
         durable=("checkpoints",),

@@ -76,8 +76,9 @@ class Role:
 
     replicas: processes, of which ``core`` must find a place together with the other roles' cores; elastic: whether
     ``replicas`` may change between ``core`` and ``most`` while the job runs. gang: whether the processes start and end
-    together; ranks: members of the job that each stands for, which it starts itself where they are several. leader:
-    whether its exit with status 0 ends the job well. after: roles to be ready before it starts.
+    together; exchanges: whether they compute together although each starts and ends on its own; ranks: members of the
+    job that each stands for, which it starts itself where they are several. leader: whether its exit with status 0 ends
+    the job well. after: roles to be ready before it starts.
     durable: volumes that it needs. env: beside what the substrate adds.
     """
 
@@ -89,6 +90,7 @@ class Role:
     readiness: Readiness
     restart: RestartPolicy
     gang: bool = False
+    exchanges: bool = False
     ranks: int = 1
     leader: bool = False
     after: tuple[RoleName, ...] = ()
@@ -100,6 +102,11 @@ class Role:
     def elastic(self) -> bool:
         """True where the number of processes may change while the job runs."""
         return self.core != self.most
+
+    @property
+    def linked(self) -> bool:
+        """True where several processes exchange tensors over a network, each by devices of its own."""
+        return (self.gang or self.exchanges) and self.replicas > 1
 
     @property
     def spread(self) -> bool:

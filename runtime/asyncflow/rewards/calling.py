@@ -8,7 +8,8 @@ The name of a parameter is in the plural where there are many of it. ``length`` 
 a response, ``transcript`` (``transcripts``) what was said so far where there is an environment, as it is asked with
 it, ``config`` what the manifest gives the function. A function has those parameters that it needs; it may be
 ``async``. A class is made once, with those of ``config``, ``device`` (torch's name of what it computes with: ``cpu``,
-``cuda``, ``npu``) and ``share`` (part of the device's memory) that it takes, and its object is called.
+``cuda``, ``npu``) and ``share`` (part of the device's memory) that it takes, and its object is called. On the CPU a
+``device`` or ``share`` that has a default keeps it.
 
 A sample's answer is a finite number, ``{"reward": number, "details": {...}}``, or an object with these two attributes,
 as a NamedTuple has. In the place of ``reward`` there may be ``turns``: a number for each turn of the model, in order,
@@ -78,8 +79,14 @@ class RewardFunction:
         """
         made = isinstance(found, type)
         if made:
-            offered = {"config": dict(config or {}), **place}
-            given = {each: value for each, value in offered.items() if each in _parameters(found, name)}
+            asked, own = _parameters(found, name), place.get("device", "cpu") != "cpu"
+            given = {
+                each: value
+                for each, value in place.items()
+                if each in asked and (own or asked[each].default is inspect.Parameter.empty)
+            }
+            if "config" in asked:
+                given["config"] = dict(config or {})
             found, config = found(**given), None if "config" in given else config
         names, rest, required = _read(found, name)
         takes = _takes(names, rest=rest, name=name)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
+from asyncflow.api.graph import TRAIN
 from asyncflow.api.names import CLIENT, FOLLOWER, OPERATOR, PUBLISHER, TASK, VIEWER, kind_of_role
 from asyncflow.errors import Refused
 from asyncflow.identity import ProcessIdentity
@@ -178,7 +179,7 @@ def job_table(left: Collection[str]) -> Mapping[str, Mapping[str, Named]]:
     """Return the table of a job: clients do as operators do, put prompts, and work on the tasks ``left`` to them."""
 
     def claims(request: Any) -> Iterable[Place | None]:
-        if request.task not in left:
+        if request.task not in left or request.partition != TRAIN:
             hint = f"The job leaves to clients: {', '.join(sorted(left)) or 'no task'}"
             raise Refused(f"the task {request.task} is done by the job's own processes", hint=hint)
         return [place_of(request.worker)]

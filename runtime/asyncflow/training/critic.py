@@ -1,6 +1,6 @@
 """The critic as a role of its own: what the ranks of a trainer, and the critic's process, say to each other.
 
-    meet       the place where several replicas meet, at the first of them
+    meet       are all there, and where do several replicas meet: at the first of them
     load       the state of a checkpoint, or the weights of the model: only then the other calls are answered
     values     of the states in which response tokens were chosen, by the critic as it was before the step
     learn      a batch with its values and returns: its gradient is added, while the trainer computes the policy's
@@ -195,14 +195,22 @@ class CriticLink:
         Raises ManifestError where it does not see the checkpoints, CheckpointError where none of it fits.
         """
         name, world = "" if checkpoint is None else checkpoint.name, len(self._clients)
-        place = CriticReply()
-        if world > 1:
-            place = self._order("critic.meet", CriticOrder(attempt=self._attempt), what="a place for critics to meet")
-        orders = [
-            LoadCritic(attempt=self._attempt, checkpoint=name, rank=rank, world=world, host=place.host, port=place.port)
-            for rank in range(world)
-        ]
-        self._order_all("critic.load", orders, what="the critic to begin")
+
+        async def begin() -> None:
+            """Once, for all replicas: where one is lost meanwhile, none has begun."""
+            place = CriticReply()
+            if world > 1:
+                meet = [CriticOrder(attempt=self._attempt)] * world
+                place, *_ = await self._all("critic.meet", meet)
+            orders = [
+                LoadCritic(
+                    attempt=self._attempt, checkpoint=name, rank=rank, world=world, host=place.host, port=place.port
+                )
+                for rank in range(world)
+            ]
+            await self._all("critic.load", orders)
+
+        self._wait(retry(begin, what="asking for the critic to begin", timeout=self._patience_s))
 
     def values(self, batch: MicroBatch) -> Jagged:
         """See ``CriticModel``."""
@@ -267,19 +275,21 @@ class CriticLink:
 
     def _order_all(self, method: str, orders: Sequence[msgspec.Struct], *, what: str) -> list[CriticReply]:
         """Send each replica its order at the same time, and wait until all are carried out."""
+        return self._wait(self._all(method, orders, again=what))
 
-        async def asked() -> list[tuple[CriticReply, list[memoryview]]]:
+    async def _all(self, method: str, orders: Sequence[msgspec.Struct], *, again: str = "") -> list[CriticReply]:
+        """Send each replica its order at the same time. again: what is asked for, where a lost call is repeated."""
+        try:
             async with asyncio.TaskGroup() as calls:
                 tasks = [
-                    calls.create_task(self._call(replica, method, order, what=what))
+                    calls.create_task(
+                        self._call(replica, method, order, what=again) if again else self._once(replica, method, order)
+                    )
                     for replica, order in enumerate(orders)
                 ]
-            return [task.result() for task in tasks]
-
-        try:
-            return [reply for reply, _ in self._wait(asked())]
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
+        return [task.result()[0] for task in tasks]
 
     def _ask(
         self, replica: int, method: str, request: msgspec.Struct, *, what: str, frames: Sequence[Any] = ()
@@ -289,11 +299,14 @@ class CriticLink:
     async def _call(
         self, replica: int, method: str, request: msgspec.Struct, *, what: str, frames: Sequence[Any] = ()
     ) -> tuple[CriticReply, list[memoryview]]:
-        async def attempt() -> tuple[CriticReply, list[memoryview]]:
-            client = self._clients[replica]
-            return await client.call_frames(method, request, CriticReply, timeout=self._patience_s, frames=frames)
-
+        attempt = partial(self._once, replica, method, request, frames=frames)
         return await retry(attempt, what=f"asking for {what}", timeout=self._patience_s)
+
+    async def _once(
+        self, replica: int, method: str, request: msgspec.Struct, *, frames: Sequence[Any] = ()
+    ) -> tuple[CriticReply, list[memoryview]]:
+        client = self._clients[replica]
+        return await client.call_frames(method, request, CriticReply, timeout=self._patience_s, frames=frames)
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -360,18 +373,21 @@ class CriticService:
 
     async def _on_load(self, order: LoadCritic, _frames: Sequence[memoryview]) -> CriticReply:
         self._newest(order.attempt)
-        await self._do("load", self._load, order)
+        listener, self._listener = self._listener, None
+        if listener is not None and order.rank:
+            listener.close()
+            listener = None
+        meeting = Meeting(order.rank, order.world, order.host, order.port, listener) if order.world > 1 else None
+        await self._do("load", self._load, order, meeting)
         return CriticReply()
 
-    def _load(self, order: LoadCritic) -> None:
+    def _load(self, order: LoadCritic, meeting: Meeting | None) -> None:
         seen = Checkpoints(self._checkpoints).newest_attempt()
         if seen != order.attempt:
             what = f"the critic sees the checkpoints of attempt {seen} of the trainer, which is attempt {order.attempt}"
             hint = "Both need one folder: a claim with accessMode ReadWriteMany (spec.storage.checkpoints)"
             raise ManifestError(what, where=str(self._checkpoints), hint=hint)
         self._model = self._model or self._make()
-        listener, self._listener = self._listener, None
-        meeting = Meeting(order.rank, order.world, order.host, order.port, listener) if order.world > 1 else None
         self._model.load(self._checkpoints / order.checkpoint if order.checkpoint else None, meeting)
         self._attempt, self._learned, self._updates, self._late, self._kept = order.attempt, {}, 0, [], None
 
@@ -421,8 +437,11 @@ class CriticService:
         return self._model
 
     async def _do(self, cause: str, work: Callable[..., T], *given: Any) -> T:
-        """Do ``work`` behind all that was begun before. Raises what that raised, and what ``work`` raises."""
-        late, self._late = self._late, []
+        """Do ``work`` behind all that was begun before. Raises what that raised, and what ``work`` raises.
+
+        What was begun and has failed is raised again and again, until a ``load`` begins anew.
+        """
+        late = [] if cause == "load" else list(self._late)
 
         def run() -> T:
             for one in late:

@@ -13,6 +13,7 @@ from asyncflow.api.load import load_environment, load_reward
 from asyncflow.api.names import DIGEST
 from asyncflow.api.placement import PROFILES
 from asyncflow.api.status import JobStatus
+from asyncflow.rewards.process import Scorer
 from asyncflow_operator.desired import Desired
 from asyncflow_operator.observed import JobState, Manifest, Owner, TransferQueueState
 
@@ -166,7 +167,7 @@ def test_samples_are_scored_in_a_container_without_any_secret(desired: Desired, 
     ],
 )
 def test_devices_of_the_reward_belong_to_the_container_that_scores(
-    desired: Desired, job_state: JobStates, profile: str, resource: str, visible: str
+    desired: Desired, job_state: JobStates, tmp_path: Path, profile: str, resource: str, visible: str
 ) -> None:
     template = {"env": [{"name": "PYTHONPATH", "value": "/mnt/code"}, {"name": "HF_TOKEN", "value": "hf"}]}
     role = {"accelerator": {"profile": profile, "count": 2}, "template": template}
@@ -185,6 +186,10 @@ def test_devices_of_the_reward_belong_to_the_container_that_scores(
     assert host <= {mount["name"] for mount in scores["volumeMounts"]}
     assert host.isdisjoint(mount["name"] for mount in beside["volumeMounts"])
     assert not any("initContainers" in desired.pod(state, name, 0, 0)["spec"] for name in ("rollout", "trainer"))
+    config = next(each for each in desired.supporting(state) if each["kind"] == "ConfigMap")
+    (tmp_path / "reward.yaml").write_text(config["data"]["reward.yaml"])
+    (scorer,) = Scorer.of(load_reward(tmp_path / "reward.yaml"), workdir=tmp_path)
+    assert (scorer.accelerator.profile, scorer.accelerator.count) == (profile, 2)
 
 
 def test_where_the_reward_is_a_role_its_pods_score_and_rollouts_only_answer_turns(

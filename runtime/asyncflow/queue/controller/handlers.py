@@ -89,7 +89,7 @@ class Handlers:
 
     def snapshot(self, call: calls.AskSnapshot) -> PartitionSnapshot:
         """Return how far a partition has come, as far as is known here."""
-        return snapshot(self.state.partition(call.partition), step=call.step)
+        return snapshot(self.asked(call.partition), step=call.step)
 
     def show(self, call: calls.InPartition) -> PartitionView:
         """Describe a partition with the tasks of this controller."""

@@ -277,6 +277,8 @@ class Auditor:
     def _snapshot_partition(self, event: ev.SnapshotPartition) -> None:
         self._counts.update(resets=event.resets, peeked=event.peeked)
         self._returns.update(event.reasons)
+        if before := event.returned - sum(event.reasons.values()):
+            self._returns["not recorded"] += before
         self._attempts.update(event.attempts)
         if event.purpose is None and event.closed is None:
             return
@@ -333,7 +335,8 @@ class Auditor:
             self._clear(history, event.rows)
 
     def _returned(self, event: ev.Returned) -> None:
-        self._returns[event.reason] += len(event.rows)
+        known = event.reason in self._returns or len(self._returns) < ev.MOST_REASONS
+        self._returns[event.reason if known else ev.OTHER_REASON] += len(event.rows)
         if (task := self._leases.get(event.lease)) is not None:
             for row in event.rows:
                 self._histories[task[0]].held[task[1]].pop(row, None)

@@ -134,6 +134,11 @@ class Returned(Struct, frozen=True, array_like=True, tag="back"):
     reason: str
 
 
+MOST_REASONS = 64
+"""Reasons for which rows came back that are counted apart; what is beyond them is ``OTHER_REASON``."""
+OTHER_REASON = "another reason"
+
+
 class RowsDropped(Struct, frozen=True, array_like=True, tag="drop"):
     """Rows were given up for ever by the holder of the lease."""
 

@@ -246,15 +246,12 @@ def _completed(state: QueueState, event: ev.Completed) -> None:
             queue.refresh(group)
 
 
-_REASONS: Final = 64
-"""Reasons for which rows were given back that are counted apart, in each partition."""
-
-
 def _returned(state: QueueState, event: ev.Returned) -> None:
     queue, rows = state.end_rows(event.lease, event.rows, done=False)
     queue.freed(rows)
     returned = state.partition(queue.spec.partition).returned
-    returned[event.reason if event.reason in returned or len(returned) < _REASONS else "another reason"] += len(rows)
+    known = event.reason in returned or len(returned) < ev.MOST_REASONS
+    returned[event.reason if known else ev.OTHER_REASON] += len(rows)
 
 
 def _dropped(state: QueueState, event: ev.RowsDropped) -> None:

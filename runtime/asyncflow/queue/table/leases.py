@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import cast
+from typing import Final, cast
 
 from asyncflow.errors import Refused
 from asyncflow.flow.claims import whole_groups
@@ -21,6 +21,9 @@ from asyncflow.queue.protocol.messages import LeasedRow
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.ready import TaskQueue
 from asyncflow.queue.table.state import Lease, Row, RowGroup, lease_id
+
+_REASON: Final = 200
+"""Characters of a reason for which rows are given back that are kept."""
 
 
 class Claims:
@@ -158,7 +161,7 @@ class Claims:
         """Return those of ``rows`` that the lease holds, unless ``reason`` is None; False for the others."""
         held = self.held(lease, rows)
         if held and reason is not None:
-            self._state.record(ev.Returned(parse_lease(lease)[0], held, reason))
+            self._state.record(ev.Returned(parse_lease(lease)[0], held, reason[:_REASON]))
         return [row in set(held) for row in rows]
 
     def drop(self, lease: str, rows: Sequence[int], reason: str) -> list[bool]:

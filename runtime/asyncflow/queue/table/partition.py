@@ -32,11 +32,11 @@ class PartitionState:
     """Everything about one partition.
 
     schema: dtypes by column; revision: counts changes of ``wanted``; creator: the newest attempt of its creator;
-    clients: their numbers; used: the serials that exist; finished: outcomes of groups by serial; keys: rows by their
-    tag ``KEY_TAG``; cleared: how many open rows were, of which ``forgotten`` with the partition as a whole; expected:
-    how many rows were announced; closed: the last step of a run, 0 where an open partition gets no more rows, None
-    while more may come; resets, peeked, returned: rows that were taken from a task, looked at, and taken out of leases
-    undone; elsewhere: tasks of other controllers; attempts: of the gang, that began.
+    clients: their numbers; used: the serials that exist or are ``skipped``; finished: outcomes of groups by serial;
+    keys: rows by their tag ``KEY_TAG``; cleared: how many open rows were, of which ``forgotten`` with the partition as
+    a whole; expected: how many rows were announced; closed: the last step of a run, 0 where an open partition gets no
+    more rows, None while more may come; resets, peeked, returned: rows that were taken from a task, looked at, and
+    taken out of leases undone, by reason; elsewhere: tasks of other controllers; attempts: of the gang, that began.
     """
 
     def __init__(self, name: str) -> None:

@@ -22,6 +22,7 @@ from asyncflow.queue.protocol.unit_calls import Cells, Held, MovedRows
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.leases import Claims
 from asyncflow.queue.table.moves import RowMoves, ends_rows, place
+from asyncflow.queue.table.partition import PartitionState
 from asyncflow.queue.table.rows import Change, add_cells
 from asyncflow.queue.table.state import Row, by_row
 from asyncflow.queue.table.training import Training
@@ -185,6 +186,7 @@ class Table:
             queue = partition.queues[held.task]
             if missing := set(queue.spec.writes) - cells.dtypes.keys():
                 raise Refused(f"task {held.task} writes {sorted(missing)} too", where=f"lease {lease}")
+            _check_writers(partition, held.task, cells)
             self.state.check_schema(partition, cells.dtypes)
             if queue.spec.clears and cells.sizes:
                 raise Refused("the task clears what it completes, so it writes nothing", where=f"lease {lease}")
@@ -207,6 +209,8 @@ class Table:
 
         reason: None where their lease goes on, and only what was written is kept.
         """
+        if cells is not None and (held := self.claims.holder(lease)) is not None:
+            _check_writers(self.state.partitions[held.partition], held.task, cells)
         columns = by_row(cells, len(rows)) if cells is not None else [{} for _ in rows]
         returned = self.claims.give_back(lease, rows, reason)
         told = zip(rows, columns, returned, strict=True)
@@ -237,6 +241,14 @@ class Table:
         """Say how many rows there will be in all; may change."""
         if self.state.partition(partition).expected != total:
             self.state.record(ev.PartitionSet(partition, "expected", total))
+
+
+def _check_writers(partition: PartitionState, task: str, cells: Cells) -> None:
+    """Refuse columns of a job's rows that another task writes."""
+    known = [queue.spec for queue in partition.queues.values()] + [each.spec for each in partition.elsewhere.values()]
+    for other in known if partition.purpose != "open" else ():
+        if other.name != task and (taken := cells.dtypes.keys() & set(other.writes)):
+            raise Refused(f"task {task} may not write {sorted(taken)}: {other.name} does", where=partition.name)
 
 
 def _bare(row: Row) -> RowMeta:

@@ -34,6 +34,8 @@ from asyncflow.training.torch.model import choose_kernels
 from asyncflow.training.torch.packs import Packs
 from asyncflow.training.torch.shards import copied, write_shards
 
+_OF_CRITICS = collective(where="critic", who="the critics")
+
 
 class _Replicas:
     """The process group of the critic's replicas; nothing where there is one. host: of this process."""
@@ -42,7 +44,7 @@ class _Replicas:
         self._host = host
         self._met = False
 
-    @collective()
+    @_OF_CRITICS
     def meet(self, meeting: Meeting, *, device: torch.device, timeout_s: float) -> None:
         """Join the group, once all have come. Raises PeerLost where one does not."""
         timeout = timedelta(seconds=timeout_s)
@@ -52,17 +54,24 @@ class _Replicas:
         store = dist.TCPStore(
             meeting.host, meeting.port, meeting.world, timeout=timeout, wait_for_workers=False, **listens
         )
+        store.set(f"here/{meeting.rank}", "")
+        store.wait([f"here/{rank}" for rank in range(meeting.world)], timeout)
         choose_interface(self._host)
-        dist.init_process_group(
-            backends(device), store=store, rank=meeting.rank, world_size=meeting.world, timeout=timeout
-        )
+        try:
+            dist.init_process_group(
+                backends(device), store=store, rank=meeting.rank, world_size=meeting.world, timeout=timeout
+            )
+        except BaseException:
+            dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - torch counts a group that was not made
+            raise
         self._met = True
 
-    @collective()
+    @_OF_CRITICS
     def add(self, gradient: Tensor) -> None:
-        """Replace ``gradient`` by the sum of all replicas'. Raises PeerLost where one is gone."""
+        """Replace ``gradient`` by the sum of all replicas', and wait for it. Raises PeerLost where one is gone."""
         if self._met:
             dist.all_reduce(gradient)
+            gradient[:1].item()
 
     def close(self) -> None:
         """Leave the group."""

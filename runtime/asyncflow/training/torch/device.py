@@ -66,7 +66,7 @@ def as_array(tensor: Tensor) -> NDArray[Any]:
 
 
 @contextlib.contextmanager
-def collective() -> Iterator[None]:
+def collective(*, where: str = "trainer", who: str = "the trainer's ranks") -> Iterator[None]:
     """Raise PeerLost where a rank is gone in a collective of this block, or of the function that this decorates."""
     try:
         yield
@@ -74,7 +74,7 @@ def collective() -> Iterator[None]:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         what = f"another rank has ended, or has not answered in time: {str(error).splitlines()[0]}"
-        raise PeerLost(what, where="trainer", hint="The logs of the trainer's ranks say which") from error
+        raise PeerLost(what, where=where, hint=f"The logs of {who} say which") from error
 
 
 class TensorGroup:
