@@ -21,7 +21,6 @@ MOST_A_MINUTE = 10
 """Reconciles of one broken object."""
 
 JOBS: dict[str, dict[str, Any]] = {
-    "planned": {"trainer": {"external": True}},
     "misspelt": {"template": {"podSpec": {"nodeSelectr": {"disk": "fast"}}}},
     "unimportant": {"template": {"podSpec": {"priorityClassName": "no-such-class"}}},
     "unpulled": {"template": HELD | {"podSpec": {"imagePullSecrets": [{"name": "no-such-secret"}]}}},
@@ -34,7 +33,6 @@ JOBS: dict[str, dict[str, Any]] = {
     "accounted": {},
 }
 SAYS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "planned": ("Accepted", "NotYet", ("spec.trainer.external", "asyncflow.init_engines")),
     "misspelt": ("WhyPending", "Denied", ("Pod/misspelt-driver-0", 'unknown field "spec.nodeSelectr"')),
     "unimportant": ("WhyPending", "Denied", ("no PriorityClass with name no-such-class", "must change")),
     "unpulled": ("WhyPending", "ImagePull", ("unpulled-driver-0", "ImagePullBackOff", "imagePullSecrets")),
@@ -157,7 +155,6 @@ def test_each_runs_once_it_is_mended(
         kwok_plane.api.delete(path)
     for name in ("configured", "served", "queued", "accounted"):
         jobs[name].edit(rollout={"maxReplicas": 5})
-    jobs["planned"].edit(trainer={"external": None})
     for name in ("misspelt", "unimportant"):
         jobs[name].edit(template={"podSpec": None})
     for name in ("unpulled", "secretless"):
