@@ -89,6 +89,17 @@ def test_a_task_is_what_its_processes_and_the_queue_tell_together() -> None:
     assert task_states(graph, [], None)["a"] == TaskState(role="task-a")
 
 
+def test_of_a_task_that_is_left_to_clients_the_queue_tells_and_no_client_counts_as_its_process() -> None:
+    own = "tasks=[{name: a, reads: [reward], writes: [{name: x}]}, {name: b, reads: [reward], writes: [{name: y}]}]"
+    graph = graph_of(load_job(EXAMPLE, [own, "trainer.external=true"]).spec)
+    heard = [(Member(role="client", index=0, incarnation=f"client-0-{n}"), {"done": 5}) for n in range(3)]
+    stats = STATS | {"ready": {"train/a": 7}, "leased": {"train/b": 2}}
+    assert task_states(graph, heard, QueueStats(**stats)) == {
+        "a": TaskState(role="client", ready=7),
+        "b": TaskState(role="client", leased=2),
+    }
+
+
 @given(st.lists(st.integers(0, 1000), max_size=200))
 def test_a_histogram_counts_everybody_once(lags: list[int]) -> None:
     counts = histogram(lags)

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from msgspec import structs
+
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.load import load_job
 from asyncflow.api.status import CorrectionFigures, DriverStatus, RewardState, SetState
@@ -76,6 +78,7 @@ def words(
     quiet_s: float = 0.0,
     steps: int = 60,
     unasked: int = 0,
+    stats: QueueStats = STATS,
 ) -> str:
     return waiting_for(
         RunProgress(folder, steps=steps, now=0.0),
@@ -84,7 +87,7 @@ def words(
         newest=newest,
         evaluating=evaluating,
         exported=exported,
-        stats=STATS,
+        stats=stats,
         quiet_s=quiet_s,
         unasked=unasked,
     )
@@ -129,6 +132,24 @@ def test_prompts_that_nobody_has_put_are_named_before_a_stall(tmp_path: Path) ->
     quiet_s = SPEC.limits.stall_seconds + 1
     assert words(tmp_path, unasked=3, quiet_s=quiet_s) == "3 prompts of step 1 to be put (put_prompts_data)"
     assert words(tmp_path, unasked=3, steps=0, evaluating=[], exported=True) == ""
+
+
+def test_a_task_that_is_left_to_the_user_and_that_nobody_does_is_named(tmp_path: Path) -> None:
+    own = "tasks=[{name: mark, reads: [reward], writes: [{name: x}]}, {name: b, reads: [x], writes: [{name: y}]}]"
+    spec = load_job(EXAMPLE, [own, "trainer.external=true"]).spec
+    says = "64 samples of the task mark, which is left to your process"
+
+    def said(*, ready: dict[str, int], leased: dict[str, int], quiet_s: float = 0.0) -> str:
+        return words(tmp_path, spec=spec, stats=structs.replace(STATS, ready=ready, leased=leased), quiet_s=quiet_s)
+
+    assert said(ready={"train/mark": 64}, leased={}) == says
+    assert said(ready={"train/mark": 64, "train/b": 8}, leased={}) == says + ", " + says.replace("64", "8").replace(
+        "mark", "b"
+    )
+    assert said(ready={"train/mark": 64}, leased={"train/mark": 4}) == "", "somebody does it"
+    assert said(ready={"train/mark": 64}, leased={"train/rollout": 4}) == "", "the job goes on"
+    stalled = said(ready={"train/mark": 64}, leased={"train/rollout": 4}, quiet_s=spec.limits.stall_seconds + 1)
+    assert f"stalled for 1801 s: {says}, 0 samples to be generated" in stalled
 
 
 def test_last_the_evaluations_then_what_the_run_leaves_behind(tmp_path: Path) -> None:

@@ -76,12 +76,12 @@ class RolloutState(Wire):
 
 
 class TaskState(Wire):
-    """One task of training samples that is a role of its own."""
+    """One task of training samples that is a role of its own, or left to the user's process."""
 
     role: RoleKey = ""
-    """The role that runs it."""
+    """The role that runs it, ``client`` where it is left to the user's process."""
     replicas: Count = 0
-    """Processes of it that are there."""
+    """Processes of it that are there; 0 where the role is ``client``, and so are ``done`` and ``failed``."""
     ready: Count = 0
     """Samples that it could take."""
     leased: Count = 0

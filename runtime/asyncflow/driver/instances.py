@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from asyncflow.api.graph import TRAIN, JobGraph
-from asyncflow.api.names import FOLLOWER, PUBLISHER
+from asyncflow.api.names import CLIENT, FOLLOWER, PUBLISHER
 from asyncflow.api.status import RolloutState, Standing, TaskState
 from asyncflow.api.versions import LAG_BUCKETS, MOST_LAGGARDS, Laggard, PhaseSeconds, VersionsState
 from asyncflow.flow.instance import SwapAt
@@ -64,7 +64,8 @@ def task_states(
 ) -> dict[str, TaskState]:
     """Return the state of each task of training that is a role of its own, by name.
 
-    heard: all members and their last heartbeats; stats: of the queue, None before the first.
+    heard: all members and their last heartbeats; stats: of the queue, None before the first. Of a client nobody knows
+    which task it does.
     """
     of_role: dict[str, list[Status]] = {}
     for member, status in heard:
@@ -73,7 +74,8 @@ def task_states(
     for task in graph.of(TRAIN):
         if not task.place:
             continue
-        told, key = of_role.get(task.role, []), f"{TRAIN}/{task.name}"
+        told = of_role.get(task.role, []) if task.role != CLIENT else []
+        key = f"{TRAIN}/{task.name}"
         failed: Counter[str] = Counter()
         for status in told:
             failed.update({str(why): int(count) for why, count in dict(status.get("failed", {})).items()})

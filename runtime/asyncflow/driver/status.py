@@ -128,7 +128,8 @@ def waiting_for(
 
     members: how many there are of each role; newest: step of the newest published version; evaluating: versions whose
     evaluation is not finished; exported: whether the trainer has written what the run leaves behind; quiet_s: seconds
-    since the last step, or since the first prompt; unasked: prompts of the next step that were not put into the job.
+    since the last step, or since the first prompt; unasked: prompts of the next step that were not put into the job. A
+    task that is left to the user's process is named as soon as it has rows, nobody does it, and nothing is generated.
     """
     expected = {
         "controller": spec.transfer_queue.controllers,
@@ -150,14 +151,27 @@ def waiting_for(
         return "" if exported else "the trainer to write the last checkpoint and export/"
     if unasked:
         return f"{unasked} prompts of step {progress.done + 1} to be put (put_prompts_data)"
-    if quiet_s > spec.limits.stall_seconds and stats is not None:
+    if stats is None:
+        return ""
+    left = _left_undone(spec, stats)
+    if quiet_s > spec.limits.stall_seconds:
         return (
-            f"step {progress.done + 1}, stalled for {quiet_s:.0f} s: "
+            f"step {progress.done + 1}, stalled for {quiet_s:.0f} s: {left + ', ' if left else ''}"
             f"{stats.ready.get('train/rollout', 0)} samples to be generated, "
             f"{stats.leased.get('train/rollout', 0)} in generation, {stats.wanted} lost and not yet made again, "
             f"{stats.ready.get('train/train', 0)} ready to train"
         )
-    return ""
+    return left if not stats.leased.get("train/rollout", 0) else ""
+
+
+def _left_undone(spec: RLJobSpec, stats: QueueStats) -> str:
+    """Return which tasks have rows that wait for the user's process, and no such process has any; "" for none."""
+    waiting = {name: stats.ready.get(f"train/{name}", 0) for name in spec.own_tasks}
+    return ", ".join(
+        f"{count} samples of the task {name}, which is left to your process"
+        for name, count in waiting.items()
+        if count and not stats.leased.get(f"train/{name}", 0)
+    )
 
 
 def _set_state(result: SetResult) -> SetState:
