@@ -112,6 +112,13 @@ def test_auto_stands_for_devices_of_tasks_too() -> None:
     ]
 
 
+def test_no_device_is_looked_for_where_a_task_is_left_to_the_users_process() -> None:
+    base = job({"profile": "cpu"}, {}, external=True).model_dump(mode="json", by_alias=True, exclude_none=True)
+    base["spec"]["tasks"] = [{"name": "a", "reads": ["reward"], "writes": [{"name": "x"}], "accelerator": AUTO}]
+    mine = RLJob.model_validate(base)
+    assert resolve(mine, find=lambda _: ["0"]) == (mine, [])
+
+
 def test_auto_is_the_cpu_only_where_no_device_was_asked_for_and_says_so() -> None:
     profile, count, notes = resolved(AUTO)
     assert (profile, count) == ("cpu", 0)

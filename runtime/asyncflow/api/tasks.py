@@ -110,7 +110,8 @@ class UserTaskSpec(WorkerSpec):
     ) = None
     """``module:function`` of a module beside the manifest or installed: ``def function(rows, config)`` or ``async
     def``, which returns a mapping of columns to values for each row. Absent: no process of the job runs the task; a
-    process of yours does, by ``get_experience_data`` and ``put_experience_data``."""
+    process of yours does, by ``get_experience_data`` and ``put_experience_data``. Of the other fields only ``reads``,
+    ``writes``, ``groups``, ``order`` and ``leaseSeconds`` count then."""
     reads: Annotated[tuple[ColumnName, ...], Field(min_length=1, max_length=16)]
     """Columns that the function is given; a row is ready when it has them all."""
     writes: Annotated[tuple[ColumnSpec, ...], Field(min_length=1, max_length=16)]

@@ -175,7 +175,7 @@ def _computing(spec: RLJobSpec) -> Iterator[tuple[Place, TrainerSpec | RolloutSp
         yield ("critic", "role"), critic, ""
     if spec.reward.role is not None:
         yield ("reward", "role"), spec.reward.role, ""
-    yield from ((("tasks", index), task, "") for index, task in enumerate(spec.tasks))
+    yield from ((("tasks", index), task, "") for index, task in enumerate(spec.tasks) if task.function is not None)
 
 
 def _found(count: int, find: Callable[[Profile], Sequence[str]]) -> str | None:
