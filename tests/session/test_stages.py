@@ -33,7 +33,7 @@ def test_what_a_task_does_not_read_is_refused():
 
 
 def test_values_become_columns_of_the_dtypes_of_the_manifest():
-    made = written(SPEC, {"novelty": torch.tensor([[1, 2], [3, 4]]), "right": [True, False]}, rows=2, where="here")
+    made = written(SPEC, {"novelty": torch.tensor([[1, 2], [3, 4]]), "right": [True, False]}, 2, where="here")
     assert {name: (column.dtype, column.values.tolist()) for name, column in made.items()} == {
         "novelty": ("float32", [1.0, 2.0, 3.0, 4.0]),
         "right": ("bool", [True, False]),
@@ -58,4 +58,4 @@ def test_values_become_columns_of_the_dtypes_of_the_manifest():
 )
 def test_what_a_task_does_not_write_is_refused(data, why):
     with pytest.raises(Refused, match=why):
-        written(SPEC, data, rows=1, where="here")
+        written(SPEC, data, 1, where="here")

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -255,7 +256,9 @@ def test_a_stage_that_the_job_leaves_to_the_caller_is_done_by_threads_and_proces
         done = []
         with engines.create_stream_data_loader("mark", ["response_ids"], 5, use_vllm=True, num_workers=1) as loader:
             for data, index in loader:
-                put = engines.put_experience_data({"tokens": list(map(len, data["response_ids"]))}, index)
+                with pytest.raises(Refused, match="no int32"):
+                    loader.put({"tokens": [0.5] * len(index.rows)}, index)
+                put = loader.put({"tokens": list(map(len, data["response_ids"]))}, index)
                 done += [row.meta.key for row, ok in zip(index.rows, put, strict=True) if ok]
         return done
 
@@ -279,6 +282,11 @@ def test_a_stage_that_the_job_leaves_to_the_caller_is_done_by_threads_and_proces
         with asyncflow.init_engines(folder, trains=False) as careless:
             left = careless.get_experience_data("mark", ["response_ids"], 5, timeout=120)
             assert left is not None, "others have these rows, too"
+        with (
+            pytest.raises(ZeroDivisionError),
+            beside.get_experience_data("mark", ["response_ids"], 5, timeout=120) as (_, index),
+        ):
+            1 / (len(index.rows) - len(index.rows))  # beside lives on, and yet others have these rows
         work = ((mark, engines), (load, engines), (mark, beside))
         marking = [threads.submit(each, by) for each, by in work]
         client = Consumer(engines.queue)
@@ -301,6 +309,38 @@ def test_a_stage_that_the_job_leaves_to_the_caller_is_done_by_threads_and_proces
         marked = [key for each in marking for key in each.result(60)]
     assert len(marked) == len(set(marked)) == SAMPLES
     trained_once(folder)
+
+
+def test_the_thread_of_the_page_does_what_is_left_to_it_and_ends_with_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    own = "tasks=[{name: mark, reads: [response_ids], writes: [{name: novelty, most: 1}]}]"
+    job = load_job(EXAMPLES / "counting.yaml", [*SETTINGS, "algorithm.steps=2", "trainer.external=true", own])
+    learned = []
+
+    def learn(_model: Any, batch: asyncflow.Experience, novelty: torch.Tensor) -> None:
+        assert novelty.tolist() == [[tokens / 2] for tokens in batch.mask.sum(1).tolist()]
+        learned.extend(batch.keys)
+
+    folder = run_block(
+        "def mark()",
+        tmp_path,
+        job,
+        asyncflow=asyncflow,
+        threading=threading,
+        model={"seen": torch.zeros(1)},
+        novelty=lambda rows: [len(row) / 2 for row in rows],
+        learn=learn,
+    )
+    for thread in threading.enumerate():
+        if "(mark)" in thread.name:
+            thread.join(60)
+            assert not thread.is_alive()
+    assert not failed, "it was told that no more rows come"
+    assert len(set(learned)) == len(learned) == 2 * PROMPTS * GROUP
+    trained_once(folder, samples=len(learned))
 
 
 def test_trl_trains_what_the_queue_gives_it(tmp_path: Path) -> None:

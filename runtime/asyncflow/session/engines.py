@@ -23,8 +23,9 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -70,16 +71,32 @@ _RESERVED = {"at", *TrainReport.__struct_fields__, *(f"{name}_s" for name in Sec
 
 @dataclass(frozen=True)
 class ClaimedRows:
-    """ClaimedRows that were claimed, also as the pair (data, index).
+    """Rows that were claimed, also as the pair (data, index); a context, from which an error gives them back.
 
-    data: their columns by name; index: for ``put_experience_data``, with the results.
+    data: their columns by name; index: for ``put_experience_data``, with the results; returning: see ``give_back``.
     """
 
     data: dict[str, Values]
     index: BatchLease
+    returning: Callable[[str], None] = field(repr=False, compare=False)
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.data, self.index))
+
+    def give_back(self, reason: str = "given back") -> None:
+        """Let others claim at once what was not put of these rows. reason: for the ledger."""
+        self.returning(reason)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None:
+            return
+        try:
+            self.give_back(kind.__name__)
+        except AsyncFlowError as other:
+            log.warning("rows could not be given back: %s", other)
 
 
 class Engines:
@@ -172,7 +189,7 @@ class Engines:
         as soon as their groups are finished, and None when it has had all of them. Any other stage is a task of
         ``spec.tasks`` without a function, or of a queue that stands alone, which learns of the task by this. It is
         given up to ``experience_count`` rows as ``ClaimedRows``, with ``experience_columns``, and None when no more
-        will come; the rows are its own until it puts what it made of them.
+        will come; the rows are its own until it puts what it made of them, or gives them back.
 
         Raises DeadlineExceeded where nothing was ready in time, and Refused for a task that the job itself does.
         """
@@ -203,7 +220,7 @@ class Engines:
             if index is None:
                 hint = "Give the index of the rows that you got; put_prompts_data puts prompts"
                 raise Refused("a job makes its rows itself", where=where, hint=hint)
-            data = written(self.job.spec, data, rows=len(index.rows), where=where)
+            data = written(self.job.spec, data, len(index.rows), where=where)
         if index is None:
             return [True] * len(self._in_partition(lambda rows: rows.put(data, timeout=timeout)))
         if index.owner == self._owner:
@@ -250,32 +267,41 @@ class Engines:
         **options: Any,
     ) -> StreamLoader:
         """Return a loader of a stage's rows; see ``asyncflow.create_stream_data_loader``."""
+        check = None
         if self.job is not None:
             where = "create_stream_data_loader"
             check_stage(self.job.spec, experience_consumer_stage, experience_columns, where=where)
+            check = partial(written, self.job.spec, where="StreamLoader.put")
         return create_stream_data_loader(
             self.queue,
             experience_consumer_stage,
             experience_columns,
             experience_count,
             partition=self.partition,
+            check=check,
             **options,
         )
 
     def close(self, *, timeout: float = WAIT_S) -> None:
         """Leave; after the last step wait until the job has ended well, which was run by this process or elsewhere.
 
-        Before it, a checkpoint is written of the last completed step, and a job that this process runs is ended; it
-        goes on when ``init_engines`` is called again. Raises what went wrong meanwhile.
+        Meanwhile threads may do what the job leaves to them: they get None when no more rows will come. Before the last
+        step, a checkpoint is written of the last completed one, and a job that this process runs is ended; it goes on
+        when ``init_engines`` is called again. Raises what went wrong meanwhile.
         """
         session, self._session = self._session, None
-        if self._queue is not None:
-            self._queue.close()
+        deadline = time.monotonic() + timeout
+        try:
+            if session is not None and self.step >= self.steps:
+                session.dismissed.wait(timeout)
+        finally:
+            if self._queue is not None:
+                self._queue.close()
         if session is None:
             return
         if self.step < self.steps:
             session.leave()
-        session.thread.join(timeout)
+        session.thread.join(max(0.0, deadline - time.monotonic()))
         if session.thread.is_alive():
             session.leave()
             raise DeadlineExceeded(f"the job did not end within {timeout:g} s", where="close", hint="Its view says why")
@@ -392,7 +418,11 @@ class Engines:
             except AsyncFlowError:
                 await consumer.give_back(claimed.rows, "its columns could not be read")
                 raise
-            return ClaimedRows(found, BatchLease(self._owner, claimed.rows))
+            return ClaimedRows(
+                found,
+                BatchLease(self._owner, claimed.rows),
+                lambda reason: consumer.run(consumer.give_back(claimed.rows, reason)),
+            )
 
         return consumer.run(claim())
 
@@ -423,9 +453,10 @@ def init_engines(
     ``trainer-0`` and ``client-0`` of that job (of a queue: the folder with a client's certificate); workdir: folder on
     durable storage for checkpoints and the model (``runs/NAME``); host: the address at which rollouts reach this
     process. partition: of the rows of a queue. trains: False for a process beside the trainer, which does tasks that
-    are left to the user, or puts prompts. timeout: seconds until the job is joined.
+    are left to the user, or puts prompts. timeout: seconds until the job is joined as its trainer; who does not train,
+    and who uses a queue, joins with the first call, which has a timeout of its own.
 
-    Raises ManifestError for what cannot be run or joined, DeadlineExceeded where the driver was not reached.
+    Raises ManifestError for what cannot be run or joined, DeadlineExceeded where a trainer did not reach the driver.
     """
     if isinstance(job, str) and "://" in job:
         alone = SessionPlace(address=job, own=None if tls is None else Path(tls))

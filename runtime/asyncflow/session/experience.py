@@ -1,7 +1,7 @@
 """The samples of a micro-batch as padded torch tensors, the form in which a loop of one's own computes.
 
 Invariant: every tensor of two dimensions has one entry for each token of prompt and response, filled up on the right;
-``mask`` is True exactly where a token of the response counts in the loss; but for ``extra``, which is as long as it is.
+``mask`` is True exactly where a token of the response counts in the loss. A column of ``extra`` has its own length.
 """
 
 from __future__ import annotations

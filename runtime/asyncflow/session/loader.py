@@ -9,10 +9,10 @@ goes on; what was claimed and not put is claimed by others once the loader is cl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader
@@ -23,6 +23,8 @@ from asyncflow.queue.torch.batch import Batch, BatchLease
 from asyncflow.queue.torch.dataset import Consumer, QueueAddress, StreamingDataset
 
 _CALL_S = 60.0
+Check: TypeAlias = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
+"""Returns the columns to be written for what is put of so many rows. Raises Refused for what may not be written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +56,21 @@ class _Form:
 class StreamLoader:
     """Rows of one stage: iterates over (data, index). A context that closes it; see ``create_stream_data_loader``."""
 
-    def __init__(self, dataset: StreamingDataset, *, form: _Form, workers: int) -> None:
+    def __init__(self, dataset: StreamingDataset, *, form: _Form, workers: int, check: Check | None) -> None:
         self._dataset = dataset
+        self._check = check
         self._loader = DataLoader(dataset, batch_size=None, collate_fn=form, num_workers=workers, in_order=workers == 0)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], BatchLease]]:
         return iter(self._loader)
 
     def put(self, data: Mapping[str, Any], index: BatchLease) -> list[bool]:
-        """Write what was made of rows, which are completed by this; False for one that another consumer has now."""
+        """Write what was made of rows, which are completed by this; False for one that another consumer has now.
+
+        Raises Refused for what ``check`` refuses, and then nothing is written.
+        """
+        if self._check is not None:
+            data = self._check(data, len(index.rows))
         return self._dataset.complete(Batch(metas=[], columns={}, lease=index), data)
 
     def close(self) -> None:
@@ -88,6 +96,7 @@ def create_stream_data_loader(
     num_workers: int = 0,
     prefetch: int = 1,
     patience_s: float = 3600.0,
+    check: Check | None = None,
 ) -> StreamLoader:
     """Return a loader that yields (data, index), up to ``experience_count`` rows at a time, as they become ready.
 
@@ -96,7 +105,7 @@ def create_stream_data_loader(
     lists of token ids, which vLLM takes; else tensors [rows, longest], filled up with 0 to a multiple of
     ``pad_to_multiple_of``, and ``NAME_length`` int64[rows] beside each. num_workers: loader processes, each of which
     claims for itself; prefetch: batches that are fetched while one is computed; patience_s: seconds without a row
-    after which the iteration fails with DeadlineExceeded.
+    after which the iteration fails with DeadlineExceeded. check: what ``put`` asks for the columns to be written.
 
     It ends when the partition was closed, or has had as many rows as ``expect`` said.
     """
@@ -120,7 +129,8 @@ def create_stream_data_loader(
         prefetch=prefetch,
         patience_s=patience_s,
     )
-    return StreamLoader(dataset, form=_Form(lists=use_vllm, multiple=pad_to_multiple_of), workers=num_workers)
+    form = _Form(lists=use_vllm, multiple=pad_to_multiple_of)
+    return StreamLoader(dataset, form=form, workers=num_workers, check=check)
 
 
 async def make_known(rows: Partition, stage: str, columns: Sequence[str]) -> None:

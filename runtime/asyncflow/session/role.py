@@ -36,7 +36,8 @@ class TrainerSession:
 
     place: gives it, in that thread, where a job that is run here is started; run: that job; host: the address at which
     rollouts reach this process; timeout: seconds until the job is joined, and for its end. Once it is ``opened``: job,
-    place, and the handover between the user's loop and the trainer. error: what ended the session.
+    place, and the handover between the user's loop and the trainer. dismissed: set when the trainer has ended, which it
+    is told after the last step, when no more rows will come; error: what ended the session.
     """
 
     def __init__(self, place: Callable[[], SessionPlace], *, run: LocalRun | None, host: str, timeout: float) -> None:
@@ -51,6 +52,7 @@ class TrainerSession:
         self._attempt = 0
         self._leaving = False
         self._joined = threading.Event()
+        self.dismissed = threading.Event()
         self._contexts: list[JobContext] = []
         self._tasks = asyncio.TaskGroup()
         self._loop = asyncio.new_event_loop()
@@ -118,6 +120,7 @@ class TrainerSession:
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
             self.error = error
+        self.dismissed.set()
         try:
             if self._run_here is not None:
                 self._run_here.end(well=not self._leaving and self.error is None, timeout=self._timeout)

@@ -28,7 +28,7 @@ def check_stage(spec: RLJobSpec, stage: str, columns: Sequence[str], *, where: s
         raise Refused(f"the task {stage} does not read {wrong[0]!r}", where=where, hint=hint)
 
 
-def written(spec: RLJobSpec, data: Mapping[str, Any], *, rows: int, where: str) -> dict[str, Jagged]:
+def written(spec: RLJobSpec, data: Mapping[str, Any], rows: int, *, where: str) -> dict[str, Jagged]:
     """Return the columns that a task writes of so many rows; ``data`` has a value of each for each row.
 
     Raises Refused for columns of no task that is left to the caller, and for values that they cannot hold.
