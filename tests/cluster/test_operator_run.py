@@ -13,7 +13,6 @@ import operator_rights
 from kube.plane import ControlPlane
 from operator_process import OperatorProcess
 
-ON_DEVICES = {"accelerator": {"profile": "nvidia", "count": 1}}
 """Rewards in a role with devices, which this version does not do."""
 LOOKS = 4
 """Looks of the operator at a job, one after another, between which nothing is written."""
@@ -158,11 +157,11 @@ def test_a_quota_that_runs_out_is_said_and_is_no_hot_loop(start: Start, world: W
 
 def test_a_job_that_this_version_does_not_do_says_so(start: Start, world: World) -> None:
     start()
-    world.apply(lambda spec: spec["reward"].update(role=ON_DEVICES))
+    world.apply(lambda spec: spec["trainer"].update(external=True))
     world.until(lambda: world.condition("Accepted"), "the job to be judged")
     accepted = world.condition("Accepted")
     assert (accepted["status"], accepted["reason"]) == ("False", "NotYet")
-    assert "spec.reward.role" in accepted["message"]
+    assert "spec.trainer.external" in accepted["message"]
     assert not world.pods()
 
 
@@ -180,11 +179,11 @@ def test_a_running_job_that_is_edited_to_what_cannot_be_done_goes_on_as_it_was_a
     def edit(**spec: Any) -> None:
         world.plane.api.patch(path, {"spec": spec})
 
-    edit(reward={"role": ON_DEVICES})
-    world.until(lambda: world.condition("Accepted")["reason"] == "NotYet", "the edit to be judged")
+    edit(reward={"function": None, "components": [{"name": "a", "function": "task"}], "config": {"b": 1}})
+    world.until(lambda: world.condition("Accepted")["reason"] == "Invalid", "the edit to be judged")
     said = world.condition("Accepted")["message"]
     assert said.startswith("Generation 1 runs on; of this one suspend: true and its scale are obeyed")
-    assert "spec.reward.role" in said
+    assert "each component has settings of its own" in said
     world.annotate("quickstart-trainer-0", exit="137")
     world.until(lambda: world.attempts("trainer") == {"quickstart-trainer-0": "1"}, "the trainer's next attempt")
     world.until_whole(reward=1)
@@ -207,7 +206,7 @@ def test_a_running_job_that_is_edited_to_what_cannot_be_done_goes_on_as_it_was_a
     world.until(lambda: world.job()["status"]["observedGeneration"] == generation, "a look at that")
     assert world.job()["status"]["phase"] == "Suspended", "what is refused begins nothing"
     driver.say(phase="Running")
-    edit(reward={"role": {"accelerator": None}})
+    edit(reward={"function": "task", "components": None, "config": None})
     world.until_whole(rollout=3, reward=1)
     assert world.condition("Accepted")["status"] == "True"
 

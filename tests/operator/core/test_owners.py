@@ -14,7 +14,7 @@ from asyncflow_operator.observed import JobState
 QUICKSTART = Path(__file__).parents[3] / "examples/quickstart.yaml"
 DESIRED = Desired(DesiredSettings(registry=Registry(prefix="a", tag="1"), master=b"m" * 32))
 RUNNING = {"phase": "Running", "startTime": "2026-11-23T00:00:00Z"}
-PLANNED = {"reward": {"function": "task", "role": {"accelerator": {"profile": "nvidia", "count": 1}}}}
+PLANNED = {"trainer": {"external": True}}
 """A part of the spec that is legal and not done yet."""
 
 

@@ -185,11 +185,11 @@ def test_a_job_is_parsed_once_per_generation_and_labels() -> None:
 
 def test_a_job_that_is_planned_for_later_says_so() -> None:
     raw = job()
-    raw["spec"]["reward"] |= {"role": {"accelerator": {"profile": "nvidia", "count": 1}}}
+    raw["spec"]["trainer"] |= {"external": True}
     view = custom_resource("RLJob", raw, None)
     assert view.model is None
     assert view.problem_reason == "NotYet"
-    assert "spec.reward.role" in view.problem
+    assert "spec.trainer.external" in view.problem
 
 
 def test_a_job_that_the_contract_refuses_says_what_to_do() -> None:
