@@ -12,6 +12,7 @@ from asyncflow.errors import DeadlineExceeded
 from asyncflow.rpc.access import Access
 from asyncflow.rpc.addresses import ANYBODY, address_of, host_and_port, new_server
 from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.retry import retry
 from asyncflow.rpc.server import RpcServer
 from asyncflow.rpc.shm import SHARED_MEMORY_ENV
 from asyncflow.rpc.tls import Credentials
@@ -107,6 +108,11 @@ async def test_a_server_in_the_place_of_another_is_found_by_its_callers() -> Non
     assert (await caller.call("who", Question(), Answer, timeout=10)).server == "first"
     await first.close()
     second = await serve("second", first.address)
-    assert (await caller.call("who", Question(), Answer, timeout=10)).server == "second"
+
+    async def asked() -> Answer:
+        """Lost where the call was on the connection that has just ended."""
+        return await caller.call("who", Question(), Answer, timeout=10)
+
+    assert (await retry(asked, what="asking who is there", timeout=10)).server == "second"
     await caller.close()
     await second.close()
