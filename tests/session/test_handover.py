@@ -115,9 +115,16 @@ def test_a_wait_for_samples_has_an_end(handover):
 
 @contextmanager
 def interrupted():
-    """Interrupt the main thread, as a notebook does, in the course of the block."""
-    threading.Timer(0.01, os.kill, [os.getpid(), signal.SIGINT]).start()
-    yield
+    """Interrupt the main thread, as a notebook does, in the course of the block.
+
+    A process that is started in the background may have SIGINT ignored.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Timer(0.01, os.kill, [os.getpid(), signal.SIGINT]).start()
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_wait_that_is_interrupted_loses_no_sample(handover, trainer):

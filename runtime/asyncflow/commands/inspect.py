@@ -96,7 +96,7 @@ def audit(directory: Path) -> int:
     ):
         click.echo(f"{name.replace('_', ' '):<20}{getattr(report, name):>12}")
         for reason, count in report.reasons.items() if name == "redeliveries" else ():
-            click.echo(f"{count:>32}  {plain(reason)}")
+            click.echo(f"  {plain(reason):<30}{count}")
     for problem in report.problems:
         click.echo(problem, err=True)
     return 0 if report.ok else 1
