@@ -68,7 +68,7 @@ faults: $(STAMP)
 # The same of a job by PPO whose reward, reference, critic and two tasks of a user's are roles of their own: nine roles.
 task-faults: $(STAMP)
 	$(BIN)/python benchmarks/faults.py benchmarks/tasks.yaml --kills 50 --seed 1 --output runs/task-faults \
-		--roles task reward critic reference rollout storage trainer controller driver
+		--roles task reward critic reference rollout storage trainer controller driver --set algorithm.steps=320
 
 # PPO's six tasks in processes of their own; the spans say which of them were at work at the same time.
 six-tasks: $(STAMP)
