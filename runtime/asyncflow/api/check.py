@@ -238,5 +238,7 @@ def _without(data: Any, wrong: Sequence[Place]) -> Any:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Spec):
-        return value.model_dump(mode="json", exclude_defaults=True)
+        return value.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
     return MISSING if value is None else value
