@@ -1,23 +1,18 @@
 """The selection of the guide, installed as a package and run as it stands there by a controller of its own process."""
 
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+from served_queue import served
 
 from asyncflow.commands.preflight import runnable_job
 from asyncflow.errors import ManifestError
 from asyncflow.flow.selection import SELECTIONS
-from asyncflow.queue.blocking import BlockingPartition, BlockingQueue, connect
+from asyncflow.queue.blocking import BlockingPartition
 from asyncflow.queue.protocol.messages import TOKENS_TAG, TaskSpec
 
 ROOT = Path(__file__).parents[2]
@@ -42,30 +37,6 @@ def install(folder: Path) -> None:
     (folder / f"{module}.py").write_text(shown("python"))
 
 
-@contextmanager
-def served(folder: Path, packages: Path) -> Iterator[BlockingQueue]:
-    """Serve the queue of ``folder`` in processes that have ``packages``, and end it as Ctrl-C does."""
-    path = os.pathsep.join([str(packages), *filter(None, [os.environ.get("PYTHONPATH")])])
-    serving = subprocess.Popen(
-        [sys.executable, "-m", "asyncflow", "queue", "serve", "--port", "0"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        said = next(line for line in serving.stdout if "serving at " in line)
-        with connect(said.partition("serving at ")[2].partition(": ")[0]) as queue:
-            yield queue
-        serving.send_signal(signal.SIGINT)
-        rest, _ = serving.communicate(timeout=30)
-        assert serving.returncode == 128 + signal.SIGINT, rest
-    finally:
-        serving.kill()
-        serving.communicate()
-
-
 def task(order: str) -> TaskSpec:
     return TaskSpec(partition="corpus", name=order, needs=["n"], order=order)
 
@@ -73,7 +44,7 @@ def task(order: str) -> TaskSpec:
 @pytest.mark.process
 def test_a_controller_orders_rows_by_the_selection_of_an_installed_package(tmp_path: Path) -> None:
     install(tmp_path / "packages")
-    with served(tmp_path, tmp_path / "packages") as queue:
+    with served(tmp_path, packages=tmp_path / "packages") as queue:
         queue.declare([task("short-first"), task("longest")], timeout=30)
         corpus = BlockingPartition(queue, "corpus")
         corpus.put({"n": np.array(TOKENS)}, tags=[{TOKENS_TAG: tokens} for tokens in TOKENS])

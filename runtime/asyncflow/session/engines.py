@@ -84,7 +84,7 @@ class ClaimedRows:
         return iter((self.data, self.index))
 
     def give_back(self, reason: str = "given back") -> None:
-        """Let others claim at once what was not put of these rows. reason: for the ledger."""
+        """Return to other consumers, at once, what was not put of these rows. reason: for the ledger."""
         self.returning(reason)
 
     def __enter__(self) -> Self:

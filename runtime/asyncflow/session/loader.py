@@ -74,7 +74,7 @@ class StreamLoader:
         return self._dataset.complete(Batch(metas=[], columns={}, lease=index), data)
 
     def close(self) -> None:
-        """Let others claim what was claimed here and not put."""
+        """Return to other consumers what was claimed here and not put."""
         self._dataset.close()
 
     def __enter__(self) -> Self:

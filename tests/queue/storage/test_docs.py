@@ -1,8 +1,6 @@
 """The back end that the guide shows is a back end, and its steps are all that it takes to use it."""
 
-import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
@@ -11,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from served_queue import served
 
 from asyncflow.plan.roles import REFUSED
-from asyncflow.queue.blocking import BlockingPartition, connect
+from asyncflow.queue.blocking import BlockingPartition
 from asyncflow.queue.storage.backend import BACKENDS, Place, Site
 from asyncflow.queue.values import encode
 from asyncflow.rpc.columns import Jagged
@@ -62,30 +61,14 @@ def test_an_installed_package_is_all_that_another_back_end_takes(tmp_path):
     install(tmp_path / "packages")
     cells = tmp_path / "cells"
     cells.mkdir()
-    path = os.pathsep.join([str(tmp_path / "packages"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    serving = subprocess.Popen(
-        [*COMMAND, "queue", "serve", "--backend", "folder", "--port", "0"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "CELLS": str(cells)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        said = next(line for line in serving.stdout if "serving at " in line)
-        with connect(said.partition("serving at ")[2].partition(": ")[0]) as queue:
-            corpus = BlockingPartition(queue, "corpus")
-            corpus.declare("read", ["n"])
-            corpus.put({"n": np.arange(8)})
-            assert len(list(cells.iterdir())) == 8
-            leased = corpus.claim("read", 8)
-            assert sorted(int(value) for value in corpus.get(leased, ["n"])["n"]) == list(range(8))
-        serving.send_signal(signal.SIGINT)
-        rest, _ = serving.communicate(timeout=30)
-        assert serving.returncode == 128 + signal.SIGINT, rest
-    finally:
-        serving.kill()
-        serving.communicate()
+    packages, env = tmp_path / "packages", {"CELLS": str(cells)}
+    with served(tmp_path, "--backend", "folder", packages=packages, env=env) as queue:
+        corpus = BlockingPartition(queue, "corpus")
+        corpus.declare("read", ["n"])
+        corpus.put({"n": np.arange(8)})
+        assert len(list(cells.iterdir())) == 8
+        leased = corpus.claim("read", 8)
+        assert sorted(int(value) for value in corpus.get(leased, ["n"])["n"]) == list(range(8))
 
 
 @pytest.mark.process
