@@ -46,7 +46,9 @@ async def serve(context: JobContext) -> None:
             materialize_weights(spec.model.source, folder)
         return backend.apart(settings, folder=folder)
 
-    service = CriticService(make, checkpoints=options.workdir / "checkpoints", host=context.host, spans=context.spans)
+    service = CriticService(
+        make, checkpoints=options.workdir / "checkpoints", rank=options.index, host=context.host, spans=context.spans
+    )
     metrics = CriticMetrics()
     metrics.watch_busy(service.busy)
 

@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -66,12 +66,11 @@ _SPANS: Final[Mapping[str, Kind]] = {
 class LoadCritic(msgspec.Struct, frozen=True, kw_only=True):
     """Begin with the checkpoint of that name, "" for the model, at the word of an attempt of the trainer.
 
-    rank, world: of this replica; host, port: where they meet, if there are several.
+    world: the number of replicas; host, port: where they meet, if there are several.
     """
 
     attempt: int
     checkpoint: str
-    rank: int = 0
     world: int = 1
     host: str = ""
     port: int = 0
@@ -157,6 +156,9 @@ class CriticModel(Protocol):
         ...
 
 
+_Answer: TypeAlias = tuple[CriticReply, list[memoryview]]
+
+
 class CriticLink:
     """The critic as one rank of a trainer calls it, from the threads that compute and write, never the event loop's.
 
@@ -200,15 +202,9 @@ class CriticLink:
             """Once, for all replicas: where one is lost meanwhile, none has begun."""
             place = CriticReply()
             if world > 1:
-                meet = [CriticOrder(attempt=self._attempt)] * world
-                place, *_ = await self._all("critic.meet", meet)
-            orders = [
-                LoadCritic(
-                    attempt=self._attempt, checkpoint=name, rank=rank, world=world, host=place.host, port=place.port
-                )
-                for rank in range(world)
-            ]
-            await self._all("critic.load", orders)
+                place, *_ = await self._all(self._once, "critic.meet", CriticOrder(attempt=self._attempt))
+            order = LoadCritic(attempt=self._attempt, checkpoint=name, world=world, host=place.host, port=place.port)
+            await self._all(self._once, "critic.load", order)
 
         self._wait(retry(begin, what="asking for the critic to begin", timeout=self._patience_s))
 
@@ -235,7 +231,7 @@ class CriticLink:
         """See ``CriticModel``; what all ranks had it learn is in it."""
         order = CriticOrder(attempt=self._attempt, step=step)
         what = f"what the critic has learned in step {step}"
-        told = self._order_all("critic.settle", [order] * len(self._clients), what=what)
+        told = self._order("critic.settle", order, what=what)
         sums: defaultdict[str, float] = defaultdict(float)
         for reply in told:
             for name, value in reply.sums.items():
@@ -246,16 +242,16 @@ class CriticLink:
         """See ``CriticModel``; returns before it is done."""
         self._updates += 1
         order = CriticOrder(attempt=self._attempt, step=step, number=self._updates, divisor=divisor, moves=moves)
-        self._order_all("critic.update", [order] * len(self._clients), what=f"step {step} of the critic")
+        self._order("critic.update", order, what=f"step {step} of the critic")
 
     def copy(self) -> None:
         """Have the critic set its state aside; one at a time, until ``write``."""
-        self._order("critic.copy", CriticOrder(attempt=self._attempt), what="the critic to set its state aside")
+        self._ask(0, "critic.copy", CriticOrder(attempt=self._attempt), what="the critic to set its state aside")
 
     def write(self, folder: Path) -> None:
         """Have what was set aside written into ``folder``, a checkpoint's. Raises DiskError where it is not there."""
         order = CriticOrder(attempt=self._attempt, folder=folder.name)
-        written = self._order("critic.write", order, what="the critic to write its state").files
+        written = self._ask(0, "critic.write", order, what="the critic to write its state")[0].files
         if absent := [name for name in written if not (folder / name).is_file()]:
             raise DiskError(f"the critic has written {', '.join(absent)} elsewhere", where=str(folder))
 
@@ -269,42 +265,35 @@ class CriticLink:
         asked = CriticBatch(attempt=self._attempt, rank=self._rank, number=self._numbers, header=header)
         self._ask(self._own, "critic.learn", asked, what="the critic to learn", frames=frames)
 
-    def _order(self, method: str, order: msgspec.Struct, *, what: str) -> CriticReply:
-        """Send an order to the first replica, and wait until it is carried out."""
-        return self._ask(0, method, order, what=what)[0]
+    def _ask(
+        self, replica: int, method: str, request: msgspec.Struct, *, what: str, frames: Sequence[Any] = ()
+    ) -> _Answer:
+        return self._wait(self._again(what, replica, method, request, frames=frames))
 
-    def _order_all(self, method: str, orders: Sequence[msgspec.Struct], *, what: str) -> list[CriticReply]:
-        """Send each replica its order at the same time, and wait until all are carried out."""
-        return self._wait(self._all(method, orders, again=what))
+    def _order(self, method: str, order: msgspec.Struct, *, what: str) -> list[CriticReply]:
+        """Send an order to all replicas, and wait until all have carried it out."""
+        return self._wait(self._all(partial(self._again, what), method, order))
 
-    async def _all(self, method: str, orders: Sequence[msgspec.Struct], *, again: str = "") -> list[CriticReply]:
-        """Send each replica its order at the same time. again: what is asked for, where a lost call is repeated."""
+    async def _all(
+        self,
+        send: Callable[[int, str, msgspec.Struct], Coroutine[Any, Any, _Answer]],
+        method: str,
+        order: msgspec.Struct,
+    ) -> list[CriticReply]:
         try:
             async with asyncio.TaskGroup() as calls:
-                tasks = [
-                    calls.create_task(
-                        self._call(replica, method, order, what=again) if again else self._once(replica, method, order)
-                    )
-                    for replica, order in enumerate(orders)
-                ]
+                tasks = [calls.create_task(send(replica, method, order)) for replica in range(len(self._clients))]
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         return [task.result()[0] for task in tasks]
 
-    def _ask(
-        self, replica: int, method: str, request: msgspec.Struct, *, what: str, frames: Sequence[Any] = ()
-    ) -> tuple[CriticReply, list[memoryview]]:
-        return self._wait(self._call(replica, method, request, what=what, frames=frames))
-
-    async def _call(
-        self, replica: int, method: str, request: msgspec.Struct, *, what: str, frames: Sequence[Any] = ()
-    ) -> tuple[CriticReply, list[memoryview]]:
+    async def _again(
+        self, what: str, replica: int, method: str, request: msgspec.Struct, *, frames: Sequence[Any] = ()
+    ) -> _Answer:
         attempt = partial(self._once, replica, method, request, frames=frames)
         return await retry(attempt, what=f"asking for {what}", timeout=self._patience_s)
 
-    async def _once(
-        self, replica: int, method: str, request: msgspec.Struct, *, frames: Sequence[Any] = ()
-    ) -> tuple[CriticReply, list[memoryview]]:
+    async def _once(self, replica: int, method: str, request: msgspec.Struct, *, frames: Sequence[Any] = ()) -> _Answer:
         client = self._clients[replica]
         return await client.call_frames(method, request, CriticReply, timeout=self._patience_s, frames=frames)
 
@@ -313,8 +302,8 @@ class CriticLink:
 
 
 class CriticService:
-    """Answers the calls of a trainer. model: made by ``make`` in its thread; checkpoints: their folder; host: of this
-    process, for other replicas; spans: records what it does.
+    """Answers the calls of a trainer. model: made by ``make`` in its thread; checkpoints: their folder; rank, host: of
+    this process among replicas; spans: records what it does.
 
     busy: values, learn, optimizer, checkpoint.
     """
@@ -324,6 +313,7 @@ class CriticService:
         make: Callable[[], CriticModel],
         *,
         checkpoints: Path,
+        rank: int = 0,
         host: str = "127.0.0.1",
         spans: Spans = NO_SPANS,
     ) -> None:
@@ -332,6 +322,7 @@ class CriticService:
         self.step = 0
         self._make = make
         self._checkpoints = checkpoints
+        self._rank = rank
         self._host = host
         self._listener: socket.socket | None = None
         self._model: CriticModel | None = None
@@ -361,6 +352,8 @@ class CriticService:
 
     async def _on_meet(self, order: CriticOrder, _frames: Sequence[memoryview]) -> CriticReply:
         self._newest(order.attempt)
+        if self._rank:
+            return CriticReply()
         if self._listener is not None:
             self._listener.close()
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
@@ -374,10 +367,7 @@ class CriticService:
     async def _on_load(self, order: LoadCritic, _frames: Sequence[memoryview]) -> CriticReply:
         self._newest(order.attempt)
         listener, self._listener = self._listener, None
-        if listener is not None and order.rank:
-            listener.close()
-            listener = None
-        meeting = Meeting(order.rank, order.world, order.host, order.port, listener) if order.world > 1 else None
+        meeting = Meeting(self._rank, order.world, order.host, order.port, listener) if order.world > 1 else None
         await self._do("load", self._load, order, meeting)
         return CriticReply()
 
