@@ -86,7 +86,7 @@ def test_the_critic_stands_beside_the_task_that_asks_it(more: tuple[str, ...], w
     job = planned(*PPO, *more)
     tree = text(job, "train")
     at = next(number for number, line in enumerate(tree) if "─ train [" in line)
-    assert tree[at + 1].strip() == f"⇄  critic [{where}] ─> values  (as it was before the step; learns beside train)"
+    assert tree[at + 1].strip() == f"⇄  critic [{where}] ─> values  (as before the step)"
     assert len(tree) == at + 2
     drawing = svg(job, "train")
     boxes, lines = boxes_and_points(drawing)

@@ -145,11 +145,11 @@ def _parsed(kind: str, raw: Json, labels: dict[str, str]) -> tuple[Any, str, str
     model, problems = inspect(_MODELS[kind][0], given)
     if model is None:
         model, problems = inspect(_MODELS[kind][0], legible(_MODELS[kind][0], given))
+    reason = INVALID
     if not problems:
-        problems = list(_only_on_one_machine(model))
+        problems, reason = list(_only_on_one_machine(model)), NOT_YET
     if not problems:
         return model, "", ""
-    reason = NOT_YET if all(problem.planned for problem in problems) else INVALID
     return None, "; ".join(str(problem) for problem in problems)[:_SHOWN], reason
 
 
@@ -161,7 +161,6 @@ def _only_on_one_machine(model: Any) -> Iterator[Problem]:
             value=True,
             reason="not yet: a trainer of one's own joins jobs of one machine",
             fix="Leave it out, or run the job with asyncflow.init_engines",
-            planned=True,
         )
 
 

@@ -116,8 +116,8 @@ class Blueprint:
         return said[-1] if said else otherwise
 
     @property
-    def judges_on_devices(self) -> bool:
-        """Return whether the devices belong to the container that judges: the other one computes nothing."""
+    def judges_alone(self) -> bool:
+        """Return whether all computing is that of the container that judges, whose then are the devices."""
         return self.reward is not None and self.role.name == REWARD
 
     @property

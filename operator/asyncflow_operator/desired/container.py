@@ -82,18 +82,17 @@ def make_volumes(blueprint: Blueprint, index: int) -> Volumes:
         {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 — the pod's own volume
     ]
     claims = _claims(blueprint, index)
-    for part in (_run(claims), claims, _shared_memory(blueprint), _host(blueprint), _rewards(blueprint)):
+    devices = _of_devices(blueprint)
+    for part in (_run(claims), claims, devices, _rewards(blueprint)):
         volumes += part.volumes
-        mounts += part.mounts
-    if blueprint.judges_on_devices:
-        beside = _of_devices(blueprint)
-        mounts = [mount for mount in mounts if mount not in beside]
+        mounts += () if part is devices and blueprint.judges_alone else part.mounts
     return Volumes(volumes, mounts)
 
 
-def _of_devices(blueprint: Blueprint) -> list[Manifest]:
-    """Return the mounts of the container that computes with the devices."""
-    return [*_host(blueprint).mounts, *_shared_memory(blueprint).mounts]
+def _of_devices(blueprint: Blueprint) -> Volumes:
+    """Return what the container needs that computes."""
+    shared, host = _shared_memory(blueprint), _host(blueprint)
+    return Volumes(shared.volumes + host.volumes, shared.mounts + host.mounts)
 
 
 def reward_mounts(blueprint: Blueprint) -> list[Manifest]:
@@ -106,7 +105,7 @@ def reward_mounts(blueprint: Blueprint) -> list[Manifest]:
         {"name": "rewards-tmp", "mountPath": "/tmp"},  # noqa: S108 — its own volume
         _REWARD_SOCKET_MOUNT,
         *read,
-        *(_of_devices(blueprint) if blueprint.judges_on_devices else ()),
+        *(_of_devices(blueprint).mounts if blueprint.judges_alone else ()),
     ]
 
 
@@ -200,7 +199,7 @@ def _host(blueprint: Blueprint) -> Volumes:
 
 def make_environment(blueprint: Blueprint, index: int) -> list[Manifest]:
     """Return the variables of process ``index``, as a container's ``env``."""
-    computes = not blueprint.judges_on_devices
+    computes = not blueprint.judges_alone
     devices = _devices(blueprint, index) if computes else {}
     plain = {**_HOME, **_rank(blueprint, index), **devices, **blueprint.role.env}
     referred = {**(_assigned(blueprint) if computes else {}), **_host_ip(blueprint)}
@@ -225,12 +224,12 @@ def make_reward_environment(blueprint: Blueprint, index: int) -> list[Manifest]:
     theirs = {variable.name: variable.value for template in blueprint.templates for variable in template.env}
     names = list(REWARD_VARIABLES)
     devices: dict[str, str] = {}
-    if blueprint.judges_on_devices:
+    if blueprint.judges_alone:
         facts = PROFILES[blueprint.role.resources.profile]
         devices = {**facts.env, **_devices(blueprint, index)}
         names += [*facts.variables, *devices]
     kept = {name: theirs[name] for name in names if name in theirs}
-    referred = _of_the_pod(_assigned(blueprint)) if blueprint.judges_on_devices else ()
+    referred = _of_the_pod(_assigned(blueprint)) if blueprint.judges_alone else ()
     return [*referred, *({"name": name, "value": value} for name, value in {**_HOME, **devices, **kept}.items())]
 
 

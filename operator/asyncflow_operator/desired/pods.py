@@ -252,7 +252,7 @@ def _rewards(blueprint: Blueprint, *, index: int) -> Manifest:
     stated = blueprint.reward.resources
     cpu = float(stated.cpu.amount) if stated.cpu is not None else _REWARD_CPU
     hard = {"memory": str(stated.memory.bytes)} if stated.memory is not None else {}
-    hard |= _devices(blueprint) if blueprint.judges_on_devices else {}
+    hard |= _devices(blueprint) if blueprint.judges_alone else {}
     container = {
         "name": REWARD_CONTAINER,
         "image": blueprint.image,
@@ -275,7 +275,7 @@ def _resources(blueprint: Blueprint) -> Manifest:
     hard: dict[str, str] = {}
     if resources.memory is not None:
         hard["memory"] = str(resources.memory)
-    hard |= {} if blueprint.judges_on_devices else _devices(blueprint)
+    hard |= {} if blueprint.judges_alone else _devices(blueprint)
     return _asked(resources.cpu, hard)
 
 

@@ -24,7 +24,7 @@ from pydantic.alias_generators import to_camel
 
 from asyncflow.api.base import COLLECT, Spec
 from asyncflow.api.document import Place
-from asyncflow.errors import ManifestError, NotYetError
+from asyncflow.errors import ManifestError
 
 MISSING: Any = object()
 _SHOWN = 60
@@ -35,7 +35,7 @@ class Problem:
     """One thing that is wrong.
 
     place: keys as written in the manifest; value: what was found, MISSING where nothing was; reason: why that is wrong;
-    fix: what would be right; line: where in the file, 0 where unknown; planned: a later version will accept it.
+    fix: what would be right; line: where in the file, 0 where unknown.
     """
 
     place: Place
@@ -43,7 +43,6 @@ class Problem:
     fix: str
     value: Any = MISSING
     line: int = 0
-    planned: bool = False
 
     @property
     def path(self) -> str:
@@ -68,12 +67,11 @@ def shown(value: object) -> str:
 
 
 def refusal(problems: Sequence[Problem], *, source: str) -> ManifestError:
-    """Return the one error for all problems; a NotYetError where nothing else is wrong."""
-    kind = NotYetError if all(problem.planned for problem in problems) else ManifestError
+    """Return the one error for all problems."""
     if len(problems) == 1:
-        return kind(problems[0].what, where=source, hint=problems[0].fix)
+        return ManifestError(problems[0].what, where=source, hint=problems[0].fix)
     lines = "".join(f"\n  {problem}" for problem in problems)
-    return kind(f"{len(problems)} problems{lines}", where=source)
+    return ManifestError(f"{len(problems)} problems{lines}", where=source)
 
 
 def place_of(attributes: str) -> tuple[str, ...]:

@@ -80,8 +80,8 @@ class Task:
 class Companion:
     """A model that learns beside a task, which asks it for each micro-batch; it takes no rows of the queue.
 
-    task: the one that asks; reads: what it is given; writes: what it answers; role: of the process that it is in;
-    inside: whether that is the one of the task; when: as of when it answers, in words.
+    task: the one that asks; reads: what it is given; writes: what it answers; role: of the process that it is in; when:
+    as of when it answers, in words.
     """
 
     name: str
@@ -89,8 +89,12 @@ class Companion:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     role: RoleName
-    inside: bool
     when: str
+
+    @property
+    def inside(self) -> bool:
+        """Return whether it is in the process of the task that asks."""
+        return self.role != self.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,8 +295,7 @@ def _critic(spec: RLJobSpec, mask: tuple[str, ...]) -> Companion:
         reads=("prompt_ids", "response_ids", *mask, "returns"),
         writes=("values",),
         role=CRITIC if apart else "trainer",
-        inside=not apart,
-        when="as it was before the step; learns beside train",
+        when="as before the step",
     )
 
 

@@ -16,7 +16,7 @@ from asyncflow.api.base import API_VERSION, Flaw, Frozen, ObjectMeta, Rule, Spec
 from asyncflow.api.durability import ElasticitySpec, FailurePolicySpec, LimitsSpec, StorageSpec, TelemetrySpec
 from asyncflow.api.graph import REF_LOGPROBS, flaws, graph_of
 from asyncflow.api.learning import AlgorithmSpec, CriticSpec, DataSpec, EvaluationSpec, ModelSpec, SamplingSpec
-from asyncflow.api.names import LOSS_MASK
+from asyncflow.api.names import LOSS_MASK, RoleName, task_role
 from asyncflow.api.placement import AUTO, DriverSpec, SchedulingSpec, TemplateSpec
 from asyncflow.api.queue import LEAST_BYTES, QueueSpec
 from asyncflow.api.rewards import MOST_DETAILS, EnvironmentSpec, RewardSpec
@@ -147,6 +147,11 @@ class RLJobSpec(Spec):
         samples = self.algorithm.prompts_per_step * self.algorithm.group_size
         steps = self.storage.checkpoints.every + self.schedule.ahead
         return ceil(row * samples * steps) + part * self.transfer_queue.storage_units
+
+    @property
+    def task_roles(self) -> dict[RoleName, UserTaskSpec]:
+        """The tasks that the job's own processes do, by their roles."""
+        return {task_role(task.name): task for task in self.tasks if task.function is not None}
 
     @property
     def own_tasks(self) -> dict[str, UserTaskSpec]:

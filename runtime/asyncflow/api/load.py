@@ -33,7 +33,7 @@ KINDS: dict[str, type[RLJob] | type[TransferQueue] | type[WeightSync]] = {
 
 
 def load(source: Path | str | IO[Any], overrides: Sequence[str] = ()) -> Manifest:
-    """Read and check the manifest in a file (path) or stream. Raises ManifestError; NotYetError for what is planned."""
+    """Read and check the manifest in a file (path) or stream. Raises ManifestError."""
     name = str(source) if isinstance(source, (str, Path)) else str(getattr(source, "name", "manifest"))
     document, beside = _read(source, name)
     apply(document, overrides)

@@ -245,7 +245,7 @@ def _own(role: Role) -> tuple[str, ...]:
 
 
 def _section(role: Role) -> str:
-    """Return the section of the manifest that says which devices a role has."""
+    """Return the section of the manifest that says which devices a role has, a task by its name."""
     if kind_of_role(role.name) == TASK:
         return f"spec.tasks[{role.name.removeprefix(f'{TASK}-')}]"
     return f"spec.{role.name}.role" if role.name in (REWARD, CRITIC) else f"spec.{role.name}"

@@ -228,6 +228,6 @@ def _text(x: float, y: float, said: str, *, size: int, color: str) -> str:
 
 def _taken(task: Task | Companion) -> str:
     if isinstance(task, Companion):
-        return "as before the step"
+        return task.when
     whole = "slots of all ranks" if task.gang else "whole groups" if task.groups else "rows"
     return f"{whole}, {task.order}"

@@ -13,7 +13,7 @@ from typing import Any
 from asyncflow.api.durability import RestartSpec
 from asyncflow.api.graph import ADVANTAGE, CRITIC, REFERENCE, REWARD, TRAIN, Task, graph_of
 from asyncflow.api.job import RLJob, RLJobSpec
-from asyncflow.api.names import CONTROL_PORT, RoleName, task_role
+from asyncflow.api.names import CONTROL_PORT, RoleName
 from asyncflow.api.placement import PROFILES, AcceleratorSpec, ResourcesSpec, TemplateSpec
 from asyncflow.api.schedule import ScheduleSpec
 from asyncflow.api.tasks import CriticRoleSpec, ProcessSpec, WorkerSpec
@@ -118,7 +118,7 @@ def working_roles(spec: RLJobSpec) -> dict[RoleName, WorkerSpec]:
     """Return the roles that a manifest adds: reward, reference model, and one for each task with a function."""
     own: dict[RoleName, WorkerSpec | None] = {REWARD: spec.reward.role, REFERENCE: spec.reference}
     found = {name: worker for name, worker in own.items() if worker is not None}
-    return found | {task_role(task.name): task for task in spec.tasks if task.function}
+    return found | spec.task_roles
 
 
 def added_roles(spec: RLJobSpec) -> dict[RoleName, WorkerSpec | CriticRoleSpec]:

@@ -7,7 +7,6 @@ import contextlib
 
 from asyncflow.api.graph import TRAIN
 from asyncflow.api.job import RLJobSpec
-from asyncflow.api.names import task_role
 from asyncflow.api.tasks import UserTaskSpec
 from asyncflow.errors import ManifestError
 from asyncflow.models.source import materialize_config
@@ -87,7 +86,7 @@ async def work(context: JobContext, settings: TaskSettings, compute: Compute, *,
 
 def task_of(spec: RLJobSpec, role: str) -> UserTaskSpec:
     """Return the user's task that a role runs. Raises ManifestError where the manifest has none of it."""
-    found = {task_role(task.name): task for task in spec.tasks if task.function}
+    found = spec.task_roles
     if role not in found:
         hint = f"It has {', '.join(found) or 'none'}"
         raise ManifestError(f"there is no task for the role {role!r}", where="spec.tasks", hint=hint)

@@ -41,11 +41,11 @@ def written(spec: RLJobSpec, data: Mapping[str, Any], rows: int, *, where: str) 
         raise Refused(f"no task that is left to you writes {sorted(data)}", where=where, hint=hint)
     for name, values in data.items():
         try:
-            count = f"{len(values)} values"
+            count, told = len(values), f"{len(values)} values"
         except TypeError:
-            count = f"a {type(values).__name__}"
-        if count != f"{rows} values":
-            what = f"the column {name} has {count} for {rows} rows"
+            count, told = -1, f"a {type(values).__name__}"
+        if count != rows:
+            what = f"the column {name} has {told} for {rows} rows"
             raise Refused(what, where=where, hint="Give a value for each row that was got")
     outputs = outputs_of(task, default=spec.sampling.max_tokens)
     results = read_results(

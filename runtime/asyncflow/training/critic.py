@@ -347,6 +347,8 @@ class CriticService:
 
     def close(self) -> None:
         """End the threads; what has not begun is not done."""
+        if self._listener is not None:
+            self._listener.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown(wait=False, cancel_futures=True)
 

@@ -278,7 +278,7 @@ class Auditor:
         self._counts.update(resets=event.resets, peeked=event.peeked)
         self._returns.update(event.reasons)
         if before := event.returned - sum(event.reasons.values()):
-            self._returns["not recorded"] += before
+            self._returns[ev.NO_REASON] += before
         self._attempts.update(event.attempts)
         if event.purpose is None and event.closed is None:
             return

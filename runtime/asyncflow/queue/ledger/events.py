@@ -134,9 +134,8 @@ class Returned(Struct, frozen=True, array_like=True, tag="back"):
     reason: str
 
 
-MOST_REASONS = 64
-"""Reasons for which rows came back that are counted apart; what is beyond them is ``OTHER_REASON``."""
-OTHER_REASON = "another reason"
+MOST_REASONS, OTHER_REASON, NO_REASON = 64, "another reason", "not recorded"
+"""Reasons for which rows came back that are counted apart, those beyond them, and those of older ledgers."""
 
 
 class RowsDropped(Struct, frozen=True, array_like=True, tag="drop"):

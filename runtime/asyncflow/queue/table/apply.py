@@ -399,7 +399,7 @@ def _restore_partition(state: QueueState, record: ev.SnapshotPartition) -> None:
     partition.creator, partition.expected, partition.closed = record.creator, record.expected, record.closed
     partition.resets, partition.peeked, partition.returned = record.resets, record.peeked, Counter(record.reasons)
     if before := record.returned - partition.returned.total():
-        partition.returned["not recorded"] += before
+        partition.returned[ev.NO_REASON] += before
     partition.cleared, partition.forgotten = record.cleared, record.forgotten
     partition.attempts, partition.clients = set(record.attempts), dict(record.clients)
     partition.counts.update(dict(zip(STATES.values(), record.ended, strict=True)))

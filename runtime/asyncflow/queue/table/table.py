@@ -186,7 +186,7 @@ class Table:
             queue = partition.queues[held.task]
             if missing := set(queue.spec.writes) - cells.dtypes.keys():
                 raise Refused(f"task {held.task} writes {sorted(missing)} too", where=f"lease {lease}")
-            _check_writers(partition, held.task, cells)
+            _check_writers(partition, queue.spec, cells)
             self.state.check_schema(partition, cells.dtypes)
             if queue.spec.clears and cells.sizes:
                 raise Refused("the task clears what it completes, so it writes nothing", where=f"lease {lease}")
@@ -210,7 +210,8 @@ class Table:
         reason: None where their lease goes on, and only what was written is kept.
         """
         if cells is not None and (held := self.claims.holder(lease)) is not None:
-            _check_writers(self.state.partitions[held.partition], held.task, cells)
+            partition = self.state.partitions[held.partition]
+            _check_writers(partition, partition.queues[held.task].spec, cells)
         columns = by_row(cells, len(rows)) if cells is not None else [{} for _ in rows]
         returned = self.claims.give_back(lease, rows, reason)
         told = zip(rows, columns, returned, strict=True)
@@ -243,12 +244,13 @@ class Table:
             self.state.record(ev.PartitionSet(partition, "expected", total))
 
 
-def _check_writers(partition: PartitionState, task: str, cells: Cells) -> None:
+def _check_writers(partition: PartitionState, task: TaskSpec, cells: Cells) -> None:
     """Refuse columns of a job's rows that another task writes."""
-    known = [queue.spec for queue in partition.queues.values()] + [each.spec for each in partition.elsewhere.values()]
-    for other in known if partition.purpose != "open" else ():
-        if other.name != task and (taken := cells.dtypes.keys() & set(other.writes)):
-            raise Refused(f"task {task} may not write {sorted(taken)}: {other.name} does", where=partition.name)
+    if partition.purpose == "open" or cells.dtypes.keys() <= set(task.writes):
+        return
+    for other in [each.spec for each in partition.queues.values()] + [of.spec for of in partition.elsewhere.values()]:
+        if other.name != task.name and (taken := cells.dtypes.keys() & set(other.writes)):
+            raise Refused(f"task {task.name} may not write {sorted(taken)}: {other.name} does", where=partition.name)
 
 
 def _bare(row: Row) -> RowMeta:

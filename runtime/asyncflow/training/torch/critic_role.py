@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from asyncflow.training.ranks import SingleProcess
 from asyncflow.training.settings import BackendSettings, TorchOptions
 from asyncflow.training.slice_files import unwritable
 from asyncflow.training.torch.critic import Critic, open_critic
-from asyncflow.training.torch.device import TensorGroup, backends, choose_interface, collective
+from asyncflow.training.torch.device import TensorGroup, backends, choose_interface, collective, open_store
 from asyncflow.training.torch.figures import StepFigures
 from asyncflow.training.torch.model import choose_kernels
 from asyncflow.training.torch.packs import Packs
@@ -48,12 +47,7 @@ class _Replicas:
     def meet(self, meeting: Meeting, *, device: torch.device, timeout_s: float) -> None:
         """Join the group, once all have come. Raises PeerLost where one does not."""
         timeout = timedelta(seconds=timeout_s)
-        listens: dict[str, Any] = {}
-        if meeting.listener is not None:
-            listens = {"is_master": True, "master_listen_fd": meeting.listener.detach()}
-        store = dist.TCPStore(
-            meeting.host, meeting.port, meeting.world, timeout=timeout, wait_for_workers=False, **listens
-        )
+        store = open_store(meeting.host, meeting.port, world=meeting.world, listener=meeting.listener, timeout=timeout)
         store.set(f"here/{meeting.rank}", "")
         store.wait([f"here/{rank}" for rank in range(meeting.world)], timeout)
         choose_interface(self._host)

@@ -163,10 +163,17 @@ def _store(group: ProcessGroup, *, host: str, timeout: timedelta) -> dist.TCPSto
         address[: len(text)] = np.frombuffer(text, dtype=np.uint8)
     told = bytes(group.gather(address, what="the address of the process group")[0]).rstrip(b"\0").decode()
     name, _, port = told.rpartition(":")
+    return open_store(name, int(port), world=group.world, listener=listener, timeout=timeout)
+
+
+def open_store(
+    host: str, port: int, *, world: int, listener: socket.socket | None, timeout: timedelta
+) -> dist.TCPStore:
+    """Return the store in which a process group of so many ranks meets; ``listener`` is the first rank's socket."""
     return dist.TCPStore(
-        name,
-        int(port),
-        group.world,
+        host,
+        port,
+        world,
         is_master=listener is not None,
         timeout=timeout,
         wait_for_workers=False,
