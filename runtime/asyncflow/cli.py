@@ -373,14 +373,13 @@ def role(name: str, *, insecure: bool, **options: Any) -> int:
     from asyncflow.process import die_with_parent
 
     die_with_parent()  # before anything else is imported
-    from asyncflow.api.names import INSECURE_ENV, ROLES, TASK, kind_of_role
+    from asyncflow.api.names import INSECURE_ENV, ROLES, TASK, kind_of_role, module_of_role
     from asyncflow.plugins import importing
 
     if insecure:
         os.environ[INSECURE_ENV] = "1"
-    kind = kind_of_role(name)
-    module = f"asyncflow.roles.{'stores' if kind in ('holder', 'master') else kind}"
-    if kind not in (*ROLES, TASK) or find_spec(module) is None:
+    module = module_of_role(name)
+    if kind_of_role(name) not in (*ROLES, TASK) or find_spec(module) is None:
         raise NotYetError(f"there is no role {name!r}", where="asyncflow role", hint="See asyncflow plan FILE")
     with importing():
         from asyncflow.roles.context import RoleOptions

@@ -25,14 +25,16 @@ class Run:
         end_s: float,
         active_s: str,
         disk_s: float = 300.0,
+        forked: bool = False,
         within: Sequence[str] = (),
     ) -> None:
         self.cwd = cwd
         self.folder = cwd / "out"
-        words = [str(self.folder), json.dumps(roles), str(end_s), active_s, str(disk_s)]
+        words = [str(self.folder), json.dumps(roles), str(end_s), active_s, str(disk_s), "forked" if forked else ""]
         self.process = subprocess.Popen(
             [*within, sys.executable, HARNESS, *words],
             cwd=cwd,
+            env={**os.environ, "PYTHONPATH": str(Path(HARNESS).parent)},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -94,12 +96,12 @@ class Run:
         self.wait_until(lambda: not self.reapers(), "the reaper to be gone", timeout=5.0)
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+@pytest.fixture(params=["started", "forked"])
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
     def start(*, end_s: float = 8.0, active_s: str = "", **roles: dict[str, Any]) -> Run:
-        run = Run(tmp_path, roles, end_s=end_s, active_s=active_s)
+        run = Run(tmp_path, roles, end_s=end_s, active_s=active_s, forked=request.param == "forked")
         runs.append(run)
         return run
 

@@ -1,4 +1,4 @@
-"""Runs a supervisor over stand-ins: ``harness.py FOLDER ROLES END_S ACTIVE_S DISK_S``.
+"""Runs a supervisor over stand-ins: ``harness.py FOLDER ROLES END_S ACTIVE_S DISK_S [forked]``.
 
 ROLES: {"rollout": {"replicas": 1, "gang": false, "restarts": 3, "does": [BEHAVIOUR, ...]}, ...} as JSON.
 "missing": {"0": 2} names replicas that cannot be started by attempts before the given one; a role with "most" is
@@ -20,7 +20,7 @@ from asyncflow.local.scaling import Scaling
 from asyncflow.local.supervisor import Fleet, Limits
 from asyncflow.plan.roles import Readiness, Resources, RestartPolicy, Role
 
-STANDIN = str(Path(__file__).with_name("standin.py"))
+IMPORTS = ("asyncflow.process",)
 
 
 class Deaf(Scaling):
@@ -30,7 +30,7 @@ class Deaf(Scaling):
         raise RuntimeError(f"nobody can be asked at {port}")
 
 
-def main(path: str, parts: str, end_s: str, active_s: str, disk_s: str) -> int:
+def main(path: str, parts: str, end_s: str, active_s: str, disk_s: str, forked: str) -> int:
     supervisor.DISK_S = float(disk_s)
     wanted = json.loads(parts)
     folder = RunFolder.claim(Path(path), resume=(Path(path) / "job.yaml").exists())
@@ -55,7 +55,8 @@ def main(path: str, parts: str, end_s: str, active_s: str, disk_s: str) -> int:
         does = wanted[replica.role].get("does", [])
         if attempt < wanted[replica.role].get("missing", {}).get(str(replica.index), 0):
             return Launch(argv=["/nowhere/standin"], env={})
-        return Launch(argv=[sys.executable, STANDIN, *does, "--", str(replica), str(attempt)], env={})
+        argv = [sys.executable, "-m", "standin", *does, "--", str(replica), str(attempt)]
+        return Launch(argv=argv, env={}, imports=IMPORTS if forked else None)
 
     def place(replica: LocalReplica) -> None:
         if replica.index >= wanted[replica.role].get("places", 99):
@@ -69,7 +70,14 @@ def main(path: str, parts: str, end_s: str, active_s: str, disk_s: str) -> int:
         return Fleet(scaling=kind(role=scaled[0], file=folder.requests), place=place, port=1, drain_s=-9.5)
 
     async def run() -> int:
-        supervised = supervisor.Supervisor(roles=roles, launch=launch, folder=folder, limits=limits, fleet=fleet())
+        supervised = supervisor.Supervisor(
+            roles=roles,
+            launch=launch,
+            folder=folder,
+            limits=limits,
+            fleet=fleet(),
+            imports=IMPORTS if forked else (),
+        )
         outcome = await supervised.run()
         if outcome.failure:
             sys.stderr.write(f"{outcome.failure}\n")

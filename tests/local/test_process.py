@@ -17,7 +17,7 @@ async def ended(code: str, log: Path, *, then=lambda process: None) -> ExitStatu
     """Run Python code as a process to its end."""
     status = asyncio.get_running_loop().create_future()
     argv = [sys.executable, "-I", "-S", "-c", code]
-    process = Process(argv, env=os.environ, log=log, on_exit=status.set_result)
+    process = Process.spawn(argv, env=os.environ, log=log, on_exit=status.set_result)
     then(process)
     return await asyncio.wait_for(status, 20)
 
@@ -63,7 +63,7 @@ async def test_signals_that_we_ignore_are_not_ignored_by_it(tmp_path):
 
 async def test_what_cannot_be_started_is_told_at_once(tmp_path):
     with pytest.raises(OSError, match="No such file"):
-        Process(["/nowhere/python"], env={}, log=tmp_path / "log", on_exit=lambda _: None)
+        Process.spawn(["/nowhere/python"], env={}, log=tmp_path / "log", on_exit=lambda _: None)
 
 
 ORPHAN = """

@@ -141,6 +141,12 @@ def kind_of_role(role: RoleName) -> str:
     return TASK if re.fullmatch(rf"{TASK}-{TASK_NAME}", role) else role
 
 
+def module_of_role(role: RoleName) -> str:
+    """Return the name of the module whose ``main`` is the role."""
+    kind = kind_of_role(role)
+    return f"asyncflow.roles.{'stores' if kind in ('holder', 'master') else kind}"
+
+
 def instance(job: str, role: RoleName, index: int) -> str:
     """Return the name of one process of a job, e.g. ``quickstart-rollout-2``."""
     return f"{job}-{role}-{index}"

@@ -73,6 +73,7 @@ _SUPERVISORS = (
     f"processes.json{ASIDE}",
     "overrides.json",
     "scale.json",
+    "forkserver.log",
     "reaper.log",
 )
 """Files that the supervisor makes in ``run``."""

@@ -28,7 +28,7 @@ from asyncflow.api.check import inspect, refusal
 from asyncflow.api.document import Place
 from asyncflow.api.graph import CRITIC, REWARD
 from asyncflow.api.job import RLJob, RLJobSpec
-from asyncflow.api.names import TASK, TLS_ENV, TOKEN_FILE_ENV, kind_of_role
+from asyncflow.api.names import TASK, TLS_ENV, TOKEN_FILE_ENV, kind_of_role, module_of_role
 from asyncflow.api.placement import AUTO, PROFILES, Profile
 from asyncflow.api.tasks import ProcessSpec
 from asyncflow.api.workers import ON_CPU, RolloutSpec, TrainerSpec
@@ -39,10 +39,16 @@ from asyncflow.local.lifecycle import LocalReplica
 from asyncflow.plan.job import critic_role
 from asyncflow.plan.roles import Role
 
+COMMANDS = "asyncflow.cli"
+"""Module of the command line, which is above this one."""
 _LOWEST = 15000
 _WITHOUT_RANGE = 32768
 
 _ROUNDING = 1e-9
+_READ_LATE = frozenset(
+    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "TOKENIZERS_PARALLELISM")
+)
+"""Variables that a process need not have before Python begins; the number of threads is set again in what is forked."""
 
 
 class PortReservation:
@@ -291,17 +297,24 @@ def _amount(role: Role) -> str:
 class Launch:
     """Command line to start for one replica and attempt, and environment variables beside the inherited ones.
 
-    http: where it serves /metrics, "" where that is not known.
+    http: where it serves /metrics, "" where that is not known; imports: modules of which it may be forked when they are
+    imported, None where it has to be started anew.
     """
 
     argv: Sequence[str]
     env: Mapping[str, str]
     http: str = ""
+    imports: tuple[str, ...] | None = None
 
 
 def replicas_of(roles: Sequence[Role]) -> list[LocalReplica]:
     """Return every replica of ``roles``, in plan order."""
     return [LocalReplica(role.name, index) for role in roles for index in range(role.replicas)]
+
+
+def modules_of(role: Role) -> tuple[str, ...]:
+    """Return the modules that a process of ``role`` imports before it is ready."""
+    return (COMMANDS, module_of_role(role.name), *role.imports)
 
 
 class Places:
@@ -345,7 +358,8 @@ def launcher(
     """Return the function that says how to start a replica that has a place, as an attempt.
 
     issuer: of the certificates of all replicas; driver: the address that all dial; control_port: where a driver is
-    directed.
+    directed. A role that has devices, or variables of the user's, which its libraries may read when they are imported,
+    is started anew.
     """
     own = {TOKEN_FILE_ENV: str(folder.token), "PYTHONSAFEPATH": "1"}
     named: dict[str, Role] = {role.name: role for role in roles}
@@ -364,6 +378,8 @@ def launcher(
         )
         tls = {TLS_ENV: str(issuer.issue(replica.role, replica.index))}
         env = {**own, **tls, **places.devices(replica), **role.env}
-        return Launch(argv=argv, env=env, http=f"http://127.0.0.1:{port}")
+        anew = role.resources.accelerators or role.env.keys() - _READ_LATE
+        imports = None if anew else modules_of(role)
+        return Launch(argv=argv, env=env, http=f"http://127.0.0.1:{port}", imports=imports)
 
     return launch

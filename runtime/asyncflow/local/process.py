@@ -32,18 +32,28 @@ _CLOSE_S = 2.0
 
 
 class Process:
-    """A running process. ``pid`` is its process id, its process group and its session."""
+    """A running child of this process. ``pid`` is its process id, its process group and its session."""
 
-    def __init__(
-        self,
+    def __init__(self, pid: int, *, on_exit: Callable[[ExitStatus], None]) -> None:
+        """Follow the child ``pid``, which leads a session; ``on_exit`` is called once, on the event loop."""
+        self.pid = pid
+        self.alive = True
+        self._on_exit = on_exit
+        self._pidfd = os.pidfd_open(pid)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._pidfd, self._ended)
+
+    @classmethod
+    def spawn(
+        cls,
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
         log: Path,
         on_exit: Callable[[ExitStatus], None],
         stdin: int | None = None,
-    ) -> None:
-        """Start ``argv`` with its output appended to ``log``; ``on_exit`` is called once, on the event loop.
+    ) -> Process:
+        """Start ``argv`` with its output appended to ``log``, and follow it.
 
         stdin: a file descriptor that becomes its input, nothing otherwise. Raises OSError where it cannot be started.
         """
@@ -54,14 +64,10 @@ class Process:
             (os.POSIX_SPAWN_DUP2, 1, 2),
             *((os.POSIX_SPAWN_CLOSE, descriptor) for descriptor in _inheritable()),
         ]
-        self.pid = os.posix_spawnp(
+        pid = os.posix_spawnp(
             argv[0], list(argv), dict(env), file_actions=actions, setsid=True, setsigmask=(), setsigdef=_DEFAULTED
         )
-        self.alive = True
-        self._on_exit = on_exit
-        self._pidfd = os.pidfd_open(self.pid)
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._pidfd, self._ended)
+        return cls(pid, on_exit=on_exit)
 
     def terminate(self) -> None:
         """Send the process SIGTERM, so that it ends in order; a stopped one is continued so that it can."""
@@ -140,7 +146,7 @@ class Watchdog:
     def _start(self) -> None:
         read_end, self._pipe = os.pipe()
         argv = [sys.executable, "-I", "-S", str(Path(reaper.__file__)), self._mark]
-        self._process = Process(argv, env=os.environ, log=self._log_path, on_exit=self._ended, stdin=read_end)
+        self._process = Process.spawn(argv, env=os.environ, log=self._log_path, on_exit=self._ended, stdin=read_end)
         os.close(read_end)
         for session in self._sessions:
             self._tell(f"+{session}\n")

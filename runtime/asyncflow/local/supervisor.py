@@ -4,7 +4,8 @@ It only carries out what ``lifecycle`` decides, and what ``scaling`` says of the
 ``run`` returns or raises, no process of the run is alive; when this process is killed instead, its roles die with it
 and the reaper ends the rest; a disk that fails for a while puts off what must be on record first, and nothing else; the
 ports that a run was given stay its own, through all restarts, for as long as the context ``local_site`` lasts; a
-replica that is not wanted any more is given its time to hand on its work.
+replica that is not wanted any more is given its time to hand on its work. A role that may be forked begins when the
+fork server has imported what it needs, and as a new process where that has failed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -28,6 +30,7 @@ from asyncflow.api.names import CLIENT, FOLLOWER, OPERATOR, PUBLISHER, VIEWER
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, DiskError, RoleFailed
 from asyncflow.local import reaper
 from asyncflow.local.folder import Placed, Record, RoleLog, RunFolder, attempts_in_logs, load_record, open_log
+from asyncflow.local.forkserver import ForkServer
 from asyncflow.local.issuer import Issuer
 from asyncflow.local.lifecycle import (
     CANNOT_START,
@@ -46,7 +49,7 @@ from asyncflow.local.lifecycle import (
     Stopping,
     end_stages,
 )
-from asyncflow.local.placement import Launch, Places, PortReservation, launcher, replicas_of
+from asyncflow.local.placement import Launch, Places, PortReservation, launcher, modules_of, replicas_of
 from asyncflow.local.process import Process, Watchdog
 from asyncflow.local.scaling import Scale, Scaling
 from asyncflow.plan.roles import Role
@@ -130,11 +133,13 @@ class Supervisor:
         control: str = "",
         limits: Limits | None = None,
         fleet: Fleet | None = None,
+        imports: Sequence[str] = (),
     ) -> None:
         """Prepare; nothing starts yet.
 
         launch: how to start a replica as an attempt; driver, http, control: addresses to note in the record; fleet:
-        what is scaled, if anything is. Raises ManifestError where an earlier run's record cannot be read now.
+        what is scaled, if anything is; imports: modules that a fork server imports first, none for no server. Raises
+        ManifestError where an earlier run's record cannot be read now.
         """
         self._launch = launch
         self._fleet = fleet
@@ -159,6 +164,9 @@ class Supervisor:
         self._http: dict[LocalReplica, str] = {}
         self._logs: dict[LocalReplica, RoleLog] = {}
         self._running: dict[LocalReplica, _Running] = {}
+        self._imports = imports
+        self._forks: ForkServer | None = None
+        self._due: list[tuple[Start, Launch]] = []
         self._enter_new()
         self._changed = asyncio.Event()
         self._unsaved_since: float | None = None
@@ -185,10 +193,13 @@ class Supervisor:
             self._watchdog = Watchdog(mark=self._record.mark, log=self._folder.path / "run" / "reaper.log")
             try:
                 with self._deadline():
+                    self._begin_to_import()
                     async with self._following_policy():
                         result = await self._follow()
                 return await self._conclude(result)
             finally:
+                if self._forks is not None:
+                    await self._forks.close()
                 await self._leave_nothing()
                 await self._watchdog.close()
                 adopt_orphans(enabled=False)
@@ -254,8 +265,10 @@ class Supervisor:
             due_at = self._table.wake_at()
             is_due = due_at is not None and due_at <= time.monotonic()
             if (is_due or self._unsaved_since is not None) and self._save():
-                for start in self._table.due(time.monotonic()):
-                    self._start(start)
+                due = self._table.due(time.monotonic())
+                self._due += [(start, self._launch(*start)) for start in due]
+            if self._due:
+                self._start_ready()
                 self._save()
             await self._wait_for_change(self._look_at())
         return self._table.result
@@ -311,19 +324,44 @@ class Supervisor:
             await asyncio.wait_for(self._changed.wait(), timeout)
         self._changed.clear()
 
-    def _start(self, start: Start) -> None:
+    def _begin_to_import(self) -> None:
+        if not self._imports:
+            return
+        env = {**os.environ, **self._own_variables(), "PYTHONSAFEPATH": "1"}
+        log = self._folder.path / "run" / "forkserver.log"
+        try:
+            self._forks = ForkServer(self._imports, env=env, log=log, changed=self._changed.set)
+        except OSError as error:
+            _log.warning("roles are started without a fork server: %s", error)
+            return
+        self._watchdog.add(self._forks.pid)
+
+    def _own_variables(self) -> dict[str, str]:
+        return {PARENT: str(os.getpid()), reaper.MARK: self._record.mark, "PYTHONUNBUFFERED": "1"}
+
+    def _start_ready(self) -> None:
+        """Start what is due, least imports first, but for what is to be forked of modules that are not imported yet."""
+        due, self._due = sorted(self._due, key=lambda pair: len(pair[1].imports or ())), []
+        for start, launch in due:
+            if launch.imports is None or self._forks is None or self._forks.ready(launch.imports):
+                self._start(start, launch)
+            else:
+                self._due.append((start, launch))
+
+    def _start(self, start: Start, launch: Launch) -> None:
         """Start a replica, unless another of its gang could not be started since that was decided."""
         replica, attempt = start
         if self._table.replicas[replica] != (ProcessState.RUNNING, attempt):
             return
-        launch = self._launch(replica, attempt)
         self._http[replica] = launch.http
         log = self._logs[replica]
         log.begin(attempt=attempt, argv=launch.argv)
-        own = {PARENT: str(os.getpid()), reaper.MARK: self._record.mark, "PYTHONUNBUFFERED": "1"}
-        env = {**os.environ, **launch.env, **own}
+        env = {**os.environ, **launch.env, **self._own_variables()}
+        forks = self._forks if launch.imports is not None else None
+        ended = partial(self._ended, replica)
         try:
-            process = Process(launch.argv, env=env, log=log.path, on_exit=lambda status: self._ended(replica, status))
+            process = forks.start(launch.argv, env=env, log=log.path, on_exit=ended) if forks is not None else None
+            process = process or Process.spawn(launch.argv, env=env, log=log.path, on_exit=ended)
         except OSError as error:
             log.note(f"cannot be started: {error}")
             self._take_end(replica, ExitStatus(status=CANNOT_START), attempt, wanted=False)
@@ -522,6 +560,7 @@ def local_site(
             control=f"https://127.0.0.1:{control_port}" if is_job else "",
             limits=limits,
             fleet=fleet,
+            imports=[module for role in roles if not role.imports for module in modules_of(role)],
         )
         people = issuer.issue({"driver": VIEWER, PUBLISHER: FOLLOWER}.get(leader, CLIENT))
         if is_job:

@@ -23,6 +23,13 @@ from asyncflow.plan.roles import JobPlan, Port, Resources, Role
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _CPU_ONLY = AcceleratorSpec()
+_IMPORTS = {
+    "torch": ("asyncflow.training.torch.backend",),
+    "transformers": ("asyncflow.rollout.engines.transformers",),
+    REFERENCE: ("asyncflow.training.torch.reference",),
+    CRITIC: ("asyncflow.training.torch.critic_role",),
+}
+"""By back end, engine or role: modules whose import takes seconds."""
 
 
 def plan(job: RLJob, *, decided: str = ADVANTAGE, critic: bool = False) -> JobPlan:
@@ -77,6 +84,7 @@ def _trainer(spec: RLJobSpec) -> Role:
         ranks=trainer.local_ranks,
         after=("controller", "storage"),
         durable=("checkpoints",),
+        imports=_IMPORTS.get(trainer.backend.name, ()),
     )
 
 
@@ -96,6 +104,7 @@ def _critic(spec: RLJobSpec, own: CriticRoleSpec) -> Role:
         resources=_resources(own.resources, threads=own.threads, accelerator=own.accelerator),
         after=("driver",),
         durable=("checkpoints",),
+        imports=_IMPORTS[CRITIC],
     )
 
 
@@ -111,6 +120,7 @@ def _rollout(spec: RLJobSpec) -> Role:
         core=rollout.min_replicas,
         most=rollout.max_replicas,
         after=("controller", "storage"),
+        imports=_IMPORTS.get(rollout.engine.name, ()),
     )
 
 
@@ -136,6 +146,7 @@ def _working(spec: RLJobSpec, name: RoleName, worker: WorkerSpec) -> Role:
         worker=worker,
         resources=_resources(worker.resources, threads=worker.threads, accelerator=worker.accelerator),
         after=("controller", "storage"),
+        imports=_IMPORTS.get(name, ()),
     )
 
 

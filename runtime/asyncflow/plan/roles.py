@@ -79,7 +79,8 @@ class Role:
     together; exchanges: whether they compute together although each starts and ends on its own; ranks: members of the
     job that each stands for, which it starts itself where they are several. leader: whether its exit with status 0 ends
     the job well. after: roles to be ready before it starts.
-    durable: volumes that it needs. env: beside what the substrate adds.
+    durable: volumes that it needs. env: beside what the substrate adds. imports: modules beside those of all roles
+    whose import takes most of the time until it is ready.
     """
 
     name: RoleName
@@ -97,6 +98,7 @@ class Role:
     durable: tuple[Durable, ...] = ()
     ports: tuple[Port, ...] = ()
     env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    imports: tuple[str, ...] = ()
 
     @property
     def elastic(self) -> bool:
