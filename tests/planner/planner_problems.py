@@ -47,15 +47,20 @@ def problem_of(*overrides: str, model: str = "Qwen3-0.6B", device: str = "h100",
     return SplitProblem(shape=shape, device=DEVICES[device], work=work_of(job_of(*overrides).spec), devices=devices)
 
 
-def random_problem(number: int) -> tuple[RLJob, SplitProblem]:
-    """Return a job and a problem of 4 to 8 devices that is small enough to simulate each of its splits."""
+def random_problem(number: int, *, mixture: bool = False) -> tuple[RLJob, SplitProblem]:
+    """Return a job and a problem of 4 to 8 devices that is small enough to simulate each of its splits.
+
+    mixture: of a model with experts, which engine and trainer divide.
+    """
     draw = random.Random(number)
+    wide = "rollout.engine.options.args.enable_expert_parallel=true"
     job = job_of(
         f"algorithm.groupSize={draw.choice((2, 4))}",
         f"algorithm.promptsPerStep={draw.choice((4, 8, 12))}",
         f"schedule={SCHEDULES[number % len(SCHEDULES)]}",
         f"rollout.engine.slots={draw.choice((4, 16, 64))}",
         f"trainer.backend.name={draw.choice(('torch', 'mindspeed'))}",
+        *((wide, "trainer.backend.name=mindspeed") if mixture else ()),
     )
     lengths = Lengths(tokens=draw.choice((60, 200)), sigma=draw.choice((0.0, 0.5, 1.0)))
     config = {
@@ -73,10 +78,16 @@ def random_problem(number: int) -> tuple[RLJob, SplitProblem]:
         token_s=draw.choice((1e-4, 2e-3)),
         train=draw.choice((0.05, 0.3, 0.6)),
     )
+    devices = draw.choice((4, 5, 6, 7, 8))
+    if mixture:
+        experts = draw.choice((4, 8))
+        config |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 12288 // experts}
+        config |= {"first_k_dense_replace": draw.choice((0, 1)), "n_shared_experts": draw.choice((0, 1))}
+        devices = min(devices, 6)
     problem = SplitProblem(
         shape=shape_of(config, name="random"),
         device=device,
         work=work_of(job.spec, lengths=lengths),
-        devices=draw.choice((4, 5, 6, 7, 8)),
+        devices=devices,
     )
     return job, problem

@@ -7,7 +7,7 @@ from planner_problems import job_of, problem_of
 
 from asyncflow.planner.advice import advice, balance, busy_seconds, limiter
 from asyncflow.planner.bounds import bound_of
-from asyncflow.planner.costs import TrainerLayout
+from asyncflow.planner.costs import EngineLayout, TrainerLayout
 from asyncflow.planner.search import Candidate, Predicted, SplitProblem
 
 SPEC = job_of("schedule={mode: async, update: delayed}").spec
@@ -17,7 +17,8 @@ PROBLEM = replace(problem_of(model="Qwen2.5-7B"), devices=16)
 def candidate(
     problem: SplitProblem, *, instances: int, trains: int, step_s: float, idle: tuple[float, float]
 ) -> Candidate:
-    split = problem.split(tp=1, instances=instances, layout=TrainerLayout(dp=trains, recompute=True))
+    layout = TrainerLayout(dp=trains, recompute=True)
+    split = problem.split(instance=EngineLayout(tp=1), instances=instances, layout=layout)
     return Candidate(
         split=split,
         schedule=SPEC.schedule,
@@ -53,7 +54,8 @@ def test_a_split_that_is_as_good_is_left_alone() -> None:
     ],
 )
 def test_words_for_what_limits(idle: tuple[float, float], words: str) -> None:
-    usual = bound_of(PROBLEM.work, SPEC.schedule, PROBLEM.split(tp=1, instances=8, layout=TrainerLayout(dp=8)))
+    even = PROBLEM.split(instance=EngineLayout(tp=1), instances=8, layout=TrainerLayout(dp=8))
+    usual = bound_of(PROBLEM.work, SPEC.schedule, even)
     busy = max(usual.generation_s, usual.training_s)
     found = candidate(PROBLEM, instances=8, trains=8, step_s=busy, idle=idle)
     assert limiter(PROBLEM, found).startswith(words)

@@ -6,11 +6,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planner_problems import job_of
 
-from asyncflow.planner.costs import TrainerLayout, all_reduce_s, decoding, pull_s, swap_s, training, training_memory
+from asyncflow.planner.costs import (
+    EngineLayout,
+    TrainerLayout,
+    all_reduce_s,
+    decoding,
+    pull_s,
+    swap_s,
+    training,
+    training_memory,
+)
 from asyncflow.planner.devices import DEVICES
 from asyncflow.planner.shapes import PUBLISHED_CONFIGS, shape_of
 from asyncflow.planner.work import work_of
 
+ONE = EngineLayout(tp=1)
 H100 = DEVICES["h100"]
 SMALL = shape_of(PUBLISHED_CONFIGS["Qwen3-0.6B"], name="Qwen3-0.6B")
 LARGE = shape_of(PUBLISHED_CONFIGS["Qwen2.5-32B"], name="Qwen2.5-32B")
@@ -20,12 +30,12 @@ MEGATRON = msgspec.structs.replace(WORK, megatron=True)
 
 @pytest.mark.parametrize(("running", "tokens", "measured"), [(1, 128, 390), (64, 256, 13_400), (512, 512, 24_100)])
 def test_decoding_is_as_fast_as_vllm_was_on_an_h100(running: int, tokens: int, measured: float) -> None:
-    step = decoding(SMALL, H100, running=running, context=64 + tokens / 2, tp=1, dtype="bfloat16")
+    step = decoding(SMALL, H100, ONE, running=running, context=64 + tokens / 2, dtype="bfloat16")
     assert running / step.seconds == pytest.approx(measured, rel=0.15)
 
 
 def test_a_swap_is_as_fast_as_it_was_on_an_h100() -> None:
-    assert swap_s(SMALL, H100, WORK, tp=1) == pytest.approx(0.023, rel=0.1)
+    assert swap_s(SMALL, H100, WORK, ONE) == pytest.approx(0.023, rel=0.1)
 
 
 def test_training_is_as_fast_as_it_was_on_an_h100() -> None:
@@ -45,7 +55,7 @@ def test_an_all_reduce_takes_at_least_its_bytes(devices: int, size: float) -> No
 @given(running=st.integers(1, 512), tp=st.sampled_from((1, 2, 4)))
 def test_more_sequences_take_longer_each_and_less_together(running: int, tp: int) -> None:
     one, two = (
-        decoding(LARGE, H100, running=count, context=1000, tp=tp, dtype="bfloat16").seconds
+        decoding(LARGE, H100, EngineLayout(tp=tp), running=count, context=1000, dtype="bfloat16").seconds
         for count in (running, 2 * running)
     )
     assert one < two < 2 * one
@@ -90,4 +100,4 @@ def test_a_pipeline_waits_less_the_more_micro_batches_there_are() -> None:
 
 
 def test_a_pull_is_shared_by_the_devices_of_an_instance() -> None:
-    assert pull_s(LARGE, H100, WORK, tp=8) == pytest.approx(pull_s(LARGE, H100, WORK, tp=1) / 8)
+    assert pull_s(LARGE, H100, WORK, EngineLayout(tp=8)) == pytest.approx(pull_s(LARGE, H100, WORK, ONE) / 8)

@@ -10,23 +10,26 @@ from planner_problems import problem_of
 
 from asyncflow.api.placement import PROFILES
 from asyncflow.errors import ManifestError
+from asyncflow.planner.costs import EngineLayout
 from asyncflow.planner.layouts import engine, engines, layouts, refusal_of_engine, refusal_of_trainer, trainers
 from asyncflow.planner.search import splits
+
+ONE = EngineLayout(tp=1)
 
 
 def test_a_replica_that_does_not_fit_is_refused_with_the_arithmetic() -> None:
     problem = problem_of(model="Qwen2.5-32B", device="910b")
-    assert engine(problem.shape, problem.device, problem.work, tp=1) is None
-    assert refusal_of_engine(problem.shape, problem.device, problem.work, tp=1) == (
+    assert engine(problem.shape, problem.device, problem.work, ONE) is None
+    assert refusal_of_engine(problem.shape, problem.device, problem.work, ONE) == (
         "Qwen2.5-32B in bf16 needs 65.5 GB a replica, a device has 64 GB: use tensor parallel 2"
     )
-    assert [each.tp for each in engines(problem.shape, problem.device, problem.work, most=8)] == [2, 4, 8]
+    assert [each.layout.tp for each in engines(problem.shape, problem.device, problem.work, most=8)] == [2, 4, 8]
 
 
 def test_a_replica_without_room_for_the_longest_sample_is_refused() -> None:
     problem = problem_of("sampling.maxTokens=65536", model="Qwen3-8B", device="910b")
     long = msgspec.structs.replace(problem.work, longest=400_000)
-    assert refusal_of_engine(problem.shape, problem.device, long, tp=1) == (
+    assert refusal_of_engine(problem.shape, problem.device, long, ONE) == (
         "Qwen3-8B in bf16 needs 16.4 GB a replica, and the cache of a sample of 400,000 tokens 59 GB, a device has "
         "64 GB, of which 57.6 GB are for tensors: use tensor parallel 2"
     )
@@ -34,8 +37,8 @@ def test_a_replica_without_room_for_the_longest_sample_is_refused() -> None:
 
 def test_heads_are_divided_evenly() -> None:
     problem = problem_of(model="SmolLM2-135M")  # 9 heads
-    assert [each.tp for each in engines(problem.shape, problem.device, problem.work, most=8)] == [1]
-    assert refusal_of_engine(problem.shape, problem.device, problem.work, tp=2) == (
+    assert [each.layout.tp for each in engines(problem.shape, problem.device, problem.work, most=8)] == [1]
+    assert refusal_of_engine(problem.shape, problem.device, problem.work, EngineLayout(tp=2)) == (
         "9 attention heads of SmolLM2-135M cannot be divided over 2 devices: use tensor parallel 1"
     )
 
@@ -58,12 +61,12 @@ def test_a_trainer_that_does_not_fit_is_refused_with_the_arithmetic() -> None:
 
 def test_slots_are_what_memory_holds() -> None:
     problem = problem_of("rollout.engine.slots=4096", model="Qwen3-8B", device="910b")
-    found = engine(problem.shape, problem.device, problem.work, tp=1)
+    found = engine(problem.shape, problem.device, problem.work, ONE)
     assert found is not None
     assert found.slots == found.fitting < 4096
     assert found.bytes <= problem.device.memory * problem.device.usable
     narrow = msgspec.structs.replace(problem.work, slots=8)
-    fewer = engine(problem.shape, problem.device, narrow, tp=1)
+    fewer = engine(problem.shape, problem.device, narrow, ONE)
     assert fewer is not None
     assert (fewer.slots, fewer.fitting) == (8, found.fitting)
 
@@ -72,7 +75,7 @@ def test_slots_are_what_memory_holds() -> None:
 def test_layouts_use_all_devices_and_stay_inside_a_node(devices: int, megatron: bool) -> None:
     problem = problem_of()
     work = msgspec.structs.replace(problem.work, megatron=megatron)
-    for layout in layouts(problem.device, work, devices=devices):
+    for layout in layouts(problem.shape, problem.device, work, devices=devices):
         assert layout.devices == devices
         assert layout.tp <= problem.device.node
         assert layout.tp in PROFILES["nvidia"].legal_counts
@@ -84,5 +87,5 @@ def test_splits_fit_into_the_devices(devices: int) -> None:
     problem = problem_of(device="a100", devices=devices)
     for split in splits(problem):
         assert split.devices <= devices
-        assert devices - split.devices < split.engine.tp or split.instances == problem.work.samples
+        assert devices - split.devices < split.engine.layout.devices or split.instances == problem.work.samples
         assert split.trainer.memory.bytes <= problem.device.memory * problem.device.usable

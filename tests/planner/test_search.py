@@ -20,9 +20,10 @@ NUMBERS = [*range(len(SCHEDULES)), *(pytest.param(n, marks=pytest.mark.slow) for
 """A problem for each schedule, and the rest of twenty by name alone."""
 
 
+@pytest.mark.parametrize("mixture", [False, True], ids=["dense", "experts"])
 @pytest.mark.parametrize("number", NUMBERS)
-def test_the_search_finds_the_optimum_of_brute_force(number: int) -> None:
-    job, problem = random_problem(number)
+def test_the_search_finds_the_optimum_of_brute_force(number: int, mixture: bool) -> None:
+    job, problem = random_problem(number, mixture=mixture)
     simulate, schedule = simulator_of(job, problem.work), job.spec.schedule
     known: dict[Split, Predicted] = {}
 
@@ -48,6 +49,7 @@ def test_devices_of_the_trainer_are_tried_one_by_one_or_in_even_steps() -> None:
     many = training_devices(512)
     assert many[:8] == list(range(1, 9))
     assert {later - earlier for earlier, later in pairwise(many[7:])} == {8}
+    assert set(range(8, 384, 8)) | set(training_devices(384)) == set(training_devices(384, node=8))
 
 
 def test_the_split_of_a_manifest() -> None:

@@ -36,9 +36,12 @@ def test_a_token_uses_the_experts_that_it_is_routed_to() -> None:
 
 def test_a_step_of_many_tokens_reads_all_experts_and_one_of_one_its_own() -> None:
     shape = published("Qwen3-30B-A3B")
-    assert shape.parameters_read(1) == pytest.approx(shape.used)
-    assert shape.parameters_read(10_000) == pytest.approx(shape.parameters - shape.embedding)
-    assert published("Qwen2.5-7B").parameters_read(64) == published("Qwen2.5-7B").used
+    assert shape.common_read + shape.routed_read(1) == pytest.approx(shape.used)
+    assert shape.routed_read(10_000) == pytest.approx(shape.routed)
+    assert shape.routed_read(10_000, devices=32) == pytest.approx(shape.routed / 32)
+    assert shape.routed_read(1, devices=32) == shape.routed / 128  # one expert of each layer, and the others wait
+    dense = published("Qwen2.5-7B")
+    assert (dense.common_read, dense.routed_read(64)) == (dense.used, 0)
 
 
 def test_cache_of_a_token() -> None:

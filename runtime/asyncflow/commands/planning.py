@@ -28,7 +28,7 @@ from asyncflow.plan.describe import TextTable
 from asyncflow.planner.advice import advice, seconds_text
 from asyncflow.planner.devices import DEVICES, Device, read_device, usual_device
 from asyncflow.planner.measured import factors
-from asyncflow.planner.report import basis, plain, schedules_table, settings, splits_table, summary
+from asyncflow.planner.report import basis, plain, schedules_table, settings, splits_table, summary, unmet
 from asyncflow.planner.schedules import alternatives, described
 from asyncflow.planner.search import Candidate, Ranked, Simulate, SplitProblem, choice, search, split_of
 from asyncflow.planner.shapes import PUBLISHED_CONFIGS, Shape, shape_of
@@ -106,7 +106,9 @@ def divide(
     elif plan.misfit:
         click.echo(f"note: the manifest's own division does not fit: {plan.misfit}")
     click.echo(advice(plan.problem, now=plan.own, best=best))
-    click.echo(f"  {' '.join(f'--set {value}' for value in settings(plan.problem, best, schedule=spec.schedule))}")
+    if lacking := unmet(best):
+        click.echo(f"note: {lacking}")
+    click.echo(f"  {' '.join(f'--set {value}' for value in settings(plan.problem, best, spec=spec))}")
     if of_schedules:
         click.echo()
         _print(schedules_table(plan.problem, of_schedules, own=best))
@@ -225,7 +227,8 @@ def _values(
         "proven": plan.found.proven,
         "own": plain(problem, plan.own) if plan.own is not None else None,
         "advice": advice(problem, now=plan.own, best=plan.found.best),
-        "set": settings(problem, plan.found.best, schedule=plan.job.spec.schedule),
+        "unmet": unmet(plan.found.best),
+        "set": settings(problem, plan.found.best, spec=plan.job.spec),
         "schedules": [plain(problem, each) for each in of_schedules],
         "what_if": {change: plain(other.problem, other.found.best) for change, other in others},
     }

@@ -72,6 +72,7 @@ def _training(trainer: TrainerPlan) -> str:
         "compute": cost.compute_s,
         "pipeline": cost.bubble_s,
         "tensor parallel": cost.reduce_s,
+        "tokens to experts and back": cost.exchange_s,
         "exchange over replicas": cost.gather_s,
         "optimizer": cost.optimizer_s,
     }
@@ -85,6 +86,7 @@ def _generation(engine: EnginePlan) -> str:
     parts = {
         "memory bandwidth" if bytes_win else "compute": max(full.read_s, full.compute_s),
         "tensor parallel": full.reduce_s,
+        "tokens to experts and back": full.exchange_s,
         "launches and sampling": full.rest_s,
     }
     most = max(parts, key=lambda name: parts[name])

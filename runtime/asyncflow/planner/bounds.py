@@ -41,7 +41,7 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def generating(self) -> int:
         """Devices that generate."""
-        return self.instances * self.engine.tp
+        return self.instances * self.engine.layout.devices
 
     @property
     def devices(self) -> int:
@@ -51,8 +51,12 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """The split in one line: ``40 (10 x TP4) + 24 (DP3 TP8)``."""
-        generates = f"{self.generating} ({self.instances} x TP{self.engine.tp})"
-        return f"{generates} + {self.trainer.devices} ({self.trainer.layout})"
+        return f"{self.generates} + {self.trainer.devices} ({self.trainer.layout})"
+
+    @property
+    def generates(self) -> str:
+        """The side that generates: ``192 (3 x TP2 DP32 EP64)``."""
+        return f"{self.generating} ({self.instances} x {self.engine.layout})"
 
 
 class Bound(msgspec.Struct, frozen=True, kw_only=True):

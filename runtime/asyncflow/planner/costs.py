@@ -6,11 +6,19 @@ Sources of the formulas: roofline of bytes and operations (Williams et al. 2009)
 bytes (Thakur et al. 2005); operations of a pass, all-reduces of tensor parallelism and the pipeline's bubble
 (Narayanan et al. 2021, §§2-3, 5.1); memory of activations (Korthikanti et al. 2022, eq. 2 without the term of
 attention, which is never stored); states over devices (Rajbhandari et al. 2020).
+
+Mixtures of experts: experts are divided over devices that are data-parallel in everything else, and tokens travel to
+them and back by two all-to-alls a layer (DeepSpeed-MoE, arXiv 2201.05596, §5.3). In the engine these are all devices of
+an instance, tensor times data parallel (vLLM, "Expert Parallel Deployment": EP_SIZE = TP_SIZE x DP_SIZE); a token is
+sent once for each of its experts (point to point, DeepSeek-V3, arXiv 2412.19437, §3.4.2). In the trainer experts and
+the rest have divisions of their own on the same devices (Megatron-Core MoE: expert data parallel = devices / (expert
+tensor x expert x pipeline parallel)). Routing is taken as even.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
@@ -23,6 +31,8 @@ _BETWEEN_NODES: Final = 4
 """Times the latency of an all-reduce inside a node that one between nodes has; assumed."""
 _ACTIVATION: Final = 34
 """Bytes of a layer's activations for each token and hidden unit, in 16 bit."""
+_ATTENTION: Final = 15
+"""Those of attention and norms among them; the rest are the dense gated part's, in whose place experts have others."""
 _HEAD_TOKENS: Final = 2048
 """Tokens whose logits exist at once in the trainer (``head_tokens``)."""
 _RESERVED: Final = 0.04
@@ -41,57 +51,125 @@ def all_reduce_s(size: float, *, devices: int, device: Device) -> float:
     return latency + 2 * (devices - 1) / devices * size / device.between(devices)
 
 
+def all_to_all_s(size: float, *, devices: int, device: Device) -> float:
+    """Return the seconds in which each of the devices sends ``size`` bytes, to each an equal part of them.
+
+    Between nodes the network is what takes long: the parts of devices of its own node do not pass it.
+    """
+    if devices == 1:
+        return 0.0
+    near = min(devices, device.node)
+    latency = device.hop_s * (1 if devices <= device.node else _BETWEEN_NODES)
+    inside = (near - 1) / devices * size / device.between(near)
+    return latency + max(inside, (devices - near) / devices * size / device.between(devices))
+
+
+class EngineLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Division of an instance of the engine: tp devices for each of dp parts of the sequences.
+
+    ep: devices over which experts are divided, all of the instance; 1: each expert is divided over tp, like the rest.
+    """
+
+    tp: int
+    dp: int = 1
+    ep: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Devices of the instance."""
+        return self.tp * self.dp
+
+    def weights(self, shape: Shape) -> float:
+        """Return the parameters on one device."""
+        return shape.common / self.tp + shape.routed / max(self.tp, self.ep)
+
+    def __str__(self) -> str:
+        """Return it as people write it: ``TP2 DP32 EP64``."""
+        return _named((("TP", self.tp), *((name, n) for name, n in (("DP", self.dp), ("EP", self.ep)) if n > 1)))
+
+
+def _named(parts: Iterable[tuple[str, int]]) -> str:
+    return " ".join(f"{name}{n}" for name, n in parts)
+
+
 class Decoding(msgspec.Struct, frozen=True, kw_only=True):
-    """One decoding step, in seconds: bytes read, operations, all-reduces, and what is neither."""
+    """One decoding step, in seconds: bytes read, operations, all-reduces, tokens to experts and back, and the rest."""
 
     read_s: float
     compute_s: float
     reduce_s: float
     rest_s: float
+    exchange_s: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """max(bytes, operations) + all-reduces + the rest."""
-        return max(self.read_s, self.compute_s) + self.reduce_s + self.rest_s
+        """max(bytes, operations) + all-reduces + all-to-alls + the rest."""
+        return max(self.read_s, self.compute_s) + self.reduce_s + self.rest_s + self.exchange_s
 
 
-def decoding(shape: Shape, device: Device, *, running: float, context: float, tp: int, dtype: str) -> Decoding:
+def decoding(
+    shape: Shape, device: Device, layout: EngineLayout, *, running: float, context: float, dtype: str
+) -> Decoding:
     """Return the cost of one more token for each of ``running`` sequences that attend to ``context`` tokens.
 
-    Weights are read once for all of them, the cache of each for itself; over ``tp`` devices a layer sums its output
-    twice. The heads of keys are repeated where there are fewer than devices.
+    A data-parallel part has its share of the sequences. It reads the common weights once for all of them, the cache of
+    each for itself, and of experts those that any sequence of the instance uses; over tp devices a layer sums its
+    output twice. The heads of keys are repeated where there are fewer than devices.
     """
     size = BYTES[dtype]
-    cached = running * context * shape.cache(dtype=dtype) / min(tp, shape.kv_heads)
-    read = shape.parameters_read(running) * size / tp + cached
-    reduce_s = 2 * shape.layers * all_reduce_s(running * shape.hidden * size, devices=tp, device=device)
+    each = max(1.0, running / layout.dp) if layout.dp > 1 else running
+    cached = each * context * shape.cache(dtype=dtype) / min(layout.tp, shape.kv_heads)
+    experts = shape.routed_read(running, devices=layout.ep) / (layout.tp if layout.ep == 1 else 1)
+    weights = shape.common_read / layout.tp + experts
+    reduce_s = 2 * shape.layers * all_reduce_s(each * shape.hidden * size, devices=layout.tp, device=device)
     return Decoding(
-        read_s=read / (device.bandwidth * device.read),
-        compute_s=running * shape.forward(context=context) / (tp * device.flops(dtype) * device.generate),
+        read_s=(weights * size + cached) / (device.bandwidth * device.read),
+        compute_s=each * shape.forward(context=context) / (layout.tp * device.flops(dtype) * device.generate),
         reduce_s=reduce_s,
-        rest_s=device.token_s + running * device.sequence_s,
+        rest_s=device.token_s + each * device.sequence_s,
+        exchange_s=_engine_exchange_s(shape, device, layout, tokens=each, dtype=dtype),
     )
 
 
-def prefill_s(shape: Shape, device: Device, *, tokens: float, tp: int, dtype: str) -> float:
-    """Return the seconds to compute the cache of ``tokens`` tokens: bound by arithmetic."""
-    compute = tokens * shape.forward(context=tokens / 2) / (tp * device.flops(dtype) * device.generate)
+def prefill_s(shape: Shape, device: Device, layout: EngineLayout, *, tokens: float, dtype: str) -> float:
+    """Return the seconds to compute the cache of ``tokens`` tokens: bound by arithmetic.
+
+    One data-parallel part computes them, while the others do so for as many of theirs.
+    """
+    compute = tokens * shape.forward(context=tokens / 2) / (layout.tp * device.flops(dtype) * device.generate)
     reduced = tokens * shape.hidden * BYTES[dtype]
-    return compute + 2 * shape.layers * all_reduce_s(reduced, devices=tp, device=device)
+    reduce_s = 2 * shape.layers * all_reduce_s(reduced, devices=layout.tp, device=device)
+    return compute + reduce_s + _engine_exchange_s(shape, device, layout, tokens=tokens, dtype=dtype)
 
 
-def engine_bytes(shape: Shape, device: Device, *, tp: int, dtype: str) -> tuple[float, float]:
+def _engine_exchange_s(shape: Shape, device: Device, layout: EngineLayout, *, tokens: float, dtype: str) -> float:
+    """Return the seconds in which the tokens of each data-parallel part go to their experts and come back.
+
+    The tensor-parallel devices of a part send equal shares. Without data parallelism every device has all tokens.
+    """
+    if layout.dp == 1:
+        return 0.0
+    size = tokens / layout.tp * shape.active * shape.hidden * BYTES[dtype]
+    return 2 * shape.expert_layers * all_to_all_s(size, devices=layout.ep, device=device)
+
+
+def engine_bytes(shape: Shape, device: Device, layout: EngineLayout, *, dtype: str) -> tuple[float, float]:
     """Return the bytes of weights on one device of an engine, and those left for caches (negative: too few)."""
-    weights = shape.parameters * BYTES[dtype] / tp
+    weights = layout.weights(shape) * BYTES[dtype]
     return weights, device.memory * (device.usable - _RESERVED) - weights
 
 
 class TrainerLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Division of a trainer: dp x tp x pp devices. recompute: layers are computed again in the backward pass."""
+    """Division of a trainer: dp x tp x pp devices. recompute: layers are computed again in the backward pass.
+
+    ep: of the dp x tp devices of a stage, those over which experts are divided, each of them whole (Megatron-Core's
+    expert tensor parallelism of 1); 1: each expert is divided over tp, like the rest.
+    """
 
     dp: int
     tp: int = 1
     pp: int = 1
+    ep: int = 1
     recompute: bool = False
 
     @property
@@ -100,18 +178,23 @@ class TrainerLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.dp * self.tp * self.pp
 
     def __str__(self) -> str:
-        """Return it as people write it: ``DP4 TP8 PP2``."""
-        parts = [f"DP{self.dp}", *(f"{name}{n}" for name, n in (("TP", self.tp), ("PP", self.pp)) if n > 1)]
-        return " ".join(parts)
+        """Return it as people write it: ``DP8 TP4 PP6 EP16``."""
+        more = (("TP", self.tp), ("PP", self.pp), ("EP", self.ep))
+        return _named((("DP", self.dp), *((name, n) for name, n in more if n > 1)))
+
+    @property
+    def cuts(self) -> tuple[int, int]:
+        """Over how many devices common parameters are divided, and those of experts."""
+        return self.tp * self.pp, (self.ep if self.ep > 1 else self.tp) * self.pp
 
 
 class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
     """One step of the trainer, in seconds, and bytes on one device.
 
     compute_s: forward and backward, without waiting; bubble_s: stages that wait for others, and for what these send;
-    reduce_s: all-reduces of
-    tensor parallelism; gather_s: parameters and gradients over replicas, as far as computing does not hide it;
-    optimizer_s: updates; publish_s: copying what is published to the host.
+    reduce_s: all-reduces of tensor parallelism; exchange_s: tokens on their way to experts and back; gather_s:
+    parameters and gradients over replicas, as far as computing does not hide it; optimizer_s: updates; publish_s:
+    copying what is published to the host.
     """
 
     compute_s: float
@@ -120,11 +203,13 @@ class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
     gather_s: float
     optimizer_s: float
     publish_s: float
+    exchange_s: float = 0.0
 
     @property
     def step_s(self) -> float:
         """Seconds of a step whose samples are all there, without its publication."""
-        return self.compute_s + self.bubble_s + self.reduce_s + self.gather_s + self.optimizer_s
+        computed = self.compute_s + self.bubble_s + self.reduce_s
+        return computed + self.gather_s + self.optimizer_s + self.exchange_s
 
 
 def training(shape: Shape, device: Device, work: StepWork, layout: TrainerLayout) -> TrainingCost:
@@ -150,17 +235,36 @@ def training(shape: Shape, device: Device, work: StepWork, layout: TrainerLayout
         gather_s=models * gather_s,
         optimizer_s=models * updates * 2 * _states(shape, work, layout) / (device.bandwidth * device.read),
         publish_s=shape.parameters * work.published_bytes / layout.devices / device.host,
+        exchange_s=models * _exchange_s(shape, device, work, layout, batches=batches * updates),
     )
 
 
 def _tensor_parallel_s(shape: Shape, device: Device, work: StepWork, layout: TrainerLayout, *, batches: float) -> float:
-    """Return the seconds of all-reduces: two a layer forward, two backward, two more where it is computed again."""
+    """Return the seconds of all-reduces: two a layer forward, two backward, two more where it is computed again.
+
+    Experts that are whole have none, so that half of them remain where no shared experts are divided beside them.
+    """
     if layout.tp == 1:
         return 0.0
     tokens = work.trained * work.epochs / layout.dp / batches
     each = all_reduce_s(tokens * shape.hidden * BYTES[work.compute], devices=layout.tp, device=device)
-    reduces = 4 + (2 if layout.recompute else 0) + 2 * work.passes / work.epochs
-    return batches * shape.layers / layout.pp * reduces * each
+    layers = shape.layers - (shape.expert_layers / 2 if layout.ep > 1 and not shape.shared else 0)
+    return batches * layers / layout.pp * _exchanges(work, layout) * each
+
+
+def _exchanges(work: StepWork, layout: TrainerLayout) -> float:
+    """Return how often a layer's devices exchange tokens: twice in each pass forward and backward."""
+    return 4 + (2 if layout.recompute else 0) + 2 * work.passes / work.epochs
+
+
+def _exchange_s(shape: Shape, device: Device, work: StepWork, layout: TrainerLayout, *, batches: float) -> float:
+    """Return the seconds in which tokens go to their experts and come back, and gradients do, without overlap."""
+    if layout.ep == 1:
+        return 0.0
+    tokens = work.trained * work.epochs / layout.dp / layout.tp / batches
+    size = tokens * shape.active * shape.hidden * BYTES[work.compute]
+    each = all_to_all_s(size, devices=layout.ep, device=device)
+    return batches * shape.expert_layers / layout.pp * _exchanges(work, layout) * each
 
 
 def _pipeline_s(shape: Shape, device: Device, work: StepWork, layout: TrainerLayout) -> float:
@@ -177,17 +281,22 @@ def _over_replicas_s(
     """Return the seconds in which replicas exchange, and nothing is computed.
 
     FSDP gathers all parameters forward and backward and scatters gradients in each micro-batch, beside computing.
-    With tensor and pipeline parallelism gradients are scattered and weights gathered once an update, behind it.
+    With tensor and pipeline parallelism gradients are scattered and weights gathered once an update, behind it, of
+    common parameters and of experts over the replicas that each has.
     """
-    if layout.dp == 1:
-        return 0.0
-    part = (layout.dp - 1) / layout.dp
-    parameters = shape.parameters / (layout.tp * layout.pp)
+    common, routed = layout.cuts
+    sent = _sent(shape.common, over=common, devices=layout.devices)
+    sent += _sent(shape.routed, over=routed, devices=layout.devices)
     rate = device.between(layout.devices)
     if work.megatron:
-        return updates * part * parameters * (GRADIENT + BYTES[work.compute]) / rate
-    gathered = updates * math.ceil(batches) * part * parameters * (2 * BYTES[work.compute] + GRADIENT) / rate
+        return updates * sent * (GRADIENT + BYTES[work.compute]) / rate
+    gathered = updates * math.ceil(batches) * sent * (2 * BYTES[work.compute] + GRADIENT) / rate
     return max(0.0, gathered - compute)
+
+
+def _sent(parameters: int, *, over: int, devices: int) -> float:
+    """Return the parameters that a device sends when those that it has are summed or gathered over their replicas."""
+    return (devices - over) / devices * (parameters / over)
 
 
 def _states(shape: Shape, work: StepWork, layout: TrainerLayout) -> float:
@@ -196,11 +305,15 @@ def _states(shape: Shape, work: StepWork, layout: TrainerLayout) -> float:
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes on one device of the trainer: weights, gradients and moments; a frozen model; what a pass needs."""
+    """Bytes on one device of the trainer: weights, gradients and moments; a frozen model; what a pass needs.
+
+    experts: those of ``states`` that are of experts which a router chooses from.
+    """
 
     states: float
     frozen: float
     activations: float
+    experts: float = 0.0
 
     @property
     def bytes(self) -> float:
@@ -212,38 +325,62 @@ def training_memory(shape: Shape, work: StepWork, layout: TrainerLayout) -> Memo
     """Return the bytes that one device of the trainer needs.
 
     FSDP cuts everything over all devices and gathers a layer at a time. With tensor and pipeline parallelism each
-    replica holds weights and gradients, cut over tp x pp, and a part of the float32 weights and moments. Activations
-    are those of a micro-batch, of each stage in as many as there are stages, or of one layer and the inputs of all
-    where layers are computed again; tensor parallelism cuts them too (sequence parallelism).
+    replica holds weights and gradients, cut over tp x pp, and a part of the float32 weights and moments; experts are
+    cut over ep x pp, and their float32 weights and moments over the replicas that are left. Activations are those of a
+    micro-batch, of each stage in as many as there are stages, or of one layer and the inputs of all where layers are
+    computed again; tensor parallelism cuts them too (sequence parallelism).
     """
     models = 2 if work.critic else 1
     width = BYTES[work.compute]
-    cut = layout.tp * layout.pp
     if work.megatron:
         kept = MOMENTS + (BYTES["float32"] if width == 2 else 0)
-        states = shape.parameters / cut * (width + GRADIENT + kept / layout.dp)
-        frozen = shape.parameters / cut * width
+
+        def held(parameters: int, *, cut: int) -> float:
+            return parameters / cut * (width + GRADIENT + kept / (layout.devices / cut))
+
+        common, routed = layout.cuts
+        experts = held(shape.routed, cut=routed)
+        states = held(shape.common, cut=common) + experts
+        frozen = (shape.common / common + shape.routed / routed) * width
     else:
         gathered = shape.parameters / shape.layers * width if layout.dp > 1 else 0.0
         states = _states(shape, work, layout) + 2 * gathered
+        experts = states * shape.routed / shape.parameters
         frozen = shape.parameters / layout.devices * width
     scale = width / 2
-    layer = work.pack * shape.hidden * _ACTIVATION * scale / layout.tp
+    dense, mixed = (work.pack * each * scale for each in _activations(shape, layout))
     inputs = shape.layers * work.pack * shape.hidden * width / layout.tp
-    activations = inputs + layer if layout.recompute else shape.layers * layer
+    every = shape.dense * dense + shape.expert_layers * mixed
+    activations = inputs + max(dense, mixed) if layout.recompute else every
     logits = min(work.pack, _HEAD_TOKENS) * shape.vocab / layout.tp * 2 * BYTES["float32"]
     return Memory(
         states=models * states,
         frozen=frozen if work.reference else 0.0,
         activations=activations + logits,
+        experts=models * experts,
     )
 
 
-def pull_s(shape: Shape, device: Device, work: StepWork, *, tp: int) -> float:
+def _activations(shape: Shape, layout: TrainerLayout) -> tuple[float, float]:
+    """Return the bytes of a token's activations on a device, in 16 bit: of a dense layer, and of one with experts.
+
+    It is 0 for a kind that the model does not have. Each expert that a token uses has a copy of the token, its answer, and three times its hidden units (gate, up, and
+    their product), 2 bytes a number. Where each expert is divided over tp, all of tp have the copies and the answers.
+    """
+    dense = shape.hidden * _ACTIVATION / layout.tp if shape.dense else 0.0
+    if not shape.experts:
+        return dense, 0.0
+    copies, hidden = 2 * shape.hidden, 3 * shape.expert_hidden
+    routed = shape.active * (copies / (layout.tp if layout.ep > 1 else 1) + hidden / layout.tp)
+    shared = shape.shared * (copies + hidden) / layout.tp
+    return dense, shape.hidden * _ATTENTION / layout.tp + 2 * (routed + shared)
+
+
+def pull_s(shape: Shape, device: Device, work: StepWork, layout: EngineLayout) -> float:
     """Return the seconds in which the devices of one instance receive a version from other nodes."""
-    return shape.parameters * work.published_bytes / (tp * device.network * device.wire)
+    return layout.weights(shape) * work.published_bytes / (device.network * device.wire)
 
 
-def swap_s(shape: Shape, device: Device, work: StepWork, *, tp: int) -> float:
+def swap_s(shape: Shape, device: Device, work: StepWork, layout: EngineLayout) -> float:
     """Return the seconds in which an instance copies a version from its host's memory to its devices."""
-    return shape.parameters * work.published_bytes / (tp * device.host)
+    return layout.weights(shape) * work.published_bytes / device.host

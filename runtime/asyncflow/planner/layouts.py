@@ -1,4 +1,4 @@
-"""Engines over tensor-parallel devices, and layouts of the trainer, that fit; in words, why others do not.
+"""Divisions of an engine's instance, and layouts of the trainer, that fit; in words, why others do not.
 
 Invariant: whatever is returned fits into the devices' memory by ``costs``, and is a number of devices that the hardware
 gives one process (``asyncflow.api.placement``).
@@ -15,6 +15,7 @@ from asyncflow.api.placement import PROFILES
 from asyncflow.errors import ManifestError
 from asyncflow.planner.costs import (
     Decoding,
+    EngineLayout,
     Memory,
     TrainerLayout,
     TrainingCost,
@@ -32,19 +33,22 @@ from asyncflow.planner.work import StepWork
 
 _SHORT: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _WHERE: Final = "asyncflow plan --devices"
+_POWERS: Final = (1, 2, 4, 8, 16)
+_STAGES: Final = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Stages of a pipeline that are tried, of dense models and of mixtures of experts."""
 _MOST: Final = 1 << 14
 """Devices beyond which no trainer is looked for."""
 
 
 class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance of the engine on ``tp`` devices, in the terms of the simulated engine.
+    """One instance of the engine, in the terms of the simulated engine.
 
     slots: sequences that run at once; fitting: how many would fit into memory. token_s, share_s, prefill_s,
     recompute_s: as in ``SimulatedOptions``; swap_s, pull_s: to load a version, and to receive it. full: a decoding step
     with all slots taken. bytes: of weights and full slots on one device.
     """
 
-    tp: int
+    layout: EngineLayout
     slots: int
     fitting: int
     token_s: float
@@ -95,56 +99,89 @@ def processes(device: Device, *, most: int) -> list[int]:
     return [count for count in (1, 2, 4, 8, 16) if count in legal and count <= min(most, device.node)]
 
 
-def engine(shape: Shape, device: Device, work: StepWork, *, tp: int) -> EnginePlan | None:
-    """Return an instance on ``tp`` devices; None where weights and the cache of the longest sample do not fit."""
-    weights, left = engine_bytes(shape, device, tp=tp, dtype=work.engine)
-    each = shape.cache(dtype=work.engine) / min(tp, shape.kv_heads)
-    if shape.heads % tp or left < work.longest * each:
+def engine_layouts(shape: Shape, device: Device, work: StepWork, *, most: int) -> Iterator[EngineLayout]:
+    """Yield the divisions of an instance on up to ``most`` devices.
+
+    Tensor parallelism stays inside a node. An instance that divides its experts may have data-parallel parts, in whole
+    nodes where it has more than one.
+    """
+    for tp in processes(device, most=most):
+        for size in _doubled(tp, most=most):
+            whole = work.wide and divides(shape, size)
+            if size == tp or (whole and (size <= device.node or size % device.node == 0)):
+                yield EngineLayout(tp=tp, dp=size // tp, ep=size if whole else 1)
+
+
+def _doubled(first: int, *, most: int) -> list[int]:
+    """Return a number, twice, four times, ... as much, up to ``most``."""
+    return [first << doublings for doublings in range((most // first).bit_length())]
+
+
+def divides(shape: Shape, devices: int) -> bool:
+    """Return whether so many devices can have an equal number of experts each."""
+    return shape.experts > 0 and shape.experts % devices == 0
+
+
+def engine(shape: Shape, device: Device, work: StepWork, layout: EngineLayout) -> EnginePlan | None:
+    """Return an instance with this layout; None where weights and the cache of the longest sample do not fit."""
+    weights, left = engine_bytes(shape, device, layout, dtype=work.engine)
+    each = shape.cache(dtype=work.engine) / min(layout.tp, shape.kv_heads)
+    if not _divided(shape, layout) or left < work.longest * each:
         return None
-    fitting = max(1, int(left / ((work.prompt + work.responses.resident) * each)))
-    slots = min(work.slots, fitting)
+    resident = (work.prompt + work.responses.resident) * each
+    fitting = layout.dp * max(1, int(left / resident))
+    slots = min(layout.dp * work.slots, fitting)
 
     def step(running: int) -> Decoding:
-        return decoding(shape, device, running=running, context=work.context, tp=tp, dtype=work.engine)
+        return decoding(shape, device, layout, running=running, context=work.context, dtype=work.engine)
 
     alone, full = step(1), step(slots)
-    prompt_s = prefill_s(shape, device, tokens=work.prompt, tp=tp, dtype=work.engine)
+    prompt_s = prefill_s(shape, device, layout, tokens=work.prompt, dtype=work.engine)
     return EnginePlan(
-        tp=tp,
+        layout=layout,
         slots=slots,
         fitting=fitting,
         token_s=alone.seconds,
         share_s=(full.seconds - alone.seconds) / (slots - 1) if slots > 1 else 0.0,
         prefill_s=prompt_s / work.group,
-        recompute_s=prefill_s(shape, device, tokens=work.context, tp=tp, dtype=work.engine) / work.context,
-        swap_s=swap_s(shape, device, work, tp=tp),
-        pull_s=pull_s(shape, device, work, tp=tp),
+        recompute_s=prefill_s(shape, device, layout, tokens=work.context, dtype=work.engine) / work.context,
+        swap_s=swap_s(shape, device, work, layout),
+        pull_s=pull_s(shape, device, work, layout),
         full=full,
-        bytes=weights + slots * (work.prompt + work.responses.resident) * each,
+        bytes=weights + slots / layout.dp * resident,
     )
 
 
-def engines(shape: Shape, device: Device, work: StepWork, *, most: int) -> list[EnginePlan]:
-    """Return an instance for each number of devices, up to ``most``, on which the model fits.
+def _divided(shape: Shape, layout: EngineLayout) -> bool:
+    """Return whether heads and experts can be divided so."""
+    return shape.heads % layout.tp == 0 and (layout.ep == 1 or divides(shape, layout.ep))
 
-    Raises ManifestError, with the arithmetic, where it fits on none.
+
+def engines(shape: Shape, device: Device, work: StepWork, *, most: int) -> list[EnginePlan]:
+    """Return an instance for each division, on up to ``most`` devices, with which the model fits.
+
+    Raises ManifestError, with the arithmetic, where it fits with none.
     """
-    found = [each for tp in processes(device, most=most) if (each := engine(shape, device, work, tp=tp)) is not None]
+    tried = engine_layouts(shape, device, work, most=most)
+    found = [each for layout in tried if (each := engine(shape, device, work, layout)) is not None]
     if not found:
         raise _no_engine(shape, device, work, most=most)
     return found
 
 
-def refusal_of_engine(shape: Shape, device: Device, work: StepWork, *, tp: int) -> str:
-    """Return in words why an instance on ``tp`` devices does not fit, and on how many it does."""
-    size = shape.parameters * BYTES[work.engine]
+def refusal_of_engine(shape: Shape, device: Device, work: StepWork, layout: EngineLayout) -> str:
+    """Return in words why an instance with this layout does not fit, and the smallest that does."""
+    advice = _smallest(shape, device, work)
+    if shape.heads % layout.tp:
+        return f"{shape.heads} attention heads of {shape.name} cannot be divided over {layout.tp} devices{advice}"
+    if not _divided(shape, layout):
+        return f"{shape.experts} experts of {shape.name} cannot be divided over {layout.ep} devices{advice}"
+    if layout.ep > 1:
+        return _refusal_of_wide(shape, device, work, layout) + advice
+    tp, size = layout.tp, shape.parameters * BYTES[work.engine]
     of = "a device has" if tp == 1 else f"{tp} devices have"
     tensors = tp * device.memory * device.usable
     need = f"{shape.name} in {_SHORT[work.engine]} needs {gigabytes(size)} a replica"
-    more = [n for n in processes(device, most=device.node) if engine(shape, device, work, tp=n) is not None]
-    advice = f": use tensor parallel {more[0]}" if more else ""
-    if shape.heads % tp:
-        return f"{shape.heads} attention heads of {shape.name} cannot be divided over {tp} devices{advice}"
     if size <= tensors:
         cache = work.longest * shape.cache(dtype=work.engine) * tp / min(tp, shape.kv_heads)
         need += f", and the cache of a sample of {work.longest:,} tokens {gigabytes(cache)}"
@@ -152,34 +189,74 @@ def refusal_of_engine(shape: Shape, device: Device, work: StepWork, *, tp: int) 
     return f"{need}, {of} {gigabytes(tp * device.memory)}{room}{advice}"
 
 
-def _no_engine(shape: Shape, device: Device, work: StepWork, *, most: int) -> ManifestError:
-    tp = max(processes(device, most=most), default=1)
-    return ManifestError(
-        refusal_of_engine(shape, device, work, tp=tp),
-        where=_WHERE,
-        hint="Give more devices, a device with more memory, or a narrower rollout.engine.dtype",
+def _refusal_of_wide(shape: Shape, device: Device, work: StepWork, layout: EngineLayout) -> str:
+    """Return the arithmetic of a device of an instance that divides its experts."""
+    width = BYTES[work.engine]
+    common, experts = shape.common * width, shape.routed * width
+    cache = work.longest * shape.cache(dtype=work.engine) / min(layout.tp, shape.kv_heads)
+    need = common / layout.tp + experts / layout.ep + cache
+    return (
+        f"{shape.name} in {_SHORT[work.engine]} needs {gigabytes(need)} on each device of {layout} "
+        f"({gigabytes(common)} / {layout.tp} + experts of {gigabytes(experts)} / {layout.ep} + {gigabytes(cache)} for "
+        f"a sample of {work.longest:,} tokens), a device has {gigabytes(device.memory)}, of which "
+        f"{gigabytes(device.memory * device.usable)} are for tensors"
     )
 
 
-def layouts(device: Device, work: StepWork, *, devices: int) -> Iterator[TrainerLayout]:
+def _smallest(shape: Shape, device: Device, work: StepWork) -> str:
+    """Return what to use instead: the fewest devices on which an instance fits."""
+    tried = engine_layouts(shape, device, work, most=max(device.node, shape.experts))
+    more = [layout for layout in tried if engine(shape, device, work, layout) is not None]
+    if not more:
+        return ""
+    least = min(more, key=lambda layout: (layout.devices, layout.dp))
+    return f": use {least}" if least.ep > 1 else f": use tensor parallel {least.tp}"
+
+
+def _no_engine(shape: Shape, device: Device, work: StepWork, *, most: int) -> ManifestError:
+    tried = engine_layouts(shape, device, work, most=most)
+    layout = max(tried, key=lambda each: (each.devices, each.tp), default=EngineLayout(tp=1))
+    wide = ", divide its experts (rollout.engine.options.args.enable_expert_parallel: true)"
+    more = wide if shape.experts and not work.wide else ""
+    return ManifestError(
+        refusal_of_engine(shape, device, work, layout),
+        where=_WHERE,
+        hint=f"Give more devices, a device with more memory{more}, or a narrower rollout.engine.dtype",
+    )
+
+
+def layouts(shape: Shape, device: Device, work: StepWork, *, devices: int) -> Iterator[TrainerLayout]:
     """Yield the layouts of a trainer on exactly ``devices`` devices.
 
-    Tensor parallelism stays inside a node. A pipeline has as many stages as a power of two.
+    Tensor parallelism stays inside a node. A pipeline has as many stages as a power of two, and with experts also
+    three times as many, as published layouts have. Experts are divided over a power of two of a stage's devices.
     """
     recomputing = (False, True) if work.recompute is None else (work.recompute,)
-    cuts = [(1, 1)]
+    cuts = [(1, 1, 1)]
     if work.megatron:
+        stages = _STAGES if shape.experts else _POWERS
         tensor = processes(device, most=devices)
-        cuts = [(tp, pp) for tp in tensor for pp in (1, 2, 4, 8, 16) if devices % (tp * pp) == 0]
-    for tp, pp in cuts:
+        whole = [(tp, pp) for tp in tensor for pp in stages if devices % (tp * pp) == 0]
+        cuts = [(tp, pp, ep) for tp, pp in whole for ep in _expert_cuts(shape, devices=devices // pp)]
+    for tp, pp, ep in cuts:
         for recompute in recomputing:
-            yield TrainerLayout(dp=devices // (tp * pp), tp=tp, pp=pp, recompute=recompute)
+            yield TrainerLayout(dp=devices // (tp * pp), tp=tp, pp=pp, ep=ep, recompute=recompute)
+
+
+def _expert_cuts(shape: Shape, *, devices: int) -> Iterator[int]:
+    """Yield over how many of a stage's devices experts can be divided: 1, and powers of two that divide both evenly."""
+    yield 1
+    for ep in _doubled(2, most=devices):
+        if divides(shape, ep) and devices % ep == 0:
+            yield ep
 
 
 def trainer(shape: Shape, device: Device, work: StepWork, layout: TrainerLayout) -> TrainerPlan | None:
     """Return a trainer with this layout; None where it does not fit or cannot be cut so."""
     memory = training_memory(shape, work, layout)
     if memory.bytes > device.memory * device.usable or shape.heads % layout.tp or layout.pp > shape.layers:
+        return None
+    if layout.ep > 1 and not (divides(shape, layout.ep) and layout.dp * layout.tp % layout.ep == 0):
         return None
     if layout.dp > work.samples:
         return None
@@ -188,7 +265,7 @@ def trainer(shape: Shape, device: Device, work: StepWork, layout: TrainerLayout)
 
 def trainers(shape: Shape, device: Device, work: StepWork, *, devices: int) -> list[TrainerPlan]:
     """Return the trainers on exactly ``devices`` devices that fit, the fastest first."""
-    found = (trainer(shape, device, work, layout) for layout in layouts(device, work, devices=devices))
+    found = (trainer(shape, device, work, layout) for layout in layouts(shape, device, work, devices=devices))
     return sorted((each for each in found if each is not None), key=lambda each: (each.step_s, each.memory.bytes))
 
 
@@ -199,21 +276,23 @@ def refusal_of_trainer(
 
     The arithmetic is that of the layout that needs the least memory, or of ``only``.
     """
-    tried = (only,) if only is not None else layouts(device, work, devices=devices)
+    tried = (only,) if only is not None else layouts(shape, device, work, devices=devices)
     layout, least = min(
         ((layout, training_memory(shape, work, layout)) for layout in tried), key=lambda pair: pair[1].bytes
     )
     on = f"training {shape.name} on {devices} {'device' if devices == 1 else 'devices'} ({layout})"
     room = device.memory * device.usable
     if least.bytes <= room:
-        return f"{on} cannot divide {work.samples} samples, {shape.heads} heads or {shape.layers} layers so"
+        experts = f", {shape.experts} experts" if shape.experts else ""
+        return f"{on} cannot divide {work.samples} samples{experts}, {shape.heads} heads or {shape.layers} layers so"
     count = devices
     while count < _MOST and not trainers(shape, device, work, devices=count):
         count += count
     enough = f": give the trainer {count} devices" if devices < count < _MOST else ""
     frozen = f" + {gigabytes(least.frozen)} of the reference" if least.frozen else ""
+    experts = f", {gigabytes(least.experts)} of them of experts," if least.experts else ""
     return (
         f"{on} needs {gigabytes(least.bytes)} on each ({gigabytes(least.states)} of weights, gradients and moments"
-        f"{frozen} + {gigabytes(least.activations)} for a micro-batch of {work.pack:,} tokens), a device has "
+        f"{experts}{frozen} + {gigabytes(least.activations)} for a micro-batch of {work.pack:,} tokens), a device has "
         f"{gigabytes(device.memory)}, of which {gigabytes(room)} are for tensors{enough}"
     )

@@ -49,6 +49,7 @@ class Factors(msgspec.Struct, frozen=True, kw_only=True):
             bubble_s=cost.bubble_s * self.training,
             reduce_s=cost.reduce_s * self.training,
             gather_s=cost.gather_s * self.training,
+            exchange_s=cost.exchange_s * self.training,
             optimizer_s=cost.optimizer_s * self.optimizer,
             publish_s=cost.publish_s * self.publish,
         )

@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from asyncflow.api.job import RLJobSpec
 from asyncflow.api.placement import PROFILES
-from asyncflow.api.schedule import ScheduleSpec
 from asyncflow.plan.describe import TextTable
 from asyncflow.planner.advice import limiter, seconds_text
 from asyncflow.planner.devices import FIGURES, Device
 from asyncflow.planner.layouts import gigabytes
 from asyncflow.planner.schedules import changes, described
 from asyncflow.planner.search import Candidate, Ranked, SplitProblem, processes_of
+from asyncflow.planner.work import engine_arguments
 
 _COLUMNS: Final = (
     "generation",
@@ -52,7 +53,7 @@ def _row(problem: SplitProblem, choice: Candidate) -> tuple[str, ...]:
     split, outcome = choice.split, choice.outcome
     layout = str(split.trainer.layout) + (", recomputing" if split.trainer.layout.recompute else "")
     return (
-        f"{split.generating} ({split.instances} x TP{split.engine.tp})",
+        split.generates,
         f"{split.trainer.devices} ({layout})",
         seconds_text(choice.step_s),
         f"{tokens_a_device(problem, choice):,.0f}",
@@ -105,28 +106,46 @@ def _assumed(device: Device) -> str:
     return ", ".join(f"{name} {getattr(device, name):.3g}" for name in names) or "nothing"
 
 
-def settings(problem: SplitProblem, best: Candidate, *, schedule: ScheduleSpec) -> list[str]:
-    """Return the ``--set`` values that turn the job into a choice."""
+def settings(problem: SplitProblem, best: Candidate, *, spec: RLJobSpec) -> list[str]:
+    """Return the ``--set`` values that turn a job into a choice."""
     split, device = best.split, problem.device
+    instance, layout = split.engine.layout, split.trainer.layout
     facts = PROFILES[device.profile]
     replicas, count = processes_of(split.trainer.devices, device=device, legal=facts.gang_counts)
+    each = min(instance.devices, device.node)
+    rollouts = split.generating // each
     values = [
-        f"rollout.replicas={split.instances}",
-        f"rollout.maxReplicas={split.instances}",
-        f"rollout.engine.slots={split.engine.slots}",
+        f"rollout.replicas={rollouts}",
+        f"rollout.maxReplicas={rollouts}",
+        f"rollout.engine.slots={split.engine.slots // instance.dp}",
         f"trainer.replicas={replicas}",
     ]
     if device.profile != "cpu":
-        values += [f"rollout.accelerator.count={split.engine.tp}", f"trainer.accelerator.count={count}"]
-    layout = split.trainer.layout
+        values += [f"rollout.accelerator.count={each}", f"trainer.accelerator.count={count}"]
+    if instance.dp > 1 or "data_parallel_size" in engine_arguments(spec):
+        parts = {"tensor_parallel_size": instance.tp, "data_parallel_size": instance.dp}
+        values += [f"rollout.engine.options.args.{name}={number}" for name, number in parts.items()]
     if problem.work.megatron:
         values += [
             f"trainer.backend.options.tensor_parallel={layout.tp}",
             f"trainer.backend.options.pipeline_parallel={layout.pp}",
         ]
+        if problem.shape.experts:
+            values.append(f"trainer.backend.options.expert_parallel={layout.ep}")
     elif problem.work.recompute is None and layout.recompute:
         values.append("trainer.backend.options.gradient_checkpointing=true")
-    return [*values, *changes(schedule, best.schedule)]
+    return [*values, *changes(spec.schedule, best.schedule)]
+
+
+def unmet(choice: Candidate) -> str:
+    """Return in words what the runtime lacks for a choice, "" for nothing."""
+    layout = choice.split.engine.layout
+    if layout.dp == 1:
+        return ""
+    return (
+        f"this version has no engine with data-parallel parts: it cannot run {layout}, and `asyncflow validate` "
+        "refuses rollout.engine.options.args.data_parallel_size"
+    )
 
 
 def plain(problem: SplitProblem, choice: Candidate) -> dict[str, Any]:
@@ -137,7 +156,9 @@ def plain(problem: SplitProblem, choice: Candidate) -> dict[str, Any]:
         "generation": {
             "devices": split.generating,
             "instances": split.instances,
-            "tensor_parallel": split.engine.tp,
+            "tensor_parallel": split.engine.layout.tp,
+            "data_parallel": split.engine.layout.dp,
+            "expert_parallel": split.engine.layout.ep,
             "slots": split.engine.slots,
             "slots_that_fit": split.engine.fitting,
             "token_s": split.engine.token_s,
@@ -151,6 +172,7 @@ def plain(problem: SplitProblem, choice: Candidate) -> dict[str, Any]:
             "data_parallel": layout.dp,
             "tensor_parallel": layout.tp,
             "pipeline_parallel": layout.pp,
+            "expert_parallel": layout.ep,
             "recompute": layout.recompute,
             "step_s": bound.training_s,
             "idle": outcome.training_idle,

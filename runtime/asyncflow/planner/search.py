@@ -10,7 +10,7 @@ Invariant: a choice's time is the simulator's, the same as for every other choic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 from statistics import fmean
@@ -22,11 +22,12 @@ from asyncflow.api.job import RLJobSpec
 from asyncflow.api.schedule import ScheduleSpec
 from asyncflow.errors import ManifestError
 from asyncflow.planner.bounds import Bound, Split, bound_of
-from asyncflow.planner.costs import TrainerLayout
+from asyncflow.planner.costs import EngineLayout, TrainerLayout
 from asyncflow.planner.devices import Device
 from asyncflow.planner.layouts import (
     EnginePlan,
     TrainerPlan,
+    divides,
     engine,
     engines,
     refusal_of_engine,
@@ -36,7 +37,7 @@ from asyncflow.planner.layouts import (
 )
 from asyncflow.planner.measured import COMPUTED, Factors
 from asyncflow.planner.shapes import Shape
-from asyncflow.planner.work import StepWork
+from asyncflow.planner.work import StepWork, engine_arguments
 
 _FINE: Final = 64
 """Up to so many devices each division is tried; of more, those in steps of a 64th."""
@@ -57,7 +58,7 @@ class SplitProblem:
     factors: Factors = COMPUTED
 
     def engines(self, *, most: int) -> list[EnginePlan]:
-        """Return the engines of each size, up to ``most`` devices. Raises ManifestError where none fits."""
+        """Return the engines of each division, on up to ``most`` devices. Raises ManifestError where none fits."""
         return [self.factors.engine(each) for each in engines(self.shape, self.device, self.work, most=most)]
 
     def trainers(self, devices: int) -> list[TrainerPlan]:
@@ -65,12 +66,12 @@ class SplitProblem:
         found = trainers(self.shape, self.device, self.work, devices=devices)
         return [self.factors.trainer(each) for each in found]
 
-    def split(self, *, tp: int, instances: int, layout: TrainerLayout) -> Split:
+    def split(self, *, instance: EngineLayout, instances: int, layout: TrainerLayout) -> Split:
         """Return one split. Raises ManifestError, with the arithmetic, where it does not fit."""
-        engine_ = engine(self.shape, self.device, self.work, tp=tp)
+        engine_ = engine(self.shape, self.device, self.work, instance)
         trainer_ = trainer(self.shape, self.device, self.work, layout)
         if engine_ is None:
-            raise _refused(refusal_of_engine(self.shape, self.device, self.work, tp=tp))
+            raise _refused(refusal_of_engine(self.shape, self.device, self.work, instance))
         if trainer_ is None:
             raise _refused(refusal_of_trainer(self.shape, self.device, self.work, devices=layout.devices, only=layout))
         return Split(engine=self.factors.engine(engine_), instances=instances, trainer=self.factors.trainer(trainer_))
@@ -123,11 +124,15 @@ class Ranked:
         return self.choices[0]
 
 
-def training_devices(devices: int) -> list[int]:
-    """Return the numbers of devices that the trainer may have of ``devices``: each, or in even steps where many."""
+def training_devices(devices: int, *, node: int = 0) -> list[int]:
+    """Return the numbers of devices that the trainer may have of ``devices``: each, or in even steps where many.
+
+    node: devices of one node, so that whole nodes are among them; 0: of no matter.
+    """
     step = max(1, devices // _FINE)
     step -= step % 2 if step > 1 else 0
-    return sorted({*range(step, devices, step), *(n for n in range(1, 9) if n < devices)})
+    whole = range(node, devices, node) if node else ()
+    return sorted({*range(step, devices, step), *whole, *(n for n in range(1, 9) if n < devices)})
 
 
 def splits(problem: SplitProblem, *, all_trainers: bool = False) -> Iterator[Split]:
@@ -137,15 +142,15 @@ def splits(problem: SplitProblem, *, all_trainers: bool = False) -> Iterator[Spl
     """
     found = False
     engines_ = problem.engines(most=problem.devices - 1)
-    for count in training_devices(problem.devices):
+    for count in training_devices(problem.devices, node=problem.device.node if problem.shape.experts else 0):
         fitting = problem.trainers(count)
         for each in fitting if all_trainers else fitting[:1]:
             for engine_ in engines_:
-                if instances := min((problem.devices - count) // engine_.tp, problem.work.samples):
+                if instances := min((problem.devices - count) // engine_.layout.devices, problem.work.samples):
                     found = True
                     yield Split(engine=engine_, instances=instances, trainer=each)
     if not found:
-        least = min(each.tp for each in engines_)
+        least = min(each.layout.devices for each in engines_)
         raise _refused(
             f"{least} of {problem.devices} devices generate at the least, and "
             + refusal_of_trainer(problem.shape, problem.device, problem.work, devices=problem.devices - least)
@@ -161,8 +166,8 @@ class _Search:
 
     def expected(self, split: Split, bound: Bound) -> float:
         """Return a bound, times what was found above the bounds of the most similar splits."""
-        kind = split.engine.tp, bound.limit
-        near = [each for each in self.done if (each.split.engine.tp, each.bound.limit) == kind]
+        kind = split.engine.layout, bound.limit
+        near = [each for each in self.done if (each.split.engine.layout, each.bound.limit) == kind]
         ratios = [each.step_s / each.bound.step_s for each in near or self.done]
         return bound.step_s * (fmean(ratios) if ratios else 1.0)
 
@@ -214,8 +219,8 @@ def search(
 
 def split_of(problem: SplitProblem, spec: RLJobSpec) -> Split:
     """Return the split that a job asks for itself. Raises ManifestError, with the arithmetic, where it does not fit."""
-    options = spec.trainer.backend.options
-    tp, pp = (int(str(options.get(f"{kind}_parallel", 1))) for kind in ("tensor", "pipeline"))
+    where, options = "trainer.backend.options", spec.trainer.backend.options
+    tp, pp, ep = (_count(options, f"{kind}_parallel", where=where) for kind in ("tensor", "pipeline", "expert"))
     ranks = spec.trainer.ranks
     if ranks % (tp * pp):
         raise _refused(f"{ranks} devices of the trainer cannot be divided into TP{tp} x PP{pp}")
@@ -226,14 +231,38 @@ def split_of(problem: SplitProblem, spec: RLJobSpec) -> Split:
             problem.shape,
             problem.device,
             problem.work,
-            layout := TrainerLayout(dp=ranks // (tp * pp), tp=tp, pp=pp, recompute=recompute),
+            layout := TrainerLayout(dp=ranks // (tp * pp), tp=tp, pp=pp, ep=ep, recompute=recompute),
         )
     ]
-    return problem.split(
-        tp=max(1, spec.rollout.accelerator.count),
-        instances=max(1, spec.rollout.replicas),
-        layout=fitting[0] if fitting else layout,
-    )
+    instance, instances = _instances_of(problem, spec)
+    return problem.split(instance=instance, instances=instances, layout=fitting[0] if fitting else layout)
+
+
+def _instances_of(problem: SplitProblem, spec: RLJobSpec) -> tuple[EngineLayout, int]:
+    """Return the division of an instance of a job's engine, and how many there are.
+
+    An instance is one process with all of its devices, unless vLLM's arguments give it data-parallel parts: then
+    processes are joined to instances. Raises ManifestError where they cannot be.
+    """
+    processes, count = max(1, spec.rollout.replicas), max(1, spec.rollout.accelerator.count)
+    arguments, where = engine_arguments(spec), "rollout.engine.options.args"
+    dp = _count(arguments, "data_parallel_size", where=where) if problem.work.wide and problem.shape.experts else 1
+    if dp == 1:
+        whole = problem.work.wide and divides(problem.shape, count)
+        return EngineLayout(tp=count, ep=count if whole else 1), processes
+    tp = _count(arguments, "tensor_parallel_size", where=where)
+    if processes * count % (tp * dp):
+        raise _refused(f"{processes * count} devices of rollouts cannot be divided into instances of TP{tp} x DP{dp}")
+    return EngineLayout(tp=tp, dp=dp, ep=tp * dp), processes * count // (tp * dp)
+
+
+def _count(options: Mapping[str, object], name: str, *, where: str) -> int:
+    """Return a number of devices among options, 1 where there is none. Raises ManifestError."""
+    given = options.get(name, 1)
+    if isinstance(given, int) and given > 0:
+        return given
+    hint = "Give a whole number of devices, at least 1"
+    raise ManifestError(f"{given!r} is no number of devices", where=f"{where}.{name}", hint=hint)
 
 
 def choice(problem: SplitProblem, schedule: ScheduleSpec, split: Split, *, simulate: Simulate) -> Candidate:

@@ -24,8 +24,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     attention: parameters of the attention of one layer; cached: numbers that one layer keeps of a token (2 x KV heads x
     head size, or the latent); mixed: width over which attention mixes tokens (heads x head size). mlp: parameters of a
-    dense layer's gated part; dense: layers that have it; expert: those of one expert; experts, active: how many a layer
-    has, and how many of them a token uses, shared ones included in both.
+    dense layer's gated part; dense: layers that have it; expert: those of one expert; experts, active: how many of
+    those a router chooses from a layer has, and how many a token uses; shared: experts that every token uses besides.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     expert: int = 0
     experts: int = 0
     active: int = 0
+    shared: int = 0
 
     @property
     def embedding(self) -> int:
@@ -50,30 +51,56 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return self.vocab * self.hidden
 
     @property
-    def _common(self) -> int:
-        return self.layers * (self.attention + 2 * self.hidden) + self.hidden + self.dense * self.mlp
+    def expert_layers(self) -> int:
+        """Layers that have experts."""
+        return self.layers - self.dense
+
+    @property
+    def expert_hidden(self) -> int:
+        """Hidden units of one expert, 0 without experts: a gated part is three matrices."""
+        return self.expert // (3 * self.hidden)
+
+    @property
+    def _blocks(self) -> int:
+        """Parameters without embeddings and the experts that a router chooses from."""
+        blocks = self.layers * (self.attention + 2 * self.hidden) + self.hidden + self.dense * self.mlp
+        return blocks + self.expert_layers * self.shared * self.expert
+
+    @property
+    def common(self) -> int:
+        """Parameters that every token uses, and embeddings: all but ``routed``."""
+        return self._blocks + self.embedding * (1 if self.tied else 2)
+
+    @property
+    def routed(self) -> int:
+        """Parameters of the experts that a router chooses from, which expert parallelism divides."""
+        return self.expert_layers * self.experts * self.expert
 
     @property
     def parameters(self) -> int:
         """All parameters."""
-        experts = (self.layers - self.dense) * self.experts * self.expert
-        return self._common + experts + self.embedding * (1 if self.tied else 2)
+        return self.common + self.routed
+
+    @property
+    def common_read(self) -> int:
+        """Parameters that a step over any tokens reads: the common ones without the input embedding."""
+        return self._blocks + self.embedding
 
     @property
     def used(self) -> int:
         """Parameters that one token is multiplied with: no input embedding, and only the experts that it uses."""
-        return self._common + (self.layers - self.dense) * self.active * self.expert + self.embedding
+        return self.common_read + self.expert_layers * self.active * self.expert
 
-    def parameters_read(self, tokens: float) -> float:
-        """Return the parameters that a step over ``tokens`` tokens reads: of the experts, those that any of them uses.
+    def routed_read(self, tokens: float, *, devices: int = 1) -> float:
+        """Return the parameters of experts that a step over ``tokens`` tokens reads on one of their devices.
 
-        With uniform routing an expert is used by none of n tokens with the chance (1 - active / experts) ** n.
+        With uniform routing an expert is used by none of n tokens with the chance (1 - active / experts) ** n. A device
+        that is used at all reads one expert of each layer at the least, and the others wait for it.
         """
         if not self.experts:
-            return self.used
-        layers = self.layers - self.dense
+            return 0.0
         idle = math.pow(1 - self.active / self.experts, tokens)
-        return self._common + self.embedding + layers * self.expert * self.experts * (1 - idle)
+        return self.expert_layers * self.expert * max(1.0, self.experts / devices * (1 - idle))
 
     def cache(self, *, dtype: str) -> int:
         """Return the bytes of the keys and values of one token."""
@@ -109,7 +136,6 @@ def shape_of(config: Mapping[str, Any], *, name: str) -> Shape:
         attention = hidden * head * (2 * heads + 2 * kv_heads)
         cached, mixed = 2 * kv_heads * head, heads * head
     experts = int(config.get("num_experts") or config.get("n_routed_experts") or config.get("num_local_experts") or 0)
-    shared = int(config.get("n_shared_experts") or 0)
     return Shape(
         name=name,
         layers=layers,
@@ -124,8 +150,9 @@ def shape_of(config: Mapping[str, Any], *, name: str) -> Shape:
         mlp=3 * hidden * intermediate,
         dense=int(config.get("first_k_dense_replace", 0)) if experts else layers,
         expert=3 * hidden * int(config.get("moe_intermediate_size") or intermediate) if experts else 0,
-        experts=experts + shared if experts else 0,
-        active=int(config.get("num_experts_per_tok") or 0) + shared if experts else 0,
+        experts=experts,
+        active=int(config.get("num_experts_per_tok") or 0) if experts else 0,
+        shared=int(config.get("n_shared_experts") or 0) if experts else 0,
     )
 
 

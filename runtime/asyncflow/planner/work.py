@@ -7,6 +7,7 @@ long responses are: what is not measured is assumed, and the plan says so.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 from statistics import NormalDist, fmean
 from typing import Final
@@ -83,8 +84,9 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     policy); epochs, updates: passes over the samples, and optimizer updates of each; reference: the trainer holds a
     second model; critic: the trainer trains a second one. compute, holds: dtype of a training pass, and of the
     trainer's weights; engine, published: dtypes of the engine and of what travels. pack: tokens of a micro-batch.
-    slots: most sequences of an instance. megatron: the back end divides layers and matrices over devices (tensor and
-    pipeline parallel), else parameters alone (FSDP).
+    slots: most sequences of an instance, of each of its data-parallel parts. megatron: the back end divides layers,
+    matrices and experts over devices (tensor, pipeline and expert parallel), else parameters alone (FSDP); wide: the
+    engine divides experts over devices that are data-parallel in the rest (vLLM's ``enable_expert_parallel``).
     """
 
     prompts: int
@@ -106,6 +108,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     published: str = "bfloat16"
     recompute: bool | None = None
     megatron: bool = False
+    wide: bool = False
 
     @property
     def samples(self) -> int:
@@ -168,7 +171,17 @@ def work_of(spec: RLJobSpec, *, lengths: Lengths | None = None, prompt: float | 
         published=spec.published_dtype,
         recompute=checkpointing if isinstance(checkpointing, bool) else None,
         megatron=backend.name not in ("torch", "counting"),
+        wide=engine_arguments(spec).get("enable_expert_parallel") is True,
     )
+
+
+def engine_arguments(spec: RLJobSpec) -> Mapping[str, object]:
+    """Return the arguments of ``vllm serve`` that a job gives its engine, by name with underscores; empty for others'.
+
+    Some of them are not for the runtime's engine, whose instance is one process; they say how vLLM divides an instance.
+    """
+    given = spec.rollout.engine.options.get("args")
+    return {name.replace("-", "_"): value for name, value in given.items()} if isinstance(given, Mapping) else {}
 
 
 def assumed_lengths(spec: RLJobSpec) -> Lengths:
