@@ -109,6 +109,23 @@ def test_what_cannot_be_planned_is_refused(job: Path, capsys, arguments: tuple, 
     assert why in refused(capsys, job, *arguments)
 
 
+MIXTURE = ("--set", "model.source=pvc://models/DeepSeek-R1")
+WIDE = ("--set", "rollout.engine.options.args.enable_expert_parallel=true")
+
+
+def test_a_mixture_that_does_not_fit_is_refused_with_the_arithmetic_of_its_experts(job: Path, capsys) -> None:
+    why = refused(capsys, job, "--devices", 16, *MIXTURE)
+    assert "DeepSeek-R1 in bf16 needs 1,342 GB a replica, 8 devices have 640 GB" in why
+    assert "divide its experts (rollout.engine.options.args.enable_expert_parallel: true)" in why
+    why = refused(capsys, job, "--devices", 16, *MIXTURE, *WIDE)
+    assert "on each device of TP8 EP8 (34 GB / 8 + experts of 1,308 GB / 8" in why
+    assert "use TP8 DP4 EP32" in why
+    megatron = ("--set", "trainer.backend={name: mindspeed}", "--set", "trainer.accelerator.count=8")
+    why = refused(capsys, job, "--devices", 64, *MIXTURE, *WIDE, *megatron)
+    assert "of weights, gradients and moments, " in why
+    assert "GB of them of experts" in why
+
+
 def test_without_devices_the_tasks_are_shown_as_ever(manifest: Path, capsys) -> None:
     assert "Tasks" in planned(capsys, manifest)
 

@@ -364,8 +364,9 @@ def training_memory(shape: Shape, work: StepWork, layout: TrainerLayout) -> Memo
 def _activations(shape: Shape, layout: TrainerLayout) -> tuple[float, float]:
     """Return the bytes of a token's activations on a device, in 16 bit: of a dense layer, and of one with experts.
 
-    It is 0 for a kind that the model does not have. Each expert that a token uses has a copy of the token, its answer, and three times its hidden units (gate, up, and
-    their product), 2 bytes a number. Where each expert is divided over tp, all of tp have the copies and the answers.
+    It is 0 for a kind that the model does not have. Each expert that a token uses has a copy of the token, its answer,
+    and three times its hidden units (gate, up, and their product), 2 bytes a number. Where each expert is divided over
+    tp, all of tp have the copies and the answers.
     """
     dense = shape.hidden * _ACTIVATION / layout.tp if shape.dense else 0.0
     if not shape.experts:

@@ -256,11 +256,14 @@ def trainer(shape: Shape, device: Device, work: StepWork, layout: TrainerLayout)
     memory = training_memory(shape, work, layout)
     if memory.bytes > device.memory * device.usable or shape.heads % layout.tp or layout.pp > shape.layers:
         return None
-    if layout.ep > 1 and not (divides(shape, layout.ep) and layout.dp * layout.tp % layout.ep == 0):
-        return None
-    if layout.dp > work.samples:
+    if layout.dp > work.samples or not _experts_fit(shape, layout):
         return None
     return TrainerPlan(layout=layout, cost=training(shape, device, work, layout), memory=memory)
+
+
+def _experts_fit(shape: Shape, layout: TrainerLayout) -> bool:
+    """Return whether experts can be divided so over a stage's devices."""
+    return layout.ep == 1 or (divides(shape, layout.ep) and layout.dp * layout.tp % layout.ep == 0)
 
 
 def trainers(shape: Shape, device: Device, work: StepWork, *, devices: int) -> list[TrainerPlan]:
@@ -282,7 +285,7 @@ def refusal_of_trainer(
     )
     on = f"training {shape.name} on {devices} {'device' if devices == 1 else 'devices'} ({layout})"
     room = device.memory * device.usable
-    if least.bytes <= room:
+    if least.bytes <= room or not _experts_fit(shape, layout):
         experts = f", {shape.experts} experts" if shape.experts else ""
         return f"{on} cannot divide {work.samples} samples{experts}, {shape.heads} heads or {shape.layers} layers so"
     count = devices

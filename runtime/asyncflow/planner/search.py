@@ -192,12 +192,20 @@ class _Search:
         """Simulate the best splits with slower trainers: who trains later may find samples of newer weights."""
         best = sorted(self.done, key=lambda each: each.step_s)
         for near in best[:_REFINED]:
-            for other in self.problem.trainers(near.split.trainer.devices)[1:_REFINED]:
+            for other in _distinct(self.problem.trainers(near.split.trainer.devices))[1:_REFINED]:
                 split = replace(near.split, trainer=other)
                 bound = bound_of(self.problem.work, schedule, split)
                 if bound.step_s < best[0].step_s:
                     outcome = self.simulate(split, schedule)
                     self.done.append(Candidate(split=split, schedule=schedule, bound=bound, outcome=outcome))
+
+
+def _distinct(fastest_first: Sequence[TrainerPlan]) -> list[TrainerPlan]:
+    """Return the trainers without those that differ from a faster one in the division of experts alone."""
+    found: dict[TrainerLayout, TrainerPlan] = {}
+    for each in fastest_first:
+        found.setdefault(replace(each.layout, ep=1), each)
+    return list(found.values())
 
 
 def search(
