@@ -50,7 +50,7 @@ def problem_of(*overrides: str, model: str = "Qwen3-0.6B", device: str = "h100",
 def random_problem(number: int, *, mixture: bool = False) -> tuple[RLJob, SplitProblem]:
     """Return a job and a problem of 4 to 8 devices that is small enough to simulate each of its splits.
 
-    mixture: of a model with experts, which engine and trainer divide.
+    mixture: of a model with experts, which engine and trainer divide, in more ways: of 4 or 5 devices.
     """
     draw = random.Random(number)
     wide = "rollout.engine.options.args.enable_expert_parallel=true"
@@ -83,7 +83,7 @@ def random_problem(number: int, *, mixture: bool = False) -> tuple[RLJob, SplitP
         experts = draw.choice((4, 8))
         config |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 12288 // experts}
         config |= {"first_k_dense_replace": draw.choice((0, 1)), "n_shared_experts": draw.choice((0, 1))}
-        devices = min(devices, 6)
+        devices = min(devices, 5)
     problem = SplitProblem(
         shape=shape_of(config, name="random"),
         device=device,
