@@ -23,6 +23,7 @@ import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import save_file
 
+from asyncflow import clock
 from asyncflow.api.placement import AcceleratorSpec
 from asyncflow.api.weights import WeightSync
 from asyncflow.errors import ManifestError, PeerLost
@@ -39,6 +40,9 @@ from asyncflow.rollout.engines import open_engine
 from asyncflow.rollout.engines.base import GenerationRequest
 from asyncflow.rollout.engines.vllm.program import REFUSED
 from asyncflow.rollout.loading import ROUNDED
+from asyncflow.telemetry.span_file import read_recording
+from asyncflow.telemetry.spans import Spans
+from asyncflow.timeline.tracks import Span
 
 from .conftest import random_weights
 
@@ -179,6 +183,40 @@ async def test_a_long_prompt_is_read_again_with_new_weights(engine, weights, ref
             completion = await engine.generate(asked)
             expected = reference(whole(asked, completion), weights[version])[len(prompt) - 1 :]
             assert np.abs(completion.logprobs - expected).max() < 1e-4
+
+
+async def test_prompts_are_on_record_when_they_are_read_and_again_after_a_swap_not_while_they_wait(
+    engine, weights, tmp_path, monkeypatch
+):
+    async def read(*, after: float) -> list[Span]:
+        async with asyncio.timeout(30):
+            while not (found := read_recording(tmp_path / "rollout.spans").track.beside) or found[-1].begin < after:
+                await asyncio.sleep(0.05)
+        assert {span.kind for span in found} == {"prefill"}
+        return list(found)
+
+    def made() -> int:
+        return engine.stats().tokens.get("train", 0)
+
+    async def until(tokens: int) -> float:
+        while made() < tokens:
+            await asyncio.sleep(0.001)
+        return clock.now()
+
+    await engine.load(V1, weights[V1])
+    monkeypatch.setattr(engine, "spans", Spans(tmp_path / "rollout.spans", role="rollout"))
+    before, began = made(), clock.now()
+    running = [asyncio.create_task(engine.generate(request(serial, max_tokens=280))) for serial in range(SLOTS)]
+    await until(before + SLOTS * 40)
+    swapping = clock.now()
+    await engine.load(V2, weights[V2])
+    waiting = asyncio.create_task(engine.generate(request(SLOTS, max_tokens=4)))
+    waits = await until(before + SLOTS * 120)
+    await asyncio.gather(*running, waiting)
+    found = await read(after=waits)
+    assert [span for span in found if began < span.begin < span.end < swapping], "prompts are read"
+    assert [span for span in found if swapping < span.begin < span.end < waits], "what there is is read again"
+    assert not [span for span in found if span.begin < waits < span.end], "a prompt that has no slot is not being read"
 
 
 async def test_stop_ids_stop_texts_and_aborts_end_a_response(engine, weights, decode):

@@ -8,7 +8,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http.client import HTTPSConnection
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from track_flaws import flaw_of
 from asyncflow.queue.ledger.audit import audit_ledgers
 from asyncflow.telemetry.spans import read_timeline
 from asyncflow.timeline.causes import attribute, shares
-from asyncflow.timeline.tracks import Timeline
+from asyncflow.timeline.tracks import Kind, Span, Timeline
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -107,3 +107,21 @@ def every_second_has_a_cause(folder: Path) -> Timeline:
     for name, share in spent.items():
         assert sum(share.kinds.values()) + sum(share.idle.values()) == pytest.approx(wall, rel=0.02), name
     return timeline
+
+
+def all_that_was_done_is_recorded(timeline: Timeline) -> None:
+    """Look at each life of a process of a run with a model for the spans of all that it has done."""
+    generating = [track for track in timeline.tracks if {"generate", "evaluation"} & kinds(track.main)]
+    training = [track for track in timeline.tracks if "optimizer" in kinds(track.main)]
+    assert ({track.role for track in generating}, {track.role for track in training}) == ({"rollout"}, {"trainer"})
+    for track in generating:
+        assert kinds(track.main) >= {"starting", "swap", "idle"}, track.name
+        assert kinds(track.beside) >= {"receive", "fetch", "prefill", "reward"}, track.name
+        assert all(track.begin < span.begin < span.end < track.end for span in track.beside), track.name
+    for track in training:
+        assert kinds(track.main) >= {"starting", "forward", "backward", "publish", "checkpoint", "idle"}, track.name
+        assert kinds(track.beside) >= {"claim", "fetch", "publish", "checkpoint"}, track.name
+
+
+def kinds(spans: Sequence[Span]) -> set[Kind]:
+    return {span.kind for span in spans}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from one_run import (
+    all_that_was_done_is_recorded,
     asked,
     bearer,
     counted_once,
@@ -94,7 +95,7 @@ def test_a_model_is_trained_and_the_run_goes_on_after_its_end(tmp_path: Path) ->
     assert set(first) >= FIELDS
     every_figure_and_event_is_on_its_page(folder)
     assert (first["steps"], first["samples_trained"], first["samples_lost"]) == (3, 3 * 4 * 8, 0)
-    every_second_has_a_cause(folder)
+    all_that_was_done_is_recorded(every_second_has_a_cause(folder))
     assert first["staleness_start_max"] == 1
     assert first["logprob_gap_p99"] < 1e-4
     lags = [json.loads(line)["staleness_start_mean"] for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from one_run import every_second_has_a_cause, finish, start, wait_for_step
+from one_run import all_that_was_done_is_recorded, every_second_has_a_cause, finish, start, wait_for_step
 
 from asyncflow.queue.ledger.audit import audit_ledgers
 
@@ -43,7 +43,7 @@ def test_a_job_through_vllm_loses_nothing_when_the_server_is_killed(tmp_path: Pa
     finish(run, within_s=300)
     assert not [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
     assert not servers()
-    every_second_has_a_cause(folder)
+    all_that_was_done_is_recorded(every_second_has_a_cause(folder))
     report = audit_ledgers(folder / "ledger")
     assert report.ok, report.problems
     samples = STEPS * PROMPTS * GROUP

@@ -3,6 +3,7 @@
     stage   weights go into shared memory, and from there beside the running model, while it generates
     load    pause (what runs is kept) -> swap -> resume
     probe   log-probs of given tokens, so that the caller can prove which weights are loaded
+    prefill spans of the steps that read prompts, as the first worker saw them, fetched while the server runs
 
 Invariant: log-probs are those of the distribution that was sampled (``processed_logprobs``), and each token has the
 version of the weights that made it: as vLLM says, else by how many tokens each request had when the weights changed.
@@ -71,6 +72,7 @@ _STREAMED = 16
 _CALL_S = 120.0
 _STAGED_POLL_S = 0.02
 _WATCH_S = 5.0
+_PREFILLS_S = 2.0
 _FINISHES: Mapping[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
 _PREFIX = "vllm:"
 _PROGRESS = ("vllm:generation_tokens", "vllm:prompt_tokens")
@@ -160,7 +162,7 @@ class VllmEngine(RolloutEngine):
         self._tokens: Counter[str] = Counter()
         self._stale = 0
         self._busy_s, self._busy_since = 0.0, 0.0
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
         self._closed = False
 
     def _environment(self) -> dict[str, str]:
@@ -214,7 +216,10 @@ class VllmEngine(RolloutEngine):
                 where="spec.rollout.engine.name",
                 hint="Install vLLM 0.23 or newer, or vllm-ascend 0.18 or newer",
             )
-        self._watching = asyncio.create_task(self._watch(), name="watching vLLM")
+        self._watching = [
+            asyncio.create_task(self._watch(), name="watching vLLM"),
+            asyncio.create_task(self._record_prefills(), name="recording prefills"),
+        ]
 
     def _cache_bytes(self) -> int:
         """Return the bytes of a cache that holds every sequence of ``slots`` at its longest, or what there is room for.
@@ -405,8 +410,12 @@ class VllmEngine(RolloutEngine):
 
     async def close(self) -> None:
         """End the server; what runs ends with an error."""
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in self._watching:
+            task.cancel()
+        if self._watching:
+            with suppress(AsyncFlowError):
+                await self._note_prefills(within_s=_WATCH_S)
+            self._watching.clear()
         await self._server.close(why="it was told to")
 
     async def _watch(self) -> None:
@@ -427,10 +436,26 @@ class VllmEngine(RolloutEngine):
                 await self._server.close(why=why)
                 return
 
-    async def _rpc(self, method: str, **arguments: Any) -> list[dict[str, Any]]:
+    async def _record_prefills(self) -> None:
+        """Record when prompts are read, until the server ends."""
+        try:
+            while True:
+                with suppress(DeadlineExceeded):
+                    await self._note_prefills(within_s=_CALL_S)
+                await asyncio.sleep(_PREFILLS_S)
+        except AsyncFlowError as error:
+            log.info("prefills are recorded no further: %s", error)
+
+    async def _note_prefills(self, *, within_s: float) -> None:
+        """Record when prompts were read since this was called last; the first call has the workers look."""
+        told = (await self._rpc("asyncflow_prefills", within_s=within_s))[0]
+        for begin, end in told["spans"]:
+            self.spans.note("prefill", begin=begin, end=end)
+
+    async def _rpc(self, method: str, *, within_s: float = _CALL_S, **arguments: Any) -> list[dict[str, Any]]:
         """Call a method of ``worker`` in every worker."""
         body = {"method": method, "kwargs": arguments}
-        answer = await self._server.call("POST", "/collective_rpc", body=body, within_s=_CALL_S)
+        answer = await self._server.call("POST", "/collective_rpc", body=body, within_s=within_s)
         results: list[dict[str, Any]] = answer["results"]
         return results
 

@@ -22,7 +22,7 @@ import msgspec
 
 from asyncflow.process import PARENT, die_with_parent
 
-EXTENSION = "asyncflow.rollout.engines.vllm.worker.WeightsExtension"
+EXTENSION = "asyncflow.rollout.engines.vllm.worker.WorkerExtension"
 REFUSED = 2
 """Exit status of a server that cannot be what it was asked to be."""
 _PARSERS = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")

@@ -1,7 +1,8 @@
-"""The part of the engine in vLLM's worker processes (``--worker-extension-cls``): it stages weights and swaps to them.
+"""The part of the engine in vLLM's worker processes (``--worker-extension-cls``): weights, and when prompts are read.
 
-    stage:  a mapping of the sender's memory -> tensors beside the running model, on a stream and a thread of its own
-    swap:   ``model_runner.reload_weights`` from the staged tensors, while generation is paused
+    stage:     a mapping of the sender's memory -> tensors beside the running model, on a stream and a thread of its own
+    swap:      ``model_runner.reload_weights`` from the staged tensors, while generation is paused
+    prefills:  times of the steps in which ``model_runner.execute_model`` reads more of a sequence than its last token
 
 The methods are called by name through ``/collective_rpc`` and answer with what JSON can say.
 
@@ -14,17 +15,25 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from asyncflow import clock
 
 Placed = dict[str, Any]
 """Place of a tensor in the memory that was shared: name, dtype, shape, offset in bytes."""
 
 _SPARE = 1 << 30
 """Bytes of device memory that staged tensors leave alone."""
+_MOST_PREFILLS = 4096
+"""Times that are kept until they are asked for, the newest."""
+_NEXT_S = 0.02
+"""Most seconds between two steps that follow each other: what is sampled and scheduled there."""
 
 
 class Staging:
@@ -70,13 +79,77 @@ class Staging:
         return {name: tensor.pin_memory() for name, tensor in tensors.items()}, "host"
 
 
-class WeightsExtension:
+class Prefills:
+    """Times of those steps of ``runner`` that read prompts, or again what there is of sequences.
+
+    A sequence that only waits for such a step is not in it. Steps that follow each other are one time. device: that the
+    steps are computed on; one that is not the CPU reaches them later than it is told to, and says itself when.
+    """
+
+    def __init__(self, runner: Any, device: torch.device) -> None:
+        self._device = device
+        self._found: deque[tuple[float, float, bool]] = deque(maxlen=_MOST_PREFILLS)
+        self._begun: SimpleQueue[tuple[torch.Event, torch.Event, bool]] = SimpleQueue()
+        self._follows = False
+        self._execute = runner.execute_model
+        runner.execute_model = self._timed
+        if device.type != "cpu":
+            threading.Thread(target=self._watch, name="prefills", daemon=True).start()
+
+    def take(self) -> list[tuple[float, float]]:
+        """Return begin and end of those that ended since it was asked last, Unix seconds."""
+        taken: list[tuple[float, float]] = []
+        for _ in range(len(self._found)):
+            begin, end, follows = self._found.popleft()
+            if follows and taken and begin - taken[-1][1] < _NEXT_S:
+                begin = taken.pop()[0]
+            taken.append((begin, end))
+        return taken
+
+    def _timed(self, scheduled: Any, *given: Any, **more: Any) -> Any:
+        follows, self._follows = self._follows, _reads(scheduled)
+        if not self._follows:
+            return self._execute(scheduled, *given, **more)
+        if self._device.type == "cpu":
+            begin = clock.now()
+            result = self._execute(scheduled, *given, **more)
+            self._found.append((begin, clock.now(), follows))
+            return result
+        reached = self._event()
+        result = self._execute(scheduled, *given, **more)
+        self._begun.put((reached, self._event(), follows))
+        return result
+
+    def _event(self) -> torch.Event:
+        """Return an event that the device reaches behind all that it was told to do."""
+        event = torch.Event(self._device, blocking=True)
+        event.record()
+        return event
+
+    def _watch(self) -> None:
+        while True:
+            reached, done, follows = self._begun.get()
+            reached.synchronize()
+            begin = clock.now()
+            done.synchronize()
+            self._found.append((begin, clock.now(), follows))
+
+
+def _reads(scheduled: Any) -> bool:
+    """Return whether a step reads more of a sequence than the token that was made last, and drafts behind it."""
+    drafts = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
+    last = len(scheduled.num_scheduled_tokens) + drafts
+    return bool(scheduled.scheduled_new_reqs) or scheduled.total_num_scheduled_tokens > last
+
+
+class WorkerExtension:
     """Methods that vLLM adds to its workers."""
 
     model_runner: Any
     device: torch.device
     _asyncflow_staging: Staging | None = None
     _asyncflow_stream: torch.Stream | None = None
+    _asyncflow_prefills: Prefills | None = None
 
     def asyncflow_stage(self, path: str, tensors: list[Placed], share: float) -> dict[str, str]:
         """Begin to stage ``tensors``, which lie in the file ``path``; returns at once.
@@ -120,6 +193,15 @@ class WeightsExtension:
         requests = getattr(self.model_runner, "requests", None)
         counts = None if requests is None else {name: len(each.output_token_ids) for name, each in requests.items()}
         return {"tokens": counts}
+
+    def asyncflow_prefills(self) -> dict[str, Any]:
+        """Return ``spans``: begin and end of each time at which prompts were read since it was called last.
+
+        The first call begins to watch.
+        """
+        if self._asyncflow_prefills is None:
+            self._asyncflow_prefills = Prefills(self.model_runner, torch.device(self.device))
+        return {"spans": self._asyncflow_prefills.take()}
 
 
 def _packed_embeddings(model: nn.Module) -> Iterator[nn.Module]:
