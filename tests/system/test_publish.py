@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 from asyncflow.models.folder import whole_folder
 from asyncflow.models.tiny import write_config
 from asyncflow.models.tokenizer import Tokenizer
+from asyncflow.telemetry.span_file import read_recording
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
@@ -111,6 +112,10 @@ def test_an_engine_that_follows_has_the_newest_weights(
     write(model, "3")
     said(followed[0], "swapped to θ1", followed[1])
     assert not url or answer(url) == "333"
+    for role, done in {"publisher": {"publish"}, "follower": {"receive", "stage", "swap"}}.items():
+        recording = read_recording(next(tmp_path.rglob(f"{role}-0-0.spans")))
+        assert recording is not None
+        assert {span.kind for span in recording.track.beside} >= done
     published[1].terminate()
     assert published[1].wait(30) == 128 + 15
     assert followed[1].poll() is None, "it goes on to serve the last version"

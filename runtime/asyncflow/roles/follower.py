@@ -30,6 +30,7 @@ from asyncflow.rollout.loading import ROUNDED, Merge, WeightLoader
 from asyncflow.rpc.membership import Status
 from asyncflow.telemetry.metrics import FollowerMetrics
 from asyncflow.weights.follower import Follower
+from asyncflow.weights.transfer import TransferRecord
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ async def serve_published(context: SyncContext) -> None:
 
 async def _follow(context: ProcessContext, engine: RolloutEngine, *given: Any, **more: Any) -> None:
     """Start ``engine`` and have it serve. given, more: see ``serve_newest``."""
+    engine.spans = context.spans
     try:
         if await context.unless_stopped(engine.start()):
             await serve_newest(context, engine, *given, **more)
@@ -92,6 +94,10 @@ async def serve_newest(
     def ready() -> tuple[bool, str]:
         return engine.version is not None, "ready" if engine.version is not None else "no weights are loaded yet"
 
+    def received(record: TransferRecord) -> None:
+        metrics.count_pull(record)
+        context.spans.note("receive", begin=record.started, end=record.finished, version=record.version.step)
+
     async with AsyncExitStack() as stack:
         http = context.http(metrics, ready=ready)
         url = await http.start(context.host, options.http_port)
@@ -109,9 +115,12 @@ async def serve_newest(
                 credentials=context.credentials,
                 http=url,
                 status=status,
-                on_transfer=metrics.count_pull,
+                on_transfer=received,
             )
-            return follower, WeightLoader(follower.receiver, engine, metrics=metrics, probe_gap=probe_gap, merge=merge)
+            loader = WeightLoader(
+                follower.receiver, engine, metrics=metrics, probe_gap=probe_gap, merge=merge, spans=context.spans
+            )
+            return follower, loader
 
         await context.unless_stopped(FollowingEngine(engine, join=join, join_s=context.start_s).run())
 

@@ -74,7 +74,8 @@ class FollowingEngine:
             await loader.stage(version)
         prepared = await loader.prepare(version.step)
         began = time.monotonic()
-        await loader.load(prepared)
+        with self._engine.spans.beside("swap", version=version.step):
+            await loader.load(prepared)
         seconds = time.monotonic() - began
         loader.swapped(version.step, seconds)
         log.info("swapped to %s in %.3f s", prepared.version, seconds)

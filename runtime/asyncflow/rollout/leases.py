@@ -19,7 +19,7 @@ import asyncio
 import logging
 import uuid
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from asyncflow.data.base import Prompt
@@ -40,7 +40,9 @@ from asyncflow.rollout.job import (
     response_columns,
     worth_saving,
 )
+from asyncflow.rpc.columns import Jagged
 from asyncflow.rpc.retry import Outage
+from asyncflow.telemetry.spans import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
 
@@ -154,8 +156,8 @@ class InFlightTable:
     """Holds the jobs of one instance.
 
     changed: called whenever something may now begin or be claimed; holding: called with how many rows are here whenever
-    that changes; spawn: runs a coroutine as a task of the worker; unfinished: see ``RolloutEngine``. lost: rows whose
-    lease ended here.
+    that changes; spawn: runs a coroutine as a task of the worker; unfinished: see ``RolloutEngine``; spans: records
+    when columns are fetched. lost: rows whose lease ended here.
     """
 
     def __init__(
@@ -168,6 +170,7 @@ class InFlightTable:
         holding: Callable[[int], None],
         spawn: Spawn,
         unfinished: Callable[[], Mapping[SequenceName, Completion]] = dict,
+        spans: Spans = NO_SPANS,
     ) -> None:
         self.lost = 0
         self._queue = queue
@@ -177,6 +180,7 @@ class InFlightTable:
         self._holding = holding
         self._spawn = spawn
         self._unfinished = unfinished
+        self._spans = spans
         self._jobs: set[Job] = set()
 
     def __len__(self) -> int:
@@ -204,7 +208,7 @@ class InFlightTable:
 
     async def _fetch(self, jobs: list[Job]) -> None:
         try:
-            columns = await self._queue.fetch([job.row for job in jobs], INPUTS, timeout=self._settings.fetch_s)
+            columns = await self._columns(jobs, INPUTS)
         except AsyncFlowError as error:
             log.warning("%d rows are given back: %s", len(jobs), error)
             await self.give_back(jobs, reason="the prompt cannot be had")
@@ -221,14 +225,16 @@ class InFlightTable:
     async def _fetch_begun(self, jobs: list[Job]) -> None:
         """Fetch what earlier holders left; where it cannot be had, it is made anew."""
         try:
-            columns = await self._queue.fetch(
-                [job.row for job in jobs], self._settings.response, timeout=self._settings.fetch_s
-            )
+            columns = await self._columns(jobs, self._settings.response)
         except AsyncFlowError as error:
             log.info("%d responses that were begun are made anew: %s", len(jobs), error)
             return
         for index, job in enumerate(jobs):
             job.begun = begun_of(columns, index)
+
+    async def _columns(self, jobs: Iterable[Job], names: Sequence[str]) -> dict[str, Jagged]:
+        with self._spans.beside("fetch"):
+            return await self._queue.fetch([job.row for job in jobs], names, timeout=self._settings.fetch_s)
 
     async def renew(self) -> None:
         """Renew the leases of all that is here, for ever."""

@@ -234,6 +234,7 @@ class RolloutWorker:
             holding=self.meter.holding,
             spawn=self._spawn,
             unfinished=engine.unfinished,
+            spans=spans,
         )
         self._delivery = Delivery(queue, settled=self._settled, settings=settings)
         self._claimers = [
