@@ -49,18 +49,20 @@ def _opened(run: Path) -> float:
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving,
         sync_playwright() as playwright,
     ):
-        assert serving.stdout is not None
-        url = serving.stdout.readline().split()[-1]
-        browser = playwright.chromium.launch(executable_path=chromium.find(), args=chromium.FLAGS)
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
-        begun, used = time.monotonic(), _cpu_s()
-        page.goto(url)
-        page.wait_for_selector("#curves svg path")
-        curves = time.monotonic() - begun
-        page.wait_for_selector("#tracks canvas")
-        whole, spent = time.monotonic() - begun, _cpu_s() - used
-        browser.close()
-        serving.terminate()
+        try:
+            assert serving.stdout is not None
+            url = serving.stdout.readline().split()[-1]
+            browser = playwright.chromium.launch(executable_path=chromium.find(), args=chromium.FLAGS)
+            page = browser.new_page(viewport={"width": 1280, "height": 900})
+            begun, used = time.monotonic(), _cpu_s()
+            page.goto(url)
+            page.wait_for_selector("#curves svg path")
+            curves = time.monotonic() - begun
+            page.wait_for_selector("#tracks canvas")
+            whole, spent = time.monotonic() - begun, _cpu_s() - used
+            browser.close()
+        finally:
+            serving.terminate()
     print(f"curves after {curves:.2f} s, timeline after {whole:.2f} s; {spent:.2f} s of CPU, server and browser")
     return whole
 

@@ -69,8 +69,7 @@ function drawLink() {
 async function follow() {
   for (;;) {
     if (!document.hidden || answered === 0) {
-      await look();
-      await tracks.follow(run);
+      await Promise.all([look(), tracks.follow(run)]);
     }
     if (SENT) return;
     await new Promise((resume) => setTimeout(resume, failure ? 2 * LIVE_MS : run.status && !run.end ? LIVE_MS : OVER_MS));
