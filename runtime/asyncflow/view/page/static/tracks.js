@@ -1,6 +1,8 @@
 // The timeline: a row for each process, its main spans as bars and those beside them as thin lines under them.
 
 const ROW = 20, BAR = 13, AXIS = 22;
+/** Spans take longer to read than figures: half a second of a core for 100,000 of them, much longer where that is shared. */
+const READ_MS = 60000;
 const KIND_COLOURS = { generate: 0, prefill: 6, forward: 2, backward: 8, compute: 2, optimizer: 9, swap: 3, receive: 3, stage: 10,
   publish: 10, reward: 4, evaluation: 5, checkpoint: 7, claim: 11, fetch: 11, dispatch: 11, advantage: 4, starting: 12, idle: 13 };
 const CAUSE_COLOURS = { starved: 1, tail: 4, sync: 3, "back-pressure": 5, reward: 7, "data plane": 11, evaluation: 10, starting: 12, lost: 14, "": 13 };
@@ -68,7 +70,7 @@ class Tracks {
 
   async get(window = {}) {
     const query = new URLSearchParams(Object.entries(window)).toString();
-    const answer = await this.ask(`/v1/page/timeline${query ? `?${query}` : ""}`);
+    const answer = await this.ask(`/v1/page/timeline${query ? `?${query}` : ""}`, READ_MS);
     for (const track of answer.tracks) {
       const { main, beside } = track;
       for (const part of [main, beside]) part.t = part.t.map((t) => t + answer.zero);
