@@ -29,7 +29,7 @@ from swap_figures import Bar, Figures, control_bars, plain_bars, stopped_bars
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import to_yaml
-from asyncflow.api.names import HOST_ENV
+from asyncflow.api.names import HOST_ENV, NODE_ENV
 from asyncflow.commands.preflight import runnable_job
 from asyncflow.durable import write_whole
 from asyncflow.local.folder import RunFolder
@@ -76,7 +76,9 @@ def placed_in(network: Network, launch: Callable[[LocalReplica, int], Launch]) -
         guest = replica.role == "rollout"
         namespace = network.guests[replica.index] if guest else network.core
         address = network.address(replica.index) if guest else CORE_ADDRESS
-        return Launch(argv=network.within(namespace, inner.argv), env={**inner.env, HOST_ENV: address})
+        return Launch(
+            argv=network.within(namespace, inner.argv), env={**inner.env, HOST_ENV: address, NODE_ENV: namespace}
+        )
 
     return launched
 

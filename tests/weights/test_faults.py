@@ -58,7 +58,7 @@ async def test_those_that_pull_from_a_receiver_that_fails_on_its_way_go_on_elsew
     arriving = [asyncio.create_task(receiver.ensure(1, timeout=SOON)) for receiver in others]
 
     def fed() -> list[str]:
-        return [name for name, node in record.spread._nodes.items() if node.parent == "victim"]
+        return [name for name, known in record.spread._receivers.items() if known.parent == "victim"]
 
     def begun() -> bool:
         return len(fed()) == 2 and all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -17,41 +18,67 @@ from weights_world import bulk
 from asyncflow.identity import Version
 from asyncflow.weights.host_transport import HostTransport
 from asyncflow.weights.slices import Box
-from asyncflow.weights.spread import FANOUT, ROOTS, Spread
+from asyncflow.weights.spread import FANOUT, LOYAL, ROOTS, Spread
 
 SOON = 40.0
 PATIENCE = 5
 REVIEW = 5
+NODES = {"a": "n1", "b": "n1", "c": "n1", "d": "n1", "e": "n2", "f": "n2", "g": "", "h": ""}
 
 
 class History:
-    """Receivers of two layouts that come, ask again, complain, finish and go."""
+    """Receivers of two layouts on a few nodes that come, ask again, complain, finish and go."""
 
     def __init__(self) -> None:
         self.spread = Spread()
         self.sources: dict[str, str | None] = {}
         self.layouts: dict[str, str] = {}
+        self.doubted: set[str] = set()
 
     def ask(self, receiver: str, layout: str) -> None:
         layout = self.layouts.setdefault(receiver, layout)
-        self.sources[receiver] = self.spread.place(receiver, layout=layout)
+        new, near = receiver not in self.sources, self.near(receiver)
+        self.sources[receiver] = self.spread.place(receiver, layout=layout, node=NODES[receiver])
+        assert not near or not new or self.sources[receiver] in near
+
+    def near(self, receiver: str) -> set[str]:
+        """Return who on the receiver's node has what it needs, and room."""
+        served = Counter(self.sources.values())
+        same = {other for other in self.layouts if NODES[other] == NODES[receiver] != ""}
+        able = {other for other in same - self.doubted - {receiver} if served[other] < FANOUT}
+        return {
+            other
+            for other in able
+            if self.layouts[other] == self.layouts[receiver] and receiver not in self.upwards(other)
+        }
+
+    def upwards(self, receiver: str) -> list[str | None]:
+        seen: list[str | None] = [receiver]
+        while seen[-1] in self.sources:
+            seen.append(self.sources[seen[-1]])
+        return seen
 
     def complain(self, receiver: str, _layout: str) -> None:
         if receiver in self.sources:
             source = self.sources[receiver]
             failed = {"publisher"} if source is None else {source}
-            self.sources[receiver] = self.spread.place(receiver, layout=self.layouts[receiver], failed=failed)
+            self.doubted |= failed
+            self.sources[receiver] = self.spread.place(
+                receiver, layout=self.layouts[receiver], node=NODES[receiver], failed=failed
+            )
             assert source is None or self.sources[receiver] != source
 
     def finish(self, receiver: str, _layout: str) -> None:
         if receiver in self.layouts:
-            self.spread.finish(receiver, layout=self.layouts[receiver])
+            self.spread.finish(receiver, layout=self.layouts[receiver], node=NODES[receiver])
             self.sources.pop(receiver, None)
+            self.doubted.discard(receiver)
 
     def leave(self, receiver: str, _layout: str) -> None:
         if self.layouts.pop(receiver, None) is not None:
             self.spread.leave(receiver)
             self.sources.pop(receiver, None)
+            self.doubted.discard(receiver)
             for child in [child for child, source in self.sources.items() if source == receiver]:
                 self.sources[child] = "one that has left"
 
@@ -87,13 +114,15 @@ def test_in_any_history_nobody_waits_for_itself_nor_serves_too_many(
 class Swarm:
     """Receivers in steps of a second: each serves what it has, ``rate`` portions a second, to all it serves together.
 
-    stopped: who does nothing; slow: who sends and takes one portion in twenty seconds. egress: portions by sender.
+    on_node: how many run on one node, 0 where it is not known. stopped: who does nothing; slow: who sends and takes one
+    portion in twenty seconds. egress: portions by sender; between: portions that went from one node to another.
     """
 
     size: int
     portions: int = 100
     rate: int = 20
     seed: int = 0
+    on_node: int = 0
     stopped: set[str] = field(default_factory=set)
     slow: set[str] = field(default_factory=set)
 
@@ -101,14 +130,16 @@ class Swarm:
         rng, spread = random.Random(self.seed), Spread()
         names = [f"r{index}" for index in range(self.size)]
         starts = {name: rng.randrange(3) for name in names}
+        node = {name: f"n{index // self.on_node}" if self.on_node else "" for index, name in enumerate(names)}
+        rng.shuffle(names)
         has, source, silent, asked = Counter(), {}, Counter(), {}
-        self.egress, self.finished, self.moves, now = Counter(), {}, 0, 0
+        self.egress, self.finished, self.moves, self.between, now = Counter(), {}, 0, 0, 0
         awaited = set(names) - self.stopped - self.slow
         while awaited - self.finished.keys():
             assert now < 10_000
             for name in names:
                 if starts[name] == now:
-                    source[name], asked[name] = spread.place(name, layout=""), now
+                    source[name], asked[name] = spread.place(name, layout="", node=node[name]), now
             before = dict(has)
             sent: Counter[str | None] = Counter()
             for name in rng.sample(names, len(names)):
@@ -123,46 +154,61 @@ class Swarm:
                 sent[giver] += got
                 has[name] += got
                 self.egress[giver] += got
+                self.between += got if not self.on_node or node.get(giver) != node[name] else 0
                 silent[name] = silent[name] + 1 if giver in self.stopped else 0
                 if has[name] == self.portions:
-                    spread.finish(name, layout="")
+                    spread.finish(name, layout="", node=node[name])
                     self.finished[name] = now
                 elif silent[name] > PATIENCE or (giver is not None and now - asked[name] >= REVIEW):
                     failed = {giver} if silent[name] > PATIENCE else set()
-                    source[name], asked[name] = spread.place(name, layout="", failed=failed), now
+                    source[name] = spread.place(name, layout="", node=node[name], failed=failed)
+                    asked[name] = now
                     self.moves += source[name] != giver
                     silent[name] = 0
             now += 1
 
 
+@pytest.mark.parametrize("on_node", [0, 1, 8, 1000])
 @pytest.mark.parametrize("size", [1, 2, 3, 16, 1000])
-def test_the_publishers_send_two_copies_however_many_receivers_there_are(size):
-    swarm = Swarm(size)
+def test_the_publishers_send_two_copies_however_many_receivers_there_are(size, on_node):
+    swarm = Swarm(size, on_node=on_node)
     swarm.run()
-    assert swarm.egress[None] == min(size, ROOTS) * swarm.portions
+    nodes = math.ceil(size / on_node) if on_node else size
+    assert swarm.egress[None] == min(nodes, ROOTS) * swarm.portions
     alone = max(3, swarm.portions / swarm.rate * FANOUT)
     assert max(swarm.finished.values()) <= 3 + alone + 2 * size.bit_length()
     assert sum(swarm.egress.values()) == size * swarm.portions
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_thousand_receivers_on_125_nodes_send_little_more_than_one_copy_to_each_node(seed):
+    swarm = Swarm(1000, on_node=8, seed=seed)
+    swarm.run()
+    assert swarm.between <= 1.3 * 125 * swarm.portions
+
+
+@pytest.mark.parametrize("on_node", [0, 6])
 @pytest.mark.parametrize("seed", range(5))
-def test_stopped_receivers_delay_the_others_by_little_more_than_their_patience(seed):
-    even = Swarm(60, seed=seed)
+def test_stopped_receivers_delay_the_others_by_little_more_than_their_patience(seed, on_node):
+    even = Swarm(60, seed=seed, on_node=on_node)
     even.run()
     stopped = {f"r{index}" for index in random.Random(seed).sample(range(60), 3)}
-    swarm = Swarm(60, seed=seed, stopped=stopped)
+    swarm = Swarm(60, seed=seed, on_node=on_node, stopped=stopped)
     swarm.run()
     assert max(swarm.finished.values()) <= max(even.finished.values()) + (len(stopped) + 1) * (PATIENCE + 1)
     assert swarm.egress[None] <= (ROOTS + len(stopped)) * swarm.portions
 
 
+@pytest.mark.parametrize("on_node", [0, 6])
 @pytest.mark.parametrize("seed", range(5))
-def test_those_below_a_slow_receiver_leave_it_for_others_that_are_done(seed):
-    even = Swarm(60, seed=seed)
+def test_those_below_a_slow_receiver_leave_it_for_others_that_are_done(seed, on_node):
+    even = Swarm(60, seed=seed, on_node=on_node)
     even.run()
-    swarm = Swarm(60, seed=seed, slow={f"r{index}" for index in random.Random(seed).sample(range(60), 2)})
+    slow = {f"r{index}" for index in random.Random(seed).sample(range(60), 2)}
+    swarm = Swarm(60, seed=seed, on_node=on_node, slow=slow)
     swarm.run()
-    assert max(swarm.finished.values()) <= 2 * max(even.finished.values()) + 3 * REVIEW
+    stays = LOYAL * REVIEW if on_node else 0
+    assert max(swarm.finished.values()) <= 2 * max(even.finished.values()) + 3 * REVIEW + stays
     assert swarm.egress[None] <= ROOTS * swarm.portions
 
 
@@ -172,6 +218,33 @@ def test_a_newcomer_finds_the_version_at_who_has_it_and_not_at_the_publisher():
         spread.place(name, layout="")
         spread.finish(name, layout="")
     assert {spread.place(f"late{index}", layout="") for index in range(2 * 3)} == {"a", "b", "c"}
+
+
+@pytest.fixture
+def crossing() -> Spread:
+    """Two receivers pull from publishers, one of another node from these, and one on that node from it."""
+    spread = Spread()
+    assert [spread.place(name, layout="", node=f"of {name}") for name in "pq"] == [None, None]
+    assert spread.place("first", layout="", node="here") == "p"
+    assert spread.place("second", layout="", node="here") == "first"
+    return spread
+
+
+def test_a_source_far_away_is_left_for_one_on_the_node_as_soon_as_that_has_the_whole_version(crossing):
+    crossing.finish("near", layout="", node="here")
+    crossing.finish("q", layout="", node="of q")
+    assert crossing.place("first", layout="", node="here") == "near"
+
+
+def test_a_source_on_the_node_is_left_for_one_far_away_only_where_it_is_slower_than_others(crossing):
+    crossing.finish("q", layout="", node="of q")
+    assert crossing.place("first", layout="", node="here") == "q"
+    assert {crossing.place("second", layout="", node="here") for _ in range(2 * LOYAL)} == {"first"}
+    crossing.place("later", layout="", node="there")
+    crossing.finish("later", layout="", node="there")
+    asked = [crossing.place("second", layout="", node="here") for _ in range(LOYAL)]
+    assert asked[:-1] == ["first"] * (LOYAL - 1)
+    assert asked[-1] in ("q", "later")
 
 
 class CountingTransport(HostTransport):
@@ -231,3 +304,21 @@ async def test_receivers_of_halves_feed_one_another_as_well(world):
             expected = tensors[name][index % 2 * size : (index % 2 + 1) * size]
             assert np.array_equal(array.view(np.uint32), expected.view(np.uint32))
     assert trainer.served <= 2 * sum(array.nbytes for array in tensors.values())
+
+
+async def test_a_joiner_pulls_from_the_holder_on_its_node_also_when_the_driver_was_restarted(world):
+    sender = await world.sender()
+    there = [await world.receiver(f"there-{index}", node="there", want=lambda view: None) for index in range(3)]
+    here = await world.receiver("here", node="here", want=lambda view: None)
+    await sender.publish(Version(0, 1), bulk(1, 1), timeout=SOON)
+    for receiver in (*there, here):
+        await receiver.ensure(1, timeout=SOON)
+    joiner = await world.receiver("joiner", node="here", want=lambda view: None)
+    await joiner.ensure(1, timeout=SOON)
+    assert set(joiner.transfers[0].holders) == {"here"}
+    await world.stop_driver()
+    service = await world.start_driver()
+    await service.wait_for(lambda known: len(known.holders(Version(0, 1))) == 6, what="all holders", timeout=SOON)
+    late = await world.receiver("late", node="here", want=lambda view: None)
+    await late.ensure(1, timeout=SOON)
+    assert set(late.transfers[0].holders) <= {"here", "joiner"}

@@ -23,6 +23,7 @@ from asyncflow.api.names import (
     LAST_WORD_ENV,
     LAST_WORD_FILE,
     LEAVE_ENV,
+    NODE_ENV,
     REWARD_FILE,
     REWARD_SOCKET,
     REWARD_SOCKET_ENV,
@@ -206,6 +207,7 @@ def make_environment(blueprint: Blueprint, index: int) -> list[Manifest]:
     theirs = {variable.name for template in blueprint.templates for variable in template.env}
     return [
         {"name": HOST_ENV, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        *_of_the_pod({NODE_ENV: "spec.nodeName"} if blueprint.role.name == "rollout" else {}),
         {"name": TLS_ENV, "value": TLS_DIR},
         *([{"name": TOKEN_FILE_ENV, "value": TOKEN_FILE}] if blueprint.role.name == "driver" else []),
         {"name": LAST_WORD_ENV, "value": LAST_WORD_FILE},

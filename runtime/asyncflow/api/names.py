@@ -89,6 +89,8 @@ LAST_WORD_ENV: Final = "ASYNCFLOW_LAST_WORD"
 """Names the file into which a driver that is done writes the phase in which it leaves the job."""
 HOST_ENV: Final = "ASYNCFLOW_HOST"
 """Variable with the address that a role serves on; loopback where it is not set."""
+NODE_ENV: Final = "ASYNCFLOW_NODE"
+"""Variable with the name of the node that a role runs on; the host's own name where it is not set."""
 LEAVE_ENV: Final = "ASYNCFLOW_LEAVE_SECONDS"
 """Variable with the seconds that a storage unit told to end has to take its rows to others; none where it is not set,
 because who ends a unit without naming a time ends the others with it."""

@@ -30,6 +30,7 @@ from asyncflow.rollout.loading import ROUNDED, Merge, WeightLoader
 from asyncflow.rpc.membership import Status
 from asyncflow.telemetry.metrics import FollowerMetrics
 from asyncflow.weights.follower import Follower
+from asyncflow.weights.holder import node_name
 from asyncflow.weights.transfer import TransferRecord
 
 log = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ async def serve_newest(
                 driver=options.driver,
                 transport=context.transport(accelerator),
                 credentials=context.credentials,
+                node=node_name(),
                 http=url,
                 status=status,
                 on_transfer=received,

@@ -29,6 +29,7 @@ from asyncflow.rollout.loading import EXACT, ROUNDED
 from asyncflow.rollout.worker import RolloutWorker, wanted_by
 from asyncflow.rpc.membership import Status
 from asyncflow.telemetry.metrics import RolloutMetrics
+from asyncflow.weights.holder import node_name
 from asyncflow.weights.permits import SwapPermits
 from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.transfer import TransferRecord
@@ -97,6 +98,7 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
             membership=membership,
             worker=context.worker,
             transport=context.transport(spec.rollout.accelerator),
+            node=node_name(),
             want=wanted_by(instance),
             on_transfer=received,
         )

@@ -30,11 +30,13 @@ _SEVERAL = 8
 class Holding:
     """Holding of a version by one worker, and where it serves it; ``regions`` None means all of it.
 
-    outside: whether the worker is no part of the job, so that no version is available by what it holds.
+    node: where the worker runs, "" if unknown; outside: whether it is no part of the job, so that no version is
+    available by what it holds.
     """
 
     worker: str
     address: str
+    node: str = ""
     regions: Mapping[str, Box] | None = None
     outside: bool = False
 
@@ -164,18 +166,19 @@ class Catalogue:
         *,
         address: str,
         layout: str,
+        node: str = "",
         failed: Collection[str] = (),
         outside: bool = False,
     ) -> Assignment:
         """Return whom a receiver is to pull ``version`` from, and let others pull from it what it has got by then.
 
-        failed: whom it could get nothing from; outside: whether it is no part of the job. Raises StaleHandle for a
-        version that is unknown or not complete.
+        node: where it runs, "" if unknown; failed: whom it could get nothing from; outside: whether it is no part of
+        the job. Raises StaleHandle for a version that is unknown or not complete.
         """
         self.manifest(version)
         record = self._records[version]
         record.arriving[worker] = address
-        parent = record.spread.place(worker, layout=_apart(layout, outside=outside), failed=failed)
+        parent = record.spread.place(worker, layout=_apart(layout, outside=outside), node=node, failed=failed)
         holding = record.holders.get(parent) if parent is not None else None
         if holding is not None:
             return Assignment(
@@ -235,7 +238,7 @@ class Catalogue:
         if holding.worker not in record.publishers:
             record.arriving.pop(holding.worker, None)
             layout = WHOLE if holding.regions is None else layout_key(holding.regions, known)
-            record.spread.finish(holding.worker, layout=_apart(layout, outside=holding.outside))
+            record.spread.finish(holding.worker, layout=_apart(layout, outside=holding.outside), node=holding.node)
         self._hold(version, record, holding)
 
     def drop(self, worker: str, version: Version) -> None:

@@ -26,6 +26,7 @@ from asyncflow.identity import Version
 from asyncflow.rpc.access import worker_name
 from asyncflow.rpc.membership import Directives, Member, Membership, Status
 from asyncflow.rpc.tls import Credentials
+from asyncflow.weights.holder import node_name
 from asyncflow.weights.probe import split_probe
 from asyncflow.weights.receiver import Layout, WeightReceiver, whole
 from asyncflow.weights.slices import AnyArray
@@ -42,10 +43,10 @@ _WATCH_S: Final = 3600.0
 class Follower:
     """A follower of the driver, or of the publisher, at ``driver``; an asynchronous iterator of versions and tensors.
 
-    transport: made for this follower alone; http: where it serves metrics, "" where it serves none; status: what
-    heartbeats report, by default what the receiver does; layout: what is needed of each tensor; on_transfer: called
-    with the record of every finished transfer. receiver: that which holds the versions. ended: True once the driver has
-    said that the job ends, or that another process has this place.
+    transport: made for this follower alone; http: where it serves metrics, "" where it serves none; node: where it
+    runs, "" if unknown; status: what heartbeats report, by default what the receiver does; layout: what is needed of
+    each tensor; on_transfer: called with the record of every finished transfer. receiver: that which holds the
+    versions. ended: True once the driver has said that the job ends, or that another process has this place.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Follower:
         driver: str,
         transport: Transport,
         credentials: Credentials | None = None,
+        node: str = "",
         http: str = "",
         status: Callable[[], Status] | None = None,
         layout: Layout = whole,
@@ -68,7 +70,12 @@ class Follower:
         )
         self._membership.on_directives.append(self._obey)
         self.receiver = WeightReceiver(
-            membership=self._membership, worker=worker, transport=transport, layout=layout, on_transfer=on_transfer
+            membership=self._membership,
+            worker=worker,
+            transport=transport,
+            node=node,
+            layout=layout,
+            on_transfer=on_transfer,
         )
 
     async def start(self, *, within_s: float) -> None:
@@ -137,7 +144,7 @@ async def follow(
     """
     credentials = Credentials.of_environment() if tls is None else Credentials(Path(tls))
     opened = open_transport(transport, name=FOLLOWER, bind=f"tcp://{host}:*", credentials=credentials)
-    follower = Follower(driver=driver, transport=opened, credentials=credentials, layout=layout)
+    follower = Follower(driver=driver, transport=opened, credentials=credentials, node=node_name(), layout=layout)
     await follower.start(within_s=join_s)
     try:
         yield follower

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
+from asyncflow.api.names import NODE_ENV
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Refused, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.rpc.client import RpcClient
@@ -43,6 +46,11 @@ log = logging.getLogger(__name__)
 _WATCH_S = 20.0
 _CALL_S = 10.0
 _LEAVE_S = 1.0
+
+
+def node_name() -> str:
+    """Return the name of the node that this process runs on: what ``ASYNCFLOW_NODE`` says, else the host's name."""
+    return os.environ.get(NODE_ENV) or socket.gethostname()
 
 
 class Linked(Protocol):
@@ -79,8 +87,9 @@ class Holder:
     """Holds versions for the worker with id ``worker``.
 
     membership: gives the client to the driver; transport: serves what is held, and belongs to the holder from now on;
-    in_use: gives the versions that must not be dropped now. arriving: versions of which parts are served already, None
-    where it is not known yet what they consist of; changed: the event that the next change will set.
+    node: where it runs, "" if unknown; in_use: gives the versions that must not be dropped now. arriving: versions of
+    which parts are served already, None where it is not known yet what they consist of; changed: the event that the
+    next change will set.
     """
 
     def __init__(
@@ -89,9 +98,11 @@ class Holder:
         membership: Linked,
         worker: str,
         transport: Transport,
+        node: str = "",
         in_use: Callable[[], Collection[Version]] = tuple,
     ) -> None:
         self.worker = worker
+        self.node = node
         self.transport = transport
         self.address = ""
         self.copies: dict[Version, Copy] = {}
@@ -258,6 +269,7 @@ class Holder:
             worker=self.worker,
             address=self.address,
             version=manifest.version,
+            node=self.node,
             regions=None if layout_key(boxes, manifest) == WHOLE else boxes,
         )
         reply = await self._driver.call("weights.held", request, VersionsHeldReply, timeout=_CALL_S)

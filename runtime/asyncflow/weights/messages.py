@@ -86,12 +86,14 @@ class WatchVersions(msgspec.Struct, frozen=True, kw_only=True):
 class VersionsHeld(msgspec.Struct, frozen=True, kw_only=True):
     """Request of ``weights.held``: a worker has got a packed version and serves it at ``address``.
 
-    regions: None where it has all of it, else the box of each tensor; manifest: for a catalogue that does not know it.
+    node: where it runs, "" if unknown; regions: None where it has all of it, else the box of each tensor; manifest: for
+    a catalogue that does not know it.
     """
 
     worker: str
     address: str
     version: int
+    node: str = ""
     regions: Mapping[str, Box] | None = None
     manifest: Manifest | None = None
 
@@ -117,14 +119,15 @@ class Locate(msgspec.Struct, frozen=True, kw_only=True):
     """Request of ``weights.locate``: from whom to pull a packed version that is available.
 
     worker, address: who asks, and where it serves what it gets as it gets it; layout: key of the boxes that it needs
-    (``layout_key``), None where it only wants the manifest; failed: workers that it could get nothing from; manifest:
-    whether it lacks the manifest.
+    (``layout_key``), None where it only wants the manifest; node: where it runs, "" if unknown; failed: workers that it
+    could get nothing from; manifest: whether it lacks the manifest.
     """
 
     worker: str
     address: str
     version: int
     layout: str | None
+    node: str = ""
     failed: tuple[str, ...] = ()
     manifest: bool = False
 

@@ -46,8 +46,9 @@ class WeightReceiver:
     """Pulls the versions that ``want`` names, and those that ``ensure`` asks for.
 
     membership: gives the client to the driver; worker: id of this worker; transport: made for this receiver alone;
-    want: the step to fetch next given the catalogue, None for nothing (asked again at every change, see ``notify``);
-    layout: what is needed of each tensor; on_transfer: called with the record of every finished transfer.
+    node: where it runs, "" if unknown; want: the step to fetch next given the catalogue, None for nothing (asked again
+    at every change, see ``notify``); layout: what is needed of each tensor; on_transfer: called with the record of
+    every finished transfer.
     """
 
     def __init__(
@@ -56,12 +57,13 @@ class WeightReceiver:
         membership: Linked,
         worker: str,
         transport: Transport,
+        node: str = "",
         want: Callable[[CatalogueView], int | None] = newest_step,
         layout: Layout = whole,
         on_transfer: Callable[[TransferRecord], None] | None = None,
     ) -> None:
         self.transfers: deque[TransferRecord] = deque(maxlen=_RECORDS)
-        self._holder = Holder(membership=membership, worker=worker, transport=transport, in_use=self._in_use)
+        self._holder = Holder(membership=membership, worker=worker, transport=transport, node=node, in_use=self._in_use)
         self._driver = membership.driver
         self._want = want
         self._layout = layout
@@ -306,6 +308,7 @@ class WeightReceiver:
             address=self._holder.address,
             version=version.packed,
             layout=self._layout_key,
+            node=self._holder.node,
             failed=tuple(failed),
             manifest=manifest,
         )

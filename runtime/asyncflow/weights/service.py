@@ -155,6 +155,7 @@ class CatalogueService:
             request.worker,
             address=request.address,
             layout=request.layout,
+            node=request.node,
             failed=[worker for worker in request.failed if not outside or _follows(worker)],
             outside=outside,
         )
@@ -173,7 +174,13 @@ class CatalogueService:
             return VersionsHeldReply(known=False)
         if request.manifest is not None:
             request.manifest.check()
-        holding = Holding(worker=request.worker, address=request.address, regions=request.regions, outside=outside)
+        holding = Holding(
+            worker=request.worker,
+            address=request.address,
+            node=request.node,
+            regions=request.regions,
+            outside=outside,
+        )
         self.catalogue.hold(version, holding, manifest=request.manifest)
         self._wake()
         return VersionsHeldReply(known=True)

@@ -114,6 +114,11 @@ def test_labels_say_whose_pod_it_is_and_no_user_changes_that(desired: Desired, j
     )
 
 
+def test_a_rollout_is_told_its_node(desired: Desired, job_state: JobStates):
+    said = container(desired.pod(job_state(), "rollout", 0, 0))["env"]
+    assert {"name": "ASYNCFLOW_NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}} in said
+
+
 @pytest.mark.parametrize("role", ROLES)
 def test_pods_keep_the_restricted_standard(desired: Desired, job_state: JobStates, role):
     spec = desired.pod(job_state(), role, 0, 0)["spec"]
