@@ -227,7 +227,7 @@ class SyncState:
     """Everything that decides about one WeightSync.
 
     job: whose versions it shows, None where it publishes a model by itself; pods, objects, probe, denied: of that
-    publisher, as of a job.
+    publisher, as of a job; of one for followers of a job, objects: the manifest that these read.
     """
 
     owner: Owner

@@ -303,14 +303,17 @@ def publish(
 @click.argument("directory", metavar="RUN", type=_DIRECTORY)
 @click.option("--http-port", type=click.IntRange(0, 65535), default=0, help="Port of /metrics; 0 is any.")
 @click.option("--serve-port", type=click.IntRange(0, 65535), default=0, help="Port of the inference service; 0 is any.")
-def follow(directory: Path, http_port: int, serve_port: int) -> int:
+@click.option(
+    "--sync", type=_DIRECTORY, help="A WeightSync for followers of the job, which says how they change weights."
+)
+def follow(directory: Path, http_port: int, serve_port: int, sync: Path | None) -> int:
     """Serve the newest weights of a run, or of a publisher, with an engine of its own, until Ctrl-C."""
     from asyncflow.plugins import importing
 
     with importing():
         from asyncflow.commands import follow as command
 
-    return command.follow(directory, http_port=http_port, serve_port=serve_port)
+    return command.follow(directory, http_port=http_port, serve_port=serve_port, sync=sync)
 
 
 @app.command()
@@ -363,6 +366,7 @@ def reference(check: bool, file: Path) -> int:
 @click.option("--http-port", type=click.IntRange(0, 65535), default=0, help="Port of /metrics; 0 is any.")
 @click.option("--control-port", type=click.IntRange(0, 65535), default=0, help="Port to direct a driver at; 0 is any.")
 @click.option("--serve-port", type=click.IntRange(0, 65535), default=0, help="Port of a follower's inference service.")
+@click.option("--sync", type=_DIRECTORY, help="The WeightSync by which a follower follows the job.")
 @click.option("--http-socket", type=click.IntRange(min=3), hidden=True, help="Descriptor of a bound socket instead.")
 @click.option(
     "--insecure", is_flag=True, help="Serve other hosts without a certificate: whoever reaches it may do all."

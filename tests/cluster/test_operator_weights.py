@@ -47,7 +47,7 @@ def test_a_job_runs_by_the_weight_sync_that_it_names(kwok_plane: ControlPlane, j
     job.create().until_says("Accepted", "NoWeightSync", "there is no such WeightSync")
     assert not job.pods()
     make(kwok_plane, "shared", keep=5, bandwidth="100Mi")
-    make(kwok_plane, "fleet", source={"job": "one"})
+    make(kwok_plane, "fleet", source={"job": "one"}, update="staggered", stagger=1)
     job.until_phase("Running")
     assert job.status()["weights"]["keep"] == 5
     config = kwok_plane.api.get("/api/v1/namespaces/jobs/configmaps/one")["data"]["job.yaml"]
@@ -63,6 +63,8 @@ def test_a_job_runs_by_the_weight_sync_that_it_names(kwok_plane: ControlPlane, j
     lagging = next(each for each in shared["conditions"] if each["type"] == "Lagging")
     assert "rollout-1-a by 3: no heartbeat for 4 s" in lagging["message"]
     assert ready(kwok_plane, "fleet") == ("False", "NoFollower")
+    told = kwok_plane.api.get("/api/v1/namespaces/jobs/configmaps/fleet.sync")["data"]["job.yaml"]
+    assert '"update": "staggered"' in told
 
     job.driver.say(versions=versions | {"followers": 1})
     job.until(lambda: ready(kwok_plane, "fleet") == ("True", "Serving"), "a follower to be seen", timeout_s=60)

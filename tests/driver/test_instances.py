@@ -38,6 +38,7 @@ def at(**steps: int) -> dict[str, Any]:
             1.0,
             "θ_5 is here; waits for a permit",
         ),
+        (at(version=4, staged=5) | {"waits_permit": True}, 1.0, "θ_5 is here; waits for a permit"),
         (at(version=4, staged=5) | {"running": 0}, 1.0, "θ_5 is here; about to swap"),
         (at(version=4, staged=5, receiving=6) | {"running": 1}, 4.2, "no heartbeat for 4 s"),
         (at(version=4) | {"draining": True}, 0.1, "draining"),
@@ -59,8 +60,20 @@ def test_of_many_instances_the_ten_furthest_are_named_and_all_are_counted() -> N
     seen = versions_state([*rollouts, follower, starting, trainer], nbytes=99, newest=20, swap_at="quota")
     assert (seen.rollouts, seen.followers, seen.behind, seen.bytes) == (20, 1, 20, 99)
     assert seen.lag == (1,) * 15 + (6,)
+    assert [(each.version, each.instances) for each in seen.serving] == [(step, 1) for step in range(20, 4, -1)]
     assert [each.id for each in seen.laggards] == ["follower-7-a", *(f"rollout-{step}-a" for step in range(1, 10))]
     assert (seen.seconds.publish, seen.seconds.swap, seen.seconds.transfer) == (0.25, 0.5, None)
+
+
+def test_of_a_thousand_instances_each_version_is_counted_and_the_state_stays_small() -> None:
+    told = [
+        (Member(role="follower", index=n, incarnation=f"follower-{n}-a"), at(version=100 * (n % 3)), 0.0)
+        for n in range(1000)
+    ]
+    seen = versions_state(told, nbytes=99, newest=200, swap_at="token")
+    assert [(each.version, each.instances) for each in seen.serving] == [(200, 333), (100, 333), (0, 334)]
+    assert seen.behind == 667
+    assert len(seen.model_dump_json(by_alias=True)) < 4096
 
 
 def test_a_task_is_what_its_processes_and_the_queue_tell_together() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncflow.flow.stagger import Permits, Supply
+from asyncflow.flow.stagger import FollowerFleet, Permits, Supply
 
 
 def supply(*rates: float, need: float | None = 1.0, ready: int = 0, version_s: float | None = None) -> Supply:
@@ -101,7 +101,7 @@ def test_what_is_granted_is_supplied_or_is_the_least(
     assert again == [], "all that may is granted at once"
 
 
-class Fleet:
+class Rollouts:
     """Instances that make samples, and a trainer that takes them in their order, in ticks of 10 ms.
 
     An instance whose permit it is makes nothing for ``permit_s`` seconds. A version is published after each ``batch``
@@ -187,14 +187,14 @@ class AllAtOnce(Permits):
 
 def starved(permits: Permits, *, instances: int) -> tuple[float, float]:
     """Return the share of its time for which the trainer starved, and the mean lag after the first two steps."""
-    fleet = Fleet(
+    rollouts = Rollouts(
         permits, instances=instances, rate=20.0, need=10.0, batch=100, permit_s=3.0, transfer_s=1.0, threshold=0.1
     )
-    while len(fleet.staged_at) <= 12:
-        fleet.tick()
-    steady = fleet.lags[200:]
+    while len(rollouts.staged_at) <= 12:
+        rollouts.tick()
+    steady = rollouts.lags[200:]
     assert set(steady) <= {0, 1}
-    return fleet.starved_s / fleet.now, sum(steady) / len(steady)
+    return rollouts.starved_s / rollouts.now, sum(steady) / len(steady)
 
 
 @pytest.mark.parametrize("instances", [3, 8])
@@ -203,3 +203,40 @@ def test_the_trainer_does_not_starve_as_it_does_when_all_change_at_once(instance
     assert share < 0.002
     assert lag < 0.6
     assert starved(AllAtOnce(), instances=instances)[0] > 5 * share
+
+
+FLEET_EVENTS = st.tuples(st.sampled_from(["ask", "withdraw", "end", "leave"]), st.integers(0, 7), st.floats(0, 90))
+
+
+@given(st.lists(FLEET_EVENTS, max_size=60), st.none() | st.integers(1, 9))
+def test_a_fleet_is_never_out_as_a_whole_however_long_permits_are_held(events, stagger) -> None:
+    permits, known, now = Permits(), set(), 0.0
+    for event, index, later in events:
+        name, now = f"f{index}", now + later
+        if event == "ask":
+            known.add(name)
+            permits.ask(name, version=0, now=now)
+        elif event == "withdraw":
+            permits.withdraw(name)
+        elif event == "end":
+            permits.end(name, now=now)
+        else:
+            permits.leave(name)
+            known.discard(name)
+        out = permits.out
+        granted = permits.grant(FollowerFleet(size=len(known), stagger=stagger), now=now)
+        assert permits.out == out or len(permits.out) <= max(1, len(known) - 1)
+        assert set(granted) <= permits.out <= known
+
+
+def test_of_a_fleet_a_quarter_changes_at_once_unless_it_is_said_otherwise() -> None:
+    assert asked(*[1] * 8).grant(FollowerFleet(size=8), now=1.0) == ["r0", "r1"]
+    assert asked(*[1] * 8).grant(FollowerFleet(size=8, stagger=5), now=1.0) == [f"r{index}" for index in range(5)]
+    assert asked(1, 1, 1).grant(FollowerFleet(size=3, stagger=9), now=1.0) == ["r0", "r1"]
+    assert asked(1).grant(FollowerFleet(size=1, stagger=9), now=1.0) == ["r0"]
+
+
+def test_those_that_nobody_answers_take_turns_of_as_many_as_with_permits() -> None:
+    permits, fleet = asked(*[1] * 8), FollowerFleet(size=8)
+    turns = [permits.alone_s(rank, fleet) for rank in range(8)]
+    assert turns == [120.0, 120.0, 180.0, 180.0, 240.0, 240.0, 300.0, 300.0]

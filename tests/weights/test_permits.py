@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 
+from asyncflow.errors import Refused
 from asyncflow.flow.stagger import Permits, Supply
 from asyncflow.identity import Version
 from asyncflow.rpc.client import RpcClient
@@ -48,13 +50,13 @@ async def driver() -> AsyncIterator[Driver]:
 
 
 @pytest.fixture
-async def worker(driver: Driver) -> AsyncIterator[Callable[[str], SwapPermits]]:
+async def worker(driver: Driver) -> AsyncIterator[Callable[..., SwapPermits]]:
     async with contextlib.AsyncExitStack() as stack:
 
-        def made(name: str) -> SwapPermits:
+        def made(name: str, **fleet: Any) -> SwapPermits:
             client = RpcClient(name=name, resolve=driver.address)
             stack.push_async_callback(client.close)
-            return SwapPermits(membership=Link(client), worker=name)  # type: ignore[arg-type]
+            return SwapPermits(membership=Link(client), worker=name, **fleet)  # type: ignore[arg-type]
 
         yield made
 
@@ -76,12 +78,12 @@ class Turn:
         await self.task
 
 
-async def test_one_after_another_the_oldest_version_first(driver: Driver, worker: Callable[[str], SwapPermits]) -> None:
+async def test_one_after_another_the_oldest_version_first(driver: Driver, worker: Callable[..., SwapPermits]) -> None:
     async with asyncio.timeout(20):
         first = Turn(worker("a"), 5)
         await first.begun.wait()
         waiting = {name: Turn(worker(name), version) for name, version in (("b", 5), ("c", 3), ("d", 4))}
-        while len(driver.service._asking) < 3:
+        while len(driver.service._rollouts.asking) < 3:
             await asyncio.sleep(0.01)
         last = first
         for name in ("c", "d", "b"):
@@ -90,20 +92,20 @@ async def test_one_after_another_the_oldest_version_first(driver: Driver, worker
             last = waiting.pop(name)
             await last.begun.wait()
         await last.end()
-    assert driver.service._permits.out == frozenset()
+    assert driver.service._rollouts.permits.out == frozenset()
 
 
 async def test_who_vanishes_or_gives_up_keeps_nobody_waiting(
-    driver: Driver, worker: Callable[[str], SwapPermits]
+    driver: Driver, worker: Callable[..., SwapPermits]
 ) -> None:
     async with asyncio.timeout(20):
         vanishes = Turn(worker("a"), 1)
         await vanishes.begun.wait()
         gives_up, waits = Turn(worker("b"), 1), Turn(worker("c"), 2)
-        while len(driver.service._asking) < 2:
+        while len(driver.service._rollouts.asking) < 2:
             await asyncio.sleep(0.01)
         gives_up.task.cancel()
-        while len(driver.service._asking) > 1:
+        while len(driver.service._rollouts.asking) > 1:
             await asyncio.sleep(0.01)
         vanishes.task.cancel()
         await asyncio.wait([vanishes.task, gives_up.task])
@@ -114,24 +116,24 @@ async def test_who_vanishes_or_gives_up_keeps_nobody_waiting(
 
 
 async def test_a_driver_that_was_started_again_is_asked_again(
-    driver: Driver, worker: Callable[[str], SwapPermits], monkeypatch: pytest.MonkeyPatch
+    driver: Driver, worker: Callable[..., SwapPermits], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_CALL_S", 1.0)
     async with asyncio.timeout(30):
         has, waits = Turn(worker("a"), 1), Turn(worker("b"), 2)
         await has.begun.wait()
-        while not driver.service._asking:
+        while not driver.service._rollouts.asking:
             await asyncio.sleep(0.01)
         await driver.server.close()
         await driver.start()
         await waits.begun.wait()
         await has.end()
-        assert driver.service._permits.out == {"b"}, "the new driver knew of no permit of a"
+        assert driver.service._rollouts.permits.out == {"b"}, "the new driver knew of no permit of a"
         await waits.end()
 
 
 async def test_who_is_not_granted_a_permit_in_time_asks_again(
-    driver: Driver, worker: Callable[[str], SwapPermits], monkeypatch: pytest.MonkeyPatch
+    driver: Driver, worker: Callable[..., SwapPermits], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_WAIT_S", 0.05)
     async with asyncio.timeout(20):
@@ -139,8 +141,63 @@ async def test_who_is_not_granted_a_permit_in_time_asks_again(
         await has.begun.wait()
         seen = set()
         while len(seen) < 3:
-            seen |= set(driver.service._asking.values())
+            seen |= set(driver.service._rollouts.asking.values())
             await asyncio.sleep(0.01)
         await has.end()
         await waits.begun.wait()
         await waits.end()
+
+
+async def test_followers_take_turns_by_their_fleet_and_need_none_of_the_jobs_permits(
+    driver: Driver, worker: Callable[..., SwapPermits]
+) -> None:
+    async with asyncio.timeout(20):
+        rollout = Turn(worker("rollout-0-a"), 1)
+        await rollout.begun.wait()
+        first, second, third = (Turn(worker(f"follower-{n}-a", fleet="a", stagger=9), 1) for n in range(3))
+        other = Turn(worker("follower-7-b", fleet="b"), 1)
+        await other.begun.wait()
+        while driver.service._fleets["a"].members != {f"follower-{n}-a" for n in range(3)}:
+            await asyncio.sleep(0.01)
+        out = [turn for turn in (first, second, third) if turn.begun.is_set()]
+        waits = next(turn for turn in (first, second, third) if not turn.begun.is_set())
+        assert len(out) == 2, "however many may, one of the fleet goes on serving"
+        await out[0].end()
+        await waits.begun.wait()
+        for turn in (rollout, other, out[1], waits):
+            await turn.end()
+        for name in ("follower-0-a", "follower-1-a", "follower-2-a", "follower-7-b"):
+            driver.service.leave(name)
+        assert not driver.service._fleets
+
+
+async def test_a_follower_that_gets_no_answer_any_more_goes_on_by_itself_in_its_turn(
+    driver: Driver, worker: Callable[..., SwapPermits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_WAIT_S", 0.05)
+    monkeypatch.setattr(module, "_CALL_S", 0.5)
+    monkeypatch.setattr(module._Group, "alone_s", lambda group, name: 1.0)
+    async with asyncio.timeout(20):
+        has, waits = (Turn(worker(f"follower-{n}-a", fleet="a"), 1) for n in range(2))
+        await has.begun.wait()
+        while len(driver.service._fleets["a"].members) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        await driver.server.close()
+        assert not waits.begun.is_set()
+        await waits.begun.wait()
+        await waits.end()
+        await has.end()
+
+
+async def test_rollouts_of_a_job_that_is_not_staggered_are_granted_none() -> None:
+    server = RpcServer(name="driver")
+    PermitService(server)
+    client = RpcClient(name="r", resolve=await server.start())
+    request = module.PermitRequest(worker="rollout-0-a", version=1)
+    try:
+        with pytest.raises(Refused, match="change weights when they can"):
+            await client.call("weights.permit", request, module.PermitReply, timeout=5)
+    finally:
+        await client.close()
+        await server.close()

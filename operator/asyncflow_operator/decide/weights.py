@@ -1,8 +1,8 @@
 """Decision about one WeightSync: versions, how they reach instances, which are behind and why, and how to follow.
 
 What there is of versions is the driver's to say, or the publisher's where the source is a model that no job trains.
-Invariant: but for that publisher it owns nothing, so its plan is a status and no more; that status is bounded however
-many instances there are.
+Invariant: but for that publisher, and the manifest that followers of a job read, it owns nothing, so its plan is a
+status and no more; that status is bounded however many instances there are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from asyncflow_operator.decide.pending import why_denied
 from asyncflow_operator.decide.progress import ACTIVE
 from asyncflow_operator.decide.replicas import ReplicaMoves, followed, plan_replicas
 from asyncflow_operator.decide.secrets import DesiredSecrets
-from asyncflow_operator.decide.upkeep import needs, upkeep
+from asyncflow_operator.decide.upkeep import needs, restore_notes, upkeep
 from asyncflow_operator.observed import Manifest, Owner, SyncState
 
 _OF_DRIVER: Final = tuple(VersionsState.model_fields)
@@ -33,10 +33,10 @@ FIGURES: Final = frozenset((*_OF_DRIVER, "version", "attempt"))
 
 
 class DesiredSync(DesiredSecrets, Protocol):
-    """Objects of a publisher, and facts that whoever follows it, or a job, has to know."""
+    """Objects of a publisher, or for followers of a job, and facts that whoever follows it, or a job, has to know."""
 
     def sync_supporting(self, state: SyncState) -> tuple[Manifest, ...]:
-        """Return every object of the publisher, except its pod and Secrets."""
+        """Return every object of the publisher, except its pod and Secrets; for followers of a job, what they read."""
 
     def sync_pod(self, state: SyncState, attempt: int) -> Manifest:
         """Return the publisher's pod."""
@@ -59,6 +59,8 @@ def decide_sync(state: SyncState, *, now: float, desired: DesiredSync) -> Plan:
     if state.sync.spec.publishes is not None:
         _publish(draft, state, publisher_role(state.sync), desired)
         return draft.plan(figures=FIGURES)
+    if state.sync.spec.source is not None:
+        _tell_followers(draft, state, desired)
     draft.fields |= dict.fromkeys(("job", "address", "certificate"))
     if state.job is not None:
         job = state.job.owner
@@ -70,13 +72,21 @@ def decide_sync(state: SyncState, *, now: float, desired: DesiredSync) -> Plan:
     seen = state.job.probe.status if state.job is not None else None
     if state.job is None or state.job.status.phase not in ACTIVE:
         draft.conditions.set("Ready", False, *_why_none(state))
-        draft.fields |= {"rollouts": 0, "followers": 0, "behind": 0, "lag": (), "laggards": ()}
+        draft.fields |= {"rollouts": 0, "followers": 0, "behind": 0, "serving": (), "lag": (), "laggards": ()}
     elif seen is None and (state.job.probe.asked or not draft.conditions.has("Ready")):
         draft.conditions.set("Ready", False, "NoVersion", "The driver has not said which versions there are")
     elif seen is not None:
         allowed = state.job.job.spec.schedule.max_staleness if state.job.job is not None else 0
         _report(draft, seen, allowed=allowed, followed=state.sync.spec.source is not None)
     return draft.plan(figures=FIGURES)
+
+
+def _tell_followers(draft: Draft[WeightsStatus], state: SyncState, desired: DesiredSync) -> None:
+    """Write what the followers of a job read of how they follow."""
+    supporting = upkeep(desired.sync_supporting(state), seen=state.objects)
+    draft.add_first(supporting.write)
+    owner = f"{state.owner.kind} {state.owner.name}"
+    draft.notes.extend(restore_notes(supporting.changed, state.denied, owner=owner))
 
 
 def _publish(draft: Draft[WeightsStatus], state: SyncState, role: Role, desired: DesiredSync) -> None:
@@ -114,7 +124,7 @@ def _publish(draft: Draft[WeightsStatus], state: SyncState, role: Role, desired:
     elif seen is None or seen.versions.bytes is None:
         waits_for = f"The publisher waits for {seen.waiting_for}" if seen is not None and seen.waiting_for else ""
         draft.conditions.set("Ready", False, "NoVersion", waits_for or "The publisher has not published yet")
-        draft.fields |= {"followers": 0, "behind": 0, "lag": (), "laggards": ()}
+        draft.fields |= {"followers": 0, "behind": 0, "serving": (), "lag": (), "laggards": ()}
     else:
         _report(draft, seen, allowed=0, followed=True)
     if ends.failure is not None:

@@ -122,8 +122,13 @@ class Desired:
         return make_pod(blueprint, index=index, attempt=attempt)
 
     def sync_supporting(self, state: SyncState) -> tuple[Manifest, ...]:
-        """Return all but Secrets that the publisher of a WeightSync needs."""
+        """Return all but Secrets that the publisher of a WeightSync needs; of one for followers of a job, its manifest.
+
+        That has a name which no job's manifest can have.
+        """
         family, sync = family_of(state.owner), _sync(state)
+        if sync.spec.publishes is None:
+            return (make_config(sync, family, name=f"{family.name}.sync"),)
         return (
             make_account(family),
             make_config(sync, family),
@@ -134,7 +139,7 @@ class Desired:
     def sync_pod(self, state: SyncState, attempt: int) -> Manifest:
         """Return the publisher's pod."""
         blueprint = publisher_blueprint(
-            _sync(state),
+            _publisher(state),
             family=family_of(state.owner),
             secrets=self.secrets(state.owner),
             registry=self.settings.registry,
@@ -193,9 +198,16 @@ def _job(state: JobState) -> RLJob:
 
 
 def _sync(state: SyncState) -> WeightSync:
-    if state.sync is None or state.sync.spec.publishes is None:
-        raise ValueError(f"{state.owner.name} publishes no model: {state.problem}")
+    if state.sync is None or state.sync.spec.source is None:
+        raise ValueError(f"{state.owner.name} is no legal WeightSync for followers: {state.problem}")
     return state.sync
+
+
+def _publisher(state: SyncState) -> WeightSync:
+    sync = _sync(state)
+    if sync.spec.publishes is None:
+        raise ValueError(f"{state.owner.name} publishes no model")
+    return sync
 
 
 def _queue(state: TransferQueueState) -> TransferQueue:

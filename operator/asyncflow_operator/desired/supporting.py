@@ -52,14 +52,17 @@ _OPERATOR: Final = MappingProxyType({"app.kubernetes.io/name": FIELD_MANAGER})
 _DNS_PORT: Final = 53
 
 
-def make_config(manifest: RLJob | TransferQueue | WeightSync, family: Family) -> Manifest:
-    """Return the ConfigMap with the manifest, and with what of a job the container that scores reads, alone."""
+def make_config(manifest: RLJob | TransferQueue | WeightSync, family: Family, *, name: str = "") -> Manifest:
+    """Return the ConfigMap with the manifest, and with what of a job the container that scores reads, alone.
+
+    name: its name, by default the family's.
+    """
     data = {_key(JOB_FILE): _text(_whole(manifest, family))}
     if isinstance(manifest, RLJob):
         data[_key(REWARD_FILE)] = _text(_judging(manifest.spec.reward))
         if manifest.spec.environment is not None:
             data[_key(ENVIRONMENT_FILE)] = _text(_stated(manifest.spec.environment))
-    return stamped(make_object("v1", "ConfigMap", family, name=family.name, body={"data": data}))
+    return stamped(make_object("v1", "ConfigMap", family, name=name or family.name, body={"data": data}))
 
 
 def _whole(manifest: RLJob | TransferQueue | WeightSync, family: Family) -> Manifest:

@@ -42,6 +42,15 @@ class PhaseSeconds(Wire):
     """Of an instance: that generation stood still."""
 
 
+class VersionCount(Wire):
+    """Rollouts and followers that serve one version."""
+
+    version: Count
+    """Its step."""
+    instances: Count
+    """How many serve it."""
+
+
 class Laggard(Wire):
     """A rollout or a follower that does not serve the newest version."""
 
@@ -64,6 +73,8 @@ class VersionsState(Wire):
     """Followers that serve a version."""
     behind: Count = 0
     """Instances of both that do not serve the newest version."""
+    serving: Annotated[tuple[VersionCount, ...], Field(max_length=LAG_BUCKETS)] = ()
+    """Instances of both by the version that they serve: the newest versions of those that are served."""
     lag: Annotated[tuple[Count, ...], Field(max_length=LAG_BUCKETS)] = ()
     """Histogram: entry i counts the instances that are i versions behind; the last entry, those further behind."""
     laggards: Annotated[tuple[Laggard, ...], Field(max_length=MOST_LAGGARDS)] = ()

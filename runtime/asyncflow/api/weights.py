@@ -49,7 +49,7 @@ class WeightsSpec(Spec):
     """Dtype to which published weights are rounded. Absent: bfloat16 where the engine computes in it, which
     rounds them anyway, or the trainer holds them in it (``precision: bf16-stochastic``), else float32."""
     stagger: Annotated[int, Field(ge=1, le=MOST_REPLICAS)] | None = None
-    """Most rollouts that swap at the same time. Absent: the update policy decides."""
+    """Most instances that swap at the same time where the update is staggered. Absent: the update policy decides."""
     chunk_bytes: Quantity = Quantity("1Mi")
     """Most bytes of a version that one answer of a holder has, over the host network."""
     delta: bool = True
@@ -187,6 +187,10 @@ class SyncSpec(WeightsSpec):
 
     source: WeightSourceSpec | None = None
     """Origin of the versions where this object is for followers. Absent: the trainer of the job that names it."""
+    update: Literal["delayed", "staggered"] | None = None
+    """Way that followers change weights. ``delayed``: each as soon as a version is there, received while it serves.
+    ``staggered``: the same, but only ``stagger`` of them at once, a quarter where that is absent, and never all of
+    them. Absent: delayed. How the rollouts of a job do is said by its ``schedule.update``."""
     publisher: PublisherSpec | None = None
     """The process that publishes ``source.model``."""
     follower: FollowerSpec | None = None
@@ -200,6 +204,20 @@ class SyncSpec(WeightsSpec):
             cel="(has(self.source) && has(self.source.model)) || !(has(self.publisher) || has(self.follower))",
             why="only a model has a publisher, and followers with an engine of their own",
             fix="Give source.model, or leave publisher and follower out",
+        ),
+        Rule(
+            reads=("update", "source"),
+            ok=lambda sync: sync.update is None or sync.source is not None,
+            cel="!has(self.update) || has(self.source)",
+            why="schedule.update of the job that names it says how rollouts change weights",
+            fix="Set it there, or give the source that followers have",
+        ),
+        Rule(
+            reads=("stagger", "update", "source"),
+            ok=lambda sync: sync.stagger is None or sync.source is None or sync.update == "staggered",
+            cel="!has(self.stagger) || !has(self.source) || (has(self.update) && self.update == 'staggered')",
+            why="followers that are not staggered change weights whenever they can",
+            fix="Give update: staggered, or leave stagger out",
         ),
     )
     frozen_fields: ClassVar[tuple[Frozen, ...]] = (

@@ -6,26 +6,32 @@ import os
 from pathlib import Path
 
 from asyncflow.api.names import FOLLOWER, TLS_ENV
+from asyncflow.errors import ManifestError
 from asyncflow.local.folder import JOB, SYNC, record_of
 from asyncflow.roles.context import RoleOptions
 from asyncflow.roles.follower import main
 
 
-def follow(run: Path, *, http_port: int, serve_port: int) -> int:
+def follow(run: Path, *, http_port: int, serve_port: int, sync: Path | None) -> int:
     """Follow the run, or the publisher, in a folder until a signal ends this process, and return the exit status.
 
-    Raises ManifestError where no run goes on there.
+    sync: a WeightSync for followers of that run. Raises ManifestError where no run goes on there, or a publisher, which
+    has its own.
     """
-    record = record_of(run)
+    record, published = record_of(run), (run / SYNC).is_file()
+    if published and sync is not None:
+        hint = f"Its own is {run / SYNC}: set update there (asyncflow publish --set)"
+        raise ManifestError("a publisher's followers follow by its own WeightSync", where=str(sync), hint=hint)
     os.environ[TLS_ENV] = str(run.absolute() / "run" / "tls" / f"{FOLLOWER}-0")
     options = RoleOptions(
         role=FOLLOWER,
-        job=run.absolute() / (SYNC if (run / SYNC).is_file() else JOB),
+        job=run.absolute() / (SYNC if published else JOB),
         driver=record.driver,
         index=0,
         attempt=0,
         workdir=run.absolute(),
         http_port=http_port,
         serve_port=serve_port,
+        sync=sync,
     )
     return main(options)

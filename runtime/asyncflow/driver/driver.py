@@ -183,12 +183,9 @@ class Driver:
         self.progress = RunProgress(folder, steps=spec.algorithm.steps, now=clock.now())
         self.assignment = PromptAssignment(prompts_per_step=spec.algorithm.prompts_per_step, steps=spec.algorithm.steps)
         self.weights = CatalogueService(server, catalogue=Catalogue(keep=spec.weight_sync.keep))
-        self._permits: PermitService | None = None
-        if spec.schedule.update == "staggered":
-            permits = self._permits = PermitService(
-                server, permits=Permits(most=spec.weight_sync.stagger), supply=self._supply
-            )
-            directory.on_leave.append(lambda member, _reason: permits.leave(member.incarnation))
+        staggered = Permits(most=spec.weight_sync.stagger) if spec.schedule.update == "staggered" else None
+        self._permits = PermitService(server, permits=staggered, supply=self._supply)
+        directory.on_leave.append(lambda member, _reason: self._permits.leave(member.incarnation))
         self.changes = ChangeSignal()
         self.weights.on_newest.append(self.changes.notify)
         done = self.progress.done >= self.progress.steps
@@ -470,8 +467,7 @@ class Driver:
             if self.phase == "Running":
                 self._look_at_rollouts(status)
             show(self.metrics, status, stats=stats, members=self.members.counts)
-            if self._permits is not None:
-                self._permits.look()
+            self._permits.look()
             self.changes.notify()
             await asyncio.sleep(PULSE_S)
 

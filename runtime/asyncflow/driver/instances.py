@@ -15,7 +15,7 @@ from typing import Final
 from asyncflow.api.graph import TRAIN, JobGraph
 from asyncflow.api.names import CLIENT, FOLLOWER, PUBLISHER
 from asyncflow.api.status import RolloutState, Standing, TaskState
-from asyncflow.api.versions import LAG_BUCKETS, MOST_LAGGARDS, Laggard, PhaseSeconds, VersionsState
+from asyncflow.api.versions import LAG_BUCKETS, MOST_LAGGARDS, Laggard, PhaseSeconds, VersionCount, VersionsState
 from asyncflow.flow.instance import SwapAt
 from asyncflow.identity import Version
 from asyncflow.queue.protocol.messages import QueueStats
@@ -107,12 +107,16 @@ def versions_state(heard: Sequence[Heard], *, nbytes: int | None, newest: int | 
     behind = {member.incarnation: _lag(status, newest) for member, status, _ in serving}
     late = sorted((each for each in serving if behind[each[0].incarnation]), key=lambda each: _order(each, behind))
     counts = Counter(member.role for member, _, _ in serving)
+    served = Counter(_step_of(status, "version") or 0 for _, status, _ in serving)
     told = [status for _, status, _ in loading]
     wire_bytes = median("wire_bytes", told)
     return VersionsState(
         rollouts=counts["rollout"],
         followers=counts[FOLLOWER],
         behind=len(late),
+        serving=tuple(
+            VersionCount(version=version, instances=count) for version, count in sorted(served.items(), reverse=True)
+        )[:LAG_BUCKETS],
         lag=histogram(behind.values()),
         laggards=tuple(
             Laggard(
@@ -155,7 +159,7 @@ def cause(status: Status, silent_s: float, *, swap_at: SwapAt) -> str:
         return "draining"
     if staged is not None and staged != current:
         when = "waits for a permit" if status.get("waits_permit") else _SWAPS_WHEN.get(swap_at)
-        return f"θ_{staged} is here; {when if when and status.get('running') else 'about to swap'}"
+        return f"θ_{staged} is here; {when if when and status.get('running', True) else 'about to swap'}"
     if receiving is not None:
         return f"receiving θ_{receiving}, {float(status.get('received', 0.0)):.0%} of it here"
     return "has not begun to receive a newer version"

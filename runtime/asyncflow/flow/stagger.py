@@ -9,11 +9,14 @@ set S of instances may hold permits at once while
 Weights have to go forward all the same: as many instances as it takes for all to have had a permit before the next
 version comes may always hold one, at least one of them (``Supply.least``).
 
+A **fleet** serves others than a trainer. Of it a part holds permits at once, a quarter unless its WeightSync says
+otherwise, and never all of it, however long a permit is held.
+
 Source: AsyncFlow §4.2.2 leaves sub-step updates as future work, and names no condition.
 
 Invariants: beyond ``least``, a permit is granted only while the trainer is supplied during those that are held;
 those with the oldest version come first, and nobody overtakes them; whoever is gone, or holds its permit for far longer
-than others did, keeps nobody waiting.
+than others did, keeps nobody waiting, unless only one of a fleet would go on serving.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 _OVERDUE = 3.0
 """Times the mean of the last permits after which one keeps nobody waiting any more."""
@@ -42,6 +46,7 @@ class Supply:
     need: float | None
     ready: int
     version_s: float | None
+    most: ClassVar[float] = math.inf
 
     def suffices(self, out: set[str], *, permit_s: float) -> bool:
         """Return whether the trainer is supplied for ``permit_s`` seconds in which ``out`` make nothing."""
@@ -55,6 +60,31 @@ class Supply:
         if self.version_s is None or self.version_s <= 0:
             return 1
         return max(1, math.ceil(len(self.rates) * permit_s / self.version_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowerFleet:
+    """Instances that serve others than a trainer. size: how many are known; stagger: most that hold a permit at once,
+    None for a quarter.
+    """
+
+    size: int
+    stagger: int | None = None
+
+    def suffices(self, out: set[str], *, permit_s: float) -> bool:
+        """Return False: what others ask of the fleet is not known."""
+        del out, permit_s
+        return False
+
+    def least(self, permit_s: float) -> int:
+        """Return how many hold a permit at once."""
+        del permit_s
+        return max(1, min(self.stagger or math.ceil(self.size / 4), self.most))
+
+    @property
+    def most(self) -> int:
+        """Most that may hold permits at once, however long they do: one goes on serving."""
+        return max(1, self.size - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +128,19 @@ class Permits:
         self._waiting.pop(name, None)
         self._out.pop(name, None)
 
-    def grant(self, supply: Supply, *, now: float) -> list[str]:
+    def alone_s(self, rank: int, fleet: FollowerFleet) -> float:
+        """Return after how many seconds the instance of that rank, from 0, may go on by itself if nobody grants permits
+        any more: those that hold one now have had it by then, and no more change weights at once than with permits.
+        """
+        return self._overdue_s * (2 + rank // fleet.least(self._permit_s or 0.0))
+
+    def grant(self, supply: Supply | FollowerFleet, *, now: float) -> list[str]:
         """Return those that hold a permit from now on, the oldest version first."""
         granted = [name for name in self._waiting if name in self._out]
         held = {name for name, began in self._out.items() if now - began < self._overdue_s}
         permit_s = self._permit_s or 0.0
         for name in sorted(self._waiting.keys() - granted, key=self._order):
-            if self._most is not None and len(held) >= self._most:
+            if len(self._out) >= supply.most or (self._most is not None and len(held) >= self._most):
                 break
             if len(held) >= supply.least(permit_s) and not self._spared(name, supply):
                 break
@@ -119,7 +155,7 @@ class Permits:
     def _overdue_s(self) -> float:
         return max(_PATIENCE_S, _OVERDUE * (self._permit_s or 0.0))
 
-    def _spared(self, name: str, supply: Supply) -> bool:
+    def _spared(self, name: str, supply: Supply | FollowerFleet) -> bool:
         """Return whether the trainer stays supplied if this one has a permit too; False while none has ended."""
         return self._permit_s is not None and supply.suffices({*self._out, name}, permit_s=self._permit_s)
 

@@ -84,6 +84,7 @@ class RoleOptions:
 
     job: the manifest, a job's or a queue's; driver: the address that all dial, the own one of whoever leads; http_port:
     0 is any, as are control_port, of the driver's control service, and serve_port, of a follower's inference service;
+    sync: the WeightSync by which a follower follows a job, None for none;
     http_socket: descriptor of a bound socket to serve HTTP at instead; local_rank: which rank of its replica this
     process is, None for a replica itself, which is its only rank or starts several.
     """
@@ -98,6 +99,7 @@ class RoleOptions:
     control_port: int = 0
     http_socket: int | None = None
     serve_port: int = 0
+    sync: Path | None = None
     local_rank: int | None = None
 
 

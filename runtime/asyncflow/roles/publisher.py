@@ -36,6 +36,7 @@ from asyncflow.rpc.server import RpcServer
 from asyncflow.telemetry.metrics import PublisherMetrics
 from asyncflow.weights.catalogue import Catalogue
 from asyncflow.weights.manifest import TensorEntry
+from asyncflow.weights.permits import PermitService
 from asyncflow.weights.sender import WeightSender
 from asyncflow.weights.service import CatalogueService
 
@@ -65,7 +66,9 @@ async def serve(context: SyncContext) -> None:
     directory.attach(front)
     service = CatalogueService(front, catalogue=catalogue)
     service.require(())
+    permits = PermitService(front)
     directory.on_leave.append(lambda member, _: service.leave(member.incarnation))
+    directory.on_leave.append(lambda member, _: permits.leave(member.incarnation))
     publishing = Publishing(context, metrics=metrics)
 
     def status() -> DriverStatus:

@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Final, Self
 
 from asyncflow.api.names import FOLLOWER
+from asyncflow.api.weights import WeightSync
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.identity import Version
 from asyncflow.rpc.access import worker_name
 from asyncflow.rpc.membership import Directives, Member, Membership, Status
 from asyncflow.rpc.tls import Credentials
 from asyncflow.weights.holder import node_name
+from asyncflow.weights.permits import SwapPermits
 from asyncflow.weights.probe import split_probe
 from asyncflow.weights.receiver import Layout, WeightReceiver, whole
 from asyncflow.weights.slices import AnyArray
@@ -62,8 +64,8 @@ class Follower:
         on_transfer: Callable[[TransferRecord], None] | None = None,
     ) -> None:
         place = secrets.randbelow(_PLACES)
-        worker = worker_name(FOLLOWER, place, uuid.uuid4().hex)
-        member = Member(role=FOLLOWER, index=place, incarnation=worker, http=http)
+        self.worker = worker_name(FOLLOWER, place, uuid.uuid4().hex)
+        member = Member(role=FOLLOWER, index=place, incarnation=self.worker, http=http)
         self.ended = False
         self._membership = Membership(
             driver=driver, member=member, credentials=credentials, status=status or self._status
@@ -71,7 +73,7 @@ class Follower:
         self._membership.on_directives.append(self._obey)
         self.receiver = WeightReceiver(
             membership=self._membership,
-            worker=worker,
+            worker=self.worker,
             transport=transport,
             node=node,
             layout=layout,
@@ -91,6 +93,17 @@ class Follower:
         """Leave. Tensors that were given stay valid for as long as they are referenced."""
         await self.receiver.close()
         await self._membership.close()
+
+    def permits(self, sync: WeightSync) -> SwapPermits | None:
+        """Return the permits by which this one changes weights as one of the fleet of ``sync``, None for none."""
+        if sync.spec.update != "staggered":
+            return None
+        return SwapPermits(
+            membership=self._membership,
+            worker=self.worker,
+            fleet=sync.metadata.name,
+            stagger=sync.spec.stagger,
+        )
 
     async def newer(self) -> Version | None:
         """Wait until a version is here that is newer than the one taken last; None where the job ends instead."""

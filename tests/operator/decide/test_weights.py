@@ -1,24 +1,30 @@
 """A WeightSync: whose it is, what its status says of versions, and which job may have the fields of one."""
 
+import io
 from dataclasses import replace
 from types import SimpleNamespace
 
+import model_samples
 import pytest
 from model_samples import START, job_of
 
+from asyncflow.api.load import load
+from asyncflow.api.names import DIGEST
 from asyncflow.api.status import DriverStatus, JobStatus
-from asyncflow.api.versions import Laggard, PhaseSeconds, VersionsState
+from asyncflow.api.versions import Laggard, PhaseSeconds, VersionCount, VersionsState
 from asyncflow.api.weights import SyncSpec, WeightsSpec, WeightsStatus, WeightSync
 from asyncflow_operator.actions import Plan
 from asyncflow_operator.decide import decide_sync
 from asyncflow_operator.decide.naming import NamedSync, weights_for
-from asyncflow_operator.observed import DriverProbe, JobState, Owner, SyncState
+from asyncflow_operator.observed import DriverProbe, JobState, ObjectView, Owner, SyncState
 
 OWNER = Owner(kind="WeightSync", namespace="team", name="demo", uid="uid-sync", generation=1)
 SYNC = WeightSync.model_validate({"metadata": {"name": "demo", "namespace": "team"}})
 FOLLOWED = WeightSync.model_validate({"metadata": {"name": "demo"}, "spec": {"source": {"job": "training"}}})
 DESIRED = SimpleNamespace(
-    address=lambda job: f"tcp://{job.name}-driver", certificate=lambda job, role: f"{job.name}-{role}"
+    address=lambda job: f"tcp://{job.name}-driver",
+    certificate=lambda job, role: f"{job.name}-{role}",
+    sync_supporting=model_samples.DESIRED.sync_supporting,
 )
 SECONDS = PhaseSeconds(publish=0.1, transfer=0.5, stage=0.2, swap=0.01)
 
@@ -31,6 +37,7 @@ def state(
         rollouts=len(lags),
         followers=followers,
         behind=sum(lag > 0 for lag in lags),
+        serving=tuple(VersionCount(version=20 - lag, instances=lags.count(lag)) for lag in sorted({*lags})),
         lag=tuple(lags.count(lag) for lag in range(max(lags, default=-1) + 1)),
         laggards=tuple(
             Laggard(id=f"rollout-{lag}", version=20 - lag, lag=lag, cause="receiving θ_20, 40% of it here")
@@ -63,6 +70,7 @@ def test_the_status_says_what_the_driver_says_and_how_to_follow():
     status = plan.status
     assert (status["version"], status["attempt"], status["rollouts"], status["followers"]) == (20, 2, 3, 2)
     assert (status["behind"], status["lag"]) == (1, [2, 1])
+    assert status["serving"] == [{"version": 20, "instances": 2}, {"version": 19, "instances": 1}]
     assert status["laggards"] == [
         {"id": "rollout-1", "version": 19, "lag": 1, "cause": "receiving θ_20, 40% of it here"}
     ]
@@ -95,6 +103,19 @@ def test_without_a_job_or_an_answer_it_says_so():
 def test_one_for_followers_is_ready_when_one_of_them_serves():
     assert conditions(decided(state(0, 0, sync=FOLLOWED)))["Ready"] == ("False", "NoFollower")
     assert conditions(decided(state(0, 0, sync=FOLLOWED, followers=1)))["Ready"] == ("True", "Serving")
+
+
+def test_followers_of_a_job_read_how_they_follow_and_a_job_s_own_has_nothing_to_read():
+    spec = {"source": {"job": "training"}, "update": "staggered", "stagger": 2}
+    staggered = WeightSync.model_validate({"metadata": {"name": "demo", "namespace": "team"}, "spec": spec})
+    (written,) = decided(state(0, sync=staggered)).stages[0]
+    assert (written.ref.kind, written.ref.name) == ("ConfigMap", "demo.sync")
+    read = load(io.StringIO(written.manifest["data"]["job.yaml"]))
+    assert isinstance(read, WeightSync)
+    assert read.spec == staggered.spec
+    there = ObjectView(ref=written.ref, uid="u", digest=written.manifest["metadata"]["annotations"][DIGEST])
+    assert decided(replace(state(0, sync=staggered), objects={written.ref: there})).stages == ()
+    assert decided(state(0)).stages == ()
 
 
 def test_an_unchanged_status_is_not_written_and_a_refused_spec_is_reported():
