@@ -178,7 +178,9 @@ def test_followers_share_one_certificate_and_receive_weights_and_no_more():
     Access().check(_caller("follower", 0), "weights.held", Request(worker="follower-77-ab"))
     with pytest.raises(Refused, match=r"follower-0 may not call weights\.held on behalf of rollout-1"):
         Access().check(_caller("follower", 0), "weights.held", Request(worker="rollout-1-ab"))
-    weights = {"watch", "locate", "held", "dropped", "fetch", "place", "pair", "send"}
+    with pytest.raises(Refused, match=r"follower-0 may not call weights\.permit on behalf of rollout-1"):
+        Access().check(_caller("follower", 0), "weights.permit", Request(worker="rollout-1-ab"))
+    weights = {"watch", "locate", "held", "dropped", "fetch", "place", "pair", "send", "permit", "changed"}
     assert _allowed("follower") == DIRECTORY | {f"weights.{what}" for what in weights}
 
 
