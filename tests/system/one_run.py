@@ -70,9 +70,18 @@ def direct(folder: Path, path: str, *, certificate: str = "", headers: Mapping[s
 
 
 def kill(folder: Path, role: str, index: int = 0, *, by: signal.Signals = signal.SIGKILL) -> None:
+    """Signal the process of a replica, as soon as it has one: it may be about to begin again."""
+    deadline = time.monotonic() + 30
+    while not (pid := pid_of(folder, role, index)):
+        assert time.monotonic() < deadline, f"{role}-{index} did not begin within 30 s"
+        time.sleep(0.02)
+    os.kill(pid, by)
+
+
+def pid_of(folder: Path, role: str, index: int) -> int:
+    """Return the pid of a replica, 0 while it has none."""
     record = json.loads((folder / "run" / "processes.json").read_text())
-    place = {"role": role, "index": index}
-    os.kill(next(entry["pid"] for entry in record["processes"] if place.items() <= entry.items()), by)
+    return int(next(entry["pid"] for entry in record["processes"] if (entry["role"], entry["index"]) == (role, index)))
 
 
 def wait_for_step(folder: Path, step: int, run: subprocess.Popen[bytes], *, within_s: float = 60) -> None:
