@@ -1,7 +1,7 @@
 """Unix time that goes on evenly, for times between which durations are measured.
 
-The system clock may be set while a process runs. ``now`` is what it said when the process began, counted on by a clock
-that nobody sets, and that goes on while the machine sleeps.
+The system clock may be set while a process runs. ``now`` is what it said when the process, or the one that it was
+forked from, began, counted on by a clock that nobody sets, and that goes on while the machine sleeps.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ are started without it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -106,12 +107,11 @@ class ForkServer:
         return process
 
     async def close(self) -> None:
-        """End the server. What it has forked goes on."""
+        """End the server at once: it has nothing to keep. What it has forked goes on."""
         self._leave()
-        try:
+        self._process.kill()
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._gone.wait(), _LEAVE_S)
-        except TimeoutError:
-            self._process.kill()
 
     def _until_imported(self) -> asyncio.TimerHandle:
         return self._loop.call_later(_IMPORT_S, self._give_up, f"its imports did not end within {_IMPORT_S:g} s")

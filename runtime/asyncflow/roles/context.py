@@ -78,6 +78,10 @@ BEYOND_REPAIR = (ManifestError, CheckpointError, LedgerCorrupt, Diverged)
 _PASSING = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ETIMEDOUT})
 
 
+class _EndedBeforeJoining(Exception):
+    """This process was told to end, and has nothing to hand on yet."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoleOptions:
     """The command line of a role.
@@ -213,7 +217,8 @@ class ProcessContext:
         """Serve metrics, register with the directory, and obey its directives from now on.
 
         ready: asked by ``/readyz``, which says no until this process is registered; routes: further ones of this
-        role; directory: its address, by default the one that all dial.
+        role; directory: its address, by default the one that all dial. A process that is told to end before it is
+        registered ends.
         """
         registered = False
 
@@ -240,7 +245,8 @@ class ProcessContext:
             driver=directory or self.options.driver, member=member, credentials=self.credentials, status=aged_status
         )
         membership.on_directives.append(self._obey)
-        await membership.join(self.start_s)
+        if not await self.unless_stopped(membership.join(self.start_s)):
+            raise _EndedBeforeJoining
         registered = True
         return membership
 
@@ -447,7 +453,10 @@ async def _serve(context: ProcessContext, serving: Awaitable[int | None]) -> int
         loop.add_signal_handler(number, _end, context, number)
     log.info("attempt %d, worker %s, pid %d", context.options.attempt, context.worker, os.getpid())
     async with context.recording(age_s=age_s()):
-        status = await serving
+        try:
+            status = await serving
+        except* _EndedBeforeJoining:
+            status = 0
     log.info("ended after %.1f s", clock.now() - context.started)
     return status or (128 + context.signal if context.signal else 0)
 
