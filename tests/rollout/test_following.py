@@ -17,6 +17,7 @@ from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.directory import Directory
 from asyncflow.rpc.server import RpcServer
 from asyncflow.telemetry.metrics import FollowerMetrics
+from asyncflow.telemetry.spans import NO_SPANS
 from asyncflow.weights.follower import Follower
 from asyncflow.weights.host_transport import HostTransport
 from asyncflow.weights.permits import PermitService
@@ -36,6 +37,7 @@ class Engine:
     out: set[Engine]
     most: int = 0
     together: int = 1
+    spans = NO_SPANS
 
     def __init__(self) -> None:
         self.version: Version | None = None
