@@ -63,7 +63,7 @@ learning: $(STAMP)
 
 # 50 processes of a running job are killed; twice the steps of the example, which a fast machine makes in 33 kills.
 faults: $(STAMP)
-	$(BIN)/python benchmarks/faults.py examples/counting.yaml --kills 50 --seed 1 --set algorithm.steps=400
+	$(BIN)/python benchmarks/faults.py examples/counting.yaml --kills 50 --seed 1 --set algorithm.steps=480
 
 # The same of a job by PPO whose reward, reference, critic and two tasks of a user's are roles of their own: nine roles.
 task-faults: $(STAMP)
