@@ -51,8 +51,9 @@ FAULTS: dict[str, Planted] = {
         manifest=LEARN,
         settings={
             "reward.function": "planted:dice",
-            "algorithm.learningRate": "0.02",
-            "algorithm.epochs": "4",
+            "algorithm.learningRate": "0.05",
+            "algorithm.epochs": "8",
+            "algorithm.clip": "{low: 0.05, high: 0.05}",
             "algorithm.steps": "7",
         },
     ),
