@@ -36,7 +36,7 @@ from asyncflow.errors import AsyncFlowError, ManifestError
 from asyncflow.local.folder import RunFolder
 from asyncflow.local.issuer import Issuer
 from asyncflow.local.lifecycle import LocalReplica
-from asyncflow.plan.job import critic_role
+from asyncflow.plan.job import READ_LATE, critic_role
 from asyncflow.plan.roles import Role
 
 COMMANDS = "asyncflow.cli"
@@ -45,10 +45,6 @@ _LOWEST = 15000
 _WITHOUT_RANGE = 32768
 
 _ROUNDING = 1e-9
-_READ_LATE = frozenset(
-    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "TOKENIZERS_PARALLELISM")
-)
-"""Variables that a process need not have before Python begins; the number of threads is set again in what is forked."""
 
 
 class PortReservation:
@@ -378,7 +374,7 @@ def launcher(
         )
         tls = {TLS_ENV: str(issuer.issue(replica.role, replica.index))}
         env = {**own, **tls, **places.devices(replica), **role.env}
-        anew = role.resources.accelerators or role.env.keys() - _READ_LATE
+        anew = role.resources.accelerators or role.env.keys() - READ_LATE
         imports = None if anew else modules_of(role)
         return Launch(argv=argv, env=env, http=f"http://127.0.0.1:{port}", imports=imports)
 

@@ -22,6 +22,9 @@ from asyncflow.plan.queue import holding_roles, serving_role, unit_after, unit_b
 from asyncflow.plan.roles import JobPlan, Port, Resources, Role
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_TOKENIZERS = "TOKENIZERS_PARALLELISM"
+READ_LATE = frozenset((*_THREAD_VARIABLES, _TOKENIZERS))
+"""Variables that a process need not have before Python begins: the number of threads can be set later, too."""
 _CPU_ONLY = AcceleratorSpec()
 _IMPORTS = {
     "torch": ("asyncflow.training.torch.backend",),
@@ -184,7 +187,7 @@ def _env(*templates: TemplateSpec, threads: int = 1, accelerator: AcceleratorSpe
     """Return the environment; what the user's templates say, later ones first, wins over the facts and ``threads``."""
     return (
         dict.fromkeys(_THREAD_VARIABLES, str(threads))
-        | {"TOKENIZERS_PARALLELISM": "false"}
+        | {_TOKENIZERS: "false"}
         | dict(PROFILES[accelerator.profile].env)
         | {variable.name: variable.value for template in templates for variable in template.env}
     )
