@@ -75,7 +75,7 @@ def test_an_expired_certificate_is_refused(given: Given):
 
 
 def test_a_certificate_that_is_not_valid_yet_is_refused(given: Given):
-    assert _refused(_with(given("rollout", periods=1)), given("driver")) == tls.EXPIRED
+    assert _refused(_with(given("rollout", periods=2)), given("driver")) == tls.EXPIRED
 
 
 def test_a_certificate_that_names_another_job_is_refused(given: Given):
