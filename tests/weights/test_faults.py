@@ -28,7 +28,7 @@ async def test_a_transfer_goes_on_with_another_holder_when_its_own_fails_in_the_
     await peer.publish(version, bulk(1), timeout=SOON)
     name = receiver_that_prefers("victim", ["peer"], version)
     receiver = await world.receiver(name, transport=HostTransport(name=name, patience_s=4.0))
-    await until(lambda: receiver.progress is not None and receiver.progress[1] > 1 << 20, "the middle")
+    await until(lambda: receiver.progress is not None and receiver.progress[1] > 1 << 19, "the middle")
     victim.process.send_signal(fault)
     await receiver.ensure(1, timeout=SOON)
     record = receiver.transfers[0]
