@@ -72,7 +72,9 @@ def test_steady_jobs_cost_no_write_and_stepping_ones_one_in_fifteen_seconds(
     world, jobs, steps = World(kwok_plane, "idle"), STEADY + STEPPING, itertools.count(1)
     for name in jobs:
         kwok_plane.api.create(f"{OURS}/namespaces/idle/rljobs", quickstart("idle", name))
-    world.until(lambda: all(world.job(name)["status"].get("phase") == "Running" for name in jobs), "the jobs to run")
+    world.until(
+        lambda: all(world.job(name).get("status", {}).get("phase") == "Running" for name in jobs), "the jobs to run"
+    )
     world.until(lambda: all("step" in world.job(name)["status"] for name in jobs), "the drivers to be heard")
     looked, told = censuses(operator), len(writes(kwok_plane))
     seen = {name: world.job(name)["status"]["step"] for name in STEPPING}

@@ -124,7 +124,7 @@ async def test_async_calls_run_side_by_side_each_with_its_own_deadline(workdir: 
 async def test_an_async_call_that_blocks_or_ends_its_process_takes_no_other_with_it(
     workdir: Path, bad: str, failure: str
 ) -> None:
-    async with pool_of(workdir, "later", timeout_s=4.0) as pool:
+    async with pool_of(workdir, "later", timeout_s=8.0) as pool:
         assert outcomes(await pool.score(examples("a", bad, "long", "cc"))) == [1.0, failure, 4.0, 2.0]
         assert outcomes(await pool.score(examples("a"))) == [1.0]
 
