@@ -1,11 +1,13 @@
 """Cost of versions to the driver: its CPU time and the bytes it sends, for any number of receivers.
 
-The driver is a process of its own with a catalogue and nothing else. A sender and the receivers live in a few more
-processes. The receivers make every call that real ones make, by the real ``Holder``, but move no weights, so that a
-thousand of them fit a small machine; with ``--pull`` they are whole receivers that pull from one another. After each
-publication the required steps move on, as in a run, so that versions are released, too. Bytes are those of answers,
-without the few of frames, TLS and TCP; CPU time is that of the whole process, and beside it stands what the same
-process spends in as long a time in which nothing is published.
+The driver is a process of its own with a directory, a catalogue and nothing else. A sender and the receivers live in a
+few more processes. The receivers are members and make every call that real ones make, by the real ``Membership`` and
+``Holder``, but move no weights, so that a thousand of them fit a small machine; with ``--pull`` they are whole
+receivers that pull from one another. After each publication the required steps move on, as in a run, so that versions
+are released, too. Bytes are those of answers, without the few of frames, TLS and TCP; CPU time is that of the whole
+process. What a version costs is the difference from what the same process spends in as long a time in which nothing is
+published, over ``--window`` seconds each, in turn, since heartbeats cost far more than a version. The first version, at
+which all are placed, is left out of the mean.
 
     python benchmarks/weights/catalogue.py --receivers 1000
 """
@@ -15,17 +17,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 
 import numpy as np
 from msgspec.structs import replace
 
 from asyncflow.identity import Version
 from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.directory import Directory
+from asyncflow.rpc.membership import Member, Membership
 from asyncflow.rpc.server import Caller, RpcServer
 from asyncflow.weights.holder import Copy, Holder
 from asyncflow.weights.host_transport import HostTransport
@@ -38,11 +42,6 @@ from asyncflow.weights.slices import Arena, Box
 from asyncflow.weights.transport import Read, Transport, Until, at_once
 
 SOON = 300.0
-
-
-@dataclass
-class Link:
-    driver: RpcClient
 
 
 def say(**words: object) -> None:
@@ -71,7 +70,9 @@ async def drive() -> None:
 
     Caller.send_answer = counting
     server = RpcServer(name="driver")
-    service = CatalogueService(server)
+    directory = Directory()
+    directory.attach(server)
+    service = CatalogueService(server, directory=directory)
     say(address=await server.start())
     cpu, before, calls = time.process_time(), 0, Counter[str]()
     async for command, *words in commands():
@@ -106,16 +107,18 @@ class Still(Transport):
 
 
 async def follow(holder: Holder, driver: RpcClient, manifests: dict[int, Manifest], alone: asyncio.Lock) -> None:
-    """Ask where each new version is and announce it at once, as if it had been pulled."""
+    """Get each new version at once: from where it was, or who publishes it is asked for by all that pull from there."""
+    source = None
     while True:
         changed, newest = holder.changed, max(holder.view.available, default=None)
         if newest is None or newest in holder.copies:
             await changed.wait()
             continue
         asked = Locate(worker=holder.worker, address=holder.address, version=newest.packed, layout=WHOLE, manifest=True)
-        located = await driver.call("weights.locate", asked, Located, timeout=SOON)
-        if located.manifest is not None:
-            manifests[newest.packed] = located.manifest
+        if source is None or source.published:
+            source = await driver.call("weights.locate", asked, Located, timeout=SOON)
+            if source.manifest is not None:
+                manifests[newest.packed] = source.manifest
         async with alone:
             if newest.packed not in manifests:  # real receivers have it from one another
                 asked = replace(asked, layout=None)
@@ -126,16 +129,23 @@ async def follow(holder: Holder, driver: RpcClient, manifests: dict[int, Manifes
         holder.add(newest, Copy(arena=arena, origin=manifest))
 
 
+async def member_of(driver: str, role: str, index: int) -> Membership:
+    """Join the driver's directory."""
+    member = Member(role=role, index=index, incarnation=f"{role}-{index}-0")
+    membership = Membership(driver=driver, member=member)
+    await membership.join(SOON)
+    return membership
+
+
 async def announce(address: str, first: int, number: int) -> None:
     """Be so many receivers that only make the calls of one."""
     manifests: dict[int, Manifest] = {}
     alone = asyncio.Lock()
     for index in range(first, first + number):
-        name = f"rollout-{index}"
-        link = Link(RpcClient(name=name, resolve=address))
-        holder = Holder(membership=link, worker=name, transport=Still())
+        membership = await member_of(address, "rollout", index)
+        holder = Holder(membership=membership, worker=membership.member.incarnation, transport=Still())
         await holder.start()
-        holder.spawn(follow(holder, link.driver, manifests, alone))
+        holder.spawn(follow(holder, membership.driver, manifests, alone))
     say(ready=number)
     async for _ in commands():
         say(taken=number)
@@ -145,9 +155,11 @@ async def receive(address: str, first: int, number: int) -> None:
     """Be so many receivers."""
     receivers = []
     for index in range(first, first + number):
-        name = f"rollout-{index}"
-        link = Link(RpcClient(name=name, resolve=address))
-        receiver = WeightReceiver(membership=link, worker=name, transport=HostTransport(name=name, patience_s=60.0))
+        membership = await member_of(address, "rollout", index)
+        name = membership.member.incarnation
+        receiver = WeightReceiver(
+            membership=membership, worker=name, transport=HostTransport(name=name, patience_s=60.0)
+        )
         await receiver.start()
         receivers.append(receiver)
     say(ready=number)
@@ -194,7 +206,7 @@ class Child:
         await self._process.wait()
 
 
-async def measure(receivers: int, *, kind: str, processes: int, versions: int, tensors: int) -> None:
+async def measure(receivers: int, *, kind: str, processes: int, versions: int, tensors: int, window: float) -> None:
     """Publish versions and say what each costs the driver."""
     driver = await Child.start("driver")
     address = str((await driver.hear())["address"])
@@ -202,10 +214,12 @@ async def measure(receivers: int, *, kind: str, processes: int, versions: int, t
     groups = [await Child.start(kind, address, at, min(share, receivers - at)) for at in range(0, receivers, share)]
     for group in groups:
         await group.hear()
-    link = Link(RpcClient(name="trainer", resolve=address))
-    sender = WeightSender(membership=link, worker="trainer", transport=HostTransport(name="trainer"))
+    membership = await member_of(address, "trainer", 0)
+    worker = membership.member.incarnation
+    sender = WeightSender(membership=membership, worker=worker, transport=HostTransport(name="trainer"))
     await sender.start()
     rng = np.random.default_rng(0)
+    costs: list[dict[str, float]] = []
     try:
         for step in range(versions):
             await driver.ask("mark")
@@ -217,24 +231,33 @@ async def measure(receivers: int, *, kind: str, processes: int, versions: int, t
             for group in groups:
                 await group.ask("take")
             took = time.monotonic() - began
+            await asyncio.sleep(max(0.0, window - took))
             spent = await driver.ask("mark")
-            await asyncio.sleep(took)
+            await asyncio.sleep(max(window, took))
             idle = await driver.ask("mark")
+            extra = {name: float(spent[name]) - float(idle[name]) for name in ("cpu_s", "sent")}
+            costs += [extra] if step else []
             say(
                 version=step,
-                receivers=receivers,
                 seconds=round(took, 2),
                 cpu_ms=round(1e3 * float(spent["cpu_s"]), 1),
                 idle_ms=round(1e3 * float(idle["cpu_s"]), 1),
-                microseconds_per_receiver=round(1e6 * float(spent["cpu_s"]) / receivers, 1),
-                bytes_sent=spent["sent"],
-                bytes_per_receiver=round(float(spent["sent"]) / receivers, 1),
-                calls=spent["calls"],
+                bytes_more=round(extra["sent"]),
+                calls={name: count - idle["calls"].get(name, 0) for name, count in spent["calls"].items()},
             )
+        milliseconds = [1e3 * cost["cpu_s"] for cost in costs]
+        say(
+            receivers=receivers,
+            versions=len(costs),
+            milliseconds=round(statistics.fmean(milliseconds), 1),
+            standard_error=round(statistics.stdev(milliseconds) / len(costs) ** 0.5, 1),
+            bytes=round(statistics.fmean(cost["sent"] for cost in costs)),
+        )
     finally:
+        await sender.close()
+        await membership.close()
         for child in (*groups, driver):
             await child.end()
-        await sender.close()
 
 
 def main() -> None:
@@ -242,7 +265,8 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--receivers", type=int, default=1000)
     options.add_argument("--processes", type=int, default=2)
-    options.add_argument("--versions", type=int, default=4)
+    options.add_argument("--versions", type=int, default=16)
+    options.add_argument("--window", type=float, default=4.0, help="seconds for a version, and for as long without one")
     options.add_argument("--tensors", type=int, default=100, help="of which the manifest, sent twice, consists")
     options.add_argument("--pull", action="store_true", help="pull the weights, too")
     options.add_argument("--play", nargs="+", help=argparse.SUPPRESS)
@@ -262,6 +286,7 @@ def main() -> None:
                     processes=chosen.processes,
                     versions=chosen.versions,
                     tensors=chosen.tensors,
+                    window=chosen.window,
                 )
             )
 

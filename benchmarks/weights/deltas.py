@@ -17,14 +17,14 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from asyncflow.identity import SampleKey, Version
-from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.columns import Jagged
+from asyncflow.rpc.directory import Directory
+from asyncflow.rpc.membership import Member, Membership
 from asyncflow.rpc.server import RpcServer
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.ranks import SingleProcess
@@ -38,11 +38,6 @@ from asyncflow.weights.service import CatalogueService
 
 SOON = 120.0
 CHUNK = 1 << 19
-
-
-@dataclass
-class Link:
-    driver: RpcClient
 
 
 def small_model(folder: Path) -> Path:
@@ -96,18 +91,24 @@ async def measure(model: Path, *, rate: float, steps: int) -> None:
     backend = TorchBackend(BackendSettings(optimizer=optimizer, threads=1), group=SingleProcess())
     backend.load(model, checkpoint=None)
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-    server = RpcServer(name="driver")
-    CatalogueService(server)
+    server, directory = RpcServer(name="driver"), Directory()
+    directory.attach(server)
+    CatalogueService(server, directory=directory)
     address = await server.start()
-    clients = [RpcClient(name=name, resolve=address) for name in ("trainer", "differences", "whole")]
-    sender = WeightSender(membership=Link(clients[0]), worker="trainer", transport=HostTransport(name="trainer"))
+    members = [
+        Membership(driver=address, member=Member(role=name, index=0, incarnation=name))
+        for name in ("trainer", "differences", "whole")
+    ]
+    for member in members:
+        await member.join(SOON)
+    sender = WeightSender(membership=members[0], worker="trainer", transport=HostTransport(name="trainer"))
     receivers = [
         WeightReceiver(
-            membership=Link(client),
-            worker=client.name,
-            transport=HostTransport(name=client.name, delta=client.name == "differences"),
+            membership=member,
+            worker=member.member.role,
+            transport=HostTransport(name=member.member.role, delta=member.member.role == "differences"),
         )
-        for client in clients[1:]
+        for member in members[1:]
     ]
     for part in (sender, *receivers):
         await part.start()
@@ -136,7 +137,7 @@ async def measure(model: Path, *, rate: float, steps: int) -> None:
             }
             sys.stdout.write(json.dumps(say) + "\n")
         before = weights
-    for part in (*receivers, sender, *clients, server):
+    for part in (*receivers, sender, *members, directory, server):
         await part.close()
     backend.close()
 

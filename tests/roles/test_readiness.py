@@ -67,7 +67,7 @@ async def becomes_ready(url: str) -> None:
 async def test_each_role_is_ready_when_it_can_serve(tmp_path: Path) -> None:
     server, directory = RpcServer(name="driver"), Directory()
     directory.attach(server)
-    CatalogueService(server)
+    CatalogueService(server, directory=directory)
     at = await server.start()
 
     async def url_of(role: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -32,8 +33,9 @@ from asyncflow.rollout.engines import open_engine
 from asyncflow.rollout.job import RolloutSettings
 from asyncflow.rollout.loading import Weights
 from asyncflow.rollout.worker import RolloutWorker, wanted_by
-from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.columns import Jagged
+from asyncflow.rpc.directory import Directory
+from asyncflow.rpc.membership import Member, Membership
 from asyncflow.rpc.server import RpcServer
 from asyncflow.telemetry.metrics import RolloutMetrics
 from asyncflow.weights.host_transport import HostTransport
@@ -52,11 +54,6 @@ def word_tokenizer() -> Tokenizer:
     core = tokenizers.Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     core.pre_tokenizer = WhitespaceSplit()
     return Tokenizer(core, eos_ids=[1], pad_id=1)
-
-
-@dataclass
-class Link:
-    driver: RpcClient
 
 
 @dataclass
@@ -89,7 +86,10 @@ class World:
         for index in range(2):
             await self.start_unit(index)
         self.driver = RpcServer(name="driver")
-        self.catalogue = CatalogueService(self.driver)
+        directory = Directory()
+        directory.attach(self.driver)
+        self.stack.push_async_callback(directory.close)
+        self.catalogue = CatalogueService(self.driver, directory=directory)
         self.permits = Permits(most=1)
         supply = Supply(rates={}, need=0.0, ready=0, version_s=None)
         PermitService(self.driver, permits=self.permits, supply=lambda: supply)
@@ -97,7 +97,7 @@ class World:
         self.stack.push_async_callback(self.driver.close)
         self.queue = self.client("driver")
         self.sender = WeightSender(
-            membership=self.link("trainer"), worker="trainer", transport=HostTransport(name="trainer")
+            membership=await self.member("trainer"), worker="trainer", transport=HostTransport(name="trainer")
         )
         await self.sender.start()
         self.stack.push_async_callback(self.sender.close)
@@ -143,10 +143,12 @@ class World:
         self.stack.push_async_callback(client.close)
         return client
 
-    def link(self, worker: str) -> Link:
-        client = RpcClient(name=worker, resolve=lambda: self.driver_address)
-        self.stack.push_async_callback(client.close)
-        return Link(driver=client)
+    async def member(self, worker: str) -> Membership:
+        place = Member(role="rollout", index=zlib.crc32(worker.encode()), incarnation=worker)
+        membership = Membership(driver=self.driver_address, member=place)
+        await membership.join(CALL_S)
+        self.stack.push_async_callback(membership.close)
+        return membership
 
     async def publish(self, step: int, weights: dict[str, np.ndarray] | None = None, *, attempt: int = 0) -> None:
         tensors = weights or {"step": np.full(64, step, np.float32)}
@@ -209,8 +211,9 @@ class World:
     ) -> Rollout:
         instance = Instance(swap_at=swap_at, slots=slots, staggered=staggered)
         queue = self.client(name)
+        membership = await self.member(name)
         receiver = WeightReceiver(
-            membership=self.link(name), worker=name, transport=HostTransport(name=name), want=wanted_by(instance)
+            membership=membership, worker=name, transport=HostTransport(name=name), want=wanted_by(instance)
         )
         await receiver.start()
         self.stack.push_async_callback(receiver.close)
@@ -245,7 +248,7 @@ class World:
             metrics=RolloutMetrics(),
             merge=merge,
             environment=environment,
-            permits=SwapPermits(membership=self.link(name), worker=name) if staggered else None,
+            permits=SwapPermits(membership=membership, worker=name) if staggered else None,
         )
         running = asyncio.create_task(worker.run())
         rollout = Rollout(worker, receiver, instance, queue, running)

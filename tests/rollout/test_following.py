@@ -13,8 +13,8 @@ from asyncflow.api.weights import WeightSync
 from asyncflow.identity import Version
 from asyncflow.rollout.following import FollowingEngine
 from asyncflow.rollout.loading import EXACT, WeightLoader
-from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.directory import Directory
+from asyncflow.rpc.membership import Member, Membership
 from asyncflow.rpc.server import RpcServer
 from asyncflow.telemetry.metrics import FollowerMetrics
 from asyncflow.telemetry.spans import NO_SPANS
@@ -61,13 +61,6 @@ class Engine:
         self.version = version
 
 
-class Link:
-    """The part of a membership that a sender needs."""
-
-    def __init__(self, driver: RpcClient) -> None:
-        self.driver = driver
-
-
 class Publisher:
     """A publisher: directory, catalogue, permits and a sender. newer(): publishes the next version."""
 
@@ -88,15 +81,17 @@ async def publisher() -> AsyncIterator[Publisher]:
     async with contextlib.AsyncExitStack() as stack:
         server, directory = RpcServer(name="driver"), Directory()
         directory.attach(server)
-        catalogue, permits = CatalogueService(server), PermitService(server)
+        catalogue, permits = CatalogueService(server, directory=directory), PermitService(server)
         catalogue.require(())
         directory.on_leave.append(lambda member, _: permits.leave(member.incarnation))
         address = await server.start()
         stack.push_async_callback(server.close)
         stack.push_async_callback(directory.close)
-        client = RpcClient(name="trainer", resolve=address)
-        stack.push_async_callback(client.close)
-        sender = WeightSender(membership=Link(client), worker="trainer", transport=HostTransport(name="trainer"))
+        member = Member(role="publisher", index=0, incarnation="trainer")
+        membership = Membership(driver=address, member=member)
+        await membership.join(SOON)
+        stack.push_async_callback(membership.close)
+        sender = WeightSender(membership=membership, worker="trainer", transport=HostTransport(name="trainer"))
         await sender.start()
         stack.push_async_callback(sender.close)
         yield Publisher(sender, address)

@@ -70,10 +70,8 @@ def test_a_rollout_claims_writes_and_pulls_and_no_more():
         "queue.renew",
         "queue.end",
         "unit.write",
-        "weights.watch",
         "weights.locate",
         "weights.held",
-        "weights.dropped",
         "weights.permit",
         "weights.changed",
         "weights.fetch",
@@ -180,7 +178,7 @@ def test_followers_share_one_certificate_and_receive_weights_and_no_more():
         Access().check(_caller("follower", 0), "weights.held", Request(worker="rollout-1-ab"))
     with pytest.raises(Refused, match=r"follower-0 may not call weights\.permit on behalf of rollout-1"):
         Access().check(_caller("follower", 0), "weights.permit", Request(worker="rollout-1-ab"))
-    weights = {"watch", "locate", "held", "dropped", "fetch", "place", "pair", "send", "permit", "changed"}
+    weights = {"locate", "held", "fetch", "place", "pair", "send", "permit", "changed"}
     assert _allowed("follower") == DIRECTORY | {f"weights.{what}" for what in weights}
 
 
@@ -202,7 +200,7 @@ def test_a_process_of_a_task_works_on_its_own_rows_and_no_more():
     for other in ("task-other-1", "task-mark-0", "rollout-1", "task-1"):
         with pytest.raises(Refused, match=rf"task-mark-1 may not call queue\.claim on behalf of {other}"):
             access.check(caller, "queue.claim", Request(worker=f"{other}-ab"))
-    for method in ("weights.watch", "queue.slot", "queue.clear", "unit.put"):
+    for method in ("weights.held", "queue.slot", "queue.clear", "unit.put"):
         with pytest.raises(Refused):
             access.check(caller, method, Request())
     assert ProcessIdentity.of(caller.uri) == caller

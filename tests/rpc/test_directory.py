@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from msgspec import Raw
 
 from asyncflow.errors import Fenced
 from asyncflow.rpc.directory import Directory
@@ -58,6 +59,48 @@ def test_nobody_is_told_of_members_that_answer_no_calls() -> None:
     directory.leave("rollout 3", "went")
     assert directory.heartbeat(beat("unit", known.revision)).peers is None
     assert len(directory.members("rollout")) == 999
+
+
+async def test_a_subscriber_may_come_again_the_later_the_more_there_are_and_never_later_than_all_members() -> None:
+    directory = Scene().directory()
+    paces = []
+    for index in range(2000):
+        directory.register(member(f"rollout {index}", index=index))
+        answer = directory.heartbeat(Beat(incarnation=f"rollout {index}", revision=0, heard=-1))
+        paces.append(answer.pace_s)
+    assert paces[:3] == pytest.approx([0.001, 0.002, 0.003])
+    assert paces[-1] == directory.heartbeat_s
+    directory.leave("rollout 0", "went")
+    assert directory.heartbeat(Beat(incarnation="rollout 1", revision=0)).broadcast is None
+
+
+async def test_a_parked_heartbeat_is_answered_by_news_by_another_and_when_its_member_is_gone() -> None:
+    directory = Scene().directory()
+    directory.register(member("a"))
+    directory.broadcast(b"\xc3")
+    number, document = directory.heartbeat(Beat(incarnation="a", revision=0, heard=-1)).broadcast
+    assert bytes(document) == b"\xc3"
+    parked = directory.heartbeat(Beat(incarnation="a", revision=0, heard=number))
+    again = directory.heartbeat(Beat(incarnation="a", revision=0, heard=number))
+    assert (await parked).broadcast is None
+    directory.broadcast(b"\xc2")
+    assert (await again).broadcast == (number + 1, Raw(b"\xc2"))
+    last = directory.heartbeat(Beat(incarnation="a", revision=0, heard=number + 1))
+    directory.leave("a", "went")
+    assert not (await last).known
+
+
+async def test_a_parked_heartbeat_says_its_time_and_directives_are_no_news_twice() -> None:
+    directory = Directory(heartbeat_s=0.05, lost_after_s=5.0)
+    directory.register(member("a"))
+    directory.broadcast(b"\xc3")
+    beat = Beat(
+        incarnation="a", revision=0, heard=directory.heartbeat(Beat(incarnation="a", revision=0, heard=-1)).broadcast[0]
+    )
+    assert (await directory.heartbeat(beat)).known
+    directory.directives = lambda _: Directives(drain=True)
+    assert directory.heartbeat(beat).directives.drain
+    assert (await directory.heartbeat(beat)).directives.drain
 
 
 def test_a_restarted_directory_asks_everybody_to_register_again() -> None:

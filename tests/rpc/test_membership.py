@@ -6,6 +6,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncflow.errors import DeadlineExceeded, Fenced
@@ -73,6 +74,72 @@ async def test_directives_arrive_and_are_told_when_they_change(
     directory.directives = lambda _: Directives(drain=True, checkpoint=1)
     await membership.wait_for(lambda: membership.directives.checkpoint == 1, "a checkpoint", 20)
     assert told == [Directives(drain=True), Directives(drain=True, checkpoint=1)]
+
+
+class Subscriber:
+    """Hears broadcasts, and holds numbers."""
+
+    def __init__(self) -> None:
+        self.held: tuple[int, ...] = ()
+        self.told: list[Any] = []
+        self.unknown: list[int] = []
+
+    def holds(self) -> tuple[int, ...]:
+        return self.held
+
+    def hear(self, broadcast: msgspec.Raw | None, unknown: tuple[int, ...]) -> None:
+        self.told += [] if broadcast is None else [msgspec.msgpack.decode(broadcast)]
+        self.unknown += unknown
+
+
+@pytest.fixture
+async def slow_directory(server: RpcServer) -> AsyncIterator[Directory]:
+    """A directory whose rhythm is far too slow for what the tests wait for."""
+    made = Directory(heartbeat_s=30.0, lost_after_s=60.0)
+    made.attach(server)
+    yield made
+    await made.close()
+
+
+async def test_broadcasts_reach_a_subscriber_and_what_it_holds_the_directory_before_it_is_time(
+    server: RpcServer, slow_directory: Directory, join: Join
+) -> None:
+    membership, subscriber = await join(server.address), Subscriber()
+    held: list[tuple[int, ...]] = []
+    slow_directory.held = lambda _, holds: held.append(holds) or tuple(each for each in holds if each > 7)
+    slow_directory.broadcast(msgspec.msgpack.encode("first"))
+    membership.subscriber = subscriber
+    membership.nudge()
+    await until(lambda: subscriber.told == ["first"])
+    for word in ("second", "third"):
+        slow_directory.broadcast(msgspec.msgpack.encode(word))
+        await until(lambda word=word: subscriber.told[-1] == word)
+    subscriber.held = (7, 8)
+    membership.nudge()
+    await until(lambda: held[-1] == (7, 8) and subscriber.unknown[:1] == [8])
+    slow_directory.held = lambda _incarnation, _holds: ()
+    membership.nudge()
+    await until(lambda: slow_directory._entries["rollout", 0].parked)
+    slow_directory.leave(membership.member.incarnation, "taken for lost")
+    await until(lambda: slow_directory.members("rollout") == [membership.member])
+    slow_directory.broadcast(msgspec.msgpack.encode("fourth"))
+    await until(lambda: subscriber.told[-1] == "fourth")
+
+
+async def test_one_of_many_does_not_report_before_its_turn(
+    server: RpcServer, slow_directory: Directory, join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncflow.rpc.directory._PACE_S", 60.0)
+    membership, subscriber = await join(server.address), Subscriber()
+    membership.subscriber = subscriber
+    slow_directory.broadcast(msgspec.msgpack.encode("news"))
+    membership.nudge()
+    await until(lambda: subscriber.told == ["news"])
+    beats = server.counters.calls["directory.heartbeat"]
+    for _ in range(10):
+        membership.nudge()
+        await asyncio.sleep(0.01)
+    assert server.counters.calls["directory.heartbeat"] == beats
 
 
 async def test_what_does_not_come_is_said_at_the_deadline(server: RpcServer, directory: Directory, join: Join) -> None:

@@ -18,9 +18,9 @@ from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.protocol.messages import Samples, Tag, TaskSpec
 from asyncflow.queue.storage.unit import StorageUnit
-from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.columns import Jagged
-from asyncflow.rpc.membership import Directives
+from asyncflow.rpc.directory import Directory
+from asyncflow.rpc.membership import Directives, Member, Membership
 from asyncflow.rpc.server import RpcServer
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.batch import COLUMNS
@@ -36,11 +36,6 @@ from asyncflow.weights.service import CatalogueService
 PARTITION = "job"
 GROUPS, SIZE = 3, 2
 UNITS = 2
-
-
-@dataclass
-class Linked:
-    driver: RpcClient
 
 
 @dataclass
@@ -74,6 +69,7 @@ class Seat:
 
     trainer: Trainer
     sender: WeightSender
+    membership: Membership
     queue: QueueClient
     talk: Talk
 
@@ -82,6 +78,7 @@ class Seat:
             return await self.trainer.run()
         finally:
             await self.sender.close()
+            await self.membership.close()
             await self.queue.close()
 
 
@@ -104,8 +101,11 @@ async def take_seat(
 ) -> Seat:
     group = group or SingleProcess()
     worker = f"trainer-{group.rank}-{attempt}"
+    member = Member(role="trainer", index=group.rank, attempt=attempt, incarnation=worker)
+    membership = Membership(driver=places.driver, member=member)
+    await membership.join(30)
     sender = WeightSender(
-        membership=Linked(RpcClient(name=worker, resolve=places.driver)),
+        membership=membership,
         worker=worker,
         transport=HostTransport(name=worker),
         part=group.rank,
@@ -145,7 +145,7 @@ async def take_seat(
         materialise=lambda: None,
         announced=announced,
     )
-    return Seat(trainer, sender, queue, talk)
+    return Seat(trainer, sender, membership, queue, talk)
 
 
 class World:
@@ -156,9 +156,11 @@ class World:
         self.whole = whole
         self.controller = Controller(ledger_dir=folder / "ledger")
         self.server = RpcServer(name="driver")
-        self.catalogue = CatalogueService(self.server).catalogue
 
     async def __aenter__(self) -> World:
+        self.directory = Directory()
+        self.directory.attach(self.server)
+        self.catalogue = CatalogueService(self.server, directory=self.directory).catalogue
         address = await self.controller.start()
         self.units = [StorageUnit(index=i, limit_bytes=1 << 24, controller=address) for i in range(UNITS)]
         self.places = Places(
@@ -180,6 +182,7 @@ class World:
         for unit in self.units:
             await unit.close()
         await self.controller.close()
+        await self.directory.close()
         await self.server.close()
 
     async def dispatch(self, first: int, last: int, *, shuffled: int | None = None) -> None:

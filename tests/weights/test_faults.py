@@ -53,12 +53,12 @@ async def test_those_that_pull_from_a_receiver_that_fails_on_its_way_go_on_elsew
         for index in range(5)
     ]
     await sender.publish(version, {f"layer.{at}": weights["big"][at * 1024 :][:1024] for at in range(8)}, timeout=SOON)
-    record = world.service.catalogue._records[version]
-    await until(lambda: "victim" in record.arriving, "the victim has begun")
+    placed = world.service.catalogue._spread._receivers
+    await until(lambda: "victim" in placed, "the victim has begun")
     arriving = [asyncio.create_task(receiver.ensure(1, timeout=SOON)) for receiver in others]
 
     def fed() -> list[str]:
-        return [name for name, known in record.spread._receivers.items() if known.parent == "victim"]
+        return [name for name, known in placed.items() if known.parent == "victim"]
 
     def begun() -> bool:
         return len(fed()) == 2 and all(

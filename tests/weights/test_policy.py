@@ -16,7 +16,7 @@ from asyncflow.weights.transfer import preference
 
 def view(*available: tuple[int, int], required=()) -> CatalogueView:
     versions = tuple(VersionView(version=Version(*v).packed, digest="d", available=True) for v in sorted(available))
-    return CatalogueView(epoch="e", revision=1, required=tuple(required), releasable=(), versions=versions)
+    return CatalogueView(epoch="e", required=tuple(required), releasable=(), versions=versions)
 
 
 def choose(known, *, held=(), unfinished=None, asked=(), wanted=None) -> Version | None:

@@ -27,10 +27,12 @@ NODES = {"a": "n1", "b": "n1", "c": "n1", "d": "n1", "e": "n2", "f": "n2", "g": 
 
 
 class History:
-    """Receivers of two layouts on a few nodes that come, ask again, complain, finish and go."""
+    """Receivers of two layouts on a few nodes that come, ask again, complain, finish and go, over some versions."""
 
     def __init__(self) -> None:
         self.spread = Spread()
+        self.version = 0
+        self.whole: set[str] = set()
         self.sources: dict[str, str | None] = {}
         self.layouts: dict[str, str] = {}
         self.doubted: set[str] = set()
@@ -38,8 +40,20 @@ class History:
     def ask(self, receiver: str, layout: str) -> None:
         layout = self.layouts.setdefault(receiver, layout)
         new, near = receiver not in self.sources, self.near(receiver)
-        self.sources[receiver] = self.spread.place(receiver, layout=layout, node=NODES[receiver])
+        before = self.sources.get(receiver)
+        self.sources[receiver] = self.place(receiver)
         assert not near or not new or self.sources[receiver] in near
+        assert new or before not in self.whole - self.doubted or self.sources[receiver] == before
+
+    def place(self, receiver: str, *, failed: set[str] = frozenset()) -> str | None:
+        return self.spread.place(
+            receiver,
+            layout=self.layouts[receiver],
+            node=NODES[receiver],
+            failed=failed,
+            version=self.version,
+            whole=self.whole,
+        )
 
     def near(self, receiver: str) -> set[str]:
         """Return who on the receiver's node has what it needs, and room."""
@@ -63,21 +77,24 @@ class History:
             source = self.sources[receiver]
             failed = {"publisher"} if source is None else {source}
             self.doubted |= failed
-            self.sources[receiver] = self.spread.place(
-                receiver, layout=self.layouts[receiver], node=NODES[receiver], failed=failed
-            )
+            self.sources[receiver] = self.place(receiver, failed=failed)
             assert source is None or self.sources[receiver] != source
 
     def finish(self, receiver: str, _layout: str) -> None:
         if receiver in self.layouts:
-            self.spread.finish(receiver, layout=self.layouts[receiver], node=NODES[receiver])
-            self.sources.pop(receiver, None)
+            self.spread.heard(receiver)
+            self.whole.add(receiver)
             self.doubted.discard(receiver)
+
+    def publish(self, _receiver: str, _layout: str) -> None:
+        self.version += 1
+        self.whole = set()
 
     def leave(self, receiver: str, _layout: str) -> None:
         if self.layouts.pop(receiver, None) is not None:
             self.spread.leave(receiver)
             self.sources.pop(receiver, None)
+            self.whole.discard(receiver)
             self.doubted.discard(receiver)
             for child in [child for child, source in self.sources.items() if source == receiver]:
                 self.sources[child] = "one that has left"
@@ -96,7 +113,7 @@ class History:
             assert source not in self.layouts or self.layouts[source] == self.layouts[receiver]
 
 
-EVENTS = [History.ask, History.complain, History.finish, History.leave]
+EVENTS = [History.ask, History.complain, History.finish, History.leave, History.publish]
 
 
 @settings(max_examples=200)
@@ -125,25 +142,34 @@ class Swarm:
     on_node: int = 0
     stopped: set[str] = field(default_factory=set)
     slow: set[str] = field(default_factory=set)
+    spread: Spread = field(default_factory=Spread)
+    source: dict[str, str | None] = field(default_factory=dict)
+    took: dict[str, int] = field(default_factory=dict)
 
-    def run(self) -> None:
-        rng, spread = random.Random(self.seed), Spread()
+    def run(self, version: int = 0) -> None:
+        """Spread a version; a later one goes from the sources that the one before had, of which nobody asks."""
+        rng, spread, source = random.Random(self.seed), self.spread, self.source
         names = [f"r{index}" for index in range(self.size)]
         starts = {name: rng.randrange(3) for name in names}
         node = {name: f"n{index // self.on_node}" if self.on_node else "" for index, name in enumerate(names)}
+        review = {name: max(REVIEW, 3 * self.took.get(name, 0) // 2) for name in names}
         rng.shuffle(names)
-        has, source, silent, asked = Counter(), {}, Counter(), {}
-        self.egress, self.finished, self.moves, self.between, now = Counter(), {}, 0, 0, 0
+        has, silent, asked = Counter(), Counter(), {}
+        self.egress, self.finished, self.asks, self.between, now = Counter(), {}, 0, 0, 0
         awaited = set(names) - self.stopped - self.slow
         while awaited - self.finished.keys():
             assert now < 10_000
             for name in names:
                 if starts[name] == now:
-                    source[name], asked[name] = spread.place(name, layout="", node=node[name]), now
+                    asked[name] = now
+                    if name not in source:
+                        source[name] = spread.place(
+                            name, layout="", node=node[name], version=version, whole=self.finished
+                        )
             before = dict(has)
             sent: Counter[str | None] = Counter()
             for name in rng.sample(names, len(names)):
-                if name not in source or name in self.finished or name in self.stopped:
+                if name not in asked or name in self.finished or name in self.stopped:
                     continue
                 giver = source[name]
                 ahead = self.portions if giver is None else before.get(giver, 0)
@@ -157,13 +183,16 @@ class Swarm:
                 self.between += got if not self.on_node or node.get(giver) != node[name] else 0
                 silent[name] = silent[name] + 1 if giver in self.stopped else 0
                 if has[name] == self.portions:
-                    spread.finish(name, layout="", node=node[name])
+                    spread.heard(name)
                     self.finished[name] = now
-                elif silent[name] > PATIENCE or (giver is not None and now - asked[name] >= REVIEW):
+                    self.took[name] = now - starts[name]
+                elif silent[name] > PATIENCE or (giver is not None and now - asked[name] >= review[name]):
                     failed = {giver} if silent[name] > PATIENCE else set()
-                    source[name] = spread.place(name, layout="", node=node[name], failed=failed)
+                    source[name] = spread.place(
+                        name, layout="", node=node[name], failed=failed, version=version, whole=self.finished
+                    )
                     asked[name] = now
-                    self.moves += source[name] != giver
+                    self.asks += 1
                     silent[name] = 0
             now += 1
 
@@ -212,12 +241,25 @@ def test_those_below_a_slow_receiver_leave_it_for_others_that_are_done(seed, on_
     assert swarm.egress[None] <= ROOTS * swarm.portions
 
 
+@pytest.mark.parametrize("on_node", [0, 8])
+@pytest.mark.parametrize("size", [3, 16, 1000])
+def test_the_next_version_goes_the_same_way_and_nobody_is_asked(size, on_node):
+    swarm = Swarm(size, on_node=on_node)
+    swarm.run()
+    assert swarm.asks > 0 or size <= ROOTS + 1
+    swarm.run(version=1)
+    assert swarm.asks == 0
+    assert swarm.egress[None] <= ROOTS * swarm.portions
+    assert sum(swarm.egress.values()) == size * swarm.portions
+    alone = max(3, swarm.portions / swarm.rate * FANOUT)
+    assert max(swarm.finished.values()) <= 3 + alone + 2 * size.bit_length()
+
+
 def test_a_newcomer_finds_the_version_at_who_has_it_and_not_at_the_publisher():
     spread = Spread()
-    for name in "abc":
-        spread.place(name, layout="")
-        spread.finish(name, layout="")
-    assert {spread.place(f"late{index}", layout="") for index in range(2 * 3)} == {"a", "b", "c"}
+    assert [spread.place(name, layout="") for name in "abc"] == [None, None, "a"]
+    late = [spread.place(f"late{index}", layout="", version=1, whole="abc") for index in range(5)]
+    assert Counter(late) == {"a": 1, "b": 2, "c": 2}
 
 
 @pytest.fixture
@@ -231,20 +273,23 @@ def crossing() -> Spread:
 
 
 def test_a_source_far_away_is_left_for_one_on_the_node_as_soon_as_that_has_the_whole_version(crossing):
-    crossing.finish("near", layout="", node="here")
-    crossing.finish("q", layout="", node="of q")
-    assert crossing.place("first", layout="", node="here") == "near"
+    crossing.join("near", layout="", node="here")
+    assert crossing.place("first", layout="", node="here", whole={"near", "q"}) == "near"
 
 
 def test_a_source_on_the_node_is_left_for_one_far_away_only_where_it_is_slower_than_others(crossing):
-    crossing.finish("q", layout="", node="of q")
-    assert crossing.place("first", layout="", node="here") == "q"
-    assert {crossing.place("second", layout="", node="here") for _ in range(2 * LOYAL)} == {"first"}
+    assert crossing.place("first", layout="", node="here", whole={"q"}) == "q"
+    assert {crossing.place("second", layout="", node="here", whole={"q"}) for _ in range(2 * LOYAL)} == {"first"}
     crossing.place("later", layout="", node="there")
-    crossing.finish("later", layout="", node="there")
-    asked = [crossing.place("second", layout="", node="here") for _ in range(LOYAL)]
-    assert asked[:-1] == ["first"] * (LOYAL - 1)
-    assert asked[-1] in ("q", "later")
+    asked = [crossing.place("second", layout="", node="here", whole={"later"}) for _ in range(LOYAL)]
+    assert asked == ["first"] * (LOYAL - 1) + ["later"]
+
+
+def test_that_a_source_was_slow_is_forgotten_with_the_version(crossing):
+    crossing.place("later", layout="", node="there")
+    for version in range(2 * LOYAL):
+        source = crossing.place("second", layout="", node="here", version=version, whole={"later"})
+        assert source == "first"
 
 
 class CountingTransport(HostTransport):

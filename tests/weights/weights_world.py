@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+import zlib
 from asyncio.subprocess import Process
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ import numpy as np
 
 from asyncflow.identity import Version
 from asyncflow.rpc.addresses import host_and_port
-from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.directory import Directory
+from asyncflow.rpc.membership import Member, Membership
 from asyncflow.rpc.server import RpcServer
 from asyncflow.weights.host_transport import HostTransport
 from asyncflow.weights.receiver import WeightReceiver
@@ -24,9 +26,19 @@ from asyncflow.weights.transfer import preference
 SOON = 40.0
 
 
-@dataclass
-class Link:
-    driver: RpcClient
+async def member_of(driver: Any, worker: str) -> Membership:
+    """Return a worker as a member of whoever listens at ``driver``, which may come later."""
+    member = Member(role="rollout", index=zlib.crc32(worker.encode()), incarnation=worker)
+    membership = Membership(driver=driver, member=member)
+    await membership.join(SOON)
+    return membership
+
+
+def catalogue_of(server: RpcServer) -> CatalogueService:
+    """Return the catalogue of a driver that is not started yet, with the directory that tells all of it."""
+    directory = Directory()
+    directory.attach(server)
+    return CatalogueService(server, directory=directory)
 
 
 @dataclass
@@ -38,7 +50,7 @@ class World:
 
     async def start_driver(self) -> CatalogueService:
         self.server = RpcServer(name="driver")
-        self.service = CatalogueService(self.server)
+        self.service = catalogue_of(self.server)
         self.address = await self.server.start()
         return self.service
 
@@ -47,14 +59,14 @@ class World:
         self.address = None
         await self.server.close()
 
-    def link(self, worker: str) -> Link:
-        client = RpcClient(name=worker, resolve=lambda: self.address)
-        self._close.append(client.close)
-        return Link(driver=client)
+    async def member(self, worker: str) -> Membership:
+        membership = await member_of(lambda: self.address, worker)
+        self._close.append(membership.close)
+        return membership
 
     async def sender(self, worker: str = "trainer", **options: Any) -> WeightSender:
         transport = options.pop("transport", None) or HostTransport(name=worker)
-        sender = WeightSender(membership=self.link(worker), worker=worker, transport=transport, **options)
+        sender = WeightSender(membership=await self.member(worker), worker=worker, transport=transport, **options)
         await sender.start()
         self._close.append(sender.close)
         return sender
@@ -62,7 +74,7 @@ class World:
     async def receiver(self, worker: str = "", **options: Any) -> WeightReceiver:
         worker = worker or f"rollout-{uuid.uuid4().hex[:6]}"
         transport = options.pop("transport", None) or HostTransport(name=worker)
-        receiver = WeightReceiver(membership=self.link(worker), worker=worker, transport=transport, **options)
+        receiver = WeightReceiver(membership=await self.member(worker), worker=worker, transport=transport, **options)
         await receiver.start()
         self._close.append(receiver.close)
         return receiver

@@ -10,16 +10,15 @@ import asyncio
 import sys
 from typing import Any
 
-from weights_world import Link, Relay, RelayedTransport, bulk
+from weights_world import Relay, RelayedTransport, bulk, catalogue_of, member_of
 
 from asyncflow.identity import Version
-from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.membership import Membership
 from asyncflow.rpc.server import RpcServer
 from asyncflow.weights.host_transport import HostTransport
 from asyncflow.weights.manifest import digest_of
 from asyncflow.weights.receiver import WeightReceiver
 from asyncflow.weights.sender import WeightSender
-from asyncflow.weights.service import CatalogueService
 from asyncflow.weights.transport import Transport, open_transport
 
 
@@ -37,14 +36,14 @@ async def lines() -> Any:
 
 async def drive(address: str) -> None:
     server = RpcServer(name="driver", bind=address)
-    service = CatalogueService(server)
+    service = catalogue_of(server)
     say("ready", await server.start())
     async for _, *steps in lines():
         service.require(map(int, steps))
 
 
-async def send(link: Link, name: str, transport: Transport) -> None:
-    sender = WeightSender(membership=link, worker=name, transport=transport)
+async def send(membership: Membership, name: str, transport: Transport) -> None:
+    sender = WeightSender(membership=membership, worker=name, transport=transport)
     await sender.start()
     say("ready")
     async for attempt, step in lines():
@@ -52,8 +51,8 @@ async def send(link: Link, name: str, transport: Transport) -> None:
         say("published", step, sender.address)
 
 
-async def receive(link: Link, name: str) -> None:
-    receiver = WeightReceiver(membership=link, worker=name, transport=HostTransport(name=name))
+async def receive(membership: Membership, name: str) -> None:
+    receiver = WeightReceiver(membership=membership, worker=name, transport=HostTransport(name=name))
     await receiver.start()
     say("ready")
 
@@ -73,12 +72,12 @@ async def main(kind: str, address: str, name: str, limit: str = "", fast: str = 
     if kind == "driver":
         await drive(address)
         return
-    link = Link(driver=RpcClient(name=name, resolve=address))
+    membership = await member_of(address, name)
     if kind == "sender":
         relayed = RelayedTransport(relay=Relay(limit=int(limit) if limit else None), name=name)
-        await send(link, name, open_transport(fast, name=name) if fast else relayed)
+        await send(membership, name, open_transport(fast, name=name) if fast else relayed)
     else:
-        await receive(link, name)
+        await receive(membership, name)
 
 
 if __name__ == "__main__":

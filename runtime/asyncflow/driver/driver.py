@@ -182,7 +182,7 @@ class Driver:
         self._graph = graph_of(spec)
         self.progress = RunProgress(folder, steps=spec.algorithm.steps, now=clock.now())
         self.assignment = PromptAssignment(prompts_per_step=spec.algorithm.prompts_per_step, steps=spec.algorithm.steps)
-        self.weights = CatalogueService(server, catalogue=Catalogue(keep=spec.weight_sync.keep))
+        self.weights = CatalogueService(server, directory=directory, catalogue=Catalogue(keep=spec.weight_sync.keep))
         staggered = Permits(most=spec.weight_sync.stagger) if spec.schedule.update == "staggered" else None
         self._permits = PermitService(server, permits=staggered, supply=self._supply)
         directory.on_leave.append(lambda member, _reason: self._permits.leave(member.incarnation))

@@ -249,7 +249,6 @@ class Members:
 
     def _left(self, member: Member, _reason: str) -> None:
         self._somebody_left.set()
-        self._weights.leave(member.incarnation)
         self._drained.discard(member.incarnation)
         if member.role not in _WITHOUT_LEASES and not self._stopping:
             expiring = asyncio.get_running_loop().create_task(self._expire(member), name=f"expire {member}")

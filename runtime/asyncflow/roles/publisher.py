@@ -64,10 +64,9 @@ async def serve(context: SyncContext) -> None:
     )
     directory, catalogue = Directory(), Catalogue(keep=context.weights.keep)
     directory.attach(front)
-    service = CatalogueService(front, catalogue=catalogue)
+    service = CatalogueService(front, directory=directory, catalogue=catalogue)
     service.require(())
     permits = PermitService(front)
-    directory.on_leave.append(lambda member, _: service.leave(member.incarnation))
     directory.on_leave.append(lambda member, _: permits.leave(member.incarnation))
     publishing = Publishing(context, metrics=metrics)
 

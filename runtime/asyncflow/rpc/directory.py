@@ -17,8 +17,12 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from msgspec import Raw
 
 from asyncflow.errors import Fenced
+from asyncflow.rpc.framing import encode
 from asyncflow.rpc.membership import (
     HEARTBEAT,
     LEAVE,
@@ -36,20 +40,39 @@ from asyncflow.rpc.server import RpcServer
 log = logging.getLogger(__name__)
 
 _REMEMBERED = 100_000
+_PACE_S = 0.001
+"""Seconds for each subscriber, between two heartbeats of one that has something to say before it is time."""
 
 
 @dataclass
 class _Entry:
+    """A member. told: its directives, as it heard them last; parked: its heartbeat that is not answered yet."""
+
     member: Member
     seen: float
     status: Status = field(default_factory=dict)
+    told: Directives | None = None
+    parked: _Parked | None = None
+
+
+class _Parked(NamedTuple):
+    """A heartbeat, its answer to come, and when that comes at the latest."""
+
+    beat: Beat
+    answer: asyncio.Future[Beaten]
+    expiry: asyncio.TimerHandle
 
 
 class Directory:
     """Knows the members of a job.
 
     heartbeat_s: how often members report; lost_after_s: how long one may be silent; clock: monotonic seconds.
-    on_join, on_leave: lists of functions that are called in order, at once; directives: what is wanted of a member.
+    on_join, on_leave: lists of functions that are called in order, at once; directives: what is wanted of a member;
+    held: called with the incarnation of a subscriber and what it holds, returns what of that is unknown.
+
+    A subscriber's heartbeat is answered when there is a new broadcast, else after ``heartbeat_s``. It may come again
+    after a millisecond for each subscriber, at most ``heartbeat_s``: so what is new reaches a small fleet, and comes
+    from it, at once, while a large one costs no more calls than its heartbeats.
     """
 
     def __init__(
@@ -63,6 +86,9 @@ class Directory:
         self.on_join: list[Callable[[Member], None]] = []
         self.on_leave: list[Callable[[Member, str], None]] = []
         self.directives: Callable[[Member], Directives] = lambda _: Directives()
+        self.held: Callable[[str, tuple[int, ...]], tuple[int, ...]] = lambda _incarnation, _holds: ()
+        self._broadcast = (0, Raw(encode(None)))
+        self._subscribers: set[str] = set()
         self._clock = clock
         self._entries: dict[tuple[str, int], _Entry] = {}
         self._places: dict[str, tuple[str, int]] = {}
@@ -126,15 +152,56 @@ class Directory:
             revision=self.revision, peers=self.peers(), heartbeat_s=self.heartbeat_s, lost_after_s=self.lost_after_s
         )
 
-    def heartbeat(self, beat: Beat) -> Beaten:
-        """Note that a member lives, and answer with what it does not know yet."""
+    def heartbeat(self, beat: Beat) -> Beaten | asyncio.Future[Beaten]:
+        """Note that a member lives, and answer with what it does not know yet; a subscriber waits for that."""
         place = self._places.get(beat.incarnation)
         if place is None:
             return Beaten(known=False)
         entry = self._entries[place]
         entry.seen, entry.status = self._clock(), beat.status
-        peers = None if beat.revision == self.revision else self.peers()
-        return Beaten(known=True, revision=self.revision, peers=peers, directives=self.directives(entry.member))
+        if beat.heard is None:
+            return self._answer(entry, beat)
+        self._subscribers.add(beat.incarnation)
+        unknown = self.held(beat.incarnation, beat.holds)  # which may make a broadcast
+        answer = self._answer(entry, beat, unknown=unknown)
+        self._release(entry)
+        if answer.broadcast or answer.unknown or answer.peers is not None or answer.directives != entry.told:
+            entry.told = answer.directives
+            return answer
+        loop = asyncio.get_running_loop()
+        expiry = loop.call_later(self.heartbeat_s, self._release, entry)
+        entry.parked = _Parked(beat, loop.create_future(), expiry)
+        return entry.parked.answer
+
+    def broadcast(self, document: bytes) -> None:
+        """Tell all subscribers a document, encoded by msgpack, in place of the one before."""
+        self._broadcast = self._broadcast[0] + 1, Raw(document)
+        for incarnation in self._subscribers:
+            self._release(self._entries[self._places[incarnation]])
+
+    def _release(self, entry: _Entry) -> None:
+        """Answer the heartbeat of a member that is parked, if there is one."""
+        parked, entry.parked = entry.parked, None
+        if parked is None:
+            return
+        parked.expiry.cancel()
+        if not parked.answer.done():
+            there = parked.beat.incarnation in self._places
+            answer = self._answer(entry, parked.beat) if there else Beaten(known=False)
+            entry.told = answer.directives
+            parked.answer.set_result(answer)
+
+    def _answer(self, entry: _Entry, beat: Beat, *, unknown: tuple[int, ...] = ()) -> Beaten:
+        fresh = beat.heard is not None and beat.heard != self._broadcast[0]
+        return Beaten(
+            known=True,
+            revision=self.revision,
+            peers=None if beat.revision == self.revision else self.peers(),
+            directives=self.directives(entry.member),
+            broadcast=self._broadcast if fresh else None,
+            unknown=unknown,
+            pace_s=min(self.heartbeat_s, len(self._subscribers) * _PACE_S),
+        )
 
     def leave(self, incarnation: str, reason: str) -> None:
         """Remove a member; nothing happens if it is none."""
@@ -172,8 +239,11 @@ class Directory:
             await asyncio.wait([self._sweeper])
 
     def _remove(self, place: tuple[str, int], reason: str) -> None:
-        member = self._entries.pop(place).member
+        entry = self._entries.pop(place)
+        member = entry.member
         del self._places[member.incarnation]
+        self._subscribers.discard(member.incarnation)
+        self._release(entry)
         self.revision += bool(member.address)
         log.info("%s left (%s): %s", member, member.incarnation, reason)
         for notify in self.on_leave:

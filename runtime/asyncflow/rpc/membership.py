@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeVar
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost
@@ -92,20 +92,34 @@ class Registered(Struct, frozen=True, kw_only=True):
 
 
 class Beat(Struct, frozen=True, kw_only=True):
-    """A heartbeat: who, which revision of the members it knows, and how it does."""
+    """A heartbeat: who, which revision of the members it knows, and how it does.
+
+    heard: the number of the broadcast that it knows, None from who wants none; holds: what a subscriber has, as numbers
+    that mean something to the two subscribers only.
+    """
 
     incarnation: _Name
     revision: int
     status: Status = {}
+    heard: int | None = None
+    holds: tuple[Annotated[int, Meta(ge=0)], ...] = ()
 
 
 class Beaten(Struct, frozen=True, kw_only=True):
-    """Answer to a heartbeat. known: False asks the member to register again; peers: None where nothing changed."""
+    """Answer to a heartbeat. known: False asks the member to register again; peers: None where nothing changed.
+
+    broadcast: what all subscribers are told, and its number, None where nothing changed; unknown: of what the member
+    holds, that of which the directory must be told more; pace_s: seconds between two heartbeats of a subscriber that
+    has something to say before it is time.
+    """
 
     known: bool
     revision: int = 0
     peers: list[Member] | None = None
     directives: Directives = Directives()
+    broadcast: tuple[int, Raw] | None = None
+    unknown: tuple[int, ...] = ()
+    pace_s: float = 0.0
 
 
 class Leave(Struct, frozen=True, kw_only=True):
@@ -122,12 +136,22 @@ _REGISTER_S = 5.0
 _LEAVE_S = 0.5
 
 
+class Subscriber(Protocol):
+    """A part of a member that hears what the directory tells all, and says in each heartbeat what it has."""
+
+    def holds(self) -> tuple[int, ...]:
+        """Return the numbers of what it has."""
+
+    def hear(self, broadcast: Raw | None, unknown: tuple[int, ...]) -> None:
+        """Take a broadcast, where there is a new one, and what of its own must be told the directory in full."""
+
+
 class Membership:
     """This process as a member of a job.
 
     driver: address of the directory; member: who this process is; credentials: of this process; status: asked before
     each heartbeat for what to report (JSON scalars, lists, dicts). on_directives: functions that are called whenever
-    the directives change.
+    the directives change; subscriber: hears broadcasts from the next heartbeat on, None for nobody.
     """
 
     def __init__(
@@ -146,6 +170,9 @@ class Membership:
         self.connected = False
         self.fenced: Fenced | None = None
         self.on_directives: list[Callable[[Directives], None]] = []
+        self.subscriber: Subscriber | None = None
+        self._heard = -1
+        self._pace_s = 0.0
         self._status = status
         self._members: dict[tuple[str, int], Member] = {}
         self._known_before: dict[tuple[str, int], Member] = {}
@@ -232,37 +259,58 @@ class Membership:
         self._learn(registered.revision, registered.peers)
 
     async def _beat_for_ever(self) -> None:
-        while True:
-            try:
-                await self._beat()
-            except Fenced as error:
-                self._be_fenced(error)
-                return
-            except (PeerLost, DeadlineExceeded) as error:
-                if self.connected:
-                    log.warning("%s: the directory is away: %s", self.member, error)
-                self.connected = False
-            except Exception:
-                log.exception("%s: a heartbeat failed", self.member)
+        loop = asyncio.get_running_loop()
+        while self.fenced is None:
             self._soon.clear()
+            sent = loop.time()
+            beat, soon = loop.create_task(self._try_to_beat()), loop.create_task(self._soon.wait())
             try:
-                async with asyncio.timeout(self._heartbeat_s):
-                    await self._soon.wait()
-            except TimeoutError:
-                continue
+                await asyncio.wait((beat, soon), return_when=asyncio.FIRST_COMPLETED)
+                if not soon.done():
+                    next_s = self._pace_s if beat.result() else self._heartbeat_s
+                    await asyncio.wait((soon,), timeout=max(0.0, sent + next_s - loop.time()))
+                if soon.done():
+                    await asyncio.sleep(sent + self._pace_s - loop.time())
+            finally:
+                beat.cancel()
+                soon.cancel()
+                await asyncio.wait((beat, soon))
 
-    async def _beat(self) -> None:
-        beat = Beat(incarnation=self.member.incarnation, revision=self._revision, status=self._status())
-        answer = await self.driver.call(HEARTBEAT, beat, Beaten, timeout=self._lost_after_s)
+    async def _try_to_beat(self) -> bool:
+        """Report once; return whether the next heartbeat may wait at the directory for what is new."""
+        try:
+            return await self._beat()
+        except Fenced as error:
+            self._be_fenced(error)
+        except (PeerLost, DeadlineExceeded) as error:
+            if self.connected:
+                log.warning("%s: the directory is away: %s", self.member, error)
+            self.connected = False
+        except Exception:
+            log.exception("%s: a heartbeat failed", self.member)
+        return False
+
+    async def _beat(self) -> bool:
+        subscriber = self.subscriber
+        beat = Beat(
+            incarnation=self.member.incarnation,
+            revision=self._revision,
+            status=self._status(),
+            heard=None if subscriber is None else self._heard,
+            holds=() if subscriber is None else subscriber.holds(),
+        )
+        answer = await self.driver.call(HEARTBEAT, beat, Beaten, timeout=self._heartbeat_s + self._lost_after_s)
         if not answer.known:
             log.info("%s: the directory does not know this process: registering again", self.member)
             self._known_before = self._members
             self._trusted_from = asyncio.get_running_loop().time() + self._lost_after_s
+            self._revision = self._heard = -1
             await self._register()
-            return
+            return subscriber is not None
         if not self.connected:
             log.info("%s: the directory is back", self.member)
         self.connected = True
+        self._pace_s = answer.pace_s
         if self._known_before and asyncio.get_running_loop().time() >= self._trusted_from:
             self._known_before = {}
             self._learn(self._revision, list(self._listed.values()))
@@ -270,6 +318,10 @@ class Membership:
             self._learn(answer.revision, answer.peers)
         if answer.directives != self.directives:
             self._obey(answer.directives)
+        if subscriber is not None and (answer.broadcast is not None or answer.unknown):
+            self._heard, told = answer.broadcast or (self._heard, None)
+            subscriber.hear(told, answer.unknown)
+        return subscriber is not None and not answer.unknown
 
     def _be_fenced(self, error: Fenced) -> None:
         log.error("%s must stop: %s", self.member, error)

@@ -1,7 +1,8 @@
 """Catalogue of versions: which exist, who holds them, and which may be forgotten. Pure: no clock, no socket.
 
 ``revision`` counts the changes of what all workers are told: the versions, which are available, which are required and
-which releasable. One more holder of an available version is no such change, and costs constant time.
+which releasable. One more holder of an available version is no such change, and costs constant time: a worker that has
+once said in full where it serves, and what, is believed by the numbers of versions that it reports.
 
 Invariants:
 * ``newest`` never goes back, and an older trainer attempt publishes nothing once a newer one is known.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from asyncflow.errors import Fenced, ProtocolError, Refused, StaleHandle
 from asyncflow.identity import Version
@@ -41,22 +43,21 @@ class Holding:
     outside: bool = False
 
 
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""By name the shapes of all tensors of a version; one object for all versions that have the same."""
+
+
 @dataclass(kw_only=True)
 class _Record:
-    """One version. publishers: the holders that published a part; arriving: addresses of receivers that pull it."""
+    """One version. publishers: the holders that published a part."""
 
     parts: dict[int, ManifestPart] = field(default_factory=dict)
     manifest: Manifest | None = None
     manifest_nbytes: int = 0
+    shapes: Shapes = field(default_factory=dict)
     holders: dict[str, Holding] = field(default_factory=dict)
     publishers: set[str] = field(default_factory=set)
-    arriving: dict[str, str] = field(default_factory=dict)
-    spread: Spread = field(default_factory=Spread)
     available: bool = False
-
-    def complete(self, manifest: Manifest) -> None:
-        """Note what the version consists of."""
-        self.manifest, self.manifest_nbytes = manifest, len(encoded(manifest))
 
     def settle(self) -> None:
         """Compute again whether the holders together have every byte."""
@@ -104,6 +105,9 @@ class Catalogue:
         self._keep = keep
         self._records: dict[Version, _Record] = {}
         self._held: dict[str, set[Version]] = {}
+        self._known: dict[str, tuple[Holding, Shapes]] = {}
+        self._addresses: dict[str, str] = {}
+        self._spread = Spread()
         self._required: frozenset[int] | None = None
         self._attempt = 0
         self._newest: Version | None = None
@@ -155,9 +159,8 @@ class Catalogue:
         return frozenset(self._held.get(worker, ()))
 
     def manifest_nbytes(self, version: Version) -> int:
-        """Return the length of the encoded manifest. Raises StaleHandle as ``manifest`` does."""
-        self.manifest(version)
-        return self._records[version].manifest_nbytes
+        """Return the length of the encoded manifest, 0 while it is unknown or not complete."""
+        return self._records[version].manifest_nbytes if version in self._records else 0
 
     def place(
         self,
@@ -177,16 +180,18 @@ class Catalogue:
         """
         self.manifest(version)
         record = self._records[version]
-        record.arriving[worker] = address
-        parent = record.spread.place(worker, layout=_apart(layout, outside=outside), node=node, failed=failed)
-        holding = record.holders.get(parent) if parent is not None else None
-        if holding is not None:
-            return Assignment(
-                sources=[Holding(worker=holding.worker, address=holding.address)], whole=True, published=False
-            )
+        self._addresses[worker] = address
+        parent = self._spread.place(
+            worker,
+            layout=_apart(layout, outside=outside),
+            node=node,
+            failed=failed,
+            version=version,
+            whole=record.holders,
+        )
         if parent is not None:
-            source = Holding(worker=parent, address=record.arriving[parent])
-            return Assignment(sources=[source], whole=False, published=False)
+            source = Holding(worker=parent, address=self._addresses[parent])
+            return Assignment(sources=[source], whole=parent in record.holders, published=False)
         sources = [holding for holding in record.roots() if holding.worker != worker]
         return Assignment(sources=sources, whole=True, published=True)
 
@@ -206,7 +211,7 @@ class Catalogue:
             raise Fenced(what, where="weights catalogue", hint="This trainer has been replaced: it should end.")
         record = self._records.get(version) or _Record()
         if record.manifest is None:
-            _accept(part, record)
+            self._complete(record, _accept(part, record))
         else:
             _agree(part, record.manifest)
         self.fence(version.attempt)
@@ -233,21 +238,47 @@ class Catalogue:
             if name not in shapes or not box.fits(shapes[name]):
                 raise ProtocolError(f"{box} is no region of {name!r} in {version}", where=holding.worker)
         if record.manifest is None:
-            record.complete(known)
+            self._complete(record, known)
         self._records[version] = record
         if holding.worker not in record.publishers:
-            record.arriving.pop(holding.worker, None)
             layout = WHOLE if holding.regions is None else layout_key(holding.regions, known)
-            record.spread.finish(holding.worker, layout=_apart(layout, outside=holding.outside), node=holding.node)
+            self._spread.join(holding.worker, layout=_apart(layout, outside=holding.outside), node=holding.node)
+            self._addresses[holding.worker] = holding.address
+            self._known[holding.worker] = holding, record.shapes
         self._hold(version, record, holding)
+
+    def report(self, worker: str, held: Collection[Version]) -> list[Version]:
+        """Take the versions that ``worker`` holds now for true; return those of which it must say more.
+
+        It holds of each what it said in full of an earlier one that had the same tensors. ``hold``, or ``publish``,
+        says more: a worker that was never heard of, or a version that is unknown, is believed in full only.
+        """
+        believed = self.held_by(worker)
+        for version in believed.difference(held):
+            self.drop(worker, version)
+        return [version for version in held if version not in believed and not self._believe(worker, version)]
+
+    def _believe(self, worker: str, version: Version) -> bool:
+        record, known = self._records.get(version), self._known.get(worker)
+        if record is None or known is None or known[1] is not record.shapes:
+            return False
+        self._spread.heard(worker)
+        self._hold(version, record, known[0])
+        return True
+
+    def _complete(self, record: _Record, manifest: Manifest | None) -> None:
+        """Note what a version consists of, once all its parts are there."""
+        if manifest is not None:
+            shapes = {entry.name: entry.shape for entry in manifest.tensors}
+            same = (known.shapes for known in self._records.values() if known.shapes == shapes)
+            record.manifest, record.manifest_nbytes = manifest, len(encoded(manifest))
+            record.shapes = next(same, shapes)
 
     def drop(self, worker: str, version: Version) -> None:
         """Note that a worker does not hold ``version`` any more."""
         record = self._records.get(version)
         if record is None:
             return
-        record.arriving.pop(worker, None)
-        record.spread.leave(worker)
         if record.holders.pop(worker, None) is None:
             return
         self._held[worker].discard(version)
@@ -264,7 +295,10 @@ class Catalogue:
         """Note that a worker is gone with all it held."""
         for version in self.versions:
             self.drop(worker, version)
-        self._held.pop(worker, None)
+        self._spread.leave(worker)
+        tables: tuple[dict[str, Any], ...] = (self._held, self._known, self._addresses)
+        for table in tables:
+            table.pop(worker, None)
 
     def require(self, steps: Iterable[int]) -> None:
         """Set the steps that unfinished work needs. A step that is left out once may be gone when it is named again."""
@@ -313,7 +347,8 @@ def _apart(layout: str, *, outside: bool) -> str:
     return f"outside {layout}" if outside else layout
 
 
-def _accept(part: ManifestPart, record: _Record) -> None:
+def _accept(part: ManifestPart, record: _Record) -> Manifest | None:
+    """Take a part; return the manifest if it was the last one that was missing."""
     known = record.parts.get(part.part)
     where = f"weights {Version.unpack(part.version)}"
     if known is not None and known.tensors != part.tensors:
@@ -321,10 +356,9 @@ def _accept(part: ManifestPart, record: _Record) -> None:
     if any(other.parts != part.parts for other in record.parts.values()):
         raise Refused(f"{part.parts} parts, but another rank says otherwise", where=where)
     parts = {**record.parts, part.part: part}
-    if len(parts) == part.parts:
-        record.complete(merge(parts.values()))
-        parts = {}
-    record.parts = parts
+    manifest = merge(parts.values()) if len(parts) == part.parts else None
+    record.parts = {} if manifest is not None else parts
+    return manifest
 
 
 def _agree(part: ManifestPart, manifest: Manifest) -> None:

@@ -1,8 +1,8 @@
 """A worker that holds versions: it serves them to peers, and keeps the catalogue's opinion of it true.
 
-Level-triggered: whenever the catalogue's view or the own holdings changed, what the catalogue believes is compared with
-what is held, and the difference is announced; with each watch the catalogue compares, too. So a restarted driver, a
-lost announcement and a worker that was believed dead all heal in the same way.
+Level-triggered: each heartbeat says what is held, and is answered with the catalogue, where that changed, and with what
+the catalogue cannot believe without being told more, which is announced then. So a restarted driver, a lost
+announcement and a worker that was believed dead all heal in the same way, and a version like another costs no call.
 
 Invariants: a version is dropped only when the catalogue called it releasable, or will not know it, and ``in_use`` does
 not name it; of a version that is still arriving only what was checked is served, and nothing is announced.
@@ -23,7 +23,7 @@ import msgspec
 from asyncflow.api.names import NODE_ENV
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Refused, StaleHandle
 from asyncflow.identity import Version
-from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.membership import Membership
 from asyncflow.rpc.retry import Outage, retry
 from asyncflow.weights.manifest import MANIFEST, Manifest, ManifestPart, encoded
 from asyncflow.weights.messages import (
@@ -31,11 +31,8 @@ from asyncflow.weights.messages import (
     WHOLE,
     CatalogueView,
     Published,
-    VersionDropped,
-    VersionDroppedReply,
     VersionsHeld,
     VersionsHeldReply,
-    WatchVersions,
     layout_key,
 )
 from asyncflow.weights.slices import Arena, Box
@@ -43,22 +40,12 @@ from asyncflow.weights.transport import Region, Transport
 
 log = logging.getLogger(__name__)
 
-_WATCH_S = 20.0
 _CALL_S = 10.0
-_LEAVE_S = 1.0
 
 
 def node_name() -> str:
     """Return the name of the node that this process runs on: what ``ASYNCFLOW_NODE`` says, else the host's name."""
     return os.environ.get(NODE_ENV) or socket.gethostname()
-
-
-class Linked(Protocol):
-    """Whoever has a client to the driver: a ``Membership``."""
-
-    @property
-    def driver(self) -> RpcClient:
-        """The client."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,16 +73,16 @@ class Arriving(Protocol):
 class Holder:
     """Holds versions for the worker with id ``worker``.
 
-    membership: gives the client to the driver; transport: serves what is held, and belongs to the holder from now on;
-    node: where it runs, "" if unknown; in_use: gives the versions that must not be dropped now. arriving: versions of
-    which parts are served already, None where it is not known yet what they consist of; changed: the event that the
-    next change will set.
+    membership: of this process, whose subscriber the holder is; transport: serves what is held, and belongs to the
+    holder from now on; node: where it runs, "" if unknown; in_use: gives the versions that must not be dropped now.
+    arriving: versions of which parts are served already, None where it is not known yet what they consist of; changed:
+    the event that the next change will set.
     """
 
     def __init__(
         self,
         *,
-        membership: Linked,
+        membership: Membership,
         worker: str,
         transport: Transport,
         node: str = "",
@@ -108,17 +95,19 @@ class Holder:
         self.copies: dict[Version, Copy] = {}
         self.arriving: dict[Version, Arriving | None] = {}
         self.view: CatalogueView = EMPTY_VIEW
+        self._membership = membership
         self._driver = membership.driver
-        self._believed: set[Version] = set()
+        self._unknown: set[Version] = set()
         self._in_use = in_use
         self.changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Serve and begin to watch the catalogue; the driver may come later."""
+        """Serve, and hear the catalogue from the next heartbeat on."""
         self.address = await self.transport.start(self._read, until=self._until)
-        self.spawn(self._watch())
         self.spawn(self._keep_true())
+        self._membership.subscriber = self
+        self._membership.nudge()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run ``work`` until this holder is closed; it must not end by itself."""
@@ -127,21 +116,18 @@ class Holder:
         self._tasks.append(task)
 
     async def close(self) -> None:
-        """Notify the catalogue, stop serving, and drop every copy."""
+        """Stop serving, and drop every copy; the catalogue hears it with a heartbeat, or when the member leaves."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        dropped = VersionDropped(worker=self.worker, versions=tuple(version.packed for version in self.copies))
         self.copies.clear()
-        try:
-            await self._driver.call("weights.dropped", dropped, VersionDroppedReply, timeout=_LEAVE_S)
-        except AsyncFlowError as error:
-            log.info("weights: left without telling the driver: %s", error)
+        self._membership.nudge()
         await self.transport.close()
 
     def add(self, version: Version, copy: Copy) -> None:
         """Hold ``copy`` of ``version`` from now on, and announce it."""
         self.copies[version] = copy
+        self._membership.nudge()
         self.notify()
 
     def notify(self) -> None:
@@ -190,33 +176,27 @@ class Holder:
         raise StaleHandle(f"{version} is not held any more", where=f"weights of {self.worker}")
 
     async def _until(self, version: Version, regions: Sequence[Region]) -> None:
-        while version in self.arriving and self.arriving[version] is None:
+        while (version in self.arriving and self.arriving[version] is None) or self._unheard(version):
             await self.changed.wait()
         arriving = self.arriving.get(version)
         if arriving is not None and regions[0].tensor != MANIFEST:
             await arriving.until(regions[0].tensor, regions[0].box)
 
-    async def _watch(self) -> None:
-        outage = Outage("watching the catalogue of weights")
-        while True:
-            known = WatchVersions(
-                worker=self.worker,
-                epoch=self.view.epoch,
-                revision=self.view.revision,
-                held=tuple(version.packed for version in sorted(self._believed)),
-                wait_s=_WATCH_S,
-            )
-            try:
-                view = await self._driver.call("weights.watch", known, CatalogueView, timeout=_WATCH_S + _CALL_S)
-            except AsyncFlowError as error:
-                await outage.wait(error)
-                continue
-            outage.end()
-            if view.held is not None:
-                self._believed = {Version.unpack(packed) for packed in view.held}
-            if view.held is not None or (view.epoch, view.revision) != (known.epoch, known.revision):
-                self.view = view
-                self.notify()
+    def holds(self) -> tuple[int, ...]:
+        """Return the packed numbers of the versions that are held here, in order."""
+        return tuple(version.packed for version in sorted(self.copies))
+
+    def hear(self, broadcast: msgspec.Raw | None, unknown: tuple[int, ...]) -> None:
+        """Take the catalogue, and the versions of which it must be told that they are here."""
+        if broadcast is not None:
+            self.view = msgspec.msgpack.decode(broadcast, type=CatalogueView)
+        self._unknown.update(Version.unpack(packed) for packed in unknown)
+        self.notify()
+
+    def _unheard(self, version: Version) -> bool:
+        """Return whether a version is newer than all of which this worker has heard."""
+        newest = max(self.view.available, default=None)
+        return version not in self.copies and version not in self.arriving and (newest is None or version > newest)
 
     async def _keep_true(self) -> None:
         outage = Outage("announcing the weights that are held")
@@ -224,8 +204,7 @@ class Holder:
             changed = self.changed
             self._release()
             try:
-                if self.view.epoch:
-                    await self._announce()
+                await self._announce()
             except AsyncFlowError as error:
                 await outage.wait(error)
             else:
@@ -235,31 +214,37 @@ class Holder:
     def _release(self) -> None:
         for version in [Version.unpack(packed) for packed in self.view.releasable]:
             if version in self.copies and version not in self._in_use():
-                del self.copies[version]
+                self._forget(version)
                 log.info("weights: dropped %s", version)
 
     async def _announce(self) -> None:
-        for version in sorted(self.copies.keys() - self._believed):
+        for version in sorted(self._unknown):
             copy = self.copies.get(version)
-            if copy is None:
-                continue
             try:
-                if isinstance(copy.origin, ManifestPart):
-                    await self._publish(copy.origin)
-                elif not await self._hold(copy, copy.origin) and version not in self._in_use():
-                    del self.copies[version]
-                    log.info("weights: dropped %s, which the catalogue does not want", version)
+                wanted = copy is None or await self._say(copy)
             except Refused as error:
-                del self.copies[version]
+                self._forget(version)
                 log.warning("weights: dropped %s: %s", version, error)
-        if removed := self._believed - self.copies.keys():
-            request = VersionDropped(worker=self.worker, versions=tuple(version.packed for version in removed))
-            await self._driver.call("weights.dropped", request, VersionDroppedReply, timeout=_CALL_S)
-            self._believed -= removed
+            else:
+                if not wanted and version not in self._in_use():
+                    self._forget(version)
+                    log.info("weights: dropped %s, which the catalogue does not want", version)
+            self._unknown.discard(version)
+            self._membership.nudge()
+
+    async def _say(self, copy: Copy) -> bool:
+        """Tell the catalogue all that there is to say of a copy; return whether it knows the version then."""
+        if isinstance(copy.origin, ManifestPart):
+            await self._publish(copy.origin)
+            return True
+        return await self._hold(copy, copy.origin)
+
+    def _forget(self, version: Version) -> None:
+        self.copies.pop(version, None)
+        self._membership.nudge()
 
     async def _publish(self, part: ManifestPart) -> bool:
         published = await self._driver.call("weights.publish", part, Published, timeout=_CALL_S)
-        self._believed.add(Version.unpack(part.version))
         return published.complete
 
     async def _hold(self, copy: Copy, manifest: Manifest) -> bool:
@@ -276,8 +261,6 @@ class Holder:
         if not reply.known:
             told = msgspec.structs.replace(request, manifest=manifest)
             reply = await self._driver.call("weights.held", told, VersionsHeldReply, timeout=_CALL_S)
-        if reply.known:
-            self._believed.add(Version.unpack(manifest.version))
         return reply.known
 
 

@@ -1,8 +1,8 @@
 """Messages between holders and the catalogue: which versions there are, who holds what, whom to pull from.
 
-Invariants: a ``CatalogueView`` is whole: who has it needs no earlier one, and but for ``held`` it is the same for all
-workers. Who holds a version is no part of it: a receiver is told a few sources when it asks (``Located``). Revisions
-compare only within one ``epoch``, the life of one catalogue.
+Invariants: a ``CatalogueView`` is whole, so who has it needs no earlier one, and it is the same for all workers, who
+hear it with their heartbeats. Who holds a version is no part of it: a receiver is told a few sources when it asks
+(``Located``).
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ WHOLE = ""
 
 
 class VersionView(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One version. digest: "" while parts are missing; available: whether its holders together have every byte."""
+    """One version. digest: of its manifest, "" while parts are missing; nbytes: of its encoded manifest; available:
+    whether its holders together have every byte.
+    """
 
     version: int
     digest: str
     available: bool
+    nbytes: int = 0
 
 
 class CatalogueView(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The catalogue as workers see it. Versions are packed and in order.
 
-    required: steps that unfinished work needs; releasable: the
-    versions that whoever holds them may forget; held: those that the catalogue believes this worker to hold, where that
-    is not what the worker said, else None.
+    epoch: the life of one catalogue; required: steps that unfinished work needs; releasable: the versions that whoever
+    holds them may forget.
     """
 
     epoch: str
-    revision: int
     required: tuple[int, ...]
     releasable: tuple[int, ...]
     versions: tuple[VersionView, ...]
-    held: tuple[int, ...] | None = None
 
     def get(self, version: Version) -> VersionView | None:
         """Return what is known of ``version``."""
@@ -57,7 +57,7 @@ class CatalogueView(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return [Version.unpack(known.version) for known in self.versions if known.available]
 
 
-EMPTY_VIEW = CatalogueView(epoch="", revision=-1, required=(), releasable=(), versions=())
+EMPTY_VIEW = CatalogueView(epoch="", required=(), releasable=(), versions=())
 
 
 def newest_step(view: CatalogueView) -> int | None:
@@ -69,18 +69,6 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to ``weights.publish`` (a ``ManifestPart``): whether all parts of the version have arrived."""
 
     complete: bool
-
-
-class WatchVersions(msgspec.Struct, frozen=True, kw_only=True):
-    """Request of ``weights.watch``: answered by a ``CatalogueView`` when it differs from the one known, or after
-    wait_s seconds. held: the packed versions that the worker has announced, in order.
-    """
-
-    worker: str
-    epoch: str
-    revision: int
-    held: tuple[int, ...]
-    wait_s: float
 
 
 class VersionsHeld(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,17 +90,6 @@ class VersionsHeldReply(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to ``weights.held``: False where it must be sent again with the manifest."""
 
     known: bool
-
-
-class VersionDropped(msgspec.Struct, frozen=True, kw_only=True):
-    """Request of ``weights.dropped``: a worker holds these packed versions no longer."""
-
-    worker: str
-    versions: tuple[int, ...]
-
-
-class VersionDroppedReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to ``weights.dropped``."""
 
 
 class Locate(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,12 +123,12 @@ class PeerView(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Located(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to ``weights.locate``. manifest: where it is lacking and the sources are publishers, who know but their
-    parts; manifest_nbytes: the length of its encoding, as which other sources serve it.
+    """Answer to ``weights.locate``. published: whether the sources are publishers, who know but their parts of the
+    manifest; manifest: where it is lacking, and they are.
     """
 
     peers: tuple[PeerView, ...]
-    manifest_nbytes: int
+    published: bool = False
     manifest: Manifest | None = None
 
 

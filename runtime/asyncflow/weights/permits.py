@@ -24,9 +24,9 @@ from asyncflow.errors import AsyncFlowError, Refused
 from asyncflow.flow.stagger import FollowerFleet, Permits, Supply
 from asyncflow.identity import Version
 from asyncflow.rpc.access import place_of
+from asyncflow.rpc.membership import Membership
 from asyncflow.rpc.retry import Outage
 from asyncflow.rpc.server import RpcServer
-from asyncflow.weights.holder import Linked
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class SwapPermits:
     whether a permit is waited for.
     """
 
-    def __init__(self, *, membership: Linked, worker: str, fleet: str = "", stagger: int | None = None) -> None:
+    def __init__(self, *, membership: Membership, worker: str, fleet: str = "", stagger: int | None = None) -> None:
         self.waiting = False
         self._driver = membership.driver
         self._worker = worker

@@ -12,25 +12,30 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from msgspec.structs import replace
 
 from asyncflow.errors import AsyncFlowError, ProtocolError, StaleHandle
 from asyncflow.flow.versions import next_version
 from asyncflow.identity import Version
+from asyncflow.rpc.membership import Membership
 from asyncflow.rpc.retry import Outage, retry
-from asyncflow.weights.holder import Copy, Holder, Linked
+from asyncflow.weights.holder import Copy, Holder
 from asyncflow.weights.manifest import MANIFEST, Manifest, decoded
 from asyncflow.weights.messages import WHOLE, CatalogueView, Locate, Located, PeerView, layout_key, newest_step
 from asyncflow.weights.slices import AnyArray, Arena, Box, subtract, view
-from asyncflow.weights.transfer import Transfer, TransferRecord
+from asyncflow.weights.transfer import REVIEW_S, Transfer, TransferRecord
 from asyncflow.weights.transport import Pull, Region, Source, Transport
 
 log = logging.getLogger(__name__)
 
 _CALL_S = 10.0
 _RECORDS = 256
+_LONGER = 1.5
+"""So many times as long as the last transfer the next may take before another source is asked for."""
 
 Layout = Callable[[str, tuple[int, ...]], Box | None]
 """Says which box of a tensor (name, shape) a receiver needs; None: nothing of it."""
@@ -54,7 +59,7 @@ class WeightReceiver:
     def __init__(
         self,
         *,
-        membership: Linked,
+        membership: Membership,
         worker: str,
         transport: Transport,
         node: str = "",
@@ -73,6 +78,8 @@ class WeightReceiver:
         self._current: Version | None = None
         self._transfer: Transfer | None = None
         self._base: Version | None = None
+        self._source: tuple[PeerView, ...] = ()
+        self._source_of = ""
         self._outage = Outage("pulling weights")
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-digest")
 
@@ -231,9 +238,9 @@ class WeightReceiver:
         manifest, peers = await self._described(version)
         arena = await asyncio.to_thread(self._arena_of, manifest)
         key = layout_key(arena.boxes, manifest)
-        if peers is None or key != self._layout_key:
+        if not peers or key != self._layout_key:
             self._layout_key = key
-            peers = (await self._locate(version)).peers
+            peers = await self._sources(version, ())
         self._base = self._base_of(arena)
         transfer = self._transfer = Transfer(
             manifest=manifest,
@@ -244,6 +251,7 @@ class WeightReceiver:
             sources=lambda failed: self._sources(version, failed),
             changed=lambda: self._holder.changed,
             known=self._known(),
+            review_s=self._review_s(),
             base=self._base,
             executor=self._executor,
         )
@@ -262,35 +270,39 @@ class WeightReceiver:
         boxes = {name: (dtype, box) for name, (dtype, box) in wanted.items() if box is not None}
         return Arena(boxes, allocate=self._holder.transport.allocate)
 
-    async def _described(self, version: Version) -> tuple[Manifest, tuple[PeerView, ...] | None]:
-        """Return what a version consists of, and whom to pull it from, where that is known with it.
+    async def _described(self, version: Version) -> tuple[Manifest, tuple[PeerView, ...]]:
+        """Return what a version consists of, and whom to pull it from, nobody where that is not known with it.
 
-        The driver is asked for no manifest that a peer can give.
+        The driver is asked for no manifest that a peer can give, and for no source by who has one from before.
         """
-        if self._layout_key is not None:
-            located = await self._locate(version, manifest=True)
-            found = located.manifest or await self._manifest_of(version, located)
-            if found is not None:
-                return _checked(found, version), located.peers
-        request = Locate(worker=self._holder.worker, address=self._holder.address, version=version.packed, layout=None)
-        located = await self._call(request)
-        if located.manifest is None:
+        source = self._source if self._source_of == self.view.epoch else ()
+        found = await self._manifest_of(version, source) if source else None
+        if found is None and self._layout_key is not None:
+            located = await self._locate(version, manifest=True, failed=[peer.worker for peer in source])
+            source = located.peers
+            found = located.manifest or await self._manifest_of(version, source)
+        if found is None:
+            asked = Locate(
+                worker=self._holder.worker, address=self._holder.address, version=version.packed, layout=None
+            )
+            found, source = (await self._call(asked)).manifest, ()
+        if found is None:
             raise ProtocolError(f"the catalogue gave no manifest of {version}", where="weights")
-        return _checked(located.manifest, version), None
+        return _checked(found, version), source
 
-    async def _manifest_of(self, version: Version, located: Located) -> Manifest | None:
+    async def _manifest_of(self, version: Version, peers: Sequence[PeerView]) -> Manifest | None:
         """Return the manifest of a version that a peer has, None where it cannot be had there."""
         known = self.view.get(version)
-        if known is None or not located.peers:
+        if known is None or not peers:
             return None
-        whole = Region(tensor=MANIFEST, box=Box.whole((located.manifest_nbytes,)), itemsize=1)
+        whole = Region(tensor=MANIFEST, box=Box.whole((known.nbytes,)), itemsize=1)
         data = bytearray(whole.nbytes)
 
         def sink(region: Region, part: memoryview, /, *, sent: int | None = None) -> None:
             del sent
             data[region.box.offset[0] : region.box.offset[0] + region.nbytes] = part
 
-        peer = located.peers[0]
+        peer = peers[0]
         source = Source(worker=peer.worker, address=peer.address)
         try:
             await self._holder.transport.pull(Pull(source, version, [whole], checked=False), sink=sink)
@@ -312,7 +324,10 @@ class WeightReceiver:
             failed=tuple(failed),
             manifest=manifest,
         )
-        return await self._call(request)
+        located = await self._call(request)
+        self._source_of = self.view.epoch
+        self._source = () if located.published else tuple(replace(peer, whole=False) for peer in located.peers)
+        return located
 
     async def _call(self, request: Locate) -> Located:
         return await retry(
@@ -320,6 +335,11 @@ class WeightReceiver:
             what=f"where {Version.unpack(request.version)} is",
             timeout=3 * _CALL_S,
         )
+
+    def _review_s(self) -> float:
+        """Return the seconds after which there may be a better source than the one that has been good so far."""
+        last = self.transfers[-1] if self.transfers and self._source else None
+        return REVIEW_S if last is None else max(REVIEW_S, _LONGER * (last.finished - last.started))
 
     def _base_of(self, arena: Arena) -> Version | None:
         """Return the newest version held whose boxes and dtypes are those of ``arena``, None where there is none."""

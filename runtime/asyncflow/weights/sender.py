@@ -16,7 +16,8 @@ import numpy as np
 
 from asyncflow.errors import Refused
 from asyncflow.identity import Version
-from asyncflow.weights.holder import Holder, Linked
+from asyncflow.rpc.membership import Membership
+from asyncflow.weights.holder import Holder
 from asyncflow.weights.manifest import ManifestPart, Slice, TensorEntry, digest_of, dtype_name
 from asyncflow.weights.slices import Allocate, AnyArray, Arena, Box, anonymous, split, view
 from asyncflow.weights.transport import Transport
@@ -58,7 +59,9 @@ class WeightSender:
     membership: gives the client to the driver; worker: id of this worker; transport: made for this sender alone.
     """
 
-    def __init__(self, *, membership: Linked, worker: str, transport: Transport, part: int = 0, parts: int = 1) -> None:
+    def __init__(
+        self, *, membership: Membership, worker: str, transport: Transport, part: int = 0, parts: int = 1
+    ) -> None:
         self._holder = Holder(membership=membership, worker=worker, transport=transport)
         self._part = part
         self._parts = parts

@@ -1,9 +1,12 @@
-"""The catalogue as a service of the driver, or of a publisher: ``weights.`` publish, watch, locate, held and dropped.
+"""The catalogue as a service of the driver, or of a publisher: broadcast to all that hold versions, who report to it.
 
-Invariants: what all workers are told is encoded once a change, and every such change wakes every parked watch; changes
-that come while many are being told are told together; what concerns few wakes nobody. Nothing is pushed, so a worker
-that does not ask costs nothing and delays nobody. A follower, which is no part of the job, introduces no version, and
-says nothing about others than followers.
+What there is goes out with the answers to heartbeats (``rpc.directory``), and what a worker holds comes in with them,
+so that a version costs no call for each worker. Calls are ``weights.`` publish, locate, and held: what a worker says of
+itself in full, once, and again where the catalogue asks for it.
+
+Invariants: what all workers are told is encoded once a change; what concerns few wakes nobody. A worker that is silent
+costs nothing and delays nobody. A follower, which is no part of the job, introduces no version, and says nothing about
+others than followers.
 """
 
 from __future__ import annotations
@@ -13,12 +16,12 @@ import logging
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 
-import msgspec
-
 from asyncflow.api.names import FOLLOWER
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.identity import Version
 from asyncflow.rpc.access import place_of
+from asyncflow.rpc.directory import Directory
+from asyncflow.rpc.framing import encode
 from asyncflow.rpc.server import RpcServer
 from asyncflow.weights.catalogue import Catalogue, Holding
 from asyncflow.weights.manifest import ManifestPart
@@ -28,19 +31,12 @@ from asyncflow.weights.messages import (
     Located,
     PeerView,
     Published,
-    VersionDropped,
-    VersionDroppedReply,
     VersionsHeld,
     VersionsHeldReply,
     VersionView,
-    WatchVersions,
 )
 
 log = logging.getLogger(__name__)
-
-_LONGEST_WAIT_S = 30.0
-_TELLING_S = 100e-6
-"""Seconds that it takes to tell one worker: for so long a change waits for the next."""
 
 
 class CatalogueService:
@@ -52,21 +48,21 @@ class CatalogueService:
     ``require`` has been called nothing is releasable.
     """
 
-    def __init__(self, server: RpcServer, *, catalogue: Catalogue | None = None) -> None:
+    def __init__(self, server: RpcServer, *, directory: Directory, catalogue: Catalogue | None = None) -> None:
         self.catalogue = catalogue if catalogue is not None else Catalogue()
         self.on_newest: list[Callable[[], None]] = []
         self._newest = self.catalogue.newest
         self._epoch = uuid.uuid4().hex[:16]
         self._changed = asyncio.Event()
-        self._watches: dict[asyncio.Future[msgspec.Raw], str] = {}
+        self._directory = directory
+        self._reports: dict[str, tuple[int, ...]] = {}
         self._revision = -1
-        self._pending: asyncio.TimerHandle | None = None
-        self._encoded: tuple[int, msgspec.Raw] = (-1, msgspec.Raw())
+        directory.held = self._reported
+        directory.on_leave.append(lambda member, _reason: self.leave(member.incarnation))
+        self._tell()
         server.route("weights.publish", ManifestPart, self._publish)
-        server.route("weights.watch", WatchVersions, self._watch)
         server.route("weights.locate", Locate, self._locate)
         server.route("weights.held", VersionsHeld, self._held)
-        server.route("weights.dropped", VersionDropped, self._dropped)
 
     def require(self, steps: Iterable[int]) -> None:
         """Set the steps that unfinished work needs, all of them each time. See ``Catalogue.require``."""
@@ -76,8 +72,7 @@ class CatalogueService:
     def leave(self, worker: str) -> None:
         """Forget what ``worker`` held: it is gone. If it was only silent, it announces again by itself."""
         self.catalogue.leave(worker)
-        for watch in [watch for watch, watcher in self._watches.items() if watcher == worker]:
-            self._answer(watch)
+        self._reports.pop(worker, None)
         self._wake()
 
     def view(self) -> CatalogueView:
@@ -85,7 +80,6 @@ class CatalogueService:
         catalogue = self.catalogue
         return CatalogueView(
             epoch=self._epoch,
-            revision=catalogue.revision,
             required=tuple(sorted(catalogue.required)),
             releasable=tuple(version.packed for version in catalogue.releasable),
             versions=tuple(
@@ -93,6 +87,7 @@ class CatalogueService:
                     version=version.packed,
                     digest=catalogue.digest(version) or "",
                     available=catalogue.available(version),
+                    nbytes=catalogue.manifest_nbytes(version),
                 )
                 for version in catalogue.versions
             ),
@@ -114,41 +109,21 @@ class CatalogueService:
         self._wake()
         return Published(complete=complete)
 
-    def _watch(
-        self, request: WatchVersions, _frames: Sequence[memoryview]
-    ) -> CatalogueView | msgspec.Raw | asyncio.Future[msgspec.Raw]:
-        held = tuple(version.packed for version in sorted(self.catalogue.held_by(request.worker)))
-        if held != request.held:
-            return msgspec.structs.replace(self.view(), held=held)
-        if (request.epoch, request.revision) != (self._epoch, self.catalogue.revision):
-            return self._encoded_view()
-        loop = asyncio.get_running_loop()
-        watch: asyncio.Future[msgspec.Raw] = loop.create_future()
-        self._watches[watch] = request.worker
-        expiry = loop.call_later(min(max(request.wait_s, 0.0), _LONGEST_WAIT_S), self._answer, watch)
-
-        def ended(_: asyncio.Future[msgspec.Raw]) -> None:
-            expiry.cancel()
-            del self._watches[watch]
-
-        watch.add_done_callback(ended)
-        return watch
-
-    def _answer(self, watch: asyncio.Future[msgspec.Raw]) -> None:
-        if not watch.done():
-            watch.set_result(self._encoded_view())
-
-    def _encoded_view(self) -> msgspec.Raw:
-        if self._encoded[0] != self.catalogue.revision:
-            self._encoded = self.catalogue.revision, msgspec.Raw(msgspec.msgpack.encode(self.view()))
-        return self._encoded[1]
+    def _reported(self, worker: str, held: tuple[int, ...]) -> tuple[int, ...]:
+        """Take what a worker says in a heartbeat that it holds; return of what it must say more."""
+        if self._reports.get(worker) == held:
+            return ()
+        unknown = self.catalogue.report(worker, [Version.unpack(packed) for packed in held])
+        self._wake()
+        if not unknown:
+            self._reports[worker] = held
+        return tuple(version.packed for version in unknown)
 
     def _locate(self, request: Locate, _frames: Sequence[memoryview]) -> Located:
         version = Version.unpack(request.version)
         manifest = self.catalogue.manifest(version)
-        nbytes = self.catalogue.manifest_nbytes(version)
         if request.layout is None:
-            return Located(peers=(), manifest_nbytes=nbytes, manifest=manifest)
+            return Located(peers=(), manifest=manifest)
         outside = _follows(request.worker)
         placed = self.catalogue.place(
             version,
@@ -164,7 +139,7 @@ class CatalogueService:
                 PeerView(worker=source.worker, address=source.address, whole=placed.whole, regions=source.regions)
                 for source in placed.sources
             ),
-            manifest_nbytes=nbytes,
+            published=placed.published,
             manifest=manifest if request.manifest and placed.published else None,
         )
 
@@ -185,12 +160,6 @@ class CatalogueService:
         self._wake()
         return VersionsHeldReply(known=True)
 
-    def _dropped(self, request: VersionDropped, _frames: Sequence[memoryview]) -> VersionDroppedReply:
-        for packed in request.versions:
-            self.catalogue.drop(request.worker, Version.unpack(packed))
-        self._wake()
-        return VersionDroppedReply()
-
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
@@ -198,14 +167,12 @@ class CatalogueService:
             self._newest = self.catalogue.newest
             for told in self.on_newest:
                 told()
-        if self.catalogue.revision != self._revision and self._pending is None:
-            wait_s = len(self._watches) * _TELLING_S
-            self._pending = asyncio.get_running_loop().call_later(wait_s, self._tell)
+        if self.catalogue.revision != self._revision:
+            self._tell()
 
     def _tell(self) -> None:
-        self._pending, self._revision = None, self.catalogue.revision
-        for watch in list(self._watches):
-            self._answer(watch)
+        self._revision = self.catalogue.revision
+        self._directory.broadcast(encode(self.view()))
 
 
 def _follows(worker: str) -> bool:

@@ -33,7 +33,8 @@ from asyncflow.weights.transport import Pull, Region, Source, Transport
 log = logging.getLogger(__name__)
 
 _STREAMS = 4
-_REVIEW_S = 5.0
+REVIEW_S = 5.0
+"""Seconds after which a receiver asks whether there is a better source than one that is itself still receiving."""
 _ASK_S = 0.5
 _SMALL = 64 * 1024
 """Bytes of a portion whose digest takes less time than to hand it to another thread."""
@@ -95,7 +96,8 @@ class Transfer:
 
     receiver: this worker's id; peers: whom to pull from at first; sources: gives whom to pull from now, given the
     workers that failed; changed: gives the event that is set when the catalogue changes; known: by digest, arrays whose
-    bytes are at hand already; base: a version of which the same boxes are held here until the transfer is over, None
+    bytes are at hand already; review_s: how often a better source is asked for while the one there is has not got all
+    itself; base: a version of which the same boxes are held here until the transfer is over, None
     for none; executor: where digests are computed.
     """
 
@@ -110,6 +112,7 @@ class Transfer:
         sources: Callable[[frozenset[str]], Awaitable[Sequence[PeerView]]],
         changed: Callable[[], asyncio.Event],
         known: Mapping[str, AnyArray],
+        review_s: float,
         base: Version | None,
         executor: Executor,
     ) -> None:
@@ -122,6 +125,7 @@ class Transfer:
         self._sources = sources
         self._changed = changed
         self._known = known
+        self._review_s = review_s
         self._base = base
         self._executor = executor
         self._portions = _portions(manifest, arena)
@@ -213,7 +217,7 @@ class Transfer:
             )
             for (worker, checked, base), regions in self._plan(peers).items()
         }
-        left, review_s = set(streams), None if all(peer.whole for peer in peers) else _REVIEW_S
+        left, review_s = set(streams), None if all(peer.whole for peer in peers) else self._review_s
         try:
             while left:
                 done, left = await asyncio.wait(left, timeout=review_s)
