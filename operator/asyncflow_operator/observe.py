@@ -243,7 +243,10 @@ class Observer:
         if named is None:
             return job, resource.problem, resource.problem_reason
         weights, refusal = weights_for(
-            resource.owner.name, self._sync(named), begun=status.weights if status.begun else None
+            resource.owner.name,
+            self._sync(named),
+            staggered=job.spec.schedule.update == "staggered",
+            begun=status.weights if status.begun else None,
         )
         if weights is None:
             return None, refusal, NO_SYNC

@@ -245,6 +245,9 @@ NAMES = f"{MINIMAL}  weightSync: {{name: shared}}\n"
 def test_a_job_has_the_fields_of_the_weight_sync_in_its_file(text: str) -> None:
     section = load_job(io.StringIO(text), ["algorithm.steps=4"]).spec.weight_sync
     assert (section.name, section.keep, section.bandwidth) == (None, 5, "100Mi")
+    staggered = ["schedule={mode: async, update: staggered, swapAt: sequence}"]
+    few = load_job(io.StringIO(text.replace("keep: 5", "stagger: 2")), staggered)
+    assert few.spec.weight_sync.stagger == 2
 
 
 @pytest.mark.parametrize(
@@ -256,6 +259,7 @@ def test_a_job_has_the_fields_of_the_weight_sync_in_its_file(text: str) -> None:
         (f"{MINIMAL}---{MINIMAL}", "a second document"),
         (f"{NAMES}---\n", "an empty document"),
         (f"{NAMES}---{SHARED.replace('keep: 5', 'keep: 0')}", r"spec.keep = 0 \(line 16\): is too small"),
+        (f"{NAMES}---{SHARED.replace('keep: 5', 'stagger: 2')}", r"spec.stagger = 2 \(line 16\): rollouts"),
     ],
 )
 def test_other_documents_beside_a_job_are_refused(text: str, reason: str) -> None:

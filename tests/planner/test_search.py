@@ -72,11 +72,22 @@ def test_schedules_that_a_job_could_have() -> None:
     words = [described(each) for each in alternatives(usual)]
     assert words[:3] == ["sync", "periodic", "async, delayed at quota"]
     assert "async, staggered at token, staleness 4" in words
-    assert changes(usual.schedule, ScheduleSpec(mode="sync")) == [
+    assert changes(usual, ScheduleSpec(mode="sync")) == [
         "schedule.mode=sync",
         "schedule.update=sync",
         "schedule.maxStaleness=0",
     ]
+
+
+def test_a_job_with_a_stagger_could_have_every_schedule_and_keeps_it_where_it_has_an_effect() -> None:
+    few = job_of("schedule={mode: async, update: staggered, swapAt: token}", "weightSync.stagger=2").spec
+    found = alternatives(few)
+    words = [described(each) for each in found]
+    assert {"sync", "async, delayed at token, staleness 1", "async, staggered at sequence, staleness 1"} <= {*words}
+    for schedule in found:
+        values = changes(few, schedule)
+        assert ("weightSync.stagger=null" in values) == (schedule.update != "staggered")
+        job_of("schedule={mode: async, update: staggered, swapAt: token}", "weightSync.stagger=2", *values)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

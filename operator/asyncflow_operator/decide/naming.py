@@ -28,10 +28,12 @@ class NamedSync:
     user: str = ""
 
 
-def weights_for(job: str, sync: NamedSync, *, begun: WeightsSpec | None) -> tuple[WeightsSpec | None, str]:
+def weights_for(
+    job: str, sync: NamedSync, *, staggered: bool, begun: WeightsSpec | None
+) -> tuple[WeightsSpec | None, str]:
     """Return the fields that ``job`` runs by, None where it may not begin, and why the WeightSync is not in force.
 
-    begun: those that the job had last, None where it has not begun.
+    staggered: whether the job's rollouts are; begun: the fields that it had last, None where it has not begun.
     """
     weights, why = None, ""
     if not sync.exists:
@@ -44,6 +46,8 @@ def weights_for(job: str, sync: NamedSync, *, begun: WeightsSpec | None) -> tupl
         why = f"RLJob {sync.user} has that WeightSync, and it serves one job. Make another one"
     elif begun is not None and sync.spec.transport != begun.transport:
         why = f"its transport is {sync.spec.transport}, and was {begun.transport} when the job began. Make it so again"
+    elif sync.spec.stagger is not None and not staggered:
+        why = "it has a stagger, and this job's rollouts change weights whenever they can. Leave stagger out of it"
     else:
         weights = sync.spec.own
     return weights or begun, f"{_NAMED} = {sync.name!r}: {why}" if why else ""

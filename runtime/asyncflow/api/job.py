@@ -294,6 +294,13 @@ class RLJobSpec(Spec):
             fix="Give fewer, of which syncEvery is a multiple, or a larger maxStaleness and stalenessThreshold",
         ),
         Rule(
+            reads=("weight_sync.stagger", "schedule.update"),
+            ok=lambda job: job.weight_sync.stagger is None or job.schedule.update == "staggered",
+            cel="!has(self.weightSync.stagger) || (has(self.schedule.update) && self.schedule.update == 'staggered')",
+            why="rollouts that are not staggered change weights whenever they can",
+            fix="Give schedule.update: staggered, or leave stagger out",
+        ),
+        Rule(
             reads=("algorithm.old", "schedule.mode"),
             ok=lambda job: job.algorithm.old != "lagged" or job.schedule.mode == "periodic",
             cel="self.algorithm.old != 'lagged' || self.schedule.mode == 'periodic'",

@@ -14,7 +14,7 @@ from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
 from asyncflow.api.base import API_VERSION, Spec
-from asyncflow.api.check import MISSING, Problem, inspect, refusal
+from asyncflow.api.check import MISSING, Problem, broken, inspect, refusal
 from asyncflow.api.document import MAX_BYTES, Document, Place, apply, dump, parse, parse_all
 from asyncflow.api.job import RLJob
 from asyncflow.api.learning import FILE_SCHEMES
@@ -47,7 +47,10 @@ def load(source: Path | str | IO[Any], overrides: Sequence[str] = ()) -> Manifes
         raise ManifestError("a WeightSync that no job in this file names", where=where, hint=hint)
     assert isinstance(sync, WeightSync)
     section = JobWeightsSpec.of(sync.spec)
-    return built.model_copy(update={"spec": built.spec.model_copy(update={"weight_sync": section})})
+    merged = built.model_copy(update={"spec": built.spec.model_copy(update={"weight_sync": section})})
+    if problems := [replace(each, place=("spec", *each.place[2:])) for each in broken(merged)]:
+        raise refusal(_located(problems, beside), source=name)
+    return merged
 
 
 def load_job(source: Path | str | IO[Any], overrides: Sequence[str] = ()) -> RLJob:

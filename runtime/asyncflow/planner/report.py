@@ -134,7 +134,7 @@ def settings(problem: SplitProblem, best: Candidate, *, spec: RLJobSpec) -> list
             values.append(f"trainer.backend.options.expert_parallel={layout.ep}")
     elif problem.work.recompute is None and layout.recompute:
         values.append("trainer.backend.options.gradient_checkpointing=true")
-    return [*values, *changes(spec.schedule, best.schedule)]
+    return [*values, *changes(spec, best.schedule)]
 
 
 def unmet(choice: Candidate) -> str:

@@ -31,10 +31,12 @@ def described(schedule: ScheduleSpec) -> str:
     return words if schedule.swap_at == "quota" else f"{words}, staleness {schedule.max_staleness}"
 
 
-def changes(before: ScheduleSpec, after: ScheduleSpec) -> list[str]:
-    """Return the ``--set`` values that turn one schedule into another."""
-    old, new = (each.model_dump(by_alias=True, mode="json", exclude_none=True) for each in (before, after))
-    return [f"schedule.{name}={value}" for name, value in new.items() if old.get(name) != value]
+def changes(spec: RLJobSpec, after: ScheduleSpec) -> list[str]:
+    """Return the ``--set`` values with which a job has another schedule."""
+    old, new = (each.model_dump(by_alias=True, mode="json", exclude_none=True) for each in (spec.schedule, after))
+    needless = spec.weight_sync.stagger is not None and after.update != "staggered"
+    values = [f"schedule.{name}={value}" for name, value in new.items() if old.get(name) != value]
+    return [*values, *(["weightSync.stagger=null"] if needless else [])]
 
 
 def _tried(own: ScheduleSpec) -> Iterator[Mapping[str, Any]]:
@@ -56,10 +58,12 @@ def _tried(own: ScheduleSpec) -> Iterator[Mapping[str, Any]]:
 
 
 def _valid(spec: RLJobSpec, fields: Mapping[str, Any]) -> ScheduleSpec | None:
-    """Return a schedule, None where it breaks a rule by itself or in this job."""
+    """Return a schedule, None where it breaks a rule by itself or in this job, whose stagger may be left out."""
+    weights = spec.weight_sync.model_copy(update={"stagger": None}).model_dump(by_alias=True)
     try:
         schedule = ScheduleSpec(**fields, max_inflight=spec.schedule.max_inflight)
-        RLJobSpec.model_validate({**spec.model_dump(by_alias=True), "schedule": schedule.model_dump(by_alias=True)})
+        parts = {"schedule": schedule.model_dump(by_alias=True), "weightSync": weights}
+        RLJobSpec.model_validate({**spec.model_dump(by_alias=True), **parts})
     except ValidationError:
         return None
     return schedule
