@@ -1,15 +1,18 @@
-"""Engines that follow over real sockets: how many of a fleet change weights at once."""
+"""Engines, and loops of users, that follow over real sockets: how many of a fleet change weights at once."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from asyncflow.api.load import to_yaml
 from asyncflow.api.weights import WeightSync
+from asyncflow.errors import ManifestError
 from asyncflow.identity import Version
 from asyncflow.rollout.following import FollowingEngine
 from asyncflow.rollout.loading import EXACT, WeightLoader
@@ -18,7 +21,7 @@ from asyncflow.rpc.membership import Member, Membership
 from asyncflow.rpc.server import RpcServer
 from asyncflow.telemetry.metrics import FollowerMetrics
 from asyncflow.telemetry.spans import NO_SPANS
-from asyncflow.weights.follower import Follower
+from asyncflow.weights.follower import Follower, follow
 from asyncflow.weights.host_transport import HostTransport
 from asyncflow.weights.permits import PermitService
 from asyncflow.weights.sender import WeightSender
@@ -64,8 +67,9 @@ class Engine:
 class Publisher:
     """A publisher: directory, catalogue, permits and a sender. newer(): publishes the next version."""
 
-    def __init__(self, sender: WeightSender, address: str) -> None:
+    def __init__(self, sender: WeightSender, directory: Directory, address: str) -> None:
         self.address = address
+        self.directory = directory
         self._sender = sender
         self._step = -1
 
@@ -94,23 +98,42 @@ async def publisher() -> AsyncIterator[Publisher]:
         sender = WeightSender(membership=membership, worker="trainer", transport=HostTransport(name="trainer"))
         await sender.start()
         stack.push_async_callback(sender.close)
-        yield Publisher(sender, address)
+        yield Publisher(sender, directory, address)
 
 
-def following(engine: Engine, address: str, sync: WeightSync) -> FollowingEngine:
+Run = Callable[[Engine, str, WeightSync, Path], Awaitable[None]]
+
+
+async def an_engine(engine: Engine, address: str, sync: WeightSync, folder: Path) -> None:
+    del folder
+
     def join(status):
-        follower = Follower(driver=address, transport=HostTransport(name="f"), status=status)
+        follower = Follower(driver=address, transport=HostTransport(name="f"), status=status, sync=sync)
         loader = WeightLoader(follower.receiver, engine, metrics=FollowerMetrics(), probe_gap=EXACT)
-        return follower, loader, follower.permits(sync)
+        return follower, loader
 
-    return FollowingEngine(engine, join=join, join_s=SOON)
+    await FollowingEngine(engine, join=join, join_s=SOON).run()
+
+
+async def a_loop(engine: Engine, address: str, sync: WeightSync, folder: Path) -> None:
+    """What a user writes whose own engine follows."""
+    file = folder / "fleet.yaml"
+    file.write_text(to_yaml(sync))
+    async with follow(address, sync=file) as versions:
+        async for version, tensors in versions:
+            assert (tensors["w"] == version.step).all()
+            await engine.load(version, tensors)
+
+
+def sync_of(**spec: object) -> WeightSync:
+    return WeightSync.model_validate({"metadata": {"name": "fleet"}, "spec": {"source": {"job": "math"}, **spec}})
 
 
 @contextlib.asynccontextmanager
-async def fleet(publisher: Publisher, **spec: object) -> AsyncIterator[list[Engine]]:
-    sync = WeightSync.model_validate({"metadata": {"name": "fleet"}, "spec": {"source": {"job": "math"}, **spec}})
+async def fleet(publisher: Publisher, run: Run, folder: Path, **spec: object) -> AsyncIterator[list[Engine]]:
+    sync = sync_of(**spec)
     engines = [Engine() for _ in range(SIZE)]
-    tasks = [asyncio.create_task(following(engine, publisher.address, sync).run()) for engine in engines]
+    tasks = [asyncio.create_task(run(engine, publisher.address, sync, folder)) for engine in engines]
     try:
         yield engines
     finally:
@@ -125,6 +148,10 @@ async def until_served(engines: list[Engine], version: Version) -> None:
             await asyncio.sleep(0.01)
 
 
+BOTH = pytest.mark.parametrize("run", [an_engine, a_loop])
+
+
+@BOTH
 @pytest.mark.parametrize(
     ("spec", "most"),
     [
@@ -133,23 +160,65 @@ async def until_served(engines: list[Engine], version: Version) -> None:
         ({"update": "staggered", "stagger": SIZE}, SIZE - 1),
     ],
 )
-async def test_of_a_staggered_fleet_one_goes_on_serving_whatever_the_stagger(publisher, spec, most):
-    async with fleet(publisher, **spec) as engines:
+async def test_of_a_staggered_fleet_one_goes_on_serving_whatever_the_stagger(publisher, run, tmp_path, spec, most):
+    async with fleet(publisher, run, tmp_path, **spec) as engines:
         await until_served(engines, await publisher.newer())
         for _ in range(2):
             await until_served(engines, await publisher.newer())
     assert 1 <= Engine.most <= most
 
 
-async def test_a_fleet_that_is_not_staggered_changes_weights_when_it_can(publisher):
-    async with fleet(publisher, update="delayed") as engines:
+@BOTH
+async def test_a_fleet_that_is_not_staggered_changes_weights_when_it_can(publisher, run, tmp_path):
+    async with fleet(publisher, run, tmp_path, update="delayed") as engines:
         await until_served(engines, await publisher.newer())
         Engine.together = SIZE
         await until_served(engines, await publisher.newer())
 
 
-async def test_one_that_waits_loads_what_is_newest_when_its_turn_comes(publisher):
-    async with fleet(publisher, update="staggered") as engines:
+@BOTH
+async def test_one_that_waits_loads_what_is_newest_when_its_turn_comes(publisher, run, tmp_path):
+    async with fleet(publisher, run, tmp_path, update="staggered") as engines:
         await until_served(engines, await publisher.newer())
         versions = [await publisher.newer() for _ in range(3)]
         await until_served(engines, versions[-1])
+
+
+@BOTH
+async def test_those_that_wait_for_a_permit_say_so(publisher, run, tmp_path):
+    async with fleet(publisher, run, tmp_path, update="staggered") as engines:
+        await until_served(engines, await publisher.newer())
+        Engine.together = 2
+        await publisher.newer()
+        async with asyncio.timeout(SOON):
+            while sum(waits(publisher.directory)) < SIZE - 1:
+                await asyncio.sleep(0.01)
+        Engine.together = 1
+
+
+def waits(directory: Directory) -> list[bool]:
+    return [directory.status(member.incarnation).get("waits_permit", False) for member in directory.members()]
+
+
+async def test_the_turn_of_a_loop_that_is_left_is_over(publisher, tmp_path):
+    file = tmp_path / "fleet.yaml"
+    file.write_text(to_yaml(sync_of(update="staggered")))
+    async with follow(publisher.address, sync=file) as stays:
+        async with follow(publisher.address, sync=file) as left:
+            await publisher.newer()
+            await asyncio.gather(anext(left), anext(stays))
+            newest = await publisher.newer()
+            assert (await anext(left))[0] == newest
+            waiting = asyncio.create_task(anext(stays))
+            async with asyncio.timeout(SOON):
+                while sum(waits(publisher.directory)) < 1:
+                    await asyncio.sleep(0.01)
+            assert not waiting.done()
+        assert (await waiting)[0] == newest
+
+
+async def test_a_loop_follows_by_a_weight_sync_for_followers(publisher, tmp_path):
+    (tmp_path / "shared.yaml").write_text(to_yaml(WeightSync.model_validate({"metadata": {"name": "shared"}})))
+    with pytest.raises(ManifestError, match=r"no WeightSync for followers.*Give a WeightSync with a source"):
+        async with follow(publisher.address, sync=tmp_path / "shared.yaml"):
+            pass

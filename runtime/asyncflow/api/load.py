@@ -61,6 +61,16 @@ def load_job(source: Path | str | IO[Any], overrides: Sequence[str] = ()) -> RLJ
     return manifest
 
 
+def load_sync(source: Path | str, *, job: str | None = None) -> WeightSync:
+    """Read and check a WeightSync for followers, of ``job`` if given. Raises ManifestError where it is none."""
+    sync = load(source)
+    if isinstance(sync, WeightSync) and sync.spec.source is not None and job in (None, sync.spec.source.job):
+        return sync
+    whose, fix = ("", "a source") if job is None else (f" of RLJob {job}", f"spec.source.job: {job}")
+    hint = f"Give a WeightSync with {fix}"
+    raise ManifestError(f"it is no WeightSync for followers{whose}", where=str(source), hint=hint)
+
+
 def load_reward(source: Path) -> RewardSpec:
     """Read and check the section ``spec.reward`` of a job, alone in a file. Raises ManifestError."""
     return _section(RewardSpec, source)

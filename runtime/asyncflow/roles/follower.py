@@ -13,15 +13,13 @@ import json
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from asyncflow.api.load import load
+from asyncflow.api.load import load_sync
 from asyncflow.api.placement import AcceleratorSpec
 from asyncflow.api.weights import FollowerSpec, WeightSync
-from asyncflow.errors import ManifestError
 from asyncflow.models.source import ModelSource, materialize_config, positions
 from asyncflow.models.stored import newest_config
 from asyncflow.models.tokenizer import Tokenizer
@@ -34,7 +32,6 @@ from asyncflow.rpc.membership import Status
 from asyncflow.telemetry.metrics import FollowerMetrics
 from asyncflow.weights.follower import Follower
 from asyncflow.weights.holder import node_name
-from asyncflow.weights.permits import SwapPermits
 from asyncflow.weights.transfer import TransferRecord
 
 log = logging.getLogger(__name__)
@@ -55,7 +52,7 @@ async def serve(context: JobContext) -> None:
     folder = materialize_config(spec.model.source, context.options.workdir)
     engine = engine_of(spec, folder, Tokenizer.load(folder))
     merge = await asyncio.to_thread(merge_of, spec, folder)
-    sync = None if context.options.sync is None else sync_of(context.options.sync, job=context.job.name)
+    sync = None if context.options.sync is None else load_sync(context.options.sync, job=context.job.name)
     await _follow(context, engine, spec.rollout.accelerator, probe_gap=probe_gap_of(spec), merge=merge, sync=sync)
 
 
@@ -73,15 +70,6 @@ async def serve_published(context: SyncContext) -> None:
         longest = min(_USUAL_LENGTH, positions(config) or _USUAL_LENGTH)
     engine = engine_for(spec, folder, Tokenizer.load(folder), max_length=longest)
     await _follow(context, engine, spec.accelerator, probe_gap=ROUNDED, sync=context.resource)
-
-
-def sync_of(file: Path, *, job: str) -> WeightSync:
-    """Read the WeightSync by which followers of ``job`` follow it. Raises ManifestError where it is none."""
-    sync = load(file)
-    if isinstance(sync, WeightSync) and sync.spec.source is not None and sync.spec.source.job == job:
-        return sync
-    hint = f"Give a WeightSync with spec.source.job: {job}"
-    raise ManifestError(f"it is no WeightSync for followers of RLJob {job}", where=str(file), hint=hint)
 
 
 async def _follow(context: ProcessContext, engine: RolloutEngine, *given: Any, **more: Any) -> None:
@@ -128,7 +116,7 @@ async def serve_newest(
             stack.push_async_callback(runner.cleanup)
             log.info("serves %s", ", ".join(f"http://{host}:{port}/v1" for host, port, *_ in runner.addresses))
 
-        def join(status: Callable[[], Status]) -> tuple[Follower, WeightLoader, SwapPermits | None]:
+        def join(status: Callable[[], Status]) -> tuple[Follower, WeightLoader]:
             follower = Follower(
                 driver=options.driver,
                 transport=context.transport(accelerator),
@@ -137,11 +125,12 @@ async def serve_newest(
                 http=url,
                 status=status,
                 on_transfer=received,
+                sync=sync,
             )
             loader = WeightLoader(
                 follower.receiver, engine, metrics=metrics, probe_gap=probe_gap, merge=merge, spans=context.spans
             )
-            return follower, loader, follower.permits(sync) if sync is not None else None
+            return follower, loader
 
         await context.unless_stopped(FollowingEngine(engine, join=join, join_s=context.start_s).run())
 

@@ -28,16 +28,15 @@ _AGAIN_S = 5.0
 class FollowingEngine:
     """Loads the versions of followers that ``join`` makes, one after another, into ``engine``.
 
-    join: returns a follower that is not started, the loader that brings its versions into the engine, and the permits
-    that this waits for once it serves, None where it loads each version as soon as that is here; join_s: for how long a
-    driver is waited for before it is said that it does not answer.
+    join: returns a follower that is not started, and the loader that brings its versions into the engine; join_s: for
+    how long a driver is waited for before it is said that it does not answer.
     """
 
     def __init__(
         self,
         engine: RolloutEngine,
         *,
-        join: Callable[[Callable[[], Status]], tuple[Follower, WeightLoader, SwapPermits | None]],
+        join: Callable[[Callable[[], Status]], tuple[Follower, WeightLoader]],
         join_s: float,
     ) -> None:
         self._engine = engine
@@ -61,7 +60,8 @@ class FollowingEngine:
 
     async def _follow(self) -> None:
         """Follow one life of the driver, from when it answers to when it says that the job ends."""
-        follower, self._loader, self._permits = self._join(self._status)
+        follower, self._loader = self._join(self._status)
+        self._permits = follower.permits
         try:
             await follower.start(within_s=self._join_s)
         except AsyncFlowError as error:

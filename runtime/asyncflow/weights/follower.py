@@ -2,13 +2,14 @@
 
     async with follow("tcp://...", tls=folder) as versions:
         async for version, tensors in versions:
-            ...  # tensors: by name, read-only
+            ...  # tensors: by name, read-only: load them here
 
 Versions come in the order in which they were published, the newest each time: one that was not taken before the next
 had come is left out. A trainer that is started again publishes again from its checkpoint on, as a newer attempt.
 
 Invariant: the job waits for no follower and pulls from none. What a follower is given was checked against the digests
-of the trainer.
+of the trainer. One of a fleet that is staggered is given a version, but for its first one, only in its turn, which ends
+when it asks for the next one, or is gone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Final, Self
 
+from asyncflow.api.load import load_sync
 from asyncflow.api.names import FOLLOWER
 from asyncflow.api.weights import WeightSync
 from asyncflow.errors import DeadlineExceeded
@@ -47,8 +49,10 @@ class Follower:
 
     transport: made for this follower alone; http: where it serves metrics, "" where it serves none; node: where it
     runs, "" if unknown; status: what heartbeats report, by default what the receiver does; layout: what is needed of
-    each tensor; on_transfer: called with the record of every finished transfer. receiver: that which holds the
-    versions. ended: True once the driver has said that the job ends, or that another process has this place.
+    each tensor; on_transfer: called with the record of every finished transfer; sync: the WeightSync of the fleet that
+    this one belongs to, None for none. receiver: that which holds the versions. permits: by which this one changes
+    weights as one of the fleet, None where it does so when it can. ended: True once the driver has said that the job
+    ends, or that another process has this place.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class Follower:
         status: Callable[[], Status] | None = None,
         layout: Layout = whole,
         on_transfer: Callable[[TransferRecord], None] | None = None,
+        sync: WeightSync | None = None,
     ) -> None:
         place = secrets.randbelow(_PLACES)
         self.worker = worker_name(FOLLOWER, place, uuid.uuid4().hex)
@@ -79,6 +84,15 @@ class Follower:
             layout=layout,
             on_transfer=on_transfer,
         )
+        self.permits: SwapPermits | None = None
+        if sync is not None and sync.spec.update == "staggered":
+            self.permits = SwapPermits(
+                membership=self._membership,
+                worker=self.worker,
+                fleet=sync.metadata.name,
+                stagger=sync.spec.stagger,
+            )
+        self._in_turn = False
 
     async def start(self, *, within_s: float) -> None:
         """Join the job and begin to receive. Raises DeadlineExceeded where its driver does not answer."""
@@ -94,17 +108,6 @@ class Follower:
         await self.receiver.close()
         await self._membership.close()
 
-    def permits(self, sync: WeightSync) -> SwapPermits | None:
-        """Return the permits by which this one changes weights as one of the fleet of ``sync``, None for none."""
-        if sync.spec.update != "staggered":
-            return None
-        return SwapPermits(
-            membership=self._membership,
-            worker=self.worker,
-            fleet=sync.metadata.name,
-            stagger=sync.spec.stagger,
-        )
-
     async def newer(self) -> Version | None:
         """Wait until a version is here that is newer than the one taken last; None where the job ends instead."""
         while (staged := self.receiver.staged) is None and not self.ended:
@@ -116,14 +119,21 @@ class Follower:
         return self
 
     async def __anext__(self) -> tuple[Version, Mapping[str, AnyArray]]:
-        version = await self.newer()
+        if self.permits is not None and self._in_turn:
+            await self.permits.give_back()
+            self._in_turn = False
+        version, loaded = await self.newer(), self.receiver.current
         if version is None:
             raise StopAsyncIteration
-        taken, tensors = self.receiver.take(version.step)
+        if self.permits is not None and loaded is not None:
+            await self.permits.take(loaded)
+            self._in_turn = True
+        newest = self.receiver.staged or version
+        taken, tensors = self.receiver.take(newest.step)
         return taken, split_probe(tensors)[0]
 
     def _status(self) -> Status:
-        return self.receiver.status()
+        return {**self.receiver.status(), "waits_permit": self.permits is not None and self.permits.waiting}
 
     def _changed(self) -> bool:
         return self.receiver.staged is not None or self.ended
@@ -142,22 +152,28 @@ async def follow(
     transport: str = "host",
     host: str = "127.0.0.1",
     layout: Layout = whole,
+    sync: Path | str | None = None,
     join_s: float = JOIN_S,
 ) -> AsyncIterator[Follower]:
     """Follow the job whose driver, or the publisher that, is at the address ``driver``: iterate over what this yields.
 
     tls: folder with a certificate of its role ``follower``, as ``ASYNCFLOW_TLS`` names one; host: the address at which
     this process is reached by other followers; transport: that of the job's ``spec.weightSync``;
-    layout: which box of each tensor is needed (name, shape), all of it by default. Tensors are read-only numpy arrays,
-    bfloat16 as its bits in uint16; those of a job with LoRA are its adapters.
+    layout: which box of each tensor is needed (name, shape), all of it by default; sync: file of a WeightSync for
+    followers, with whose fleet this one changes weights: where that is staggered, a version comes when it is this one's
+    turn to load it, and the turn lasts until the next one is asked for. Tensors are read-only numpy arrays, bfloat16 as
+    its bits in uint16; those of a job with LoRA are its adapters.
 
     The event loop must stay free: load what is given in a thread. A process that does not run for some seconds counts
-    as lost, and joins again by itself. Raises ManifestError for a certificate that cannot be used, DeadlineExceeded
-    where the driver does not answer within ``join_s`` seconds, Refused where it lets no follower in.
+    as lost, and joins again by itself. Raises ManifestError for a certificate or a file that cannot be used,
+    DeadlineExceeded where the driver does not answer within ``join_s`` seconds, Refused where it lets no follower in.
     """
+    fleet = None if sync is None else load_sync(sync)
     credentials = Credentials.of_environment() if tls is None else Credentials(Path(tls))
     opened = open_transport(transport, name=FOLLOWER, bind=f"tcp://{host}:*", credentials=credentials)
-    follower = Follower(driver=driver, transport=opened, credentials=credentials, node=node_name(), layout=layout)
+    follower = Follower(
+        driver=driver, transport=opened, credentials=credentials, node=node_name(), layout=layout, sync=fleet
+    )
     await follower.start(within_s=join_s)
     try:
         yield follower

@@ -187,7 +187,13 @@ class SwapPermits:
 
     @contextlib.asynccontextmanager
     async def permit(self, version: Version) -> AsyncIterator[None]:
-        """Hold a permit, which is waited for, however long; version: that of the weights that are loaded.
+        """Hold a permit, from ``take`` to ``give_back``."""
+        await self.take(version)
+        yield
+        await self.give_back()
+
+    async def take(self, version: Version) -> None:
+        """Wait for a permit, however long; version: that of the weights that are loaded.
 
         A follower that gets no answer any more goes on by itself in its turn, as it was told last.
         """
@@ -196,7 +202,9 @@ class SwapPermits:
             await self._granted(version)
         finally:
             self.waiting = False
-        yield
+
+    async def give_back(self) -> None:
+        """Say that the weights are changed."""
         try:
             await self._driver.call(
                 "weights.changed", WeightsChanged(worker=self._worker), WeightsChangedReply, timeout=_CALL_S
