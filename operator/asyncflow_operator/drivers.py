@@ -40,8 +40,8 @@ ANSWER_S: Final = 3.0
 MATTERS_S: Final = 15.0
 """Seconds after which a driver's progress counts as a change; its phase and its rollouts do at once."""
 ROLLOUT_BYTES: Final = 256
-STATUS_BYTES: Final = 8 * HEAD_BYTES
-"""Bytes of an answer: for each rollout in it, and for all the rest; 2.5 MiB at ``MOST_REPLICAS``."""
+STATUS_BYTES: Final = 12 * HEAD_BYTES
+"""Bytes of an answer: for each rollout in it, and for all the rest; 2.6 MiB at ``MOST_REPLICAS``."""
 SPARE_ROLLOUTS: Final = 64
 _ORDER_BYTES: Final = 2 * HEAD_BYTES
 _RETRY_S: Final = 2.0

@@ -66,7 +66,10 @@ def test_a_job_runs_by_the_weight_sync_that_it_names(kwok_plane: ControlPlane, j
     told = kwok_plane.api.get("/api/v1/namespaces/jobs/configmaps/fleet.sync")["data"]["job.yaml"]
     assert '"update": "staggered"' in told
 
-    job.driver.say(versions=versions | {"followers": 1})
+    job.driver.say(versions=versions | {"followers": 1}, fleets={"other": {"followers": 1}})
+    job.until(lambda: status_of(kwok_plane, "shared").get("followers") == 1, "a follower to be seen", timeout_s=60)
+    assert ready(kwok_plane, "fleet") == ("False", "NoFollower")
+    job.driver.say(versions=versions | {"followers": 2}, fleets={"other": {"followers": 1}, "fleet": {"followers": 1}})
     job.until(lambda: ready(kwok_plane, "fleet") == ("True", "Serving"), "a follower to be seen", timeout_s=60)
     fleet = status_of(kwok_plane, "fleet")
     assert fleet["address"] == "tcp://one-driver.jobs.svc:5571"

@@ -78,6 +78,7 @@ def started(folder: Path) -> tuple[RunProgress, DriverStatus, dict[str, Any]]:
         attempt=1,
         newest=None,
         versions=VersionsState(),
+        fleets={},
         rollouts=(),
         stats=None,
         checkpoint=None,

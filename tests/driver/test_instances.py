@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from asyncflow.api.graph import graph_of
 from asyncflow.api.load import load_job
-from asyncflow.api.status import TaskState
+from asyncflow.api.status import DriverStatus, TaskState
 from asyncflow.api.versions import LAG_BUCKETS
-from asyncflow.driver.instances import cause, histogram, task_states, versions_state
+from asyncflow.driver.instances import Heard, cause, fleets, histogram, task_states, versions_state
 from asyncflow.identity import Version
 from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.rpc.membership import Member
@@ -74,6 +74,27 @@ def test_of_a_thousand_instances_each_version_is_counted_and_the_state_stays_sma
     assert [(each.version, each.instances) for each in seen.serving] == [(200, 333), (100, 333), (0, 334)]
     assert seen.behind == 667
     assert len(seen.model_dump_json(by_alias=True)) < 4096
+
+
+def test_the_followers_of_each_weight_sync_are_told_apart_and_the_largest_fleets_are_told() -> None:
+    def follower(index: int, version: int, **info: str) -> Heard:
+        member = Member(role="follower", index=index, incarnation=f"follower-{index}-a", info=info)
+        return member, at(version=version), 0.0
+
+    rollout = (Member(role="rollout", index=0, incarnation="rollout-0-a"), at(version=0), 0.0)
+    trainer = (Member(role="trainer", index=0, incarnation="trainer-0-a"), {"publish_s": 0.25}, 0.0)
+    told = [follower(0, 3, fleet="a"), follower(1, 4, fleet="a"), follower(2, 4, fleet="b"), follower(3, 2)]
+    seen = fleets([*told, rollout, trainer], nbytes=99, newest=4)
+    assert {name: (state.rollouts, state.followers, state.behind, state.lag) for name, state in seen.items()} == {
+        "a": (0, 2, 1, (1, 1)),
+        "b": (0, 1, 0, (1,)),
+    }
+    assert [each.id for each in seen["a"].laggards] == ["follower-0-a"]
+    assert (seen["a"].bytes, seen["a"].seconds.publish) == (99, 0.25)
+    many = [follower(100 + n, 4, fleet=f"{n:02}" + "n" * 1000) for n in range(20)]
+    some = fleets([*told, *many], nbytes=99, newest=4)
+    assert next(iter(some)) == "a"
+    assert DriverStatus(fleets=some).fleets == some, "what the operator takes"
 
 
 def test_a_task_is_what_its_processes_and_the_queue_tell_together() -> None:

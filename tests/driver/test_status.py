@@ -57,6 +57,7 @@ NOTHING = dict.fromkeys(("newest", "stats", "checkpoint", "best", "recent", "des
     "phase": "Running",
     "attempt": 0,
     "versions": VersionsState(),
+    "fleets": {},
     "rollouts": (),
     "idle_share": {},
     "rewards": RewardState(),

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from asyncflow.api.names import FOLLOWER
 from asyncflow.api.records import RoleRecord
 from asyncflow.api.status import DriverStatus
-from asyncflow.api.versions import LAG_BUCKETS, VersionsState
+from asyncflow.api.versions import LAG_BUCKETS, PhaseSeconds, VersionsState
 from asyncflow.api.weights import WeightsStatus
 from asyncflow.plan.publisher import publisher_role
 from asyncflow.plan.roles import Role
@@ -77,7 +77,10 @@ def decide_sync(state: SyncState, *, now: float, desired: DesiredSync) -> Plan:
         draft.conditions.set("Ready", False, "NoVersion", "The driver has not said which versions there are")
     elif seen is not None:
         allowed = state.job.job.spec.schedule.max_staleness if state.job.job is not None else 0
-        _report(draft, seen, allowed=allowed, followed=state.sync.spec.source is not None)
+        if state.sync.spec.source is None:
+            _report(draft, seen, seen.versions, allowed=allowed)
+        else:
+            _report(draft, seen, _of_fleet(state.owner.name, seen), allowed=allowed, followed=True)
     return draft.plan(figures=FIGURES)
 
 
@@ -126,7 +129,7 @@ def _publish(draft: Draft[WeightsStatus], state: SyncState, role: Role, desired:
         draft.conditions.set("Ready", False, "NoVersion", waits_for or "The publisher has not published yet")
         draft.fields |= {"followers": 0, "behind": 0, "serving": (), "lag": (), "laggards": ()}
     else:
-        _report(draft, seen, allowed=0, followed=True)
+        _report(draft, seen, seen.versions, allowed=0, followed=True)
     if ends.failure is not None:
         draft.conditions.set("Degraded", True, ends.failure.reason, ends.failure.message)
     elif draft.conditions.has("Degraded"):
@@ -143,8 +146,17 @@ def _why_none(state: SyncState) -> tuple[str, str]:
     return "NoJob", "No RLJob names it in spec.weightSync.name"
 
 
-def _report(draft: Draft[WeightsStatus], seen: DriverStatus, *, allowed: int, followed: bool) -> None:
-    versions = seen.versions
+def _of_fleet(name: str, seen: DriverStatus) -> VersionsState:
+    """Return how versions reach the followers of the WeightSync ``name``, of all those of the job if it is not told."""
+    if seen.fleets is None:
+        return seen.versions
+    published = PhaseSeconds(publish=seen.versions.seconds.publish)
+    return seen.fleets.get(name) or VersionsState(bytes=seen.versions.bytes, seconds=published)
+
+
+def _report(
+    draft: Draft[WeightsStatus], seen: DriverStatus, versions: VersionsState, *, allowed: int, followed: bool = False
+) -> None:
     draft.fields |= {name: getattr(versions, name) for name in _OF_DRIVER}
     draft.fields |= {"version": seen.version, "attempt": seen.attempt}
     who, serving = ("follower", versions.followers) if followed else ("rollout", versions.rollouts)

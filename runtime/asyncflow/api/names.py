@@ -66,6 +66,8 @@ PUBLISHER: Final = "publisher"
 """Role of the process that publishes versions which no job trains, and that their followers dial."""
 FOLLOWER: Final = "follower"
 """Role of whoever receives versions and has no other part in it; any number may share one certificate."""
+FLEET: Final = "fleet"
+"""What others must know of a follower: the WeightSync by which it follows."""
 STORE_PASSWORD_FILE: Final = f"{CONFIG_DIR}/store-password"
 """Path, in the pods of storage units, of the password of a store that others run."""
 STORE_PASSWORD_FILE_ENV: Final = "ASYNCFLOW_STORE_PASSWORD_FILE"  # noqa: S105 — a name, not a password

@@ -12,7 +12,7 @@ from pydantic import FailFast, Field, StringConstraints
 
 from asyncflow.api.base import MOST_REPLICAS, Conditions, Name, Spec, Time
 from asyncflow.api.records import RoleKey, RoleRecord, SecretRecords, Uid
-from asyncflow.api.versions import Count, Span, VersionsState, Wire, WorkerId
+from asyncflow.api.versions import MOST_FLEETS, Count, FleetName, Span, VersionsState, Wire, WorkerId
 from asyncflow.api.weights import WeightsSpec
 
 Phase = Literal["Pending", "Starting", "Running", "Paused", "Suspending", "Suspended", "Succeeded", "Failed"]
@@ -267,6 +267,9 @@ class DriverStatus(Wire):
     """Rollouts that the built-in policy would have, before minReplicas and maxReplicas. Absent until it has decided."""
     versions: VersionsState = Field(default_factory=VersionsState)
     """The versions of weights on their way."""
+    fleets: Annotated[dict[FleetName, VersionsState], Field(max_length=MOST_FLEETS)] | None = None
+    """The same of the followers of one WeightSync alone, by its name: of the largest of such fleets. Absent: it is not
+    known whose followers they are."""
 
     @property
     def words(self) -> str:

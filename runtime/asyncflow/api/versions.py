@@ -13,12 +13,16 @@ from asyncflow.api.base import Spec
 
 LAG_BUCKETS = 16
 MOST_LAGGARDS = 10
+MOST_FLEETS = 8
+MOST_FLEET_NAME = 64
 MOST_COUNTED = 2**53 - 1
 Count = Annotated[int, Field(ge=0, le=MOST_COUNTED)]
 """A number that every reader of JSON keeps exactly, the API server too."""
 Span = Annotated[float, Field(ge=0, le=1e12)]
 """A duration in seconds as a driver measures or expects it."""
 WorkerId = Annotated[str, StringConstraints(pattern=r"^[-.:_A-Za-z0-9]+$", max_length=128)]
+FleetName = Annotated[str, StringConstraints(max_length=MOST_FLEET_NAME)]
+"""The name of a WeightSync, as its followers say it."""
 Cause = Annotated[str, StringConstraints(max_length=128)]
 """A reason in a few words."""
 

@@ -337,6 +337,7 @@ class Driver:
             attempt=self.members.trainer_attempt,
             newest=newest,
             versions=self.members.versions(nbytes=self.versions.nbytes, newest=newest),
+            fleets=self.members.fleets(nbytes=self.versions.nbytes, newest=newest),
             rollouts=self.members.rollouts(newest=newest, lag=self.schedule.lag),
             stats=self._stats,
             checkpoint=self._ending.checkpoint,

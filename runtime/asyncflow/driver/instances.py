@@ -13,9 +13,18 @@ from types import MappingProxyType
 from typing import Final
 
 from asyncflow.api.graph import TRAIN, JobGraph
-from asyncflow.api.names import CLIENT, FOLLOWER, PUBLISHER
+from asyncflow.api.names import CLIENT, FLEET, FOLLOWER, PUBLISHER
 from asyncflow.api.status import RolloutState, Standing, TaskState
-from asyncflow.api.versions import LAG_BUCKETS, MOST_LAGGARDS, Laggard, PhaseSeconds, VersionCount, VersionsState
+from asyncflow.api.versions import (
+    LAG_BUCKETS,
+    MOST_FLEET_NAME,
+    MOST_FLEETS,
+    MOST_LAGGARDS,
+    Laggard,
+    PhaseSeconds,
+    VersionCount,
+    VersionsState,
+)
 from asyncflow.flow.instance import SwapAt
 from asyncflow.identity import Version
 from asyncflow.queue.protocol.messages import QueueStats
@@ -136,6 +145,27 @@ def versions_state(heard: Sequence[Heard], *, nbytes: int | None, newest: int | 
             swap=median("swap_s", told),
         ),
     )
+
+
+def fleets(heard: Iterable[Heard], *, nbytes: int | None, newest: int | None) -> dict[str, VersionsState]:
+    """Return how versions reach the followers of one WeightSync alone, by its name: of the largest of such fleets.
+
+    heard, nbytes, newest: see ``versions_state``.
+    """
+    publishing: list[Heard] = []
+    found: dict[str, list[Heard]] = {}
+    for each in heard:
+        member = each[0]
+        name = str(member.info.get(FLEET, ""))[:MOST_FLEET_NAME]
+        if member.role == FOLLOWER and name:
+            found.setdefault(name, []).append(each)
+        elif member.role == "trainer":
+            publishing.append(each)
+    largest = sorted(found, key=lambda name: (-len(found[name]), name))[:MOST_FLEETS]
+    return {
+        name: versions_state([*publishing, *found[name]], nbytes=nbytes, newest=newest, swap_at="token")
+        for name in largest
+    }
 
 
 def histogram(lags: Collection[int]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from asyncflow.api.graph import JobGraph
 from asyncflow.api.names import FOLLOWER
 from asyncflow.api.status import RolloutState, TaskState
 from asyncflow.api.versions import VersionsState
-from asyncflow.driver.instances import heard_of, rollout_state, task_states, versions_state
+from asyncflow.driver.instances import fleets, heard_of, rollout_state, task_states, versions_state
 from asyncflow.driver.journal import StateFile
 from asyncflow.driver.lives import Life, Lives
 from asyncflow.driver.presence import MemberState, member_state
@@ -118,6 +118,10 @@ class Members:
     def versions(self, *, nbytes: int | None, newest: int | None) -> VersionsState:
         """Return how versions reach those that load them. nbytes, newest: size and step of the newest version."""
         return versions_state(heard_of(self._directory), nbytes=nbytes, newest=newest, swap_at=self._swap_at)
+
+    def fleets(self, *, nbytes: int | None, newest: int | None) -> dict[str, VersionsState]:
+        """Return how versions reach the followers of one WeightSync alone, by its name."""
+        return fleets(heard_of(self._directory), nbytes=nbytes, newest=newest)
 
     def statuses(self, role: str) -> list[Status]:
         """Return what the members of a role reported in their last heartbeats."""

@@ -51,6 +51,7 @@ def build_status(
     attempt: int,
     newest: int | None,
     versions: VersionsState,
+    fleets: Mapping[str, VersionsState],
     rollouts: Sequence[RolloutState],
     stats: QueueStats | None,
     checkpoint: tuple[int, float] | None,
@@ -67,10 +68,10 @@ def build_status(
 ) -> DriverStatus:
     """Put together what is known now.
 
-    newest: step of the newest version; checkpoint: step and when, by ``clock.now``; best: what the trainer keeps as the
-    best; recent: what the elastic policy goes by; desired_rollouts: how many it would have; prompts_skipped: those that
-    were too long; step_progress: how far the next step is; clock_ahead_s: by how much the system clock is ahead of
-    ``clock.now``.
+    newest: step of the newest version; fleets: the versions of followers, by the name of their WeightSync; checkpoint:
+    step and when, by ``clock.now``; best: what the trainer keeps as the best; recent: what the elastic policy goes by;
+    desired_rollouts: how many it would have; prompts_skipped: those that were too long; step_progress: how far the next
+    step is; clock_ahead_s: by how much the system clock is ahead of ``clock.now``.
     """
     last: dict[str, Any] = progress.lines[-1] if progress.lines else {}
     evaluation = progress.evaluations[max(progress.evaluations)] if progress.evaluations else None
@@ -95,6 +96,7 @@ def build_status(
         correction=_correction(last),
         version=newest or 0,
         versions=versions,
+        fleets=dict(fleets),
         queue=_depth(stats),
         trainer_wait_share=progress.wait_share(),
         recent=recent,

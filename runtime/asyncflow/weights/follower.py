@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Final, Self
 
 from asyncflow.api.load import load_sync
-from asyncflow.api.names import FOLLOWER
+from asyncflow.api.names import FLEET, FOLLOWER
 from asyncflow.api.weights import WeightSync
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.identity import Version
 from asyncflow.rpc.access import worker_name
-from asyncflow.rpc.membership import Directives, Member, Membership, Status
+from asyncflow.rpc.membership import Directives, Member, Membership, Scalar, Status
 from asyncflow.rpc.tls import Credentials
 from asyncflow.weights.holder import node_name
 from asyncflow.weights.permits import SwapPermits
@@ -70,7 +70,8 @@ class Follower:
     ) -> None:
         place = secrets.randbelow(_PLACES)
         self.worker = worker_name(FOLLOWER, place, uuid.uuid4().hex)
-        member = Member(role=FOLLOWER, index=place, incarnation=self.worker, http=http)
+        info: dict[str, Scalar] = {FLEET: sync.metadata.name} if sync is not None else {}
+        member = Member(role=FOLLOWER, index=place, incarnation=self.worker, http=http, info=info)
         self.ended = False
         self._membership = Membership(
             driver=driver, member=member, credentials=credentials, status=status or self._status

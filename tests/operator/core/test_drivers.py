@@ -25,7 +25,16 @@ from asyncflow.api.status import (
     StepProgress,
     TaskState,
 )
-from asyncflow.api.versions import LAG_BUCKETS, MOST_LAGGARDS, Laggard, PhaseSeconds, VersionsState
+from asyncflow.api.versions import (
+    LAG_BUCKETS,
+    MOST_FLEET_NAME,
+    MOST_FLEETS,
+    MOST_LAGGARDS,
+    Laggard,
+    PhaseSeconds,
+    VersionCount,
+    VersionsState,
+)
 from asyncflow.plan.certificates import period_of
 from asyncflow_operator import drivers
 from asyncflow_operator.desired.objects import family_of
@@ -293,6 +302,17 @@ def largest(rollouts: int) -> DriverStatus:
     small = 1.2345678901234567e-300
     passed = {str(k): small for k in range(1017, 1025)}
     of_a_set = {"accuracy": small, "greedy": small, "reward": longest, "pass_at": passed}
+    versions = VersionsState(
+        rollouts=LARGEST,
+        followers=LARGEST,
+        behind=LARGEST,
+        serving=(VersionCount(version=LARGEST, instances=LARGEST),) * LAG_BUCKETS,
+        lag=(LARGEST,) * LAG_BUCKETS,
+        laggards=(late,) * MOST_LAGGARDS,
+        bytes=LARGEST,
+        wire_bytes=LARGEST,
+        seconds=PhaseSeconds(publish=-longest, transfer=-longest, stage=-longest, swap=-longest),
+    )
     return DriverStatus(
         attempt=1_000_000_000,
         phase="Suspending",
@@ -333,16 +353,8 @@ def largest(rollouts: int) -> DriverStatus:
         waiting_for=line,
         desired_rollouts=LARGEST,
         correction=CorrectionFigures(effective_share=-longest, bounded_share=-longest),
-        versions=VersionsState(
-            rollouts=LARGEST,
-            followers=LARGEST,
-            behind=LARGEST,
-            lag=(LARGEST,) * LAG_BUCKETS,
-            laggards=(late,) * MOST_LAGGARDS,
-            bytes=LARGEST,
-            wire_bytes=LARGEST,
-            seconds=PhaseSeconds(publish=-longest, transfer=-longest, stage=-longest, swap=-longest),
-        ),
+        versions=versions,
+        fleets={f"{number}" + "\x00" * (MOST_FLEET_NAME - 1): versions for number in range(MOST_FLEETS)},
     )
 
 

@@ -105,6 +105,25 @@ def test_one_for_followers_is_ready_when_one_of_them_serves():
     assert conditions(decided(state(0, 0, sync=FOLLOWED, followers=1)))["Ready"] == ("True", "Serving")
 
 
+def test_of_the_followers_of_a_job_a_weight_sync_counts_its_own():
+    known = state(0, 5, sync=FOLLOWED, followers=3)
+    job = known.job.probe.status
+    fleet = VersionsState(followers=2, behind=0, lag=(2,), bytes=1000, seconds=PhaseSeconds(publish=0.1, swap=0.5))
+
+    def told(**fleets: VersionsState) -> Plan:
+        probe = replace(known.job.probe, status=job.model_copy(update={"fleets": fleets}))
+        return decided(replace(known, job=replace(known.job, probe=probe)))
+
+    own = told(demo=fleet, other=VersionsState(followers=1, behind=1))
+    assert (own.status["rollouts"], own.status["followers"], own.status["behind"], own.status["lag"]) == (0, 2, 0, [2])
+    assert (own.status["version"], own.status["seconds"]) == (20, {"publish": 0.1, "swap": 0.5})
+    assert conditions(own)["Lagging"] == ("False", "CaughtUp"), "whatever the job's rollouts do"
+    nobody = told(other=VersionsState(followers=1, behind=1))
+    assert (nobody.status["followers"], nobody.status["bytes"]) == (0, 1000)
+    assert nobody.status["seconds"] == {"publish": 0.1}
+    assert conditions(nobody)["Ready"] == ("False", "NoFollower")
+
+
 def test_followers_of_a_job_read_how_they_follow_and_a_job_s_own_has_nothing_to_read():
     spec = {"source": {"job": "training"}, "update": "staggered", "stagger": 2}
     staggered = WeightSync.model_validate({"metadata": {"name": "demo", "namespace": "team"}, "spec": spec})
