@@ -40,14 +40,14 @@ ENGINES = {
     "transformers": [
         *LEARNING["model"],
         *LEARNING["trainer"],
-        "algorithm.promptsPerStep=240",
+        "algorithm.promptsPerStep=480",
         "rollout.engine={name: transformers, slots: 16}",
         "transferQueue.bytesPerUnit=512Mi",
     ],
     "vllm": [
         *LEARNING["model"],
         *LEARNING["trainer"],
-        "algorithm.promptsPerStep=64",
+        "algorithm.promptsPerStep=192",
         "rollout.engine={name: vllm, slots: 16, dtype: float32}",
         "transferQueue.bytesPerUnit=512Mi",
     ],
