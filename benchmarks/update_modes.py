@@ -3,7 +3,9 @@
     sudo python benchmarks/update_modes.py [--engine simulated|transformers|vllm] [--modes sync delayed staggered]
 
 The network is that of ``delayed_update``: real processes, real bytes, and links on which a version takes ``--transfer``
-seconds. With ``transformers`` and ``vllm`` a tiny model really generates and really learns, and its own weights travel.
+seconds. With ``transformers`` and ``vllm`` a tiny model really generates and really learns, and its own weights travel:
+it is made wider, to 6 MB, so that rows take little of a link that has time for a version. Its steps are made of long
+responses on few slots, as generation must take longer than a transfer for that to be hidden, and longer than training.
 ``staggered`` runs once more with a rollout that is stopped in the middle of a transfer until the end.
 
 Prints a table, and ends with 1 when a bar is missed, 2 where this machine cannot make the network.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shutil
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +26,9 @@ from swap_figures import Bar, Figures
 
 from asyncflow.api.job import RLJob
 from asyncflow.commands.preflight import runnable_job
+from asyncflow.models.source import materialize_config, materialize_weights
 
+TINY = "tiny://reverse-digits"
 FAST_S = 0.02
 """Seconds that a transfer takes where the link is not what is measured."""
 MODES = {
@@ -31,8 +36,10 @@ MODES = {
     "delayed": [],
     "staggered": ["schedule.update=staggered", "schedule.swapAt=sequence", "schedule.stalenessThreshold=0.5"],
 }
+WIDE = 4096
+"""Columns of the tiny model's feed-forward layers."""
 LEARNING = {
-    "model": ["rollout.replicas=2", "algorithm.groupSize=8", "algorithm.steps=6", "sampling.maxTokens=8"],
+    "model": ["rollout.replicas=2", "algorithm.groupSize=8", "algorithm.steps=6", "sampling.maxTokens=48"],
     "trainer": ["trainer.backend.name=torch", "trainer.backend.options={}", "trainer.backend.tokensPerMicroBatch=4096"],
 }
 ENGINES = {
@@ -40,15 +47,15 @@ ENGINES = {
     "transformers": [
         *LEARNING["model"],
         *LEARNING["trainer"],
-        "algorithm.promptsPerStep=480",
-        "rollout.engine={name: transformers, slots: 16}",
+        "algorithm.promptsPerStep=20",
+        "rollout.engine={name: transformers, slots: 4}",
         "transferQueue.bytesPerUnit=512Mi",
     ],
     "vllm": [
         *LEARNING["model"],
         *LEARNING["trainer"],
-        "algorithm.promptsPerStep=192",
-        "rollout.engine={name: vllm, slots: 16, dtype: float32}",
+        "algorithm.promptsPerStep=20",
+        "rollout.engine={name: vllm, slots: 4, dtype: float32}",
         "transferQueue.bytesPerUnit=512Mi",
     ],
 }
@@ -59,6 +66,30 @@ NEAR_TRANSFER = 0.95
 """Share of a transfer by which a synchronous step is longer at least: two runs on a busy machine differ a little."""
 NEAR = 0.05
 """By how much the mean lag may differ from 1 - f."""
+
+
+def wide_model(folder: Path) -> Path:
+    """Write the tiny model with wider feed-forward layers, which compute the same until it is trained."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    source = materialize_config(TINY, folder / "narrow")
+    materialize_weights(TINY, source)
+    narrow = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(source)
+    config.intermediate_size = WIDE
+    torch.manual_seed(0)
+    wide = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weights in wide.state_dict().items():
+            known = narrow.state_dict()[name]
+            weights[tuple(map(slice, known.shape))] = known
+            if name.endswith("down_proj.weight"):
+                weights[:, known.shape[1] :] = 0
+    made = folder / "wide"
+    shutil.copytree(source, made, dirs_exist_ok=True)
+    wide.save_pretrained(made)
+    return made
 
 
 def cycle(figures: Figures) -> float:
@@ -186,8 +217,12 @@ def main() -> int:
         print(f"this needs {', '.join(lacks)}", file=sys.stderr)
         return 2
 
+    model = []
+    if options.engine != "simulated":
+        model = [f"model.source={wide_model(options.output.absolute() / 'model')}"]
+
     def job(mode: str) -> RLJob:
-        fields = [*ENGINES[options.engine], *MODES[mode]]
+        fields = [*ENGINES[options.engine], *MODES[mode], *model]
         return runnable_job(HERE / "delayed_update.yaml", [f"spec.{field}" for field in fields])
 
     def make(mode: str, seconds: float, *, nbytes: int, stop: bool = False) -> Figures:

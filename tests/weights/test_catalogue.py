@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec.structs import replace
 
 from asyncflow.errors import Fenced, ProtocolError, Refused, StaleHandle
 from asyncflow.identity import Version
@@ -143,7 +144,8 @@ class Histories(RuleBasedStateMachine):
     @invariant()
     def a_revision_says_always_the_same(self) -> None:
         catalogue = self.catalogue
-        versions = [(v, catalogue.available(v), catalogue.digest(v)) for v in catalogue.versions]
+        known = [version for version in catalogue.versions if catalogue.digest(version) is not None]
+        versions = [(version, catalogue.available(version), catalogue.digest(version)) for version in known]
         told = versions, catalogue.newest, catalogue.required, catalogue.releasable
         assert self.told.setdefault(catalogue.revision, told) == told
 
@@ -241,3 +243,30 @@ def test_nobody_in_the_job_pulls_from_outside_and_those_outside_pull_from_each_o
     catalogue.hold(version, holding("r0"))
     catalogue.leave("t0.0")
     assert located(catalogue, version, "r1") == ["r0"]
+
+
+def test_a_worker_is_believed_by_number_once_it_has_said_in_full_what_it_holds_of_the_same_tensors():
+    catalogue, half = Catalogue(), {"w": rows(0, 2)}
+    first, second, other = Version(0, 1), Version(0, 2), Version(0, 3)
+    for version in (first, second):
+        catalogue.publish(part(version))
+    assert catalogue.report("a", [first]) == [first]
+    catalogue.hold(first, holding("a", half))
+    assert catalogue.report("a", [first, second]) == []
+    assert [each.regions for each in catalogue.holders(second) if each.worker == "a"] == [half]
+    wide = TensorEntry(name="w", dtype="float32", shape=(2 * ROWS,), slices=part(other).tensors[0].slices)
+    catalogue.hold(other, holding("t"), manifest=replace(merge([part(other)]), tensors=(wide,)))
+    assert catalogue.report("a", [second, other]) == [other]
+    assert catalogue.held_by("a") == {second}
+    catalogue.leave("a")
+    assert catalogue.report("a", [second]) == [second]
+
+
+def test_parts_of_a_version_that_is_not_complete_are_told_nobody():
+    catalogue = Catalogue()
+    catalogue.require([])
+    revision = catalogue.revision
+    catalogue.publish(part(Version(0, 1), 0, 2))
+    assert catalogue.revision == revision
+    catalogue.publish(part(Version(0, 1), 1, 2))
+    assert catalogue.revision == revision + 1

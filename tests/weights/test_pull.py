@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import numpy as np
 import pytest
+from weights_world import bulk, until
 
 from asyncflow.errors import DeadlineExceeded, Fenced, Refused, StaleHandle
 from asyncflow.identity import Version
+from asyncflow.rpc.client import RpcClient
 from asyncflow.weights.host_transport import HostTransport
+from asyncflow.weights.messages import WHOLE, Locate, Located
 from asyncflow.weights.sender import PublishedSlice
 from asyncflow.weights.slices import Box
 
@@ -313,3 +317,84 @@ async def test_another_catalogue_is_heard_though_it_says_the_same(world):
     await world.stop_driver()
     service = await world.start_driver()
     await receiver.wait_for(lambda: receiver.view == service.view(), what="that of the next driver", timeout=SOON)
+
+
+async def beats_in(world, seconds: float) -> int:
+    """Return how many heartbeats come in so many seconds."""
+    before = world.server.counters.calls["directory.heartbeat"]
+    await asyncio.sleep(seconds)
+    return world.server.counters.calls["directory.heartbeat"] - before
+
+
+async def test_a_version_that_the_catalogue_does_not_want_is_told_of_once_and_dropped_when_it_is_free(world):
+    sender, follower = await world.sender(), await world.receiver("follower-7-a")
+    world.service.require([])
+    await sender.publish(Version(0, 1), bulk(1, 1), timeout=SOON)
+    await follower.ensure(1, timeout=SOON)
+    follower.take(1)
+    await sender.close()
+    await world.stop_driver()
+    await world.start_driver()
+    calls = world.server.counters.calls
+    await until(lambda: calls["weights.held"], "the follower has told of it")
+    assert await beats_in(world, 1.0) < 10
+    assert calls["weights.held"] == 1
+    newer = await world.sender("newer")
+    await newer.publish(Version(0, 2), bulk(2, 1), timeout=SOON)
+    await follower.ensure(2, timeout=SOON)
+    follower.take(2)
+    await follower.wait_for(lambda: follower.held == [2], what="only what is wanted", timeout=SOON)
+
+
+async def test_versions_after_the_first_are_pulled_from_the_same_source_and_nobody_is_asked(world):
+    sender = await world.sender()
+    world.service.require([])
+    receivers = [await world.receiver(f"r{index}") for index in range(5)]
+    calls = world.server.counters.calls
+    for step in range(4):
+        await sender.publish(Version(0, step), bulk(step, 1), timeout=SOON)
+        for receiver in receivers:
+            await receiver.ensure(step, timeout=SOON)
+        await world.service.wait_for(
+            lambda known, step=step: len(known.holders(Version(0, step))) == 6, what="all holders", timeout=SOON
+        )
+        if step == 0:
+            before = Counter(calls)
+    made = calls - before
+    assert (made["weights.held"], made["weights.locate"], made["weights.publish"]) == (0, 3 * 2, 3)
+    for receiver in receivers:
+        sources = [set(record.holders) for record in list(receiver.transfers)[1:]]
+        assert sources == [sources[0]] * 3
+        assert [record.faults for record in receiver.transfers] == [0] * 4
+
+
+async def test_who_is_no_member_is_placed_nowhere(world):
+    sender, driver = await world.sender(), RpcClient(name="ghost", resolve=world.address)
+    await sender.publish(Version(0, 1), bulk(1, 1), timeout=SOON)
+    asked = Locate(worker="ghost", address="tcp://127.0.0.1:1", version=Version(0, 1).packed, layout=WHOLE)
+    try:
+        with pytest.raises(StaleHandle, match="ghost is no member now"):
+            await driver.call("weights.locate", asked, Located, timeout=SOON)
+    finally:
+        await driver.close()
+
+
+async def test_receivers_leave_a_source_that_hears_of_no_version_and_nobody_else_is_blamed(world):
+    sender = await world.sender()
+    receivers = {f"r{index}": await world.receiver(f"r{index}") for index in range(8)}
+    await sender.publish(Version(0, 1), bulk(1, 1), timeout=SOON)
+    for receiver in receivers.values():
+        await receiver.ensure(1, timeout=SOON)
+    placed = world.service.catalogue._spread._receivers
+    deaf = next(name for name in receivers if placed[name].parent is None and placed[name].children)
+    receivers[deaf]._holder.hear = lambda broadcast, unknown: None
+    below = [name for name in receivers if placed[name].parent == deaf]
+    world.service.catalogue.leave(deaf)
+    await sender.publish(Version(0, 2), bulk(2, 1), timeout=SOON)
+    hearing = [receiver for name, receiver in receivers.items() if name != deaf]
+    for receiver in hearing:
+        await receiver.ensure(2, timeout=SOON)
+    assert below
+    assert all(receiver.transfers[-1].faults == 0 for receiver in hearing)
+    assert not any(known.doubted for known in placed.values())
+    assert all(placed[name].parent != deaf for name in below)

@@ -27,7 +27,10 @@ NODES = {"a": "n1", "b": "n1", "c": "n1", "d": "n1", "e": "n2", "f": "n2", "g": 
 
 
 class History:
-    """Receivers of two layouts on a few nodes that come, ask again, complain, finish and go, over some versions."""
+    """Receivers of two layouts on a few nodes that come, ask again, complain, finish, go and come back, over versions.
+
+    Who is taken for lost goes on: its children pull from it, and it, once it is back, asks anew.
+    """
 
     def __init__(self) -> None:
         self.spread = Spread()
@@ -35,10 +38,11 @@ class History:
         self.whole: set[str] = set()
         self.sources: dict[str, str | None] = {}
         self.layouts: dict[str, str] = {}
+        self.had: dict[str, str] = {}
         self.doubted: set[str] = set()
 
     def ask(self, receiver: str, layout: str) -> None:
-        layout = self.layouts.setdefault(receiver, layout)
+        self.layouts.setdefault(receiver, self.had.get(receiver, layout))
         new, near = receiver not in self.sources, self.near(receiver)
         before = self.sources.get(receiver)
         self.sources[receiver] = self.place(receiver)
@@ -88,16 +92,20 @@ class History:
 
     def publish(self, _receiver: str, _layout: str) -> None:
         self.version += 1
-        self.whole = set()
+        self.whole, self.doubted = set(), set()
 
     def leave(self, receiver: str, _layout: str) -> None:
-        if self.layouts.pop(receiver, None) is not None:
+        if receiver in self.layouts:
+            self.had[receiver] = self.layouts.pop(receiver)
             self.spread.leave(receiver)
             self.sources.pop(receiver, None)
             self.whole.discard(receiver)
             self.doubted.discard(receiver)
-            for child in [child for child, source in self.sources.items() if source == receiver]:
-                self.sources[child] = "one that has left"
+
+    def come_back(self, receiver: str, _layout: str) -> None:
+        if receiver in self.had and receiver not in self.layouts:
+            self.layouts[receiver] = self.had[receiver]
+            self.spread.join(receiver, layout=self.had[receiver], node=NODES[receiver])
 
     def check(self) -> None:
         """Nobody waits for itself, and nobody serves too many, or another layout."""
@@ -113,7 +121,7 @@ class History:
             assert source not in self.layouts or self.layouts[source] == self.layouts[receiver]
 
 
-EVENTS = [History.ask, History.complain, History.finish, History.leave, History.publish]
+EVENTS = [History.ask, History.complain, History.finish, History.leave, History.come_back, History.publish]
 
 
 @settings(max_examples=200)

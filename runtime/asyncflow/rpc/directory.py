@@ -1,7 +1,8 @@
 """Soft membership: the members of a job now, kept by the process that all dial (the driver, or a queue's controller).
 
 The registry is pure and has an injected clock: ``register``, ``heartbeat``, ``leave`` and ``sweep`` are its events;
-``attach`` connects it to a server and a clock that ticks. Nothing is stored: a restarted directory is empty, answers
+``attach`` connects it to a server and a clock that ticks. Only a subscriber's heartbeat, which may wait for its answer,
+needs a running loop. Nothing is stored: a restarted directory is empty, answers
 the first heartbeat of everybody with ``known=False``, and so learns all members anew within one heartbeat. An
 incarnation (uuid hex) names one run of one process for ever, and is its worker id everywhere.
 
@@ -13,6 +14,7 @@ answers no calls costs others nothing; time in which the directory itself did no
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -41,7 +43,7 @@ log = logging.getLogger(__name__)
 
 _REMEMBERED = 100_000
 _PACE_S = 0.001
-"""Seconds for each subscriber, between two heartbeats of one that has something to say before it is time."""
+"""Seconds for each subscriber of a role, between two heartbeats of one that has something to say before it is time."""
 
 
 @dataclass
@@ -71,8 +73,8 @@ class Directory:
     held: called with the incarnation of a subscriber and what it holds, returns what of that is unknown.
 
     A subscriber's heartbeat is answered when there is a new broadcast, else after ``heartbeat_s``. It may come again
-    after a millisecond for each subscriber, at most ``heartbeat_s``: so what is new reaches a small fleet, and comes
-    from it, at once, while a large one costs no more calls than its heartbeats.
+    after a millisecond for each subscriber of its role, at most ``heartbeat_s``: so what is new reaches a small fleet,
+    and comes from it, at once, while a large one costs no more calls than its heartbeats, and slows down no other.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class Directory:
         self.directives: Callable[[Member], Directives] = lambda _: Directives()
         self.held: Callable[[str, tuple[int, ...]], tuple[int, ...]] = lambda _incarnation, _holds: ()
         self._broadcast = (0, Raw(encode(None)))
-        self._subscribers: set[str] = set()
+        self._subscribers: dict[str, set[str]] = {}
         self._clock = clock
         self._entries: dict[tuple[str, int], _Entry] = {}
         self._places: dict[str, tuple[str, int]] = {}
@@ -161,7 +163,7 @@ class Directory:
         entry.seen, entry.status = self._clock(), beat.status
         if beat.heard is None:
             return self._answer(entry, beat)
-        self._subscribers.add(beat.incarnation)
+        self._subscribers.setdefault(entry.member.role, set()).add(beat.incarnation)
         unknown = self.held(beat.incarnation, beat.holds)  # which may make a broadcast
         answer = self._answer(entry, beat, unknown=unknown)
         self._release(entry)
@@ -176,7 +178,7 @@ class Directory:
     def broadcast(self, document: bytes) -> None:
         """Tell all subscribers a document, encoded by msgpack, in place of the one before."""
         self._broadcast = self._broadcast[0] + 1, Raw(document)
-        for incarnation in self._subscribers:
+        for incarnation in itertools.chain(*self._subscribers.values()):
             self._release(self._entries[self._places[incarnation]])
 
     def _release(self, entry: _Entry) -> None:
@@ -200,8 +202,11 @@ class Directory:
             directives=self.directives(entry.member),
             broadcast=self._broadcast if fresh else None,
             unknown=unknown,
-            pace_s=min(self.heartbeat_s, len(self._subscribers) * _PACE_S),
+            pace_s=0.0 if beat.heard is None else self._pace_s(entry.member.role),
         )
+
+    def _pace_s(self, role: str) -> float:
+        return min(self.heartbeat_s, len(self._subscribers[role]) * _PACE_S)
 
     def leave(self, incarnation: str, reason: str) -> None:
         """Remove a member; nothing happens if it is none."""
@@ -242,7 +247,7 @@ class Directory:
         entry = self._entries.pop(place)
         member = entry.member
         del self._places[member.incarnation]
-        self._subscribers.discard(member.incarnation)
+        self._subscribers.get(member.role, set()).discard(member.incarnation)
         self._release(entry)
         self.revision += bool(member.address)
         log.info("%s left (%s): %s", member, member.incarnation, reason)

@@ -37,6 +37,7 @@ AGE = "age_s"
 
 _Name = Annotated[str, Meta(min_length=1, max_length=128)]
 _Text = Annotated[str, Meta(max_length=1024)]
+_MOST_HELD = 1024
 
 
 class Member(Struct, frozen=True, kw_only=True):
@@ -102,15 +103,15 @@ class Beat(Struct, frozen=True, kw_only=True):
     revision: int
     status: Status = {}
     heard: int | None = None
-    holds: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    holds: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=_MOST_HELD)] = ()
 
 
 class Beaten(Struct, frozen=True, kw_only=True):
     """Answer to a heartbeat. known: False asks the member to register again; peers: None where nothing changed.
 
     broadcast: what all subscribers are told, and its number, None where nothing changed; unknown: of what the member
-    holds, that of which the directory must be told more; pace_s: seconds between two heartbeats of a subscriber that
-    has something to say before it is time.
+    holds, that of which the directory must be told more; pace_s: seconds between two heartbeats of a member that has
+    something to say before it is time.
     """
 
     known: bool
@@ -151,7 +152,8 @@ class Membership:
 
     driver: address of the directory; member: who this process is; credentials: of this process; status: asked before
     each heartbeat for what to report (JSON scalars, lists, dicts). on_directives: functions that are called whenever
-    the directives change; subscriber: hears broadcasts from the next heartbeat on, None for nobody.
+    the directives change; subscriber: hears broadcasts from the next heartbeat on, None for nobody; registrations: how
+    often this process has registered: each but the first means that the directory had forgotten it.
     """
 
     def __init__(
@@ -171,6 +173,7 @@ class Membership:
         self.fenced: Fenced | None = None
         self.on_directives: list[Callable[[Directives], None]] = []
         self.subscriber: Subscriber | None = None
+        self.registrations = 0
         self._heard = -1
         self._pace_s = 0.0
         self._status = status
@@ -252,10 +255,12 @@ class Membership:
         return found
 
     async def _register(self) -> None:
+        self._revision = self._heard = -1
         registered = await self.driver.call(REGISTER, self.member, Registered, timeout=_REGISTER_S)
         self._heartbeat_s = registered.heartbeat_s
         self._lost_after_s = registered.lost_after_s
         self.connected = True
+        self.registrations += 1
         self._learn(registered.revision, registered.peers)
 
     async def _beat_for_ever(self) -> None:
@@ -304,7 +309,6 @@ class Membership:
             log.info("%s: the directory does not know this process: registering again", self.member)
             self._known_before = self._members
             self._trusted_from = asyncio.get_running_loop().time() + self._lost_after_s
-            self._revision = self._heard = -1
             await self._register()
             return subscriber is not None
         if not self.connected:
@@ -319,8 +323,9 @@ class Membership:
         if answer.directives != self.directives:
             self._obey(answer.directives)
         if subscriber is not None and (answer.broadcast is not None or answer.unknown):
-            self._heard, told = answer.broadcast or (self._heard, None)
+            number, told = answer.broadcast or (self._heard, None)
             subscriber.hear(told, answer.unknown)
+            self._heard = number
         return subscriber is not None and not answer.unknown
 
     def _be_fenced(self, error: Fenced) -> None:

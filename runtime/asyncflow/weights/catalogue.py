@@ -243,6 +243,7 @@ class Catalogue:
         if holding.worker not in record.publishers:
             layout = WHOLE if holding.regions is None else layout_key(holding.regions, known)
             self._spread.join(holding.worker, layout=_apart(layout, outside=holding.outside), node=holding.node)
+            self._spread.heard(holding.worker)
             self._addresses[holding.worker] = holding.address
             self._known[holding.worker] = holding, record.shapes
         self._hold(version, record, holding)
@@ -335,15 +336,15 @@ class Catalogue:
 
     def _tell(self) -> None:
         """Count a change, if what all workers are told has changed."""
-        known = [(version, record.manifest is not None, record.available) for version, record in self._records.items()]
-        told = (sorted(known), self._required, self.releasable)
+        complete = [(version, record.available) for version, record in self._records.items() if record.manifest]
+        told = (sorted(complete), self._required, self.releasable)
         if told != self._told:
             self._told = told
             self.revision += 1
 
 
 def _apart(layout: str, *, outside: bool) -> str:
-    """Return the name of a layout in the tree of one version: what is no part of the job has a tree of its own."""
+    """Return the name of a layout in the tree: what is no part of the job has a tree of its own."""
     return f"outside {layout}" if outside else layout
 
 

@@ -4,7 +4,7 @@ Level-triggered: each heartbeat says what is held, and is answered with the cata
 the catalogue cannot believe without being told more, which is announced then. So a restarted driver, a lost
 announcement and a worker that was believed dead all heal in the same way, and a version like another costs no call.
 
-Invariants: a version is dropped only when the catalogue called it releasable, or will not know it, and ``in_use`` does
+Invariants: a version is dropped only when the catalogue called it releasable, or does not want it, and ``in_use`` does
 not name it; of a version that is still arriving only what was checked is served, and nothing is announced.
 """
 
@@ -98,6 +98,7 @@ class Holder:
         self._membership = membership
         self._driver = membership.driver
         self._unknown: set[Version] = set()
+        self._unwanted: set[Version] = set()
         self._in_use = in_use
         self.changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -158,7 +159,7 @@ class Holder:
         try:
             return await retry(lambda: self._publish(part), what=f"publishing {version}", timeout=timeout)
         except Refused:
-            del self.copies[version]
+            self.copies.pop(version, None)
             if before is not None:
                 self.copies[version] = before
             raise
@@ -183,13 +184,14 @@ class Holder:
             await arriving.until(regions[0].tensor, regions[0].box)
 
     def holds(self) -> tuple[int, ...]:
-        """Return the packed numbers of the versions that are held here, in order."""
-        return tuple(version.packed for version in sorted(self.copies))
+        """Return the packed numbers of the versions that are held here and may be wanted, in order."""
+        return tuple(version.packed for version in sorted(self.copies.keys() - self._unwanted))
 
     def hear(self, broadcast: msgspec.Raw | None, unknown: tuple[int, ...]) -> None:
         """Take the catalogue, and the versions of which it must be told that they are here."""
         if broadcast is not None:
             self.view = msgspec.msgpack.decode(broadcast, type=CatalogueView)
+            self._unwanted.clear()
         self._unknown.update(Version.unpack(packed) for packed in unknown)
         self.notify()
 
@@ -212,7 +214,7 @@ class Holder:
                 await changed.wait()
 
     def _release(self) -> None:
-        for version in [Version.unpack(packed) for packed in self.view.releasable]:
+        for version in {*map(Version.unpack, self.view.releasable), *self._unwanted}:
             if version in self.copies and version not in self._in_use():
                 self._forget(version)
                 log.info("weights: dropped %s", version)
@@ -226,11 +228,11 @@ class Holder:
                 self._forget(version)
                 log.warning("weights: dropped %s: %s", version, error)
             else:
-                if not wanted and version not in self._in_use():
-                    self._forget(version)
-                    log.info("weights: dropped %s, which the catalogue does not want", version)
+                if not wanted:
+                    self._unwanted.add(version)
             self._unknown.discard(version)
             self._membership.nudge()
+        self._release()
 
     async def _say(self, copy: Copy) -> bool:
         """Tell the catalogue all that there is to say of a copy; return whether it knows the version then."""
@@ -241,6 +243,7 @@ class Holder:
 
     def _forget(self, version: Version) -> None:
         self.copies.pop(version, None)
+        self._unwanted.discard(version)
         self._membership.nudge()
 
     async def _publish(self, part: ManifestPart) -> bool:
@@ -258,7 +261,7 @@ class Holder:
             regions=None if layout_key(boxes, manifest) == WHOLE else boxes,
         )
         reply = await self._driver.call("weights.held", request, VersionsHeldReply, timeout=_CALL_S)
-        if not reply.known:
+        if not reply.known and reply.wanted:
             told = msgspec.structs.replace(request, manifest=manifest)
             reply = await self._driver.call("weights.held", told, VersionsHeldReply, timeout=_CALL_S)
         return reply.known

@@ -21,14 +21,14 @@ WHOLE = ""
 
 
 class VersionView(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One version. digest: of its manifest, "" while parts are missing; nbytes: of its encoded manifest; available:
-    whether its holders together have every byte.
+    """One version, all parts of which were published. digest: of its manifest; nbytes: of its encoded manifest;
+    available: whether its holders together have every byte.
     """
 
     version: int
     digest: str
     available: bool
-    nbytes: int = 0
+    nbytes: int
 
 
 class CatalogueView(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -87,9 +87,10 @@ class VersionsHeld(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionsHeldReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to ``weights.held``: False where it must be sent again with the manifest."""
+    """Answer to ``weights.held``. wanted: whether a version that is not known is to be told of with its manifest."""
 
     known: bool
+    wanted: bool = True
 
 
 class Locate(msgspec.Struct, frozen=True, kw_only=True):

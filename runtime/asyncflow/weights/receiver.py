@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 _CALL_S = 10.0
 _RECORDS = 256
 _LONGER = 1.5
-"""So many times as long as the last transfer the next may take before another source is asked for."""
+"""So many times as long as the fastest of the last transfers one may take before another source is asked for."""
+_USUAL = 4
 
 Layout = Callable[[str, tuple[int, ...]], Box | None]
 """Says which box of a tensor (name, shape) a receiver needs; None: nothing of it."""
@@ -69,6 +70,7 @@ class WeightReceiver:
     ) -> None:
         self.transfers: deque[TransferRecord] = deque(maxlen=_RECORDS)
         self._holder = Holder(membership=membership, worker=worker, transport=transport, node=node, in_use=self._in_use)
+        self._membership = membership
         self._driver = membership.driver
         self._want = want
         self._layout = layout
@@ -79,7 +81,7 @@ class WeightReceiver:
         self._transfer: Transfer | None = None
         self._base: Version | None = None
         self._source: tuple[PeerView, ...] = ()
-        self._source_of = ""
+        self._source_of: object = None
         self._outage = Outage("pulling weights")
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-digest")
 
@@ -275,12 +277,13 @@ class WeightReceiver:
 
         The driver is asked for no manifest that a peer can give, and for no source by who has one from before.
         """
-        source = self._source if self._source_of == self.view.epoch else ()
-        found = await self._manifest_of(version, source) if source else None
+        source = self._source if self._source_of == self._directory_now() else ()
+        silent: set[str] = set()
+        found = await self._manifest_of(version, source, silent=silent)
         if found is None and self._layout_key is not None:
-            located = await self._locate(version, manifest=True, failed=[peer.worker for peer in source])
+            located = await self._locate(version, manifest=True, failed=silent)
             source = located.peers
-            found = located.manifest or await self._manifest_of(version, source)
+            found = located.manifest or await self._manifest_of(version, source, silent=silent)
         if found is None:
             asked = Locate(
                 worker=self._holder.worker, address=self._holder.address, version=version.packed, layout=None
@@ -290,8 +293,12 @@ class WeightReceiver:
             raise ProtocolError(f"the catalogue gave no manifest of {version}", where="weights")
         return _checked(found, version), source
 
-    async def _manifest_of(self, version: Version, peers: Sequence[PeerView]) -> Manifest | None:
-        """Return the manifest of a version that a peer has, None where it cannot be had there."""
+    async def _manifest_of(self, version: Version, peers: Sequence[PeerView], *, silent: set[str]) -> Manifest | None:
+        """Return the manifest of a version that a peer has, None where it cannot be had there in time.
+
+        silent: takes a peer that is gone, or does not answer; one that has not got it yet, or does not want it, has
+        not failed.
+        """
         known = self.view.get(version)
         if known is None or not peers:
             return None
@@ -305,11 +312,17 @@ class WeightReceiver:
         peer = peers[0]
         source = Source(worker=peer.worker, address=peer.address)
         try:
-            await self._holder.transport.pull(Pull(source, version, [whole], checked=False), sink=sink)
+            async with asyncio.timeout(self._review_s()):
+                await self._holder.transport.pull(Pull(source, version, [whole], checked=False), sink=sink)
             return decoded(memoryview(data), version=version, digest=known.digest)
+        except TimeoutError:
+            log.info("weights: %s has no manifest of %s yet", peer.worker, version)
+        except StaleHandle as error:
+            log.info("weights: %s has no %s: %s", peer.worker, version, error)
         except AsyncFlowError as error:
+            silent.add(peer.worker)
             log.info("weights: no manifest of %s from %s: %s", version, peer.worker, error)
-            return None
+        return None
 
     async def _sources(self, version: Version, failed: Collection[str]) -> tuple[PeerView, ...]:
         return (await self._locate(version, failed=failed)).peers
@@ -325,7 +338,7 @@ class WeightReceiver:
             manifest=manifest,
         )
         located = await self._call(request)
-        self._source_of = self.view.epoch
+        self._source_of = self._directory_now()
         self._source = () if located.published else tuple(replace(peer, whole=False) for peer in located.peers)
         return located
 
@@ -336,10 +349,14 @@ class WeightReceiver:
             timeout=3 * _CALL_S,
         )
 
+    def _directory_now(self) -> tuple[str, int]:
+        """Return what changes when the driver may have forgotten from whom this receiver pulls."""
+        return self.view.epoch, self._membership.registrations
+
     def _review_s(self) -> float:
         """Return the seconds after which there may be a better source than the one that has been good so far."""
-        last = self.transfers[-1] if self.transfers and self._source else None
-        return REVIEW_S if last is None else max(REVIEW_S, _LONGER * (last.finished - last.started))
+        usual = [record.finished - record.started for record in list(self.transfers)[-_USUAL:]]
+        return max(REVIEW_S, _LONGER * min(usual, default=0.0)) if self._source else REVIEW_S
 
     def _base_of(self, arena: Arena) -> Version | None:
         """Return the newest version held whose boxes and dtypes are those of ``arena``, None where there is none."""

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 
 from asyncflow.api.names import FOLLOWER
-from asyncflow.errors import DeadlineExceeded
+from asyncflow.errors import DeadlineExceeded, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.rpc.access import place_of
 from asyncflow.rpc.directory import Directory
@@ -85,11 +85,12 @@ class CatalogueService:
             versions=tuple(
                 VersionView(
                     version=version.packed,
-                    digest=catalogue.digest(version) or "",
+                    digest=digest,
                     available=catalogue.available(version),
                     nbytes=catalogue.manifest_nbytes(version),
                 )
                 for version in catalogue.versions
+                if (digest := catalogue.digest(version)) is not None
             ),
         )
 
@@ -122,6 +123,8 @@ class CatalogueService:
     def _locate(self, request: Locate, _frames: Sequence[memoryview]) -> Located:
         version = Version.unpack(request.version)
         manifest = self.catalogue.manifest(version)
+        if self._directory.member(request.worker) is None:
+            raise StaleHandle(f"{request.worker} is no member now", where="weights catalogue")
         if request.layout is None:
             return Located(peers=(), manifest=manifest)
         outside = _follows(request.worker)
@@ -146,7 +149,7 @@ class CatalogueService:
     def _held(self, request: VersionsHeld, _frames: Sequence[memoryview]) -> VersionsHeldReply:
         version, outside = Version.unpack(request.version), _follows(request.worker)
         if self.catalogue.digest(version) is None and (request.manifest is None or outside):
-            return VersionsHeldReply(known=False)
+            return VersionsHeldReply(known=False, wanted=not outside)
         if request.manifest is not None:
             request.manifest.check()
         holding = Holding(

@@ -10,7 +10,8 @@ at most ``FANOUT`` receivers of other nodes, unless that would make the tree dee
 
 Invariants: nobody is, over any number of parents, its own source; the publishers are the source of at most ``ROOTS``
 receivers of a layout, as long as another receiver has room, is not doubted and not below the one which asks; a receiver
-is the source of at most ``FANOUT``; one of which a child has complained gets no other child before it was heard again.
+is the source of at most ``FANOUT``, counting those that kept it while it was away; one of which a child has complained
+gets no other child before it was heard again, or the next version is asked for.
 A placement takes time by the depth of the tree and the number of nodes, more for a receiver that moves.
 """
 
@@ -29,7 +30,7 @@ LOYAL = 3
 
 @dataclass(kw_only=True)
 class _Receiver:
-    """A receiver. placed: whether it has a source; parent: that source, None for the publishers, "" once it has left.
+    """A receiver. placed: whether it has a source; parent: that source, also once it has left, None for the publishers.
 
     order: how many were placed before it; overtaken: how often it was found, of one version, that its source is slower
     than others, which were placed later; room: how many more it may serve.
@@ -73,6 +74,7 @@ class Spread:
         self._rooted: Counter[str] = Counter()
         self._nodes: dict[tuple[str, str], _Node] = {}
         self._open: dict[tuple[str, bool], OrderedDict[str, None]] = {}
+        self._doubted: dict[str, object] = {}
         self._placed = 0
 
     def place(
@@ -92,9 +94,12 @@ class Spread:
         that failed is its source, its source has left, or another has the whole version while its source has not: at
         once if that is a better one, late if only its source is on its node.
         """
+        for worker in [worker for worker, of in self._doubted.items() if of != version]:
+            self.heard(worker)
         for worker in failed:
             if worker in self._receivers:
                 self._receivers[worker].doubted = True
+                self._doubted[worker] = version
                 self._list(worker)
         known = self._join(receiver, layout=layout, node=node)
         if known.version != version:
@@ -106,7 +111,8 @@ class Spread:
             self._placed += 1
             known.order = self._placed
         self._detach(receiver, known)
-        known.doubted, known.overtaken = False, 0
+        self.heard(receiver)
+        known.overtaken = 0
         known.parent = self._choose(receiver, known, whole, moves=moves)
         known.placed = True
         if known.parent is None:
@@ -118,9 +124,8 @@ class Spread:
 
     def heard(self, worker: str) -> None:
         """Note that ``worker`` got something: nobody doubts it any more."""
-        known = self._receivers.get(worker)
-        if known is not None and known.doubted:
-            known.doubted = False
+        if self._doubted.pop(worker, self) is not self:
+            self._receivers[worker].doubted = False
             self._list(worker)
 
     def leave(self, worker: str) -> None:
@@ -130,17 +135,16 @@ class Spread:
             return
         self._detach(worker, known)
         node = self._nodes[known.layout, known.node]
-        for child in known.children:
-            self._receivers[child].parent = ""
-            node.far -= self._receivers[child].node != known.node
+        node.far -= sum(self._receivers[child].node != known.node for child in known.children)
         del self._receivers[worker]
+        self._doubted.pop(worker, None)
         self._count(worker, known, room=0)
         node.receivers -= 1
         if not node.receivers:
             del self._nodes[known.layout, known.node]
 
     def join(self, worker: str, *, layout: str, node: str = "") -> None:
-        """Note that ``worker``, which was placed by nobody, has versions that others may pull."""
+        """Note that ``worker``, which may never have been placed here, has versions that others may pull."""
         self._join(worker, layout=layout, node=node)
         self._list(worker)
 
@@ -150,8 +154,10 @@ class Spread:
             return known
         self.leave(worker)
         known = self._receivers[worker] = _Receiver(layout=layout, node=node or f"?{worker}")
-        kept = 1 if node else 0
-        self._nodes.setdefault((layout, known.node), _Node(kept=kept)).receivers += 1
+        at = self._nodes.setdefault((layout, known.node), _Node(kept=1 if node else 0))
+        at.receivers += 1
+        known.children = {name for name, other in self._receivers.items() if other.parent == worker}
+        at.far += sum(self._receivers[child].node != known.node for child in known.children)
         return known
 
     def _keeps(self, receiver: str, known: _Receiver, failed: Collection[str], whole: Collection[str]) -> bool:

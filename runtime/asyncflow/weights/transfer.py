@@ -6,7 +6,7 @@ is checked against the publisher's digest; a smaller one against what its source
 Invariants: ``run`` returns only when every byte has come and was checked; what was checked can be read, and nothing
 else; what a failed peer gave before it failed is not pulled again, unless its digest was wrong; of several peers, a
 receiver takes one that failed after those that failed less. A peer that is itself still getting the version is left as
-soon as the catalogue, asked every few seconds, knows a better one.
+soon as the catalogue, asked every ``review_s``, knows a better one.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Transfer:
     receiver: this worker's id; peers: whom to pull from at first; sources: gives whom to pull from now, given the
     workers that failed; changed: gives the event that is set when the catalogue changes; known: by digest, arrays whose
     bytes are at hand already; review_s: how often a better source is asked for while the one there is has not got all
-    itself; base: a version of which the same boxes are held here until the transfer is over, None
-    for none; executor: where digests are computed.
+    itself; base: a version of which the same boxes are held here until the transfer is over, None for none; executor:
+    where digests are computed.
     """
 
     def __init__(
