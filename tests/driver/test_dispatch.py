@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -48,15 +47,6 @@ class Puts:
 
     def snapshot(self) -> PartitionSnapshot:
         """What a queue would tell of these rows to the next driver."""
-        none: dict[str, Any] = {
-            "done": {},
-            "bound": 0,
-            "trained": 0,
-            "filtered": 0,
-            "dropped": 0,
-            "excluded": 0,
-            "staged": False,
-        }
         serials: dict[int, list[int]] = {}
         for serial, step in self.steps.items():
             serials.setdefault(step, []).append(serial)
@@ -68,13 +58,12 @@ class Puts:
             missing=[serial for serial in range(next_serial) if serial not in known],
             skipped=len(skipped),
             steps={
-                step: StepState(groups=PER_STEP, group_size=4, serials=mine, undone={"advantage": len(mine)}, **none)
+                step: StepState(serials=mine, done={}, undone={"advantage": len(mine)}, filtered=0, excluded=0)
                 for step, mine in serials.items()
             },
             attempt=0,
             last_committed_step=0,
             last_staged_step=0,
-            wanted=0,
             closed=None,
         )
 

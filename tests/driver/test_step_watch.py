@@ -7,7 +7,6 @@ import logging
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -26,11 +25,14 @@ class Told:
     async def snapshot(self, *, partition: str, step: int, timeout: float) -> PartitionSnapshot:
         self.asked.append(step)
         done = {"rollout": 13, "advantage": 8}
-        rest: dict[str, Any] = {"bound": 4, "trained": 0, "dropped": 0, "excluded": 2, "staged": False}
-        state = StepState(groups=8, group_size=4, serials=[0, 1, 2, 3, 4], done=done, undone={}, filtered=8, **rest)
-        nothing = {"last_committed_step": 0, "wanted": 0, "closed": None}
         return PartitionSnapshot(
-            next_serial=5, missing=[], steps={step: state}, attempt=1, last_staged_step=self.staged, **nothing
+            next_serial=5,
+            missing=[],
+            steps={step: StepState(serials=[0, 1, 2, 3, 4], done=done, undone={}, filtered=8, excluded=2)},
+            attempt=1,
+            last_committed_step=0,
+            last_staged_step=self.staged,
+            closed=None,
         )
 
 

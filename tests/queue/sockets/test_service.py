@@ -30,7 +30,6 @@ async def test_a_sample_from_its_creation_to_its_commit(cluster):
         for rank in (0, 1):
             await queue.client.step_done(partition=P, attempt=0, step=1, rank=rank, timeout=10)
         snapshot = await queue.client.snapshot(partition=P, timeout=10)
-        assert snapshot.steps[1].staged
         alone = await queue.client.snapshot(partition=P, step=1, timeout=10)
         assert alone.steps == {1: snapshot.steps[1]}
         assert (await queue.client.snapshot(partition=P, step=9, timeout=10)).steps[9].serials == []

@@ -142,23 +142,17 @@ class Wanted(Struct, frozen=True, kw_only=True):
 
 
 class StepState(Struct, frozen=True, kw_only=True):
-    """A step not yet committed: groups it was opened with (None: not yet), what was created and how far that came.
+    """A step not yet committed: the groups that were created, and how far they came.
 
-    done: rows that a task has done and that are not final; undone: groups with a row that is neither; trained,
-    filtered, dropped: rows; excluded: groups that are final and of which nothing is trained.
+    done: rows that a task has done and that are not final; undone: groups with a row that is neither; filtered: rows;
+    excluded: groups that are final and of which nothing is trained.
     """
 
-    groups: int | None
-    group_size: int | None
     serials: list[int]
     done: dict[str, int]
     undone: dict[str, int]
-    bound: int
-    trained: int
     filtered: int
-    dropped: int
     excluded: int
-    staged: bool
 
 
 class PartitionSnapshot(Struct, frozen=True, kw_only=True):
@@ -175,7 +169,6 @@ class PartitionSnapshot(Struct, frozen=True, kw_only=True):
     attempt: int
     last_committed_step: int
     last_staged_step: int
-    wanted: int
     closed: int | None
     skipped: int = 0
 

@@ -272,14 +272,11 @@ class Gang:
             self.steps[number] = Step(number)
         return self.steps[number]
 
-    def staged(self, step: Step) -> bool:
-        """Tell whether all ranks have finished the step."""
-        return step.exhausted and len(step.ranks_done) == self.world
-
     @property
     def last_staged(self) -> int:
         """The newest step that all ranks have finished."""
-        return max((s.number for s in self.steps.values() if self.staged(s)), default=self.committed)
+        finished = [step for step in self.steps.values() if step.exhausted and len(step.ranks_done) == self.world]
+        return max((step.number for step in finished), default=self.committed)
 
     def check_attempt(self, attempt: int, *, where: str) -> None:
         """Refuse a trainer that is not the one which began last."""

@@ -75,7 +75,6 @@ def snapshot(partition: PartitionState, *, step: int | None = None) -> Partition
         attempt=gang.attempt,
         last_committed_step=gang.committed,
         last_staged_step=gang.last_staged,
-        wanted=len(partition.wanted),
         closed=partition.closed,
         skipped=len(partition.skipped),
     )
@@ -91,7 +90,6 @@ def _unfinished(partition: PartitionState) -> list[int]:
 
 
 def _step(partition: PartitionState, number: int) -> StepState:
-    step = partition.gang.steps.get(number)
     groups = [group for group in partition.groups.values() if group.step == number]
     rows = [row for group in groups for row in group.rows]
     finished = {serial: f for serial, f in partition.finished.items() if f.step == number}
@@ -101,24 +99,15 @@ def _step(partition: PartitionState, number: int) -> StepState:
     def is_done(row: Row, task: str) -> bool:
         return row.work.get(task, IDLE).done > 0
 
-    def count(state: RowState, letter: str) -> int:
-        return sum(row.state is state for row in rows) + outcomes.count(letter)
-
     return StepState(
-        groups=step.groups if step else None,
-        group_size=step.size if step else None,
         serials=sorted([*finished, *(group.serial for group in groups)]),
         done={task: sum(not row.state.final and is_done(row, task) for row in rows) for task in tasks},
         undone={
             task: sum(not all(row.state.final or is_done(row, task) for row in group.rows) for group in groups)
             for task in tasks
         },
-        bound=sum(row.state is RowState.BOUND for row in rows),
-        trained=count(RowState.TRAINED, "t"),
-        filtered=count(RowState.FILTERED, "f"),
-        dropped=count(RowState.DROPPED, "d"),
+        filtered=sum(row.state is RowState.FILTERED for row in rows) + outcomes.count("f"),
         excluded=sum("t" not in f.outcome for f in finished.values()),
-        staged=bool(step and partition.gang.staged(step)),
     )
 
 
