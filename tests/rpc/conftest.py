@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.local.issuer import keep
 from asyncflow.plan.certificates import Authority, period_of
 from asyncflow.rpc import framing
 from asyncflow.rpc.addresses import ANYBODY, address_of, host_and_port
@@ -28,7 +29,7 @@ from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.framing import Inbox, Outbox
 from asyncflow.rpc.server import RpcServer
 from asyncflow.rpc.shm import SHARED_MEMORY_ENV
-from asyncflow.rpc.tls import Credentials, keep
+from asyncflow.rpc.tls import Credentials
 
 ANY_PORT = "tcp://127.0.0.1:*"
 _MEMFD = "memfd:asyncflow"

@@ -15,14 +15,14 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from asyncflow.api.names import STORE_ROLES, STORE_SECRET
+from asyncflow.api.names import CERTIFICATE_FILES, STORE_ROLES, STORE_SECRET
 from asyncflow.durable import write_whole
 from asyncflow.errors import ManifestError
-from asyncflow.plan.certificates import SEED_BYTES, Authority, period_of
-from asyncflow.rpc.tls import Credentials, keep
+from asyncflow.plan.certificates import SEED_BYTES, Authority, Leaf, period_of
+from asyncflow.rpc.tls import Credentials
 
 log = logging.getLogger(__name__)
 
@@ -90,3 +90,15 @@ class Issuer:
         leaf = self.authority.leaf(role, index, period=period)
         keep(self.folder / f"{role}-{index}", authority=self.authority.certificate, leaf=leaf, secrets=own)
         self._issued[role, index] = period
+
+
+def keep(folder: Path, *, authority: bytes, leaf: Leaf, secrets: Mapping[str, str] | None = None) -> None:
+    """Write the credentials of a process into ``folder``, which only this user may look into.
+
+    authority: its certificate in PEM; secrets: further ones, by the name of their file. Each file is replaced whole.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    files = dict(zip(CERTIFICATE_FILES, (authority, leaf.certificate, leaf.key), strict=True))
+    files |= {name: secret.encode() for name, secret in (secrets or {}).items()}
+    for name, content in files.items():
+        write_whole(folder / name, content, mode=0o600)

@@ -15,18 +15,13 @@ import logging
 import os
 import ssl
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from asyncflow.api.names import CERTIFICATE_FILES, INSECURE_ENV, TLS_DIR, TLS_ENV
-from asyncflow.durable import write_whole
 from asyncflow.errors import AsyncFlowError, ManifestError, ProtocolError, Refused
 from asyncflow.identity import ProcessIdentity
 from asyncflow.rpc.addresses import is_loopback
-
-if TYPE_CHECKING:
-    from asyncflow.plan.certificates import Leaf
 
 log = logging.getLogger(__name__)
 
@@ -185,18 +180,6 @@ def check_exposure(host: str, credentials: Credentials | None, *, name: str) -> 
 def allows_insecure() -> bool:
     """Return whether this process may serve other hosts without a certificate."""
     return os.environ.get(INSECURE_ENV) == "1"
-
-
-def keep(folder: Path, *, authority: bytes, leaf: Leaf, secrets: Mapping[str, str] | None = None) -> None:
-    """Write the credentials of a process into ``folder``, which only this user may look into.
-
-    authority: its certificate in PEM; secrets: further ones, by the name of their file. Each file is replaced whole.
-    """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    files = dict(zip(CERTIFICATE_FILES, (authority, leaf.certificate, leaf.key), strict=True))
-    files |= {name: secret.encode() for name, secret in (secrets or {}).items()}
-    for name, content in files.items():
-        write_whole(folder / name, content, mode=0o600)
 
 
 def refusal(error: BaseException) -> PeerRefused:
