@@ -117,11 +117,11 @@ def stranger(folder: Path) -> ssl.SSLContext:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"seed": b"s" * 32}, tls.OTHER_AUTHORITY),
-        ({"seed": b"s" * 32, "job": "job-8"}, tls.OTHER_AUTHORITY),
-        ({"periods": -4}, tls.EXPIRED),
-        ({"named": "job-8"}, tls.OTHER_JOB),
-        ({"named": "a/b"}, tls.NO_IDENTITY),
+        ({"seed": b"s" * 32}, "other_authority"),
+        ({"seed": b"s" * 32, "job": "job-8"}, "other_authority"),
+        ({"periods": -4}, "expired"),
+        ({"named": "job-8"}, "other_job"),
+        ({"named": "a/b"}, "no_identity"),
     ],
     ids=["a stranger", "another job", "expired", "another job's name", "no name"],
 )
@@ -174,7 +174,7 @@ async def test_a_caller_that_does_not_speak_tls_is_told_what_it_lacks(
     async with calling(driver, None) as client:
         with pytest.raises(DeadlineExceeded, match="do both sides have certificates of this job"):
             await client.call(REGISTER, member("rollout", 3), Registered, timeout=0.5)
-    assert set(driver.counters.refused) == {tls.NO_TLS}
+    assert set(driver.counters.refused) == {"no_tls"}
 
 
 async def test_a_rollout_cannot_pose_as_the_driver(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,5 +255,5 @@ async def test_a_connection_ends_with_the_certificate_that_it_began_with(
         await client.call("echo", Number(value=0), Number, timeout=10)
         with pytest.raises(PeerLost):
             await client.call("echo", Number(value=5), Number, timeout=10)
-        assert echoing.counters.refused == {tls.EXPIRED: 1}
+        assert echoing.counters.refused == {"expired": 1}
         await client.call("echo", Number(value=0), Number, timeout=10)

@@ -28,7 +28,7 @@ from asyncflow.rpc.columns import Buffer
 from asyncflow.rpc.connection import GREETING_S, Connection, tune
 from asyncflow.rpc.retry import delays
 from asyncflow.rpc.shm import Arenas
-from asyncflow.rpc.tls import NO_IDENTITY, Credentials, PeerRefused, refusal
+from asyncflow.rpc.tls import Credentials, PeerRefused, refusal
 
 _CONNECT_S = 3.0
 """A Service may still lead to a pod that is gone: nobody answers there, and the kernel would ask for two minutes."""
@@ -192,7 +192,7 @@ class Link:
         """Raise PeerRefused where who answers is of another role than is expected at this address."""
         if self._expects and answering.role not in self._expects:
             roles = " or ".join(self._expects)
-            raise PeerRefused(f"{answering} answers where a {roles} is expected", reason=NO_IDENTITY)
+            raise PeerRefused(f"{answering} answers where a {roles} is expected", reason="no_identity")
 
 
 def _in_words(error: OSError | AsyncFlowError) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from asyncflow.errors import PeerLost
 from asyncflow.rpc.connection import GREETING_S
-from asyncflow.rpc.tls import FULL, PeerRefused, refusal
+from asyncflow.rpc.tls import PeerRefused, refusal
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Listener:
             self._begin(caller)
         else:
             caller.close()
-            self._refused(PeerRefused("there are too many connections", reason=FULL))
+            self._refused(PeerRefused("there are too many connections", reason="full"))
 
     def _begin(self, caller: socket.socket) -> None:
         caller.setblocking(False)
@@ -116,7 +116,7 @@ class Listener:
         self._meeting.pop(meeting, None)
         if meeting.cancelled():
             if not self._closed:
-                self._refused(PeerRefused("there are too many connections", reason=FULL))
+                self._refused(PeerRefused("there are too many connections", reason="full"))
         elif (error := meeting.exception()) is not None and not isinstance(error, PeerLost):
             self._refused(refusal(error))
 

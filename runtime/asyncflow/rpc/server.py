@@ -265,11 +265,11 @@ class RpcServer:
         await first_bytes(caller)
         if caller.family == sockets.AF_UNIX:
             if not shm.is_same_user(caller):
-                raise PeerRefused("a caller of this host runs as another user", reason=tls.OTHER_USER)
+                raise PeerRefused("a caller of this host runs as another user", reason="other_user")
             arenas = shm.received(caller)
         elif self._credentials is not None:
             if not framing.is_tls(caller.recv(2, sockets.MSG_PEEK)):
-                raise PeerRefused("the peer does not speak TLS", reason=tls.NO_TLS)
+                raise PeerRefused("the peer does not speak TLS", reason="no_tls")
             context = self._credentials.server()
         tune(caller)
         peer = Caller(self, most=self._max_message, arenas=arenas)
@@ -297,12 +297,12 @@ class RpcServer:
             if peer.tls is not None:
                 if said != peer.caller:
                     what = f"the peer calls itself {said}, but its certificate is of {peer.caller}"
-                    raise PeerRefused(what, reason=tls.NO_IDENTITY)
-                expired = PeerRefused("the certificate of a connection has expired", reason=tls.EXPIRED)
+                    raise PeerRefused(what, reason="no_identity")
+                expired = PeerRefused("the certificate of a connection has expired", reason="expired")
                 peer.expire_in(tls.expires_in(peer.tls), expired)
             peer.caller = said or ProcessIdentity(job, self._access.unnamed, 0)
             if peer.caller.job != job:
-                raise PeerRefused(f"the peer is {said}, of another job", reason=tls.OTHER_JOB)
+                raise PeerRefused(f"the peer is {said}, of another job", reason="other_job")
         self._peers.add(peer)
         return framing.welcome(self._server)
 
@@ -319,7 +319,7 @@ class RpcServer:
         now = asyncio.get_running_loop().time()
         idle = [peer for peer in self._peers if now - peer.heard >= _IDLE_S and not peer.running]
         if idle:
-            min(idle, key=lambda peer: peer.heard).fail(PeerRefused("too many peers", reason=tls.FULL))
+            min(idle, key=lambda peer: peer.heard).fail(PeerRefused("too many peers", reason="full"))
         return bool(idle)
 
     def deliver(self, peer: Caller, parts: list[memoryview]) -> None:

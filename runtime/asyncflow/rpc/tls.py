@@ -16,7 +16,7 @@ import os
 import ssl
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Literal, TypeAlias, get_args
 
 from asyncflow.api.names import CERTIFICATE_FILES, INSECURE_ENV, TLS_DIR, TLS_ENV
 from asyncflow.errors import AsyncFlowError, ManifestError, ProtocolError, Refused
@@ -25,19 +25,8 @@ from asyncflow.rpc.addresses import is_loopback
 
 log = logging.getLogger(__name__)
 
-NO_TLS: Final = "no_tls"
-NO_CERTIFICATE: Final = "no_certificate"
-EXPIRED: Final = "expired"
-OTHER_AUTHORITY: Final = "other_authority"
-OTHER_JOB: Final = "other_job"
-NO_IDENTITY: Final = "no_identity"
-HUNG_UP: Final = "hung_up"
-OTHER_USER: Final = "other_user"
-LATE: Final = "late"
-FULL: Final = "full"
-PROTOCOL: Final = "protocol"
-_BY_TLS = (NO_TLS, NO_CERTIFICATE, EXPIRED, OTHER_AUTHORITY, OTHER_JOB, NO_IDENTITY)
-REASONS: Final = (*_BY_TLS, HUNG_UP, OTHER_USER, LATE, FULL, PROTOCOL)
+_ByTls = Literal["no_tls", "no_certificate", "expired", "other_authority", "other_job", "no_identity"]
+Reason: TypeAlias = _ByTls | Literal["hung_up", "other_user", "late", "full", "protocol"]
 """Why a peer is refused, as counters name it."""
 
 _LOOK_S = 1.0
@@ -47,10 +36,10 @@ _UNUSABLE = (ssl.SSLError, OSError, ValueError, AsyncFlowError)
 
 
 class PeerRefused(ProtocolError):
-    """A peer that is refused because of who it is. reason: one of ``REASONS``."""
+    """A peer that is refused because of who it is."""
 
-    def __init__(self, what: str, *, reason: str) -> None:
-        hint = "Both sides need valid certificates of the same job" if reason in _BY_TLS else ""
+    def __init__(self, what: str, *, reason: Reason) -> None:
+        hint = "Both sides need valid certificates of the same job" if reason in get_args(_ByTls) else ""
         super().__init__(what, hint=hint)
         self.reason = reason
 
@@ -111,7 +100,7 @@ class Credentials:
         """Return who is at the other end, of this job. Raises PeerRefused where it is another's or has no name."""
         found = _named(shaken)
         if found.job != self.process.job:
-            raise PeerRefused(f"the peer is {found}, of another job", reason=OTHER_JOB)
+            raise PeerRefused(f"the peer is {found}, of another job", reason="other_job")
         return found
 
     def look(self) -> None:
@@ -188,21 +177,21 @@ def refusal(error: BaseException) -> PeerRefused:
         case PeerRefused():
             return error
         case ssl.SSLCertVerificationError():
-            reason = EXPIRED if error.verify_code in _NOT_VALID_NOW else OTHER_AUTHORITY
+            reason: Reason = "expired" if error.verify_code in _NOT_VALID_NOW else "other_authority"
             return PeerRefused(f"the peer's certificate is refused: {error.verify_message}", reason=reason)
         case ssl.SSLError(reason=str(said)) if "RETURN_A_CERTIFICATE" in said:
-            return PeerRefused("a certificate is required, and none was shown", reason=NO_CERTIFICATE)
+            return PeerRefused("a certificate is required, and none was shown", reason="no_certificate")
         case ssl.SSLError(reason=str(said)) if "ALERT" in said:
-            return PeerRefused(f"the peer ended the handshake: {said}", reason=HUNG_UP)
+            return PeerRefused(f"the peer ended the handshake: {said}", reason="hung_up")
         case ssl.SSLError():
-            return PeerRefused(f"the peer does not speak TLS 1.3: {error.reason or error}", reason=NO_TLS)
+            return PeerRefused(f"the peer does not speak TLS 1.3: {error.reason or error}", reason="no_tls")
         case TimeoutError():
-            return PeerRefused("a peer did not say who it is in time", reason=LATE)
+            return PeerRefused("a peer did not say who it is in time", reason="late")
         case OSError():
             what = "the peer ended the handshake: it may hold a certificate of another job"
-            return PeerRefused(what, reason=HUNG_UP)
+            return PeerRefused(what, reason="hung_up")
         case _:
-            return PeerRefused(str(error), reason=PROTOCOL)
+            return PeerRefused(str(error), reason="protocol")
 
 
 def _named(shaken: ssl.SSLObject) -> ProcessIdentity:
@@ -211,7 +200,7 @@ def _named(shaken: ssl.SSLObject) -> ProcessIdentity:
     names: Any = certificate.get("subjectAltName", ())
     found = [ProcessIdentity.of(value) for kind, value in names if kind == "URI"]
     if len(found) != 1 or found[0] is None:
-        raise PeerRefused("the peer's certificate names no process", reason=NO_IDENTITY)
+        raise PeerRefused("the peer's certificate names no process", reason="no_identity")
     return found[0]
 
 
