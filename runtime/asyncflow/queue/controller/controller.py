@@ -79,9 +79,8 @@ class Controller:
         self.server = RpcServer(
             name="controller", bind=bind, credentials=credentials, access=access, advertise=advertise
         )
-        self._ledger = Ledger(ledger_dir, sync=sync, compact=self._dump, limit=compact_bytes)
+        self.ledger = Ledger(ledger_dir, sync=sync, compact=self._dump, limit=compact_bytes)
         self.sessions = Sessions(self.table, lost_s=unit_lost_s, units=units)
-        self.ledger_dir = ledger_dir
         self.parking = Parking(self.table, now=self.now, give=self.settle)
         self._alarm: asyncio.TimerHandle | None = None
         self._due, self._dated = math.inf, 0.0
@@ -98,13 +97,13 @@ class Controller:
         loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = loop.create_future()
         try:
-            self.table.state.replay(self._ledger.recover())
+            self.table.state.replay(self.ledger.recover())
             self.table.start(loop.time())
             self.sessions.start(loop.time())
             self.table.state.outbox.clear()
             self.begin_ledger()
         except BaseException:
-            self._ledger.let_go()
+            self.ledger.let_go()
             raise
         self.handlers.start()
         address = await self.server.start()
@@ -119,20 +118,20 @@ class Controller:
         if self._alarm is not None:
             self._alarm.cancel()
         if self.failed.done():
-            await self._ledger.abandon()
+            await self.ledger.abandon()
         else:
-            await self._ledger.close()
+            await self.ledger.close()
 
     def stats(self) -> QueueStats:
         """Return the counts of now."""
         used, limit, units = self.sessions.used, self.sessions.limit, len(self.sessions)
-        return stats(self.table, used=used, limit=limit, units=units, ledger_bytes=self._ledger.bytes)
+        return stats(self.table, used=used, limit=limit, units=units, ledger_bytes=self.ledger.bytes)
 
     async def synced(self) -> None:
         """Wait until the ledger has everything up to now on disk. Raises Refused where it cannot be written."""
         self.settle()
         try:
-            await asyncio.shield(self._ledger.synced())  # others wait for the same disk
+            await asyncio.shield(self.ledger.synced())  # others wait for the same disk
         except OSError as error:
             raise self._broken(error) from error
 
@@ -144,7 +143,7 @@ class Controller:
     def begin_ledger(self) -> None:
         """Write the present state as a new generation of the ledger. Raises Refused where it cannot be written."""
         try:
-            self._ledger.begin(self._dump())
+            self.ledger.begin(self._dump())
         except OSError as error:
             raise self._broken(error) from error
 
@@ -152,11 +151,6 @@ class Controller:
         """Stop serving: this controller cannot go on."""
         if not self.failed.done():
             self.failed.set_exception(error)
-
-    @property
-    def ledger(self) -> Ledger:
-        """The ledger, of which figures are read."""
-        return self._ledger
 
     def now(self) -> float:
         """The clock of leases and sessions, which is also that of the loop."""
@@ -178,11 +172,11 @@ class Controller:
         try:
             if state.outbox:
                 if (now := clock.now()) - self._dated >= 1:
-                    self._ledger.append([Dated(now)])
+                    self.ledger.append([Dated(now)])
                     self._dated = now
-                self._ledger.append(state.outbox)
+                self.ledger.append(state.outbox)
                 state.outbox.clear()
-            pending = self._ledger.commit()
+            pending = self.ledger.commit()
         except OSError as error:
             refused = self._broken(error)
             give([(future, refused) for future, _ in answers], None, broken=self._broken)

@@ -98,7 +98,7 @@ class Handlers:
     async def audit(self, _call: calls.Nothing) -> AuditReport:
         """Audit the ledger of this controller."""
         await self.controller.written()
-        return await asyncio.to_thread(audit_ledger, self.controller.ledger_dir)
+        return await asyncio.to_thread(audit_ledger, self.controller.ledger.directory)
 
     def peek(self, call: calls.Peek) -> PeekedRows:
         """Return rows as a task of this controller sees them."""
