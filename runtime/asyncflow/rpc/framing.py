@@ -129,11 +129,6 @@ class Inbox:
         self._missing.clear()
         self._parts = []
 
-    @property
-    def idle(self) -> bool:
-        """True when no part of a message has come."""
-        return not self._stream and not self._missing
-
     def _fill(self, begin: int) -> int:
         """Fill large parts with what lies in the stream from ``begin`` on; return how many bytes that were."""
         at = begin
@@ -314,9 +309,6 @@ def caller(parts: Sequence[memoryview]) -> ProcessIdentity | None:
 def welcome(server: bytes) -> bytes:
     """Return what a server says that lets a caller in."""
     return _block([len(_MAGIC), len(server)], [_MAGIC, server])
-
-
-WELCOME_SIZE = len(welcome(ANYBODY))
 
 
 def check_welcome(parts: Sequence[memoryview], *, dialled: bytes) -> None:
