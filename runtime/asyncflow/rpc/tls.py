@@ -160,15 +160,10 @@ def check_exposure(host: str, credentials: Credentials | None, *, name: str) -> 
     """
     if credentials is not None or is_loopback(host):
         return
-    if not allows_insecure():
+    if os.environ.get(INSECURE_ENV) != "1":
         hint = f"Give it a certificate ({TLS_ENV}), or say --insecure where whoever reaches it may do all"
         raise Refused(f"without a certificate {host} is not served", where=name, hint=hint)
     log.warning("%s: INSECURE: it has no certificate, and whoever reaches %s may do all that a member may", name, host)
-
-
-def allows_insecure() -> bool:
-    """Return whether this process may serve other hosts without a certificate."""
-    return os.environ.get(INSECURE_ENV) == "1"
 
 
 def refusal(error: BaseException) -> PeerRefused:
