@@ -20,7 +20,7 @@ from asyncflow.queue.protocol import calls
 from asyncflow.queue.protocol.messages import AuditReport, PartitionSnapshot, PartitionView, PeekedRows, Progress
 from asyncflow.queue.protocol.unit_calls import NewCells
 from asyncflow.queue.table.partition import PartitionState
-from asyncflow.queue.table.report import consumed, has_columns, peek, produced, snapshot, view
+from asyncflow.queue.table.report import peek, progress, snapshot, view
 from asyncflow.queue.table.rows import list_rows, live_rows, reset
 
 if TYPE_CHECKING:
@@ -115,10 +115,7 @@ class Handlers:
 
     def progress(self, call: calls.AskProgress) -> Progress:
         """Return how many rows have some columns, or how many a task of this controller has completed."""
-        partition = self.asked(call.partition)
-        if call.task:
-            return consumed(partition, call.task)
-        return produced(partition, done=sum(map(has_columns(call.columns), list_rows(partition))))
+        return progress(self.asked(call.partition), columns=call.columns, task=call.task)
 
 
 def spread(command: Callable[..., Any]) -> Callable[[Struct], Any]:

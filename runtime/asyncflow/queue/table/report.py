@@ -9,7 +9,7 @@ which nothing is told is named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -33,6 +33,7 @@ from asyncflow.queue.protocol.messages import (
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.partition import PartitionState
 from asyncflow.queue.table.ready import TaskQueue
+from asyncflow.queue.table.rows import list_rows
 from asyncflow.queue.table.state import IDLE, Row, RowState
 from asyncflow.queue.table.table import Table
 
@@ -221,27 +222,21 @@ def peek(state: QueueState, partition: PartitionState, task: str, rows: Sequence
     return seen
 
 
-def has_columns(columns: Sequence[str]) -> Callable[[Row], bool]:
-    """Return the test whether a row has all of ``columns``."""
-    needed = frozenset(columns)
-    return lambda row: needed <= row.columns.keys()
-
-
-def produced(partition: PartitionState, *, done: int) -> Progress:
-    """Return how far a partition is when ``done`` of its rows have what was asked for."""
+def progress(partition: PartitionState, *, columns: Sequence[str], task: str) -> Progress:
+    """Return how many rows ``task`` has completed, or without a task, how many have all of ``columns``."""
+    if task:
+        queue = partition.known_task(task)
+        done, leased = queue.busy - queue.leased, queue.leased
+    else:
+        needed = frozenset(columns)
+        done, leased = sum(needed <= row.columns.keys() for row in list_rows(partition)), 0
     return Progress(
         rows=partition.counts.total(),
         done=done,
+        leased=leased,
         cleared=partition.cleared - partition.forgotten,
         expected=partition.expected,
     )
-
-
-def consumed(partition: PartitionState, task: str) -> Progress:
-    """Return how far ``task`` is."""
-    queue = partition.known_task(task)
-    told = produced(partition, done=queue.busy - queue.leased)
-    return replace(told, leased=queue.leased)
 
 
 def key_of(row: Row) -> str:
