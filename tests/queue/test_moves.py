@@ -11,7 +11,7 @@ from asyncflow.errors import StaleHandle
 from asyncflow.identity import RowPlace, location_at
 from asyncflow.queue.ledger.audit import Auditor
 from asyncflow.queue.protocol.calls import NOWHERE
-from asyncflow.queue.protocol.unit_calls import EntryResult, MovedRows, NewCells, NewRows
+from asyncflow.queue.protocol.unit_calls import AskMove, EntryResult, MovedRows, NewCells, NewRows, Session
 from asyncflow.queue.storage.budget import ByteBudget
 from asyncflow.queue.storage.drain import MovingRows
 from asyncflow.queue.storage.holdings import Holdings
@@ -223,7 +223,8 @@ class Movement(RuleBasedStateMachine):
             if other.synced and not self.leaving(other)
         }
         rows, nbytes = unit.moving.first(most=3, most_bytes=1 << 20)
-        unit.leg = self.table.moves.next_order(unit.home, rows, held=len(unit.holdings), nbytes=nbytes, rooms=rooms)
+        session = Session(unit.index, self.table.controller, unit.epoch)
+        unit.leg = self.table.moves.next_order(AskMove(session, rows, len(unit.holdings), nbytes), rooms)
         unit.moving.frozen = frozenset()
         unit.holdings.clear(unit.leg.gone)
         unit.moving.frozen = frozenset(unit.leg.rows)

@@ -219,10 +219,7 @@ class Sessions:
             for index, unit in self._units.items()
             if index != ask.session.unit and unit.synced and not self._leaving(unit)
         }
-        rows = ask.rows
-        order = self._table.moves.next_order(
-            ask.session.location, rows, held=ask.held, nbytes=ask.nbytes, rooms=rooms, but=ask.but
-        )
+        order = self._table.moves.next_order(ask, rooms)
         if order.over:
             log.info("storage unit %d has left: nothing is lost", ask.session.unit)
             del self._units[ask.session.unit]

@@ -245,7 +245,7 @@ class Orders(Struct, frozen=True):
 class AskMove(Struct, frozen=True):
     """A unit that leaves asks what goes next.
 
-    rows: the first of the ``held`` rows that it holds, of ``nbytes`` bytes; but: not to there.
+    rows: the first of the ``held`` rows that it holds, of ``nbytes`` bytes; but: not to there, if there is another.
     """
 
     session: Session

@@ -18,9 +18,8 @@ from asyncflow.errors import Refused
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.calls import NOWHERE
 from asyncflow.queue.protocol.messages import TaskSpec
-from asyncflow.queue.protocol.unit_calls import MoveOrder
+from asyncflow.queue.protocol.unit_calls import AskMove, MoveOrder
 from asyncflow.queue.table.apply import QueueState
-from asyncflow.queue.table.state import Row
 
 _TICKET_BITS = 40
 
@@ -61,41 +60,28 @@ class RowMoves:
         rows = self._state.rows
         return [row.unit if (row := rows.get(number)) is not None else NOWHERE for number in numbers]
 
-    def next_order(
-        self,
-        location: int,
-        asked: Sequence[int],
-        *,
-        held: int,
-        nbytes: int,
-        rooms: Mapping[int, Room],
-        but: int = NOWHERE,
-    ) -> MoveOrder:
-        """Return what the unit at ``location`` moves next; what it was told before is void.
+    def next_order(self, ask: AskMove, rooms: Mapping[int, Room]) -> MoveOrder:
+        """Return what the unit that asks moves next, with groups whole; what it was told before is void.
 
-        asked: the first of the ``held`` rows that it holds, of ``nbytes`` bytes; rooms: the units that take rows; but:
-        not to there, if there is another. No unit gets more rows than it has when all have the same.
+        rooms: the units that take rows, none of which gets more than it has when all have the same.
         """
+        location, there = ask.session.location, self._state.rows
         self._tickets.pop(location, None)
-        known = [self._state.rows.get(number) for number in asked]
+        known = [there.get(number) for number in ask.rows]
         mine = [row for row in known if row is not None and row.location == location]
-        gone = [number for number, row in zip(asked, known, strict=True) if row is None or row.location != location]
+        gone = [number for number, row in zip(ask.rows, known, strict=True) if row is None or row.location != location]
         alone = not any(unit.epoch not in self._state.leaving for unit in self._state.units.values())
-        unit = choose(rooms, nbytes=nbytes, but=but)
+        unit = choose(rooms, nbytes=ask.nbytes, but=ask.but)
         if not mine or unit == NOWHERE:
-            over = not asked and not any(row.location == location for row in self._state.rows.values())
+            over = not ask.rows and not any(row.location == location for row in there.values())
             return MoveOrder(0, unit, [], gone, over=over, alone=alone)
         self._given += 1
         self._tickets[location] = self._given
-        level = -(-(held + sum(room.rows for room in rooms.values())) // len(rooms))
+        level = -(-(ask.held + sum(room.rows for room in rooms.values())) // len(rooms))
         most = max(1, level - rooms[unit].rows)
-        return MoveOrder(self._given, unit, list(self._together(mine[:most])), gone, alone=alone)
-
-    def _together(self, rows: Sequence[Row]) -> dict[int, Row]:
-        """Return ``rows`` by id with what there is of their groups."""
-        there = self._state.rows
-        whole = (each for row in rows for each in row.group.rows)
-        return {each.row: each for each in whole if there.get(each.row) is each}
+        whole = (each for row in mine[:most] for each in row.group.rows)
+        rows = dict.fromkeys(each.row for each in whole if there.get(each.row) is each)
+        return MoveOrder(self._given, unit, list(rows), gone, alone=alone)
 
     def take(self, to: int, numbers: Sequence[int], *, source: int, ticket: int) -> list[bool]:
         """Move rows from location ``source`` to ``to``, if the ticket holds; return which lie there now."""
