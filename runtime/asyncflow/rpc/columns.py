@@ -131,19 +131,13 @@ class Jagged:
         """
         first, start, stop = runs[0]
         if len(runs) == 1:
-            return first.cut(start, stop)
+            return cls.trusted(_values(first, start, stop), first.lengths[start:stop], first.dtype, first.inner)
         if {(column.dtype, column.inner) for column, _, _ in runs} != {(first.dtype, first.inner)}:
             forms = ", ".join(sorted({column.form for column, _, _ in runs}))
             raise ValueError(f"rows of {forms} cannot be one column")
         values = [_values(column, start, stop) for column, start, stop in runs]
         lengths = [column.lengths[start:stop] for column, start, stop in runs]
         return cls.trusted(np.concatenate(values), np.concatenate(lengths), first.dtype, first.inner)
-
-    def cut(self, start: int, stop: int) -> Jagged:
-        """Return the rows from ``start`` to ``stop``, which share this column's memory."""
-        if start == 0 and stop == len(self):
-            return self
-        return self.trusted(_values(self, start, stop), self.lengths[start:stop], self.dtype, self.inner)
 
     def __len__(self) -> int:
         return self.lengths.size
@@ -368,8 +362,6 @@ def _decode_lengths(header: BatchHeader, frame: memoryview) -> Offsets:
 def _column(header: ColumnHeader, values: Array, lengths: Offsets) -> Jagged:
     if header.dtype == "bool" and bool((values.view(np.uint8) > 1).any()):
         raise ProtocolError("a truth value is neither 0 nor 1", where=_where(header))
-    if header.inner == ():
-        return Jagged.trusted(values, lengths, header.dtype)
     try:
         return Jagged.checked(values, lengths, header.dtype, header.inner)
     except ValueError as wrong:
