@@ -124,8 +124,8 @@ class Controller:
 
     def stats(self) -> QueueStats:
         """Return the counts of now."""
-        used, limit, units = self.sessions.used, self.sessions.limit, len(self.sessions)
-        return stats(self.table, used=used, limit=limit, units=units, ledger_bytes=self.ledger.bytes)
+        units, synced = self.sessions.views(self.now()), len(self.sessions)
+        return stats(self.table, units, synced=synced, ledger_bytes=self.ledger.bytes)
 
     async def synced(self) -> None:
         """Wait until the ledger has everything up to now on disk. Raises Refused where it cannot be written."""

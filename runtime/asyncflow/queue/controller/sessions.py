@@ -93,16 +93,6 @@ class Sessions:
         }
         self.next_deadline = self._silent_from()
 
-    @property
-    def used(self) -> int:
-        """Bytes that the units hold."""
-        return sum(unit.used for unit in self._units.values())
-
-    @property
-    def limit(self) -> int:
-        """Bytes that the units may hold."""
-        return sum(unit.limit for unit in self._units.values())
-
     def __len__(self) -> int:
         return sum(unit.synced for unit in self._units.values())
 

@@ -28,6 +28,7 @@ from asyncflow.queue.protocol.messages import (
     StepState,
     Tag,
     TaskView,
+    UnitView,
     Unready,
 )
 from asyncflow.queue.table.apply import QueueState
@@ -38,8 +39,8 @@ from asyncflow.queue.table.state import IDLE, Row, RowState
 from asyncflow.queue.table.table import Table
 
 
-def stats(table: Table, *, used: int, limit: int, units: int, ledger_bytes: int) -> QueueStats:
-    """Count what there is, in O(partitions, tasks and open steps). used, limit: bytes in all units."""
+def stats(table: Table, units: Sequence[UnitView], *, synced: int, ledger_bytes: int) -> QueueStats:
+    """Count what there is, in O(partitions, tasks and open steps). synced: units that have told what they hold."""
     partitions = table.state.partitions.values()
     queues = {f"{p.name}/{name}": queue for p in partitions for name, queue in p.queues.items()}
 
@@ -56,9 +57,9 @@ def stats(table: Table, *, used: int, limit: int, units: int, ledger_bytes: int)
         filtered=count(RowState.FILTERED),
         dropped=count(RowState.DROPPED),
         wanted=count(RowState.WANTED),
-        bytes=used,
-        limit=limit,
-        units=units,
+        bytes=sum(unit.bytes for unit in units),
+        limit=sum(unit.limit for unit in units),
+        units=synced,
         lease_expiries=table.claims.expiries,
         redeliveries=table.claims.redeliveries,
         fenced=table.claims.fenced,
