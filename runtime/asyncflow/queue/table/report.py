@@ -119,7 +119,7 @@ MOST = 10_000
 def view(table: Table, name: str, now: float) -> PartitionView:
     """Describe a partition; one that nobody made is empty."""
     partition = table.state.partitions.get(name) or PartitionState(name)
-    oldest, parked = oldest_unready(partition), table.claims.parked()
+    oldest, parked = oldest_unready(partition, now), table.claims.parked()
     living = sum(partition.counts[state] for state in RowState if not state.final)
     return PartitionView(
         name=name,
@@ -141,7 +141,7 @@ def view(table: Table, name: str, now: float) -> PartitionView:
                 leased=queue.leased,
                 done=queue.busy - queue.leased,
                 parked=parked.get((name, task), 0),
-                oldest=_unready(partition, task, oldest[task], now) if task in oldest else None,
+                oldest=oldest.get(task),
             )
             for task, queue in sorted(partition.queues.items())
         ],
@@ -151,13 +151,13 @@ def view(table: Table, name: str, now: float) -> PartitionView:
 def waits(table: Table, now: float) -> Iterator[tuple[str, str, Unready]]:
     """Yield partition, task and its oldest row that is not ready, where there is one."""
     for name, partition in table.state.partitions.items():
-        for task, row in oldest_unready(partition).items():
-            yield name, task, _unready(partition, task, row, now)
+        for task, row in oldest_unready(partition, now).items():
+            yield name, task, row
 
 
-def oldest_unready(partition: PartitionState) -> dict[str, Row]:
-    """Return, by task, the oldest living row that has not got all columns that the task needs."""
-    found: dict[str, Row] = {}
+def oldest_unready(partition: PartitionState, now: float) -> dict[str, Unready]:
+    """Describe, by task, the oldest living row that has not got all columns that the task needs."""
+    found: dict[str, Unready] = {}
     living = partition.counts[RowState.LIVE]
     left = {task: queue for task, queue in partition.queues.items() if queue.index.weight + queue.busy < living}
     for group in islice(partition.groups.values(), MOST):
@@ -167,19 +167,14 @@ def oldest_unready(partition: PartitionState) -> dict[str, Row]:
             if row.state is not RowState.LIVE:
                 continue
             for task in [task for task, queue in left.items() if not queue.suits(row)]:
-                found[task] = row
-                del left[task]
+                found[task] = Unready(
+                    row=row.row,
+                    serial=row.group.serial,
+                    sample=row.sample,
+                    seconds=max(0.0, now - row.since),
+                    lacks=sorted(left.pop(task).needs - row.columns.keys()),
+                )
     return found
-
-
-def _unready(partition: PartitionState, task: str, row: Row, now: float) -> Unready:
-    return Unready(
-        row=row.row,
-        serial=row.group.serial,
-        sample=row.sample,
-        seconds=max(0.0, now - row.since),
-        lacks=sorted(partition.queues[task].needs - row.columns.keys()),
-    )
 
 
 def listing(rows: Iterable[Row]) -> Listing:
