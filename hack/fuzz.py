@@ -53,8 +53,8 @@ def header(data: bytes) -> None:
         try:
             found = decoder(data)
             if isinstance(found, framing.Call):
-                framing.check_call(found, 2 + found.frames)
-        except (*framing.MALFORMED, ProtocolError):
+                framing.fits(found, 2 + found.frames)
+        except framing.MALFORMED:
             continue
 
 

@@ -391,12 +391,9 @@ def decoder_of(kind: Hashable) -> msgspec.msgpack.Decoder[Any]:
         return msgspec.msgpack.Decoder(kind)
 
 
-def check_call(header: Call, parts: int) -> None:
-    """Refuse a request whose header does not fit its ``parts`` (header, body and frames) or whose timeout is none."""
-    if parts != 2 + header.frames:
-        raise ProtocolError(f"a request of {header.frames} frames came in {parts} parts")
-    if not 0 < header.timeout <= MAX_TIMEOUT:
-        raise ProtocolError(f"a request has a timeout of {header.timeout} s")
+def fits(header: Call, parts: int) -> bool:
+    """Return whether a request's header fits its ``parts`` (header, body and frames) and its timeout is one."""
+    return parts == 2 + header.frames and 0 < header.timeout <= MAX_TIMEOUT
 
 
 def check_size(what: str, method: str, body: bytes, frames: Sequence[Buffer], *, limit: int) -> int:

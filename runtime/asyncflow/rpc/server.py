@@ -337,9 +337,7 @@ class RpcServer:
             if running is not None:
                 running.cancel()
             return
-        try:
-            framing.check_call(header, len(parts))
-        except ProtocolError:
+        if not framing.fits(header, len(parts)):
             self._drop("shape")
             return
         if running is not None:
