@@ -7,6 +7,7 @@ from asyncflow.identity import RowPlace
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.audit import Auditor, audit_ledger
 from asyncflow.queue.ledger.log import pack
+from asyncflow.queue.protocol.calls import AskSlot
 from asyncflow.queue.table.snapshot import snapshot as records_of
 
 P = "train"
@@ -25,7 +26,7 @@ def events(queue):
         reason = "filtered:x" if step == 1 else "reward crashed"
         queue.table.claims.drop(rows[0].lease, [rows[0].row], reason)
         queue.complete(rows[1:], "advantage")
-        training.slot(P, attempt=0, step=step, slot=0, rank=0, tokens=100)
+        training.slot(AskSlot(P, attempt=0, step=step, slot=0, rank=0, tokens=100, wait_s=0))
         training.step_done(P, 0, step, 0)
         training.commit(P, 0, step)
     queue.table.close(P, 2)
@@ -66,7 +67,7 @@ def test_an_audit_follows_groups_that_change_their_steps(queue):
         queue.create(step, step=step)
     training.exchange(P, 2, 1, 1)
     queue.through()
-    training.slot(P, attempt=0, step=1, slot=0, rank=0, tokens=100)
+    training.slot(AskSlot(P, attempt=0, step=1, slot=0, rank=0, tokens=100, wait_s=0))
     training.step_done(P, 0, 1, 0)
     training.commit(P, 0, 1)
     events = list(queue.events())
@@ -88,7 +89,7 @@ def test_an_exchange_of_groups_that_may_not_change_their_steps_is_a_problem(queu
     queue.create(3, step=2)
     queue.through()
     if wrong in ("a slot", "the end"):
-        training.slot(P, attempt=0, step=1, slot=0, rank=0, tokens=100)
+        training.slot(AskSlot(P, attempt=0, step=1, slot=0, rank=0, tokens=100, wait_s=0))
     if wrong == "the end":
         training.step_done(P, 0, 1, 0)
         training.commit(P, 0, 1)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.flow.selection import balance
+from asyncflow.queue.protocol.calls import AskSlot
 from asyncflow.queue.protocol.messages import TaskSpec
 
 P = "train"
@@ -72,7 +73,7 @@ def test_a_whole_step_is_dealt_evenly_in_whole_groups(make_queue, world):
     slots = iter(range(10_000))
     for number in slots:
         decided = [
-            queue.table.training.slot(P, attempt=0, step=1, slot=number, rank=rank, tokens=budget)
+            queue.table.training.slot(AskSlot(P, attempt=0, step=1, slot=number, rank=rank, tokens=budget, wait_s=0))
             for rank in range(world)
         ]
         for rank, slot in enumerate(decided):
@@ -109,7 +110,10 @@ def test_groups_that_share_a_prompt_stay_together_within_the_budget(make_queue, 
     budget = int((prompts + lengths.sum(1)).max()) * 2
     loads, places, seen, number = [0] * world, [], [], 0
     while True:
-        slots = [training.slot(P, attempt=0, step=1, slot=number, rank=rank, tokens=budget) for rank in range(world)]
+        slots = [
+            training.slot(AskSlot(P, attempt=0, step=1, slot=number, rank=rank, tokens=budget, wait_s=0))
+            for rank in range(world)
+        ]
         if slots[0] is None:
             rows = queue.claim("make", rows=10_000, groups=3)
             queue.complete(
@@ -146,7 +150,10 @@ def test_a_group_that_is_too_heavy_for_a_slot_is_cut_and_no_slot_is_above_the_bu
     queue.complete(rows, "advantage", [{"tokens": response}] * 16)
     parts = []
     for number in range(10):
-        slots = [training.slot(P, attempt=0, step=1, slot=number, rank=rank, tokens=budget) for rank in range(2)]
+        slots = [
+            training.slot(AskSlot(P, attempt=0, step=1, slot=number, rank=rank, tokens=budget, wait_s=0))
+            for rank in range(2)
+        ]
         parts += [[row.meta.serial for row in slot.rows] for slot in slots]
         if slots[0].last:
             break
@@ -163,7 +170,9 @@ def test_what_was_dealt_ahead_and_then_lost_is_given_when_it_was_made_again(make
     training.begin(P, 0, 0, 1)
     training.open_step(P, 1, 8, 2)
     queue.create(*range(8))
-    ask = [lambda n=n: training.slot(P, attempt=0, step=1, slot=n, rank=0, tokens=2) for n in range(20)]
+    ask = [
+        lambda n=n: training.slot(AskSlot(P, attempt=0, step=1, slot=n, rank=0, tokens=2, wait_s=0)) for n in range(20)
+    ]
     seen = [row.meta.key for row in ask[0]().rows]
     assert [tuple(key) for key in seen] == [(0, 0), (0, 1)]
     queue.replace_unit("unit-b")

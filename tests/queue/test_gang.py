@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.errors import Fenced, Refused
+from asyncflow.queue.protocol.calls import AskSlot
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.table.state import RowState
 
@@ -22,7 +23,9 @@ def make(queue, *, tokens):
 
 
 def ask(queue, step, slot, *, rank=0, attempt=0, tokens=1000):
-    return queue.table.training.slot(P, attempt=attempt, step=step, slot=slot, rank=rank, tokens=tokens)
+    return queue.table.training.slot(
+        AskSlot(P, attempt=attempt, step=step, slot=slot, rank=rank, tokens=tokens, wait_s=0)
+    )
 
 
 def train(queue, step, *, world=1, attempt=0, tokens=1000):

@@ -17,6 +17,7 @@ from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.ledger.audit import audit_ledger
 from asyncflow.queue.ledger.events import Committed, Completed, Declared, Event
 from asyncflow.queue.ledger.log import Ledger, newest, pack, read_ledger
+from asyncflow.queue.protocol.calls import AskSlot
 from asyncflow.queue.table.apply import APPLY, QueueState
 from asyncflow.queue.table.snapshot import snapshot
 
@@ -38,13 +39,13 @@ def history(queue):
     queue.table.give_back(rows[1].lease, [rows[1].row], "test")
     queue.through()
     slot = 0
-    while not training.slot(P, attempt=0, step=1, slot=slot, rank=0, tokens=2).last:
+    while not training.slot(AskSlot(P, attempt=0, step=1, slot=slot, rank=0, tokens=2, wait_s=0)).last:
         slot += 1
     for rank in (0, 1):
         training.step_done(P, 0, 1, rank)
     training.commit(P, 0, 1)
     training.begin(P, 1, 1, 1)
-    training.slot(P, attempt=1, step=2, slot=0, rank=0, tokens=2)
+    training.slot(AskSlot(P, attempt=1, step=2, slot=0, rank=0, tokens=2, wait_s=0))
     queue.replace_unit("unit-b")
     training.begin(P, 2, 1, 1)
     queue.create_wanted()

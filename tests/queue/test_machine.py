@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 
 from asyncflow.errors import Fenced, Refused
 from asyncflow.queue.ledger.audit import Auditor
+from asyncflow.queue.protocol.calls import AskSlot
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.replication import decode, encode
@@ -217,7 +218,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def train(self, *, tokens):
         slot = self.queue.table.training.slot(
-            P, attempt=self.attempt, step=self.step, slot=self.slot, rank=0, tokens=tokens
+            AskSlot(P, attempt=self.attempt, step=self.step, slot=self.slot, rank=0, tokens=tokens, wait_s=0)
         )
         if slot is None:
             return

@@ -146,15 +146,7 @@ class Primary(Handlers):
         training = self.table.training
 
         def attempt() -> calls.Slotted | None:
-            slot = training.slot(
-                call.partition,
-                attempt=call.attempt,
-                step=call.step,
-                slot=call.slot,
-                rank=call.rank,
-                tokens=call.tokens,
-            )
-            if slot is not None:
+            if (slot := training.slot(call)) is not None:
                 return calls.Slotted(slot)
             return calls.Slotted(None, ended=True) if training.over(call.partition, call.step) else None
 

@@ -17,6 +17,7 @@ from asyncflow.flow.schedule import VersionWindow
 from asyncflow.flow.slots import SlotRequest, next_slot
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.events import SlotDecided
+from asyncflow.queue.protocol.calls import AskSlot
 from asyncflow.queue.protocol.messages import Slot, TaskSpec
 from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.leases import leased_rows
@@ -78,11 +79,12 @@ class Training:
         gang.check_contained(step, where=where)
         self._state.record(ev.Began(partition, attempt, step, world))
 
-    def slot(self, partition: str, *, attempt: int, step: int, slot: int, rank: int, tokens: int) -> Slot | None:
-        """Return what ``rank`` trains in that slot; decide it if that can be done now; None while it cannot."""
-        held, where = self._gang(partition), f"{partition} step {step} slot {slot}"
-        held.gang.check_attempt(attempt, where=where)
-        decision = held.gang.check_slot(step, slot, rank, where=where)
+    def slot(self, ask: AskSlot) -> Slot | None:
+        """Return what a rank trains in that slot; decide it if that can be done now; None while it cannot."""
+        step, slot = ask.step, ask.slot
+        held, where = self._gang(ask.partition), f"{ask.partition} step {step} slot {slot}"
+        held.gang.check_attempt(ask.attempt, where=where)
+        decision = held.gang.check_slot(step, slot, ask.rank, where=where)
         if decision is None:
             queue, window = held.gang_queue, VersionWindow(step, step)
             assert queue is not None
@@ -93,15 +95,15 @@ class Training:
                 (item for item in queue.index.in_order(window) if isinstance(item, RowGroup)),
                 count=queue.index.count(window),
                 world=held.gang.world,
-                tokens=tokens,
+                tokens=ask.tokens,
                 spec=queue.spec,
-                partition=partition,
+                partition=ask.partition,
             )
             if event is None:
                 return None
             self._state.record(event)
             decision = held.gang.step(step).slots[slot]
-        rows = decision.ranks[rank]
+        rows = decision.ranks[ask.rank]
         if [row for row in rows if not (row.here or row.lost)]:
             return None
         totals = decision.totals if decision.last else None
