@@ -169,7 +169,7 @@ class Movement(RuleBasedStateMachine):
     def admit(self, unit, put):
         entry, rows, values = put.entry, put.rows, unit.values[put]
         if isinstance(entry, MovedRows):
-            ok = self.table.move_in(unit.home, rows, entry)
+            ok = self.table.move_in(unit.home, entry)
         elif isinstance(entry, NewRows):
             ok, _ = admit_put(self.table.state, entry)
             self.truth |= {

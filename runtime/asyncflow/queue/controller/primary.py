@@ -189,14 +189,13 @@ class Primary(Handlers):
         return results
 
     def _admitted(self, session: unit_calls.Session, entry: unit_calls.Entry) -> unit_calls.EntryResult:
-        numbers = entry.rows
         if isinstance(entry, unit_calls.NewRows):
             ok, rows = put(self.state, entry)
             return unit_calls.EntryResult(ok, rows=[] if all(ok) else list(rows))
         if isinstance(entry, unit_calls.MovedRows):
-            ok = self.table.move_in(session.location, numbers, entry)
+            ok = self.table.move_in(session.location, entry)
         elif entry.lease.startswith(WRITE):
-            ok = write(self.state, numbers, entry.cells, entry.tags)
+            ok = write(self.state, entry.rows, entry.cells, entry.tags)
         else:
             ok = self.admit_cells(entry)
         return unit_calls.EntryResult(ok)

@@ -18,7 +18,7 @@ from asyncflow.errors import Refused
 from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.protocol.calls import NOWHERE
 from asyncflow.queue.protocol.messages import TaskSpec
-from asyncflow.queue.protocol.unit_calls import AskMove, MoveOrder
+from asyncflow.queue.protocol.unit_calls import AskMove, MovedRows, MoveOrder
 from asyncflow.queue.table.apply import QueueState
 
 _TICKET_BITS = 40
@@ -83,11 +83,11 @@ class RowMoves:
         rows = dict.fromkeys(each.row for each in whole if there.get(each.row) is each)
         return MoveOrder(self._given, unit, list(rows), gone, alone=alone)
 
-    def take(self, to: int, numbers: Sequence[int], *, source: int, ticket: int) -> list[bool]:
-        """Move rows from location ``source`` to ``to``, if the ticket holds; return which lie there now."""
-        rows = [self._state.rows.get(number) for number in numbers]
-        if ticket == self._tickets.get(source):
-            moving = [row.row for row in rows if row is not None and row.location == source]
+    def take(self, to: int, entry: MovedRows) -> list[bool]:
+        """Move rows to location ``to``, if the ticket holds; return which lie there now."""
+        rows = [self._state.rows.get(number) for number in entry.rows]
+        if entry.ticket == self._tickets.get(entry.source):
+            moving = [row.row for row in rows if row is not None and row.location == entry.source]
             if moving:
                 self._state.record(ev.Moved(to, moving))
         return [row is not None and row.location == to for row in rows]

@@ -114,14 +114,14 @@ class Table:
             partition.changed(rows, new)
         return unknown
 
-    def move_in(self, location: int, numbers: Sequence[int], entry: MovedRows) -> list[bool]:
+    def move_in(self, location: int, entry: MovedRows) -> list[bool]:
         """Move rows to ``location``, whose unit has taken them over; return which lie there now.
 
         What the unit says of a row that no unit has told of since the controller began anew is taken for true.
         """
-        moved = self.moves.take(location, numbers, source=entry.source, ticket=entry.ticket)
-        columns = by_row(entry.cells, len(numbers))
-        for index, number in enumerate(numbers):
+        moved = self.moves.take(location, entry)
+        columns = by_row(entry.cells, len(entry.rows))
+        for index, number in enumerate(entry.rows):
             if moved[index] and not self.state.rows[number].here:
                 cells = columns[index]
                 partial = {name: cells.pop(name) for name in entry.partial}
