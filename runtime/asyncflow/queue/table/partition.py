@@ -25,7 +25,7 @@ from asyncflow.flow.slots import weight_of
 from asyncflow.queue.ledger.events import Declared
 from asyncflow.queue.protocol.messages import KEY_TAG, SERIAL_BITS, Purpose, StepTotals, TaskSpec
 from asyncflow.queue.table.ready import TaskQueue
-from asyncflow.queue.table.state import Finished, Row, RowGroup, RowState
+from asyncflow.queue.table.state import LETTERS, Finished, Row, RowGroup, RowState
 
 
 class PartitionState:
@@ -188,7 +188,8 @@ class PartitionState:
             queue.taken(group.rows)
         del self.groups[group.serial]
         if self.purpose != "open":
-            self.finished[group.serial] = Finished(group.step, group.window, group.outcome)
+            outcome = "".join([LETTERS[row.state] for row in group.rows])
+            self.finished[group.serial] = Finished(group.step, group.window, outcome)
         group.rows = []
 
     def name_rows(self, rows: Iterable[Row]) -> None:

@@ -22,7 +22,6 @@ from asyncflow.queue.table.apply import QueueState
 from asyncflow.queue.table.partition import PartitionState
 from asyncflow.queue.table.state import ANY_VERSION, IDLE, Row, RowState, by_row
 
-_Tags = Sequence[dict[str, Tag]]
 _Keys = Sequence[Tag | None]
 Change: TypeAlias = tuple[Row, Mapping[str, int], Mapping[str, Tag]]
 """A row, with the columns and the tags that it got."""

@@ -180,16 +180,9 @@ class RowGroup(Struct, eq=False):
     rows: list[Row] = []
     instead_of: int | None = None
 
-    @property
-    def outcome(self) -> str:
-        """A letter for each sample, once all are final; empty before, and for those of an open partition."""
-        if not all(row.state.final for row in self.rows):
-            return ""
-        return "".join([LETTERS[row.state] for row in self.rows])
-
 
 class Finished(NamedTuple):
-    """All that is kept of a group whose samples are final."""
+    """All that is kept of a group whose samples are final. outcome: a letter for each of them, see ``LETTERS``."""
 
     step: int
     window: VersionWindow
