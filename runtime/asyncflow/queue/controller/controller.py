@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from asyncflow.queue.controller.parking import Answers, Parking, Soon, give
 from asyncflow.queue.controller.primary import Primary
 from asyncflow.queue.controller.replica import Replica
 from asyncflow.queue.controller.sessions import Sessions
-from asyncflow.queue.ledger.events import Dated, Event
+from asyncflow.queue.ledger.events import Dated
 from asyncflow.queue.ledger.log import Ledger, Sync
 from asyncflow.queue.protocol.calls import Claimed, ClaimRows, Done
 from asyncflow.queue.protocol.messages import QueueStats
@@ -79,7 +79,7 @@ class Controller:
         self.server = RpcServer(
             name="controller", bind=bind, credentials=credentials, access=access, advertise=advertise
         )
-        self.ledger = Ledger(ledger_dir, sync=sync, compact=self._dump, limit=compact_bytes)
+        self.ledger = Ledger(ledger_dir, sync=sync, compact=partial(snapshot, self.table.state), limit=compact_bytes)
         self.sessions = Sessions(self.table, lost_s=unit_lost_s, units=units)
         self.parking = Parking(self.table, now=self.now, give=self.settle)
         self._alarm: asyncio.TimerHandle | None = None
@@ -143,7 +143,7 @@ class Controller:
     def begin_ledger(self) -> None:
         """Write the present state as a new generation of the ledger. Raises Refused where it cannot be written."""
         try:
-            self.ledger.begin(self._dump())
+            self.ledger.begin(snapshot(self.table.state))
         except OSError as error:
             raise self._broken(error) from error
 
@@ -225,9 +225,6 @@ class Controller:
             self.settle()
             return reply
         return self.safe(_DONE if reply is None else reply)
-
-    def _dump(self) -> Iterator[Event]:
-        return snapshot(self.table.state)
 
     def _broken(self, error: OSError) -> Refused:
         """Stop serving: what was answered is in the ledger, what comes now cannot be."""
