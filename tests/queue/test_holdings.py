@@ -188,7 +188,7 @@ def test_rows_bytes_promises_and_tags_are_those_of_a_model_that_keeps_row_by_row
                         assert got[name] == Jagged.from_rows([np.full(*cell) for cell in cells], "int64")
         unit.holdings.wipe()
         await freed()
-        assert (unit.budget.used, unit.budget.promised, len(unit.holdings), unit.backend.nbytes) == (0, 0, 0, 0)
+        assert (unit.budget.used, unit.budget.promised, len(unit.holdings), unit.backend._blobs) == (0, 0, 0, {})
 
     asyncio.run(run())
 
@@ -202,7 +202,7 @@ async def test_a_row_that_one_write_names_twice_keeps_one_cell_and_the_other_is_
     assert (got["c"].lengths.tolist(), unit.budget.used) == ([2, 3, 1], 8 * (8 + 6))
     unit.holdings.wipe()
     await freed()
-    assert (unit.budget.used, unit.backend.nbytes) == (0, 0)
+    assert (unit.budget.used, unit.backend._blobs) == (0, {})
 
 
 async def test_who_asks_for_cells_that_are_not_decided_about_waits_for_the_verdict():
@@ -290,7 +290,7 @@ async def test_bytes_are_in_the_budget_until_the_store_has_removed_them_and_prom
     assert (unit.budget.used, unit.budget.promised) == (24, 0)
     unit.backend.removing.set()
     await asyncio.sleep(0.001)
-    assert (unit.budget.used, unit.backend.nbytes) == (0, 0)
+    assert (unit.budget.used, unit.backend._blobs) == (0, {})
 
 
 async def test_a_row_whose_bytes_the_store_has_lost_is_given_up_and_told_of():

@@ -20,6 +20,11 @@ def columns(lengths):
     }
 
 
+def nbytes(backend):
+    """Bytes in memory, those that nobody needs any more included."""
+    return sum(cells.column.nbytes for blob in backend._blobs.values() for cells in blob.values())
+
+
 blobs = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=8), min_size=1, max_size=4)
 
 
@@ -46,10 +51,10 @@ def test_what_lives_reads_back_in_any_order_and_takes_no_more_than_twice_its_byt
             await backend.free(gone, list(names))
             alive -= {(place, name) for place in gone for name in names}
             needed = sum(put[place.blob][name].row(place.row).nbytes + 8 for place, name in alive)
-            assert backend.nbytes <= 2 * needed + 8 * len({(place.blob, name) for place, name in alive})
+            assert nbytes(backend) <= 2 * needed + 8 * len({(place.blob, name) for place, name in alive})
         for place, name in sorted(alive):
             await backend.free([place], [name])
-        assert backend.nbytes == 0
+        assert nbytes(backend) == 0
 
     asyncio.run(run())
 

@@ -85,11 +85,6 @@ class MemoryBackend(Backend):
         """Forget all."""
         self._blobs.clear()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory, those that nobody needs any more included."""
-        return sum(cells.column.nbytes for blob in self._blobs.values() for cells in blob.values())
-
 
 def _runs(places: Sequence[Place]) -> list[tuple[int, int, int]]:
     """Return the blob, the first row and the number of rows of each run of rows that lie one after another."""
