@@ -15,7 +15,9 @@ from asyncflow.weights.transfer import preference
 
 
 def view(*available: tuple[int, int], required=()) -> CatalogueView:
-    versions = tuple(VersionView(version=Version(*v).packed, digest="d", available=True, nbytes=1) for v in sorted(available))
+    versions = tuple(
+        VersionView(version=Version(*v).packed, digest="d", available=True, nbytes=1) for v in sorted(available)
+    )
     return CatalogueView(epoch="e", required=tuple(required), releasable=(), versions=versions)
 
 
