@@ -4,8 +4,8 @@
 
 The network is that of ``delayed_update``: real processes, real bytes, and links on which a version takes ``--transfer``
 seconds. With ``transformers`` and ``vllm`` a tiny model really generates and really learns, and its own weights travel:
-it is made wider, to 6 MB, so that rows take little of a link that has time for a version. Its steps are made of long
-responses on few slots, as generation must take longer than a transfer for that to be hidden, and longer than training.
+it is made wider, to 6 MB, so that rows take little of a link that has time for a version. Its engines have two slots,
+as generation must take longer than a transfer for that to be hidden, and longer than training.
 ``staggered`` runs once more with a rollout that is stopped in the middle of a transfer until the end.
 
 Prints a table, and ends with 1 when a bar is missed, 2 where this machine cannot make the network.
@@ -39,7 +39,7 @@ MODES = {
 WIDE = 4096
 """Columns of the tiny model's feed-forward layers."""
 LEARNING = {
-    "model": ["rollout.replicas=2", "algorithm.groupSize=8", "algorithm.steps=6", "sampling.maxTokens=48"],
+    "model": ["rollout.replicas=2", "algorithm.groupSize=8", "algorithm.steps=6", "sampling.maxTokens=8"],
     "trainer": ["trainer.backend.name=torch", "trainer.backend.options={}", "trainer.backend.tokensPerMicroBatch=4096"],
 }
 ENGINES = {
@@ -47,15 +47,15 @@ ENGINES = {
     "transformers": [
         *LEARNING["model"],
         *LEARNING["trainer"],
-        "algorithm.promptsPerStep=20",
-        "rollout.engine={name: transformers, slots: 4}",
+        "algorithm.promptsPerStep=280",
+        "rollout.engine={name: transformers, slots: 2}",
         "transferQueue.bytesPerUnit=512Mi",
     ],
     "vllm": [
         *LEARNING["model"],
         *LEARNING["trainer"],
-        "algorithm.promptsPerStep=20",
-        "rollout.engine={name: vllm, slots: 4, dtype: float32}",
+        "algorithm.promptsPerStep=64",
+        "rollout.engine={name: vllm, slots: 2, dtype: float32}",
         "transferQueue.bytesPerUnit=512Mi",
     ],
 }
