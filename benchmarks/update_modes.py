@@ -4,7 +4,7 @@
 
 The network is that of ``delayed_update``: real processes, real bytes, and links on which a version takes ``--transfer``
 seconds. With ``transformers`` and ``vllm`` a tiny model really generates and really learns, and its own weights travel:
-it is made wider, to 6 MB, so that rows take little of a link that has time for a version. Its engines have two slots,
+it is made wider, to 6 MB, so that rows take little of a link that has time for a version. Its engines have one slot,
 as generation must take longer than a transfer for that to be hidden, and longer than training.
 ``staggered`` runs once more with a rollout that is stopped in the middle of a transfer until the end.
 
@@ -47,15 +47,15 @@ ENGINES = {
     "transformers": [
         *LEARNING["model"],
         *LEARNING["trainer"],
-        "algorithm.promptsPerStep=280",
-        "rollout.engine={name: transformers, slots: 2}",
+        "algorithm.promptsPerStep=200",
+        "rollout.engine={name: transformers, slots: 1}",
         "transferQueue.bytesPerUnit=512Mi",
     ],
     "vllm": [
         *LEARNING["model"],
         *LEARNING["trainer"],
         "algorithm.promptsPerStep=64",
-        "rollout.engine={name: vllm, slots: 2, dtype: float32}",
+        "rollout.engine={name: vllm, slots: 1, dtype: float32}",
         "transferQueue.bytesPerUnit=512Mi",
     ],
 }
