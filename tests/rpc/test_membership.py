@@ -1,6 +1,7 @@
 """Members and directories over real sockets, killed and stopped by real signals."""
 
 import asyncio
+import contextlib
 import signal
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -17,12 +18,18 @@ from asyncflow.rpc.server import RpcServer
 Join = Callable[..., Any]
 
 
-@pytest.fixture
-async def directory(server: RpcServer) -> AsyncIterator[Directory]:
-    made = Directory(heartbeat_s=0.1, lost_after_s=0.6)
+@contextlib.asynccontextmanager
+async def attached(server: RpcServer, *, heartbeat_s: float, lost_after_s: float) -> AsyncIterator[Directory]:
+    made = Directory(heartbeat_s=heartbeat_s, lost_after_s=lost_after_s)
     made.attach(server)
     yield made
     await made.close()
+
+
+@pytest.fixture
+async def directory(server: RpcServer) -> AsyncIterator[Directory]:
+    async with attached(server, heartbeat_s=0.1, lost_after_s=0.6) as made:
+        yield made
 
 
 @pytest.fixture
@@ -95,10 +102,8 @@ class Subscriber:
 @pytest.fixture
 async def slow_directory(server: RpcServer) -> AsyncIterator[Directory]:
     """A directory whose rhythm is far too slow for what the tests wait for."""
-    made = Directory(heartbeat_s=30.0, lost_after_s=60.0)
-    made.attach(server)
-    yield made
-    await made.close()
+    async with attached(server, heartbeat_s=30.0, lost_after_s=60.0) as made:
+        yield made
 
 
 async def test_broadcasts_reach_a_subscriber_and_what_it_holds_the_directory_before_it_is_time(

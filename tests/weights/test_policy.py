@@ -18,7 +18,7 @@ def view(*available: tuple[int, int], required=()) -> CatalogueView:
     versions = tuple(
         VersionView(version=Version(*v).packed, digest="d", available=True, nbytes=1) for v in sorted(available)
     )
-    return CatalogueView(epoch="e", required=tuple(required), releasable=(), versions=versions)
+    return CatalogueView(required=tuple(required), releasable=(), versions=versions)
 
 
 def choose(known, *, held=(), unfinished=None, asked=(), wanted=None) -> Version | None:

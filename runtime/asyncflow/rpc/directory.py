@@ -176,7 +176,7 @@ class Directory:
         return entry.parked.answer
 
     def broadcast(self, document: bytes) -> None:
-        """Tell all subscribers a document, encoded by msgpack, in place of the one before."""
+        """Send all subscribers a document, encoded by msgpack, in place of the one before."""
         self._broadcast = self._broadcast[0] + 1, Raw(document)
         for incarnation in itertools.chain(*self._subscribers.values()):
             self._release(self._entries[self._places[incarnation]])

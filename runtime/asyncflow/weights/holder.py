@@ -223,7 +223,7 @@ class Holder:
         for version in sorted(self._unknown):
             copy = self.copies.get(version)
             try:
-                wanted = copy is None or await self._say(copy)
+                wanted = copy is None or await self._announce_copy(copy)
             except Refused as error:
                 self._forget(version)
                 log.warning("weights: dropped %s: %s", version, error)
@@ -234,8 +234,8 @@ class Holder:
             self._membership.nudge()
         self._release()
 
-    async def _say(self, copy: Copy) -> bool:
-        """Tell the catalogue all that there is to say of a copy; return whether it knows the version then."""
+    async def _announce_copy(self, copy: Copy) -> bool:
+        """Announce a copy in full; return whether the catalogue knows its version then."""
         if isinstance(copy.origin, ManifestPart):
             await self._publish(copy.origin)
             return True

@@ -34,11 +34,9 @@ class VersionView(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class CatalogueView(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The catalogue as workers see it. Versions are packed and in order.
 
-    epoch: the life of one catalogue; required: steps that unfinished work needs; releasable: the versions that whoever
-    holds them may forget.
+    required: steps that unfinished work needs; releasable: the versions that whoever holds them may forget.
     """
 
-    epoch: str
     required: tuple[int, ...]
     releasable: tuple[int, ...]
     versions: tuple[VersionView, ...]
@@ -57,7 +55,7 @@ class CatalogueView(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return [Version.unpack(known.version) for known in self.versions if known.available]
 
 
-EMPTY_VIEW = CatalogueView(epoch="", required=(), releasable=(), versions=())
+EMPTY_VIEW = CatalogueView(required=(), releasable=(), versions=())
 
 
 def newest_step(view: CatalogueView) -> int | None:

@@ -81,7 +81,7 @@ class WeightReceiver:
         self._transfer: Transfer | None = None
         self._base: Version | None = None
         self._source: tuple[PeerView, ...] = ()
-        self._source_of: object = None
+        self._source_of = 0
         self._outage = Outage("pulling weights")
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-digest")
 
@@ -277,7 +277,7 @@ class WeightReceiver:
 
         The driver is asked for no manifest that a peer can give, and for no source by who has one from before.
         """
-        source = self._source if self._source_of == self._directory_now() else ()
+        source = self._source if self._source_of == self._membership.registrations else ()
         silent: set[str] = set()
         found = await self._manifest_of(version, source, silent=silent)
         if found is None and self._layout_key is not None:
@@ -338,7 +338,7 @@ class WeightReceiver:
             manifest=manifest,
         )
         located = await self._call(request)
-        self._source_of = self._directory_now()
+        self._source_of = self._membership.registrations
         self._source = () if located.published else tuple(replace(peer, whole=False) for peer in located.peers)
         return located
 
@@ -348,10 +348,6 @@ class WeightReceiver:
             what=f"where {Version.unpack(request.version)} is",
             timeout=3 * _CALL_S,
         )
-
-    def _directory_now(self) -> tuple[str, int]:
-        """Return what changes when the driver may have forgotten from whom this receiver pulls."""
-        return self.view.epoch, self._membership.registrations
 
     def _review_s(self) -> float:
         """Return the seconds after which there may be a better source than the one that has been good so far."""

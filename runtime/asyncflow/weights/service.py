@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 
 from asyncflow.api.names import FOLLOWER
@@ -52,7 +51,6 @@ class CatalogueService:
         self.catalogue = catalogue if catalogue is not None else Catalogue()
         self.on_newest: list[Callable[[], None]] = []
         self._newest = self.catalogue.newest
-        self._epoch = uuid.uuid4().hex[:16]
         self._changed = asyncio.Event()
         self._directory = directory
         self._reports: dict[str, tuple[int, ...]] = {}
@@ -79,7 +77,6 @@ class CatalogueService:
         """Return the catalogue as all workers see it."""
         catalogue = self.catalogue
         return CatalogueView(
-            epoch=self._epoch,
             required=tuple(sorted(catalogue.required)),
             releasable=tuple(version.packed for version in catalogue.releasable),
             versions=tuple(

@@ -41,7 +41,6 @@ class _Receiver:
     order: int = 0
     parent: str | None = None
     placed: bool = False
-    doubted: bool = False
     overtaken: int = 0
     version: object = None
     room: int = 0
@@ -98,7 +97,6 @@ class Spread:
             self.heard(worker)
         for worker in failed:
             if worker in self._receivers:
-                self._receivers[worker].doubted = True
                 self._doubted[worker] = version
                 self._list(worker)
         known = self._join(receiver, layout=layout, node=node)
@@ -124,8 +122,8 @@ class Spread:
 
     def heard(self, worker: str) -> None:
         """Note that ``worker`` got something: nobody doubts it any more."""
-        if self._doubted.pop(worker, self) is not self:
-            self._receivers[worker].doubted = False
+        if worker in self._doubted:
+            del self._doubted[worker]
             self._list(worker)
 
     def leave(self, worker: str) -> None:
@@ -165,7 +163,7 @@ class Spread:
         if known.parent is None:
             return not failed
         parent = self._receivers.get(known.parent)
-        if parent is None or parent.doubted or parent.layout != known.layout:
+        if parent is None or known.parent in self._doubted or parent.layout != known.layout:
             return False
         if known.parent in whole or not whole:
             return True
@@ -249,7 +247,7 @@ class Spread:
     def _list(self, worker: str) -> None:
         """List a receiver among those that have room, or no longer, and so its node."""
         known = self._receivers[worker]
-        self._count(worker, known, room=0 if known.doubted else FANOUT - len(known.children))
+        self._count(worker, known, room=0 if worker in self._doubted else FANOUT - len(known.children))
 
     def _count(self, worker: str, known: _Receiver, *, room: int) -> None:
         node = self._nodes[known.layout, known.node]
