@@ -23,7 +23,7 @@ def at(step, *, swap_at="quota", slots=4, **settings):
     assert instance.swap() == step
     instance.loaded(Version(0, step))
     instance.know(staged=None, in_memory=[step], available=[step])
-    instance.eval_parked()
+    instance.parked("eval")
     return instance
 
 
@@ -78,7 +78,7 @@ def test_quota_idle_takes_what_only_an_older_version_may_make():
     instance.know(staged=Version(0, 5), in_memory=[3, 5], available=[3, 5])
     instance.loaded(Version(0, 3))
     assert [w.id for w in instance.admit()] == ["old"]
-    instance.eval_parked()
+    instance.parked("eval")
     assert instance.ask("train") == Ask(3, (5,), 3)
 
 
@@ -147,7 +147,7 @@ def test_token_asks_for_evaluation_before_a_swap_however_full_it_is():
     assert instance.ask("train") is None
     assert instance.ask("eval") == Ask(6, (), 1)
     assert instance.swap() is None
-    instance.eval_parked()
+    instance.parked("eval")
     assert instance.swap() == 7
 
 
@@ -209,7 +209,7 @@ def test_token_lets_evaluation_end_under_its_version_and_goes_back_only_when_not
     assert instance.swap() is None
     assert instance.ask("train") == Ask(6, (), 2)
     instance.release("e")
-    instance.eval_parked()
+    instance.parked("eval")
     assert instance.swap() == 7
     instance.loaded(Version(0, 7))
     instance.know(staged=None, in_memory=[6, 7], available=[6, 7])
@@ -232,7 +232,7 @@ def test_a_version_is_not_left_while_its_evaluation_has_rows(swap_at):
     instance.release("e")
     assert instance.ask("eval").rows == 8
     assert instance.swap() is None
-    instance.eval_parked()
+    instance.parked("eval")
     assert instance.swap() == (3 if swap_at == "sequence" else None)
     assert instance.ask("train") == (Ask(2, (3,), 8) if swap_at == "quota" else None)
 
@@ -264,17 +264,23 @@ def test_it_waits_for_weights_only_while_work_needs_others_and_nothing_runs():
     instance = at(0)
     assert not instance.waits(None, required=[0])
     assert not instance.waits(1, required=[0]), "nothing unfinished needs θ1"
+    assert not instance.waits(1, required=[0, 1]), "claims find work for θ0 as far as is known"
+    instance.parked("train")
     assert instance.waits(1, required=[0, 1])
     begin(instance, work("a", 0))
     assert not instance.waits(1, required=[0, 1])
     instance.release("a")
+    assert not instance.waits(1, required=[0, 1]), "between two sequences of θ0"
     stage(instance, 1)
+    instance.parked("train")
     assert instance.waits(1, required=[1]), "here and not loaded is waited for as well"
     assert begin(instance, work("b", 1)) == []
     assert instance.waits(None, required=[])
     instance.loaded(Version(0, 1))
     assert not instance.waits(None, required=[1])
-    assert at(0, swap_at="sequence").waits(1, required=[])
+    instance = at(0, swap_at="sequence")
+    instance.parked("train")
+    assert instance.waits(1, required=[])
 
 
 @dataclass
@@ -331,7 +337,7 @@ class World:
                 self.instance.ready([w.id for w in fit])
                 return True
         if purpose == "eval":
-            self.instance.eval_parked()
+            self.instance.parked("eval")
         return False
 
     def admit(self):

@@ -61,6 +61,17 @@ def test_sections_nest_and_end_with_errors() -> None:
     assert busy.total() == 3
 
 
+def test_a_section_that_shows_late_counts_from_its_beginning() -> None:
+    ticks = Ticks()
+    busy = BusyClock(ticks)
+    ticks.now = 7
+    busy.begin("receive", since=5)
+    ticks.now = 9
+    assert busy.seconds() == {"receive": 4}
+    busy.end("receive")
+    assert busy.total() == 4
+
+
 @pytest.mark.parametrize("used", [False, True])
 def test_an_end_without_a_begin_is_an_error(used: bool) -> None:
     busy = BusyClock()

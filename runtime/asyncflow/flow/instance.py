@@ -75,7 +75,7 @@ class Instance:
         self._available: frozenset[int] = frozenset()
         self._staged: Version | None = None
         self._newest: Version | None = None
-        self._eval_dry = False
+        self._dry: set[Purpose] = set()
         self._draining = False
         self.current: Version | None = None
 
@@ -120,15 +120,14 @@ class Instance:
             raise ValueError(f"{len(self._running)} sequences ran while {version} was loaded")
         self.current = version
         self._newest = version if self._newest is None else max(self._newest, version)
-        self._eval_dry = False
+        self._dry.clear()
         self._has_permit = not self._staggered
 
     def take(self, works: Iterable[Work]) -> list[Work]:
         """Hold rows that a claim gave, not ready yet; gives those that this instance will never serve."""
         never = []
         for work in works:
-            if work.purpose == "eval":
-                self._eval_dry = False
+            self._dry.discard(work.purpose)
             if self._cannot_be_served(work):
                 never.append(work)
             else:
@@ -146,9 +145,9 @@ class Instance:
         self._unready.discard(work)
         self._running.pop(work, None)
 
-    def eval_parked(self) -> None:
-        """Take in that a claim of evaluation rows found none ready."""
-        self._eval_dry = True
+    def parked(self, purpose: Purpose) -> None:
+        """Take in that a claim found no rows ready."""
+        self._dry.add(purpose)
 
     def works(self) -> list[Work]:
         """Return the rows that are here, begun or not."""
@@ -186,7 +185,7 @@ class Instance:
             for work in self._held.values()
             if work.purpose == "eval" or not (carries and _within(work, target))
         )
-        leaving = self.current is None or self._eval_dry or self._misfit() is not None
+        leaving = self.current is None or "eval" in self._dry or self._misfit() is not None
         return target if leaving and not due else None
 
     def ask(self, purpose: Purpose) -> Ask | None:
@@ -219,12 +218,13 @@ class Instance:
         """Return whether this instance has work of which none runs because other weights must be loaded first.
 
         target: what ``want`` gives now; required: as for ``want``. Whether those weights are still being received or
-        are here already makes no difference. In ``sequence`` no step is required, so any newer version is needed; in
-        ``token`` none is, since nothing that could begin waits for it.
+        are here already makes no difference, nor do they as long as claims find rows for the loaded ones. In
+        ``sequence`` no step is required, so any newer version is needed; in ``token`` none is, since nothing that could
+        begin waits for it.
         """
         if self.current is None or self._running or self._draining:
             return False
-        other = target is not None and target != self.current.step
+        other = target is not None and target != self.current.step and "train" in self._dry
         needed = other and not self._carries and (target in required or not self._back)
         return needed or self._misfit() is not None
 
@@ -234,7 +234,7 @@ class Instance:
         if not self._back:
             held_up = self._behind() or (self._forward() and not self._carries)
             return None if held_up else frozenset(), room
-        if not self._eval_dry:
+        if "eval" not in self._dry:
             return frozenset(), room
         return self._in_memory if self.works() else self._loadable(), room
 
@@ -244,10 +244,10 @@ class Instance:
         mine = held + sum(1 for work in self._running.values() if work.purpose == "eval")
         share = self._slots if mine == len(self.works()) else self._eval_slots
         room = min(share - mine, self._slots - len(self._running) - held)
-        if (self._carries and self._forward()) or (self._back and not mine and not self._eval_dry):
+        if (self._carries and self._forward()) or (self._back and not mine and "eval" not in self._dry):
             room = max(1, room)  # the swap waits for a claim that finds none, however full the instance is
         if not self._back and self._forward():
-            return None if self._eval_dry else frozenset(), room
+            return None if "eval" in self._dry else frozenset(), room
         return self._loadable() if not self._back or not self.works() else frozenset(), room
 
     def _loadable(self) -> frozenset[int]:

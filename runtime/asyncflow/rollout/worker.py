@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 
 from asyncflow.environments.pool import Environments
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded
-from asyncflow.flow.instance import Instance
+from asyncflow.flow.claims import PARKED_S
+from asyncflow.flow.instance import Instance, Purpose
 from asyncflow.identity import SampleKey
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.queue.client import QueueClient
@@ -83,6 +84,7 @@ class RolloutMeter:
         self._generating = False
         self._waiting = False
         self._holding = False
+        self._changed_at = time.monotonic()
         self._last = (time.monotonic(), 0.0, 0.0)
 
     def running(
@@ -97,6 +99,8 @@ class RolloutMeter:
     ) -> None:
         """Take in how many sequences run now, and whether work waits for other weights.
 
+        That shows when a claim has found nothing, ``PARKED_S`` after it was made; the time since then counts too.
+
         waits: why none runs, "" before the first weights; evaluating: all of them are of evaluations; step: of those
         that were begun last; version: step of the loaded weights.
         """
@@ -109,9 +113,12 @@ class RolloutMeter:
         if bool(sequences) != self._generating:
             self._generating = not self._generating
             (self.busy.begin if self._generating else self.busy.end)("generate")
-        if waiting != self._waiting:
-            self._waiting = waiting
-            (self.busy.begin if waiting else self.busy.end)("receive")
+            self._changed_at = time.monotonic()
+        if waiting and not self._waiting:
+            self.busy.begin("receive", since=max(self._changed_at, time.monotonic() - PARKED_S))
+        elif self._waiting and not waiting:
+            self.busy.end("receive")
+        self._waiting = waiting
 
     @contextlib.contextmanager
     def scores(self) -> Iterator[None]:
@@ -448,10 +455,9 @@ class RolloutWorker:
         self.meter.settled(taken=taken)
         self._in_flight.forget(outcome.job)
 
-    def _parked(self, purpose: str) -> None:
-        if purpose == "eval":
-            self._instance.eval_parked()
-            self._changed.set()
+    def _parked(self, purpose: Purpose) -> None:
+        self._instance.parked(purpose)
+        self._changed.set()
 
     async def _hand_back(self) -> None:
         """End all tasks: give back what is not begun, hand on what runs, deliver the rest, as far as time allows."""

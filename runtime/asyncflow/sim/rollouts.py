@@ -273,13 +273,15 @@ class SimulatedRollout:
                 pool.withdraw(self)
             if rows := pool.claim(self, ask, most=rows_at_once(ask.rows, slots=self._model.slots)):
                 self.granted(purpose, rows)
-            elif purpose == "eval":
+            elif purpose == "train":
+                self.instance.parked(purpose)
+            else:
                 self._claims += 1
                 self._agenda.after(PARKED_S, self._parked, self._claims)
 
     def _parked(self, claim: int) -> None:
         if self.up and claim == self._claims and self._world.pools["eval"].parked(self) is not None:
-            self.instance.eval_parked()
+            self.instance.parked("eval")
             self._agenda.tell(self)
 
     def _got(self, purpose: Purpose, rows: list[SimulatedRow]) -> None:

@@ -76,10 +76,13 @@ class BusyClock:
         finally:
             self.end(cause)
 
-    def begin(self, cause: str) -> None:
-        """Begin a section that is no ``with`` block; each needs its ``end``."""
+    def begin(self, cause: str, *, since: float | None = None) -> None:
+        """Begin a section that is no ``with`` block; each needs its ``end``.
+
+        since: when it began, if that was before now, and after all other sections had ended.
+        """
         with self._lock:
-            now = self._clock()
+            now = self._clock() if since is None else since
             self._all.begin(now)
             self._causes.setdefault(cause, _Union()).begin(now)
 
