@@ -31,6 +31,19 @@ FUNCTION = """
                 return float(os.path.getsize(path))
             case "connect":
                 socket.create_connection(("127.0.0.1", answer), timeout=5).close()
+            case "listen":
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                    listener.bind(f"\\0cuda-uvmfd-1-{os.getpid()}")
+                    listener.listen()
+            case "reach":
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as packets:
+                    packets.connect(answer)
+            case "stream":
+                socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            case "datagrams":
+                socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+            case "pair":
+                socket.socketpair()
             case "run":
                 return float(subprocess.run(["/bin/true"]).returncode == 0)
             case "thread":
@@ -173,10 +186,15 @@ async def test_memory_and_computing_time_are_bounded(folder: Path) -> None:
         assert 5.0 < result.value < 8.0, "twice what a sample may take, for each sample anew"
 
 
-async def test_on_a_device_it_has_what_a_driver_needs_and_no_more(folder: Path, monkeypatch) -> None:
+@pytest.fixture
+def device(monkeypatch) -> None:
     """/dev/full stands for the device: whoever may write to it is told that it is full."""
     facts = replace(PROFILES["nvidia"], opened=("full",), read=(), variables=("PER_DEVICE",), env={})
     monkeypatch.setattr(process, "PROFILES", {"cpu": PROFILES["cpu"], "nvidia": facts})
+
+
+@pytest.mark.usefixtures("device")
+async def test_on_a_device_it_has_what_a_driver_needs_and_no_more(folder: Path, monkeypatch) -> None:
     for name in ("PER_DEVICE", "CUDA_VISIBLE_DEVICES", "HF_TOKEN"):
         monkeypatch.setenv(name, "3")
     asked = [("device", "/dev/full"), ("file in memory", None), ("name", None), ("reserve", 1 << 36)]
@@ -200,6 +218,20 @@ async def test_on_a_device_it_has_what_a_driver_needs_and_no_more(folder: Path, 
     assert "PermissionError" in priority.detail
     for result in await ask(folder, *asked, *seen, memory="512Mi"):
         assert result.failure == "raised", "without a device nothing of it"
+
+
+@pytest.mark.usefixtures("device")
+async def test_a_driver_listens_at_a_socket_of_its_own_and_reaches_no_other(folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.bind(str(folder / "socket"))
+        server.listen()
+        asked = [("listen", None), ("pair", None), ("reach", str(folder / "socket")), ("stream", None)]
+        with_device = await ask(folder, *asked, ("datagrams", None), role=ON_A_GPU)
+        without = await ask(folder, *asked, ("datagrams", None))
+    assert [result.value for result in with_device[:2]] == [1.0, 1.0]
+    assert ["PermissionError" in result.detail for result in with_device[2:]] == [True] * 3
+    assert without[1].value == 1.0
+    assert ["PermissionError" in without[index].detail for index in (0, 2, 3, 4)] == [True] * 4
 
 
 async def test_threads_and_scratch_files_are_bounded(folder: Path, monkeypatch) -> None:
@@ -229,6 +261,8 @@ def test_both_processors_have_a_number_for_all_that_is_denied() -> None:
         numbers = sandbox._MACHINES[name].numbers
         assert {*sandbox._ALWAYS, sandbox._NAMELESS_FILE} | set(sandbox._SIGNALS) | {
             "socket",
+            "socketpair",
+            "connect",
             "clone",
             "clone3",
             "prlimit64",

@@ -246,16 +246,16 @@ class _Machine(NamedTuple):
 
 _NUMBERS: Final = {
     "x86_64": """
-        shmget 29 socket 41 clone 56 fork 57 vfork 58 kill 62 msgget 68 ptrace 101 rt_sigqueueinfo 129 tkill 200
-        tgkill 234 mq_open 240 add_key 248 request_key 249 keyctl 250 unshare 272 rt_tgsigqueueinfo 297
-        perf_event_open 298 prlimit64 302 open_by_handle_at 304 setns 308 process_vm_readv 310 process_vm_writev 311
-        kcmp 312 memfd_create 319 bpf 321 userfaultfd 323
+        shmget 29 socket 41 connect 42 socketpair 53 clone 56 fork 57 vfork 58 kill 62 msgget 68 ptrace 101
+        rt_sigqueueinfo 129 tkill 200 tgkill 234 mq_open 240 add_key 248 request_key 249 keyctl 250 unshare 272
+        rt_tgsigqueueinfo 297 perf_event_open 298 prlimit64 302 open_by_handle_at 304 setns 308 process_vm_readv 310
+        process_vm_writev 311 kcmp 312 memfd_create 319 bpf 321 userfaultfd 323
     """,
     "aarch64": """
         unshare 97 ptrace 117 kill 129 tkill 130 tgkill 131 rt_sigqueueinfo 138 mq_open 180 msgget 186 shmget 194
-        socket 198 add_key 217 request_key 218 keyctl 219 clone 220 rt_tgsigqueueinfo 240 perf_event_open 241
-        prlimit64 261 open_by_handle_at 265 setns 268 process_vm_readv 270 process_vm_writev 271 kcmp 272
-        memfd_create 279 bpf 280 userfaultfd 282
+        socket 198 socketpair 199 connect 203 add_key 217 request_key 218 keyctl 219 clone 220 rt_tgsigqueueinfo 240
+        perf_event_open 241 prlimit64 261 open_by_handle_at 265 setns 268 process_vm_readv 270 process_vm_writev 271
+        kcmp 272 memfd_create 279 bpf 280 userfaultfd 282
     """,
     "all": """
         pidfd_send_signal 424 io_uring_setup 425 io_uring_enter 426 io_uring_register 427 clone3 435 pidfd_getfd 438
@@ -286,12 +286,16 @@ _NAMELESS_FILE: Final = "memfd_create"
 _SIGNALS: Final = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
 _INTERNET: Final = (2, 10, 16)
 """AF_INET, AF_INET6, and AF_NETLINK, by which the resolver learns of addresses."""
+_UNIX: Final = 1
+_STREAM, _PACKETS = 1, 5
+"""SOCK_STREAM and SOCK_SEQPACKET: what they send goes to whom they are connected with, and to nobody else."""
+_SOCKET_TYPE: Final = 0xF
 _CLONE_THREAD: Final = 0x00010000
 _NEW_NAMESPACES: Final = 0x7E020000
 _X32: Final = 0x40000000
 
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER_AT, _AUDIT_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
+_NUMBER_AT, _AUDIT_AT, _FIRST_ARGUMENT_AT, _SECOND_ARGUMENT_AT = 0, 4, 16, 24
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 _SET_FILTER, _ALL_THREADS = 1, 1
 
@@ -327,7 +331,10 @@ def _program(machine: _Machine, sandbox: Sandbox, *, pid: int) -> _Filter:
         rules += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _error(errno.EPERM))]
     for name in _ALWAYS if sandbox.devices else (*_ALWAYS, _NAMELESS_FILE):
         rules += _on(machine, name, _deny())
-    rules += _on(machine, "socket", _unless_argument_in(_INTERNET) if sandbox.network else _deny())
+    sockets = _unless_argument_in(_INTERNET) if sandbox.network else _deny()
+    rules += _on(machine, "socket", _unix_packets_or(sockets) if sandbox.devices else sockets)
+    rules += _on(machine, "socketpair", _unless_type_in((_STREAM, _PACKETS)))
+    rules += [] if sandbox.network else _on(machine, "connect", _deny())
     rules += _on(machine, "clone3", _deny(errno.ENOSYS))
     rules += _on(machine, "prlimit64", _unless_argument_in((0, pid)))
     if sandbox.processes:
@@ -352,6 +359,21 @@ def _deny(reason: int = errno.EPERM) -> _Filter:
 def _unless_argument_in(allowed: Sequence[int]) -> _Filter:
     tests = [(_EQUAL, len(allowed) - index, 0, value) for index, value in enumerate(allowed)]
     return [(_LOAD, 0, 0, _FIRST_ARGUMENT_AT), *tests, *_deny(), (_RETURN, 0, 0, _ALLOW)]
+
+
+def _unless_type_in(allowed: Sequence[int]) -> _Filter:
+    """Return the rule for sockets of other types than these."""
+    _, *tests = _unless_argument_in(allowed)
+    return [(_LOAD, 0, 0, _SECOND_ARGUMENT_AT), (_AND, 0, 0, _SOCKET_TYPE), *tests]
+
+
+def _unix_packets_or(others: _Filter) -> _Filter:
+    """Return the rule for sockets where a Unix socket of packets is allowed: ``others`` is that for other families.
+
+    CUDA listens at one, by which other processes would get its memory, and does not start where it cannot (error 304).
+    """
+    packets = _unless_type_in((_PACKETS,))
+    return [(_LOAD, 0, 0, _FIRST_ARGUMENT_AT), (_EQUAL, 0, len(packets), _UNIX), *packets, *others]
 
 
 def _deny_with(bits: int) -> _Filter:
