@@ -1,4 +1,4 @@
-"""The tasks of ``tasks.yaml``: one that computes, and one that waits for others."""
+"""The tasks of ``tasks.yaml``: one that computes, and one that waits for others; and the reward of ``update_modes``."""
 
 from __future__ import annotations
 
@@ -16,3 +16,8 @@ def measure(rows: Sequence[TaskRow], _config: Mapping[str, Any]) -> list[dict[st
 async def ask(rows: Sequence[TaskRow], config: Mapping[str, Any]) -> list[dict[str, Any]]:
     await asyncio.sleep(config.get("seconds", 0.0))
     return [{"mark": float(row["length"][0] == len(row["response_ids"]))} for row in rows]
+
+
+def begins(response: str, answer: str) -> float:
+    """Return 1 for a response that begins with the answer, however it goes on."""
+    return float(response.startswith(answer))

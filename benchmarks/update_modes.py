@@ -4,8 +4,9 @@
 
 The network is that of ``delayed_update``: real processes, real bytes, and links on which a version takes ``--transfer``
 seconds. With ``transformers`` and ``vllm`` a tiny model really generates and really learns, and its own weights travel:
-it is made wider, to 6 MB, so that rows take little of a link that has time for a version. Its engines have one slot,
-as generation must take longer than a transfer for that to be hidden, and longer than training.
+it is made wider, to 6 MB, so that rows take little of a link that has time for a version, and does not know when to
+end, so that a step takes longer than a transfer. Its engines have more slots than a group has samples, so that the next
+group is claimed while one runs: behind weights the way to the queue and back takes longer.
 ``staggered`` runs once more with a rollout that is stopped in the middle of a transfer until the end.
 
 Prints a table, and ends with 1 when a bar is missed, 2 where this machine cannot make the network.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -27,6 +29,7 @@ from swap_figures import Bar, Figures
 from asyncflow.api.job import RLJob
 from asyncflow.commands.preflight import runnable_job
 from asyncflow.models.source import materialize_config, materialize_weights
+from asyncflow.models.tiny import PAD
 
 TINY = "tiny://reverse-digits"
 FAST_S = 0.02
@@ -39,7 +42,13 @@ MODES = {
 WIDE = 4096
 """Columns of the tiny model's feed-forward layers."""
 LEARNING = {
-    "model": ["rollout.replicas=2", "algorithm.groupSize=8", "algorithm.steps=6", "sampling.maxTokens=8"],
+    "model": [
+        "rollout.replicas=2",
+        "algorithm.groupSize=4",
+        "algorithm.steps=6",
+        "sampling.maxTokens=192",
+        "reward.function=task_functions:begins",
+    ],
     "trainer": ["trainer.backend.name=torch", "trainer.backend.options={}", "trainer.backend.tokensPerMicroBatch=4096"],
 }
 ENGINES = {
@@ -47,15 +56,15 @@ ENGINES = {
     "transformers": [
         *LEARNING["model"],
         *LEARNING["trainer"],
-        "algorithm.promptsPerStep=200",
-        "rollout.engine={name: transformers, slots: 1}",
+        "algorithm.promptsPerStep=144",
+        "rollout.engine={name: transformers, slots: 6}",
         "transferQueue.bytesPerUnit=512Mi",
     ],
     "vllm": [
         *LEARNING["model"],
         *LEARNING["trainer"],
-        "algorithm.promptsPerStep=64",
-        "rollout.engine={name: vllm, slots: 1, dtype: float32}",
+        "algorithm.promptsPerStep=72",
+        "rollout.engine={name: vllm, slots: 6, dtype: float32}",
         "transferQueue.bytesPerUnit=512Mi",
     ],
 }
@@ -69,7 +78,10 @@ NEAR = 0.05
 
 
 def wide_model(folder: Path) -> Path:
-    """Write the tiny model with wider feed-forward layers, which compute the same until it is trained."""
+    """Write the tiny model with wider feed-forward layers, which compute the same until it is trained.
+
+    What ends a response is the token for padding, which it never chooses.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -78,6 +90,7 @@ def wide_model(folder: Path) -> Path:
     narrow = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     config = AutoConfig.from_pretrained(source)
     config.intermediate_size = WIDE
+    config.eos_token_id = config.pad_token_id
     torch.manual_seed(0)
     wide = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -89,6 +102,8 @@ def wide_model(folder: Path) -> Path:
     made = folder / "wide"
     shutil.copytree(source, made, dirs_exist_ok=True)
     wide.save_pretrained(made)
+    named = made / "tokenizer_config.json"
+    named.write_text(json.dumps({**json.loads(named.read_text()), "eos_token": PAD}))
     return made
 
 
@@ -212,6 +227,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("runs/update-modes"))
     parser.add_argument("--transfer", type=float, default=5.0, help="seconds that one version takes on a slow link")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
+    parser.add_argument("--set", nargs="+", metavar="FIELD=VALUE", default=[], help="fields of spec, in all runs")
     options = parser.parse_args()
     if lacks := capped_links.missing():
         print(f"this needs {', '.join(lacks)}", file=sys.stderr)
@@ -222,7 +238,7 @@ def main() -> int:
         model = [f"model.source={wide_model(options.output.absolute() / 'model')}"]
 
     def job(mode: str) -> RLJob:
-        fields = [*ENGINES[options.engine], *MODES[mode], *model]
+        fields = [*ENGINES[options.engine], *MODES[mode], *model, *options.set]
         return runnable_job(HERE / "delayed_update.yaml", [f"spec.{field}" for field in fields])
 
     def make(mode: str, seconds: float, *, nbytes: int, stop: bool = False) -> Figures:
