@@ -1,0 +1,64 @@
+#!/bin/bash
+# Whole jobs on a machine with one NVIDIA GPU, whose roles have shares of it, into FOLDER; all but `modes` by default.
+#     bash hack/gpu/jobs.sh FOLDER [judged] [vllm] [modes]
+#     DEVICE='{profile: cpu}' bash hack/gpu/jobs.sh FOLDER        # the same on a CPU
+# judged: a classifier scores on the GPU, in its sandbox; vllm: the quickstart with vLLM; modes: what a slow link costs
+# with vLLM (benchmarks/update_modes.py, as root). Exit status 1 where one fails or misses a bar; the others still run.
+set -u
+cd "$(dirname "$0")/../.."
+folder=${1:?folder}
+shift
+python=${PYTHON:-python3} device=${DEVICE:-{profile: nvidia, count: 1, share: .2\}} status=0
+mkdir -p "$folder"
+vllm() { echo "{name: vllm, slots: $1, dtype: bfloat16, options: {args: {kv_cache_memory_bytes: 1073741824$2}}}"; }
+run() {
+    name=$1
+    shift
+    timeout 300 "$python" -m asyncflow run "$@" --set trainer.accelerator="$device" --output "$folder/$name" --fresh && return
+    tail -n 30 "$folder/$name"/logs/*.log
+    status=1
+}
+classifier() {
+    "$python" - "$1" <<'END'
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from asyncflow.models.tiny import write_config
+
+folder = Path(sys.argv[1])
+folder.mkdir(exist_ok=True)
+write_config(folder)
+torch.manual_seed(0)
+AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder, num_labels=1)).save_pretrained(folder)
+END
+}
+[ $# -gt 0 ] || set -- judged vllm
+for job in "$@"; do
+    echo "== $job"
+    case $job in
+    judged)
+        judge=$(realpath "$folder")/judge
+        classifier "$judge"
+        run judged examples/quickstart.yaml --set algorithm.steps=5 --set reward="{function: reward_model, config: {model: $judge},
+            files: [$judge], min: -1000, memory: 16Gi, workers: {max: 1}, role: {accelerator: $device}}"
+        ;;
+    vllm)
+        run vllm examples/quickstart-vllm.yaml --set rollout.accelerator="$device" --set rollout.engine="$(vllm 64 "")"
+        grep -h "paused in\|staged" "$folder"/vllm/logs/rollout-*.log | tail -n 4
+        ;;
+    modes)
+        for mode in delayed staggered; do
+            "$python" benchmarks/update_modes.py --engine vllm --modes $mode --output "$folder/modes-$mode" \
+                --set "trainer.accelerator=$device" "rollout.accelerator=$device" \
+                "rollout.engine=$(vllm 6 ", enforce_eager: true")" >"$folder/$mode.log" 2>&1 &
+        done
+        wait -n || status=1
+        wait -n || status=1
+        cat "$folder"/delayed.log "$folder"/staggered.log
+        ;;
+    esac
+done
+exit $status
