@@ -59,6 +59,10 @@ for job in "$@"; do
         wait -n || status=1
         cat "$folder"/delayed.log "$folder"/staggered.log
         ;;
+    *)
+        echo "there is no job $job: give judged, vllm or modes" >&2
+        status=1
+        ;;
     esac
 done
 exit $status

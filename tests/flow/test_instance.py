@@ -336,8 +336,7 @@ class World:
                 assert self.instance.take(fit) == []
                 self.instance.ready([w.id for w in fit])
                 return True
-        if purpose == "eval":
-            self.instance.parked("eval")
+        self.instance.parked(purpose)
         return False
 
     def admit(self):

@@ -16,6 +16,8 @@ from asyncflow.queue.protocol.messages import LeasedRow, RowMeta
 from asyncflow.rollout.engines.base import Completion
 from asyncflow.rollout.engines.simulated import SimulatedEngine
 from asyncflow.rollout.job import RESPONSE, Job, RolloutSettings, worth_saving
+from asyncflow.rollout.worker import RolloutMeter
+from asyncflow.telemetry.metrics import RolloutMetrics
 from asyncflow.weights.probe import WeightProbe, probe_ids
 
 from .conftest import random_weights
@@ -93,6 +95,16 @@ async def test_standing_still_for_weights_is_counted_and_other_idleness_is_not(w
     assert waited["receive"] >= 0.1
     assert waited["swap"] >= 0.2
     assert meter.stall_s == waited["receive"] + waited["swap"]
+
+
+def test_waiting_that_shows_late_is_not_counted_beside_the_swap_before_it() -> None:
+    begun = time.monotonic()
+    meter = RolloutMeter(RolloutMetrics())
+    meter.running(1, waiting=False)
+    with meter.swaps(1):
+        time.sleep(0.02)
+    meter.running(0, waiting=True)
+    assert meter.stall_s <= time.monotonic() - begun
 
 
 async def test_a_rollout_is_occupied_while_it_has_rows_also_while_they_wait_for_weights(world):

@@ -84,7 +84,7 @@ class RolloutMeter:
         self._generating = False
         self._waiting = False
         self._holding = False
-        self._changed_at = time.monotonic()
+        self._free_since = time.monotonic()
         self._last = (time.monotonic(), 0.0, 0.0)
 
     def running(
@@ -113,9 +113,9 @@ class RolloutMeter:
         if bool(sequences) != self._generating:
             self._generating = not self._generating
             (self.busy.begin if self._generating else self.busy.end)("generate")
-            self._changed_at = time.monotonic()
+            self._free_since = time.monotonic()
         if waiting and not self._waiting:
-            self.busy.begin("receive", since=max(self._changed_at, time.monotonic() - PARKED_S))
+            self.busy.begin("receive", since=max(self._free_since, time.monotonic() - PARKED_S))
         elif self._waiting and not waiting:
             self.busy.end("receive")
         self._waiting = waiting
@@ -136,6 +136,7 @@ class RolloutMeter:
         self.running(0, waiting=False)
         with self.busy("swap"), self.spans.main("swap", step=-1, version=step):
             yield
+        self._free_since = time.monotonic()
 
     def holding(self, rows: int) -> None:
         """Take in how many rows there are on lease."""
