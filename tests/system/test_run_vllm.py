@@ -43,7 +43,7 @@ def test_a_job_through_vllm_loses_nothing_when_the_server_is_killed(tmp_path: Pa
     finish(run, within_s=300)
     assert not [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
     assert not servers()
-    all_that_was_done_is_recorded(every_second_has_a_cause(folder))
+    all_that_was_done_is_recorded(every_second_has_a_cause(folder), server_killed_in={0})
     report = audit_ledgers(folder / "ledger")
     assert report.ok, report.problems
     samples = STEPS * PROMPTS * GROUP
