@@ -14,7 +14,7 @@ from asyncflow.driver.members import Members
 from asyncflow.driver.progress import RunProgress
 from asyncflow.errors import DeadlineExceeded
 from asyncflow.rpc.directory import Directory
-from asyncflow.rpc.membership import Beat, Member
+from asyncflow.rpc.membership import Beat, Beaten, Member
 
 
 class Job:
@@ -137,8 +137,17 @@ async def test_a_suspension_needs_no_export_but_a_checkpoint_of_the_newest_step(
 async def test_those_on_whom_others_rely_are_dismissed_last(tmp_path: Path) -> None:
     job = Job(tmp_path)
 
+    waiting: dict[str, asyncio.Future[Beaten]] = {}
+
     def told(role: str) -> bool:
-        return job.directory.heartbeat(Beat(incarnation=role, revision=0)).directives.stop
+        """Return whether ``role`` is told to stop, now or while its heartbeat has been waiting."""
+        answered = waiting.pop(role, None) or job.directory.heartbeat(Beat(incarnation=role, revision=0))
+        if isinstance(answered, Beaten):
+            return answered.directives.stop
+        if answered.done():
+            return answered.result().directives.stop or told(role)
+        waiting[role] = answered
+        return False
 
     for role in ("controller", "storage", "rollout"):
         job.directory.register(Member(role=role, index=0, incarnation=role))

@@ -1,5 +1,6 @@
 """The registry alone, with a clock of the test."""
 
+import asyncio
 from dataclasses import dataclass, field
 
 import pytest
@@ -9,7 +10,7 @@ from msgspec import Raw
 
 from asyncflow.errors import Fenced
 from asyncflow.rpc.directory import Directory
-from asyncflow.rpc.membership import Beat, Directives, Member
+from asyncflow.rpc.membership import Beat, Beaten, Directives, Member
 
 
 @dataclass
@@ -40,13 +41,22 @@ def beat(incarnation: str, revision: int = -1) -> Beat:
     return Beat(incarnation=incarnation, revision=revision, status={"inflight": 3})
 
 
-def test_a_member_is_known_to_all_and_peers_are_only_sent_when_they_changed() -> None:
+async def answer(directory: Directory, heartbeat: Beat) -> Beaten:
+    """Return the answer to a heartbeat; one that waits is answered with all others."""
+    answered = directory.heartbeat(heartbeat)
+    if isinstance(answered, Beaten):
+        return answered
+    directory.answer_all()
+    return await answered
+
+
+async def test_a_member_is_known_to_all_and_peers_are_only_sent_when_they_changed() -> None:
     directory = Scene().directory()
     first = directory.register(member("a", index=1, address="tcp://a"))
     second = directory.register(member("b", index=0, address="tcp://b"))
     assert [m.incarnation for m in second.peers] == ["b", "a"]
     assert directory.heartbeat(beat("a", first.revision)).peers == second.peers
-    assert directory.heartbeat(beat("a", second.revision)).peers is None
+    assert (await answer(directory, beat("a", second.revision))).peers is None
     assert directory.status("a") == {"inflight": 3}
     assert directory.members("trainer") == []
 
@@ -61,17 +71,16 @@ def test_nobody_is_told_of_members_that_answer_no_calls() -> None:
     assert len(directory.members("rollout")) == 999
 
 
-async def test_a_subscriber_may_come_again_the_later_the_more_there_are_and_never_later_than_all_members() -> None:
+async def test_a_member_may_come_again_the_later_the_more_there_are_and_never_later_than_all_members() -> None:
     directory = Scene().directory()
     paces = []
     for index in range(2000):
         directory.register(member(f"rollout {index}", index=index))
-        answer = directory.heartbeat(Beat(incarnation=f"rollout {index}", revision=0, heard=-1))
-        paces.append(answer.pace_s)
+        paces.append(directory.heartbeat(Beat(incarnation=f"rollout {index}", revision=0, heard=-1)).pace_s)
     assert paces[:3] == pytest.approx([0.001, 0.002, 0.003])
     assert paces[-1] == directory.heartbeat_s
     directory.leave("rollout 0", "went")
-    assert directory.heartbeat(Beat(incarnation="rollout 1", revision=0)).broadcast is None
+    assert (await answer(directory, Beat(incarnation="rollout 1", revision=0))).broadcast is None
 
 
 async def test_a_parked_heartbeat_is_answered_by_news_by_another_and_when_its_member_is_gone() -> None:
@@ -103,6 +112,21 @@ async def test_a_parked_heartbeat_says_its_time_and_directives_are_no_news_twice
     assert (await directory.heartbeat(beat)).directives.drain
 
 
+async def test_who_wants_no_broadcast_waits_for_directives_and_for_the_next_heartbeat_alike() -> None:
+    directory = Directory(heartbeat_s=0.05, lost_after_s=5.0)
+    directory.register(member("a"))
+    assert directory.heartbeat(beat("a")).directives == Directives()
+    parked = directory.heartbeat(beat("a", directory.revision))
+    directory.broadcast(b"\xc3")
+    await asyncio.sleep(0)
+    assert not parked.done()
+    directory.directives = lambda _: Directives(stop=True)
+    directory.answer_all()
+    assert parked.result().directives.stop
+    assert parked.result().broadcast is None
+    assert (await directory.heartbeat(beat("a", directory.revision))).directives.stop, "after heartbeat_s, without news"
+
+
 def test_a_restarted_directory_asks_everybody_to_register_again() -> None:
     assert not Scene().directory().heartbeat(beat("a")).known
 
@@ -119,7 +143,7 @@ def test_a_silent_member_is_left_and_may_come_back() -> None:
     assert scene.told == ["+a", "-a: silent for 5 s", "+a"]
 
 
-def test_a_heartbeat_keeps_a_member() -> None:
+async def test_a_heartbeat_keeps_a_member() -> None:
     scene = Scene()
     directory = scene.directory()
     directory.register(member("a"))
@@ -178,14 +202,14 @@ def test_registering_again_changes_what_others_know_and_is_no_new_join() -> None
     assert directory.revision == before + 1
 
 
-def test_directives_are_repeated_in_every_heartbeat() -> None:
+async def test_directives_are_repeated_in_every_heartbeat() -> None:
     directory = Scene().directory()
     directory.directives = lambda m: Directives(drain=m.index == 1, checkpoint=2)
     directory.register(member("a"))
     directory.register(member("b", index=1))
     for _ in range(2):
-        assert directory.heartbeat(beat("a")).directives == Directives(checkpoint=2)
-        assert directory.heartbeat(beat("b")).directives == Directives(drain=True, checkpoint=2)
+        assert (await answer(directory, beat("a"))).directives == Directives(checkpoint=2)
+        assert (await answer(directory, beat("b"))).directives == Directives(drain=True, checkpoint=2)
 
 
 def test_a_member_that_leaves_is_gone_at_once() -> None:
@@ -208,6 +232,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.directory.on_join.append(self.joined)
         self.directory.on_leave.append(self.left)
         self.revisions = {0: list[Member]()}
+        self.runner = asyncio.Runner()
+
+    def teardown(self) -> None:
+        self.runner.close()
 
     def joined(self, new: Member) -> None:
         assert new.incarnation not in self.here
@@ -232,10 +260,10 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(name=st.sampled_from("abcdef"), back=st.integers(0, 3))
     def heartbeat(self, name: str, back: int) -> None:
         known = max(0, self.directory.revision - back)
-        answer = self.directory.heartbeat(beat(name, known))
-        assert answer.known == (name in self.here)
-        if answer.known:
-            assert (answer.peers is None) == (back == 0 or known == self.directory.revision)
+        told = self.runner.run(answer(self.directory, beat(name, known)))
+        assert told.known == (name in self.here)
+        if told.known:
+            assert (told.peers is None) == (back == 0 or known == self.directory.revision)
 
     @rule(name=st.sampled_from("abcdef"))
     def leave(self, name: str) -> None:

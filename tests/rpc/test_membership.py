@@ -83,6 +83,16 @@ async def test_directives_arrive_and_are_told_when_they_change(
     assert told == [Directives(drain=True), Directives(drain=True, checkpoint=1)]
 
 
+async def test_directives_do_not_wait_for_the_next_heartbeat(server: RpcServer, join: Join) -> None:
+    async with attached(server, heartbeat_s=30, lost_after_s=60) as directory:
+        membership = await join(server.address)
+        for number in (1, 2, 3):
+            await until(lambda: directory.status(membership.member.incarnation))
+            directory.directives = lambda _, number=number: Directives(checkpoint=number)
+            directory.answer_all()
+            await membership.wait_for(lambda number=number: membership.directives.checkpoint == number, "it", 10)
+
+
 class Subscriber:
     """Hears broadcasts, and holds numbers."""
 

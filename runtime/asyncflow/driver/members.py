@@ -168,6 +168,7 @@ class Members:
     async def await_heartbeats(self, *, within_s: float) -> None:
         """Wait until everybody who is there has sent another heartbeat, at most ``within_s`` seconds."""
         asked = time.monotonic()
+        self._directory.answer_all()
         while (waited := time.monotonic() - asked) < within_s:
             silent = [self._directory.silent_s(member.incarnation) or 0.0 for member in self._own]
             if max(silent, default=0.0) < waited:
@@ -212,10 +213,12 @@ class Members:
         if member is None or member.role != "rollout":
             raise StaleHandle(f"no rollout {worker}", where="drain", hint="GET /v1/status lists them.")
         self._drained.add(worker)
+        self._directory.answer_all()
 
     def ask_for_checkpoint(self) -> None:
         """Direct the trainer to write a checkpoint at the next step boundary."""
         self._checkpoints_asked += 1
+        self._directory.answer_all()
 
     async def dismiss(self, *, within_s: float) -> None:
         """Direct all members to stop, and wait until the job's own have left, at most ``within_s`` seconds."""
@@ -224,6 +227,7 @@ class Members:
             async with asyncio.timeout(within_s):
                 while self._own:
                     self._somebody_left.clear()
+                    self._directory.answer_all()
                     await self._somebody_left.wait()
         except TimeoutError:
             rest = ", ".join(map(str, self._own))

@@ -1,10 +1,10 @@
 """Soft membership: the members of a job now, kept by the process that all dial (the driver, or a queue's controller).
 
 The registry is pure and has an injected clock: ``register``, ``heartbeat``, ``leave`` and ``sweep`` are its events;
-``attach`` connects it to a server and a clock that ticks. Only a subscriber's heartbeat, which may wait for its answer,
-needs a running loop. Nothing is stored: a restarted directory is empty, answers
-the first heartbeat of everybody with ``known=False``, and so learns all members anew within one heartbeat. An
-incarnation (uuid hex) names one run of one process for ever, and is its worker id everywhere.
+``attach`` connects it to a server and a clock that ticks. Only a heartbeat that waits for its answer needs a running
+loop. Nothing is stored: a restarted directory is empty, answers the first heartbeat of everybody with ``known=False``,
+and so learns all members anew within one heartbeat. An incarnation (uuid hex) names one run of one process for ever,
+and is its worker id everywhere.
 
 Invariants: at most one incarnation of a (role, index) is a member; one that was replaced, or is of an older attempt,
 never comes back (Fenced); ``on_leave`` is called once for each ``on_join``, and before the join of a replacement; who
@@ -14,9 +14,9 @@ answers no calls costs others nothing; time in which the directory itself did no
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 _REMEMBERED = 100_000
 _PACE_S = 0.001
-"""Seconds for each subscriber of a role, between two heartbeats of one that has something to say before it is time."""
+"""Seconds for each member of a role, between two heartbeats of one that has something to say before it is time."""
 
 
 @dataclass
@@ -72,9 +72,10 @@ class Directory:
     on_join, on_leave: lists of functions that are called in order, at once; directives: what is wanted of a member;
     held: called with the incarnation of a subscriber and what it holds, returns what of that is unknown.
 
-    A subscriber's heartbeat is answered when there is a new broadcast, else after ``heartbeat_s``. It may come again
-    after a millisecond for each subscriber of its role, at most ``heartbeat_s``: so what is new reaches a small fleet,
-    and comes from it, at once, while a large one costs no more calls than its heartbeats, and slows down no other.
+    A heartbeat is answered when there is something new, a broadcast for subscribers or by ``answer_all``, else after
+    ``heartbeat_s``. It may come again after a millisecond for each member of its role, at most ``heartbeat_s``: so what
+    is new reaches a small fleet, and comes from it, at once, while a large one costs no more calls than its heartbeats,
+    and slows down no other.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Directory:
         self.directives: Callable[[Member], Directives] = lambda _: Directives()
         self.held: Callable[[str, tuple[int, ...]], tuple[int, ...]] = lambda _incarnation, _holds: ()
         self._broadcast = (0, Raw(encode(None)))
-        self._subscribers: dict[str, set[str]] = {}
+        self._numbers: Counter[str] = Counter()
         self._clock = clock
         self._entries: dict[tuple[str, int], _Entry] = {}
         self._places: dict[str, tuple[str, int]] = {}
@@ -146,6 +147,7 @@ class Directory:
                 self._remove(place, "replaced by a newer incarnation")
             self._entries[place] = _Entry(member, self._clock())
             self._places[member.incarnation] = place
+            self._numbers[member.role] += 1
             self.revision += bool(member.address)
             log.info("%s joined (%s)", member, member.incarnation)
             for notify in self.on_join:
@@ -155,16 +157,14 @@ class Directory:
         )
 
     def heartbeat(self, beat: Beat) -> Beaten | asyncio.Future[Beaten]:
-        """Note that a member lives, and answer with what it does not know yet; a subscriber waits for that."""
+        """Note that a member lives, and answer with what it does not know yet, as soon as there is something."""
         place = self._places.get(beat.incarnation)
         if place is None:
             return Beaten(known=False)
         entry = self._entries[place]
         entry.seen, entry.status = self._clock(), beat.status
-        if beat.heard is None:
-            return self._answer(entry, beat)
-        self._subscribers.setdefault(entry.member.role, set()).add(beat.incarnation)
-        unknown = self.held(beat.incarnation, beat.holds)  # which may make a broadcast
+        subscribes = beat.heard is not None
+        unknown = self.held(beat.incarnation, beat.holds) if subscribes else ()  # which may make a broadcast
         answer = self._answer(entry, beat, unknown=unknown)
         self._release(entry)
         if answer.broadcast or answer.unknown or answer.peers is not None or answer.directives != entry.told:
@@ -178,8 +178,14 @@ class Directory:
     def broadcast(self, document: bytes) -> None:
         """Send all subscribers a document, encoded by msgpack, in place of the one before."""
         self._broadcast = self._broadcast[0] + 1, Raw(document)
-        for incarnation in itertools.chain(*self._subscribers.values()):
-            self._release(self._entries[self._places[incarnation]])
+        for entry in self._entries.values():
+            if entry.parked is not None and entry.parked.beat.heard is not None:
+                self._release(entry)
+
+    def answer_all(self) -> None:
+        """Answer all heartbeats that wait: directives have changed, or what members say next is wanted now."""
+        for entry in self._entries.values():
+            self._release(entry)
 
     def _release(self, entry: _Entry) -> None:
         """Answer the heartbeat of a member that is parked, if there is one."""
@@ -202,11 +208,8 @@ class Directory:
             directives=self.directives(entry.member),
             broadcast=self._broadcast if fresh else None,
             unknown=unknown,
-            pace_s=0.0 if beat.heard is None else self._pace_s(entry.member.role),
+            pace_s=min(self.heartbeat_s, self._numbers[entry.member.role] * _PACE_S),
         )
-
-    def _pace_s(self, role: str) -> float:
-        return min(self.heartbeat_s, len(self._subscribers[role]) * _PACE_S)
 
     def leave(self, incarnation: str, reason: str) -> None:
         """Remove a member; nothing happens if it is none."""
@@ -247,7 +250,7 @@ class Directory:
         entry = self._entries.pop(place)
         member = entry.member
         del self._places[member.incarnation]
-        self._subscribers.get(member.role, set()).discard(member.incarnation)
+        self._numbers[member.role] -= 1
         self._release(entry)
         self.revision += bool(member.address)
         log.info("%s left (%s): %s", member, member.incarnation, reason)

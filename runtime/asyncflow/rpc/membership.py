@@ -69,7 +69,7 @@ class Best(Struct, frozen=True, kw_only=True):
 
 
 class Directives(Struct, frozen=True, kw_only=True):
-    """Requests of the driver to a member, as a level: repeated in every heartbeat until it changes.
+    """Requests of the driver to a member, as a level: in the answer to every heartbeat until it changes.
 
     stop: leave now; drain: take nothing new, hand back, then leave; checkpoint: number of checkpoints asked for so far
     (a larger number than before means: write one); judged: the step up to which every evaluation is recorded, or can
@@ -272,7 +272,7 @@ class Membership:
             try:
                 await asyncio.wait((beat, soon), return_when=asyncio.FIRST_COMPLETED)
                 if not soon.done():
-                    next_s = self._pace_s if beat.result() else self._heartbeat_s
+                    next_s = (beat.result() and self._pace_s) or self._heartbeat_s
                     await asyncio.wait((soon,), timeout=max(0.0, sent + next_s - loop.time()))
                 if soon.done():
                     await asyncio.sleep(sent + self._pace_s - loop.time())
@@ -282,7 +282,7 @@ class Membership:
                 await asyncio.wait((beat, soon))
 
     async def _try_to_beat(self) -> bool:
-        """Report once; return whether the next heartbeat may wait at the directory for what is new."""
+        """Report once; return whether the next heartbeat, which waits at the directory for news, may go at its pace."""
         try:
             return await self._beat()
         except Fenced as error:
@@ -310,7 +310,7 @@ class Membership:
             self._known_before = self._members
             self._trusted_from = asyncio.get_running_loop().time() + self._lost_after_s
             await self._register()
-            return subscriber is not None
+            return True
         if not self.connected:
             log.info("%s: the directory is back", self.member)
         self.connected = True
@@ -326,7 +326,7 @@ class Membership:
             number, told = answer.broadcast or (self._heard, None)
             subscriber.hear(told, answer.unknown)
             self._heard = number
-        return subscriber is not None and not answer.unknown
+        return not answer.unknown
 
     def _be_fenced(self, error: Fenced) -> None:
         log.error("%s must stop: %s", self.member, error)
