@@ -38,23 +38,26 @@ class Till:
             raise
 
 
+def claimer_of(queue: object, *, got=lambda rows: None, parked=lambda purpose: None) -> Claimer:
+    instance = Instance(swap_at="quota", slots=4)
+    instance.loaded(Version(0, 0))
+    return Claimer(
+        "train",
+        queue=queue,
+        instance=instance,
+        settings=SETTINGS,
+        slots=4,
+        got=got,
+        parked=parked,
+        backlog=lambda: 0,
+    )
+
+
 @pytest.mark.parametrize("first", range(6))
 @pytest.mark.parametrize("between", range(1, 4))
 async def test_rows_are_taken_or_their_claim_is_withdrawn(first, between):
     till, got = Till(), []
-    instance = Instance(swap_at="quota", slots=4)
-    instance.loaded(Version(0, 0))
-    claimer = Claimer(
-        "train",
-        queue=till,
-        instance=instance,
-        settings=SETTINGS,
-        slots=4,
-        got=got.extend,
-        parked=lambda _: None,
-        backlog=lambda: 0,
-    )
-    running = asyncio.create_task(claimer.run())
+    running = asyncio.create_task(claimer_of(till, got=got.extend).run())
     await till.asked.wait()
     till.answer.set_result(till.rows)
     for _ in range(first):
@@ -65,3 +68,19 @@ async def test_rows_are_taken_or_their_claim_is_withdrawn(first, between):
             await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert got == ([] if till.withdrawn else till.rows)
+
+
+async def test_an_ended_partition_is_not_asked_again_and_again():
+    asked, parked = [], asyncio.Event()
+
+    class Ended:
+        async def claim(self, **given: object) -> SimpleNamespace:
+            asked.append(given)
+            return SimpleNamespace(rows=[], ended=True)
+
+    running = asyncio.create_task(claimer_of(Ended(), parked=lambda _: parked.set()).run())
+    async with asyncio.timeout(20):
+        await parked.wait()
+    assert len(asked) < 4
+    running.cancel()
+    await asyncio.wait([running])

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -9,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from asyncflow.api.graph import EVAL, TRAIN
 from asyncflow.api.load import load_job
 from asyncflow.driver.tasks import tasks_of
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
+from asyncflow.queue.protocol.calls import Claimed
 from asyncflow.queue.protocol.messages import LeasedRow, Samples
 from asyncflow.queue.storage.unit import StorageUnit
 from asyncflow.rpc.columns import Jagged
@@ -158,6 +161,32 @@ async def test_a_row_that_takes_its_replica_with_it_is_given_up(tmp_path: Path) 
         await running
         assert [row.meta.tags["failure"] for row in rows] == ["mark: died"] * 4
     assert calls == []
+
+
+async def test_an_ended_partition_is_not_asked_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def compute(rows: Sequence[LeasedRow], columns: Mapping[str, Jagged]) -> list[Result]:
+        return [{"mark": np.array([1], np.int32)} for _ in rows]
+
+    async with queue_with_responses(tmp_path) as queue:
+        claims, claim = Counter[bool](), queue.claim
+
+        async def counted(**given: Any) -> Claimed:
+            claimed = await claim(**given)
+            claims[claimed.ended] += 1
+            return claimed
+
+        monkeypatch.setattr(queue, "claim", counted)
+        worker = TaskWorker(queue=queue, settings=SETTINGS, compute=compute, metrics=TaskMetrics())
+        running = asyncio.create_task(worker.run())
+        while worker.status()["done"] < 4:
+            await asyncio.sleep(0.01)
+        await queue.close_partition(partition=TRAIN, step=1, timeout=10)
+        while not claims[True]:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        assert claims[True] < 10, "two claim at a time, each once a second"
+        worker.leave()
+        await asyncio.wait_for(running, 10)
 
 
 async def test_on_leaving_what_is_computed_ends_and_the_rest_is_handed_back(tmp_path: Path) -> None:

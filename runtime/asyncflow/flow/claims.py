@@ -13,6 +13,8 @@ R = TypeVar("R")
 
 PARKED_S: Final = 0.05
 """Seconds after which a claim of evaluation rows has found none."""
+ENDED_S: Final = 1.0
+"""Seconds after which a partition that has ended is asked again: it answers at once, and may have been reset."""
 _BACKLOG = 4
 """Samples generated and not delivered, in times the slots, beyond which nothing is claimed."""
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from asyncflow.data.base import Prompt
 from asyncflow.errors import AsyncFlowError, Refused
-from asyncflow.flow.claims import PARKED_S, claims_more, rows_at_once
+from asyncflow.flow.claims import ENDED_S, PARKED_S, claims_more, rows_at_once
 from asyncflow.flow.instance import Ask, Instance, Purpose
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow
@@ -122,7 +122,10 @@ class Claimer:
             claim.result()
 
     async def _take(self, ask: Ask, ticket: str) -> None:
-        """Claim; rows are handed on in the step in which they come: no cancellation finds them in between."""
+        """Claim; rows are handed on in the step in which they come: no cancellation finds them in between.
+
+        A partition that has ended is answered at once, and is asked again after ``ENDED_S``.
+        """
         claimed = await self._queue.claim(
             partition=self._partition,
             task=self._settings.task,
@@ -134,6 +137,8 @@ class Claimer:
         )
         if rows := claimed.rows:
             self._got(rows)
+        elif claimed.ended:
+            await asyncio.sleep(ENDED_S)
 
     async def _outlive(self, claim: asyncio.Task[None], ask: Ask) -> None:
         """Wait until ``claim`` is done or asks for what is no longer right; call ``parked`` once."""

@@ -282,7 +282,7 @@ class Membership:
                 await asyncio.wait((beat, soon))
 
     async def _try_to_beat(self) -> bool:
-        """Report once; return whether the next heartbeat, which waits at the directory for news, may go at its pace."""
+        """Report once; return whether the next heartbeat, which waits for changes there, may follow at its pace."""
         try:
             return await self._beat()
         except Fenced as error:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from asyncflow.errors import AsyncFlowError, Refused, StaleHandle
+from asyncflow.flow.claims import ENDED_S
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow, Tag
 from asyncflow.rpc.columns import Jagged
@@ -146,12 +147,16 @@ class TaskWorker:
                     self._held.pop(lease, None)
 
     async def _claim(self, partition: str) -> list[LeasedRow]:
-        """Return rows, none when there were none for a while or this process leaves."""
+        """Return rows, none when there were none for a while, there will be none, or this process leaves."""
         settings = self._settings
         claimed = await self._unless_leaving(
             self._queue.claim(partition=partition, task=settings.task, max_rows=settings.batch, timeout=_PARK_S)
         )
-        return claimed.rows if claimed is not None else []
+        if claimed is None:
+            return []
+        if claimed.ended:
+            await self._unless_leaving(asyncio.sleep(ENDED_S))
+        return claimed.rows
 
     async def _unless_leaving(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Return what ``work`` returns; None where this process is to leave first."""
