@@ -10,9 +10,10 @@ unfinished step needs it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -172,16 +173,22 @@ class WeightReceiver:
 
     async def ensure(self, step: int, *, timeout: float) -> Version:
         """Wait until a version of ``step`` can be taken, and fetch it before anything else. Raises DeadlineExceeded."""
-        self._asked[step] += 1
-        self.notify()
-        try:
+        with self.keeping(step):
+            self.notify()
             await self.wait_for(lambda: self._held(step) is not None, what=f"weights of step {step}", timeout=timeout)
-        finally:
-            self._asked[step] -= 1
-            self._asked += Counter()
         version = self._held(step)
         assert version is not None
         return version
+
+    @contextlib.contextmanager
+    def keeping(self, step: int) -> Iterator[None]:
+        """Keep the held version of ``step``, also when newer ones come: it can be taken until the context ends."""
+        self._asked[step] += 1
+        try:
+            yield
+        finally:
+            self._asked[step] -= 1
+            self._asked += Counter()
 
     async def wait_for(self, predicate: Callable[[], bool], *, what: str, timeout: float) -> None:
         """Wait until ``predicate``, of this receiver's state, is true. Raises DeadlineExceeded that names ``what``."""
