@@ -238,16 +238,19 @@ class InFlightTable:
 
     async def renew(self) -> None:
         """Renew the leases of all that is here, for ever."""
-        outage = Outage("renewing leases")
+        outage, third = Outage("renewing leases"), self._settings.lease_s / 3
+        pause = third
         while True:
-            await asyncio.sleep(self._settings.lease_s / 3)
+            await asyncio.sleep(pause)
+            pause = third
             asked = {job.row.lease for job in self._jobs}
             if not asked:
                 continue
             try:
-                valid = set(await self._queue.renew(sorted(asked), timeout=self._settings.lease_s / 3))
+                valid = set(await self._queue.renew(sorted(asked), timeout=third))
             except AsyncFlowError as error:
                 await outage.wait(error)
+                pause = 0.0
                 continue
             outage.end()
             for job in [job for job in self._jobs if job.row.lease in asked - valid]:
