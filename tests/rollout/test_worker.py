@@ -376,6 +376,31 @@ async def test_token_goes_on_under_newer_weights_and_continues_what_others_began
     assert min(made) > 0
 
 
+async def test_rows_that_are_being_given_back_when_an_instance_leaves_are_given_back(world, monkeypatch):
+    rollout, given_back, goes_on = await world.rollout("r0"), asyncio.Event(), asyncio.Event()
+    give_back = rollout.queue.give_back
+
+    async def no_prompts(*_args, **_options):
+        raise DeadlineExceeded("a unit is away", where="here")
+
+    async def slowly(rows, **options):
+        given_back.set()
+        await goes_on.wait()
+        return await give_back(rows, **options)
+
+    monkeypatch.setattr(rollout.queue, "fetch", no_prompts)
+    monkeypatch.setattr(rollout.queue, "give_back", slowly)
+    await world.publish(0)
+    await world.put([0], step=1, oldest=0)
+    await given_back.wait()
+    rollout.worker.drain()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    goes_on.set()
+    await rollout.running
+    assert (await world.queue.stats(timeout=10)).leased.get("train/rollout", 0) == 0
+
+
 async def test_a_lease_is_renewed_in_time_after_one_renewal_that_took_all_its_time(monkeypatch):
     """Time passes in sleeps and calls alone."""
     now, renewed, sleep = 0.0, asyncio.Event(), asyncio.sleep
