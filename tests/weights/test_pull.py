@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from weights_world import bulk, until
 
-from asyncflow.errors import DeadlineExceeded, Fenced, Refused, StaleHandle
+from asyncflow.errors import DeadlineExceeded, Fenced, PeerLost, Refused, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.rpc.client import RpcClient
 from asyncflow.weights.host_transport import HostTransport
-from asyncflow.weights.messages import WHOLE, Locate, Located
-from asyncflow.weights.sender import PublishedSlice
+from asyncflow.weights.manifest import ManifestPart
+from asyncflow.weights.messages import WHOLE, Locate, Located, Published, VersionsHeld, VersionsHeldReply
+from asyncflow.weights.sender import PublishedSlice, copy_aside, entries_of
 from asyncflow.weights.slices import Box
 
 SOON = 20.0
@@ -378,6 +379,31 @@ async def test_who_is_no_member_is_placed_nowhere(world):
             await driver.call("weights.locate", asked, Located, timeout=SOON)
     finally:
         await driver.close()
+
+
+async def test_who_is_no_member_holds_and_publishes_nothing(world):
+    sender, driver = await world.sender(), RpcClient(name="ghost", resolve=world.address)
+    await sender.publish(Version(0, 1), bulk(1, 1), timeout=SOON)
+    copied = copy_aside(Version(0, 2), bulk(2, 1))
+    part = ManifestPart(
+        version=Version(0, 2).packed,
+        part=0,
+        parts=1,
+        worker="ghost",
+        address="tcp://127.0.0.1:1",
+        tensors=entries_of(copied, worker="ghost"),
+    )
+    held = VersionsHeld(worker="ghost", address="tcp://127.0.0.1:1", version=Version(0, 1).packed)
+    try:
+        with pytest.raises(PeerLost, match="ghost is no member now"):
+            await driver.call("weights.publish", part, Published, timeout=SOON)
+        with pytest.raises(PeerLost, match="ghost is no member now"):
+            await driver.call("weights.held", held, VersionsHeldReply, timeout=SOON)
+    finally:
+        await driver.close()
+    known = world.service.catalogue
+    assert known.newest == Version(0, 1)
+    assert [holding.worker for holding in known.holders(Version(0, 1))] == ["trainer"]
 
 
 async def test_receivers_leave_a_source_that_hears_of_no_version_and_nobody_else_is_blamed(world):
