@@ -406,6 +406,31 @@ async def test_who_is_no_member_holds_and_publishes_nothing(world):
     assert [holding.worker for holding in known.holders(Version(0, 1))] == ["trainer"]
 
 
+def nothing_of_it(name: str, _shape: tuple[int, ...]) -> Box:
+    raise KeyError(f"no layout of {name}")
+
+
+def too_much_of_it(_name: str, shape: tuple[int, ...]) -> Box:
+    return Box.whole([2 * size for size in shape])
+
+
+@pytest.mark.parametrize(
+    ("layout", "error", "said"),
+    [
+        (nothing_of_it, KeyError, "no layout of big"),
+        (too_much_of_it, ValueError, r"the layout wants .* of 'big', which has the shape \(1024, 255\)"),
+    ],
+)
+async def test_a_layout_that_is_wrong_is_told_to_whoever_waits(world, layout, error, said):
+    sender, receiver = await world.sender(), await world.receiver(layout=layout)
+    waiting = asyncio.create_task(receiver.ensure(1, timeout=SOON))
+    await sender.publish(Version(0, 1), bulk(1, 1), timeout=SOON)
+    with pytest.raises(error, match=said):
+        await waiting
+    with pytest.raises(error, match=said):
+        await receiver.wait_for(lambda: False, what="nothing", timeout=SOON)
+
+
 async def test_receivers_leave_a_source_that_hears_of_no_version_and_nobody_else_is_blamed(world):
     sender = await world.sender()
     receivers = {f"r{index}": await world.receiver(f"r{index}") for index in range(8)}
