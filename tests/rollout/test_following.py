@@ -44,12 +44,17 @@ class Engine:
 
     def __init__(self) -> None:
         self.version: Version | None = None
+        self.may_stage = asyncio.Event()
+        self.may_stage.set()
+        self.staged: list[Version] = []
 
     async def ended(self) -> None:
         await asyncio.Event().wait()
 
     async def stage(self, version: Version, weights: object) -> None:
-        del version, weights
+        del weights
+        self.staged.append(version)
+        await self.may_stage.wait()
 
     async def load(self, version: Version, weights: object) -> None:
         del weights
@@ -195,6 +200,23 @@ async def test_those_that_wait_for_a_permit_say_so(publisher, run, tmp_path):
             while sum(waits(publisher.directory)) < SIZE - 1:
                 await asyncio.sleep(0.01)
         Engine.together = 1
+
+
+@pytest.mark.parametrize("update", ["delayed", "staggered"])
+async def test_a_version_is_loaded_also_when_newer_ones_come_while_it_is_staged(publisher, tmp_path, update):
+    async with fleet(publisher, an_engine, tmp_path, update=update) as engines:
+        await until_served(engines, await publisher.newer())
+        slow = engines[0]
+        slow.may_stage.clear()
+        await publisher.newer()
+        async with asyncio.timeout(SOON):
+            while not slow.staged:
+                await asyncio.sleep(0.01)
+        for _ in range(3):
+            newest = await publisher.newer()
+            await until_served(engines[1:], newest)
+        slow.may_stage.set()
+        await until_served(engines, newest)
 
 
 def waits(directory: Directory) -> list[bool]:

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, PeerLost
+from asyncflow.flow.instance import Instance
 from asyncflow.identity import Version
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta
 from asyncflow.rollout.engines.base import Completion
 from asyncflow.rollout.engines.simulated import SimulatedEngine
 from asyncflow.rollout.job import RESPONSE, Job, RolloutSettings, worth_saving
+from asyncflow.rollout.leases import InFlightTable
 from asyncflow.rollout.worker import RolloutMeter
 from asyncflow.telemetry.metrics import RolloutMetrics
 from asyncflow.weights.probe import WeightProbe, probe_ids
@@ -372,6 +374,68 @@ async def test_token_goes_on_under_newer_weights_and_continues_what_others_began
     made = [rollout.worker.status()["tokens_generated"] for rollout in (first, second)]
     assert sum(made) == sum(map(len, columns["response_ids"]))
     assert min(made) > 0
+
+
+async def test_rows_that_are_being_given_back_when_an_instance_leaves_are_given_back(world, monkeypatch):
+    rollout, given_back, goes_on = await world.rollout("r0"), asyncio.Event(), asyncio.Event()
+    give_back = rollout.queue.give_back
+
+    async def no_prompts(*_args, **_options):
+        raise DeadlineExceeded("a unit is away", where="here")
+
+    async def slowly(rows, **options):
+        given_back.set()
+        await goes_on.wait()
+        return await give_back(rows, **options)
+
+    monkeypatch.setattr(rollout.queue, "fetch", no_prompts)
+    monkeypatch.setattr(rollout.queue, "give_back", slowly)
+    await world.publish(0)
+    await world.put([0], step=1, oldest=0)
+    await given_back.wait()
+    rollout.worker.drain()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    goes_on.set()
+    await rollout.running
+    assert (await world.queue.stats(timeout=10)).leased.get("train/rollout", 0) == 0
+
+
+async def test_a_lease_is_renewed_in_time_after_one_renewal_that_took_all_its_time(monkeypatch):
+    """Time passes in sleeps and calls alone."""
+    now, renewed, sleep = 0.0, asyncio.Event(), asyncio.sleep
+
+    async def pass_by(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        await sleep(0)
+
+    class Slow:
+        calls = 0
+
+        async def renew(self, leases, *, timeout):
+            self.calls += 1
+            if self.calls == 1:
+                await pass_by(timeout)
+                raise DeadlineExceeded("the controller does not answer")
+            renewed.set()
+            await asyncio.Event().wait()
+
+    settings = RolloutSettings(temperature=1.0, max_tokens=8, stop_ids=(1,), seed=7)
+    table = InFlightTable(
+        queue=Slow(),
+        instance=Instance(swap_at="quota", slots=4),
+        settings=settings,
+        changed=lambda: None,
+        holding=lambda _: None,
+        spawn=asyncio.create_task,
+    )
+    table._jobs.add(leased(purpose="train", there=()))
+    monkeypatch.setattr(asyncio, "sleep", pass_by)
+    renewing = asyncio.create_task(table.renew())
+    await renewed.wait()
+    renewing.cancel()
+    assert now < settings.lease_s * 0.9
 
 
 async def test_rows_taken_over_by_another_are_dropped_without_a_word(world):

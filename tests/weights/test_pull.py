@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from weights_world import bulk, until
 
-from asyncflow.errors import DeadlineExceeded, Fenced, Refused, StaleHandle
+from asyncflow.errors import DeadlineExceeded, Fenced, PeerLost, Refused, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.rpc.client import RpcClient
 from asyncflow.weights.host_transport import HostTransport
-from asyncflow.weights.messages import WHOLE, Locate, Located
-from asyncflow.weights.sender import PublishedSlice
+from asyncflow.weights.manifest import ManifestPart
+from asyncflow.weights.messages import WHOLE, Locate, Located, Published, VersionsHeld, VersionsHeldReply
+from asyncflow.weights.sender import PublishedSlice, copy_aside, entries_of
 from asyncflow.weights.slices import Box
 
 SOON = 20.0
@@ -378,6 +379,56 @@ async def test_who_is_no_member_is_placed_nowhere(world):
             await driver.call("weights.locate", asked, Located, timeout=SOON)
     finally:
         await driver.close()
+
+
+async def test_who_is_no_member_holds_and_publishes_nothing(world):
+    sender, driver = await world.sender(), RpcClient(name="ghost", resolve=world.address)
+    await sender.publish(Version(0, 1), bulk(1, 1), timeout=SOON)
+    copied = copy_aside(Version(0, 2), bulk(2, 1))
+    part = ManifestPart(
+        version=Version(0, 2).packed,
+        part=0,
+        parts=1,
+        worker="ghost",
+        address="tcp://127.0.0.1:1",
+        tensors=entries_of(copied, worker="ghost"),
+    )
+    held = VersionsHeld(worker="ghost", address="tcp://127.0.0.1:1", version=Version(0, 1).packed)
+    try:
+        with pytest.raises(PeerLost, match="ghost is no member now"):
+            await driver.call("weights.publish", part, Published, timeout=SOON)
+        with pytest.raises(PeerLost, match="ghost is no member now"):
+            await driver.call("weights.held", held, VersionsHeldReply, timeout=SOON)
+    finally:
+        await driver.close()
+    known = world.service.catalogue
+    assert known.newest == Version(0, 1)
+    assert [holding.worker for holding in known.holders(Version(0, 1))] == ["trainer"]
+
+
+def nothing_of_it(name: str, _shape: tuple[int, ...]) -> Box:
+    raise KeyError(f"no layout of {name}")
+
+
+def too_much_of_it(_name: str, shape: tuple[int, ...]) -> Box:
+    return Box.whole([2 * size for size in shape])
+
+
+@pytest.mark.parametrize(
+    ("layout", "error", "said"),
+    [
+        (nothing_of_it, KeyError, "no layout of big"),
+        (too_much_of_it, ValueError, r"the layout wants .* of 'big', which has the shape \(1024, 255\)"),
+    ],
+)
+async def test_a_layout_that_is_wrong_is_told_to_whoever_waits(world, layout, error, said):
+    sender, receiver = await world.sender(), await world.receiver(layout=layout)
+    waiting = asyncio.create_task(receiver.ensure(1, timeout=SOON))
+    await sender.publish(Version(0, 1), bulk(1, 1), timeout=SOON)
+    with pytest.raises(error, match=said):
+        await waiting
+    with pytest.raises(error, match=said):
+        await receiver.wait_for(lambda: False, what="nothing", timeout=SOON)
 
 
 async def test_receivers_leave_a_source_that_hears_of_no_version_and_nobody_else_is_blamed(world):

@@ -78,16 +78,18 @@ class FollowingEngine:
     async def _load(self, loader: WeightLoader, version: Version, receiver: WeightReceiver) -> None:
         """Load a version that is here, or one that is newer when the engine may change."""
         serving = self._engine.version
-        if serving is not None:
-            await loader.stage(version)
-        if serving is None or self._permits is None:
-            await self._swap(loader, version)
-            return
+        with receiver.keeping(version.step):
+            if serving is not None:
+                await loader.stage(version)
+            if serving is None or self._permits is None:
+                await self._swap(loader, version)
+                return
         async with self._permits.permit(serving):
             newest = receiver.staged or version
-            if newest != version:
-                await loader.stage(newest)
-            await self._swap(loader, newest)
+            with receiver.keeping(newest.step):
+                if newest != version:
+                    await loader.stage(newest)
+                await self._swap(loader, newest)
 
     async def _swap(self, loader: WeightLoader, version: Version) -> None:
         prepared = await loader.prepare(version.step)

@@ -187,6 +187,7 @@ class InFlightTable:
         self._unfinished = unfinished
         self._spans = spans
         self._jobs: set[Job] = set()
+        self._returning: set[asyncio.Future[Any]] = set()
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -243,16 +244,19 @@ class InFlightTable:
 
     async def renew(self) -> None:
         """Renew the leases of all that is here, for ever."""
-        outage = Outage("renewing leases")
+        outage, third = Outage("renewing leases"), self._settings.lease_s / 3
+        pause = third
         while True:
-            await asyncio.sleep(self._settings.lease_s / 3)
+            await asyncio.sleep(pause)
+            pause = third
             asked = {job.row.lease for job in self._jobs}
             if not asked:
                 continue
             try:
-                valid = set(await self._queue.renew(sorted(asked), timeout=self._settings.lease_s / 3))
+                valid = set(await self._queue.renew(sorted(asked), timeout=third))
             except AsyncFlowError as error:
                 await outage.wait(error)
+                pause = 0.0
                 continue
             outage.end()
             for job in [job for job in self._jobs if job.row.lease in asked - valid]:
@@ -300,16 +304,24 @@ class InFlightTable:
     ) -> None:
         """Return rows of which nothing is delivered to the queue, so that others may claim them.
 
-        there: beginnings of responses, from which the next holders go on.
+        there: beginnings of responses, from which the next holders go on. They are forgotten at once, and returned also
+        where this is cancelled: see ``returned``.
         """
         held = [job for job in jobs if not job.gone]
         for job in held:
             self.forget(job)
         begun = {job: so_far for job in held if there and (so_far := there.get(job)) and len(so_far) > job.kept}
-        await asyncio.gather(
+        returning = asyncio.gather(
             self._return([job for job in held if job not in begun], reason=reason),
             *(self._hand_on({job: begun[job] for job in of_unit}, reason=reason) for of_unit in by_unit(begun)),
         )
+        self._returning.add(returning)
+        returning.add_done_callback(self._returning.discard)
+        await asyncio.shield(returning)
+
+    async def returned(self) -> None:
+        """Wait until all rows that were given back are returned, or it is known that they wait for their leases."""
+        await asyncio.gather(*self._returning)
 
     async def _hand_on(self, begun: Mapping[Job, Completion], *, reason: str) -> None:
         """Return rows of one unit with what there is of their responses, or without it where that is not taken."""

@@ -491,6 +491,7 @@ class RolloutWorker:
             await asyncio.wait(self._tasks)
         self.meter.running(0, waiting=False, waits="end")
         await self._in_flight.give_back(list(self._in_flight), reason=_LEAVES, there=there)
+        await self._in_flight.returned()
         log.info("left; %d tokens were made here", sum(self._engine.stats().tokens.values()))
 
     async def _abort(self, jobs: Iterable[Job], *, within_s: float) -> None:

@@ -199,6 +199,12 @@ class Catalogue:
         """Refuse publications by trainer attempts older than ``attempt`` from now on."""
         self._attempt = max(self._attempt, attempt)
 
+    def check_attempt(self, version: Version) -> None:
+        """Raise Fenced where a newer attempt than that of ``version`` is known."""
+        if version.attempt < self._attempt:
+            what = f"attempt {version.attempt} publishes {version}, but attempt {self._attempt} is known"
+            raise Fenced(what, where="weights catalogue", hint="This trainer has been replaced: it should end.")
+
     def publish(self, part: ManifestPart) -> bool:
         """Take one rank's part of a version; say whether the version is complete now.
 
@@ -206,9 +212,7 @@ class Catalogue:
         Refused for a part that contradicts what is known.
         """
         version = Version.unpack(part.version)
-        if version.attempt < self._attempt:
-            what = f"attempt {version.attempt} publishes {version}, but attempt {self._attempt} is known"
-            raise Fenced(what, where="weights catalogue", hint="This trainer has been replaced: it should end.")
+        self.check_attempt(version)
         record = self._records.get(version) or _Record()
         if record.manifest is None:
             self._complete(record, _accept(part, record))

@@ -167,7 +167,8 @@ async def follow(
 
     The event loop must stay free: load what is given in a thread. A process that does not run for some seconds counts
     as lost, and joins again by itself. Raises ManifestError for a certificate or a file that cannot be used,
-    DeadlineExceeded where the driver does not answer within ``join_s`` seconds, Refused where it lets no follower in.
+    DeadlineExceeded where the driver does not answer within ``join_s`` seconds, Refused where it lets no follower in;
+    the loop raises an error of ``layout``, ValueError where a box does not lie inside its tensor.
     """
     fleet = None if sync is None else load_sync(sync)
     credentials = Credentials.of_environment() if tls is None else Credentials(Path(tls))

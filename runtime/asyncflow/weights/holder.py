@@ -101,6 +101,7 @@ class Holder:
         self._unwanted: set[Version] = set()
         self._in_use = in_use
         self.changed = asyncio.Event()
+        self._failure: BaseException | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -111,9 +112,9 @@ class Holder:
         self._membership.nudge()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work`` until this holder is closed; it must not end by itself."""
+        """Run ``work`` until this holder is closed; it must not end by itself. ``wait_for`` raises what ends it."""
         task = asyncio.create_task(work, name=f"weights of {self.worker}")
-        task.add_done_callback(_report)
+        task.add_done_callback(self._report)
         self._tasks.append(task)
 
     async def close(self) -> None:
@@ -137,10 +138,15 @@ class Holder:
         self.changed = asyncio.Event()
 
     async def wait_for(self, predicate: Callable[[], bool], *, what: str, timeout: float) -> None:
-        """Wait until ``predicate`` of view and holdings is true. Raises DeadlineExceeded that names ``what``."""
+        """Wait until ``predicate`` of view and holdings is true.
+
+        Raises DeadlineExceeded that names ``what``, or at once what has ended the work of this holder.
+        """
         try:
             async with asyncio.timeout(timeout):
                 while not predicate():
+                    if self._failure is not None:
+                        raise self._failure
                     await self.changed.wait()
         except TimeoutError:
             hint = f"The catalogue offers {', '.join(map(str, self.view.available)) or 'no version'}."
@@ -266,14 +272,15 @@ class Holder:
             reply = await self._driver.call("weights.held", told, VersionsHeldReply, timeout=_CALL_S)
         return reply.known
 
+    def _report(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s ended unexpectedly", task.get_name(), exc_info=error)
+            self._failure = error
+            self.notify()
+
 
 def _part(data: bytes, box: Box) -> memoryview:
     """Return a part of bytes that are served as if they were a tensor. Raises StaleHandle where it sticks out."""
     if not box.fits((len(data),)):
         raise StaleHandle(f"{box} is no part of {len(data)} bytes", where="weights manifest")
     return memoryview(data)[box.offset[0] : box.offset[0] + box.extent[0]]
-
-
-def _report(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("%s ended unexpectedly", task.get_name(), exc_info=error)

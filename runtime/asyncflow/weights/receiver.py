@@ -10,9 +10,10 @@ unfinished step needs it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -171,20 +172,30 @@ class WeightReceiver:
         return self._holder.copies[version].arena.tensors
 
     async def ensure(self, step: int, *, timeout: float) -> Version:
-        """Wait until a version of ``step`` can be taken, and fetch it before anything else. Raises DeadlineExceeded."""
-        self._asked[step] += 1
-        self.notify()
-        try:
+        """Wait until a version of ``step`` can be taken, and fetch it before anything else. Raises as ``wait_for``."""
+        with self.keeping(step):
+            self.notify()
             await self.wait_for(lambda: self._held(step) is not None, what=f"weights of step {step}", timeout=timeout)
-        finally:
-            self._asked[step] -= 1
-            self._asked += Counter()
         version = self._held(step)
         assert version is not None
         return version
 
+    @contextlib.contextmanager
+    def keeping(self, step: int) -> Iterator[None]:
+        """Keep the held version of ``step``, also when newer ones come: it can be taken until the context ends."""
+        self._asked[step] += 1
+        try:
+            yield
+        finally:
+            self._asked[step] -= 1
+            self._asked += Counter()
+
     async def wait_for(self, predicate: Callable[[], bool], *, what: str, timeout: float) -> None:
-        """Wait until ``predicate``, of this receiver's state, is true. Raises DeadlineExceeded that names ``what``."""
+        """Wait until ``predicate``, of this receiver's state, is true.
+
+        Raises DeadlineExceeded that names ``what``, or at once what has ended this receiver's work: an error of
+        ``layout``, ValueError for a box of it that does not lie inside its tensor.
+        """
         await self._holder.wait_for(predicate, what=what, timeout=timeout)
 
     def _held(self, step: int) -> Version | None:
@@ -268,8 +279,14 @@ class WeightReceiver:
         return record
 
     def _arena_of(self, manifest: Manifest) -> Arena:
-        wanted = {entry.name: (entry.dtype, self._layout(entry.name, entry.shape)) for entry in manifest.tensors}
-        boxes = {name: (dtype, box) for name, (dtype, box) in wanted.items() if box is not None}
+        boxes = {}
+        for entry in manifest.tensors:
+            box = self._layout(entry.name, entry.shape)
+            if box is None:
+                continue
+            if not box.fits(entry.shape):
+                raise ValueError(f"the layout wants {box} of {entry.name!r}, which has the shape {entry.shape}")
+            boxes[entry.name] = entry.dtype, box
         return Arena(boxes, allocate=self._holder.transport.allocate)
 
     async def _described(self, version: Version) -> tuple[Manifest, tuple[PeerView, ...]]:

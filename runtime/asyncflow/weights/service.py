@@ -5,8 +5,8 @@ so that a version costs no call for each worker. Calls are ``weights.`` publish,
 itself in full, once, and again where the catalogue asks for it.
 
 Invariants: what all workers are told is encoded once a change; what concerns few wakes nobody. A worker that is silent
-costs nothing and delays nobody. A follower, which is no part of the job, introduces no version, and says nothing about
-others than followers.
+costs nothing and delays nobody. Who holds or publishes is a member, so its end is noticed. A follower, which is no part
+of the job, introduces no version, and says nothing about others than followers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from asyncflow.api.names import FOLLOWER
-from asyncflow.errors import DeadlineExceeded, StaleHandle
+from asyncflow.errors import DeadlineExceeded, PeerLost, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.rpc.access import place_of
 from asyncflow.rpc.directory import Directory
@@ -102,6 +102,8 @@ class CatalogueService:
 
     def _publish(self, part: ManifestPart, _frames: Sequence[memoryview]) -> Published:
         part.check()
+        self.catalogue.check_attempt(Version.unpack(part.version))
+        self._check_member(part.worker)
         complete = self.catalogue.publish(part)
         log.info("weights %s: part %d of %d published", Version.unpack(part.version), part.part + 1, part.parts)
         self._wake()
@@ -145,6 +147,7 @@ class CatalogueService:
 
     def _held(self, request: VersionsHeld, _frames: Sequence[memoryview]) -> VersionsHeldReply:
         version, outside = Version.unpack(request.version), _follows(request.worker)
+        self._check_member(request.worker)
         if self.catalogue.digest(version) is None and (request.manifest is None or outside):
             return VersionsHeldReply(known=False, wanted=not outside)
         if request.manifest is not None:
@@ -159,6 +162,11 @@ class CatalogueService:
         self.catalogue.hold(version, holding, manifest=request.manifest)
         self._wake()
         return VersionsHeldReply(known=True)
+
+    def _check_member(self, worker: str) -> None:
+        """Raise PeerLost where ``worker`` has to register first: to a driver that was restarted, for one."""
+        if self._directory.member(worker) is None:
+            raise PeerLost(f"{worker} is no member now", where="weights catalogue", hint="It registers again by itself")
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

@@ -22,7 +22,7 @@ from hashlib import blake2b
 import numpy as np
 
 from asyncflow import clock
-from asyncflow.errors import AsyncFlowError, StaleHandle
+from asyncflow.errors import AsyncFlowError, DeadlineExceeded, PeerLost, StaleHandle
 from asyncflow.identity import Version
 from asyncflow.rpc.retry import delays
 from asyncflow.weights.manifest import Manifest, digest_of
@@ -197,13 +197,18 @@ class Transfer:
         advanced.set()
 
     async def _find(self) -> None:
-        """Ask whom to pull from now; if nobody answers, go on with those before unless they failed."""
+        """Ask whom to pull from now; if nobody answers, go on with those before, which may be back.
+
+        Raises what the catalogue answers where those have failed, or there are none.
+        """
         failed, self._failed = frozenset(self._failed), set()
         try:
             self._peers = await self._sources(failed)
         except AsyncFlowError as error:
-            if failed or not self._peers:
+            unheard = isinstance(error, PeerLost | DeadlineExceeded)
+            if not unheard and (failed or not self._peers):
                 raise
+            self._failed |= failed
             log.info("weights: %s: %s; it goes on with those it has", self.version, error)
 
     async def _pull_from(self, peers: Sequence[PeerView]) -> None:
