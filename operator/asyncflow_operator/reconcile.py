@@ -82,7 +82,7 @@ class ReconcileOutcome:
 
     again_in_s: when to reconcile again anyway; failed: whether something could not be done, so that the object is left
     alone for a while; denied: whether something was refused, of which that alone is left alone; gone: whether there is
-    no such object.
+    no object of that name, not even one that was made again meanwhile.
     """
 
     again_in_s: float | None = None
@@ -181,7 +181,8 @@ class Reconciler:
         if plan.status is not None:
             failures = await self._executor.write_status(owner, plan.status)
             if failures:
-                return ReconcileOutcome(failed=not failures.gone, gone=failures.gone), failures
+                gone = failures.gone and self._observer.resource(key) is None
+                return ReconcileOutcome(failed=not failures.gone, gone=gone), failures
         failures = await self._executor.carry_out(owner, stages, lacking=paused)
         await self._record(owner, plan, stages, failures)
         for note in plan.notes:

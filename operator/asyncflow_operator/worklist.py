@@ -20,6 +20,8 @@ FIRST_BACKOFF_S: Final = 1.0
 LONGEST_BACKOFF_S: Final = 60.0
 COOLDOWN_S: Final = 0.1
 """Between the end of one reconcile and the start of the next of the same key, so that a burst of changes is one."""
+_SPARE: Final = 64
+"""Entries of the order, beside two for each key that waits, from which on those that hold no more are dropped."""
 
 
 def backoff(
@@ -69,6 +71,9 @@ class Worklist(Generic[K]):
             self._due[key] = due
             self._count += 1
             heapq.heappush(self._order, (due, self._count, key))
+            if len(self._order) > _SPARE + 2 * len(self._due):
+                self._order = [entry for entry in self._order if self._due.get(entry[2]) == entry[0]]
+                heapq.heapify(self._order)
             self._changed.set()
 
     def renew(self, key: K) -> None:

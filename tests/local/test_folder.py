@@ -120,6 +120,14 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path, place):
         RunFolder.claim(tmp_path / place)
 
 
+def test_a_start_that_fails_halfway_leaves_nobody_holding_the_folder(tmp_path):
+    (tmp_path / "logs").write_text("no folder")
+    with pytest.raises(ManifestError, match="cannot write there"):
+        RunFolder.claim(tmp_path)
+    (tmp_path / "logs").unlink()
+    RunFolder.claim(tmp_path).release()
+
+
 def test_attempts_of_an_earlier_run_are_never_given_again(tmp_path):
     placed = [Placed(role="rollout", index=i, attempt=i, state="done") for i in range(3)]
     record = Record(mark="m", supervisor=1, started="", driver="", http="", processes=placed)

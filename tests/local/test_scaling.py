@@ -1,5 +1,6 @@
 """What is wanted: of a person, of the policy, of the manifest, in this order, within the bounds."""
 
+import time
 from dataclasses import replace
 
 import msgspec
@@ -100,3 +101,20 @@ def test_a_run_for_which_more_was_asked_than_there_are_devices_starts_again(tmp_
     assert rollouts == [0, 1]
     assert [(scale.wanted, scale.by) for scale in record.scales] == [(2, "person")]
     assert "too few for rollout 3 x 1" in record.scales[0].problem
+
+
+def test_one_that_waits_for_its_imports_leaves_at_once_and_may_come_again(tmp_path):
+    folder = RunFolder.claim(tmp_path / "run")
+    driver = replace(ROLE, name="driver", replicas=1, core=1, most=1, leader=True)
+    with local_site([driver, ROLE], folder=folder, limits=Limits(), elastic=Elastic(policy=False, drain_s=1)) as here:
+        supervisor, fleet = here.supervisor, here.supervisor._fleet
+        assert fleet is not None
+        supervisor._rescale(fleet)
+        assert len(supervisor._table.due(time.monotonic())) == 3, "from here on they count as running"
+        seen = []
+        for asked in (1, 2):
+            write_request(folder.requests, "rollout", asked)
+            supervisor._rescale(fleet)
+            seen.append([(each.state, each.attempt) for each in supervisor.placed if each.role == "rollout"])
+    folder.release()
+    assert seen == [[("running", 0), ("left", 0)], [("running", 0), ("waiting", 1)]]

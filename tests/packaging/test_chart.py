@@ -8,7 +8,9 @@ import pytest
 import yaml
 
 import chart
+from asyncflow.api.names import HTTP_PORT, LABEL_ROLE, MANAGED
 from asyncflow_operator.cluster.kinds import BY_NAME, EVENT, LEASE, NODE, REFERRED, Kind
+from asyncflow_operator.drivers import LEADERS
 from asyncflow_operator.settings import PREFIX, Settings
 from chart import CHART, ChartError
 
@@ -130,6 +132,23 @@ def test_every_variable_is_a_setting(rendered: list[Object]) -> None:
     named = {variable["name"].removeprefix(PREFIX).lower() for variable in container["env"]}
     assert named <= set(Settings.model_fields)
     assert {name for name, field in Settings.model_fields.items() if field.is_required()} <= named
+
+
+def test_the_operator_reaches_whatever_it_asks(render: Render) -> None:
+    (policy,) = of(render(), "NetworkPolicy")
+    asked = [rule for rule in policy["spec"]["egress"] if {"port": HTTP_PORT} in rule["ports"]]
+    selectors = [peer["podSelector"] for rule in asked for peer in rule["to"]]
+    for role in LEADERS:
+        labels = {**MANAGED, LABEL_ROLE: role}
+        assert any(selects(selector, labels) for selector in selectors), role
+    assert not any(selects(selector, {**MANAGED, LABEL_ROLE: "rollout"}) for selector in selectors)
+
+
+def selects(selector: Object, labels: Object) -> bool:
+    asked = selector.get("matchExpressions", [])
+    assert all(each["operator"] == "In" for each in asked)
+    named = selector.get("matchLabels", {})
+    return named.items() <= labels.items() and all(labels.get(each["key"]) in each["values"] for each in asked)
 
 
 def test_pods_of_the_operator_are_not_taken_for_pods_of_a_job(rendered: list[Object]) -> None:

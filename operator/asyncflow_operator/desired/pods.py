@@ -1,9 +1,9 @@
 """The pod of one process of a role, and where it may run.
 
 It keeps Pod Security ``restricted`` unless a template says otherwise or a device needs paths of its host. It never
-restarts by itself: the operator makes it again, under the next attempt. There is no preStop hook, because SIGTERM is
-the order to hand back what is unfinished, and the grace period is the time for it. On a host's network each process of
-a family has an HTTP port of its own, so that several find room on one node.
+restarts by itself, whatever a template says: the operator makes it again, under the next attempt. There is no preStop
+hook, because SIGTERM is the order to hand back what is unfinished, and the grace period is the time for it. On a host's
+network each process of a family has an HTTP port of its own, so that several find room on one node.
 
 Invariants: a pod is a function of (blueprint, index, attempt); its name of role and index alone, so that the API server
 lets no two processes be one replica. What its devices need of a node is required; what is only good for speed (spread,
@@ -52,6 +52,8 @@ USER: Final = 65532
 """User and group of the runtime images."""
 _EVERYWHERE: Final = f"tcp://0.0.0.0:{RPC_PORT}"
 _DEFAULT_CONTAINER: Final = MappingProxyType({"kubectl.kubernetes.io/default-container": CONTAINER})
+_ONCE: Final = MappingProxyType({"restartPolicy": "Never"})
+"""Field of every pod's spec that no template changes."""
 _CONTAINER_SECURITY: Final[Manifest] = {
     "allowPrivilegeEscalation": False,
     "readOnlyRootFilesystem": True,
@@ -168,7 +170,6 @@ def _spec(blueprint: Blueprint, member: GangMembership, *, index: int, attempt: 
     volumes = make_volumes(blueprint, index)
     container = _container(blueprint, index=index, attempt=attempt, http_port=http_port)
     base: Manifest = {
-        "restartPolicy": "Never",
         "serviceAccountName": family.name,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -186,7 +187,7 @@ def _spec(blueprint: Blueprint, member: GangMembership, *, index: int, attempt: 
     if blueprint.host_network:
         base["dnsPolicy"] = "ClusterFirstWithHostNet"
     patches: list[Mapping[str, object]] = [template.pod_spec for template in blueprint.templates]
-    spec = reduce(merge, [*patches, member.place], base)
+    spec = reduce(merge, [*patches, member.place, _ONCE], base)
     tolerations = spec.get("tolerations", [])
     if isinstance(tolerations, list):
         spec["tolerations"] = tolerations + lost_nodes(blueprint, tolerations)

@@ -326,7 +326,7 @@ class TemplateSpec(Spec):
     env: Annotated[tuple[EnvSpec, ...], Field(max_length=128, json_schema_extra=keyed_by("name"))] = ()
     """Environment variables."""
     pod_spec: Options = Field(default_factory=dict)
-    """Fields of a PodSpec, e.g. nodeSelector, tolerations, affinity, imagePullSecrets; merged over AsyncFlow's own."""
+    """Fields of a PodSpec, e.g. nodeSelector, imagePullSecrets; merged over AsyncFlow's own, but for restartPolicy."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

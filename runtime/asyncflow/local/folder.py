@@ -303,10 +303,14 @@ class RunFolder:
             moved_to = _move_aside(path) if held and fresh else None
             made = tuple(folder for folder in (path, *path.parents) if not folder.exists())
             lock = _lock(path)
-            _end_predecessor(path)
-            if not resume and _came_to_nothing(path):
-                _clear(path)
-            (path / "logs").mkdir(exist_ok=True)
+            try:
+                _end_predecessor(path)
+                if not resume and _came_to_nothing(path):
+                    _clear(path)
+                (path / "logs").mkdir(exist_ok=True)
+            except BaseException:
+                os.close(lock)
+                raise
         except OSError as error:
             hint = "Give an --output that can be written"
             raise ManifestError(f"cannot write there: {error.strerror}", where=str(path), hint=hint) from error

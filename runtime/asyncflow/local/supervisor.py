@@ -228,10 +228,7 @@ class Supervisor:
         self._scale = asked
         leaving = self._table.scale(name, asked.wanted, time.monotonic())
         self._enter_new()
-        self._terminate(leaving)
-        for replica in leaving:
-            process = self._running[replica].process
-            asyncio.get_running_loop().call_later(fleet.drain_s + LEAVE_S, process.kill)
+        self._end_some(leaving, within_s=fleet.drain_s + LEAVE_S)
         if before is not None:
             why = asked.problem or asked.why
             _log.info("%s: %d wanted, not %d: %s", name, asked.wanted, before.wanted, why)
@@ -378,7 +375,7 @@ class Supervisor:
 
     def _take_end(self, replica: LocalReplica, status: ExitStatus, attempt: int, *, wanted: bool) -> None:
         others, restart = self._table.ended(replica, status, time.monotonic())
-        self._end_gang(others)
+        self._end_some(others, within_s=_GANG_END_S)
         self._changed.set()
         self._logs[replica].note(f"attempt {attempt} ended: {status}")
         self.observe(ProcessEnded(replica=replica, attempt=attempt, status=status, wanted=wanted))
@@ -386,12 +383,12 @@ class Supervisor:
             self.observe(Restarting(restart=restart))
         self._save()
 
-    def _end_gang(self, replicas: Sequence[LocalReplica]) -> None:
-        """End the rest of a gang; ranks that have not been started yet are down at once."""
+    def _end_some(self, replicas: Sequence[LocalReplica], *, within_s: float) -> None:
+        """End the rest of a gang, or those that leave; one that has not been started yet is down at once."""
         self._terminate(replicas)
         for replica in replicas:
             if running := self._running.get(replica):
-                asyncio.get_running_loop().call_later(_GANG_END_S, running.process.kill)
+                asyncio.get_running_loop().call_later(within_s, running.process.kill)
             else:
                 self._table.ended(replica, ExitStatus(status=CANNOT_START), time.monotonic())
 

@@ -9,6 +9,7 @@ from kubernetes.aio.client.configuration import Configuration
 from asyncflow.api.document import parse
 from asyncflow.api.names import DIGEST
 from asyncflow.api.status import DriverStatus
+from asyncflow.errors import AsyncFlowError
 from asyncflow_operator.actions import Apply, Delete, Plan
 from asyncflow_operator.cluster.apply import Failures, PlanExecutor
 from asyncflow_operator.cluster.client import Api
@@ -120,6 +121,26 @@ async def test_a_refused_object_is_left_alone_unless_it_is_to_be_deleted(
 async def test_an_object_that_is_not_there_is_gone(world: World) -> None:
     assert (await world.reconciler.reconcile(JOB)).gone
     assert world.decided == []
+
+
+async def test_an_object_that_was_made_again_during_the_write_is_not_gone(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = True
+
+    async def write_status(owner: Owner, _: Any) -> Failures:
+        world.store.remove("RLJob", "ns", "quickstart", owner.uid)
+        if again:
+            world.put_job(uid="another", version=9)
+        return Failures(gone=True, errors=[AsyncFlowError("the UID is another")])
+
+    monkeypatch.setattr(world.executor, "write_status", write_status)
+    world.plan = Plan(status={})
+    world.put_job()
+    outcome = await world.reconciler.reconcile(JOB)
+    assert (outcome.gone, outcome.failed) == (False, False), "else what was marked for the new one would be forgotten"
+    again = False
+    assert (await world.reconciler.reconcile(JOB)).gone
 
 
 def test_a_job_sees_its_pods_its_queues_pods_and_its_other_objects(world: World) -> None:

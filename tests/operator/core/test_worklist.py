@@ -1,5 +1,6 @@
 import asyncio
 import random
+import sys
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,6 +47,20 @@ def test_the_key_longest_due_goes_first() -> None:
     worklist.mark("a")
     assert [worklist.next(), worklist.next(), worklist.next()] == ["a", "b", "c"]
     assert waits == [3.0, 2.0, 1.0]
+
+
+def test_a_late_turn_that_was_brought_forward_leaves_nothing_behind() -> None:
+    worklist, clock = make()[:2]
+    key = "-".join(("RLJob", "quickstart"))
+    held = sys.getrefcount(key)
+    for _ in range(1000):
+        worklist.mark(key)
+        clock.now += 1
+        assert worklist.next() is key
+        worklist.finish(key, again_in_s=100_000.0)
+    assert sys.getrefcount(key) < held + 100, "a key that waits is held a few times"
+    clock.now += 100_000
+    assert [worklist.next(), worklist.next()] == [key, None]
 
 
 def test_a_busy_key_does_not_starve_the_others() -> None:

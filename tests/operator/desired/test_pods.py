@@ -47,6 +47,13 @@ def test_a_pod_runs_the_command_of_the_plan_under_the_name_of_its_replica(desire
     }
 
 
+@pytest.mark.parametrize("asked", ["Always", "OnFailure", None])
+def test_no_template_has_a_pod_start_again_by_itself(desired: Desired, job_state: JobStates, asked: str | None):
+    state = job_state(template={"podSpec": {"restartPolicy": asked}})
+    said = {role: desired.pod(state, role, 0, 0)["spec"].get("restartPolicy") for role in ROLES}
+    assert said == dict.fromkeys(ROLES, "Never"), "it would start again as the same attempt, and nobody would count it"
+
+
 def test_the_secrets_of_sinks_are_in_the_environment_of_the_driver_alone(desired: Desired, job_state: JobStates):
     sinks = [{"kind": "wandb", "secret": "keys"}, {"kind": "mlflow", "secret": "keys"}, {"kind": "tensorboard"}]
     state = job_state(telemetry={"sinks": sinks}, driver={"claim": {"name": "disk"}})
