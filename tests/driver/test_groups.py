@@ -220,6 +220,7 @@ async def test_of_a_group_whose_algorithm_makes_pairs_the_trainer_sees_these_alo
     assert sorted(written["advantage"].values.tolist()) == [-1, -1, 1, 1]
     assert excluded == [1]
     assert groups.rewards.equal_groups() == {"right": 1, "wrong": 0}
+    assert groups.components.of(1) == {"right": (1 + 0 + 2 + 0) / 4}, "of the samples that are trained"
     assert (audit.filtered, audit.dropped, audit.problems) == (8, 0, [])
 
 

@@ -432,7 +432,7 @@ class AdvantageTask:
             [turns[i] for i in chosen] if turns else (),
         )
         step = await self._step_of(serial, group[0].meta.step)
-        self.components.take(step, serial, kept)
+        self.components.take(step, serial, decided.rows)
         self._held.setdefault(step, {})[serial] = decided
         self.decided(step, decided)
 
