@@ -112,6 +112,20 @@ def test_a_step_made_again_replaces_it_and_all_that_followed(tmp_path: Path) -> 
     assert progress.done == 2
 
 
+def test_a_step_that_is_reported_again_for_want_of_an_answer_has_one_line(tmp_path: Path) -> None:
+    progress = RunProgress(tmp_path, steps=10, now=100.0)
+    progress.step(step_line(1, at=102.0))
+    assert not progress.step(step_line(1, at=103.0))
+    progress.close()
+    restarted = RunProgress(tmp_path, steps=10, now=110.0)
+    assert not restarted.step(step_line(1, at=111.0))
+    assert not restarted.step(step_line(2, at=112.0))
+    assert not restarted.step(step_line(1, at=113.0)), "a report that was late on its way"
+    assert [line["step"] for line in restarted.lines] == [1, 2]
+    restarted.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
 def test_evaluations_of_weights_that_did_not_survive_are_forgotten_for_good(tmp_path: Path) -> None:
     progress = RunProgress(tmp_path, steps=10, now=0.0)
     for step in (1, 2, 3):

@@ -149,7 +149,12 @@ class RunProgress:
             self._unreported = {step: attempt}
 
     def step(self, line: dict[str, Any]) -> bool:
-        """Record an optimizer step; return whether it, or a later one, was made before by another attempt."""
+        """Record an optimizer step; return whether it, or a later one, was made before by another attempt.
+
+        One that is known, since the answer to its report was lost, is not recorded again.
+        """
+        if self.knows(line["step"], attempt=line["attempt"]):
+            return False
         made = {step: int(old["attempt"]) for step, old in self._by_step.items()}
         made |= {step: attempt for step, attempt in self._unreported.items() if step > max(made, default=0)}
         again = any(step >= line["step"] and attempt != line["attempt"] for step, attempt in made.items())
@@ -160,6 +165,10 @@ class RunProgress:
         self._take(line)
         self._unreported = {}
         return again
+
+    def knows(self, step: int, *, attempt: int) -> bool:
+        """Return whether there is a line of ``step`` as this attempt made it."""
+        return step in self._by_step and self._by_step[step]["attempt"] == attempt
 
     def write(self) -> None:
         """Write the lines that could not be written when they were made."""
