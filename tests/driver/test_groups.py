@@ -201,8 +201,8 @@ async def test_of_a_group_whose_algorithm_makes_pairs_the_trainer_sees_these_alo
         cells = {name: Jagged.from_rows([[1]] * 3 * SIZE, kind) for name, kind in INPUTS.items()}
         await queue.put(TRAIN, cells, group_size=SIZE, samples=Samples(serials=[0, 1, 2], step=1), timeout=10)
         rows = await claim_all(queue, partition=TRAIN, rows=3 * SIZE)
-        tags = [{"reward": rewards[row.meta.serial][row.meta.sample]} for row in rows]
-        assert all(await answer_all(queue, rows, tags))
+        values = [rewards[row.meta.serial][row.meta.sample] for row in rows]
+        assert all(await answer_all(queue, rows, [{"reward": value, "reward/right": value} for value in values]))
         work = asyncio.create_task(groups.run())
         await queue.begin(partition=TRAIN, attempt=0, step=0, world=1, timeout=10)
         async with asyncio.timeout(10):
@@ -220,6 +220,7 @@ async def test_of_a_group_whose_algorithm_makes_pairs_the_trainer_sees_these_alo
     assert sorted(written["advantage"].values.tolist()) == [-1, -1, 1, 1]
     assert excluded == [1]
     assert groups.rewards.equal_groups() == {"right": 1, "wrong": 0}
+    assert groups.components.of(1) == {"right": (1 + 0 + 2 + 0) / 4}, "of the samples that are trained"
     assert (audit.filtered, audit.dropped, audit.problems) == (8, 0, [])
 
 
@@ -539,3 +540,4 @@ def test_a_group_whose_drop_is_not_answered_is_replaced() -> None:
     with pytest.raises(DeadlineExceeded):
         asyncio.run(groups.run())
     assert assignment.dispatched == 0, "its place in the step is free"
+    assert groups.filtered == {1: 1}, "what is dropped is not claimed again, so it would never be counted"

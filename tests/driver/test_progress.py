@@ -11,6 +11,7 @@ from asyncflow.driver.ending import summarize
 from asyncflow.driver.evaluation import EvaluationResult, SetResult
 from asyncflow.driver.lives import Lives
 from asyncflow.driver.progress import RunProgress
+from asyncflow.errors import Fenced
 from asyncflow.queue.protocol.messages import AuditReport
 
 AUDIT = AuditReport(
@@ -110,6 +111,32 @@ def test_a_step_made_again_replaces_it_and_all_that_followed(tmp_path: Path) -> 
     progress.step(step_line(2, attempt=1, at=9.0))
     assert [(line["step"], line["attempt"]) for line in progress.lines] == [(1, 0), (2, 1)]
     assert progress.done == 2
+
+
+def test_a_step_that_is_reported_again_for_want_of_an_answer_has_one_line(tmp_path: Path) -> None:
+    progress = RunProgress(tmp_path, steps=10, now=100.0)
+    progress.step(step_line(1, at=102.0))
+    assert not progress.step(step_line(1, at=103.0))
+    progress.close()
+    restarted = RunProgress(tmp_path, steps=10, now=110.0)
+    assert not restarted.step(step_line(1, at=111.0))
+    assert not restarted.step(step_line(2, at=112.0))
+    assert not restarted.step(step_line(1, at=113.0)), "a report that was late on its way"
+    assert [line["step"] for line in restarted.lines] == [1, 2]
+    restarted.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_late_report_of_an_attempt_that_was_replaced_changes_nothing(tmp_path: Path) -> None:
+    progress = RunProgress(tmp_path, steps=10, now=100.0)
+    for step, attempt in ((1, 0), (2, 0), (2, 1), (3, 1)):
+        progress.step(step_line(step, attempt=attempt))
+    progress.evaluated(EvaluationResult(step=3, prompts=8, accuracy=0.25, greedy=None), at=104.0)
+    for late in (2, 3, 4):
+        with pytest.raises(Fenced, match="attempt 0 of the trainer was replaced by attempt 1"):
+            progress.step(step_line(late, attempt=0))
+    assert [(line["step"], line["attempt"]) for line in progress.lines] == [(1, 0), (2, 1), (3, 1)]
+    assert set(progress.evaluations) == {3}
 
 
 def test_evaluations_of_weights_that_did_not_survive_are_forgotten_for_good(tmp_path: Path) -> None:

@@ -60,6 +60,40 @@ async def test_what_another_engine_began_is_gone_on_behind():
 
 
 @pytest.mark.parametrize(
+    ("turns", "made", "ids", "finish"),
+    [
+        ([], [1, 0, 7, 2], [1, 0, 7], "stop"),
+        ([], [1, 9, 2], [1, 9], "stop"),
+        ([], [1, 2, 3], [1, 2, 3], "length"),
+        ([0], [7, 2], [0, 7], "stop"),
+        ([0, 7, 5], [2], [0, 7, 5, 2], "length"),
+    ],
+)
+async def test_a_response_ends_with_what_ends_it_and_that_is_of_its_last_turn(turns, made, ids, finish):
+    """Token 9 ends a response, and so does the text of 0 and 7; 5 is an observation, behind the turn that these end."""
+    begun = Completion(
+        ids=np.array(turns, np.int32),
+        logprobs=np.zeros(len(turns), np.float32),
+        versions=np.ones(len(turns), np.int64),
+        finish="aborted",
+        loss_mask=np.array([id_ != 5 for id_ in turns], np.bool_),
+    )
+    engine = UserEngine(
+        generate=lambda prompts: [(made, [-1.0] * len(made)) for _ in prompts],
+        load=lambda _: None,
+        decode=lambda given: "".join(map(str, given)),
+        folder=None,
+        slots=8,
+        max_length=16,
+    )
+    await engine.start()
+    await engine.load(Version(0, 1), {})
+    found = await engine.generate(request(1, continues=begun, stop_texts=("07",), max_tokens=8))
+    await engine.close()
+    assert (found.ids.tolist(), found.finish) == (ids, finish)
+
+
+@pytest.mark.parametrize(
     ("made", "wrong"),
     [
         ([([1, 2], [-0.5])], "log-probs"),

@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from asyncflow.algorithms.loss import Loss  # noqa: E402
+from asyncflow.algorithms.ppo import Ppo  # noqa: E402
 from asyncflow.algorithms.reinforce import ReinforcePlusPlus  # noqa: E402
 from asyncflow.errors import CheckpointError, DeadlineExceeded, Fenced, ManifestError, Refused  # noqa: E402
 from asyncflow.identity import SampleKey  # noqa: E402
@@ -147,7 +148,8 @@ def test_the_end_wakes_both_sides(handover, trainer):
         handover.finish({"w": torch.ones(1)}, state=None, metrics={})
 
 
-def test_an_algorithm_whose_advantages_the_trainer_makes_is_refused(handover):
-    settings = replace(handover.settings, loss=Loss(algorithm=ReinforcePlusPlus()))
+@pytest.mark.parametrize("algorithm", [ReinforcePlusPlus(), Ppo()])
+def test_an_algorithm_whose_advantages_the_trainer_makes_is_refused(handover, algorithm):
+    settings = replace(handover.settings, loss=Loss(algorithm=algorithm))
     with pytest.raises(ManifestError, match=r"spec\.algorithm\.name"):
         Handover(settings, group=SingleProcess())

@@ -96,6 +96,8 @@ def test_quantiles_at_the_edges() -> None:
     assert np.isnan(histogram.quantile(0.5))
     histogram.add(np.array([0.0, 0.0]))
     assert histogram.quantile(0.99) == 1e-9
+    histogram.add(np.array([np.nan]))
+    assert histogram.quantile(1.0) == 1e-9, "what is no number is not counted"
     histogram.add(np.full(100, 1e9))
     assert histogram.quantile(0.99) == float("inf")
 

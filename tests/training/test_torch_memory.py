@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from train_reference import part, samples
 
+from asyncflow.algorithms.loss import Loss
+from asyncflow.algorithms.reinforce import ReinforcePlusPlus
 from asyncflow.errors import ManifestError
 from asyncflow.training.backend import SLOT_TOKENS
 from asyncflow.training.batch import MicroBatch
@@ -164,3 +167,15 @@ def test_memory_that_runs_out_again_ends_the_training(tiny_folder: Path) -> None
     with pytest.raises(ManifestError, match="out of memory with packs of 60 tokens") as refused:
         train(trainer)
     assert refused.value.where == "spec.trainer.backend.tokensPerMicroBatch"
+
+
+def test_a_step_in_which_memory_runs_out_knows_what_its_rewards_were_charged(tiny_folder: Path) -> None:
+    loss = Loss(algorithm=ReinforcePlusPlus(penalised=True), kl=0.1, kl_name="k2", penalised=True)
+    batch = replace(samples(), advantages=None, outcomes=np.arange(20, dtype=np.float32))
+    known = []
+    for times in (0, 1):
+        trainer = backend(tiny_folder, pack_tokens=120, loss=loss)
+        runs_out(trainer, above=70, times=times)
+        trainer.micro_batch(trainer.prepare(batch), version=0)
+        known.append(trainer.finish_step(1)["penalty_kl"])
+    assert known[0] == pytest.approx(known[1])

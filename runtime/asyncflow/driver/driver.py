@@ -550,15 +550,17 @@ class Driver:
     async def _report(self, report: TrainReport, _frames: Sequence[memoryview]) -> ReportReply:
         self._moved = clock.now()
         line = line_of(report, at=self._moved, components=self._groups.components.of(report.step))
+        known = self.progress.knows(report.step, attempt=report.attempt)
         again = self.progress.step(line)
         if again and self._evaluation is not None:
             self._evaluation.begin_anew()
-        count_step(self.metrics, line)
         self._samples.trained(report.step)
         self.sinks.notify()
         self.rewards.forget(report.step)
         self.members.observe(clock.now())
-        self.elastic.step(line)
+        if not known:
+            count_step(self.metrics, line)
+            self.elastic.step(line)
         self.lives.closed = self._moved if report.step >= self.schedule.steps else None
         self.changes.notify()
         return ReportReply()

@@ -415,9 +415,11 @@ class AdvantageTask:
             log.info("group %d goes no further: %s", serial, reason)
             # Before the drops, whose answer may be lost: what is dropped is not claimed again.
             first = self._exclude(serial, reason, mend=to_mend(Counter(map(failure_of, failing))))
+            filtered = first and reason == FILTERED_ZERO_VARIANCE
+            self.filtered[group[0].meta.step] += filtered
             await self._drop(group, dict.fromkeys([row.row for row in kept], reason) | failed)
-            if first and reason == FILTERED_ZERO_VARIANCE:
-                self._count_filtered(group[0].meta.step, reward=judged.rewards[0])
+            if filtered:
+                self._check_filtered(group[0].meta.step, reward=judged.rewards[0])
             return
         await self._drop(failing, failed)
         chosen = [i for i in range(len(kept)) if i not in left_out]
@@ -430,7 +432,7 @@ class AdvantageTask:
             [turns[i] for i in chosen] if turns else (),
         )
         step = await self._step_of(serial, group[0].meta.step)
-        self.components.take(step, serial, kept)
+        self.components.take(step, serial, decided.rows)
         self._held.setdefault(step, {})[serial] = decided
         self.decided(step, decided)
 
@@ -475,8 +477,7 @@ class AdvantageTask:
             )
         return first
 
-    def _count_filtered(self, step: int, *, reward: float) -> None:
-        self.filtered[step] += 1
+    def _check_filtered(self, step: int, *, reward: float) -> None:
         if 2 * self.filtered[step] == self.policy.most_filtered:
             what = "step %d: half of the groups that maxFilteredBatches allows to drop were dropped; of all groups, %s"
             log.warning(what, step, self._alike_words)

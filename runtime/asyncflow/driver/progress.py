@@ -34,6 +34,7 @@ from asyncflow.driver.evaluation import EvaluationResult
 from asyncflow.driver.journal import EVENTS, METRICS, Count, Finite, Journal, Moment, Seconds
 from asyncflow.driver.members import Members
 from asyncflow.driver.tasks import TRAIN
+from asyncflow.errors import Fenced
 from asyncflow.queue.client import QueueClient
 from asyncflow.training.report import TrainReport
 
@@ -110,6 +111,7 @@ class RunProgress:
     now: float
     _by_step: dict[int, dict[str, Any]] = field(default_factory=dict)
     _unreported: dict[int, int] = field(default_factory=dict)
+    _newest: int = 0
     evaluations: dict[int, EvaluationResult] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -149,7 +151,17 @@ class RunProgress:
             self._unreported = {step: attempt}
 
     def step(self, line: dict[str, Any]) -> bool:
-        """Record an optimizer step; return whether it, or a later one, was made before by another attempt."""
+        """Record an optimizer step; return whether it, or a later one, was made before by another attempt.
+
+        One that is known, since the answer to its report was lost, is not recorded again. Raises Fenced for one of an
+        attempt older than one that has reported to this driver: its report was long on its way.
+        """
+        if self.knows(line["step"], attempt=line["attempt"]):
+            return False
+        if line["attempt"] < self._newest:
+            what = f"attempt {line['attempt']} of the trainer was replaced by attempt {self._newest}"
+            raise Fenced(what, where=f"the report of step {line['step']}")
+        self._newest = line["attempt"]
         made = {step: int(old["attempt"]) for step, old in self._by_step.items()}
         made |= {step: attempt for step, attempt in self._unreported.items() if step > max(made, default=0)}
         again = any(step >= line["step"] and attempt != line["attempt"] for step, attempt in made.items())
@@ -160,6 +172,10 @@ class RunProgress:
         self._take(line)
         self._unreported = {}
         return again
+
+    def knows(self, step: int, *, attempt: int) -> bool:
+        """Return whether there is a line of ``step`` as this attempt made it."""
+        return step in self._by_step and self._by_step[step]["attempt"] == attempt
 
     def write(self) -> None:
         """Write the lines that could not be written when they were made."""

@@ -125,16 +125,24 @@ class UserEngine(RolloutEngine):
             raise ManifestError(what, where=_WHERE, hint=f"Give a log-prob for each of 1 to {room} tokens")
         if request.name in self._aborted:
             return request.continues
-        stopped = int(ids[-1]) in request.stop_ids
-        if not stopped and (stops := self.stops_of(request)) is not None:
-            stopped = stops.met([*request.continues.ids.tolist(), *ids.tolist()])
+        end = self._end(request, ids.tolist())
+        ids, logprobs = ids[:end], logprobs[:end]
         rest = Completion(
             ids=ids,
             logprobs=logprobs,
             versions=np.full(len(ids), version.packed, np.int64),
-            finish="stop" if stopped else "length",
+            finish="length" if end is None else "stop",
         )
         return request.continues.followed_by(rest)
+
+    def _end(self, request: GenerationRequest, ids: Sequence[int]) -> int | None:
+        """Return how many of ``ids`` there are up to the first that ends the response, None where none does."""
+        stops, turn = self.stops_of(request), request.continues.ids[request.turn :].tolist()
+        for count, id_ in enumerate(ids, start=1):
+            turn.append(id_)
+            if id_ in request.stop_ids or (stops is not None and stops.met(turn)):
+                return count
+        return None
 
 
 def _pairs(

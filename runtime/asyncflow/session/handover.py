@@ -29,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncflow.algorithms.base import OUTCOME
 from asyncflow.errors import CheckpointError, DeadlineExceeded, ManifestError, Refused
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.batch import MicroBatch
@@ -52,7 +53,7 @@ class Handover(TrainerBackend):
         if group.world > 1:
             what, hint = f"{group.world} ranks", "Give trainer.replicas: 1"
             raise ManifestError(what, where="spec.trainer", hint=hint)
-        if settings.loss.algorithm.whole_step:
+        if settings.loss.algorithm.writes == OUTCOME:
             what, hint = "its advantages are made by the job's own trainer", "Take grpo, and compute them in your loop"
             raise ManifestError(what, where="spec.algorithm.name", hint=hint)
         super().__init__(settings, group=group)

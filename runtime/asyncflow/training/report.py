@@ -41,8 +41,9 @@ class Histogram:
         self.counts = np.zeros(_BINS) if counts is None else counts
 
     def add(self, values: NDArray[np.floating]) -> None:
-        """Count ``values`` [n] >= 0."""
-        scaled = np.log10(np.maximum(values, _FLOOR / 10) / _FLOOR) * _PER_DECADE
+        """Count ``values`` [n] >= 0; NaN is passed over."""
+        known = values[~np.isnan(values)]
+        scaled = np.log10(np.maximum(known, _FLOOR / 10) / _FLOOR) * _PER_DECADE
         bins = np.clip(np.floor(scaled) + 1, 0, _BINS - 1).astype(np.int64)
         self.counts += np.bincount(bins, minlength=_BINS)
 

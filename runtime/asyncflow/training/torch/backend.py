@@ -115,6 +115,7 @@ class TorchBackend(TrainerBackend):
         self._loss = settings.loss
         self._figures = StepFigures(settings.loss.algorithm.figures)
         self._updates: list[dict[str, float]] = []
+        self._charged: dict[str, float] = {}
         self._step: list[tuple[MicroBatch, int | None]] = []
         self._trained_before = 0
         self._skipped = 0
@@ -268,7 +269,8 @@ class TorchBackend(TrainerBackend):
         if loss.penalised and (batch.reference is not None or self._reference is not None):
             reference = self._evaluated(batch, self._referred) if batch.reference is None else batch.reference
             kl = divergences(batch, reference, loss)
-            self._figures.count([("penalty_tokens", float(batch.loss_lengths().sum())), ("penalty", float(kl.sum()))])
+            # Not counted yet: figures are forgotten where memory runs out, and this is not computed again.
+            self._charged = {"penalty_tokens": float(batch.loss_lengths().sum()), "penalty": float(kl.sum())}
             penalty = self._loss.kl * kl
         if self.settings.critic is not None:
             return self._valued(batch, penalty=penalty)
@@ -474,6 +476,8 @@ class TorchBackend(TrainerBackend):
         if link is not None:
             self.group.gather(np.zeros(1), what=f"what the critic learns in step {step}")
             self._figures.count(link.settle(step).items() if self.group.rank == 0 else ())
+        self._figures.count(self._charged.items())
+        self._charged = {}
         meter = self._figures.merged(self.group, step=step)
         totals = LossTotals(int(meter.sums["tokens"]), int(meter.sums["sequences"]))
         divisor, tokens = self.settings.loss.aggregation.divisor(totals), float(max(1, totals.tokens))

@@ -115,8 +115,7 @@ class StepFigures:
         self._packs = []
         for name, row in zip(names, torch.stack(figures).tolist(), strict=True):
             self._meter.add(zip(name, row, strict=True))
-        found = torch.cat(gaps).cpu().numpy()
-        self._meter.histogram.add(found[~np.isnan(found)])
+        self._meter.histogram.add(torch.cat(gaps).cpu().numpy())
 
 
 def metrics_of(meter: StepMeter, *, divisor: float, applied: Applied, own: tuple[str, ...] = ()) -> dict[str, float]:
