@@ -19,7 +19,7 @@ from typing import Final
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from asyncflow_operator.main import LEADERSHIP_LOST
+from asyncflow_operator.main import REPLACED
 from kube.plane import ControlPlane
 from kube.process import PlaneError, Restarted, wait_until
 from kube.servers import LOOPBACK, free_ports
@@ -56,7 +56,7 @@ class OperatorProcess:
         } | {option.replace("_", "-"): value for option, value in options.items()}
         words = [str(word) for option, value in given.items() for word in (f"--{option}", value)]
         command = [sys.executable, "-m", "asyncflow_operator", "run", *words]
-        self.process = Restarted(name, command, log=plane.folder / "log" / name, status=LEADERSHIP_LOST)
+        self.process = Restarted(name, command, log=plane.folder / "log" / name, status=REPLACED)
 
     @property
     def log(self) -> str:

@@ -18,6 +18,8 @@ from kube.rest import APPLY
 
 NAMESPACE: Final = "asyncflow-system"
 _FILE: Final = Path(__file__).parents[1] / "deploy" / "cluster.yaml"
+_RBAC: Final = "/apis/rbac.authorization.k8s.io/v1"
+_ROLES: Final = ("Role", "RoleBinding")
 _NAME: Final = "asyncflow-operator"
 _LEADER: Final = f"{_NAME}-leader"
 _USERS: Final = f"system:serviceaccount:{NAMESPACE}:"
@@ -45,8 +47,32 @@ def grant(plane: ControlPlane, namespace: str) -> None:
     """Allow the service accounts of ``NAMESPACE`` what the chart allows its operator; the Lease is in ``namespace``."""
     for kind in ("ClusterRole", "ClusterRoleBinding"):
         _apply(plane, kind, _NAME, where="")
-    for kind in ("Role", "RoleBinding"):
+    for kind in _ROLES:
         _apply(plane, kind, _LEADER, where=f"namespaces/{namespace}/")
+
+
+def grant_in(plane: ControlPlane, namespace: str, *, account: tuple[str, str], leads: bool) -> None:
+    """Allow a service account, namespace and name, in one namespace what the chart allows an operator of single ones.
+
+    leads: whether the Lease is there.
+    """
+    subject = {"kind": "ServiceAccount", "namespace": account[0], "name": account[1]}
+    for name, source in ((_NAME, "ClusterRole"), *([(_LEADER, "Role")] if leads else ())):
+        role = {"rules": _object(source, name)["rules"]}
+        bound = {
+            "subjects": [subject],
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
+        }
+        for kind, body in zip(_ROLES, (role, bound), strict=True):
+            manifest = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": kind, "metadata": {"name": name}} | body
+            path = f"{_RBAC}/namespaces/{namespace}/{kind.lower()}s/{name}"
+            plane.api.patch(path, manifest, form=APPLY, query={"fieldManager": "tests"})
+
+
+def revoke_in(plane: ControlPlane, namespace: str) -> None:
+    """Take back what ``grant_in`` has granted in a namespace where no Lease is."""
+    for kind in _ROLES:
+        plane.api.delete(f"{_RBAC}/namespaces/{namespace}/{kind.lower()}s/{_NAME}")
 
 
 def account(plane: ControlPlane, name: str) -> Path:
@@ -104,5 +130,5 @@ def _apply(plane: ControlPlane, kind: str, name: str, *, where: str) -> None:
     manifest = _object(kind, name) | {"metadata": {"name": name}}
     if "subjects" in manifest:
         manifest["subjects"] = [_OPERATORS]
-    path = f"/apis/rbac.authorization.k8s.io/v1/{where}{kind.lower()}s/{name}"
+    path = f"{_RBAC}/{where}{kind.lower()}s/{name}"
     plane.api.patch(path, manifest, form=APPLY, query={"fieldManager": "tests"})

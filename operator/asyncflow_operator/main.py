@@ -1,7 +1,8 @@
 """``asyncflow-operator``: the command line.
 
 Invariant: exit status 0 after SIGTERM or SIGINT, 2 where a setting is wrong and nothing was started, 3 where another
-operator leads now, 1 for anything else; a mistake of the user costs one line, and a traceback is a bug.
+process is to go on: another operator leads now, or the namespaces with rights are others; 1 for anything else. A
+mistake of the user costs one line, and a traceback is a bug.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from asyncflow_operator.settings import PREFIX, Settings, options, settings
 
 FAILED: Final = 1
 USAGE: Final = 2
-LEADERSHIP_LOST: Final = 3
+REPLACED: Final = 3
 
 _log = logging.getLogger(__name__)
 
@@ -124,7 +125,8 @@ def main() -> None:
 async def _run(chosen: Settings) -> int:
     from asyncflow_operator.cluster.client import Api
     from asyncflow_operator.cluster.kinds import MEMBERS
-    from asyncflow_operator.operator import LeadershipLost, Operator
+    from asyncflow_operator.operator import LeadershipLost, NamespacesChanged, Operator
+    from asyncflow_operator.rights import served
     from asyncflow_operator.telemetry import Metrics
 
     master = chosen.master_secret()
@@ -133,7 +135,10 @@ async def _run(chosen: Settings) -> int:
     connections = chosen.connections + watches
     api = await Api.connect(kubeconfig=chosen.kubeconfig, connections=connections, answered=metrics.answered)
     leases = await Api.connect(kubeconfig=chosen.kubeconfig, connections=2, answered=metrics.answered)
-    operator = Operator(chosen, api, leases=leases, master=master, metrics=metrics)
+    namespaces = await served(api, chosen.namespaces, now=chosen.namespaces)
+    if without := sorted(set(chosen.namespaces) - set(namespaces)):
+        _log.error("namespaces are left out: the operator has no rights there", extra={"without": ", ".join(without)})
+    operator = Operator(chosen, api, namespaces=namespaces, leases=leases, master=master, metrics=metrics)
 
     def take_signals() -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -141,8 +146,8 @@ async def _run(chosen: Settings) -> int:
 
     try:
         await operator.run(take_signals=take_signals)
-    except LeadershipLost:
-        return LEADERSHIP_LOST
+    except (LeadershipLost, NamespacesChanged):
+        return REPLACED
     finally:
         await api.close()
         await leases.close()

@@ -32,6 +32,7 @@ from asyncflow_operator.observed import Owner, PodView
 from asyncflow_operator.reconcile import CachedDesired, ReconcileOutcome, Reconciler
 from asyncflow_operator.references import Key
 from asyncflow_operator.review import settings_of
+from asyncflow_operator.rights import until_others
 from asyncflow_operator.settings import Settings
 from asyncflow_operator.telemetry import HealthChecks, Http, Metrics, update_gauges
 from asyncflow_operator.watch import ClusterWatch, run_kopf
@@ -48,14 +49,29 @@ class LeadershipLost(Exception):
     """Leadership was lost: another operator may work now, and this one must end at once."""
 
 
+class NamespacesChanged(Exception):
+    """The operator has its rights in other namespaces now: a new process is to watch those."""
+
+
 class Operator:
     """Operator process.
 
-    leases: connections for the Lease alone, so that no other write holds up its renewal.
+    namespaces: those of its settings that it serves, see ``rights``; leases: connections for the Lease alone, so that
+    no other write holds up its renewal.
     """
 
-    def __init__(self, settings: Settings, api: Api, *, leases: Api, master: bytes, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        api: Api,
+        *,
+        namespaces: tuple[str, ...],
+        leases: Api,
+        master: bytes,
+        metrics: Metrics,
+    ) -> None:
         self._settings = settings
+        self._namespaces = namespaces
         self._api = api
         self._metrics = metrics
         self._stop = asyncio.Event()
@@ -67,7 +83,7 @@ class Operator:
         api.may_write = self._leads
         self._watch = ClusterWatch(
             api,
-            namespaces=settings.namespaces,
+            namespaces=namespaces,
             mark=self._worklist.mark,
             renew=self._worklist.renew,
             resync_s=settings.resync_seconds,
@@ -126,7 +142,7 @@ class Operator:
         self._stop.set()
 
     async def run(self, *, take_signals: Callable[[], None]) -> None:
-        """Work until stopped. Raises LeadershipLost, and the failure of any part.
+        """Work until stopped. Raises LeadershipLost, NamespacesChanged, and the failure of any part.
 
         take_signals: makes SIGTERM call ``stop``; called once kopf has taken the signals for itself.
         """
@@ -142,12 +158,22 @@ class Operator:
         kopf_run = run_kopf(
             self._api,
             self._watch.store,
-            namespaces=self._settings.namespaces,
+            namespaces=self._namespaces,
             stop=kopf_stop,
             ready=kopf_ready,
         )
         kopf = asyncio.create_task(kopf_run, name="kopf")
         tasks = {kopf, asyncio.create_task(self._stop.wait())}
+        others: asyncio.Task[None] | None = None
+        if self._namespaces:
+            looks = until_others(
+                api=self._api,
+                namespaces=self._settings.namespaces,
+                now=self._namespaces,
+                every_s=self._settings.rights_seconds,
+            )
+            others = asyncio.create_task(looks)
+            tasks.add(others)
         try:
             await _first(tasks, until=kopf_ready.wait())
             take_signals()
@@ -167,6 +193,8 @@ class Operator:
         for task in tasks:
             if task.done() and not task.cancelled():
                 task.result()
+        if others is not None and others.done() and not others.cancelled():
+            raise NamespacesChanged
 
     async def _prepare(self) -> None:
         """Wait until everything is listed and this process leads."""
