@@ -163,3 +163,13 @@ async def test_what_is_sent_stays_below_the_bandwidth_over_all_peers():
     began = loop.time()
     await asyncio.gather(*(bucket.take(20_000) for _ in range(10)))
     assert loop.time() - began >= 0.2
+
+
+async def test_bytes_of_a_request_that_was_cancelled_keep_nobody_waiting():
+    bucket = Bucket(1_000_000)
+    cancelled = asyncio.create_task(bucket.take(1_000_000_000))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    async with asyncio.timeout(20):
+        await bucket.take(1000)

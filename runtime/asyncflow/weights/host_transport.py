@@ -97,11 +97,18 @@ class Bucket:
         self._free_at = 0.0
 
     async def take(self, nbytes: int) -> None:
-        """Wait until the time that everybody's bytes so far, and these, take at the rate is over."""
+        """Wait until the time that everybody's bytes so far, and these, take at the rate is over.
+
+        Bytes of a caller that is cancelled, and so sends none, keep nobody waiting who comes later.
+        """
         if self._rate is not None:
-            now = asyncio.get_running_loop().time()
-            self._free_at = max(now, self._free_at) + nbytes / self._rate
-            await asyncio.sleep(self._free_at - now)
+            now, takes = asyncio.get_running_loop().time(), nbytes / self._rate
+            self._free_at = max(now, self._free_at) + takes
+            try:
+                await asyncio.sleep(self._free_at - now)
+            except asyncio.CancelledError:
+                self._free_at -= takes
+                raise
 
 
 class ChunkRequest(msgspec.Struct, frozen=True, kw_only=True):
