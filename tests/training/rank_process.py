@@ -25,7 +25,7 @@ FORKS.set_forkserver_preload(
         "asyncflow.training.torch.backend",
         "asyncflow.training.trainer",
         "asyncflow.queue.controller.controller",
-        "asyncflow.queue.unit.unit",
+        "asyncflow.queue.storage.unit",
         "asyncflow.weights.service",
     ]
 )
