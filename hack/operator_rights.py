@@ -1,6 +1,6 @@
 """What the chart allows its operator, on a control plane of ``kube``: granted to those of tests, compared with use.
 
-Invariant: the rules are the chart's own, as ``deploy/cluster.yaml`` has them; only who has them, and in which
+Invariant: the rules are the chart's own, as the files of ``deploy/`` have them; only who has them, and in which
 namespaces the Lease may lie, is widened, so that several operators run side by side and the audit log tells them apart.
 """
 
@@ -17,11 +17,12 @@ from kube.plane import ControlPlane
 from kube.rest import APPLY
 
 NAMESPACE: Final = "asyncflow-system"
-_FILE: Final = Path(__file__).parents[1] / "deploy" / "cluster.yaml"
+_DEPLOY: Final = Path(__file__).parents[1] / "deploy"
 _RBAC: Final = "/apis/rbac.authorization.k8s.io/v1"
 _ROLES: Final = ("Role", "RoleBinding")
 _NAME: Final = "asyncflow-operator"
 _LEADER: Final = f"{_NAME}-leader"
+_JOBS: Final = f"{_NAME}-jobs"
 _USERS: Final = f"system:serviceaccount:{NAMESPACE}:"
 _OPERATORS: Final = {
     "kind": "Group",
@@ -57,8 +58,8 @@ def grant_in(plane: ControlPlane, namespace: str, *, account: tuple[str, str], l
     leads: whether the Lease is there.
     """
     subject = {"kind": "ServiceAccount", "namespace": account[0], "name": account[1]}
-    for name, source in ((_NAME, "ClusterRole"), *([(_LEADER, "Role")] if leads else ())):
-        role = {"rules": _object(source, name)["rules"]}
+    for name in (_JOBS, *([_LEADER] if leads else ())):
+        role = {"rules": _object("Role", name, file="namespaced.yaml")["rules"]}
         bound = {
             "subjects": [subject],
             "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
@@ -72,7 +73,7 @@ def grant_in(plane: ControlPlane, namespace: str, *, account: tuple[str, str], l
 def revoke_in(plane: ControlPlane, namespace: str) -> None:
     """Take back what ``grant_in`` has granted in a namespace where no Lease is."""
     for kind in _ROLES:
-        plane.api.delete(f"{_RBAC}/namespaces/{namespace}/{kind.lower()}s/{_NAME}")
+        plane.api.delete(f"{_RBAC}/namespaces/{namespace}/{kind.lower()}s/{_JOBS}")
 
 
 def account(plane: ControlPlane, name: str) -> Path:
@@ -119,11 +120,11 @@ def _needed(request: Request) -> Iterator[Right]:
             yield Right(request.group, request.kind, "create")
 
 
-def _object(kind: str, name: str) -> dict[str, Any]:
-    for each in yaml.safe_load_all(_FILE.read_text()):
+def _object(kind: str, name: str, *, file: str = "cluster.yaml") -> dict[str, Any]:
+    for each in yaml.safe_load_all((_DEPLOY / file).read_text()):
         if each and each["kind"] == kind and each["metadata"]["name"] == name:
             return dict(each)
-    raise LookupError(f"{_FILE} has no {kind} {name}")
+    raise LookupError(f"{file} has no {kind} {name}")
 
 
 def _apply(plane: ControlPlane, kind: str, name: str, *, where: str) -> None:

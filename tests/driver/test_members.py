@@ -138,3 +138,22 @@ async def test_nobody_waits_for_a_follower_at_the_end(tmp_path: Path) -> None:
     assert told.directives.stop
     there.observe(1.0)
     assert "follower" not in there.lives.idle_shares(1.0)
+
+
+async def test_who_leaves_last_hears_of_the_end_once_all_others_are_gone(tmp_path: Path) -> None:
+    directory = Directory()
+    there = members(directory, tmp_path)
+    for index, worker in enumerate("ab"):
+        join(directory, worker, index=index)
+    directory.register(Member(role="storage", index=0, incarnation="unit"))
+    dismissing = asyncio.create_task(there.dismiss(within_s=60.0))
+    await asyncio.sleep(0)
+    assert not directory.heartbeat(Beat(incarnation="unit", revision=0)).directives.stop
+    waiting = directory.heartbeat(Beat(incarnation="unit", revision=0))
+    directory.leave("a", "left")
+    await asyncio.sleep(0.05)
+    assert not waiting.done(), "one of several that have left is nothing to tell the others"
+    directory.leave("b", "left")
+    assert (await asyncio.wait_for(waiting, 10)).directives.stop
+    directory.leave("unit", "left")
+    await dismissing

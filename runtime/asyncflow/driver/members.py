@@ -82,7 +82,7 @@ class Members:
         self._checkpoints_asked = 0
         self.judged = -1
         self.best: Best | None = None
-        self._stopping = False
+        self._dismissed = -1  # the turn up to which all are to stop
         self._somebody_left = asyncio.Event()
         self._expiring: set[asyncio.Task[None]] = set()
         directory.on_join.append(self._joined)
@@ -222,31 +222,30 @@ class Members:
 
     async def dismiss(self, *, within_s: float) -> None:
         """Direct all members to stop, and wait until the job's own have left, at most ``within_s`` seconds."""
-        self._stopping = True
+        self._dismiss(turn=0)
         try:
             async with asyncio.timeout(within_s):
-                while self._own:
+                while own := self._own:
                     self._somebody_left.clear()
-                    self._directory.answer_all()
+                    if (turn := min(map(_turn, own))) > self._dismissed:
+                        self._dismiss(turn=turn)
                     await self._somebody_left.wait()
         except TimeoutError:
             rest = ", ".join(map(str, self._own))
             log.warning("these members have not left within %g s: %s", within_s, rest)
 
+    def _dismiss(self, *, turn: int) -> None:
+        self._dismissed = turn
+        self._directory.answer_all()
+
     def _directives(self, member: Member) -> Directives:
         return Directives(
-            stop=self._stopping and self._may_go(member),
+            stop=_turn(member) <= self._dismissed,
             drain=member.incarnation in self._drained,
             checkpoint=self._checkpoints_asked,
             judged=self.judged,
             best=self.best,
         )
-
-    def _may_go(self, member: Member) -> bool:
-        return self._turn(member) <= min(map(self._turn, self._own), default=0)
-
-    def _turn(self, member: Member) -> int:
-        return next((1 + turn for turn, roles in enumerate(LAST) if member.role in roles), 0)
 
     def _joined(self, member: Member) -> None:
         self._roles.add(member.role)
@@ -258,7 +257,7 @@ class Members:
     def _left(self, member: Member, _reason: str) -> None:
         self._somebody_left.set()
         self._drained.discard(member.incarnation)
-        if member.role not in _WITHOUT_LEASES and not self._stopping:
+        if member.role not in _WITHOUT_LEASES and self._dismissed < 0:
             expiring = asyncio.get_running_loop().create_task(self._expire(member), name=f"expire {member}")
             self._expiring.add(expiring)
             expiring.add_done_callback(self._expiring.discard)
@@ -269,3 +268,8 @@ class Members:
             await self._queue.expire(worker=member.incarnation, timeout=EXPIRE_S)
         except AsyncFlowError as error:
             log.warning("the leases of %s end by themselves: %s", member, error)
+
+
+def _turn(member: Member) -> int:
+    """Return when a member is dismissed: after all who are of a lower turn have left."""
+    return next((1 + turn for turn, roles in enumerate(LAST) if member.role in roles), 0)
