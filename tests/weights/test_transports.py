@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import resource
 import signal
+import socket
 
 import numpy as np
 import pytest
@@ -110,6 +113,29 @@ async def test_pieces_tile_what_was_asked_for_and_are_equal_bit_for_bit(opened, 
     assert np.array_equal(target.arrays["w"], arena.arrays["w"][rows, columns])
     assert np.array_equal(target.arrays["b"], arena.arrays["b"][1:4])
     assert target.arrays["one"] == 42.0
+
+
+async def test_memory_is_handed_over_again_when_descriptors_are_given_back(opened):
+    holder, source, _ = await opened("ipc", "holder", filled)
+    puller, _, _ = await opened("ipc", "puller")
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    callers = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (callers[-1].fileno() + 1, most[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:  # holes below the limit
+                callers.append(socket.socket(socket.AF_UNIX))
+        for caller in callers[:3]:
+            caller.setblocking(False)
+            caller.connect(f"\0{holder.door}".encode())
+        await asyncio.sleep(0)  # the holder looks at its door, and has no descriptor left
+        await asyncio.sleep(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+        for caller in callers:
+            caller.close()
+    target = await pulled(puller, source, [region_of("w", WHOLE)])
+    assert target.arrays["w"].shape == (300, 200)
 
 
 @kinds

@@ -13,23 +13,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import mmap
 import os
 import socket
 import struct
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from asyncflow.errors import PeerLost, ProtocolError
+from asyncflow.rpc.listener import Listener
 from asyncflow.rpc.shm import is_same_user
 from asyncflow.weights.placed_transport import Block, PlacedLine, PlacedTransport, Pointer, address_of
+
+_log = logging.getLogger(__name__)
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _ASKED = struct.Struct("!Q")
 _GIVEN, _UNKNOWN = b"+", b"-"
 _ANSWER_S = 2.0
-_BACKLOG = 64
+_MOST = 64
+"""Peers at once."""
 
 
 class IpcTransport(PlacedTransport):
@@ -39,24 +44,27 @@ class IpcTransport(PlacedTransport):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._listener: socket.socket | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._listener: Listener | None = None
 
     async def prepare(self) -> None:
         """Open the door."""
         self.door = f"asyncflow-weights/{uuid.uuid4().hex}"
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.setblocking(False)
-        self._listener.bind(_name(self.door))
-        self._listener.listen(_BACKLOG)
-        self._spawn(self._serve(self._listener))
+        bound = socket.socket(socket.AF_UNIX)
+        bound.bind(_name(self.door))
+        bound.listen(_MOST)
+        self._listener = Listener(
+            [bound],
+            most=_MOST,
+            share=1.0,
+            meet=self._hand_over,
+            connected=lambda: 0,
+            make_room=lambda: False,
+            refused=lambda refused: _log.warning("memory of weights is not handed over: %s", refused),
+        )
 
     async def close(self) -> None:
         """Close the door; memory that peers have mapped stays as long as they map it."""
         await super().close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._listener is not None:
             self._listener.close()
         for block in self.pool.blocks.values():
@@ -90,21 +98,9 @@ class IpcTransport(PlacedTransport):
             raise ProtocolError("the regions do not lie inside the memory that was handed over", where=door)
         return frames
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _serve(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            peer, _ = await loop.sock_accept(listener)
-            self._spawn(self._hand_over(peer))
-
     async def _hand_over(self, peer: socket.socket) -> None:
-        """Hand the block that a peer asks for, until it asks no more."""
+        """Hand over the block that a peer asks for."""
         with peer, contextlib.suppress(OSError, TimeoutError):
-            peer.setblocking(False)
             if not is_same_user(peer):
                 return
             async with asyncio.timeout(_ANSWER_S):
