@@ -173,11 +173,12 @@ class Laps:
         self._attempt = -1
         self._wall_s = self._wait_s = 0.0
         self._samples = self._trained = 0
-        self._slot_shares: list[float] = []
+        self._slot_share, self._looks = 0.0, 0
 
     def look(self, slot_share: float) -> None:
         """Take in the share of all slots that is in use now; looked at in equal intervals."""
-        self._slot_shares.append(slot_share)
+        self._looks += 1
+        self._slot_share += (slot_share - self._slot_share) / self._looks
 
     def step(self, line: Mapping[str, Any]) -> None:
         """Take in an optimizer step, a line of ``metrics.jsonl``."""
@@ -201,10 +202,10 @@ class Laps:
             samples=self._samples,
             trained=self._trained,
             generated=self._lives.tokens_generated,
-            slot_share=statistics.fmean(self._slot_shares or [1.0]),
+            slot_share=self._slot_share if self._looks else 1.0,
         )
         self._marks.append(mark)
-        self._slot_shares.clear()
+        self._slot_share, self._looks = 0.0, 0
 
     def recent(self) -> RecentFigures | None:
         """Return the figures of the last ``LAPS`` laps, None before there are so many."""
