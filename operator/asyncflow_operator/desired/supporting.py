@@ -49,7 +49,8 @@ _BREAKS: Final = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")
 _NAMESPACE_NAME: Final = "kubernetes.io/metadata.name"
 _OPERATOR: Final = MappingProxyType({"app.kubernetes.io/name": FIELD_MANAGER})
 """Label of the operator's pods, as the chart sets it."""
-_DNS_PORT: Final = 53
+_DNS_PORTS: Final = (53, 5353)
+"""Port of a DNS service, and of the pods behind it on OpenShift: policies see the address after its translation."""
 
 
 def make_config(manifest: RLJob | TransferQueue | WeightSync, family: Family, *, name: str = "") -> Manifest:
@@ -157,7 +158,7 @@ def make_egress_policy(family: Family, *, roles: Sequence[RoleName], network: bo
     """
     inside: list[Manifest] = [
         {"to": [{"podSelector": {"matchLabels": dict(family.selector)}}]},
-        {"ports": [{"protocol": protocol, "port": _DNS_PORT} for protocol in ("UDP", "TCP")]},
+        {"ports": [{"protocol": protocol, "port": port} for port in _DNS_PORTS for protocol in ("UDP", "TCP")]},
     ]
     scoring = {"key": LABEL_ROLE, "operator": "In", "values": list(roles)}
     selector = {"matchLabels": dict(family.selector), "matchExpressions": [scoring]}

@@ -106,7 +106,8 @@ def test_where_samples_are_scored_only_the_family_and_names_can_be_reached(desir
     assert spec["policyTypes"] == ["Egress"]
     family, names = spec["egress"]
     assert family == {"to": [{"podSelector": {"matchLabels": {"asyncflow.dev/job": "math"}}}]}
-    assert {(port["protocol"], port["port"]) for port in names["ports"]} == {("UDP", 53), ("TCP", 53)}
+    ports = {(port["protocol"], port["port"]) for port in names["ports"]}
+    assert ports == {("UDP", 53), ("TCP", 53), ("UDP", 5353), ("TCP", 5353)}
     opened = job_state(reward={"function": "mine:score", "network": True})
     assert by_name(desired.supporting(opened))["NetworkPolicy/math.rewards"]["spec"]["egress"] == [{}]
 
