@@ -1,18 +1,22 @@
 """Whatever bytes come in, the service goes on: garbage, half messages, huge declared sizes, lying headers."""
 
 import asyncio
+import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import pytest
+import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from asyncflow.errors import ProtocolError
+from asyncflow.errors import PeerLost, ProtocolError
+from asyncflow.rpc import client as calling
 from asyncflow.rpc import framing
-from asyncflow.rpc.addresses import host_and_port
+from asyncflow.rpc.addresses import address_of, host_and_port
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.server import RpcServer
 
@@ -168,3 +172,30 @@ async def test_a_client_survives_any_answer(impostor: Any) -> None:
         await peer.send(bad)
         assert isinstance((await asyncio.gather(call, return_exceptions=True))[0], ProtocolError)
     await client.close()
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_peer_that_hangs_up_before_it_greets_is_dialled_again(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a forwarded port does, or a server with too many connections; in uvloop that is heard of first."""
+    with socket.create_server(("127.0.0.1", 0)) as listening, asyncio.Runner(loop_factory=new_loop) as runner:
+        listening.settimeout(10)
+        twice = asyncio.Semaphore(0)
+
+        def hang_up(_: socket.socket) -> None:
+            listening.accept()[0].close()
+            twice.release()
+
+        async def run() -> None:
+            client = RpcClient(name="client", resolve=address_of(*listening.getsockname()))
+            call = asyncio.create_task(client.call("add", Number(value=1), Number, timeout=60))
+            async with asyncio.timeout(10):
+                await twice.acquire()
+                await twice.acquire()
+            await client.close()
+            with pytest.raises(PeerLost, match="closed"):
+                await call
+
+        monkeypatch.setattr(calling, "tune", hang_up)
+        runner.run(run())
