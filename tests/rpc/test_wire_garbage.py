@@ -127,6 +127,18 @@ async def test_a_handler_ends_at_the_deadline_of_a_caller_that_died_without_a_wo
             await asyncio.sleep(0.01)
 
 
+async def test_what_is_nested_too_deep_is_no_request(server: RpcServer, stranger: Any) -> None:
+    server.route("add", Number, add)
+    deep = b"\x91" * 100_000 + b"\xc0"
+    async with stranger(server) as enemy, asyncio.timeout(10):
+        await enemy.send([b"\x96\xa2c1\x01\xa3add\x01\x00" + deep, b"\x80"])
+        await until_dropped(server, "header")
+        await enemy.send([framing.encode(framing.Call(1, "add", 60.0, 0)), b"\x81\xa1z" + deep])
+        header, said = await enemy.receive()
+        assert isinstance(framing.to_client(header), framing.Failure)
+        assert framing.error_body(said)["code"] == "protocol"
+
+
 async def test_raw_tcp_garbage_half_messages_and_huge_sizes_harm_nobody(server: RpcServer, client: RpcClient) -> None:
     server.route("add", Number, add)
     greeted = framing.hello(None)
