@@ -109,20 +109,22 @@ async def test_what_is_dropped_is_counted_by_reason(server: RpcServer, stranger:
     assert server.counters.calls["park"] == 1
 
 
-async def test_a_handler_ends_at_the_deadline_of_a_caller_that_died_without_a_word(
-    server: RpcServer, stranger: Any
+@pytest.mark.parametrize("hangs_up", [False, True])
+async def test_a_handler_ends_with_the_connection_or_at_the_deadline_of_a_caller_that_died_without_a_word(
+    server: RpcServer, stranger: Any, hangs_up: bool
 ) -> None:
     async def park(request: Number, frames: Sequence[memoryview]) -> Number:
         await asyncio.sleep(60)
         return request
 
     server.route("park", Number, park)
-    async with stranger(server) as caller:
-        await caller.send([framing.encode(framing.Call(1, "park", 0.2, 0)), framing.encode(Number(value=1))])
-        async with asyncio.timeout(10):
-            while not server.counters.calls["park"]:
-                await asyncio.sleep(0.01)
-    async with asyncio.timeout(10):
+    async with stranger(server) as caller, asyncio.timeout(10):
+        timeout_s = 60.0 if hangs_up else 0.2
+        await caller.send([framing.encode(framing.Call(1, "park", timeout_s, 0)), framing.encode(Number(value=1))])
+        while not server.counters.calls["park"]:
+            await asyncio.sleep(0.01)
+        if hangs_up:
+            caller.close()
         while not server.counters.cancelled:
             await asyncio.sleep(0.01)
 
