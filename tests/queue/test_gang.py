@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.errors import Fenced, Refused
+from asyncflow.queue.ledger.log import pack
 from asyncflow.queue.protocol.calls import AskSlot
 from asyncflow.queue.protocol.messages import TaskSpec
 from asyncflow.queue.table.state import RowState
@@ -334,3 +335,19 @@ def test_a_group_that_is_early_takes_the_place_of_one_that_is_late(queue):
     with pytest.raises(Refused, match="have ended"):
         training.exchange(P, 9, 2, 0)
     assert [key[0] for key in flat(train(queue, 2)[0])] == [0, 0, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("tag", "counts"),
+    [("many", 0), (float("nan"), 0), (-5, 0), (7.0, 7), ((1 << 64) - 1, 1 << 32), (float("inf"), 1 << 32)],
+)
+def test_a_tag_that_is_no_number_of_tokens_stops_nobody(make_queue, tag, counts):
+    queue = make_queue([*WHOLE, TaskSpec(partition=P, name="long", needs=["advantage"], order="longest")])
+    queue.table.training.begin(P, 0, 0, 1)
+    queue.table.training.open_step(P, 1, 1, 2)
+    queue.create(0)
+    make(queue, tokens=lambda _: tag)
+    assert len(queue.claim("long")) == 2
+    _, totals = train(queue, 1)
+    assert totals.response_tokens == 2 * counts
+    assert all(map(pack, queue.table.state.outbox))

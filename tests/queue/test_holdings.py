@@ -313,3 +313,36 @@ async def test_a_put_that_the_store_refuses_leaves_nothing_in_the_budget():
     with pytest.raises(DeadlineExceeded):
         await unit.create([3])
     assert (unit.budget.used, unit.budget.promised) == (0, 0)
+
+
+class Remote(MemoryBackend):
+    """Finds cells at once, and gives them when it is let."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.may_give = asyncio.Event(), asyncio.Event()
+
+    async def get(self, places, columns):
+        found = await super().get(places, columns)
+        self.asked.set()
+        await self.may_give.wait()
+        return found
+
+
+async def test_cells_that_are_replaced_or_cleared_while_others_of_a_fetch_are_read_are_what_they_were():
+    for change in ("write", "clear"):
+        unit = Unit(backend=Remote())
+        rows = await unit.create([1, 1])
+        await unit.write(rows, {"b": [(1, 5), (1, 6)]})
+        fetching = asyncio.create_task(unit.holdings.fetch(rows, ["b", "a"]))
+        await unit.backend.asked.wait()
+        if change == "write":
+            await unit.write(rows, {"b": [(1, 7), (1, 8)]}, lease="2")
+        else:
+            unit.holdings.clear(rows)
+        await freed()
+        await freed()
+        unit.backend.may_give.set()
+        got = await fetching
+        assert list(got) == ["b", "a"]
+        assert (got["b"].values.tolist(), got["a"].values.tolist()) == ([5, 6], rows)

@@ -194,6 +194,23 @@ async def test_a_ledger_that_cannot_be_written_says_so(tmp_path):
     os.close(ledger._fd)
 
 
+def test_copies_that_somebody_has_put_beside_a_ledger_are_neither_read_nor_removed(queue, tmp_path):
+    ledger = Ledger(tmp_path)
+    assert list(ledger.recover()) == []
+    events = history(queue)
+    ledger.begin(events)
+    ledger.let_go()
+    copies = [tmp_path / name for name in ("backup.wal", "000000000001-copy.wal", "2.wal")]
+    for copy in copies:
+        copy.write_bytes(b"older")
+    ledger = Ledger(tmp_path)
+    assert list(ledger.recover()) == events
+    ledger.begin([])
+    ledger.let_go()
+    assert newest(tmp_path).name == "000000000002.wal"
+    assert [copy.read_bytes() for copy in copies] == [b"older"] * 3
+
+
 async def test_a_ledger_has_one_writer(tmp_path):
     first = Ledger(tmp_path)
     list(first.recover())

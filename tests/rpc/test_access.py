@@ -150,6 +150,7 @@ def test_a_rollout_uses_no_lease_of_another(lease):
 
 def test_a_lease_names_its_holder():
     assert holder_of("1f@rollout-3") == ("rollout", 3)
+    assert holder_of("write:1f@rollout-3") is None
 
 
 def test_a_rollout_does_not_register_as_a_trainer():

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import re
 import socket
@@ -340,4 +341,22 @@ async def test_a_server_that_comes_later_is_reached_by_shared_memory_too(made: l
     assert len(made) == 2
     await client.close()
     await arenas.until_none()
+    await server.close()
+
+
+async def test_a_caller_that_can_make_one_arena_only_does_without_and_keeps_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server, arena, made = await serve(), shm.new_arena, []
+
+    def one() -> int:
+        if made:
+            raise OSError(errno.EMFILE, "too many open files")
+        made.append(arena())
+        return made[0]
+
+    monkeypatch.setattr(shm, "new_arena", one)
+    assert shm.dialled(server.address) is None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(made[0])
     await server.close()

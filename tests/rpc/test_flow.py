@@ -23,6 +23,7 @@ from asyncflow.rpc import server as serving
 from asyncflow.rpc.access import Access
 from asyncflow.rpc.addresses import ANYBODY, host_and_port
 from asyncflow.rpc.client import RpcClient
+from asyncflow.rpc.columns import LARGE, Buffer
 from asyncflow.rpc.framing import Inbox, Outbox
 from asyncflow.rpc.server import RpcServer
 from asyncflow.rpc.tls import Credentials
@@ -393,13 +394,14 @@ async def test_a_large_part_that_comes_in_small_pieces_is_there_with_its_last_by
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """Leave no memory when a large part is to go for the ``at``-th time."""
-    calls = iter(range(1, 100))
+    calls, cut = iter(range(1, 100)), Outbox._cut
 
-    def failing(*_: object) -> None:
-        if next(calls) == at:
+    def failing(outbox: Outbox, parts: Sequence[Buffer]) -> Any:
+        if any(memoryview(part).nbytes >= LARGE for part in parts) and next(calls) == at:
             raise MemoryError
+        return cut(outbox, parts)
 
-    monkeypatch.setattr(Outbox, "_placed", failing)
+    monkeypatch.setattr(Outbox, "_cut", failing)
 
 
 @pytest.mark.usefixtures("way")

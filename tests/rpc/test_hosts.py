@@ -133,6 +133,23 @@ async def test_a_name_server_that_is_silent_keeps_no_loop_and_is_asked_once(name
         await client.close()
 
 
+async def test_a_name_for_which_no_thread_can_be_begun_is_looked_up_later(
+    names: Names, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    names.known[NAME] = "127.0.0.1"
+    client = RpcClient(name="client", resolve=f"tcp://{NAME}:{port}")
+    with monkeypatch.context() as full:
+        full.setattr(threading, "Thread", Thread)
+        with pytest.raises(DeadlineExceeded, match="cannot be looked up: can't start new thread"):
+            await client.call("add", Number(value=1), Number, timeout=0.3)
+    assert (await client.call("add", Number(value=1), Number, timeout=30)).value == 2
+    await client.close()
+
+
 async def test_an_address_that_is_a_number_is_listened_at_however_late_the_process_is(monkeypatch) -> None:
     monkeypatch.setattr(addresses, "_BIND_S", 0.0)  # every wait is late, as after a process that stood still
     server = RpcServer(name="server", bind="tcp://127.0.0.1:*")

@@ -1,18 +1,22 @@
 """Whatever bytes come in, the service goes on: garbage, half messages, huge declared sizes, lying headers."""
 
 import asyncio
+import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import pytest
+import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from asyncflow.errors import ProtocolError
+from asyncflow.errors import PeerLost, ProtocolError
+from asyncflow.rpc import client as calling
 from asyncflow.rpc import framing
-from asyncflow.rpc.addresses import host_and_port
+from asyncflow.rpc.addresses import address_of, host_and_port
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.server import RpcServer
 
@@ -105,22 +109,36 @@ async def test_what_is_dropped_is_counted_by_reason(server: RpcServer, stranger:
     assert server.counters.calls["park"] == 1
 
 
-async def test_a_handler_ends_at_the_deadline_of_a_caller_that_died_without_a_word(
-    server: RpcServer, stranger: Any
+@pytest.mark.parametrize("hangs_up", [False, True])
+async def test_a_handler_ends_with_the_connection_or_at_the_deadline_of_a_caller_that_died_without_a_word(
+    server: RpcServer, stranger: Any, hangs_up: bool
 ) -> None:
     async def park(request: Number, frames: Sequence[memoryview]) -> Number:
         await asyncio.sleep(60)
         return request
 
     server.route("park", Number, park)
-    async with stranger(server) as caller:
-        await caller.send([framing.encode(framing.Call(1, "park", 0.2, 0)), framing.encode(Number(value=1))])
-        async with asyncio.timeout(10):
-            while not server.counters.calls["park"]:
-                await asyncio.sleep(0.01)
-    async with asyncio.timeout(10):
+    async with stranger(server) as caller, asyncio.timeout(10):
+        timeout_s = 60.0 if hangs_up else 0.2
+        await caller.send([framing.encode(framing.Call(1, "park", timeout_s, 0)), framing.encode(Number(value=1))])
+        while not server.counters.calls["park"]:
+            await asyncio.sleep(0.01)
+        if hangs_up:
+            caller.close()
         while not server.counters.cancelled:
             await asyncio.sleep(0.01)
+
+
+async def test_what_is_nested_too_deep_is_no_request(server: RpcServer, stranger: Any) -> None:
+    server.route("add", Number, add)
+    deep = b"\x91" * 100_000 + b"\xc0"
+    async with stranger(server) as enemy, asyncio.timeout(10):
+        await enemy.send([b"\x96\xa2c1\x01\xa3add\x01\x00" + deep, b"\x80"])
+        await until_dropped(server, "header")
+        await enemy.send([framing.encode(framing.Call(1, "add", 60.0, 0)), b"\x81\xa1z" + deep])
+        header, said = await enemy.receive()
+        assert isinstance(framing.to_client(header), framing.Failure)
+        assert framing.error_body(said)["code"] == "protocol"
 
 
 async def test_raw_tcp_garbage_half_messages_and_huge_sizes_harm_nobody(server: RpcServer, client: RpcClient) -> None:
@@ -168,3 +186,30 @@ async def test_a_client_survives_any_answer(impostor: Any) -> None:
         await peer.send(bad)
         assert isinstance((await asyncio.gather(call, return_exceptions=True))[0], ProtocolError)
     await client.close()
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_peer_that_hangs_up_before_it_greets_is_dialled_again(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a forwarded port does, or a server with too many connections; in uvloop that is heard of first."""
+    with socket.create_server(("127.0.0.1", 0)) as listening, asyncio.Runner(loop_factory=new_loop) as runner:
+        listening.settimeout(10)
+        twice = asyncio.Semaphore(0)
+
+        def hang_up(_: socket.socket) -> None:
+            listening.accept()[0].close()
+            twice.release()
+
+        async def run() -> None:
+            client = RpcClient(name="client", resolve=address_of(*listening.getsockname()))
+            call = asyncio.create_task(client.call("add", Number(value=1), Number, timeout=60))
+            async with asyncio.timeout(10):
+                await twice.acquire()
+                await twice.acquire()
+            await client.close()
+            with pytest.raises(PeerLost, match="closed"):
+                await call
+
+        monkeypatch.setattr(calling, "tune", hang_up)
+        runner.run(run())

@@ -135,7 +135,7 @@ class QueueClient:
         Raises Refused for columns that do not fit the partition's, for what no unit holds, and without ``samples`` for
         more than 960 MiB or 1,048,576 rows; Fenced where a newer attempt of the samples' creator has taken over.
         """
-        rows = len(next(iter(columns.values()))) if columns else len(tags or ())
+        rows = len(next(iter(columns.values()), tags or ()) if keys is None else keys)
         check_rows(columns, tags, rows=rows)
         if keys is not None:
             tags = [{**tag, messages.KEY_TAG: key} for tag, key in zip(tags or [{}] * rows, keys, strict=True)]

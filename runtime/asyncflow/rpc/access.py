@@ -31,7 +31,7 @@ _WEIGHTS: Final = ("weights.fetch", "weights.place", "weights.pair", "weights.se
 HELD_BY: Final = "@"
 """Between the id of a lease and the process that holds it, in the name of a lease: ``1f@rollout-3``."""
 _PROCESS = r"([a-z]+(?:-[a-z][a-z0-9]*)?)-(0|[1-9][0-9]{0,18})"
-_WORKER, _HOLDER = re.compile(rf"{_PROCESS}-.+", re.DOTALL), re.compile(_PROCESS)
+_WORKER, _LEASE = re.compile(rf"{_PROCESS}-.+", re.DOTALL), re.compile(f"[0-9a-f]+{HELD_BY}{_PROCESS}")
 
 Place: TypeAlias = tuple[str, int]
 """A role and an index."""
@@ -55,7 +55,7 @@ def holder_of(lease: str) -> Place | None:
 
     The name is a claim: whoever granted the lease knows no lease of that name where another process holds it.
     """
-    found = _HOLDER.fullmatch(lease.partition(HELD_BY)[2])
+    found = _LEASE.fullmatch(lease)
     return None if found is None else (found[1], int(found[2]))
 
 

@@ -117,21 +117,22 @@ def look_up(host: str, port: int) -> Future[list[Place]]:
         key = (os.getpid(), host, port)
         found = _under_way.setdefault(key, asked)
         if found is asked:
-            threading.Thread(target=_look_up, args=(key, asked), name=f"look up {host}", daemon=True).start()
+            try:
+                threading.Thread(target=_look_up, args=(key,), name=f"look up {host}", daemon=True).start()
+            except RuntimeError as error:
+                _under_way.pop(key).set_exception(OSError(f"the name {host!r} cannot be looked up: {error}"))
         return found
     return asked
 
 
-def _look_up(key: tuple[int, str, int], asked: Future[list[Place]]) -> None:
+def _look_up(key: tuple[int, str, int]) -> None:
     _, host, port = key
     try:
         places = _places(host, port, 0)
     except (OSError, UnicodeError) as error:
-        del _under_way[key]
-        asked.set_exception(OSError(f"the name {host!r} has no address yet ({error})"))
+        _under_way.pop(key).set_exception(OSError(f"the name {host!r} has no address yet ({error})"))
     else:
-        del _under_way[key]
-        asked.set_result(places)
+        _under_way.pop(key).set_result(places)
 
 
 def _places(host: str, port: int, flags: int) -> list[Place]:

@@ -95,13 +95,14 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def tls(self) -> ssl.SSLObject | None:
-        """The TLS of this connection; None where none is spoken."""
-        found: ssl.SSLObject | None = self._transport.get_extra_info("ssl_object")
+        """The TLS of this connection; None where none is spoken, or it is gone."""
+        found: ssl.SSLObject | None = self._transport and self._transport.get_extra_info("ssl_object")
         return found
 
     def say(self, greeting: bytes) -> None:
-        """Send this side's greeting."""
-        self._transport.write(greeting)
+        """Send this side's greeting, unless the connection is gone: uvloop tells of that before who dialled goes on."""
+        if not self.closed:
+            self._transport.write(greeting)
 
     def send(self, key: Hashable, parts: Sequence[Buffer]) -> None:
         """Send a message after those before it; ``key`` names it."""

@@ -252,16 +252,12 @@ class Outbox:
                 words.append(size)
                 continue
             view = memoryview(part).cast("B")
-            page = self._placed(view)
+            page = None if self._put is None else self._put(view)
             words.append(size if page is None else _IN_SHARED_MEMORY | page << _SIZE_BITS | size)
             if page is None:
                 large.append(view)
         self._under_way = sum(map(len, large))
         return _block(words, small), self._rest(large) if large else None
-
-    def _placed(self, part: memoryview) -> int | None:
-        """Put a large part where the peer finds it, and return its page; None where the part is to be sent."""
-        return None if self._put is None else self._put(part)
 
     def _rest(self, large: Sequence[memoryview]) -> Iterator[Buffer]:
         for view in large:
@@ -361,8 +357,8 @@ class Failure(Struct, frozen=True, array_like=True, tag="f1"):
     call: CallId
 
 
-MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError)
-"""What a decoder raises for bytes that are not what they should be; msgspec passes on what UTF-8 has to say."""
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What a decoder raises for bytes that are not what they should be: no UTF-8 or nested too deep, among others."""
 
 encode = msgspec.msgpack.Encoder().encode
 to_server = msgspec.msgpack.Decoder(Call | Cancel).decode

@@ -1,10 +1,10 @@
 """The answering side of calls: one socket that listens, one more for callers of this host, and a task for each call.
 
-Invariants: a parked handler delays nobody; no handler runs longer than its caller waits, because the caller's deadline
-travels with the call and cancels the handler; whatever bytes come, the service goes on, and what it drops is counted.
-No connection over TLS outlives the certificate that it began with; a peer that has not said who it is in time, sends
-what is no message, or leaves too many answers unread is cut off; one for which too many bytes lie unread is heard no
-more until they went; and nobody else notices. Where there are too many peers, or no descriptor is left, those make room
+Invariants: a parked handler delays nobody; no handler runs longer than its caller waits, whose deadline travels with
+the call, or than its connection is there; whatever bytes come, the service goes on, and what it drops is counted. No
+connection over TLS outlives the certificate that it began with; a peer that has not said who it is in time, sends what
+is no message, or leaves too many answers unread is cut off; one for which too many bytes lie unread is heard no more
+until they went; and nobody else notices. Where there are too many peers, or no descriptor is left, those make room
 first that have not said who they are, the oldest of them first, then the one that has been idle for longest.
 """
 
@@ -109,8 +109,10 @@ class Caller(Connection):
         self.resume()
 
     def lost(self, why: AsyncFlowError) -> None:
-        """Make the server forget this caller."""
+        """Make the server forget this caller, for whom no handler works any more."""
         self._server.forget(self, why)
+        for work in self.running.values():
+            work.cancel()
 
     def close(self) -> None:
         """Close the connection at once."""

@@ -316,7 +316,7 @@ def dialled(address: str) -> tuple[socket.socket, Arenas] | None:
         made.setblocking(False)
         made.connect(name)
         if is_same_user(made):
-            files += [new_arena(), new_arena()]
+            files.extend(new_arena() for _ in range(2))  # one by one: the first is closed if there is no second
             socket.send_fds(made, [_MAGIC], files)
             return made, Arenas(Outgoing(files[0]), Incoming(files[1]))
     except OSError:

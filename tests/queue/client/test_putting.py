@@ -130,3 +130,11 @@ def test_others_make_it_shorter_and_bytes_longer(left_s, nbytes):
 
 def test_a_small_part_leaves_a_unit_that_does_not_answer_long_before_the_deadline():
     assert time_at_unit(60.0, nbytes=1000, others=True)[1] < 5
+
+
+@pytest.mark.parametrize("keys", [["a"], ["a", "b", "c"], []])
+def test_keys_of_another_number_than_rows_are_refused(keys):
+    units = Units([0])
+    with pytest.raises(Refused, match=f"column x has 2 rows, not {len(keys)}"):
+        units.put(2, keys=keys)
+    assert units.asked == []

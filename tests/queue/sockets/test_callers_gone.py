@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from asyncflow.identity import RowPlace
 from asyncflow.queue.controller.sessions import Sessions
-from asyncflow.queue.protocol.calls import Claimed, ClaimRows
+from asyncflow.queue.protocol.calls import Claimed, ClaimRows, ClaimTicket
 from asyncflow.queue.protocol.unit_calls import Hello, Session, Watch
 from asyncflow.queue.table.table import Table
 
@@ -64,6 +64,18 @@ async def test_a_parked_call_ends_once_whatever_comes_together(cluster):
         short = controller.claim(ClaimRows(P, "rollout", "waits", "short", wait_s=0.01))
         assert not (await asyncio.wait_for(short, 10)).rows
         assert (len(controller.parking.waiters), controller.table.claims.parked()) == (0, {})
+
+
+async def test_a_claim_that_is_abandoned_waits_no_more_although_its_connection_seems_to_be_there(cluster):
+    """It came by one that broke for its caller alone, so nothing was heard of its end here."""
+    async with cluster() as queue:
+        controller = queue.controller
+        _, abandon = controller.handlers.routes()["queue.abandon"]
+        parked = park(controller, "gone")
+        abandon(ClaimTicket("gone", "ticket of gone"))
+        await queue.create(0)
+        assert not (await parked).rows
+        assert controller.table.state.leases.of_worker("gone") == []
 
 
 def greeted(sessions, unit):

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from asyncflow.errors import PeerLost
+from asyncflow.errors import PeerLost, Refused
 from asyncflow.queue.storage import packed
 from asyncflow.queue.storage.backend import BytesLost, Outcome, Place, Store, split
 from asyncflow.queue.storage.packed import PackedBackend
@@ -183,4 +183,25 @@ async def test_a_store_that_never_answers_loses_nothing(monkeypatch):
         await backend.get(places, ["c"])
     del store._fault
     assert await backend.get(places, ["c"]) == {"c": put["c"]}
+    await backend.close()
+
+
+async def test_a_put_of_which_the_store_refuses_a_part_leaves_nothing():
+    class Refusing(Flaky):
+        async def write(self, keys, sizes, values):
+            if not self.ever:
+                self.ever.update(keys)
+                raise Refused("not this one", where="test")
+            await asyncio.sleep(0.01)
+            return await super().write(keys, sizes, values)
+
+    rng = random.Random(0)
+    store = Refusing(rng)
+    backend = await opened(store)
+    with pytest.raises(Refused):
+        await backend.put(1, columns(rng, 20))
+    while backend._jobs:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.05)
+    assert not store.values
     await backend.close()

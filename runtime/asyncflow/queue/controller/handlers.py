@@ -60,7 +60,7 @@ class Handlers:
             "queue.claim": (calls.ClaimRows, self.controller.claim),
             "queue.renew": (calls.Leases, lambda c: claims.renew(c.leases, self.controller.now())),
             "queue.end": (calls.EndRows, self._end),
-            "queue.abandon": (calls.ClaimTicket, spread(claims.abandon)),
+            "queue.abandon": (calls.ClaimTicket, spread(self._abandon)),
             "queue.withdraw": (calls.ClaimTicket, spread(self.controller.parking.withdraw)),
             "queue.expire": (calls.Expire, spread(self.expire)),
             "queue.stats": (calls.Nothing, lambda _: self.controller.stats()),
@@ -82,6 +82,10 @@ class Handlers:
     def asked(self, name: str) -> PartitionState:
         """Return the partition for a question: one that nobody made stays unmade."""
         return self.state.partitions.get(name) or PartitionState(name)
+
+    def _abandon(self, worker: str, ticket: str) -> None:
+        self.controller.parking.withdraw(worker, ticket)  # it may wait yet, if it came by a connection that broke
+        self.table.claims.abandon(worker, ticket)
 
     def _end(self, call: calls.EndRows) -> Soon[list[bool]]:
         end = self.table.claims.drop if call.drop else self.table.give_back

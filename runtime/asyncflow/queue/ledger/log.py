@@ -41,7 +41,7 @@ _CHUNK = 1 << 20
 _MAGIC = b"\xa5AF3"
 _ANY_FORMAT = _MAGIC[:3]
 _HEADER = struct.Struct("<4sII")
-SUFFIX = ".wal"
+_GENERATIONS = "[0-9]" * 12 + ".wal"
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Event).decode
 
@@ -66,7 +66,7 @@ def read_ledger(directory: Path) -> Iterator[Event]:
 
 def newest(directory: Path) -> Path | None:
     """Return the file of the highest generation."""
-    return max(directory.glob(f"*{SUFFIX}"), default=None)
+    return max(directory.glob(_GENERATIONS), default=None)
 
 
 def records(data: bytes, path: Path) -> Iterator[tuple[Event, int]]:
@@ -176,7 +176,7 @@ class Ledger:
         self._buffer.clear()
         last = newest(self.directory)
         generation = int(last.stem) + 1 if last is not None else 1
-        path = self.directory / f"{generation:012d}{SUFFIX}"
+        path = self.directory / f"{generation:012d}.wal"
         draft = path.with_suffix(".draft")
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
         try:
@@ -197,7 +197,7 @@ class Ledger:
         except OSError as error:
             self._broken = error
             raise
-        for old in self.directory.glob(f"*{SUFFIX}"):
+        for old in self.directory.glob(_GENERATIONS):
             if old != path:
                 _remove(old)
 

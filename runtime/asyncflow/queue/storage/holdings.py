@@ -301,13 +301,13 @@ class Holdings:
             raise ProtocolError(what, where=self._where, hint="Name at least one row, and each once")
         columns = list(dict.fromkeys(columns))
         await self.decided(rows, columns)
-        got: dict[str, Jagged] = {}
-        for parts, names in self._find(rows, columns).items():
-            try:
-                got |= await self._backend.get([part.place for part in parts], names)
-            except BytesLost as gone:
-                raise self._lose(gone) from gone
-        return {name: got[name] for name in columns}
+        found = self._find(rows, columns).items()
+        gets = [self._backend.get([part.place for part in parts], names) for parts, names in found]
+        try:
+            got = await asyncio.gather(*gets)  # at once: while one waits, cells of another may be freed
+        except BytesLost as gone:
+            raise self._lose(gone) from gone
+        return {name: next(part[name] for part in got if name in part) for name in columns}
 
     def _find(self, rows: Sequence[int], columns: Sequence[str]) -> Mapping[tuple[BlobRow, ...], list[str]]:
         """Return the columns of ``rows`` by the parts in which they have them."""

@@ -39,7 +39,6 @@ PATIENCE_S = 20.0
 _LEAVE_S = 5.0
 _FIRST_DELAY_S = 0.02
 
-
 Sizes = npt.NDArray[np.int64]
 
 
@@ -178,7 +177,9 @@ class PackedBackend(Backend):
         left = np.flatnonzero(sizes).tolist()
         waits = delays(first=_FIRST_DELAY_S)
         while left and not draft.given_up:
-            await asyncio.gather(*(self._write_some(draft, rows) for rows in self._parts(left, sizes)))
+            parts = (self._write_some(draft, rows) for rows in self._parts(left, sizes))
+            for failed in filter(None, await asyncio.gather(*parts, return_exceptions=True)):
+                raise failed  # when all have ended, so that it is known what must be removed
             left = [row for row in left if row not in draft.samples]
             doubtful, draft.doubtful = draft.doubtful, []
             await self._remove(doubtful)

@@ -22,7 +22,6 @@ from asyncflow.process import PARENT
 LEASE_MS = 2000
 """For so long a value that was read cannot be removed from Mooncake: this is how late freed bytes may come back."""
 
-
 READY_S = 30.0
 _AGAIN_S = 0.05
 _END_S = 2.0

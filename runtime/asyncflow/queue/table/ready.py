@@ -79,7 +79,7 @@ class TaskQueue:
         if self.spec.order == "fifo":
             return window, (group.step,)
         rows, sample = (group.rows, 0) if row is None else ([row], row.sample)
-        version = min([int(each.tags.get("version_min", window.oldest)) for each in rows])
+        version = min([each.number("version_min", otherwise=window.oldest) for each in rows])
         tokens = sum([each.weight for each in rows])
         return window, self._selection.rank(ReadyItem(group.step, group.serial, sample, version, tokens))
 

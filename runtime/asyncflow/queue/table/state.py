@@ -156,7 +156,12 @@ class Row(Struct, eq=False):
     @property
     def response_tokens(self) -> int:
         """Tokens of its response, as its writer tagged it."""
-        return int(self.tags.get(TOKENS_TAG, 0))
+        return self.number(TOKENS_TAG)
+
+    def number(self, tag: str, *, otherwise: int = 0) -> int:
+        """Return a tag, which its writer chose, as a number from 0 to 2**32; ``otherwise`` where it is none."""
+        value = self.tags.get(tag)
+        return int(min(max(0, value), 1 << 32)) if isinstance(value, int | float) and value == value else otherwise
 
     @property
     def weight(self) -> int:
