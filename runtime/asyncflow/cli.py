@@ -29,6 +29,11 @@ _DISK_SAYS_NO = {
     **dict.fromkeys((errno.EROFS, errno.EIO), "Give another folder"),
 }
 """Advice for each way in which the disk refuses, by the error's number."""
+_WRONG_PATH = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "Get the right to it, or give another path"),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG), "Give another path"),
+}
+"""Advice for each way in which a path that was given is none that can be used, by the error's number."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -548,9 +553,12 @@ def invoke(arguments: Sequence[str]) -> int:
     except AsyncFlowError as error:
         return _refuse(str(error), FAILED)
     except OSError as error:
-        if (hint := _DISK_SAYS_NO.get(error.errno or 0)) is None:
+        number, path = error.errno or 0, error.filename
+        if (hint := _DISK_SAYS_NO.get(number)) is not None:
+            return _refuse(f"{path or 'a file'} cannot be written: {error.strerror}. {hint}", FAILED)
+        if path is None or (hint := _WRONG_PATH.get(number)) is None:
             raise
-        return _refuse(f"{error.filename or 'a file'} cannot be written: {error.strerror}. {hint}", FAILED)
+        return _refuse(f"{path}: {error.strerror}. {hint}", USAGE)
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     return result if isinstance(result, int) else 0

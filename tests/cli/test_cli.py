@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -137,6 +138,32 @@ def test_a_file_that_is_not_there_is_refused(tmp_path, capsys):
 )
 def test_a_wrong_command_line_is_refused(arguments, capsys):
     refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["crds", "--directory", "job.yaml"], "job.yaml: File exists"),
+        (["crds", "--directory", "job.yaml/below"], "job.yaml/below: Not a directory"),
+        (["reference", "--file", "nowhere/reference.md"], "nowhere/reference.md: No such file or directory"),
+        (["audit", "n" * 300], "ledger: File name too long"),
+        (["sim", "job.yaml", "--output", "job.yaml"], "job.yaml: File exists"),
+    ],
+)
+def test_a_path_that_cannot_be_used_is_refused(arguments, said, manifest, monkeypatch, capsys):
+    monkeypatch.chdir(manifest.parent)
+    assert cli.invoke(arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert f"{said}. Give another path" in err
+
+
+def test_a_folder_without_rights_to_it_is_refused(monkeypatch, capsys):
+    def denied(_path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "runs/theirs/ledger")
+
+    monkeypatch.setattr(Path, "is_dir", denied)
+    assert "runs/theirs/ledger: Permission denied. Get the right to it" in refused(capsys, "audit", "runs/theirs")
 
 
 def test_a_resolved_manifest_means_the_same_everywhere(manifest, tmp_path):
