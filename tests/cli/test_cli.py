@@ -141,6 +141,25 @@ def test_a_wrong_command_line_is_refused(arguments, capsys):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["plan", "FILE", "--sigma", "1"], "--sigma: it is about a division of devices"),
+        (["plan", "FILE", "--prompt-tokens", "9"], "--prompt-tokens: it is about a division of devices"),
+        (["plan", "FILE", "--simulations", "12"], "--simulations: it is about a division of devices"),
+        (["plan", "FILE", "--devices", "2", "--svg", "flow.svg"], "--svg: a division of devices is not drawn"),
+        (["run", "FILE", "--port", "5571"], "--port: a job finds its ports itself"),
+        (["sim", "FILE", "--json", "--output", "DIR"], "--output: nothing is drawn beside JSON"),
+        (["timeline", "DIR", "--json", "--output", "DIR"], "--output: nothing is drawn beside JSON"),
+        (["replay", "DIR", "--step", "1", "--list", "--output", "DIR"], "--output: no checkpoint is made"),
+        (["ui", "DIR", "--without-texts"], "--without-texts: it is about a file"),
+        (["ui", "DIR", "--export", "page.html", "--port", "0"], "--port: nothing is served"),
+    ],
+)
+def test_an_option_that_would_have_no_effect_is_refused(arguments, named, manifest, capsys):
+    assert named in refused(capsys, *(str(manifest) if argument == "FILE" else argument for argument in arguments))
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["crds", "--directory", "job.yaml"], "job.yaml: File exists"),
