@@ -68,6 +68,12 @@ def test_a_run_is_fitted_and_its_models_are_used(tmp_path: Path, capsys: pytest.
     write_samples(tmp_path, [sample], purpose="train", step=1, form="jsonl")
     assert command("fit", tmp_path) == 2
     assert "is no finished run" in capsys.readouterr().err
+    (tmp_path / "summary.json").write_text(json.dumps({"training_s": made.wall_s, "idle_share": {}}))
+    whole = (tmp_path / "metrics.jsonl").read_text()
+    (tmp_path / "metrics.jsonl").write_text("".join(whole.splitlines(keepends=True)[:1]))
+    assert command("fit", tmp_path) == 2
+    assert "1 steps are recorded. Record more than 2 steps" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text(whole)
     (tmp_path / "summary.json").write_text(json.dumps({"training_s": made.wall_s, "idle_share": made.idle}))
     assert command("fit", tmp_path) == 0
     assert "wall_s" in capsys.readouterr().out
