@@ -584,6 +584,8 @@ def invoke(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Run the command line of this process."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # θ, where it has no encoding
     sys.exit(invoke(sys.argv[1:]))
 
 

@@ -290,6 +290,14 @@ def test_the_module_is_the_command_line():
     assert run.stdout.startswith("asyncflow ")
 
 
+def test_what_the_terminal_has_no_letter_for_is_written_out(manifest):
+    command = [sys.executable, "-m", "asyncflow", "plan", str(manifest)]
+    narrow = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    told = subprocess.run(command, env=narrow, capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stderr) == (0, "")
+    assert "by \\u03b8_0" in told.stdout
+
+
 def test_what_cannot_be_exported_is_said(tmp_path, capsys):
     manifest = Path(__file__).parents[2] / "examples" / "counting.yaml"
     (tmp_path / "job.yaml").write_bytes(manifest.read_bytes())
