@@ -1,4 +1,5 @@
 import io
+import os
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -27,7 +28,7 @@ from asyncflow.local.lifecycle import (
     Restarting,
     Stopping,
 )
-from asyncflow.view import live
+from asyncflow.view import live, watch
 from asyncflow.view.render import Frame, amount, event_line, progress_lines, score, screen, share, still, summary_table
 
 REPLICA = LocalReplica("rollout", 1)
@@ -243,6 +244,17 @@ def test_components_of_the_reward_stand_behind_it():
     (line,) = progress_lines(RUNNING, summed)
     assert line.startswith("step 13/60  reward 0.412 (right 0.500, length -0.125)  15.3k tokens/s")
     assert "0.412 (right 0.500, length -0.125)" in rendered(screen(frame(summed)))
+
+
+def test_a_key_is_seen_behind_another_one(monkeypatch):
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs) as terminal:
+        monkeypatch.setattr("sys.stdin", terminal)
+        with watch.keys_pressed() as pressed:
+            os.write(ours, b"xq")
+            assert pressed(10.0) == "xq"
+            assert pressed(0.0) == ""
+    os.close(ours)
 
 
 def test_what_a_reward_function_raised_gives_the_terminal_no_orders():
