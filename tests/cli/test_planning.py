@@ -64,6 +64,21 @@ def test_json_has_the_figures_of_the_tables(job: Path, capsys) -> None:
     assert {each["schedule"]["mode"] for each in plan["schedules"]} == {"sync", "periodic", "async"}
 
 
+@pytest.mark.parametrize(
+    ("given", "tokens", "sigma", "words"),
+    [
+        ({}, 64, 0.8, "assumed: give --tokens, or --probe"),
+        ({"tokens": 100}, 100, 0.8, "as given, their sigma of 0.8 assumed"),
+        ({"sigma": 0.0}, 64, 0.0, "as given, their median of 64 assumed"),
+        ({"tokens": 100, "sigma": 0.5}, 100, 0.5, "as given"),
+    ],
+)
+def test_what_is_not_given_of_the_lengths_is_assumed(job: Path, given: dict, tokens: int, sigma: float, words: str):
+    plan = plan_of(job, [], Asked(devices=2, simulations=1, **given))
+    lengths = plan.problem.work.responses.lengths
+    assert (lengths.tokens, lengths.sigma, plan.lengths) == (tokens, sigma, words)
+
+
 def test_what_is_planned_can_be_set(job: Path, capsys) -> None:
     plan = json.loads(planned(capsys, job, "--devices", 6, "--simulations", 4, "--json"))
     changes = [part for value in plan["set"] for part in ("--set", value)]

@@ -33,7 +33,7 @@ from asyncflow.planner.schedules import alternatives, described
 from asyncflow.planner.search import Candidate, Ranked, Simulate, SplitProblem, choice, search, split_of
 from asyncflow.planner.shapes import PUBLISHED_CONFIGS, Shape, shape_of
 from asyncflow.planner.simulated import simulator_of
-from asyncflow.planner.work import work_of
+from asyncflow.planner.work import assumed_lengths, work_of
 from asyncflow.rollout.lengths import Lengths
 from asyncflow.sim import Models
 
@@ -167,11 +167,16 @@ def _measured(probe: Path, *, otherwise: RLJob) -> tuple[Models, RLJob]:
 def _lengths(job: RLJob, asked: Asked, models: Models | None) -> tuple[Lengths | None, str]:
     """Return the lengths of responses, None for assumed ones, and in words where they come from."""
     most = job.spec.sampling.max_tokens
-    if asked.tokens is not None:
-        if asked.tokens > most:
-            hint = f"Give --tokens of at most {most}, or --set sampling.maxTokens"
-            raise ManifestError(f"responses of {asked.tokens:g} tokens are cut at {most}", where="--tokens", hint=hint)
-        return Lengths(tokens=asked.tokens, sigma=asked.sigma or 0.0), "as given"
+    if asked.tokens is not None and asked.tokens > most:
+        hint = f"Give --tokens of at most {most}, or --set sampling.maxTokens"
+        raise ManifestError(f"responses of {asked.tokens:g} tokens are cut at {most}", where="--tokens", hint=hint)
+    if asked.tokens is not None or asked.sigma is not None:
+        tokens, sigma, words, usual = asked.tokens, asked.sigma, "as given", assumed_lengths(job.spec)
+        if tokens is None:
+            tokens, words = usual.tokens, f"as given, their median of {usual.tokens:g} assumed"
+        if sigma is None:
+            sigma, words = usual.sigma, f"as given, their sigma of {usual.sigma:g} assumed"
+        return Lengths(tokens=tokens, sigma=sigma), words
     if models is not None:
         return models.engine.lengths, "measured"
     if job.spec.rollout.engine.name == "simulated":
