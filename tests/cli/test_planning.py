@@ -145,6 +145,11 @@ def test_without_devices_the_tasks_are_shown_as_ever(manifest: Path, capsys) -> 
     assert "Tasks" in planned(capsys, manifest)
 
 
+def test_what_a_simulated_engine_does_not_take_is_refused(manifest: Path, capsys) -> None:
+    options = ("--devices", 2, "--set", "rollout.engine.options.tokn=8")
+    assert "spec.rollout.engine.options: unknown option tokn. Known: tokens" in refused(capsys, manifest, *options)
+
+
 def test_a_simulated_engine_says_its_lengths_itself(manifest: Path, capsys) -> None:
     options = "rollout.engine.options={tokens: 8, sigma: 0.5}"
     assert "(of the simulated engine)" in planned(

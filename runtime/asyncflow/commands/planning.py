@@ -34,6 +34,9 @@ from asyncflow.planner.search import Candidate, Ranked, Simulate, SplitProblem, 
 from asyncflow.planner.shapes import PUBLISHED_CONFIGS, Shape, shape_of
 from asyncflow.planner.simulated import simulator_of
 from asyncflow.planner.work import assumed_lengths, work_of
+from asyncflow.plugins import read_options
+from asyncflow.rollout.engines.base import OPTIONS as ENGINE_OPTIONS
+from asyncflow.rollout.engines.simulated import SimulatedOptions
 from asyncflow.rollout.lengths import Lengths
 from asyncflow.sim import Models
 
@@ -120,6 +123,9 @@ def divide(
 def plan_of(file: Path, overrides: Sequence[str], asked: Asked) -> DevicePlan:
     """Return the plan of a job. Raises ManifestError, with the arithmetic, where its model does not fit."""
     job, _ = resolve(load_job(file, overrides))
+    engine = job.spec.rollout.engine
+    if engine.name == "simulated":  # whose options say how long responses are
+        read_options(engine.options, SimulatedOptions, where=ENGINE_OPTIONS)
     device = _device(asked.device, profile=job.spec.rollout.accelerator.profile)
     shape = _shape(job.spec.model.source)
     models = probed = None

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncflow.api.load import load_job
-from asyncflow.commands.preflight import runnable_job
+from asyncflow.commands.preflight import check_options, runnable_job
 from asyncflow.commands.timeline import PAGE, TRACE, write_pictures
 from asyncflow.doctor.evidence import FIRST_DISPATCH
 from asyncflow.driver.journal import METRICS, SUMMARY
@@ -54,6 +54,7 @@ def sim(
     Raises ManifestError where it is not known how long something takes.
     """
     job = runnable_job(file, overrides)
+    check_options(job, source=str(file))
     turns = None if colocated is None else Colocation(to_train_s=colocated[0], to_generate_s=colocated[1])
     scenario = scenario_of(job, models=None if models is None else Models.read(models), colocated=turns)
     began = time.process_time()
