@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from asyncflow.errors import AsyncFlowError, ManifestError, NotYetError
 
@@ -29,8 +30,15 @@ _DISK_SAYS_NO = {
     **dict.fromkeys((errno.EROFS, errno.EIO), "Give another folder"),
 }
 """Advice for each way in which the disk refuses, by the error's number."""
+_WRONG_PATH = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "Get the right to it, or give another path"),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG), "Give another path"),
+}
+"""Advice for each way in which a path that was given is none that can be used, by the error's number."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+_NOT_DRAWN = {"why": "nothing is drawn beside JSON", "hint": "Leave out --json, or this"}
 
 _FILE = click.argument("file", type=click.Path(path_type=Path))
 _DIRECTORY = click.Path(path_type=Path)
@@ -50,6 +58,14 @@ def _port(command: Command) -> Command:
         show_default=True,
         help="Port at which what stands alone, and is no job, is dialled; 0 is any.",
     )(command)
+
+
+def _refuse_given(*names: str, why: str, hint: str) -> None:
+    """Raise ManifestError where one of these options was given, which have no effect beside the others."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        if option.name in names and context.get_parameter_source(option.name) is not ParameterSource.DEFAULT:
+            raise ManifestError(why, where=option.opts[-1], hint=hint)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -76,6 +92,7 @@ def run(file: Path, output: Path | None, overrides: tuple[str, ...], resume: boo
     alone = {"TransferQueue": command.serve, "WeightSync": publishing.publish}.get(kind_of(file))
     if alone is not None:
         return alone(file, overrides, output=output, fresh=fresh, port=port)
+    _refuse_given("port", why="a job finds its ports itself", hint="Leave it out: run/processes.json has them")
     return command.run(file, output=output, overrides=overrides, resume=resume, fresh=fresh)
 
 
@@ -108,14 +125,12 @@ def plan(file: Path, overrides: tuple[str, ...], svg: Path | None, devices: int 
     if devices is None:
         from asyncflow.commands import inspect
 
-        given = [name for name in ("device", "what_if", "schedules", "probe", "tokens", "as_json") if options[name]]
-        if given:
-            option = f"--{given[0].removeprefix('as_').replace('_', '-')}"
-            raise ManifestError("it is about a division of devices", where=option, hint="Give --devices N, too")
+        _refuse_given(*options, why="it is about a division of devices", hint="Give --devices N, too")
         inspect.plan(file, overrides, svg=svg)
         return
     from asyncflow.commands import planning
 
+    _refuse_given("svg", why="a division of devices is not drawn", hint="Leave out --devices, or this")
     shown = {name: options.pop(name) for name in ("what_if", "schedules", "as_json")}
     planning.divide(file, overrides, asked=planning.Asked(devices=devices, **options), **shown)
 
@@ -152,6 +167,8 @@ def sim_file(file: Path, overrides: tuple[str, ...], **options: Any) -> None:
     """Print what a run of FILE would be: seconds of a step, idle shares, tokens a second, staleness."""
     from asyncflow.commands import sim as command
 
+    if options["as_json"]:
+        _refuse_given("output", **_NOT_DRAWN)
     command.sim(file, overrides, **options)
 
 
@@ -224,6 +241,8 @@ def timeline(directory: Path, *, output: Path | None, training: bool, as_json: b
     """Show where every second of a run went, finished or not, and draw what each process did when."""
     from asyncflow.commands import timeline as command
 
+    if as_json:
+        _refuse_given("output", **_NOT_DRAWN)
     command.timeline(directory, output=output, training=training, as_json=as_json)
 
 
@@ -237,6 +256,8 @@ def replay(directory: Path, *, step: int, most: int, again: bool, output: Path |
     """Make a step of a run again and compare: exit status 1 where something differs."""
     from asyncflow.commands import replay as command
 
+    if not again:
+        _refuse_given("output", why="no checkpoint is made where samples are listed", hint="Leave out --list, or this")
     return command.replay(directory, step=step, most=most, again=again, output=output)
 
 
@@ -260,8 +281,10 @@ def ui(directory: Path, port: int, file: Path | None, without_texts: bool) -> No
     from asyncflow.commands import ui as command
 
     if file is None:
+        _refuse_given("without_texts", why="it is about a file", hint="Give --export FILE, too")
         command.serve(directory, port=port)
     else:
+        _refuse_given("port", why="nothing is served where a file is written", hint="Leave out --export, or this")
         command.export(directory, file, texts=not without_texts)
 
 
@@ -548,9 +571,12 @@ def invoke(arguments: Sequence[str]) -> int:
     except AsyncFlowError as error:
         return _refuse(str(error), FAILED)
     except OSError as error:
-        if (hint := _DISK_SAYS_NO.get(error.errno or 0)) is None:
+        number, path = error.errno or 0, error.filename
+        if (hint := _DISK_SAYS_NO.get(number)) is not None:
+            return _refuse(f"{path or 'a file'} cannot be written: {error.strerror}. {hint}", FAILED)
+        if path is None or (hint := _WRONG_PATH.get(number)) is None:
             raise
-        return _refuse(f"{error.filename or 'a file'} cannot be written: {error.strerror}. {hint}", FAILED)
+        return _refuse(f"{path}: {error.strerror}. {hint}", USAGE)
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     return result if isinstance(result, int) else 0
@@ -558,6 +584,8 @@ def invoke(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Run the command line of this process."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # θ, where it has no encoding
     sys.exit(invoke(sys.argv[1:]))
 
 

@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -139,6 +140,51 @@ def test_a_wrong_command_line_is_refused(arguments, capsys):
     refused(capsys, *arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["plan", "FILE", "--sigma", "1"], "--sigma: it is about a division of devices"),
+        (["plan", "FILE", "--prompt-tokens", "9"], "--prompt-tokens: it is about a division of devices"),
+        (["plan", "FILE", "--simulations", "12"], "--simulations: it is about a division of devices"),
+        (["plan", "FILE", "--devices", "2", "--svg", "flow.svg"], "--svg: a division of devices is not drawn"),
+        (["run", "FILE", "--port", "5571"], "--port: a job finds its ports itself"),
+        (["sim", "FILE", "--json", "--output", "DIR"], "--output: nothing is drawn beside JSON"),
+        (["timeline", "DIR", "--json", "--output", "DIR"], "--output: nothing is drawn beside JSON"),
+        (["replay", "DIR", "--step", "1", "--list", "--output", "DIR"], "--output: no checkpoint is made"),
+        (["ui", "DIR", "--without-texts"], "--without-texts: it is about a file"),
+        (["ui", "DIR", "--export", "page.html", "--port", "0"], "--port: nothing is served"),
+    ],
+)
+def test_an_option_that_would_have_no_effect_is_refused(arguments, named, manifest, capsys):
+    assert named in refused(capsys, *(str(manifest) if argument == "FILE" else argument for argument in arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["crds", "--directory", "job.yaml"], "job.yaml: File exists"),
+        (["crds", "--directory", "job.yaml/below"], "job.yaml/below: Not a directory"),
+        (["reference", "--file", "nowhere/reference.md"], "nowhere/reference.md: No such file or directory"),
+        (["audit", "n" * 300], "ledger: File name too long"),
+        (["sim", "job.yaml", "--output", "job.yaml"], "job.yaml: File exists"),
+    ],
+)
+def test_a_path_that_cannot_be_used_is_refused(arguments, said, manifest, monkeypatch, capsys):
+    monkeypatch.chdir(manifest.parent)
+    assert cli.invoke(arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert f"{said}. Give another path" in err
+
+
+def test_a_folder_without_rights_to_it_is_refused(monkeypatch, capsys):
+    def denied(_path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "runs/theirs/ledger")
+
+    monkeypatch.setattr(Path, "is_dir", denied)
+    assert "runs/theirs/ledger: Permission denied. Get the right to it" in refused(capsys, "audit", "runs/theirs")
+
+
 def test_a_resolved_manifest_means_the_same_everywhere(manifest, tmp_path):
     data = manifest.parent / "tasks.jsonl"
     data.write_text("{}\n")
@@ -242,6 +288,14 @@ def test_the_module_is_the_command_line():
         [sys.executable, "-m", "asyncflow", "--version"], check=True, capture_output=True, text=True, env=os.environ
     )
     assert run.stdout.startswith("asyncflow ")
+
+
+def test_what_the_terminal_has_no_letter_for_is_written_out(manifest):
+    command = [sys.executable, "-m", "asyncflow", "plan", str(manifest)]
+    narrow = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    told = subprocess.run(command, env=narrow, capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stderr) == (0, "")
+    assert "by \\u03b8_0" in told.stdout
 
 
 def test_what_cannot_be_exported_is_said(tmp_path, capsys):

@@ -64,6 +64,21 @@ def test_json_has_the_figures_of_the_tables(job: Path, capsys) -> None:
     assert {each["schedule"]["mode"] for each in plan["schedules"]} == {"sync", "periodic", "async"}
 
 
+@pytest.mark.parametrize(
+    ("given", "tokens", "sigma", "words"),
+    [
+        ({}, 64, 0.8, "assumed: give --tokens, or --probe"),
+        ({"tokens": 100}, 100, 0.8, "as given, their sigma of 0.8 assumed"),
+        ({"sigma": 0.0}, 64, 0.0, "as given, their median of 64 assumed"),
+        ({"tokens": 100, "sigma": 0.5}, 100, 0.5, "as given"),
+    ],
+)
+def test_what_is_not_given_of_the_lengths_is_assumed(job: Path, given: dict, tokens: int, sigma: float, words: str):
+    plan = plan_of(job, [], Asked(devices=2, simulations=1, **given))
+    lengths = plan.problem.work.responses.lengths
+    assert (lengths.tokens, lengths.sigma, plan.lengths) == (tokens, sigma, words)
+
+
 def test_what_is_planned_can_be_set(job: Path, capsys) -> None:
     plan = json.loads(planned(capsys, job, "--devices", 6, "--simulations", 4, "--json"))
     changes = [part for value in plan["set"] for part in ("--set", value)]
@@ -128,6 +143,11 @@ def test_a_mixture_that_does_not_fit_is_refused_with_the_arithmetic_of_its_exper
 
 def test_without_devices_the_tasks_are_shown_as_ever(manifest: Path, capsys) -> None:
     assert "Tasks" in planned(capsys, manifest)
+
+
+def test_what_a_simulated_engine_does_not_take_is_refused(manifest: Path, capsys) -> None:
+    options = ("--devices", 2, "--set", "rollout.engine.options.tokn=8")
+    assert "spec.rollout.engine.options: unknown option tokn. Known: tokens" in refused(capsys, manifest, *options)
 
 
 def test_a_simulated_engine_says_its_lengths_itself(manifest: Path, capsys) -> None:

@@ -1,4 +1,5 @@
 import io
+import os
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from asyncflow.api.status import (
     SetState,
     Staleness,
     StepProgress,
+    TaskState,
 )
 from asyncflow.local.folder import Placed
 from asyncflow.local.lifecycle import (
@@ -26,7 +28,7 @@ from asyncflow.local.lifecycle import (
     Restarting,
     Stopping,
 )
-from asyncflow.view import live
+from asyncflow.view import live, watch
 from asyncflow.view.render import Frame, amount, event_line, progress_lines, score, screen, share, still, summary_table
 
 REPLICA = LocalReplica("rollout", 1)
@@ -242,6 +244,28 @@ def test_components_of_the_reward_stand_behind_it():
     (line,) = progress_lines(RUNNING, summed)
     assert line.startswith("step 13/60  reward 0.412 (right 0.500, length -0.125)  15.3k tokens/s")
     assert "0.412 (right 0.500, length -0.125)" in rendered(screen(frame(summed)))
+
+
+def test_a_key_is_seen_behind_another_one(monkeypatch):
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs) as terminal:
+        monkeypatch.setattr("sys.stdin", terminal)
+        with watch.keys_pressed() as pressed:
+            os.write(ours, b"xq")
+            assert pressed(10.0) == "xq"
+            assert pressed(0.0) == ""
+    os.close(ours)
+
+
+def test_what_a_reward_function_raised_gives_the_terminal_no_orders():
+    failing = RUNNING.model_copy(update={"rewards": RewardState(failed={"raised": 1}, first_failure="\x1b]0;mine\x07")})
+    task = TaskState(failed={"raised": 1}, first_failure="raised: \x1b[2J")
+    paused = failing.model_copy(update={"phase": "Paused", "tasks": {"mark": task}, "waiting_for": "you \x1b[8m"})
+    for said in (*progress_lines(RUNNING, failing), *progress_lines(RUNNING, paused), still(paused)):
+        assert said.isprintable()
+    shown = rendered(screen(frame(paused)))
+    assert "\\x1b]0;mine\\x07" in shown
+    assert "\x1b" not in shown
 
 
 def test_a_job_that_pauses_shows_the_first_traceback():

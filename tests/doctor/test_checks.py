@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 from cases import FAULTS, HEALTHY
 from runs_seen import BEGAN, TOOK, evidence, life, steps
 
+from asyncflow.api.check import fields, model_at
+from asyncflow.api.job import RLJobSpec
+from asyncflow.api.names import ROLES
 from asyncflow.api.status import DriverStatus, RewardState
 from asyncflow.doctor.checks import CHECKS, examine
 from asyncflow.doctor.evidence import Evidence
@@ -29,13 +33,13 @@ def learning(**figures: object) -> dict[str, object]:
     return {"lines": steps(12, **figures)}
 
 
-def restarted(times: int) -> dict[str, object]:
-    """A rollout that was started again so often, beside a controller that stayed."""
-    lives = {"controller-0-z": life("controller")}
+def restarted(times: int, role: str = "rollout") -> dict[str, object]:
+    """A process that was started again so often, beside another one that stayed."""
+    lives = {"publisher-0-z": life("publisher")}
     for number in range(times + 1):
-        one = life("rollout")
+        one = life(role)
         one.started, one.seen = BEGAN + 10 * number + 1, BEGAN + 10 * number + 9
-        lives[f"rollout-0-{number}"] = one
+        lives[f"{role}-0-{number}"] = one
     return {"lives": lives}
 
 
@@ -198,7 +202,15 @@ def test_starved_trainer_is_told_the_rollouts_that_leave_it_waiting_as_the_polic
     words = CHECK_OF["trainer-starved"].examine(evidence(lines=steps(wait=0.75), **rollout(busy=1.0, tokens=1000)))
     assert words is not None
     # One rollout makes g, training takes g / (1 - 0.75) = 4 g; to wait a tenth of the time it needs 3.6 g.
-    assert "rollout.replicas: 4 instead of 1" in words.change
+    assert "rollout.replicas: 4 instead of 1 leaves it waiting 10 % (asyncflow scale DIR rollout=4)" in words.change
+
+
+def test_more_rollouts_than_there_may_be_are_not_to_be_scaled_to() -> None:
+    starved = evidence("rollout.maxReplicas=3", lines=steps(wait=0.75), **rollout(busy=1.0, tokens=1000))
+    words = CHECK_OF["trainer-starved"].examine(starved)
+    assert words is not None
+    assert "rollout.replicas: 4 instead of 1 leaves it waiting 10 %, with rollout.maxReplicas: 4" in words.change
+    assert "scale" not in words.change
 
 
 def test_starved_rollouts_are_told_how_many_would_be_busy() -> None:
@@ -213,6 +225,28 @@ def test_causes_of_idle_time_are_named_where_spans_tell() -> None:
     words = CHECK_OF["trainer-starved"].examine(evidence(lines=steps(wait=0.7), **rollout(busy=0.9), **known))
     assert words is not None
     assert "idle by cause: starved 60 %)" in words.why
+
+
+def unknown_fields(words: str) -> list[str]:
+    """Return the places in a manifest that these words name, and that there are not."""
+    sections = "|".join((*fields(RLJobSpec), *ROLES, "task-mark"))
+    named = re.findall(rf"(?<![\w/.])(?:{sections})(?:\[\w+\])?(?:\.\w[\w-]*)+", words)
+    places = [(path, tuple(0 if key.endswith("]") else key for key in re.split(r"\.|(?=\[)", path))) for path in named]
+    return [path for path, place in places if place[-1] not in fields(model_at(RLJobSpec, place[:-1]) or RLJobSpec)]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_is_to_be_changed_are_fields_of_a_manifest(name: str) -> None:
+    found = {finding.name: finding for finding in examine(PAIRS[name][0])}
+    assert unknown_fields(f"{found[name].what} {found[name].why} {found[name].change}") == []
+
+
+@pytest.mark.parametrize("role", [*(role for role in ROLES if role not in ("publisher", "follower")), "task-mark"])
+def test_of_each_role_that_is_lost_the_fields_are_named(role: str) -> None:
+    (finding,) = examine(evidence(**restarted(2, role)))
+    assert unknown_fields(finding.change) == []
+    assert f"logs/{role}-*.log" in finding.change
+    assert "failurePolicy." in finding.change
 
 
 def test_a_larger_group_is_advised_where_it_would_help() -> None:

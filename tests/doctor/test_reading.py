@@ -54,10 +54,16 @@ def test_a_folder_without_a_run_and_what_is_neither_are_refused(tmp_path: Path) 
         (str(tmp_path), "there is no run"),
         (str(tmp_path / "nowhere"), "there is no such folder"),
         ("tcp://127.0.0.1:5571", "it is no address of a driver's HTTP"),
+        ("127.0.0.1:99999", "it is no address of a driver's HTTP"),
+        ("[::1:9571", "it is no address of a driver's HTTP"),
+        ("me@127.0.0.1:9571", "it is no address of a driver's HTTP"),
+        ("two words:9571", "no driver of a job answers there"),
+        ("no..name:9571", "no driver of a job answers there"),
     ):
         with pytest.raises(ManifestError, match=words):
             read(target)
     assert address_of("127.0.0.1:9571") == address_of("http://127.0.0.1:9571") == "http://127.0.0.1:9571"
+    assert address_of("[::1]:9571") == "http://[::1]:9571"
 
 
 def test_nobody_at_the_address_is_one_clear_error() -> None:

@@ -55,6 +55,23 @@ def test_what_takes_an_unknown_time_is_refused(capsys: pytest.CaptureFixture[str
     assert "Give models that asyncflow sim fit made of a run of it" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("rollout.engine.options.token_s=fast", "spec.rollout.engine.options: Expected `float`, got `str`"),
+        ("rollout.engine.options.tokn_s=1", "spec.rollout.engine.options: unknown option tokn_s"),
+        ("rollout.engine.options.token_s=-1", "spec.rollout.engine.options: Expected `float` >= 0.0"),
+        ("trainer.backend.options.sleep_s=long", "spec.trainer.backend.options: Expected `float`, got `str`"),
+        ("trainer.backend.options.sleeps=1", "spec.trainer.backend.options: unknown option sleeps"),
+    ],
+)
+def test_an_option_that_a_run_would_refuse_is_refused(
+    option: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(COUNTING, *sets(), "--set", option) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_a_run_is_fitted_and_its_models_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = load_job(COUNTING, SETTINGS)
     made = simulate(scenario_of(job), seed=0)
@@ -68,6 +85,12 @@ def test_a_run_is_fitted_and_its_models_are_used(tmp_path: Path, capsys: pytest.
     write_samples(tmp_path, [sample], purpose="train", step=1, form="jsonl")
     assert command("fit", tmp_path) == 2
     assert "is no finished run" in capsys.readouterr().err
+    (tmp_path / "summary.json").write_text(json.dumps({"training_s": made.wall_s, "idle_share": {}}))
+    whole = (tmp_path / "metrics.jsonl").read_text()
+    (tmp_path / "metrics.jsonl").write_text("".join(whole.splitlines(keepends=True)[:1]))
+    assert command("fit", tmp_path) == 2
+    assert "1 steps are recorded. Record more than 2 steps" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text(whole)
     (tmp_path / "summary.json").write_text(json.dumps({"training_s": made.wall_s, "idle_share": made.idle}))
     assert command("fit", tmp_path) == 0
     assert "wall_s" in capsys.readouterr().out

@@ -22,7 +22,7 @@ from asyncflow.replay.history import RunHistory
 from asyncflow.replay.life import HistoryEntry, SampleHistory, life_of
 from asyncflow.training.checkpoint import Checkpoints
 from asyncflow.training.recording import SampleRecord, ranks_of, read_records
-from asyncflow.view.samples import plain
+from asyncflow.view.render import plain
 
 _NAME = re.compile(r"([0-9]{1,10})/([0-9]{1,6})")
 _INCARNATION = re.compile(r"(?<=-[0-9a-f]{8})[0-9a-f]{24}\b")

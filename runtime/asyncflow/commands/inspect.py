@@ -80,7 +80,7 @@ def plan(file: Path, overrides: Sequence[str], *, svg: Path | None = None) -> No
 def audit(directory: Path) -> int:
     """Print the account of all samples, and of the open rows of a queue; 1 where one was lost or counted twice."""
     from asyncflow.queue.ledger.audit import audit_ledgers
-    from asyncflow.view.samples import plain
+    from asyncflow.view.render import plain
 
     ledger = directory / "ledger"
     if not ledger.is_dir():

@@ -33,7 +33,10 @@ from asyncflow.planner.schedules import alternatives, described
 from asyncflow.planner.search import Candidate, Ranked, Simulate, SplitProblem, choice, search, split_of
 from asyncflow.planner.shapes import PUBLISHED_CONFIGS, Shape, shape_of
 from asyncflow.planner.simulated import simulator_of
-from asyncflow.planner.work import work_of
+from asyncflow.planner.work import assumed_lengths, work_of
+from asyncflow.plugins import read_options
+from asyncflow.rollout.engines.base import OPTIONS as ENGINE_OPTIONS
+from asyncflow.rollout.engines.simulated import SimulatedOptions
 from asyncflow.rollout.lengths import Lengths
 from asyncflow.sim import Models
 
@@ -120,6 +123,9 @@ def divide(
 def plan_of(file: Path, overrides: Sequence[str], asked: Asked) -> DevicePlan:
     """Return the plan of a job. Raises ManifestError, with the arithmetic, where its model does not fit."""
     job, _ = resolve(load_job(file, overrides))
+    engine = job.spec.rollout.engine
+    if engine.name == "simulated":  # whose options say how long responses are
+        read_options(engine.options, SimulatedOptions, where=ENGINE_OPTIONS)
     device = _device(asked.device, profile=job.spec.rollout.accelerator.profile)
     shape = _shape(job.spec.model.source)
     models = probed = None
@@ -167,11 +173,16 @@ def _measured(probe: Path, *, otherwise: RLJob) -> tuple[Models, RLJob]:
 def _lengths(job: RLJob, asked: Asked, models: Models | None) -> tuple[Lengths | None, str]:
     """Return the lengths of responses, None for assumed ones, and in words where they come from."""
     most = job.spec.sampling.max_tokens
-    if asked.tokens is not None:
-        if asked.tokens > most:
-            hint = f"Give --tokens of at most {most}, or --set sampling.maxTokens"
-            raise ManifestError(f"responses of {asked.tokens:g} tokens are cut at {most}", where="--tokens", hint=hint)
-        return Lengths(tokens=asked.tokens, sigma=asked.sigma or 0.0), "as given"
+    if asked.tokens is not None and asked.tokens > most:
+        hint = f"Give --tokens of at most {most}, or --set sampling.maxTokens"
+        raise ManifestError(f"responses of {asked.tokens:g} tokens are cut at {most}", where="--tokens", hint=hint)
+    if asked.tokens is not None or asked.sigma is not None:
+        tokens, sigma, words, usual = asked.tokens, asked.sigma, "as given", assumed_lengths(job.spec)
+        if tokens is None:
+            tokens, words = usual.tokens, f"as given, their median of {usual.tokens:g} assumed"
+        if sigma is None:
+            sigma, words = usual.sigma, f"as given, their sigma of {usual.sigma:g} assumed"
+        return Lengths(tokens=tokens, sigma=sigma), words
     if models is not None:
         return models.engine.lengths, "measured"
     if job.spec.rollout.engine.name == "simulated":

@@ -244,6 +244,13 @@ def preflight(job: RLJob, folder: Path, *, source: str, elsewhere: bool = False)
     return findings.notes
 
 
+def check_options(job: RLJob, *, source: str) -> None:
+    """Refuse options that engine or back end do not take. source: named in errors. Raises ManifestError."""
+    findings = _Findings()
+    _check_options(job.spec, findings)
+    findings.refuse(source)
+
+
 def _check_options(spec: RLJobSpec, findings: _Findings) -> None:
     """Check the options of engine and back end."""
     engine, backend = spec.rollout.engine, spec.trainer.backend

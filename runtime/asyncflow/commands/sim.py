@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncflow.api.load import load_job
-from asyncflow.commands.preflight import runnable_job
+from asyncflow.commands.preflight import check_options, runnable_job
 from asyncflow.commands.timeline import PAGE, TRACE, write_pictures
 from asyncflow.doctor.evidence import FIRST_DISPATCH
 from asyncflow.driver.journal import METRICS, SUMMARY
@@ -54,6 +54,7 @@ def sim(
     Raises ManifestError where it is not known how long something takes.
     """
     job = runnable_job(file, overrides)
+    check_options(job, source=str(file))
     turns = None if colocated is None else Colocation(to_train_s=colocated[0], to_generate_s=colocated[1])
     scenario = scenario_of(job, models=None if models is None else Models.read(models), colocated=turns)
     began = time.process_time()
@@ -101,7 +102,7 @@ def fit(directory: Path, *, output: Path | None) -> None:
 
 
 def _recorded(directory: Path, *, rollouts: int) -> Recorded:
-    """Read what a run left. Raises ManifestError where it has no steps, AsyncFlowError where a file cannot be read."""
+    """Read what a run left. Raises ManifestError where it has not ended, AsyncFlowError where a file cannot be read."""
     try:
         lines = [msgspec.json.decode(line) for line in (directory / METRICS).read_bytes().splitlines()]
         summary = msgspec.json.decode((directory / SUMMARY).read_bytes())
@@ -113,8 +114,8 @@ def _recorded(directory: Path, *, rollouts: int) -> Recorded:
     drawn = [sample for file in files for sample in read_samples(file.path) if sample.drawn]
     slots = Counter(event.step for event in read_ledger(directory / "ledger") if isinstance(event, SlotDecided))
     timeline = read_timeline(directory) if (directory / SPANS).is_dir() else None
-    generating_s = (1 - summary["idle_share"]["rollout"]) * summary["training_s"] * rollouts
-    if timeline is not None:
+    generating_s = (1 - summary["idle_share"].get("rollout", 0.0)) * summary["training_s"] * rollouts
+    if timeline is not None and steps:
         generating_s = _generating_s(timeline, until=steps[max(steps)]["at"])
     return Recorded(
         steps=[steps[step] for step in sorted(steps)],

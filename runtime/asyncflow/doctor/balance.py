@@ -44,13 +44,15 @@ def trainer_starved(evidence: Evidence) -> Words | None:
         return None
     there, target = evidence.rollouts, evidence.spec.elasticity.target_trainer_wait_share
     balanced = _balanced(evidence, waits=waits, idle=idle)
+    allowed = balanced <= evidence.spec.rollout.max_replicas
+    how = f" (asyncflow scale DIR rollout={balanced})" if allowed else f", with rollout.maxReplicas: {balanced}"
     return Words(
         "the rollouts are the bottleneck: the trainer is starved",
         f"the trainer waits {percent(waits)} of its time for samples, {there} rollouts are busy {percent(1 - idle)} of "
         f"theirs{_by_cause(evidence, 'trainer')}: training could take 1 / (1 - {waits:.2f}) = "
         f"{1 / (1 - min(waits, 0.999)):.1f} times as many tokens",
-        f"rollout.replicas: {balanced} instead of {there} leaves it waiting {percent(target)} (asyncflow scale DIR "
-        f"rollout={balanced}); or give devices of the trainer to rollouts",
+        f"rollout.replicas: {balanced} instead of {there} leaves it waiting {percent(target)}{how}; or give devices of "
+        "the trainer to rollouts",
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -59,12 +60,20 @@ def address_of(target: str) -> str | None:
     if Path(target).is_dir():
         return None
     scheme, there, rest = target.rpartition("://")
-    host, colon, port = rest.rpartition(":")
-    if scheme in ("", "http") and colon and host and port.isascii() and port.isdecimal() and "/" not in rest:
+    if scheme in ("", "http") and _names_port(rest):
         return f"http://{rest}"
     hint = "Give the folder of a run, e.g. runs/quickstart, or HOST:PORT of its driver's HTTP (9571 on Kubernetes)"
-    what = "it is no address of a driver's HTTP" if there or colon else "there is no such folder"
+    what = "it is no address of a driver's HTTP" if there or ":" in rest else "there is no such folder"
     raise ManifestError(what, where=target, hint=hint)
+
+
+def _names_port(rest: str) -> bool:
+    """Return whether this is HOST:PORT, and nothing else."""
+    try:
+        split = urlsplit(f"http://{rest}")
+        return bool(split.hostname and split.port) and split.username is None and split.netloc == rest
+    except ValueError:
+        return False
 
 
 def read(target: str) -> Evidence:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncflow.api.names import TASK
 from asyncflow.doctor.evidence import Evidence
 from asyncflow.doctor.finding import Words, percent, seconds
 
@@ -16,6 +17,18 @@ SYNC_S = {"always": 0.02, "interval": 0.5}
 volume 10 ms and more. With ``always`` each acknowledgement waits for one, with ``interval`` a node's crash costs so
 much more."""
 FEWEST_SYNCS = 10
+_BUDGET = {
+    **{role: role for role in ("driver", "controller", "storage", "trainer")},
+    **dict.fromkeys(("holder", "master"), "storage"),
+    "critic": "trainer",
+}
+"""The part of ``failurePolicy`` that a role has its restarts from; it is ``rollout`` for any other."""
+_PLACE = {
+    **{role: role for role in ("driver", "rollout", "trainer", "reference")},
+    **{role: f"{role}.role" for role in ("reward", "critic")},
+    "storage": "transferQueue",
+}
+"""Where a manifest has the resources of a role. Of controllers, masters and holders it states no memory."""
 SKIPPED = 0.05
 """Share of the training prompts that are too long."""
 
@@ -43,13 +56,16 @@ def lost_processes(evidence: Evidence) -> Words | None:
         return None
     named = ", ".join(f"{count} {role}" for role, count in sorted(often.items()))
     role = max(often, key=lambda name: often[name])
+    task = role.removeprefix(f"{TASK}-")
+    place = _PLACE.get(role) if task == role else f"tasks[{task}]"
+    memory = f": raise {place}.resources" if place is not None else ""
     redone = evidence.figure("controller", "redeliveries_total")
     return Words(
         f"processes are lost and started again: {named}",
         f"{sum(often.values())} processes went while the job was up; {redone:.0f} rows were given out again, and what "
         f"was made of them and not saved was made again",
-        f"logs/{role}-*.log says how they ended (exit status 137 or SIGKILL is usually memory: raise "
-        f"{role}.resources); failurePolicy.{role}.maxRestarts ends the job when they go on",
+        f"logs/{role}-*.log says how they ended (exit status 137 or SIGKILL is usually memory"
+        f"{memory}); failurePolicy.{_BUDGET.get(role, 'rollout')}.maxRestarts ends the job when they go on",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import logging
+from contextlib import closing
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -54,14 +55,13 @@ def fetch(url: str, path: str, *, within_s: float = ANSWER_S) -> bytes | None:
     within_s: most seconds between two pieces of the answer.
     """
     split = urlsplit(url)
-    connection = http.client.HTTPConnection(split.hostname or "", split.port or 80, timeout=within_s)
     try:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        body = response.read(MOST_BYTES + 1)
-        return body if response.status == http.HTTPStatus.OK and len(body) <= MOST_BYTES else None
-    except (OSError, http.client.HTTPException) as error:
+        connection = http.client.HTTPConnection(split.hostname or "", split.port or 80, timeout=within_s)
+        with closing(connection):
+            connection.request("GET", path)
+            response = connection.getresponse()
+            body = response.read(MOST_BYTES + 1)
+            return body if response.status == http.HTTPStatus.OK and len(body) <= MOST_BYTES else None
+    except (OSError, http.client.HTTPException, UnicodeError) as error:  # UnicodeError: of a name that is none
         _log.debug("no answer of %s%s: %s", url, path, error)
         return None
-    finally:
-        connection.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from asyncflow.doctor.finding import Finding
-from asyncflow.view.samples import plain
+from asyncflow.view.render import plain
 
 _WIDTH = 110
 

@@ -5,7 +5,8 @@ A ``Frame`` is the state of a run at one time. ``screen`` renders it for a termi
 nothing did. ``summary_table`` shows the figures of ``summary.json``.
 
 Invariants: a figure that a person sees comes from the driver's status, its summary or the record of placements; an
-absent number is a dash; a line of ``progress_lines`` says something that the line before of its kind did not.
+absent number is a dash; a line of ``progress_lines`` says something that the line before of its kind did not; what a
+user's function raised reaches the terminal as text: a control character in it is shown, and not obeyed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,13 @@ from asyncflow.local.lifecycle import Event, ExitStatus, ProcessEnded, ProcessSt
 from asyncflow.plan.describe import ABSENT, duration, size
 from asyncflow.timeline.causes import Shares
 from asyncflow.view.pace import ProcessPace
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def plain(text: str) -> str:
+    """Return ``text`` with its control characters written out."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def amount(number: float | None) -> str:
@@ -123,14 +131,14 @@ def progress_lines(before: DriverStatus, now: DriverStatus, *, ending: bool = Fa
             lines.append(f"task {name} has failed for a sample: {task.first_failure}")
     if now.waiting_for and not ending and _FIGURE.sub("", now.waiting_for) != _FIGURE.sub("", before.waiting_for):
         lines.append(f"waiting for {now.waiting_for}")
-    return lines
+    return [plain(line) for line in lines]
 
 
 def still(status: DriverStatus | None) -> str:
     """Return how far things are, where nothing happened for a while. status: the driver's last answer."""
     if status is None:
         return "the driver does not answer yet"
-    return status.words
+    return plain(status.words)
 
 
 def _eval_figures(status: DriverStatus) -> tuple[float | None, ...]:
@@ -247,11 +255,12 @@ def screen(frame: Frame) -> RenderableType:
     if frame.queue:
         parts.insert(3, _queue(frame.queue))
     if status.waiting_for:
-        parts.insert(2, Text(f"waiting for {status.waiting_for}", style="yellow"))
+        parts.insert(2, Text(f"waiting for {plain(status.waiting_for)}", style="yellow"))
     if status.step_progress is not None:
         parts.insert(2, Text(status.step_progress.words, style="dim"))
     if status.phase == "Paused" and status.rewards.first_failure:
-        parts.append(Text(f"the first sample without a reward: {status.rewards.first_failure}", style="yellow"))
+        first = plain(status.rewards.first_failure)
+        parts.append(Text(f"the first sample without a reward: {first}", style="yellow"))
     return Group(*parts)
 
 

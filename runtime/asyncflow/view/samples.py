@@ -6,22 +6,13 @@ and not obeyed.
 
 from __future__ import annotations
 
-import re
-
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from asyncflow.driver.sample_files import SampleText
 from asyncflow.plan.describe import ABSENT
-from asyncflow.view.render import score
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-
-
-def plain(text: str) -> str:
-    """Return ``text`` with its control characters written out."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+from asyncflow.view.render import plain, score
 
 
 def sample_panel(sample: SampleText) -> Panel:

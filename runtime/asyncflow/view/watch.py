@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import select
 import sys
 import termios
 import time
 import tty
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -37,6 +38,8 @@ QUIET_S = 10.0
 """Most seconds without a line, where there is no terminal."""
 LATELY_S, CAUSES_S = 30.0, 5.0
 """Seconds over which causes of idle time are shares, and after which they are read again."""
+_MOST_KEYS = 64
+"""Keys that are read at once."""
 GONE_S = 15.0
 """Seconds without an answer after which a run is over, however it ended."""
 
@@ -162,13 +165,13 @@ def watch(run: Watched, *, console: Console, once: bool = False) -> None:
 
 
 def _show_screen(run: Watched, console: Console) -> None:
-    with _keys() as pressed, Live(console=console, auto_refresh=False, screen=True) as live:
+    with keys_pressed() as pressed, Live(console=console, auto_refresh=False, screen=True) as live:
         answered = time.monotonic()
         while True:
             frame = run.frame()
             answered = time.monotonic() if frame.reachable else answered
             live.update(screen(frame), refresh=True)
-            if _ended(run, frame, answered) or pressed(PERIOD_S) in ("q", "Q"):
+            if _ended(run, frame, answered) or "q" in pressed(PERIOD_S).lower():
                 break
     console.print(screen(frame))
 
@@ -196,23 +199,19 @@ def _ended(run: Watched, frame: Frame, answered: float) -> bool:
     return not frame.reachable and (run.over() or time.monotonic() - answered > GONE_S)
 
 
-class _Keys:
-    """Keys of the terminal, one at a time, without Enter."""
-
-    def __call__(self, within_s: float) -> str:
-        """Return the key that is pressed within that time, "" where none is."""
-        ready, _, _ = select.select([sys.stdin], [], [], within_s)
-        return sys.stdin.read(1) if ready else ""
-
-
 @contextlib.contextmanager
-def _keys() -> Iterator[_Keys]:
-    """Read single keys meanwhile."""
+def keys_pressed() -> Iterator[Callable[[float], str]]:
+    """Read keys of the terminal without Enter meanwhile, by calls that return those of so many seconds, "" for none."""
     descriptor = sys.stdin.fileno()
+
+    def pressed(within_s: float) -> str:
+        ready, _, _ = select.select([descriptor], [], [], within_s)
+        return os.read(descriptor, _MOST_KEYS).decode(errors="replace") if ready else ""
+
     usual = termios.tcgetattr(descriptor)
     tty.setcbreak(descriptor)
     try:
-        yield _Keys()
+        yield pressed
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, usual)
 
