@@ -313,3 +313,21 @@ def test_what_cannot_be_exported_is_said(tmp_path, capsys):
         assert cli.invoke([*map(str, (*export, target, *words))]) != 0
         assert said in capsys.readouterr().err
     assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("sim", "fit", "RUN"),
+        ("model", "export", "RUN", "exported"),
+        ("replay", "RUN", "--step", "1"),
+        ("samples", "RUN"),
+        ("sinks", "RUN"),
+        ("doctor", "RUN"),
+        ("ui", "RUN"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys, words):
+    assert cli.invoke([str(tmp_path) if word == "RUN" else word for word in words]) == 2
+    assert f"{tmp_path}: there is no run. Give the folder of a run" in capsys.readouterr().err

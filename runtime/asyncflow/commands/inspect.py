@@ -121,11 +121,13 @@ def crds(directory: Path, *, check: bool) -> int:
 def export_model(run: Path, directory: Path, *, step: str, job: Path | None) -> None:
     """Make a Hugging Face folder of a checkpoint of a run. Raises ManifestError, CheckpointError."""
     from asyncflow.api.load import load_job
-    from asyncflow.local.folder import JOB
+    from asyncflow.local.folder import JOB, check_run
     from asyncflow.roles.backend import export_checkpoint
 
     if step not in ("newest", "best") and not step.isdecimal():
         raise ManifestError(f"--step {step} is none", where=str(run), hint="Give newest, best, or the number of a step")
+    if job is None:
+        check_run(run)
     spec = load_job(job or run / JOB).spec
     chosen = export_checkpoint(spec, run=run.absolute(), step=step, target=directory)
     click.echo(f"{directory}: the weights of step {chosen}")

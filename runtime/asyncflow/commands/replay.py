@@ -27,7 +27,7 @@ from asyncflow.api.names import FOLDER
 from asyncflow.driver.journal import METRICS
 from asyncflow.driver.progress import line_of
 from asyncflow.errors import ManifestError
-from asyncflow.local.folder import JOB
+from asyncflow.local.folder import JOB, check_run
 from asyncflow.plan.describe import ABSENT
 from asyncflow.plan.job import plan as make_plan
 from asyncflow.replay.history import RecordedStep, ReplayPlan, RunHistory, obstacles, plan_replay, reasons
@@ -47,8 +47,7 @@ def replay(run: Path, *, step: int, most: int, again: bool, output: Path | None)
     most: samples that are listed; output: a folder that does not exist, for the checkpoint that is made, None: it is
     not kept. Raises ManifestError where there is no such step.
     """
-    if not (run / JOB).is_file():
-        raise ManifestError("there is no run", where=str(run), hint="Give the folder of a run, e.g. runs/quickstart")
+    check_run(run)
     if output is not None and output.exists():
         raise ManifestError("is there already", where=str(output), hint="Give a folder that does not exist")
     job = load_job(run / JOB)

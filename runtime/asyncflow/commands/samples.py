@@ -13,7 +13,7 @@ from rich.console import Console
 
 from asyncflow.driver.sample_files import SAMPLES, Purpose, SampleFile, SampleText, read_step, sample_files
 from asyncflow.errors import ManifestError
-from asyncflow.local.folder import JOB
+from asyncflow.local.folder import check_run
 from asyncflow.view.samples import sample_panel
 
 _WIDTH = 120
@@ -60,8 +60,7 @@ def _step(run: Path, files: list[SampleFile], *, step: int | None, purpose: Purp
         named = ", ".join(map(str, steps[-_NAMED:]))
         more = f"the last are {named}" if len(steps) > _NAMED else f"there are {named}"
         raise ManifestError(f"no samples are kept of {what} {step}", where=where, hint=f"Of {len(steps)}, {more}")
-    if not (run / JOB).is_file():
-        raise ManifestError("there is no run", where=str(run), hint="Give the folder of a run, e.g. runs/quickstart")
+    check_run(run)
     field = "perEvaluation" if purpose == "eval" else "perStep"
     raise ManifestError(
         f"no samples are kept of any {what}",

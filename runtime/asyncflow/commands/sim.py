@@ -23,7 +23,7 @@ from asyncflow.doctor.evidence import FIRST_DISPATCH
 from asyncflow.driver.journal import METRICS, SUMMARY
 from asyncflow.driver.sample_files import read_samples, sample_files
 from asyncflow.errors import ManifestError
-from asyncflow.local.folder import JOB
+from asyncflow.local.folder import JOB, check_run
 from asyncflow.queue.ledger.events import SlotDecided
 from asyncflow.queue.ledger.log import read_ledger
 from asyncflow.sim import Colocation, Models, Simulated, left_out, scenario_of, simulate
@@ -84,6 +84,7 @@ def fit(directory: Path, *, output: Path | None) -> None:
 
     Raises ManifestError where too little is recorded.
     """
+    check_run(directory)
     job = load_job(directory / JOB)
     recorded = _recorded(directory, rollouts=job.spec.rollout.replicas)
     models, made = fitted(job, recorded)

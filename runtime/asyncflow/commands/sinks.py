@@ -8,7 +8,7 @@ import click
 
 from asyncflow.api.load import load_job
 from asyncflow.errors import AsyncFlowError, ManifestError
-from asyncflow.local.folder import JOB
+from asyncflow.local.folder import JOB, check_run
 from asyncflow.telemetry.sinks.base import check_sinks
 from asyncflow.telemetry.sinks.feed import feed
 
@@ -18,8 +18,8 @@ def sinks(run: Path, *, kind: str | None, job: Path | None, follow: bool) -> Non
 
     Raises ManifestError where there is no such sink, AsyncFlowError where one fails.
     """
-    if job is None and not (run / JOB).is_file():
-        raise ManifestError("there is no run", where=str(run), hint="Give the folder of a run, e.g. runs/quickstart")
+    if job is None:
+        check_run(run)
     manifest = load_job(job or run / JOB)
     chosen = [sink for sink in manifest.spec.telemetry.sinks if kind in (None, sink.kind)]
     if not chosen:

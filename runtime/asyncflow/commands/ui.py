@@ -18,11 +18,10 @@ import msgspec
 
 from asyncflow.api.load import load_job
 from asyncflow.api.status import DriverStatus
-from asyncflow.driver.journal import EVENTS, METRICS
 from asyncflow.durable import write_whole
 from asyncflow.errors import ManifestError
 from asyncflow.local.asking import ask
-from asyncflow.local.folder import JOB, Record
+from asyncflow.local.folder import JOB, Record, check_run
 from asyncflow.rpc.http import HttpServer
 from asyncflow.view.page.changes import changes, facts, kept
 from asyncflow.view.page.document import document
@@ -37,13 +36,13 @@ _MOST_STEPS: Final = 40
 
 def serve(run: Path, *, port: int) -> None:
     """Serve the page until Ctrl-C. Raises ManifestError where there is no run, Refused where the port is taken."""
-    _check(run)
+    check_run(run)
     asyncio.run(_serve(run, port=port))
 
 
 def export(run: Path, file: Path, *, texts: bool) -> None:
     """Write the page with the run in it. texts: with samples. Raises ManifestError where that cannot be done."""
-    _check(run)
+    check_run(run)
     steps = {purpose: _spread(steps) for purpose, steps in kept(run).items()}
     said = {"job": _facts(run), "status": None, "now": time.time(), "texts": texts, "samples": steps}
     answers: dict[str, Any] = {CHANGES: {**changes(run, ""), **said}, TIMELINE: _whole_timeline(run)}
@@ -125,9 +124,3 @@ def _spread(steps: list[int]) -> list[int]:
     if len(steps) <= _MOST_STEPS:
         return steps
     return [steps[round(i * (len(steps) - 1) / (_MOST_STEPS - 1))] for i in range(_MOST_STEPS)]
-
-
-def _check(run: Path) -> None:
-    """Raise ManifestError where there is no run."""
-    if not any((run / name).is_file() for name in (JOB, METRICS, EVENTS)):
-        raise ManifestError("there is no run", where=str(run), hint="Give the folder of a run, e.g. runs/quickstart")

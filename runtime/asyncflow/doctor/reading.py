@@ -24,7 +24,7 @@ from asyncflow.driver.journal import EVENTS, LIVES, METRICS, REWARDS, SUMMARY
 from asyncflow.driver.lives import Life
 from asyncflow.errors import ManifestError
 from asyncflow.local.asking import ask_at, fetch
-from asyncflow.local.folder import JOB, load_record
+from asyncflow.local.folder import JOB, check_run, load_record
 from asyncflow.telemetry.lines import new_lines
 from asyncflow.telemetry.spans import read_timeline
 from asyncflow.timeline.causes import Shares, attribute, shares
@@ -84,9 +84,7 @@ def read(target: str) -> Evidence:
 
 def read_folder(folder: Path) -> Evidence:
     """Return what the files of a run say, and its driver where it goes on. Raises ManifestError where there is none."""
-    if not (folder / JOB).is_file():
-        hint = "Give the folder of a run, e.g. runs/quickstart"
-        raise ManifestError("there is no run", where=str(folder), hint=hint)
+    check_run(folder)
     rewards = _json(folder / REWARDS, RewardOutcomes) or RewardOutcomes()
     return _evidence(
         load_job(folder / JOB),

@@ -417,6 +417,12 @@ def record_of(path: Path) -> Record:
     raise ManifestError("no run is going on there", where=str(path), hint=hint)
 
 
+def check_run(path: Path, *files: str) -> None:
+    """Raise ManifestError where the folder ``path`` has none of the files of a run, by default its manifest."""
+    if not any((path / name).is_file() for name in files or (JOB,)):
+        raise ManifestError("there is no run", where=str(path), hint="Give the folder of a run, e.g. runs/quickstart")
+
+
 def holds_run(path: Path) -> bool:
     """Return whether a run has left something at ``path`` that must not be written over."""
     return any((path / entry).exists() for entry in _RUN_ENTRIES)
