@@ -23,7 +23,7 @@ from asyncflow.rewards.calling import Extractor, RewardFunction
 BUILT_IN = {
     "task": "asyncflow.rewards.functions:exact",
     "gym": "asyncflow.rewards.gym:score",
-    "math_verify": "asyncflow.rewards.math:score",
+    "math_verify": "asyncflow.rewards.math:MathVerify",
     "length": "asyncflow.rewards.shaping:LengthPenalty",
     "http": "asyncflow.rewards.endpoint:Endpoint",
     "reward_model": "asyncflow.rewards.classifier:RewardModel",

@@ -74,8 +74,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> dict[str, Any]:
-        """The arguments of a class that computes on the device, by name."""
-        return {"device": self.device, "share": self.share}
+        """The arguments of a class, by name, that say where its object computes, and on what."""
+        return {"device": self.device, "share": self.share, "extractor": self.extractor}
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
