@@ -26,6 +26,10 @@ from asyncflow.rewards.wire import Example
         ("3.50 or 3,5", "5"),
         ("1,234,567.25", "1234567.25"),
         ("(-8)", "-8"),
+        ("it is .5", "0.5"),
+        ("-.25", "-0.25"),
+        ("and so on ...7", "7"),
+        ("1.2.3", "3"),
         ("none", ""),
         ("", ""),
     ],
@@ -43,6 +47,7 @@ def test_last_number_finds_any_number_at_the_end(before: str, number: int) -> No
 def test_boxed() -> None:
     assert boxed(r"\boxed{1} then \boxed{\frac{1}{2} }") == r"\frac{1}{2}"
     assert boxed(r"\boxed{1") == ""
+    assert boxed(r"\boxed{1}, or \boxed{2") == "1"
     assert boxed("1") == ""
     assert text(" a b\n") == "a b"
 
