@@ -44,8 +44,9 @@ class Group(NamedTuple):
     """The n samples of one prompt that have a reward.
 
     serial: of the prompt; samples: number of each in the group, int64[n]; rewards: as they were judged, float64[n];
-    lengths: tokens of each response, int64[n]; cut: whether a response ended because it was too long, bool[n]; turns:
-    the rewards of the turns of each, float64[turns], which add up to the sample's; () where nobody asks for them.
+    lengths: tokens of each response, observations too, int64[n]; cut: whether a response ended because it was too long,
+    bool[n]; turns: the rewards of the turns of each, float64[turns], which add up to the sample's; () where nobody asks
+    for them.
     """
 
     serial: int
