@@ -90,8 +90,8 @@ def digest(*parts: str | int) -> int:
 class GeneratedSource:
     """Tasks made by a generator: endless for training, ``size`` different ones for evaluation.
 
-    generate: gives the task for any index in [0, indices), a pure function; name: for messages; seed: tells sources
-    with one generator apart; share: of all questions, held out.
+    generate: gives the task for any index in [0, indices), a pure function; name, where (field of the manifest): for
+    messages; seed: tells sources with one generator apart; share: of all questions, held out.
     """
 
     there: int | None = None
@@ -104,6 +104,7 @@ class GeneratedSource:
         indices: int,
         seed: int,
         purpose: Purpose,
+        where: str,
         size: int | None = None,
         share: float = HELD_OUT_SHARE,
     ) -> None:
@@ -113,6 +114,7 @@ class GeneratedSource:
         self._indices = indices
         self._seed = seed
         self._purpose = purpose
+        self._where = where
         self._known: list[Prompt] = []
         self._walk = self._distinct()
         self.size = size if purpose == "eval" else None
@@ -151,6 +153,6 @@ class GeneratedSource:
         kind = "training" if self._purpose == "train" else "held-out"
         return ManifestError(
             f"{self._name} gives only {found} different {kind} prompts with this config",
-            where=f"data.{self._purpose}",
+            where=self._where,
             hint="widen its config, or ask for fewer in `size`",
         )
