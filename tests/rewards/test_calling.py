@@ -16,7 +16,7 @@ from asyncflow.rewards.calling import RewardFunction
 from asyncflow.rewards.endpoint import Endpoint
 from asyncflow.rewards.functions import boxed
 from asyncflow.rewards.shaping import LengthPenalty
-from asyncflow.rewards.wire import MOST_DETAILS, Example, Score
+from asyncflow.rewards.wire import MOST_DETAILS, Example, Question, Score, frame
 
 EXAMPLES = [
     Example(prompt="p", response=f"so {n} \\boxed{{{n}}}", answer=n, meta={"n": n}, length=n + 1) for n in range(3)
@@ -203,6 +203,12 @@ def test_the_penalty_falls_linearly_beyond_its_target(length: int, target: int, 
         assert penalty == -1.0
     else:
         assert penalty == pytest.approx(-(length - target) / width)
+
+
+@pytest.mark.parametrize("value", [object(), 10**30, "\ud800"])
+def test_what_no_message_can_say_is_a_wrong_value(value: object) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        frame(Question(nonce=b"", examples=[Example(prompt="", response="", answer=value)], seconds=1.0))
 
 
 def test_settings_of_the_penalty_are_checked() -> None:

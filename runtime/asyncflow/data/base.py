@@ -49,8 +49,11 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[Message, ...] = ()
 
     def packed(self) -> bytes:
-        """Return the prompt as bytes, for a uint8 cell of the queue."""
-        return msgspec.msgpack.encode(self)
+        """Return the prompt as bytes, for a uint8 cell of the queue. Raises ValueError for what no message can hold."""
+        try:
+            return msgspec.msgpack.encode(self)
+        except OverflowError as error:
+            raise ValueError(str(error)) from error
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Prompt:

@@ -214,7 +214,7 @@ class FileSource:
         )
         try:
             prompt.packed()
-        except (OverflowError, UnicodeEncodeError) as error:
+        except ValueError as error:
             hint = "Write a whole number of more than 64 bits as a text, and no half of a surrogate pair"
             raise ManifestError(f"holds what cannot be sent: {error}", where=place, hint=hint) from error
         return prompt

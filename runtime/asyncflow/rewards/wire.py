@@ -155,7 +155,7 @@ def frame(message: msgspec.Struct) -> bytes:
     """Return the frame of ``message``. Raises ValueError where it is too large or holds what msgpack cannot say."""
     try:
         body = msgspec.msgpack.encode(message)
-    except TypeError as error:
+    except (TypeError, OverflowError) as error:
         raise ValueError(str(error)) from error
     if len(body) > MAX_FRAME:
         message_size = f"an example of {len(body)} bytes is more than {MAX_FRAME}"
