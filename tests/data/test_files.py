@@ -190,6 +190,20 @@ def test_what_is_wrong_with_a_file_is_said_when_it_is_opened(
     assert capfd.readouterr() == ("", ""), "nothing beside the error"
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (f'{{"prompt": "p", "answer": {10**30}}}', "cannot be sent.*ints"),
+        ('{"prompt": "p", "answer": "\\ud800"}', "cannot be sent.*surrogates"),
+        ('{"prompt": "p \\ud800", "answer": ""}', "cannot be sent.*surrogates"),
+    ],
+)
+def test_what_no_row_of_the_queue_can_hold_is_refused_with_its_place(tmp_path: Path, line: str, said: str) -> None:
+    (tmp_path / "odd.jsonl").write_text(line)
+    with pytest.raises(ManifestError, match=rf"odd\.jsonl:1: .*{said}"):
+        opened(tmp_path, "odd.jsonl")
+
+
 def test_a_date_that_config_leaves_out_is_no_obstacle(tmp_path: Path) -> None:
     Dataset.from_dict({"prompt": ["p"], "day": [date(2024, 1, 1)]}).to_parquet(tmp_path / "dated.parquet")
     assert opened(tmp_path, "parquet://dated.parquet", meta=[]).prompt(0).meta == {}

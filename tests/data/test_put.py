@@ -11,6 +11,7 @@ from asyncflow.data.base import Message, Prompt
 from asyncflow.data.put import PutSource
 from asyncflow.data.sources import open_source
 from asyncflow.errors import ManifestError, Refused
+from asyncflow.session.engines import _prompts_of
 
 ALL = [Prompt(question=f"{n}\n+ 1", answer=n + 1, meta={"n": n}, messages=(Message("user", "é"),)) for n in range(12)]
 
@@ -85,3 +86,9 @@ def test_only_training_prompts_are_put_and_nothing_of_it_is_configured(tmp_path:
         open_source(TrainDataSpec(source="put://there"), workdir=tmp_path, cache=tmp_path, where="data.train")
     with pytest.raises(ManifestError, match="is no source"):
         open_source(EvalDataSpec(source="put://", size=4), workdir=tmp_path, cache=tmp_path, where="data.eval")
+
+
+@pytest.mark.parametrize("answer", [10**30, "\ud800"])
+def test_a_prompt_that_no_message_can_hold_is_refused_by_its_number(answer: object) -> None:
+    with pytest.raises(ManifestError, match="prompt 1 is none"):
+        _prompts_of(["1+1", {"question": "1+1", "answer": answer}])

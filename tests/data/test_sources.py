@@ -112,7 +112,7 @@ def test_a_generator_with_too_few_questions_is_refused() -> None:
     def generate(index: int) -> Prompt:
         return Prompt(question=f"q{index % 40}")
 
-    few = {"name": "few", "indices": 1000, "seed": 0}
+    few = {"name": "few", "indices": 1000, "seed": 0, "where": "data"}
     source = GeneratedSource(generate, purpose="eval", size=20, **few)
     number = sum(held_out(f"q{n}") for n in range(40))
     assert len({source.prompt(serial).question for serial in range(number)}) == number
@@ -123,6 +123,13 @@ def test_a_generator_with_too_few_questions_is_refused() -> None:
     )
     with pytest.raises(ManifestError, match="only 0 different training"):
         one.prompt(0)
+
+
+def test_a_set_with_too_few_questions_is_named() -> None:
+    few = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
+    data = EvalDataSpec(source="gym://chain_sum", config=few, size=512)
+    with pytest.raises(ManifestError, match=r"^data\.evalSets\[sums\]: "):
+        open_source(data, workdir=Path(), cache=Path(), where="data.evalSets[sums]").prompt(511)
 
 
 def test_chain_sum_of_two_digits_has_enough_held_out_prompts_and_one_digit_has_not() -> None:
@@ -168,6 +175,7 @@ def test_a_file_is_used_whole_unless_a_split_is_asked_for_but_not_for_both(jsonl
         ({"source": "gym://chain_sums"}, "near it: chain_sum"),
         ({"source": "gym://chain_sum", "config": {"max_term": 3}}, "refuses the config"),
         ({"source": "gym://chain_sum", "config": {"max_digits": 0}}, "refuses the config"),
+        ({"source": "gym://chain_sum", "config": {"seed": 3}}, r"config: seed is no setting .* Set data\.train\.seed"),
         ({"source": "tiny://chess"}, "One of: reverse-digits"),
         ({"source": "tiny://reverse-digits", "config": {"digits": 4}}, "unknown fields"),
         ({"source": "ftp://host/file"}, "is no source"),

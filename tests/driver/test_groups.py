@@ -428,6 +428,23 @@ def test_steps_that_stay_below_the_limit_go_on() -> None:
     assert len(queue.dropped) == 40
 
 
+def test_a_response_is_as_long_as_its_limit_counts_observations_too() -> None:
+    class Observed(Finished):
+        def _rows(self, reward: float, varied: frozenset[int], groups: int) -> Iterator[list[LeasedRow]]:
+            for (long, short), tokens in zip(super()._rows(reward, varied, groups), [(8, 4)], strict=False):
+                for row, made in zip((long, short), tokens, strict=True):
+                    row.meta.tags.update({"tokens": made, "response_tokens": 2})
+                yield [long, short]
+
+    decided: list[list[float]] = []
+    groups = groups_of(Observed(reward=1.0), limit=1)
+    groups.policy = policy(algorithm=Dapo(DapoOptions(overlong_buffer=4), longest=8, estimator="dr-grpo"))
+    groups.decided = lambda _step, group: decided.append(group.advantages.tolist())
+    with pytest.raises(TimeoutError):
+        asyncio.run(groups.run())
+    assert decided == [[-0.5, 0.5]]
+
+
 def test_a_group_that_is_claimed_again_is_not_counted_again() -> None:
     class Again(Finished):
         """It gives the first group out three times."""

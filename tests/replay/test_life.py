@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncflow.driver.groups import FILTERED_ZERO_VARIANCE
 from asyncflow.identity import NEWEST, RowPlace, SampleKey
 from asyncflow.queue.ledger import events as ev
 from asyncflow.replay.life import SampleHistory, life_of
@@ -81,6 +82,14 @@ def test_what_is_filtered_stays_filtered() -> None:
     life = told(put(), ev.RowsDropped(TRAIN, ROWS[2:], "filtered:zero-variance"), ev.Began(TRAIN, 1, 0, 1))
     assert words(life)[1:] == ["filtered: zero-variance"]
     assert life.outcome == "filtered"
+
+
+def test_why_a_sample_was_dropped_is_told_whole() -> None:
+    for reason, said in (
+        (FILTERED_ZERO_VARIANCE, "filtered: zero variance"),
+        ("reward measure: timeout", "dropped: reward measure: timeout"),
+    ):
+        assert words(told(put(), ev.RowsDropped(TRAIN, ROWS[2:], reason)))[1:] == [said]
 
 
 def test_bytes_that_were_lost_are_put_again() -> None:

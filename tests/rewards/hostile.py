@@ -137,7 +137,7 @@ def main(place: Path, port: int, scorer: str) -> None:
     from asyncflow.rewards.functions import load
 
     sys.set_int_max_str_digits(4300)
-    function = load(scorer, workdir=Path(__file__).parent)
+    function = load(scorer, workdir=Path(__file__).parent, place={"extractor": "text"})
     rewards = {
         f"{prompt['meta'].get('dataset', scorer)}: {kind}": scored(function, answer, prompt)
         for prompt in prompts(scorer)

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from asyncflow.data.base import Message
 from asyncflow.errors import ManifestError
 from asyncflow.rewards.calling import RewardFunction
+from asyncflow.rewards.endpoint import Endpoint
 from asyncflow.rewards.functions import boxed
 from asyncflow.rewards.shaping import LengthPenalty
-from asyncflow.rewards.wire import MOST_DETAILS, Example, Score
+from asyncflow.rewards.wire import MOST_DETAILS, Example, Question, Score, frame
 
 EXAMPLES = [
     Example(prompt="p", response=f"so {n} \\boxed{{{n}}}", answer=n, meta={"n": n}, length=n + 1) for n in range(3)
@@ -204,6 +205,20 @@ def test_the_penalty_falls_linearly_beyond_its_target(length: int, target: int, 
         assert penalty == pytest.approx(-(length - target) / width)
 
 
+@pytest.mark.parametrize("value", [object(), 10**30, "\ud800"])
+def test_what_no_message_can_say_is_a_wrong_value(value: object) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        frame(Question(nonce=b"", examples=[Example(prompt="", response="", answer=value)], seconds=1.0))
+
+
 def test_settings_of_the_penalty_are_checked() -> None:
     with pytest.raises(ManifestError, match=r"reward\.config: unknown option targets"):
         LengthPenalty(config={"targets": 3})
+    with pytest.raises(ManifestError, match=r"reward\.config: .*>= 0.*width"):
+        LengthPenalty(config={"width": -1})
+
+
+def test_a_server_is_not_asked_with_settings_that_have_no_meaning() -> None:
+    for settings in ({"cache": -1}, {"retry_seconds": -1.0}):
+        with pytest.raises(ManifestError, match=rf"reward\.config: .*>= 0.*{next(iter(settings))}"):
+            Endpoint(config={"url": "http://judge", **settings})

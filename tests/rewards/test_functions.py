@@ -9,7 +9,7 @@ from scoring_one import one
 
 from asyncflow.data.generated import open_gym
 from asyncflow.errors import ManifestError
-from asyncflow.rewards.functions import boxed, check, last_number, text
+from asyncflow.rewards.functions import boxed, check, last_number, load, text
 from asyncflow.rewards.pool import PoolLimits, RewardPool
 from asyncflow.rewards.process import Scorer
 from asyncflow.rewards.wire import Example
@@ -26,6 +26,10 @@ from asyncflow.rewards.wire import Example
         ("3.50 or 3,5", "5"),
         ("1,234,567.25", "1234567.25"),
         ("(-8)", "-8"),
+        ("it is .5", "0.5"),
+        ("-.25", "-0.25"),
+        ("and so on ...7", "7"),
+        ("1.2.3", "3"),
         ("none", ""),
         ("", ""),
     ],
@@ -43,6 +47,7 @@ def test_last_number_finds_any_number_at_the_end(before: str, number: int) -> No
 def test_boxed() -> None:
     assert boxed(r"\boxed{1} then \boxed{\frac{1}{2} }") == r"\frac{1}{2}"
     assert boxed(r"\boxed{1") == ""
+    assert boxed(r"\boxed{1}, or \boxed{2") == "1"
     assert boxed("1") == ""
     assert text(" a b\n") == "a b"
 
@@ -64,6 +69,24 @@ async def test_math_verify_runs_in_the_main_thread_of_a_child(tmp_path: Path) ->
     await pool.close()
     assert [r.value for r in results] == [1.0, 1.0, 1.0, 0.0, 0.0]
     assert not any(r.failure for r in results)
+
+
+@pytest.mark.parametrize(
+    ("boxed_answer", "answer", "value"),
+    [
+        (r"\sqrt{3}", r"\sqrt{3}", 1.0),
+        (r"\dfrac{1}{2}", "0.5", 1.0),
+        ("2^{10}", "1024", 1.0),
+        ("x + 1", "1 + x", 1.0),
+        ("(1, 2)", "(1,2)", 1.0),
+        (r"2\pi", "2", 0.0),
+        ("72", "72", 1.0),
+    ],
+)
+def test_math_verify_reads_what_was_in_a_box_as_mathematics(boxed_answer: str, answer: str, value: float) -> None:
+    found = load("math_verify", workdir=Path(), place={"extractor": "boxed"})
+    example = Example(prompt="", response=rf"So it is \boxed{{{boxed_answer}}}.", answer=answer)
+    assert found.call(**found.arguments([example], extractor=boxed)) == value
 
 
 async def test_gym_scores_with_the_datasets_own_checker(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def test_numbers_lists_and_arrays_are_columns() -> None:
         ([{"count": [[1], [2, 3]]}], "count:"),
         ([{"count": [1, 2]}], "2 entries, more than 1"),
         ([{"count": None}], "which is no int64"),
+        ([{"count": 1 << 63}], "count holds 9223372036854775808, which int64 cannot hold"),
     ],
 )
 def test_anything_else_is_a_failure_with_its_reason(found: Any, says: str) -> None:
@@ -40,6 +41,13 @@ def test_anything_else_is_a_failure_with_its_reason(found: Any, says: str) -> No
     assert result.kind == "invalid"
     assert says in result.detail
     assert columns_of([result], [COUNT])["count"].lengths.tolist() == [0]
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("uint8", 256), ("uint8", -1), ("int32", 1 << 31), ("bool", 2)])
+def test_a_whole_number_that_the_column_cannot_hold_is_a_failure_and_no_other_number(dtype: str, value: int) -> None:
+    (result,) = read_results([{"x": [0, value]}], [OutputColumn(name="x", dtype=dtype, most=2)], rows=1)
+    assert isinstance(result, RowFailure)
+    assert result.detail == f"x holds {value}, which {dtype} cannot hold"
 
 
 def test_results_go_through_bytes_and_are_checked_again() -> None:

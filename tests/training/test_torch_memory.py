@@ -14,13 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from train_reference import part, samples
 
-from asyncflow.algorithms.loss import Loss
+from asyncflow.algorithms.dpo import Dpo
+from asyncflow.algorithms.loss import Aggregation, Loss
+from asyncflow.algorithms.ppo import Ppo
 from asyncflow.algorithms.reinforce import ReinforcePlusPlus
 from asyncflow.errors import ManifestError
 from asyncflow.training.backend import SLOT_TOKENS
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.ranks import SingleProcess
-from asyncflow.training.settings import BackendSettings, OptimizerSettings
+from asyncflow.training.settings import BackendSettings, CriticSettings, OptimizerSettings
 from asyncflow.training.torch.backend import TorchBackend
 from asyncflow.training.torch.memory import (
     MOST_TOKENS,
@@ -33,9 +35,11 @@ from asyncflow.training.torch.memory import (
 GIB = 1 << 30
 
 
+OPTIMIZER = OptimizerSettings(learning_rate=1e-3, steps=4)
+
+
 def backend(folder: Path, **more: Any) -> TorchBackend:
-    optimizer = OptimizerSettings(learning_rate=1e-3, steps=4)
-    made = TorchBackend(BackendSettings(optimizer=optimizer, threads=1, **more), group=SingleProcess())
+    made = TorchBackend(BackendSettings(optimizer=OPTIMIZER, threads=1, **more), group=SingleProcess())
     made.load(folder, checkpoint=None)
     return made
 
@@ -112,6 +116,21 @@ def test_a_share_of_the_device_and_what_publishing_needs_are_left(monkeypatch: p
     device = Device(monkeypatch, free=80 * GIB, each=GIB // 256, fixed=GIB)
     found = find_largest_pack(device.step, device=torch.device("cpu"), share=0.5, reserved=10 * GIB, longest=512)
     assert 0.8 * 30 * GIB < device.fixed + device.each * found <= 30 * GIB
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"loss": Loss(algorithm=Ppo()), "critic": CriticSettings(optimizer=OPTIMIZER)},
+        {"loss": Loss(algorithm=Dpo(), aggregation=Aggregation(name="seq-mean-token-sum")), "reference_given": True},
+        {"loss": Loss(kl=0.1), "reference_given": True},
+    ],
+)
+def test_a_trial_has_all_that_a_loss_needs(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, more: Any) -> None:
+    trainer = backend(tiny_folder, longest=64, **more)
+    Device(monkeypatch, free=80 * GIB, each=0, fixed=0)
+    trainer._find_slot_tokens()
+    assert trainer.slot_tokens == MOST_TOKENS
 
 
 def test_a_sample_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

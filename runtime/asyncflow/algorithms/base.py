@@ -26,6 +26,7 @@ from asyncflow.algorithms.advantages import AdvantageName, group_advantages, tur
 from asyncflow.algorithms.losses import Clip, PolicyTerms, ppo_clip
 from asyncflow.api.check import Problem, place_of, refusal
 from asyncflow.api.job import RLJobSpec
+from asyncflow.api.learning import AlgorithmSpec
 from asyncflow.plugins import NoOptions, load_plugin, read_options
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ ALGORITHMS: Final = "asyncflow.algorithms"
 OUTCOME: Final = "outcome"
 """The column in the place of ``advantage`` where the trainer makes advantages: the reward that they are made of."""
 _FEWEST_SHUFFLED: Final = 2
+_DEFAULTS: Final = AlgorithmSpec(steps=1)
 NAME: Final = "spec.algorithm.name"
 OPTIONS: Final = "spec.algorithm.options"
 
@@ -44,8 +46,9 @@ class Group(NamedTuple):
     """The n samples of one prompt that have a reward.
 
     serial: of the prompt; samples: number of each in the group, int64[n]; rewards: as they were judged, float64[n];
-    lengths: tokens of each response, int64[n]; cut: whether a response ended because it was too long, bool[n]; turns:
-    the rewards of the turns of each, float64[turns], which add up to the sample's; () where nobody asks for them.
+    lengths: tokens of each response, observations too, int64[n]; cut: whether a response ended because it was too long,
+    bool[n]; turns: the rewards of the turns of each, float64[turns], which add up to the sample's; () where nobody asks
+    for them.
     """
 
     serial: int
@@ -124,8 +127,9 @@ class Algorithm(Generic[Own]):
     needs to go further. whole_step: its advantages need all of D_k, so that the trainer cannot begin before (the driver
     then hands on the shaped rewards in their place). filters: a group may lose samples that others are compared with.
     reference: it needs the log-probs of θ_0 whatever the KL. critic: it needs values. pairs: the samples of a group
-    with the same |advantage| are one pair, whose loss is of both, so they stay together in one pack. figures: names of
-    what ``policy`` measures.
+    with the same |advantage| are one pair, whose loss is of both, so they stay together in one pack. ignores: fields of
+    ``spec.algorithm`` that it does not use, which are refused where they are given. figures: names of what ``policy``
+    measures.
     """
 
     Options: ClassVar[type[Struct]] = NoOptions
@@ -135,6 +139,7 @@ class Algorithm(Generic[Own]):
     reference: ClassVar[bool] = False
     critic: ClassVar[bool] = False
     pairs: ClassVar[bool] = False
+    ignores: ClassVar[tuple[str, ...]] = ()
     figures: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
@@ -185,6 +190,9 @@ class Algorithm(Generic[Own]):
             yield wrong(spec, "reward.shuffle", why, "Give a groupSize of at least 2")
         if spec.algorithm.credit == "turn":
             yield from self._problems_of_turns(spec)
+        for field in self.ignores:
+            if attrgetter(field)(spec.algorithm) != attrgetter(field)(_DEFAULTS):
+                yield wrong(spec, f"algorithm.{field}", f"{name} does not use it", "Leave it out")
         if spec.critic is not None and not self.critic:
             fix = "Leave it out, or take the algorithm ppo"
             yield Problem(place=("spec", "critic"), reason=f"{name} has no critic", fix=fix)

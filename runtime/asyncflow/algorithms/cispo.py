@@ -19,6 +19,8 @@ from asyncflow.plugins import NoOptions
 class Cispo(Algorithm[NoOptions]):
     """REINFORCE with bounded importance weights and GRPO's advantages."""
 
+    ignores = ("clip.dual",)
+
     def policy(self, tokens: Tokens, clip: Clip) -> PolicyTerms:
         """Return the policy loss of each token; it counts as clipped where its weight is."""
         own, positive = tokens.logprobs.detach(), tokens.advantages > 0

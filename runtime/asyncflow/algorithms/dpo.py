@@ -49,6 +49,7 @@ class Dpo(Algorithm[DpoOptions]):
     filters = True
     reference = True
     pairs = True
+    ignores = ("advantage", "clip")
     figures = ("pair_accuracy", "pair_margin")
 
     def problems(self, spec: RLJobSpec) -> Iterator[Problem]:

@@ -59,6 +59,7 @@ class Ppo(Algorithm[PpoOptions]):
     Options = PpoOptions
     fewest = 1
     critic = True
+    ignores = ("advantage",)
 
     def __init__(self, options: PpoOptions | None = None, **settings: Any) -> None:
         super().__init__(options, **settings)

@@ -44,6 +44,7 @@ class ReinforcePlusPlus(Algorithm[ReinforceOptions]):
     Options = ReinforceOptions
     fewest = 1
     batch_wide = True
+    ignores = ("advantage",)
 
     def problems(self, spec: RLJobSpec) -> Iterator[Problem]:
         """Refuse a baseline of one sample."""

@@ -49,8 +49,11 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[Message, ...] = ()
 
     def packed(self) -> bytes:
-        """Return the prompt as bytes, for a uint8 cell of the queue."""
-        return msgspec.msgpack.encode(self)
+        """Return the prompt as bytes, for a uint8 cell of the queue. Raises ValueError for what no message can hold."""
+        try:
+            return msgspec.msgpack.encode(self)
+        except OverflowError as error:
+            raise ValueError(str(error)) from error
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Prompt:
@@ -90,8 +93,8 @@ def digest(*parts: str | int) -> int:
 class GeneratedSource:
     """Tasks made by a generator: endless for training, ``size`` different ones for evaluation.
 
-    generate: gives the task for any index in [0, indices), a pure function; name: for messages; seed: tells sources
-    with one generator apart; share: of all questions, held out.
+    generate: gives the task for any index in [0, indices), a pure function; name, where (field of the manifest): for
+    messages; seed: tells sources with one generator apart; share: of all questions, held out.
     """
 
     there: int | None = None
@@ -104,6 +107,7 @@ class GeneratedSource:
         indices: int,
         seed: int,
         purpose: Purpose,
+        where: str,
         size: int | None = None,
         share: float = HELD_OUT_SHARE,
     ) -> None:
@@ -113,6 +117,7 @@ class GeneratedSource:
         self._indices = indices
         self._seed = seed
         self._purpose = purpose
+        self._where = where
         self._known: list[Prompt] = []
         self._walk = self._distinct()
         self.size = size if purpose == "eval" else None
@@ -151,6 +156,6 @@ class GeneratedSource:
         kind = "training" if self._purpose == "train" else "held-out"
         return ManifestError(
             f"{self._name} gives only {found} different {kind} prompts with this config",
-            where=f"data.{self._purpose}",
+            where=self._where,
             hint="widen its config, or ask for fewer in `size`",
         )

@@ -174,7 +174,7 @@ class FileSource:
                 lacking += 1
                 first_lacking, fields = first_lacking or row.place, fields or sorted(row.fields)
                 continue
-            question, _ = _question(asked, self._config.prompt, place=row.place)
+            question = self._prompt(row.fields, place=row.place).question
             positions.append(row.position)
             fingerprints.append(_fingerprint(question))
             held.append(held_out(question))
@@ -205,13 +205,19 @@ class FileSource:
         taken = (config.prompt, config.answer)
         named = config.meta if config.meta is not None else [name for name in fields if name not in taken]
         meta = {name: value for name in named if (value := field_of(fields, name)) is not MISSING}
-        return Prompt(
+        prompt = Prompt(
             question=question,
             answer=None if answer is MISSING else answer,
             task=self._task,
             meta=meta,
             messages=messages,
         )
+        try:
+            prompt.packed()
+        except ValueError as error:
+            hint = "Write a whole number of more than 64 bits as a text, and no half of a surrogate pair"
+            raise ManifestError(f"holds what cannot be sent: {error}", where=place, hint=hint) from error
+        return prompt
 
 
 def columns_used(config: FileConfig, columns: Iterable[str]) -> list[str]:

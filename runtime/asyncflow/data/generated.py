@@ -38,6 +38,8 @@ def open_gym(
     share = config.pop(SHARE, HELD_OUT_SHARE)
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
         raise ManifestError(f"{SHARE} = {share!r}", where=where, hint="Give a share between 0 and 1, or leave it out")
+    if "seed" in config:
+        raise ManifestError("seed is no setting of the source", where=f"{where}.config", hint=f"Set {where}.seed")
     settings = {"size": INDICES, **config}
     dataset = make_dataset(name, {**settings, "seed": seed}, where=where)
 
@@ -52,6 +54,7 @@ def open_gym(
         indices=settings["size"],
         seed=seed,
         purpose=purpose,
+        where=where,
         size=size,
         share=share,
     )
@@ -192,4 +195,6 @@ def tiny_task(name: str, *, where: str) -> TinyTask:
 def open_tiny(name: str, *, seed: int, purpose: Purpose, size: int | None, where: str) -> GeneratedSource:
     """Open the tiny task ``name`` as a source of prompts. Raises ManifestError where there is none."""
     task = tiny_task(name, where=where)
-    return GeneratedSource(task.ask, name=f"tiny://{name}", indices=task.size, seed=seed, purpose=purpose, size=size)
+    return GeneratedSource(
+        task.ask, name=f"tiny://{name}", indices=task.size, seed=seed, purpose=purpose, where=where, size=size
+    )

@@ -41,7 +41,7 @@ from asyncflow.driver.dispatch import CALL_TIMEOUT_S
 from asyncflow.driver.tasks import DRIVER_LEASE_S, TRAIN
 from asyncflow.errors import ManifestError, Refused
 from asyncflow.queue.client import QueueClient
-from asyncflow.queue.protocol.messages import LeasedRow, Tag
+from asyncflow.queue.protocol.messages import TOKENS_TAG, LeasedRow, Tag
 from asyncflow.rewards.wire import TURN_REWARDS
 from asyncflow.rpc.columns import Jagged
 from asyncflow.telemetry.spans import NO_SPANS, Spans
@@ -317,7 +317,7 @@ def _judged(serial: int, rows: Sequence[LeasedRow], *, by_turn: bool) -> Group:
         serial=serial,
         samples=np.array([row.meta.sample for row in rows], dtype=np.int64),
         rewards=np.array([float(tag["reward"]) for tag in tags], dtype=np.float64),
-        lengths=np.array([int(tag.get("response_tokens", 0)) for tag in tags], dtype=np.int64),
+        lengths=np.array([int(tag.get(TOKENS_TAG, 0)) for tag in tags], dtype=np.int64),
         cut=np.array([tag.get("finish") == "length" for tag in tags], dtype=np.bool_),
         turns=[_rewards_of_turns(tag) for tag in tags] if by_turn else (),
     )

@@ -275,8 +275,9 @@ def weights_gap(run: Path, target: Path, *, step: int) -> float | None:
 
 def _weights_of(checkpoint: Checkpoint) -> SliceFiles:
     from asyncflow.training.torch.backend import WEIGHTS_FILE
+    from asyncflow.training.torch.shards import saved_files
 
-    return SliceFiles(sorted(checkpoint.folder.rglob(WEIGHTS_FILE)), framework="pt")
+    return saved_files(checkpoint.folder, WEIGHTS_FILE)
 
 
 def _files(checkpoint: Checkpoint) -> dict[str, str]:

@@ -127,9 +127,8 @@ class SampleHistory:
 
     def _dropped(self, event: ev.RowsDropped) -> None:
         if not self._rows.isdisjoint(event.rows):
-            kind, _, why = event.reason.partition(":")
-            self.outcome = "filtered" if kind == "filtered" else "dropped"
-            self._tell(f"{self.outcome}: {why or event.reason}")
+            self.outcome = "filtered" if event.reason.startswith("filtered:") else "dropped"
+            self._tell(f"{self.outcome}: {event.reason.removeprefix('filtered:').strip()}")
 
     def _exchanged(self, event: ev.Exchanged) -> None:
         if self.key.serial in event.serials:

@@ -7,9 +7,9 @@
 The name of a parameter is in the plural where there are many of it. ``length`` (``lengths``) is the number of tokens of
 a response, ``transcript`` (``transcripts``) what was said so far where there is an environment, as it is asked with
 it, ``config`` what the manifest gives the function. A function has those parameters that it needs; it may be
-``async``. A class is made once, with those of ``config``, ``device`` (torch's name of what it computes with: ``cpu``,
-``cuda``, ``npu``) and ``share`` (part of the device's memory) that it takes, and its object is called. On the CPU a
-``device`` or ``share`` that has a default keeps it.
+``async``. A class is made once, with those of ``config``, ``extractor`` (its name), ``device`` (torch's name of what it
+computes with: ``cpu``, ``cuda``, ``npu``) and ``share`` (part of the device's memory) that it takes, and its object is
+called. On the CPU one of the last three that has a default keeps it.
 
 A sample's answer is a finite number, ``{"reward": number, "details": {...}}``, or an object with these two attributes,
 as a NamedTuple has. In the place of ``reward`` there may be ``turns``: a number for each turn of the model, in order,
@@ -74,8 +74,8 @@ class RewardFunction:
     ) -> RewardFunction:
         """Return the function, or the object of the class, that a module has by ``name``.
 
-        config: its settings, None where the manifest has none; place: ``device`` and ``share`` of a class. Raises
-        ManifestError where it cannot be called as it will be, and what a class raises.
+        config: its settings, None where the manifest has none; place: ``extractor``, ``device`` and ``share`` of a
+        class. Raises ManifestError where it cannot be called as it will be, and what a class raises.
         """
         made = isinstance(found, type)
         if made:

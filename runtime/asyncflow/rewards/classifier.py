@@ -8,7 +8,7 @@ Invariant: the model is loaded with the function, before the time of the first s
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -28,8 +28,8 @@ class RewardModelOptions(msgspec.Struct, frozen=True):
 
     model: str = ""
     label: int = 0
-    max_length: int = 4096
-    threads: int = 1
+    max_length: Annotated[int, msgspec.Meta(ge=1)] = 4096
+    threads: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 class RewardModel:

@@ -12,7 +12,7 @@ growing pause, for ``retry_seconds``; what the server says wrong is raised and n
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import aiohttp
 import msgspec
@@ -35,8 +35,8 @@ class EndpointOptions(msgspec.Struct, frozen=True):
     """
 
     url: str = ""
-    cache: int = 10_000
-    retry_seconds: float = 5.0
+    cache: Annotated[int, msgspec.Meta(ge=0)] = 10_000
+    retry_seconds: Annotated[float, msgspec.Meta(ge=0)] = 5.0
 
 
 class _Rewards(msgspec.Struct):

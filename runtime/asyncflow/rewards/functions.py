@@ -23,7 +23,7 @@ from asyncflow.rewards.calling import Extractor, RewardFunction
 BUILT_IN = {
     "task": "asyncflow.rewards.functions:exact",
     "gym": "asyncflow.rewards.gym:score",
-    "math_verify": "asyncflow.rewards.math:score",
+    "math_verify": "asyncflow.rewards.math:MathVerify",
     "length": "asyncflow.rewards.shaping:LengthPenalty",
     "http": "asyncflow.rewards.endpoint:Endpoint",
     "reward_model": "asyncflow.rewards.classifier:RewardModel",
@@ -86,7 +86,7 @@ def exact(*, response: str, answer: Any) -> float:
     return float(response == str(answer).strip())
 
 
-_NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+_NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w).])\.\d+)")
 _BOXED = "\\boxed{"
 
 
@@ -96,23 +96,24 @@ def text(response: str) -> str:
 
 
 def last_number(response: str) -> str:
-    """Return the last decimal number, without thousands separators and plus: "so 1,000 - 1 = +999." gives "999"."""
-    numbers = _NUMBER.findall(response.replace("\N{MINUS SIGN}", "-"))
-    return numbers[-1].replace(",", "").removeprefix("+") if numbers else ""
+    """Return the last decimal number, without thousands separators and plus: "so 1,000 - 1 = +999." gives "999".
+
+    A number that begins with its point is given a 0 before it.
+    """
+    *_, last = "", *_NUMBER.findall(response.replace("\N{MINUS SIGN}", "-"))
+    return re.sub(r"^-?(?=\.)", r"\g<0>0", last.replace(",", "").removeprefix("+"))
 
 
 def boxed(response: str) -> str:
     r"""Return the content of the last ``\boxed{...}`` whose braces close."""
-    start = response.rfind(_BOXED)
-    if start < 0:
-        return ""
-    depth = 1
-    begin = start + len(_BOXED)
-    for place in range(begin, len(response)):
-        depth += {"{": 1, "}": -1}.get(response[place], 0)
-        if depth == 0:
-            return response[begin:place].strip()
-    return ""
+    opened: list[int] = []
+    last, found = 0, ""
+    for place, letter in enumerate(response, 1):
+        if letter == "{":
+            opened.append(place)
+        elif letter == "}" and opened and (begin := opened.pop()) > last and response.endswith(_BOXED, 0, begin):
+            last, found = begin, response[begin : place - 1].strip()
+    return found
 
 
 EXTRACTORS: dict[str, Extractor] = {"text": text, "last_number": last_number, "boxed": boxed}

@@ -1,5 +1,8 @@
 """The reward ``math_verify``: 1 where math-verify finds the response equal to the answer, else 0.
 
+math-verify takes for mathematics what is between dollar signs or in a box, and of anything else at most a number: what
+the extractor ``boxed`` took out of its box is put into one again.
+
 math-verify limits its own time by SIGALRM, which works in a main thread only: a reward process calls it there. What it
 takes for plain arithmetic it gives to ``sympy.parse_expr``, which is ``eval``: only what ``expressions`` has read
 gets there.
@@ -15,10 +18,16 @@ from sympy.parsing import parse_expr
 from asyncflow.rewards.expressions import algebra
 
 
-def score(*, response: str, answer: Any) -> float:
-    """Compare two expressions, LaTeX or plain; an answer without dollar signs is taken as LaTeX where it parses so."""
-    gold = parse(f"${answer}$") or parse(str(answer))
-    return float(verify(gold, parse(response)))
+class MathVerify:
+    """The comparison of two expressions. extractor: name of that which finds the response."""
+
+    def __init__(self, *, extractor: str) -> None:
+        self._boxed = extractor == "boxed"
+
+    def __call__(self, *, response: str, answer: Any) -> float:
+        """Compare expressions, LaTeX or plain; an answer without dollar signs is taken as LaTeX where it parses so."""
+        gold = parse(f"${answer}$") or parse(str(answer))
+        return float(verify(gold, parse(f"\\boxed{{{response}}}" if self._boxed else response)))
 
 
 def _parse_checked(text: str, **options: Any) -> Any:

@@ -6,7 +6,7 @@ linearly to -1 over ``width`` tokens, and it is -1 beyond.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -16,8 +16,8 @@ from asyncflow.plugins import read_options
 class LengthOptions(msgspec.Struct, frozen=True):
     """Settings. target: tokens without a penalty; width: tokens over which it grows to 1, 0 is at once."""
 
-    target: int = 0
-    width: int = 0
+    target: Annotated[int, msgspec.Meta(ge=0)] = 0
+    width: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class LengthPenalty:

@@ -74,8 +74,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> dict[str, Any]:
-        """The arguments of a class that computes on the device, by name."""
-        return {"device": self.device, "share": self.share}
+        """The arguments of a class, by name, that say where its object computes, and on what."""
+        return {"device": self.device, "share": self.share, "extractor": self.extractor}
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,7 +155,7 @@ def frame(message: msgspec.Struct) -> bytes:
     """Return the frame of ``message``. Raises ValueError where it is too large or holds what msgpack cannot say."""
     try:
         body = msgspec.msgpack.encode(message)
-    except TypeError as error:
+    except (TypeError, OverflowError) as error:
         raise ValueError(str(error)) from error
     if len(body) > MAX_FRAME:
         message_size = f"an example of {len(body)} bytes is more than {MAX_FRAME}"

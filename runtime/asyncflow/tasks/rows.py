@@ -101,12 +101,14 @@ def _result(found: object, outputs: Sequence[OutputColumn]) -> Result:
     made: dict[str, NDArray[Any]] = {}
     for output in outputs:
         try:
-            values = np.atleast_1d(np.asarray(found[output.name]))
+            values = np.asarray(found[output.name]).reshape(-1)
             kind = np.result_type(values.dtype, np.bool_).kind if values.size else "b"
             wanted = np.dtype(output.dtype)
             if kind not in "biuf" or (kind == "f" and wanted.kind != "f"):
                 return RowFailure("invalid", f"{output.name} holds {values.dtype}, which is no {output.dtype}")
-            made[output.name] = values.astype(wanted).reshape(-1)
+            made[output.name] = cast = values.astype(wanted)
+            if wanted.kind != "f" and len(odd := values[values != cast]):
+                return RowFailure("invalid", f"{output.name} holds {odd[0]}, which {output.dtype} cannot hold")
         except (TypeError, ValueError) as error:
             return RowFailure("invalid", f"{output.name}: {error}")
         if len(made[output.name]) > output.most:

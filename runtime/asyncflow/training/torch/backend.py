@@ -186,6 +186,8 @@ class TorchBackend(TrainerBackend):
         """Try which packs fit the device; the ranks agree on what fits all of them."""
 
         def step(batch: MicroBatch, tokens: int) -> None:
+            if self.settings.reference_given:
+                batch = replace(batch, reference=batch.logprobs)
             self._packs = Packs(self.settings, tokens=tokens, group=self.group)
             try:
                 self._add(batch, version=None)

@@ -101,6 +101,7 @@ def trial_batch(tokens: int, *, longest: int) -> MicroBatch:
         logprobs=Jagged(np.zeros(len(responses.values), dtype=np.float32), responses.offsets),
         versions=Jagged(np.full(len(responses.values), -1, dtype=np.int64), responses.offsets),
         advantages=np.ones(len(lengths), dtype=np.float32),
+        outcomes=np.ones(len(lengths), dtype=np.float32),
     )
 
 

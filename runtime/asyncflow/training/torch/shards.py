@@ -119,6 +119,11 @@ def _of_model(model: nn.Module) -> Read:
     return read
 
 
+def saved_files(checkpoint: Path, name: str) -> SliceFiles:
+    """Open what any number of ranks saved under ``name``, each its own or one for all, in one file or several."""
+    return SliceFiles(sorted(checkpoint.rglob(f"{Path(name).stem}*{Path(name).suffix}")), framework="pt")
+
+
 def read_saved(
     checkpoint: Path | None,
     name: str,
@@ -137,8 +142,7 @@ def read_saved(
     there = False
     with jointly(group, what=f"opening {name}"):
         if checkpoint is not None:
-            found = sorted(checkpoint.rglob(f"{Path(name).stem}*{Path(name).suffix}"))
-            files = SliceFiles(found, framework="pt")
+            files = saved_files(checkpoint, name)
             there = optional is not None and files.shapes.get(optional.name) == optional.shape
             if odd := misfit(shards, files):
                 raise CheckpointError(
