@@ -109,6 +109,16 @@ def test_a_state_that_could_not_be_read_again_is_refused_at_once(handover, train
         handover.finish({"w": torch.ones(1)}, state={"who": state}, metrics={})
 
 
+def test_a_state_that_could_not_be_read_again_is_refused_in_every_step(handover, trainer):
+    trainer.submit(handover.finish_step, 1)
+    handover.take(what="samples", timeout=WAIT_S)
+    handover.finish({"w": torch.ones(1)}, state={"best": None}, metrics={})
+    trainer.submit(handover.finish_step, 2)
+    handover.take(what="samples", timeout=WAIT_S)
+    with pytest.raises(Refused, match="could not be read"):
+        handover.finish({"w": torch.ones(1)}, state={"best": np.float64(0.5)}, metrics={})
+
+
 def test_a_wait_for_samples_has_an_end(handover):
     with pytest.raises(DeadlineExceeded, match="samples of step 3 did not come"):
         handover.take(what="samples of step 3", timeout=0.01)
