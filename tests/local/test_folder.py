@@ -1,3 +1,4 @@
+import errno
 import os
 import stat
 import subprocess
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.data.sources import CACHE
 from asyncflow.driver import journal
 from asyncflow.errors import ManifestError
 from asyncflow.local import folder as folders
@@ -259,6 +261,35 @@ def test_what_a_refused_start_has_made_goes_and_what_it_moved_comes_back(tmp_pat
     (others / "notes.txt").write_text("mine")
     RunFolder.claim(others).release(undo=True)
     assert [entry.name for entry in others.iterdir()] == ["notes.txt"]
+
+
+def test_a_run_comes_back_whatever_the_roles_of_a_refused_start_have_made(tmp_path):
+    path = begun(tmp_path / "run")
+    folder = RunFolder.claim(path, fresh=True)
+    for name in ("model", CACHE):
+        (folder.path / name).mkdir()
+        (folder.path / name / "made").touch()
+    folder.release(undo=True)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+    assert (path / "ledger").is_dir()
+
+
+@pytest.mark.parametrize("last", ["run", "run/run", "run/logs"])
+def test_a_run_comes_back_where_the_folder_after_it_cannot_be_made(tmp_path, monkeypatch, last):
+    path, real = begun(tmp_path / "run"), Path.mkdir
+
+    def full(folder, *args, **options):
+        if folder == tmp_path / last and not folder.exists():
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        real(folder, *args, **options)
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(ManifestError, match="cannot write there: Disk quota"):
+        RunFolder.claim(path, fresh=True)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+    assert (path / "ledger").is_dir()
+    monkeypatch.undo()
+    RunFolder.claim(path, resume=True).release()
 
 
 def test_what_a_start_has_not_made_is_never_removed(tmp_path):
