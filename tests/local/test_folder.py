@@ -16,7 +16,7 @@ from asyncflow.local.folder import (
     Record,
     RoleLog,
     RunFolder,
-    attempts_in_logs,
+    first_attempts,
     load_record,
     open_log,
     saved_overrides,
@@ -154,7 +154,8 @@ def test_a_damaged_record_is_set_aside_and_the_logs_tell_the_attempts(tmp_path, 
     RunFolder.claim(folder.path, resume=True).release()
     assert folder.processes.with_name("processes.json.bad").read_bytes() == damaged
     assert load_record(folder.processes) is None
-    assert attempts_in_logs(folder.path) == {"rollout": 5, "driver": 1, "trainer": 7}
+    unused = first_attempts(folder.path, ["rollout", "driver", "trainer", "storage"], record=None)
+    assert unused == {"rollout": 5, "driver": 1, "trainer": 7, "storage": 0}
 
 
 def test_an_attempt_whose_beginning_the_disk_did_not_take_counts_by_its_end(tmp_path):
@@ -163,7 +164,7 @@ def test_an_attempt_whose_beginning_the_disk_did_not_take_counts_by_its_end(tmp_
     log.begin(attempt=0, argv=["it"])
     log.note("attempt 1 ended: SIGKILL")
     folder.release()
-    assert attempts_in_logs(folder.path) == {"rollout": 2}
+    assert first_attempts(folder.path, ["rollout"], record=None) == {"rollout": 2}
 
 
 def test_a_record_that_the_disk_does_not_give_now_is_left_as_it_is(tmp_path):

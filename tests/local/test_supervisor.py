@@ -183,6 +183,15 @@ def test_a_resumed_run_never_uses_an_attempt_again(start):
     assert run.record().processes[0].attempt == 2
 
 
+def test_a_role_that_was_away_for_a_while_never_uses_an_attempt_again(start):
+    both = {"driver": {"does": ["done-after=0.1"]}, "rollout": {"does": ["exit=0"]}}
+    for roles in (both, {"driver": both["driver"]}):
+        assert start(**roles).wait() == 0
+    run = start(**both)
+    assert run.wait() == 0
+    assert {placed.role: placed.attempt for placed in run.record().processes} == {"driver": 2, "rollout": 1}
+
+
 def test_a_run_whose_record_is_damaged_is_resumed_with_new_attempts(start):
     run = start(driver={"does": ["crash-below=1", "exit=0"]})
     assert run.wait() == 0

@@ -8,9 +8,9 @@ never written over: it is continued on request (``resume``), or moved aside whol
 from which nothing came, no step and no evaluation, is no run: the next one takes its place. What a start has not made
 is never removed. What the contract declares frozen (``frozen_fields``, which the API server enforces on Kubernetes)
 never changes between two lives of one folder; steps only grow. An attempt is on record before its process exists, so
-that a resumed job never uses an attempt again; where the record is gone, or damaged, the logs and the checkpoints tell
-which were used. A line that the supervisor adds to a log begins with ``---``; a log that cannot be written or read
-costs lines, and stops no process.
+that a resumed job never uses an attempt again; where the record is gone, or damaged, or written by a supervisor without
+that role, the logs and the checkpoints tell which were used. A line that the supervisor adds to a log begins with
+``---``; a log that cannot be written or read costs lines, and stops no process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import re
 import secrets
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -152,18 +152,25 @@ def load_record(path: Path) -> Record | None:
         return None
 
 
-def attempts_in_logs(folder: Path) -> dict[str, int]:
-    """Return, for each role, the first attempt of which the logs and the checkpoints of a run's folder know nothing."""
-    attempts: dict[str, int] = {}
-    for path in (folder / "logs").glob("*-*.log"):
+def first_attempts(folder: Path, roles: Iterable[str], *, record: Record | None) -> dict[str, int]:
+    """Return, for each of ``roles``, the first attempt that was never used in a run's folder.
+
+    record: what the last supervisor left, which lacks the roles that it did not have: of those, and without a record,
+    the logs and the checkpoints tell.
+    """
+    attempts = record.next_attempts() if record is not None else {}
+    return {role: attempts.get(role) or _first_in_logs(folder, role) for role in roles}
+
+
+def _first_in_logs(folder: Path, role: str) -> int:
+    used = [-1]
+    for path in (folder / "logs").glob(f"{role}-*.log"):
         with contextlib.suppress(OSError):
-            used = [int(number) for number in _USED.findall(path.read_bytes())]
-            role = path.stem.rpartition("-")[0]
-            attempts[role] = max([attempts.get(role, 0), *(number + 1 for number in used)])
-    with contextlib.suppress(OSError, ValueError):
-        trainer = int((folder / "checkpoints" / "attempt").read_text())
-        attempts["trainer"] = max(attempts.get("trainer", 0), trainer + 1)
-    return attempts
+            used += map(int, _USED.findall(path.read_bytes() if path.stem.rpartition("-")[0] == role else b""))
+    if role == "trainer":
+        with contextlib.suppress(OSError, ValueError):
+            used.append(int((folder / "checkpoints" / "attempt").read_text()))
+    return max(used) + 1
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ import msgspec
 from asyncflow.api.names import CLIENT, FOLLOWER, OPERATOR, PUBLISHER, VIEWER
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, DiskError, RoleFailed
 from asyncflow.local import reaper
-from asyncflow.local.folder import Placed, Record, RoleLog, RunFolder, attempts_in_logs, load_record, open_log
+from asyncflow.local.folder import Placed, Record, RoleLog, RunFolder, first_attempts, load_record, open_log
 from asyncflow.local.forkserver import ForkServer
 from asyncflow.local.issuer import Issuer
 from asyncflow.local.lifecycle import (
@@ -148,8 +148,8 @@ class Supervisor:
         self._folder = folder
         self.observe: Callable[[Event], None] = lambda _: None
         self._limits = limits or Limits()
-        previous = load_record(folder.processes)
-        attempts = previous.next_attempts() if previous is not None else attempts_in_logs(folder.path)
+        names, previous = [role.name for role in roles], load_record(folder.processes)
+        attempts = first_attempts(folder.path, names, record=previous)
         self._table = ProcessTable(roles, now=time.monotonic(), attempts=attempts)
         self._record = Record(
             mark=uuid.uuid4().hex,
