@@ -263,7 +263,7 @@ class Supervisor:
             is_due = due_at is not None and due_at <= time.monotonic()
             if (is_due or self._unsaved_since is not None) and self._save():
                 due = self._table.due(time.monotonic())
-                self._due += [(start, self._launch(*start)) for start in due]
+                self._due += [(start, launch) for start in due if (launch := self._prepared(start)) is not None]
             if self._due:
                 self._start_ready()
                 self._save()
@@ -360,13 +360,24 @@ class Supervisor:
             process = forks.start(launch.argv, env=env, log=log.path, on_exit=ended) if forks is not None else None
             process = process or Process.spawn(launch.argv, env=env, log=log.path, on_exit=ended)
         except OSError as error:
-            log.note(f"cannot be started: {error}")
-            self._take_end(replica, ExitStatus(status=CANNOT_START), attempt, wanted=False)
+            self._cannot_start(start, error)
             return
         self._watchdog.add(process.pid)
         self._running[replica] = _Running(process, attempt)
         self._started[replica] = _now()
         self.observe(ProcessStarted(replica=replica, attempt=attempt, pid=process.pid))
+
+    def _prepared(self, start: Start) -> Launch | None:
+        """Return how to start a replica, None where the disk does not take what it needs, such as its certificate."""
+        try:
+            return self._launch(*start)
+        except OSError as error:
+            self._cannot_start(start, error)
+            return None
+
+    def _cannot_start(self, start: Start, error: OSError) -> None:
+        self._logs[start.replica].note(f"cannot be started: {error}")
+        self._take_end(start.replica, ExitStatus(status=CANNOT_START), start.attempt, wanted=False)
 
     def _ended(self, replica: LocalReplica, status: ExitStatus) -> None:
         running = self._running.pop(replica)
