@@ -320,7 +320,7 @@ class Engines:
                 self._session.leave()
                 self._session.thread.join(WAIT_S)
             self.close()
-        except AsyncFlowError as other:
+        except Exception as other:  # noqa: BLE001  the error that left the block says more
             log.warning("while the session ended: %s", other)
 
     def keep(self, rows: Any) -> None:
