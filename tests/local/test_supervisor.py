@@ -73,6 +73,18 @@ def test_a_second_signal_ends_everything_at_once(start):
     run.nothing_left(pids)
 
 
+def test_a_terminal_that_closes_ends_everything_in_order_though_it_says_so_twice(start):
+    """The shell tells its jobs, and the kernel the foreground ones, once the shell has ended."""
+    run = start(**JOB)
+    pids = [pid for replica in REPLICAS for pid in run.pids(replica)]
+    for _ in range(2):
+        run.process.send_signal(signal.SIGHUP)
+        time.sleep(0.05)
+    assert run.wait() == 128 + signal.SIGHUP
+    assert len(run.ended()) == len(REPLICAS)
+    run.nothing_left(pids)
+
+
 def test_a_stopped_role_still_ends_in_order(start):
     run = start(driver={}, rollout={})
     os.kill(run.pids("rollout-0")[0], signal.SIGSTOP)

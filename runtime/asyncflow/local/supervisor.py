@@ -180,8 +180,11 @@ class Supervisor:
         return self._record.processes
 
     def stop(self, number: int) -> None:
-        """End the job in order because of signal ``number``; asked a second time, at once."""
-        self._hurry = self._stop_signal != 0
+        """End the job in order because of signal ``number``; asked a second time, at once.
+
+        SIGHUP does not ask again: a terminal that closes sends it twice, by its shell and by the kernel.
+        """
+        self._hurry |= self._stop_signal != 0 and number != signal.SIGHUP
         self._stop_signal = self._stop_signal or number
         self._table.stop(signal.Signals(number).name)
         self._changed.set()
