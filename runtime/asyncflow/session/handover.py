@@ -85,9 +85,10 @@ class Handover(TrainerBackend):
     def take(self, *, what: str, timeout: float) -> MicroBatch | None:
         """Return the next samples of the step, None once all were taken. Raises DeadlineExceeded, with ``what``."""
         with self._changed:
+            if not self._taken_all:
+                self._wait(lambda: self._offered is not None or self._taken_all, what=what, timeout=timeout)
             if self._taken_all:
                 return None
-            self._wait(lambda: self._offered is not None, what=what, timeout=timeout)
             offered, self._offered = self._offered, None
             self._changed.notify_all()
             if not isinstance(offered, MicroBatch):
