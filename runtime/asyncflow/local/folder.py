@@ -425,6 +425,8 @@ def record_of(path: Path) -> Record:
     if _is_held(path) and (record := load_record(path / "run" / "processes.json")) is not None:
         return record
     hint = "Continue it with asyncflow run FILE --resume" if holds_run(path) else "Give the folder of a run"
+    if (path / QUEUE).is_file():
+        hint = "Go on with it by asyncflow queue serve FILE"
     raise ManifestError("no run is going on there", where=str(path), hint=hint)
 
 
