@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,20 @@ def test_a_folder_is_made_with_all_of_its_names_on_disk(tmp_path: Path, monkeypa
     assert synced == [".", "run", "run/ledger"]
     make_folder(tmp_path / "run" / "ledger" / "1")
     assert len(synced) == 3
+
+
+def test_threads_that_write_one_file_at_once_leave_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real, others = tmp_path / "certificate", os.fsync, [b"second"]
+
+    def overtaken(descriptor: int) -> None:
+        """Let another thread write the same file before the first has synced its own."""
+        if others:
+            with ThreadPoolExecutor(max_workers=1) as thread:
+                thread.submit(write_whole, path, others.pop()).result()
+            assert path.read_bytes() == b"second"
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", overtaken)
+    write_whole(path, b"1st")
+    assert path.read_bytes() == b"1st"
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,12 +1,13 @@
 """Files that are replaced in one step, and outlive the process and the machine that wrote them.
 
-Invariant: whatever dies when, a reader sees the old bytes or the new ones, never a mixture; when ``write_whole`` has
-returned, the new ones are on disk under their name.
+Invariant: whatever dies when, and whichever threads write at once, a reader sees the old bytes or the new ones, never a
+mixture; when ``write_whole`` has returned, the new ones are on disk under their name, or newer ones are.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 
@@ -16,7 +17,7 @@ def write_whole(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     An OSError leaves what was there, and nothing beside it; where only the folder could not be synced, it leaves the
     new bytes, which may not outlive the machine.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident():x}")
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
         with os.fdopen(descriptor, "wb") as file:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from asyncflow.driver.driver import Versions
 from asyncflow.driver.evaluation import EvaluationResult
 from asyncflow.driver.progress import RunProgress
@@ -30,10 +32,10 @@ def test_required_are_those_of_unfinished_steps_and_unfinished_evaluations(tmp_p
     assert versions.due() == []
     for _ in range(4):
         assignment.issue()
-    assert versions.required() == {0, 1, 2} | {5, 10}
+    assert versions.required() == {0, 1, 2, 3} | {5, 10}
     assert versions.judged() == 4
     progress.evaluated(EvaluationResult(step=5, prompts=1, accuracy=1.0, greedy=None), at=1.0)
-    assert versions.required() == {0, 1, 2} | {10}
+    assert versions.required() == {0, 1, 2, 3} | {10}
     assert versions.judged() == 9
     progress.evaluated(EvaluationResult(step=10, prompts=1, accuracy=1.0, greedy=None), at=2.0)
     assert versions.judged() == 10
@@ -68,4 +70,26 @@ def test_a_job_that_does_not_evaluate_waits_for_no_evaluation(tmp_path: Path) ->
         evaluates=False,
     )
     assert versions.unevaluated() == []
-    assert versions.required() == set()
+    assert versions.required() == {0}, "D_1 is still to come"
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_version_is_kept_for_prompts_that_are_still_to_come(tmp_path: Path, dropped: bool) -> None:
+    """Those of D_3 come late, or others take the place of groups that were dropped: θ_1 alone may generate them."""
+    catalogue, assignment = Catalogue(keep=1), PromptAssignment(prompts_per_step=1, steps=4)
+    versions = Versions(
+        catalogue=catalogue,
+        schedule=Schedule(steps=4, lag=1, exact=True),
+        assignment=assignment,
+        progress=RunProgress(tmp_path, steps=4, now=0.0),
+        evaluates=False,
+    )
+    for step in range(2 + dropped):
+        assert assignment.issue() == (step, step + 1)
+    if dropped:
+        assignment.exclude(2)
+    for step in range(3):
+        catalogue.publish(whole(Version(0, step)))
+        versions.progress.step({"step": step, "attempt": 0, "at": 0.0})
+    catalogue.require(versions.required())
+    assert catalogue.releasable == [Version(0, 0)]

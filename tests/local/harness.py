@@ -1,11 +1,13 @@
 """Runs a supervisor over stand-ins: ``harness.py FOLDER ROLES END_S ACTIVE_S DISK_S [forked]``.
 
 ROLES: {"rollout": {"replicas": 1, "gang": false, "restarts": 3, "does": [BEHAVIOUR, ...]}, ...} as JSON.
-"missing": {"0": 2} names replicas that cannot be started by attempts before the given one; a role with "most" is
+"missing": {"0": 2} names replicas that cannot be started by attempts before the given one, "full": {"0": 2} such of
+which the disk takes no certificate; a role with "most" is
 scaled up to that number, and has "places" replicas; "deaf": it cannot follow the policy.
 """
 
 import asyncio
+import errno
 import json
 import sys
 from collections.abc import Callable
@@ -53,6 +55,8 @@ def main(path: str, parts: str, end_s: str, active_s: str, disk_s: str, forked: 
 
     def launch(replica: LocalReplica, attempt: int) -> Launch:
         does = wanted[replica.role].get("does", [])
+        if attempt < wanted[replica.role].get("full", {}).get(str(replica.index), 0):
+            raise OSError(errno.ENOSPC, "No space left on device")
         if attempt < wanted[replica.role].get("missing", {}).get(str(replica.index), 0):
             return Launch(argv=["/nowhere/standin"], env={})
         argv = [sys.executable, "-m", "standin", *does, "--", str(replica), str(attempt)]

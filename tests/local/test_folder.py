@@ -1,3 +1,4 @@
+import errno
 import os
 import stat
 import subprocess
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.data.sources import CACHE
 from asyncflow.driver import journal
 from asyncflow.errors import ManifestError
 from asyncflow.local import folder as folders
@@ -14,7 +16,7 @@ from asyncflow.local.folder import (
     Record,
     RoleLog,
     RunFolder,
-    attempts_in_logs,
+    first_attempts,
     load_record,
     open_log,
     saved_overrides,
@@ -152,7 +154,8 @@ def test_a_damaged_record_is_set_aside_and_the_logs_tell_the_attempts(tmp_path, 
     RunFolder.claim(folder.path, resume=True).release()
     assert folder.processes.with_name("processes.json.bad").read_bytes() == damaged
     assert load_record(folder.processes) is None
-    assert attempts_in_logs(folder.path) == {"rollout": 5, "driver": 1, "trainer": 7}
+    unused = first_attempts(folder.path, ["rollout", "driver", "trainer", "storage"], record=None)
+    assert unused == {"rollout": 5, "driver": 1, "trainer": 7, "storage": 0}
 
 
 def test_an_attempt_whose_beginning_the_disk_did_not_take_counts_by_its_end(tmp_path):
@@ -161,7 +164,7 @@ def test_an_attempt_whose_beginning_the_disk_did_not_take_counts_by_its_end(tmp_
     log.begin(attempt=0, argv=["it"])
     log.note("attempt 1 ended: SIGKILL")
     folder.release()
-    assert attempts_in_logs(folder.path) == {"rollout": 2}
+    assert first_attempts(folder.path, ["rollout"], record=None) == {"rollout": 2}
 
 
 def test_a_record_that_the_disk_does_not_give_now_is_left_as_it_is(tmp_path):
@@ -259,6 +262,35 @@ def test_what_a_refused_start_has_made_goes_and_what_it_moved_comes_back(tmp_pat
     (others / "notes.txt").write_text("mine")
     RunFolder.claim(others).release(undo=True)
     assert [entry.name for entry in others.iterdir()] == ["notes.txt"]
+
+
+def test_a_run_comes_back_whatever_the_roles_of_a_refused_start_have_made(tmp_path):
+    path = begun(tmp_path / "run")
+    folder = RunFolder.claim(path, fresh=True)
+    for name in ("model", CACHE):
+        (folder.path / name).mkdir()
+        (folder.path / name / "made").touch()
+    folder.release(undo=True)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+    assert (path / "ledger").is_dir()
+
+
+@pytest.mark.parametrize("last", ["run", "run/run", "run/logs"])
+def test_a_run_comes_back_where_the_folder_after_it_cannot_be_made(tmp_path, monkeypatch, last):
+    path, real = begun(tmp_path / "run"), Path.mkdir
+
+    def full(folder, *args, **options):
+        if folder == tmp_path / last and not folder.exists():
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        real(folder, *args, **options)
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(ManifestError, match="cannot write there: Disk quota"):
+        RunFolder.claim(path, fresh=True)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+    assert (path / "ledger").is_dir()
+    monkeypatch.undo()
+    RunFolder.claim(path, resume=True).release()
 
 
 def test_what_a_start_has_not_made_is_never_removed(tmp_path):

@@ -73,6 +73,18 @@ def test_a_second_signal_ends_everything_at_once(start):
     run.nothing_left(pids)
 
 
+def test_a_terminal_that_closes_ends_everything_in_order_though_it_says_so_twice(start):
+    """The shell tells its jobs, and the kernel the foreground ones, once the shell has ended."""
+    run = start(**JOB)
+    pids = [pid for replica in REPLICAS for pid in run.pids(replica)]
+    for _ in range(2):
+        run.process.send_signal(signal.SIGHUP)
+        time.sleep(0.05)
+    assert run.wait() == 128 + signal.SIGHUP
+    assert len(run.ended()) == len(REPLICAS)
+    run.nothing_left(pids)
+
+
 def test_a_stopped_role_still_ends_in_order(start):
     run = start(driver={}, rollout={})
     os.kill(run.pids("rollout-0")[0], signal.SIGSTOP)
@@ -145,6 +157,18 @@ def test_a_gang_of_which_a_rank_cannot_be_started_starts_again_as_one(start, ran
     assert "cannot be started: " in (run.folder / "logs" / f"trainer-{rank}.log").read_text()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_disk_that_does_not_take_a_certificate_costs_a_restart_and_no_more(start, rank):
+    run = start(driver={}, trainer={"replicas": 2, "gang": True, "full": {rank: 1}})
+    pids = run.pids("driver-0") + [run.pids(f"trainer-{index}", 1)[0] for index in range(2)]
+    log = run.folder / f"logs/trainer-{rank}.log"
+    assert "cannot be started: [Errno 28] No space left on device" in log.read_text()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 143
+    assert [run.placed("trainer", index).restarts for index in range(2)] == [1, 1]
+    run.nothing_left(pids)
+
+
 def test_a_gang_that_can_never_be_started_ends_the_run_and_says_why(start):
     run = start(driver={}, trainer={"replicas": 3, "gang": True, "restarts": 1, "missing": {"0": 99}})
     assert run.wait() == 1
@@ -181,6 +205,15 @@ def test_a_resumed_run_never_uses_an_attempt_again(start):
     run = start(driver={"does": ["exit=0"]})
     assert run.wait() == 0
     assert run.record().processes[0].attempt == 2
+
+
+def test_a_role_that_was_away_for_a_while_never_uses_an_attempt_again(start):
+    both = {"driver": {"does": ["done-after=0.1"]}, "rollout": {"does": ["exit=0"]}}
+    for roles in (both, {"driver": both["driver"]}):
+        assert start(**roles).wait() == 0
+    run = start(**both)
+    assert run.wait() == 0
+    assert {placed.role: placed.attempt for placed in run.record().processes} == {"driver": 2, "rollout": 1}
 
 
 def test_a_run_whose_record_is_damaged_is_resumed_with_new_attempts(start):

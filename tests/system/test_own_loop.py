@@ -27,6 +27,7 @@ import asyncflow  # noqa: E402
 from asyncflow.api.load import load_job, to_yaml  # noqa: E402
 from asyncflow.errors import AsyncFlowError, Fenced, ManifestError, Refused  # noqa: E402
 from asyncflow.identity import SampleKey  # noqa: E402
+from asyncflow.local.folder import Record, RunFolder  # noqa: E402
 from asyncflow.plan import plan  # noqa: E402
 from asyncflow.queue.ledger.audit import audit_ledgers  # noqa: E402
 from asyncflow.queue.partition import Partition  # noqa: E402
@@ -431,17 +432,16 @@ def test_a_job_that_shares_only_the_network_is_joined_with_a_folder_and_an_addre
 
 
 def test_a_job_with_a_trainer_of_its_own_is_not_joined(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    (folder / "run").mkdir(parents=True)
-    record = {"mark": "m", "supervisor": 1, "started": "", "driver": "tcp://127.0.0.1:1", "http": ""}
-    (folder / "run" / "processes.json").write_text(json.dumps(record))
-    shutil.copy(EXAMPLES / "counting.yaml", folder / "job.yaml")
+    folder = RunFolder.claim(tmp_path / "run")
+    Record(mark="m", supervisor=1, started="", driver="tcp://127.0.0.1:1", http="").save(folder.processes)
+    shutil.copy(EXAMPLES / "counting.yaml", folder.job)
     with pytest.raises(ManifestError, match="trainer of its own"):
-        asyncflow.init_engines(folder)
+        asyncflow.init_engines(folder.path)
+    folder.release()
 
 
 def test_where_nothing_runs_there_is_nothing_to_join(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match="nothing was run there"):
+    with pytest.raises(ManifestError, match="no run is going on there"):
         asyncflow.init_engines(tmp_path)
 
 

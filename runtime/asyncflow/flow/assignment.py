@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 
@@ -171,5 +172,6 @@ class PromptAssignment:
         return len(steps) <= 1 or all(map(self.complete, steps))
 
     def unfinished(self, *, trained_step: int) -> set[int]:
-        """Return the steps after ``trained_step`` that have prompts."""
-        return {step for step, count in self._counted.items() if step > trained_step and count > 0}
+        """Return the steps after ``trained_step`` that have had prompts, and the one that gets the next."""
+        begun = {step for step in self._counted if step > trained_step}
+        return begun | set(islice(filter(self.lacks, range(trained_step + 1, self.steps + 1)), 1))

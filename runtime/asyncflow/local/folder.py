@@ -8,9 +8,9 @@ never written over: it is continued on request (``resume``), or moved aside whol
 from which nothing came, no step and no evaluation, is no run: the next one takes its place. What a start has not made
 is never removed. What the contract declares frozen (``frozen_fields``, which the API server enforces on Kubernetes)
 never changes between two lives of one folder; steps only grow. An attempt is on record before its process exists, so
-that a resumed job never uses an attempt again; where the record is gone, or damaged, the logs and the checkpoints tell
-which were used. A line that the supervisor adds to a log begins with ``---``; a log that cannot be written or read
-costs lines, and stops no process.
+that a resumed job never uses an attempt again; where the record is gone, or damaged, or written by a supervisor without
+that role, the logs and the checkpoints tell which were used. A line that the supervisor adds to a log begins with
+``---``; a log that cannot be written or read costs lines, and stops no process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import re
 import secrets
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,6 +37,7 @@ from asyncflow.api.check import MISSING, Problem, place_of, refusal, shown
 from asyncflow.api.document import Place
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import ROLE_NAME
+from asyncflow.data.sources import CACHE
 from asyncflow.driver.journal import ASIDE, EVENTS, FILES, METRICS, PROMPTS, SUMMARY
 from asyncflow.durable import write_whole
 from asyncflow.errors import ManifestError
@@ -77,6 +78,8 @@ _SUPERVISORS = (
     "reaper.log",
 )
 """Files that the supervisor makes in ``run``."""
+_FOR_RUN = ("model", CACHE)
+"""Folders that roles make, and that somebody may have put there before."""
 _LOG = re.compile(rf"(supervisor|{ROLE_NAME}-\d+)\.log")
 _EVALUATION = b"evaluation"
 
@@ -149,18 +152,25 @@ def load_record(path: Path) -> Record | None:
         return None
 
 
-def attempts_in_logs(folder: Path) -> dict[str, int]:
-    """Return, for each role, the first attempt of which the logs and the checkpoints of a run's folder know nothing."""
-    attempts: dict[str, int] = {}
-    for path in (folder / "logs").glob("*-*.log"):
+def first_attempts(folder: Path, roles: Iterable[str], *, record: Record | None) -> dict[str, int]:
+    """Return, for each of ``roles``, the first attempt that was never used in a run's folder.
+
+    record: what the last supervisor left, which lacks the roles that it did not have: of those, and without a record,
+    the logs and the checkpoints tell.
+    """
+    attempts = record.next_attempts() if record is not None else {}
+    return {role: attempts.get(role) or _first_in_logs(folder, role) for role in roles}
+
+
+def _first_in_logs(folder: Path, role: str) -> int:
+    used = [-1]
+    for path in (folder / "logs").glob(f"{role}-*.log"):
         with contextlib.suppress(OSError):
-            used = [int(number) for number in _USED.findall(path.read_bytes())]
-            role = path.stem.rpartition("-")[0]
-            attempts[role] = max([attempts.get(role, 0), *(number + 1 for number in used)])
-    with contextlib.suppress(OSError, ValueError):
-        trainer = int((folder / "checkpoints" / "attempt").read_text())
-        attempts["trainer"] = max(attempts.get("trainer", 0), trainer + 1)
-    return attempts
+            used += map(int, _USED.findall(path.read_bytes() if path.stem.rpartition("-")[0] == role else b""))
+    if role == "trainer":
+        with contextlib.suppress(OSError, ValueError):
+            used.append(int((folder / "checkpoints" / "attempt").read_text()))
+    return max(used) + 1
 
 
 @contextlib.contextmanager
@@ -269,15 +279,15 @@ def _said(value: Any) -> str:
 class RunFolder:
     """A run's folder, or a queue's, that this process holds the lock of, until ``release``.
 
-    moved_to: where the run is that was here; made: the folders that were created for it, innermost first; own_model:
-    whether what lies in ``model`` was made by this run; name: of the file with the manifest.
+    moved_to: where the run is that was here; made: the folders that were created for it, innermost first; own: those
+    within it that this run makes itself, if they are ever made; name: of the file with the manifest.
     """
 
     path: Path
     lock: int
     moved_to: Path | None = None
     made: tuple[Path, ...] = ()
-    own_model: bool = False
+    own: tuple[str, ...] = ()
     name: str = JOB
 
     @classmethod
@@ -302,19 +312,20 @@ class RunFolder:
         try:
             moved_to = _move_aside(path) if held and fresh else None
             made = tuple(folder for folder in (path, *path.parents) if not folder.exists())
-            lock = _lock(path)
+            lock = _lock(path, in_place_of=moved_to)
             try:
                 _end_predecessor(path)
                 if not resume and _came_to_nothing(path):
                     _clear(path)
                 (path / "logs").mkdir(exist_ok=True)
             except BaseException:
-                os.close(lock)
+                cls(path, lock, moved_to, made).release(undo=moved_to is not None)
                 raise
         except OSError as error:
             hint = "Give an --output that can be written"
             raise ManifestError(f"cannot write there: {error.strerror}", where=str(path), hint=hint) from error
-        return cls(path, lock, moved_to, made, own_model=not (path / "model").exists(), name=name)
+        own = tuple(folder for folder in _FOR_RUN if not (path / folder).exists())
+        return cls(path, lock, moved_to, made, own=own, name=name)
 
     @property
     def job(self) -> Path:
@@ -380,8 +391,8 @@ class RunFolder:
 
     def _undo(self) -> None:
         _clear(self.path)
-        if self.own_model:
-            shutil.rmtree(self.path / "model", ignore_errors=True)
+        for name in self.own:
+            shutil.rmtree(self.path / name, ignore_errors=True)
         (self.path / "run" / "lock").unlink()
         for folder in (self.path / "run", self.path / "logs", *self.made):
             with contextlib.suppress(OSError):  # somebody else has put something there
@@ -414,6 +425,8 @@ def record_of(path: Path) -> Record:
     if _is_held(path) and (record := load_record(path / "run" / "processes.json")) is not None:
         return record
     hint = "Continue it with asyncflow run FILE --resume" if holds_run(path) else "Give the folder of a run"
+    if (path / QUEUE).is_file():
+        hint = "Go on with it by asyncflow queue serve FILE"
     raise ManifestError("no run is going on there", where=str(path), hint=hint)
 
 
@@ -498,12 +511,22 @@ def _in_use(path: Path) -> ManifestError:
     return ManifestError("another run is using the folder", where=str(path), hint=hint)
 
 
-def _lock(path: Path) -> int:
-    """Create the folder where needed and lock it for this process; the kernel unlocks when the process ends."""
+def _lock(path: Path, *, in_place_of: Path | None = None) -> int:
+    """Create the folder where needed and lock it for this process; the kernel unlocks when the process ends.
+
+    in_place_of: the run that was moved aside for it, which is moved back where it cannot be made.
+    """
     run = path / "run"
-    path.mkdir(parents=True, exist_ok=True)
-    run.mkdir(mode=0o700, exist_ok=True)
-    descriptor = os.open(run / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        run.mkdir(mode=0o700, exist_ok=True)
+        descriptor = os.open(run / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError:
+        if in_place_of is not None:
+            with contextlib.suppress(OSError):
+                run.rmdir()
+            in_place_of.rename(path)
+        raise
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(descriptor).st_ino != (run / "lock").stat().st_ino:

@@ -29,7 +29,7 @@ import msgspec
 from asyncflow.api.names import CLIENT, FOLLOWER, OPERATOR, PUBLISHER, VIEWER
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, DiskError, RoleFailed
 from asyncflow.local import reaper
-from asyncflow.local.folder import Placed, Record, RoleLog, RunFolder, attempts_in_logs, load_record, open_log
+from asyncflow.local.folder import Placed, Record, RoleLog, RunFolder, first_attempts, load_record, open_log
 from asyncflow.local.forkserver import ForkServer
 from asyncflow.local.issuer import Issuer
 from asyncflow.local.lifecycle import (
@@ -148,8 +148,8 @@ class Supervisor:
         self._folder = folder
         self.observe: Callable[[Event], None] = lambda _: None
         self._limits = limits or Limits()
-        previous = load_record(folder.processes)
-        attempts = previous.next_attempts() if previous is not None else attempts_in_logs(folder.path)
+        names, previous = [role.name for role in roles], load_record(folder.processes)
+        attempts = first_attempts(folder.path, names, record=previous)
         self._table = ProcessTable(roles, now=time.monotonic(), attempts=attempts)
         self._record = Record(
             mark=uuid.uuid4().hex,
@@ -180,8 +180,11 @@ class Supervisor:
         return self._record.processes
 
     def stop(self, number: int) -> None:
-        """End the job in order because of signal ``number``; asked a second time, at once."""
-        self._hurry = self._stop_signal != 0
+        """End the job in order because of signal ``number``; asked a second time, at once.
+
+        SIGHUP does not ask again: a terminal that closes sends it twice, by its shell and by the kernel.
+        """
+        self._hurry |= self._stop_signal != 0 and number != signal.SIGHUP
         self._stop_signal = self._stop_signal or number
         self._table.stop(signal.Signals(number).name)
         self._changed.set()
@@ -263,7 +266,7 @@ class Supervisor:
             is_due = due_at is not None and due_at <= time.monotonic()
             if (is_due or self._unsaved_since is not None) and self._save():
                 due = self._table.due(time.monotonic())
-                self._due += [(start, self._launch(*start)) for start in due]
+                self._due += [(start, launch) for start in due if (launch := self._prepared(start)) is not None]
             if self._due:
                 self._start_ready()
                 self._save()
@@ -360,13 +363,24 @@ class Supervisor:
             process = forks.start(launch.argv, env=env, log=log.path, on_exit=ended) if forks is not None else None
             process = process or Process.spawn(launch.argv, env=env, log=log.path, on_exit=ended)
         except OSError as error:
-            log.note(f"cannot be started: {error}")
-            self._take_end(replica, ExitStatus(status=CANNOT_START), attempt, wanted=False)
+            self._cannot_start(start, error)
             return
         self._watchdog.add(process.pid)
         self._running[replica] = _Running(process, attempt)
         self._started[replica] = _now()
         self.observe(ProcessStarted(replica=replica, attempt=attempt, pid=process.pid))
+
+    def _prepared(self, start: Start) -> Launch | None:
+        """Return how to start a replica, None where the disk does not take what it needs, such as its certificate."""
+        try:
+            return self._launch(*start)
+        except OSError as error:
+            self._cannot_start(start, error)
+            return None
+
+    def _cannot_start(self, start: Start, error: OSError) -> None:
+        self._logs[start.replica].note(f"cannot be started: {error}")
+        self._take_end(start.replica, ExitStatus(status=CANNOT_START), start.attempt, wanted=False)
 
     def _ended(self, replica: LocalReplica, status: ExitStatus) -> None:
         running = self._running.pop(replica)

@@ -119,6 +119,7 @@ class Engines:
         self._owner = uuid4().hex
         self._known: set[str] = set()
         self._lock = threading.Lock()
+        self._closed = False
         LEASE_OWNERS[self._owner] = self
         if place.manifest is not None:
             assert place.workdir is not None
@@ -295,6 +296,8 @@ class Engines:
             if session is not None and self.step >= self.steps:
                 session.dismissed.wait(timeout)
         finally:
+            with self._lock:
+                self._closed = True
             if self._queue is not None:
                 self._queue.close()
         if session is None:
@@ -320,7 +323,7 @@ class Engines:
                 self._session.leave()
                 self._session.thread.join(WAIT_S)
             self.close()
-        except AsyncFlowError as other:
+        except Exception as other:  # noqa: BLE001  the error that left the block says more
             log.warning("while the session ended: %s", other)
 
     def keep(self, rows: Any) -> None:
@@ -387,6 +390,8 @@ class Engines:
 
     def _consumer(self) -> Consumer:
         with self._lock:
+            if self._closed:
+                raise Refused("the session was closed", where="session", hint="Call init_engines again")
             if self._queue is None:
                 self._queue = Consumer(self.queue)
             return self._queue

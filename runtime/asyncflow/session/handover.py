@@ -16,6 +16,7 @@ reason, no thread stays blocked here.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import threading
 import time
@@ -84,9 +85,10 @@ class Handover(TrainerBackend):
     def take(self, *, what: str, timeout: float) -> MicroBatch | None:
         """Return the next samples of the step, None once all were taken. Raises DeadlineExceeded, with ``what``."""
         with self._changed:
+            if not self._taken_all:
+                self._wait(lambda: self._offered is not None or self._taken_all, what=what, timeout=timeout)
             if self._taken_all:
                 return None
-            self._wait(lambda: self._offered is not None, what=what, timeout=timeout)
             offered, self._offered = self._offered, None
             self._changed.notify_all()
             if not isinstance(offered, MicroBatch):
@@ -97,7 +99,7 @@ class Handover(TrainerBackend):
 
     def finish(self, weights: Mapping[str, Tensor], *, state: Any, metrics: Mapping[str, float]) -> None:
         """Take what the step made of the weights. Raises Refused before all its samples were taken."""
-        copied, kept = _copied(weights), _packed(state, tried=bool(self._kept))
+        copied, kept = _copied(weights), _packed(state)
         with self._changed:
             self._check()
             if not self._taken_all:
@@ -193,18 +195,27 @@ def _copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights.items()}
 
 
-def _packed(state: Any, *, tried: bool) -> bytes:
-    """Return the state as bytes. tried: whether one of its kind was read again before. Raises Refused."""
+def _packed(state: Any) -> bytes:
+    """Return the state as bytes. Raises Refused for one that could not be read again."""
     target = io.BytesIO()
     try:
         torch.save(state, target)
-        if not tried:
-            torch.load(io.BytesIO(target.getvalue()), weights_only=True)
+        _try(target)
     except Exception as error:
         hint = "Give tensors, numbers, texts, and lists and dicts of them, as state_dict() returns"
         what = f"a checkpoint with this state could not be read: {error}"
         raise Refused(what, where="weight_sync_notify", hint=hint) from error
     return target.getvalue()
+
+
+def _try(kept: io.BytesIO) -> None:
+    """Read a state again: all but the data of its tensors, which takes long; with it where torch cannot do without."""
+    with contextlib.suppress(Exception):
+        kept.seek(0)
+        torch.load(kept, weights_only=True, map_location="meta")
+        return
+    kept.seek(0)
+    torch.load(kept, weights_only=True)
 
 
 def _write(folder: Path, *, kept: bytes) -> None:

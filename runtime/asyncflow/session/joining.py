@@ -26,7 +26,7 @@ from asyncflow.commands.preflight import load
 from asyncflow.commands.run import RUNS
 from asyncflow.durable import write_whole
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError
-from asyncflow.local.folder import JOB, QUEUE, holds_run, load_record
+from asyncflow.local.folder import JOB, QUEUE, holds_run, load_record, record_of
 from asyncflow.process import PARENT
 
 _POLL_S = 0.05
@@ -69,10 +69,7 @@ class SessionPlace:
 def running(folder: Path) -> SessionPlace:
     """Return the place in the job, or the queue, that runs from ``folder``. Raises ManifestError where none does."""
     folder = folder.absolute()
-    record = load_record(folder / "run" / "processes.json")
-    if record is None:
-        hint = "Give the folder of a run (runs/NAME), a manifest, or the address of a queue"
-        raise ManifestError("nothing was run there", where=str(folder), hint=hint)
+    record = record_of(folder)
     tls = folder / "run" / "tls"
     if (folder / QUEUE).is_file():
         return SessionPlace(address=record.driver, own=tls / f"{CLIENT}-0")

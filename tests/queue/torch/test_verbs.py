@@ -58,6 +58,17 @@ def test_a_wait_ends_at_its_deadline_and_says_for_whom(served):
             engines.get_experience_data("learner", ["reward"], 1, timeout=0.2)
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_a_session_that_was_closed_says_so_whether_it_was_used_or_not(served, used):
+    engines = asyncflow.init_engines(served.address, partition="closed")
+    if used:
+        engines.put_prompts_data(["one"])
+    for _ in range(2):
+        engines.close()
+        with pytest.raises(Refused, match=r"session was closed.*Call init_engines again"):
+            engines.put_prompts_data(["two"])
+
+
 def test_what_a_queue_alone_cannot_do_is_refused(served):
     with asyncflow.init_engines(served.address) as engines:
         with pytest.raises(Refused, match="no rollouts"):

@@ -1,0 +1,47 @@
+"""The session as a context: what ends it, and what its user is told."""
+
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from asyncflow.errors import ManifestError  # noqa: E402
+from asyncflow.local.folder import JOB, QUEUE, Record, RunFolder  # noqa: E402
+from asyncflow.session.engines import Engines  # noqa: E402
+from asyncflow.session.joining import SessionPlace, running  # noqa: E402
+
+
+@pytest.mark.parametrize(("name", "hint"), [(JOB, "Continue it with .* --resume"), (QUEUE, "asyncflow queue serve")])
+def test_a_folder_in_which_nothing_goes_on_any_more_is_refused_at_once(tmp_path, name, hint):
+    folder = RunFolder.claim(tmp_path / "run", name=name)
+    folder.job.write_text("kind: RLJob\n")
+    Record(mark="m", supervisor=1, started="", driver="tcp://127.0.0.1:1", http="").save(folder.processes)
+    assert running(folder.path).address == "tcp://127.0.0.1:1"
+    folder.release()
+    with pytest.raises(ManifestError, match=rf"no run is going on there\..*{hint}"):
+        running(folder.path)
+
+
+class BrokenSession:
+    """A session whose thread ended with an error that is none of AsyncFlow's own."""
+
+    def __init__(self) -> None:
+        self.error = RuntimeError("a plug-in broke")
+        self.dismissed = threading.Event()
+        self.dismissed.set()
+        self.thread = threading.Thread(target=self.leave)
+        self.thread.start()
+
+    def leave(self) -> None:
+        pass
+
+
+def test_an_error_of_the_users_is_raised_whatever_the_end_of_the_session_says(caplog):
+    session = BrokenSession()
+    with (
+        pytest.raises(ValueError, match="the loss is wrong"),
+        Engines(session=session, place=SessionPlace(address="tcp://127.0.0.1:1"), partition="train"),
+    ):
+        raise ValueError("the loss is wrong")
+    assert "while the session ended: a plug-in broke" in caplog.text
