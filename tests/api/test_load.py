@@ -220,6 +220,16 @@ def test_what_is_not_a_file_is_not_looked_for(tmp_path: Path) -> None:
     check_files(minimal("model.source=pvc://models/qwen", "data.train.source=gym://chain_sum"), tmp_path)
 
 
+def test_data_beside_the_model_on_its_claim_is_not_looked_for_here(tmp_path: Path) -> None:
+    model = "model.source=pvc://models/qwen"
+    check_files(minimal(model, "data.train.source=jsonl:///mnt/models/train.jsonl?prompt=q"), tmp_path)
+    for data in ("/mnt/models-of-others/a.jsonl", "/mnt/models/../a.jsonl", "train.jsonl"):
+        with pytest.raises(ManifestError, match=r"spec\.data\.train\.source"):
+            check_files(minimal(model, f"data.train.source=jsonl://{data}"), tmp_path)
+    with pytest.raises(ManifestError, match=r"spec\.data\.train\.source"):
+        check_files(minimal("data.train.source=jsonl:///mnt/models/train.jsonl"), tmp_path)
+
+
 def test_rules_hold_for_jobs_built_in_python_too() -> None:
     data = minimal().model_dump()
     data["spec"]["algorithm"]["groupSize"] = 1

@@ -36,6 +36,18 @@ def test_every_page_of_the_docs_is_a_page_of_the_site(site: Path) -> None:
         assert (site / built.with_name(built.name.replace("README", "index"))).is_file(), page
 
 
+HEADING = re.compile(r"^#{1,6} ", re.MULTILINE)
+BLOCK = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+
+
+def test_every_heading_of_a_page_is_a_heading_of_the_site(site: Path) -> None:
+    for page in (ROOT / "docs").rglob("*.md"):
+        built = site / page.relative_to(ROOT).with_suffix(".html")
+        built = built.with_name(built.name.replace("README", "index"))
+        written = HEADING.findall(BLOCK.sub("", page.read_text()))
+        assert len(written) == len(re.findall(r"<h[1-6][ >]", built.read_text())), page
+
+
 def test_no_page_fetches_anything_from_another_host(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 20

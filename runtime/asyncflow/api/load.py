@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from os.path import normpath
 from pathlib import Path
 from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
@@ -18,6 +19,7 @@ from asyncflow.api.check import MISSING, Problem, broken, inspect, refusal
 from asyncflow.api.document import MAX_BYTES, Document, Place, apply, dump, parse, parse_all
 from asyncflow.api.job import RLJob
 from asyncflow.api.learning import FILE_SCHEMES
+from asyncflow.api.names import CLAIMS_DIR
 from asyncflow.api.queue import TransferQueue
 from asyncflow.api.rewards import EnvironmentSpec, RewardSpec
 from asyncflow.api.weights import JobWeightsSpec, WeightSync
@@ -113,9 +115,12 @@ def to_yaml(manifest: Manifest) -> str:
 def check_files(job: RLJob, base: Path) -> None:
     """Refuse a job that names files which are not there; relative paths start at ``base``, the manifest's folder.
 
-    Only what lies on this machine is looked at: model folders and files of data. Raises ManifestError.
+    Only what lies on this machine is looked at: model folders, and files of data that are not beside a model on its
+    claim, which pods mount. Raises ManifestError.
     """
-    found = [_lacks(place, source, base, folder) for place, source, folder in _named(job)]
+    scheme, _, path = job.spec.model.source.partition("://")
+    mount = Path(CLAIMS_DIR, path.partition("/")[0]) if scheme == "pvc" else None
+    found = [_lacks(place, source, base, folder, mount) for place, source, folder in _named(job)]
     if problems := [problem for problem in found if problem is not None]:
         raise refusal(problems, source=job.name)
 
@@ -129,11 +134,13 @@ def _named(job: RLJob) -> Iterable[tuple[Place, str, bool]]:
         yield ("spec", "data", "evalSets", index, "source"), each.source, False
 
 
-def _lacks(place: Place, source: str, base: Path, folder: bool) -> Problem | None:
+def _lacks(place: Place, source: str, base: Path, folder: bool, mount: Path | None) -> Problem | None:
     scheme, separator, rest = source.partition("://")
     if separator and scheme not in FILE_SCHEMES:
         return None
     file = base / urlsplit(f"file:{rest if separator else source}").path
+    if mount is not None and Path(normpath(file)).is_relative_to(mount):
+        return None
     needed = file / "config.json" if folder else file
     if needed.is_file() or (scheme in ("parquet", "dataset") and needed.is_dir()):
         return None
