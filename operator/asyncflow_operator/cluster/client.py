@@ -87,14 +87,20 @@ class Expired(ApiError):
 
 
 class Refusal(ApiError):
-    """The server understood and said no. status: of HTTP; reason: Kubernetes' one word."""
+    """The server understood and said no.
+
+    status: of HTTP; reason: Kubernetes' one word; about: the resource that it is about, "" where that is not said.
+    """
 
     code = "api_refusal"
 
-    def __init__(self, what: str, *, where: str, status: int, reason: str = "", causes: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, what: str, *, where: str, status: int, reason: str = "", about: str = "", causes: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(what, where=where)
         self.status = status
         self.reason = reason
+        self.about = about
         self.causes = causes
 
     @property
@@ -130,7 +136,8 @@ def refusal(status: int, answer: Mapping[str, Any], *, where: str) -> ApiError:
     what = str(answer.get("message") or f"HTTP {status}")
     if status == 410:
         return Expired(what, where=where)
-    return Refusal(what, where=where, status=status, reason=str(answer.get("reason", "")), causes=causes)
+    reason, about = str(answer.get("reason", "")), str(details.get("kind", ""))
+    return Refusal(what, where=where, status=status, reason=reason, about=about, causes=causes)
 
 
 async def _refuse_redirects(
@@ -220,14 +227,15 @@ class Api:
         """Create an object by server-side apply, so that a later apply can take back each of its fields.
 
         Refused (``exists``) where there is one of its name: an apply that names a version is refused by an object of
-        any other, and no object has that version.
+        any other, and no object has that version. A conflict about another resource is that of a quota which many use
+        at once.
         """
         name = manifest["metadata"]["name"]
         body = manifest | {"metadata": manifest["metadata"] | {"resourceVersion": _NO_VERSION}}
         try:
             return await self.apply(kind, namespace, body, force=False)
         except Refusal as refused:
-            if refused.reason != "Conflict":
+            if refused.reason != "Conflict" or refused.about not in ("", kind.plural):
                 raise
             what = f'{kind.plural} "{name}" already exists'
             raise Refusal(what, where=refused.where, status=refused.status, reason="AlreadyExists") from refused
