@@ -119,7 +119,7 @@ class MemoryServer(kmock.KubernetesScaffold):
             before is not None
             and given.get("metadata", {}).get("uid", before["metadata"]["uid"]) != before["metadata"]["uid"]
         ):
-            raise kmock.KubernetesError(status=409, reason="Conflict")
+            raise kmock.KubernetesError(status=422, reason="Invalid", message="metadata.uid: field is immutable")
         if before is not None and key[0] == POD.plural:
             raise kmock.KubernetesError(status=422, reason="Invalid", message="a pod cannot be changed")
         if before is None:
@@ -137,7 +137,7 @@ class MemoryServer(kmock.KubernetesScaffold):
         if raw is None:
             raise kmock.KubernetesError(status=404, reason="NotFound")
         if request.data["preconditions"]["uid"] != raw["metadata"]["uid"]:
-            raise kmock.KubernetesError(status=409, reason="Conflict")
+            raise kmock.KubernetesError(status=409, reason="Conflict", message="the UID in the precondition is another")
         return self._written(lambda: self._deleted(plural, raw))
 
     def _deleted(self, plural: str, raw: Json) -> Json:

@@ -115,7 +115,7 @@ class PlanExecutor:
                 await self._do(owner, action)
             except Refusal as refused:
                 failures.ends = failures.ends or refused.namespace_ends
-                if refused.namespace_ends or (refused.replaced and not refused.exists):
+                if refused.namespace_ends or refused.replaced or (refused.conflict and not refused.exists):
                     failures.errors.append(refused)
                 else:
                     failures.denied.append(Denial(action.ref, refused.what, missing=self._lacks(owner, action)))
@@ -211,7 +211,7 @@ class PlanExecutor:
         try:
             raw = await self._api.delete(kind, owner.namespace, name, uid=uid, grace_s=action.grace_s)
         except Refusal as refused:
-            if not (refused.absent or refused.conflict):
+            if not (refused.absent or refused.replaced):
                 raise
             self._store.remove(kind.name, owner.namespace, name, uid)
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ from asyncflow_operator.cluster.kinds import Kind
 from asyncflow_operator.worklist import backoff
 
 _ENDING = "NamespaceTerminating"
+_UID: Final = re.compile("UID in (the )?precondition|uid mismatch|metadata.uid")
 Json = dict[str, Any]
 Answered = Callable[[str, str, str, float], None]
 """Called with each answer: verb, resource, HTTP status or the name of the error, seconds."""
@@ -120,8 +122,11 @@ class Refusal(ApiError):
 
     @property
     def replaced(self) -> bool:
-        """Return whether the object with the UID that was named is no more, or has changed since."""
-        return self.conflict or (self.status == 422 and "metadata.uid" in self.what)
+        """Return whether the object with the UID that was named is no more.
+
+        Its words say so: of an object that has changed, or a quota that has, the status is the same.
+        """
+        return self.status in (409, 422) and _UID.search(self.what) is not None
 
     @property
     def namespace_ends(self) -> bool:
