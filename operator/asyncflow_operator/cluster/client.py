@@ -30,13 +30,14 @@ from asyncflow_operator.cluster.kinds import Kind
 from asyncflow_operator.worklist import backoff
 
 _ENDING = "NamespaceTerminating"
-_UID: Final = re.compile("UID in (the )?precondition|uid mismatch|metadata.uid")
+_UID: Final = re.compile(r"UID in (the )?precondition|uid mismatch|metadata\.uid")
 Json = dict[str, Any]
 Answered = Callable[[str, str, str, float], None]
 """Called with each answer: verb, resource, HTTP status or the name of the error, seconds."""
 
 JSON: Final = "application/json"
 MERGE: Final = "application/merge-patch+json"
+JSON_PATCH: Final = "application/json-patch+json"
 APPLY: Final = "application/apply-patch+yaml"
 METADATA: Final = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 METADATA_LIST: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
@@ -284,6 +285,25 @@ class Api:
         accept = METADATA if metadata_only else JSON
         return await self._call("patch", "PATCH", kind, path, body=body, query=query, form=APPLY, accept=accept)
 
+    async def write_status(self, kind: Kind, namespace: str, name: str, status: Json, *, uid: str) -> Json:
+        """Replace the status of the custom resource with this uid; refused (``replaced``) where it is another by now.
+
+        Of a UID that is applied or merged with a status the server takes no notice, so a JSON Patch tests it. A test
+        that fails is refused without a cause; what is wrong with a status is named.
+        """
+        path = self._path(kind, namespace, name, "status")
+        body = [
+            {"op": "test", "path": "/metadata/uid", "value": uid},
+            {"op": "add", "path": "/status", "value": status},
+        ]
+        try:
+            return await self._call("patch", "PATCH", kind, path, body=body, query=_OWNED, form=JSON_PATCH)
+        except Refusal as refused:
+            if refused.status != 422 or refused.causes:
+                raise
+            what = f'uid mismatch: {kind.plural} "{name}" is another one'
+            raise Refusal(what, where=refused.where, status=409, reason="Conflict") from refused
+
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str, grace_s: int | None = None) -> Json:
         """Delete the object with this uid; refused (``conflict``) where the name belongs to another one by now."""
         body: Json = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
@@ -367,7 +387,7 @@ class Api:
         kind: Kind,
         path: str,
         *,
-        body: Json | None = None,
+        body: Json | list[Json] | None = None,
         query: Mapping[str, str] | None = None,
         form: str = JSON,
         accept: str = JSON,
@@ -412,7 +432,7 @@ class Api:
         path: str,
         *,
         timeout: aiohttp.ClientTimeout,
-        body: Json | None = None,
+        body: Json | list[Json] | None = None,
         query: Mapping[str, str] | None = None,
         form: str = JSON,
         accept: str = JSON,

@@ -154,7 +154,7 @@ async def test_only_another_uid_says_that_an_object_is_gone(
     async def refuse(*_: Any, **__: Any) -> Any:
         raise Refusal(what, where="it", status=409, reason="Conflict")
 
-    for verb in ("apply", "delete", "merge"):
+    for verb in ("write_status", "delete", "merge"):
         monkeypatch.setattr(world.api, verb, refuse)
     world.put_job()
     world.put("Pod", "quickstart-driver-0", uid="p", version=2, owner=CHILD)
