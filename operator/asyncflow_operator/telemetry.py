@@ -22,6 +22,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
+from asyncflow.api.names import kind_of_role
 from asyncflow.errors import Refused
 from asyncflow_operator.cluster.kinds import CUSTOM_KINDS, POD, RLJOB
 from asyncflow_operator.cluster.owners import CustomResource
@@ -126,7 +127,8 @@ def update_gauges(store: ObjectStore, metrics: Metrics) -> None:
         stalled += any(each.type == "Stalled" and each.status == "True" for each in job.status.conditions)
         for role, share in _budgets(job).items():
             used[role] = max(share, used.get(role, 0.0))
-    pods = collections.Counter((entry.view.role, entry.view.phase) for _, _, entry in store.all(POD.name))
+    owned = (entry.view for _, _, entry in store.all(POD.name) if entry.owner)
+    pods = collections.Counter((kind_of_role(pod.role), pod.phase) for pod in owned)
     for gauge in (metrics.jobs, metrics.pods, metrics.budget_used):
         gauge.clear()
     for phase, count in phases.items():

@@ -29,6 +29,14 @@ def copied(raw: Json) -> Json:
     return dict(msgspec.json.decode(msgspec.json.encode(raw)))
 
 
+def _given(body: Any) -> Json:
+    """Return what a patch sets; the one JSON Patch is that of a status, with a test of the UID before it."""
+    if not isinstance(body, list):
+        return copied(body)
+    test, add = body
+    return copied({"metadata": {"uid": test["value"]}, "status": add["value"]})
+
+
 @attrs.define(kw_only=True)
 class MemoryServer(kmock.KubernetesScaffold):
     """objects: by plural, namespace and name; made: how often each was made; news: what changed, for who watches.
@@ -108,7 +116,7 @@ class MemoryServer(kmock.KubernetesScaffold):
 
     def _update(self, request: kmock.Request) -> Json:
         key = request.resource.plural, request.namespace or "", request.name or ""
-        given, before = copied(request.data), self.objects.get(key)
+        given, before = _given(request.data), self.objects.get(key)
         applies = "apply-patch" in request.headers["Content-Type"]
         version = given.get("metadata", {}).pop("resourceVersion", "")
         if before is not None and version not in ("", before["metadata"]["resourceVersion"]):
@@ -119,7 +127,7 @@ class MemoryServer(kmock.KubernetesScaffold):
             before is not None
             and given.get("metadata", {}).get("uid", before["metadata"]["uid"]) != before["metadata"]["uid"]
         ):
-            raise kmock.KubernetesError(status=409, reason="Conflict")
+            raise kmock.KubernetesError(status=422, reason="Invalid", message="metadata.uid: field is immutable")
         if before is not None and key[0] == POD.plural:
             raise kmock.KubernetesError(status=422, reason="Invalid", message="a pod cannot be changed")
         if before is None:
@@ -137,7 +145,7 @@ class MemoryServer(kmock.KubernetesScaffold):
         if raw is None:
             raise kmock.KubernetesError(status=404, reason="NotFound")
         if request.data["preconditions"]["uid"] != raw["metadata"]["uid"]:
-            raise kmock.KubernetesError(status=409, reason="Conflict")
+            raise kmock.KubernetesError(status=409, reason="Conflict", message="the UID in the precondition is another")
         return self._written(lambda: self._deleted(plural, raw))
 
     def _deleted(self, plural: str, raw: Json) -> Json:

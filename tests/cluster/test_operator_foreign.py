@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from asyncflow.api.base import API_VERSION
 from asyncflow.api.job import RLJob
 from asyncflow.api.records import RoleRecord
 from asyncflow.api.status import JobStatus
@@ -229,8 +230,21 @@ async def test_what_somebody_changed_is_seen_and_put_back_and_what_he_added_stay
         assert intact(held(), manifest)
 
 
+async def test_the_status_of_an_earlier_job_is_not_written_into_that_of_its_name(cluster: Cluster) -> None:
+    """The API server checks no UID that is applied to a status: a new job would be over before it has begun."""
+    path = BY_NAME["RLJob"].path(cluster.owner.namespace)
+    body = {"apiVersion": API_VERSION, "kind": "RLJob", "metadata": {"name": "math"}, "spec": SPEC}
+    owner = replace(cluster.owner, uid=cluster.plane.api.create(path, body)["metadata"]["uid"])
+    for wrong in ({"phase": "Nonsense"}, {"newer": 1}):
+        failures = await cluster.hands.write_status(owner, wrong)
+        assert failures.errors
+        assert not failures.gone, "the job is there, and its status is not legal"
+    failures = await cluster.hands.write_status(cluster.owner, {"phase": "Succeeded"})
+    assert "status" not in cluster.plane.api.get(f"{path}/math")
+    assert failures.gone
+
+
 async def test_a_status_whose_maps_become_empty_is_written(cluster: Cluster) -> None:
-    """The API server makes null of a map that is applied empty and had keys, and refuses that null."""
     kind = BY_NAME["RLJob"]
     path = kind.path(cluster.owner.namespace)
     body = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": {"name": "math"}, "spec": SPEC}

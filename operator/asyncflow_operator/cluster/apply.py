@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from asyncflow.api.base import API_VERSION
 from asyncflow.api.names import LABEL_ATTEMPT
 from asyncflow.errors import AsyncFlowError
 from asyncflow_operator.actions import Action, Apply, Delete, DriverOrder, Release, Report
@@ -72,10 +71,8 @@ class PlanExecutor:
         """Write the status of ``owner``, if it still is the object with that UID."""
         failures = Failures()
         kind = BY_NAME[owner.kind]
-        meta = {"name": owner.name, "namespace": owner.namespace, "uid": owner.uid}
-        body = {"apiVersion": API_VERSION, "kind": owner.kind, "metadata": meta, "status": status}
         try:
-            raw = await self._api.apply(kind, owner.namespace, body, subresource="status", force=True)
+            raw = await self._api.write_status(kind, owner.namespace, owner.name, status, uid=owner.uid)
         except Refusal as refused:
             failures.gone = refused.absent or refused.replaced
             failures.ends = refused.namespace_ends
@@ -115,7 +112,7 @@ class PlanExecutor:
                 await self._do(owner, action)
             except Refusal as refused:
                 failures.ends = failures.ends or refused.namespace_ends
-                if refused.namespace_ends or (refused.replaced and not refused.exists):
+                if refused.namespace_ends or refused.replaced or (refused.conflict and not refused.exists):
                     failures.errors.append(refused)
                 else:
                     failures.denied.append(Denial(action.ref, refused.what, missing=self._lacks(owner, action)))
@@ -211,7 +208,7 @@ class PlanExecutor:
         try:
             raw = await self._api.delete(kind, owner.namespace, name, uid=uid, grace_s=action.grace_s)
         except Refusal as refused:
-            if not (refused.absent or refused.conflict):
+            if not (refused.absent or refused.replaced):
                 raise
             self._store.remove(kind.name, owner.namespace, name, uid)
             return

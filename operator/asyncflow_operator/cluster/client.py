@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
@@ -29,12 +30,14 @@ from asyncflow_operator.cluster.kinds import Kind
 from asyncflow_operator.worklist import backoff
 
 _ENDING = "NamespaceTerminating"
+_UID: Final = re.compile(r"UID in (the )?precondition|uid mismatch|metadata\.uid")
 Json = dict[str, Any]
 Answered = Callable[[str, str, str, float], None]
 """Called with each answer: verb, resource, HTTP status or the name of the error, seconds."""
 
 JSON: Final = "application/json"
 MERGE: Final = "application/merge-patch+json"
+JSON_PATCH: Final = "application/json-patch+json"
 APPLY: Final = "application/apply-patch+yaml"
 METADATA: Final = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 METADATA_LIST: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
@@ -87,14 +90,20 @@ class Expired(ApiError):
 
 
 class Refusal(ApiError):
-    """The server understood and said no. status: of HTTP; reason: Kubernetes' one word."""
+    """The server understood and said no.
+
+    status: of HTTP; reason: Kubernetes' one word; about: the resource that it is about, "" where that is not said.
+    """
 
     code = "api_refusal"
 
-    def __init__(self, what: str, *, where: str, status: int, reason: str = "", causes: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, what: str, *, where: str, status: int, reason: str = "", about: str = "", causes: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(what, where=where)
         self.status = status
         self.reason = reason
+        self.about = about
         self.causes = causes
 
     @property
@@ -114,8 +123,11 @@ class Refusal(ApiError):
 
     @property
     def replaced(self) -> bool:
-        """Return whether the object with the UID that was named is no more, or has changed since."""
-        return self.conflict or (self.status == 422 and "metadata.uid" in self.what)
+        """Return whether the object with the UID that was named is no more.
+
+        Its words say so: of an object that has changed, or a quota that has, the status is the same.
+        """
+        return self.status in (409, 422) and _UID.search(self.what) is not None
 
     @property
     def namespace_ends(self) -> bool:
@@ -130,7 +142,8 @@ def refusal(status: int, answer: Mapping[str, Any], *, where: str) -> ApiError:
     what = str(answer.get("message") or f"HTTP {status}")
     if status == 410:
         return Expired(what, where=where)
-    return Refusal(what, where=where, status=status, reason=str(answer.get("reason", "")), causes=causes)
+    reason, about = str(answer.get("reason", "")), str(details.get("kind", ""))
+    return Refusal(what, where=where, status=status, reason=reason, about=about, causes=causes)
 
 
 async def _refuse_redirects(
@@ -220,14 +233,15 @@ class Api:
         """Create an object by server-side apply, so that a later apply can take back each of its fields.
 
         Refused (``exists``) where there is one of its name: an apply that names a version is refused by an object of
-        any other, and no object has that version.
+        any other, and no object has that version. A conflict about another resource is that of a quota which many use
+        at once.
         """
         name = manifest["metadata"]["name"]
         body = manifest | {"metadata": manifest["metadata"] | {"resourceVersion": _NO_VERSION}}
         try:
             return await self.apply(kind, namespace, body, force=False)
         except Refusal as refused:
-            if refused.reason != "Conflict":
+            if refused.reason != "Conflict" or refused.about not in ("", kind.plural):
                 raise
             what = f'{kind.plural} "{name}" already exists'
             raise Refusal(what, where=refused.where, status=refused.status, reason="AlreadyExists") from refused
@@ -270,6 +284,25 @@ class Api:
         body = self._written(kind, manifest)
         accept = METADATA if metadata_only else JSON
         return await self._call("patch", "PATCH", kind, path, body=body, query=query, form=APPLY, accept=accept)
+
+    async def write_status(self, kind: Kind, namespace: str, name: str, status: Json, *, uid: str) -> Json:
+        """Replace the status of the custom resource with this uid; refused (``replaced``) where it is another by now.
+
+        Of a UID that is applied or merged with a status the server takes no notice, so a JSON Patch tests it. A test
+        that fails is refused without a cause; what is wrong with a status is named.
+        """
+        path = self._path(kind, namespace, name, "status")
+        body = [
+            {"op": "test", "path": "/metadata/uid", "value": uid},
+            {"op": "add", "path": "/status", "value": status},
+        ]
+        try:
+            return await self._call("patch", "PATCH", kind, path, body=body, query=_OWNED, form=JSON_PATCH)
+        except Refusal as refused:
+            if refused.status != 422 or refused.causes:
+                raise
+            what = f'uid mismatch: {kind.plural} "{name}" is another one'
+            raise Refusal(what, where=refused.where, status=409, reason="Conflict") from refused
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str, grace_s: int | None = None) -> Json:
         """Delete the object with this uid; refused (``conflict``) where the name belongs to another one by now."""
@@ -354,7 +387,7 @@ class Api:
         kind: Kind,
         path: str,
         *,
-        body: Json | None = None,
+        body: Json | list[Json] | None = None,
         query: Mapping[str, str] | None = None,
         form: str = JSON,
         accept: str = JSON,
@@ -399,7 +432,7 @@ class Api:
         path: str,
         *,
         timeout: aiohttp.ClientTimeout,
-        body: Json | None = None,
+        body: Json | list[Json] | None = None,
         query: Mapping[str, str] | None = None,
         form: str = JSON,
         accept: str = JSON,

@@ -2,6 +2,7 @@
 
 Invariant: after ``synced`` the store misses nothing older than the last line received. A stream that ends is continued
 where it ended; one that is silent, bookmarks included, for ``IDLE_S`` is dead; one that is too old begins with a list.
+One that broke off, or said nothing, is not begun again at once.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class Informer:
                 version = await self._follow(version)
             except Expired:
                 version = ""
+                await self._rest()
             except Refusal as refused:
                 version = ""
                 await self._wait(refused)
@@ -99,18 +101,21 @@ class Informer:
             metadata_only=self._metadata_only,
             idle_s=IDLE_S,
         )
+        rests = True
         try:
             async for changes in stream:
-                self.heard = self._clock()
+                rests, self.heard = False, self._clock()
                 self._failures = 0
                 for change in changes:
                     version = self._take(change)
         except ApiError as error:
             if isinstance(error, (Expired, Refusal)):
                 raise
+            rests = True
             _log.info(
                 "watch ended early, continuing where it ended", extra={"resource": self.kind.plural, "why": str(error)}
             )
+        if rests:
             await self._rest()
         return version
 

@@ -21,10 +21,13 @@ Json = Mapping[str, Any]
 _NOBODYS_FAILURE: Final = frozenset(
     (
         *("Evicted", "Preempting", "Preempted", "NodeLost", "NodeShutdown", "Shutdown", "Terminated"),
-        *("NodeAffinity", "OutOfcpu", "OutOfmemory", "OutOfpods", "UnexpectedAdmissionError"),
+        *("NodeAffinity", "NodePorts", "TaintToleration", "TopologyAffinityError", "UnexpectedAdmissionError"),
+        "VolumeAttachmentLimitExceeded",
     )
 )
 """Reasons of a whole pod for which the cluster, and not the process in it, ended it or would not begin it."""
+_OUT_OF: Final = "OutOf"
+"""Beginning of the reason of a pod that its node has too little for: the name of the resource follows."""
 _LAST_WORDS: Final = 1024
 _MOST_DIGITS: Final = 10
 """A number of so many digits in a label was not written by an operator."""
@@ -80,7 +83,7 @@ def pod_view(raw: Json) -> PodView:
         exit_code=ended.get("exitCode"),
         exit_reason=str(ended.get("reason") or reason),
         last_words=str(ended.get("message") or status.get("message") or "")[-_LAST_WORDS:],
-        disrupted=_holds(conditions, "DisruptionTarget") or reason in _NOBODYS_FAILURE,
+        disrupted=_holds(conditions, "DisruptionTarget") or reason in _NOBODYS_FAILURE or reason.startswith(_OUT_OF),
     )
 
 

@@ -102,10 +102,7 @@ def _transitions(conditions: Collection[Condition]) -> dict[str, tuple[str, str,
 
 
 def _dump(status: S) -> dict[str, Any]:
-    """Return the status as it is applied, without maps that are empty.
-
-    Of a map that loses its last key the API server makes ``null`` when it is applied empty, and then refuses that.
-    """
+    """Return the status as it is written, without maps that are empty."""
     said = status.model_dump(mode="json", by_alias=True, exclude_none=True)
     return {name: value for name, value in said.items() if value != {}}
 

@@ -133,8 +133,11 @@ def _act(
         return desired.queue_pod(state, replica.role, replica.index, replica.attempt)
 
     if state.job is not None:
-        written = state.job.status.secrets
-        made = (pod(each) for each in moves.make if has_certificate(written, each.role, each.index))
+        job, records = state.job.owner, state.job.status.secrets
+        certified = (
+            each for each in moves.make if has_certificate(job, each.role, each.index, records=records, now=draft.now)
+        )
+        made = map(pod, certified)
         draft.add_then(with_needs(made, supporting_upkeep.absent))
     else:
         make_alone(

@@ -84,12 +84,14 @@ def secret_upkeep(
     highest: dict[str, int] = {role.name: -1 for role in roles}
     for role, index in ((each.role, each.index) for several in (pods, made) for each in several):
         highest[role] = max(highest.get(role, -1), index)
-    for part in _parts(roles, people, highest, period=_period(owner, alarm)):
+    period = _period(owner, alarm.now)
+    alarm.until((period + 1) * PERIOD_S + _late(owner))
+    for part in _parts(roles, people, highest, period=period):
         record, name, usable = records.get(part.name), names.name(part.name), False
         if record is not None:
             kept[part.name] = record
             same = record.name == name and record.leaves >= part.leaves
-            usable = same and record.period >= part.period - 1
+            usable = same and _lasts(record, part.period)
             if same and record.period == part.period and not _is_lacked(part, record, pods, alarm):
                 continue
         action = Apply(manifest=desired.secret(owner, part))
@@ -101,10 +103,14 @@ def secret_upkeep(
     return SecretUpkeep(write=tuple(write), needed=needed, kept=kept, written=written)
 
 
-def has_certificate(records: Mapping[str, SecretRecord], role: str, index: int) -> bool:
-    """Return whether the certificate of process ``index`` of ``role`` is on record."""
+def has_certificate(owner: Owner, role: str, index: int, *, records: Mapping[str, SecretRecord], now: float) -> bool:
+    """Return whether a certificate of process ``index`` of ``role`` is on record that does not expire yet."""
     record = records.get(part_name(role, index))
-    return record is not None and index % LEAVES < record.leaves
+    return record is not None and index % LEAVES < record.leaves and _lasts(record, _period(owner, now))
+
+
+def _lasts(record: SecretRecord, period: int) -> bool:
+    return record.period >= period - 1
 
 
 def _parts(
@@ -124,12 +130,14 @@ def _parts(
             yield SecretPart(role=role.name, first=first, leaves=min(LEAVES, count - first), period=period)
 
 
-def _period(owner: Owner, alarm: Alarm) -> int:
+def _period(owner: Owner, now: float) -> int:
     """Return the period of the certificates that ``owner`` should have now."""
-    late = zlib.crc32(owner.uid.encode()) % _SPREAD_S
-    period = period_of(alarm.now - late)
-    alarm.until((period + 1) * PERIOD_S + late)
-    return period
+    return period_of(now - _late(owner))
+
+
+def _late(owner: Owner) -> int:
+    """Return the seconds after the begin of a period at which certificates of ``owner`` are renewed."""
+    return zlib.crc32(owner.uid.encode()) % _SPREAD_S
 
 
 def _is_lacked(part: SecretPart, record: SecretRecord, pods: Iterable[PodView], alarm: Alarm) -> bool:

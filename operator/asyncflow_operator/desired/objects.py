@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from asyncflow.api.base import API_VERSION
+from asyncflow.api.base import API_VERSION, GROUP
 from asyncflow.api.names import DIGEST, LABEL_JOB, LABEL_QUEUE, LABEL_SYNC, MANAGED
 from asyncflow_operator.observed import Manifest, Owner
 
@@ -82,9 +82,10 @@ def family_of(owner: Owner) -> Family:
 def _inherited(owner: Owner) -> dict[str, str]:
     """Return the labels of an owner that its objects have too.
 
-    Kueue's are left out: it takes each pod that names a queue for a Workload of its own.
+    Left out are Kueue's, which takes each pod that names a queue for a Workload of its own, and ours, by which objects
+    are found: with that of another owner they would be its.
     """
-    return {key: value for key, value in owner.labels.items() if not key.startswith(KUEUE)}
+    return {key: value for key, value in owner.labels.items() if not key.startswith((KUEUE, f"{GROUP}/"))}
 
 
 def make_object(

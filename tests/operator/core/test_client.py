@@ -262,3 +262,20 @@ async def test_an_answer_that_is_too_large_is_an_error_and_a_page_is_asked_for_i
     seen = [item["metadata"]["name"] async for page in api.pages(CONFIG_MAP, size=64) for item in page["items"]]
     assert limits[:3] == [64, 8, 8]
     assert len(seen) == len(set(seen)) == 100
+
+
+async def test_a_conflict_about_a_quota_does_not_say_that_the_object_exists(serve: Serve) -> None:
+    about = {"name": "team", "kind": "resourcequotas"}
+    what = 'Operation cannot be fulfilled on resourcequotas "team": the object has been modified'
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({"reason": "Conflict", "message": what, "details": about}, status=409)
+
+    api = await serve(answer)
+    with pytest.raises(Refusal, match="resourcequotas") as refused:
+        await api.make(CONFIG_MAP, "ns", config_map("c", 1))
+    assert not refused.value.exists
+    about |= {"name": "c", "kind": "configmaps"}
+    with pytest.raises(Refusal, match="already exists") as refused:
+        await api.make(CONFIG_MAP, "ns", config_map("c", 1))
+    assert refused.value.exists

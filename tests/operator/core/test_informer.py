@@ -4,7 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from asyncflow_operator.cluster.client import Refusal
+import pytest
+
+from asyncflow_operator.cluster.client import Expired, Refusal
 from asyncflow_operator.cluster.informer import Informer
 from asyncflow_operator.cluster.kinds import MEMBERS
 from asyncflow_operator.cluster.store import ObjectStore
@@ -47,3 +49,38 @@ async def test_a_kind_that_was_not_there_is_followed_as_soon_as_an_object_of_it_
         while server.asked < 2:
             await asyncio.sleep(0.01)
     following.cancel()
+
+
+class Hasty(Server):
+    """Ends every watch at once, with an error or without, until it has been asked too often."""
+
+    def __init__(self, error: Exception | None) -> None:
+        super().__init__()
+        self.installed = True
+        self.error = error
+
+    async def watch(self, *_: object, **__: object) -> AsyncIterator[list[dict[str, Any]]]:
+        self.asked += 1
+        if self.asked > 20:
+            raise asyncio.CancelledError
+        if self.error is not None:
+            raise self.error
+        return
+        yield
+
+
+@pytest.mark.parametrize("error", [None, Expired("too old", where="watch")])
+async def test_a_watch_that_ends_at_once_is_begun_again_after_a_pause_that_grows(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: list[int] = []
+
+    def pause(failed: int, **_: object) -> float:
+        failures.append(failed)
+        return 0.0
+
+    monkeypatch.setattr("asyncflow_operator.cluster.informer.backoff", pause)
+    store = ObjectStore(lambda kind, raw, _: object_view(raw, kind=kind), lambda *_: None)
+    with pytest.raises(asyncio.CancelledError):
+        await Informer(Hasty(error), store, WORKLOAD).run()
+    assert failures[:3] == [1, 2, 3]

@@ -10,9 +10,9 @@ from asyncflow.api.document import parse
 from asyncflow.api.names import DIGEST
 from asyncflow.api.status import DriverStatus
 from asyncflow.errors import AsyncFlowError
-from asyncflow_operator.actions import Apply, Delete, Plan
+from asyncflow_operator.actions import Apply, Delete, Plan, Release
 from asyncflow_operator.cluster.apply import Failures, PlanExecutor
-from asyncflow_operator.cluster.client import Api
+from asyncflow_operator.cluster.client import Api, Refusal
 from asyncflow_operator.cluster.events import Recorder
 from asyncflow_operator.cluster.store import ObjectStore
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
@@ -43,13 +43,13 @@ class World:
         self.probe = DriverProbe()
         self.store = ObjectStore(project, lambda *_: None)
         self.observer = Observer(self.store, probe=lambda _: self.probe, nodes=lambda: None, refused=self.refused)
-        api = Api(Configuration(host="http://127.0.0.1:1"))
-        self.executor = PlanExecutor(api, self.store, NoDriver())
+        self.api = Api(Configuration(host="http://127.0.0.1:1"))
+        self.executor = PlanExecutor(self.api, self.store, NoDriver())
         self.reconciler = Reconciler(
             observer=self.observer,
             decide=dict.fromkeys(("RLJob", "TransferQueue", "WeightSync"), self._decide),
             executor=self.executor,
-            recorder=Recorder(api, reporter="test"),
+            recorder=Recorder(self.api, reporter="test"),
             refused=self.refused,
             metrics=Metrics(),
             now=lambda: self.now,
@@ -141,6 +141,31 @@ async def test_an_object_that_was_made_again_during_the_write_is_not_gone(
     assert (outcome.gone, outcome.failed) == (False, False), "else what was marked for the new one would be forgotten"
     again = False
     assert (await world.reconciler.reconcile(JOB)).gone
+
+
+MODIFIED = 'Operation cannot be fulfilled on it "quickstart": the object has been modified'
+OTHER_UID = "Precondition failed: UID in precondition: u, UID in object meta: another"
+
+
+@pytest.mark.parametrize(("what", "stays"), [(MODIFIED, True), (OTHER_UID, False)])
+async def test_only_another_uid_says_that_an_object_is_gone(
+    world: World, monkeypatch: pytest.MonkeyPatch, what: str, stays: bool
+) -> None:
+    async def refuse(*_: Any, **__: Any) -> Any:
+        raise Refusal(what, where="it", status=409, reason="Conflict")
+
+    for verb in ("write_status", "delete", "merge"):
+        monkeypatch.setattr(world.api, verb, refuse)
+    world.put_job()
+    world.put("Pod", "quickstart-driver-0", uid="p", version=2, owner=CHILD)
+    owner = world.observer.resource(JOB).owner
+    pod = Ref("Pod", "quickstart-driver-0")
+    for action in (Release(ref=pod, uid="p", gates=()), Delete(ref=pod, uid="p", why="")):
+        failures = await world.executor.carry_out(owner, [[action]])
+        assert bool(failures.errors) is stays, "what was not done is to be done later"
+    assert (world.store.get(pod.kind, "ns", pod.name) is not None) is stays
+    assert (await world.executor.write_status(owner, {})).gone is not stays
+    assert (world.store.get(*JOB) is not None) is stays
 
 
 def test_a_job_sees_its_pods_its_queues_pods_and_its_other_objects(world: World) -> None:

@@ -71,6 +71,19 @@ def test_the_fleet_is_counted_without_names() -> None:
     assert value("asyncflow_operator_restart_budget_used_ratio", {"role": "rollout"}) == 0.75, "of those that go on"
 
 
+def test_no_user_makes_a_series_of_pods_by_the_name_of_a_task_or_a_label() -> None:
+    store = ObjectStore(lambda _kind, raw, _before: raw["view"], lambda *_: None)
+    for number, role in enumerate(("rollout", "task-judge", "task-score", "mine")):
+        owner = {"kind": "RLJob", "name": "j", "uid": "uj", "controller": True}
+        meta = {"name": f"p{number}", "namespace": "ns", "uid": str(number), "resourceVersion": "1"}
+        meta |= {} if role == "mine" else {"ownerReferences": [owner]}
+        store.put("Pod", {"metadata": meta, "view": SimpleNamespace(role=role, phase="Running")})
+    metrics = Metrics()
+    update_gauges(store, metrics)
+    (family,) = (each for each in metrics.registry.collect() if each.name == "asyncflow_operator_pods_count")
+    assert {each.labels["role"]: each.value for each in family.samples} == {"rollout": 1, "task": 2}
+
+
 def test_a_log_record_is_one_line_of_json_with_its_extras() -> None:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)

@@ -68,6 +68,12 @@ def test_how_a_pod_ended_is_that_of_the_roles_container() -> None:
         {"phase": "Failed", "reason": "Evicted", "message": "The node was low on memory"},
         {"phase": "Failed", "conditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"phase": "Failed", "reason": "OutOfcpu"},
+        {"phase": "Failed", "reason": "OutOfnvidia.com/gpu"},
+        {"phase": "Failed", "reason": "OutOfephemeral-storage"},
+        {"phase": "Failed", "reason": "TopologyAffinityError"},
+        {"phase": "Failed", "reason": "TaintToleration"},
+        {"phase": "Failed", "reason": "NodePorts"},
+        {"phase": "Failed", "reason": "VolumeAttachmentLimitExceeded"},
     ],
 )
 def test_a_pod_that_the_cluster_took_away_counts_as_no_failure(status: dict[str, Any]) -> None:

@@ -85,6 +85,6 @@ def test_a_message_is_bounded():
     assert len(conditions.current[0].message) == 1024
 
 
-def test_a_map_that_has_become_empty_is_left_out_of_what_is_applied():
+def test_a_map_that_has_become_empty_is_left_out_of_what_is_written():
     found, _ = write(status(restarts={"driver": 1}), status(restarts={}), now=START + 1)
     assert "restarts" not in found

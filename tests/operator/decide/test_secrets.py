@@ -168,15 +168,29 @@ def test_hundreds_of_units_of_a_job_have_certificates_before_the_first_of_them_i
     assert indices(written["storage"]) | indices(written["storage-1"]) == set(range(LEAVES + 2))
 
 
+def made_by_queue(world: World) -> list[str]:
+    return [each.ref.name for stage in world.decide(QUEUE).stages for each in stage if each.ref.kind == "Pod"]
+
+
 def test_units_of_a_job_wait_until_the_job_has_written_their_certificates():
     world = World(job_of())
     world.settle()
     world.edit(transferQueue={"storageUnits": 4})
     world.see_spec()
-    assert [each.ref.name for stage in world.decide(QUEUE).stages for each in stage if each.ref.kind == "Pod"] == []
+    assert made_by_queue(world) == []
     world.reconcile(JOB)
-    made = [each.ref.name for stage in world.decide(QUEUE).stages for each in stage if each.ref.kind == "Pod"]
-    assert made == ["demo-storage-2", "demo-storage-3"]
+    assert made_by_queue(world) == ["demo-storage-2", "demo-storage-3"]
+
+
+def test_units_of_a_job_wait_until_certificates_that_expire_are_renewed():
+    world = World(job_of())
+    world.settle()
+    del world.pods["demo-storage-0"]
+    world.now += 6 * DAY
+    world.restart_operator()
+    assert made_by_queue(world) == []
+    world.reconcile(JOB)
+    assert made_by_queue(world) == ["demo-storage-0"]
 
 
 def test_a_secret_is_written_again_where_a_pod_misses_it():

@@ -1,6 +1,7 @@
 """A queue that stands alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from asyncflow.api.load import load
 from asyncflow.api.names import CONFIG_DIR, STORE_PASSWORD_FILE
 from asyncflow.api.queue import TransferQueue
+from asyncflow_operator.cluster.store import ObjectGroup, group_of
 from asyncflow_operator.desired import Desired, queue_roles
 from asyncflow_operator.observed import TransferQueueState
 
@@ -124,3 +126,15 @@ def test_its_bytes_have_holders_where_they_do_not_lie_with_the_units(desired: De
     assert holder["command"][3:5] == ["role", "holder"]
     budget = next(each for each in desired.queue_supporting(state) if each["kind"] == "PodDisruptionBudget")
     assert budget["spec"]["minAvailable"] == 5
+
+
+def test_a_label_of_ours_on_a_queue_makes_its_objects_those_of_nobody_else(desired: Desired, queue_state: QueueStates):
+    """A person notes with which job a queue is used: neither its pods nor its policies become those of that job."""
+    state = queue_state()
+    owner = replace(state.owner, labels={"team": "a", "asyncflow.dev/job": "math", "asyncflow.dev/follows": "math"})
+    state = replace(state, owner=owner)
+    for made in (*desired.queue_supporting(state), desired.queue_pod(state, "storage", 0, 0)):
+        meta = made["metadata"]
+        assert group_of(made["kind"], made) == ObjectGroup(owner.namespace, "TransferQueue", "shared")
+        assert meta["labels"]["team"] == "a"
+        assert "asyncflow.dev/follows" not in meta["labels"]
