@@ -12,6 +12,7 @@ from asyncflow.identity import SampleKey, Version
 from asyncflow.rollout.engines import open_engine
 from asyncflow.rollout.engines.base import GenerationRequest
 from asyncflow.rollout.engines.batch import Sequence
+from asyncflow.rollout.engines.model import CausalModel
 from asyncflow.telemetry.span_file import read_recording
 from asyncflow.telemetry.spans import Spans
 
@@ -363,6 +364,32 @@ async def test_cancel_and_abort_free_the_slot_at_the_next_step(tiny):
     await engine.close()
     with pytest.raises(Refused, match="closed"):
         await engine.generate(request(1))
+
+
+async def test_a_load_that_fails_halfway_is_the_end_of_the_engine(tiny, monkeypatch):
+    engine = make_engine(tiny)
+    await engine.start()
+    await engine.load(V1, random_weights(tiny, seed=1))
+
+    def fail(_self, _tensors):
+        raise RuntimeError("no memory is left")
+
+    monkeypatch.setattr(CausalModel, "load", fail)
+    for wanted in (engine.load(V2, random_weights(tiny, seed=2)), engine.generate(request(0))):
+        with pytest.raises(RuntimeError, match="no memory is left"):
+            await asyncio.wait_for(wanted, 30)
+    await engine.close()
+
+
+async def test_loads_that_wait_when_it_is_closed_end(tiny):
+    engine = make_engine(tiny)
+    await engine.start()
+    weights = random_weights(tiny, seed=1)
+    loads = [asyncio.create_task(engine.load(V1, weights)) for _ in range(9)]
+    await asyncio.sleep(0)
+    await engine.close()
+    ends = await asyncio.wait_for(asyncio.gather(*loads, return_exceptions=True), 30)
+    assert all(end is None or isinstance(end, Refused) for end in ends)
 
 
 async def test_what_cannot_work_is_refused(tmp_path, tiny):

@@ -1,4 +1,4 @@
-"""What the worker of the engine vllm counts as reading prompts, with a runner in the place of vLLM's."""
+"""What vLLM's worker does for the engine: what it counts as reading prompts, and swaps, with a runner in its place."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from asyncflow import clock
-from asyncflow.rollout.engines.vllm.worker import Prefills
+from asyncflow.rollout.engines.vllm.worker import Prefills, WorkerExtension
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -112,3 +113,27 @@ def test_a_device_says_itself_when_it_begins_and_ends_to_read(monkeypatch) -> No
     while not found and time.monotonic() < deadline:
         found = prefills.take()
     assert found == [(5.0, 8.0)]
+
+
+def test_a_swap_gives_memory_back_by_the_devices_own_module(monkeypatch) -> None:
+    """``torch.accelerator`` raises that for an NPU of torch_npu 2.10."""
+    done: list[object] = []
+
+    def refuse() -> None:
+        raise RuntimeError("Allocator for npu is not a DeviceAllocator.")
+
+    monkeypatch.setattr(torch.accelerator, "empty_cache", refuse)
+    monkeypatch.setattr(torch.accelerator, "synchronize", done.append)
+    module = SimpleNamespace(empty_cache=lambda: done.append("emptied"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    worker = WorkerExtension()
+    worker.device = CUDA
+    worker.model_runner = SimpleNamespace(
+        model=nn.Module(),
+        requests={"a": SimpleNamespace(output_token_ids=[7, 7])},
+        reload_weights=lambda weights_iterator: done.append(list(weights_iterator)),
+    )
+    weight = torch.zeros(1)
+    worker._asyncflow_staging = SimpleNamespace(tensors={"w": weight})  # type: ignore[assignment]
+    assert worker.asyncflow_swap() == {"tokens": {"a": 2}}
+    assert done == [[("w", weight)], CUDA, "emptied"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,44 @@ def shards(group: HostProcessGroup) -> dict[str, Any]:
     return found
 
 
+def full_disk(group: HostProcessGroup) -> dict[str, Any]:
+    """Write a checkpoint where rank 0 alone sees the folder, and its disk takes no file of weights; then again."""
+    from train_reference import settings_of_shards, train_share
+
+    from asyncflow.errors import DiskError
+    from asyncflow.training.checkpoint import CheckpointManifest, Checkpoints
+    from asyncflow.training.torch.backend import TorchBackend
+
+    backend = TorchBackend(settings_of_shards(options={"collective_timeout_s": 20}), group=group)
+    backend.load(FOLDER / "model", checkpoint=None)
+    train_share(backend, 1, 1)
+    checkpoints = Checkpoints(FOLDER / f"checkpoints-{RANK}")
+    checkpoints.group = group.beside()
+    checkpoints.claim(ATTEMPT)
+    assert not checkpoints.shared
+    asked = 0
+
+    def carry(_folder: Path) -> None:
+        nonlocal asked
+        asked += 1
+        assert dict(backend.whole(dict(backend.tensors())))
+
+    found: dict[str, Any] = {}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for most in (1000, limits[0]):
+        if RANK == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+        try:
+            checkpoints.write(
+                CheckpointManifest(attempt=ATTEMPT, step=1, samples=1), backend.snapshot(shared=False), carry
+            )
+        except DiskError as error:
+            found["refused"] = np.array(str(error))
+    found |= {"steps": np.array(checkpoints.steps()), "asked": np.array(asked)}
+    backend.close()
+    return found
+
+
 def copy_of(given: Any) -> Any:
     return (given.array if isinstance(given, PublishedSlice) else given).copy()
 
@@ -260,6 +299,7 @@ KINDS = {
     "shards": shards,
     "kinds": kinds,
     "algorithms": algorithms,
+    "full_disk": full_disk,
     "compiled": compiled,
 }
 

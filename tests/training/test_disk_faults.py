@@ -76,11 +76,11 @@ async def test_whatever_fails_while_a_checkpoint_is_written_the_next_one_is(
         checkpoints, failures = seat.trainer._checkpoints, iter(range(100))
         write = checkpoints.write
 
-        def watched(manifest: CheckpointManifest, fill: Callable[[Path], None]) -> Any:
+        def watched(manifest: CheckpointManifest, *fill: Callable[[Path], None]) -> Any:
             if next(wanted) % 2 == 0:
                 disk.fail(next(failures))
             with disk.watched():
-                return write(manifest, fill)
+                return write(manifest, *fill)
 
         checkpoints.write = watched  # type: ignore[method-assign]
         assert await seat.run() == steps
@@ -105,7 +105,7 @@ async def test_a_disk_that_does_not_recover_ends_the_training_with_a_sentence(
         seat = await take_seat(world.places, counting(steps=2), attempt=0, schedule=schedule, checkpoint_every=1)
         write = seat.trainer._checkpoints.write
 
-        def full(manifest: CheckpointManifest, _: object) -> Any:
+        def full(manifest: CheckpointManifest, *_: object) -> Any:
             tries.append(manifest.step)
             return write(manifest, no_room)
 

@@ -193,3 +193,12 @@ def test_a_shard_that_one_rank_cannot_read_is_one_error_on_all(gangs: Any, world
     told = {str(rank["refused"]) for rank in gangs[world]}
     assert len(told) == 1
     assert f"broken-{world}-1/model.safetensors: the file cannot be read" in told.pop()
+
+
+def test_a_disk_that_fails_the_one_rank_that_writes_puts_a_checkpoint_off_on_all(folder: Path) -> None:
+    first, second = gang("full_disk", folder, 2)
+    assert str(first["refused"]) == str(second["refused"])
+    assert "the weights cannot be written" in str(first["refused"])
+    assert first["steps"].tolist() == [1]
+    assert second["steps"].tolist() == []
+    assert first["asked"] == second["asked"] == 1

@@ -142,10 +142,10 @@ def stop_at(step: int, checkpoints: Checkpoints) -> object:
     """Write checkpoints up to ``step``; the next one fails, as if the process had died before it."""
     write = checkpoints.write
 
-    def guarded(manifest: object, fill: object) -> object:
+    def guarded(manifest: object, *fill: object) -> object:
         if manifest.step > step:  # type: ignore[attr-defined]
             raise PowerCut
-        return write(manifest, fill)  # type: ignore[arg-type]
+        return write(manifest, *fill)  # type: ignore[arg-type]
 
     return guarded
 

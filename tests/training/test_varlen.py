@@ -10,9 +10,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import LlamaConfig
 
 from asyncflow.training.packing import LayoutName, Pack, pack_samples
-from asyncflow.training.torch.attention import AttentionPart, FlashKernel, KernelSequences, attend, attend_sequences
+from asyncflow.training.torch.attention import (
+    AttentionPart,
+    FlashKernel,
+    KernelSequences,
+    attend,
+    attend_sequences,
+    takes_sequences,
+)
 
 HEADS, KEY_HEADS, WIDTH, SCALE = 4, 2, 8, 0.3
 CPU = torch.device("cpu")
@@ -157,3 +165,24 @@ def test_a_compiled_layer_is_one_graph_with_its_attention_and_serves_packs_of_an
             out.sum().backward()
     torch.compiler.reset()
     assert graphs.frame_count <= 2, "one for the first shape, one for all others"
+
+
+@pytest.mark.parametrize(
+    ("head", "compute", "capability", "taken"),
+    [
+        (128, torch.bfloat16, (9, 0), True),
+        (256, torch.float16, (8, 0), True),
+        (128, torch.float32, (9, 0), False),
+        (264, torch.bfloat16, (9, 0), False),
+        (100, torch.bfloat16, (9, 0), False),
+        (128, torch.bfloat16, (7, 5), False),
+    ],
+)
+def test_what_the_kernel_of_torch_refuses_is_attended_to_by_document(
+    monkeypatch: pytest.MonkeyPatch, head: int, compute: torch.dtype, capability: tuple[int, int], taken: bool
+) -> None:
+    """Flash attention checks that heads have at most 256 dimensions, a multiple of 8, and that the GPU is an Ampere."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    config = LlamaConfig(hidden_size=32 * head, num_attention_heads=32, num_hidden_layers=1)
+    assert takes_sequences(config, device=torch.device("cuda"), compute=compute) is taken
+    assert not takes_sequences(config, device=CPU, compute=compute)

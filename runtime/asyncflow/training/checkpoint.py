@@ -153,12 +153,13 @@ class Checkpoints:
         """Return the complete checkpoint of ``step``. Raises DiskError where it cannot be read."""
         return _read(_folder(self.folder, step) / MANIFEST)
 
-    def write(self, manifest: CheckpointManifest, fill: Callable[[Path], None]) -> Checkpoint:
-        """Write what ``fill`` puts into the folder that it is given, and commit it; blocks until it is on disk.
+    def write(self, manifest: CheckpointManifest, *fill: Callable[[Path], None]) -> Checkpoint:
+        """Write what each of ``fill`` puts into the folder that it is given, and commit it; blocks until it is on disk.
 
-        The folder is empty and this rank's own; where the ranks see no common folder, only rank 0's exists.
-        ``manifest.files`` and ``saved_at`` are filled in here. Raises Fenced for an attempt that has been replaced, and
-        DiskError, with nothing committed and nothing left behind, when a disk is full or not writable.
+        No rank begins the next of them, which may be collective, before all have done the last. The folder is empty and
+        this rank's own; where the ranks see no common folder, only rank 0's exists. ``manifest.files`` and ``saved_at``
+        are filled in here. Raises Fenced for an attempt that has been replaced, and DiskError, with nothing committed
+        and nothing left behind, when a disk is full or not writable.
         """
         final, group = _folder(self.folder, manifest.step), self.group
         process = group.gather(np.array([os.getpid()]), what="the checkpoint's draft")[0, 0]
@@ -173,10 +174,13 @@ class Checkpoints:
                     draft.mkdir(parents=True)
             self._draft = draft
             files: list[StoredFile] = []
-            with self._writing(final, what="the checkpoint's files"):
+            with self._writing(final, what="the ranks' folders"):
                 if writes:
                     own.mkdir(exist_ok=True)
-                fill(own)
+            for put in fill:
+                with self._writing(final, what="the checkpoint's files"):
+                    put(own)
+            with self._writing(final, what="the sync of the checkpoint's files"):
                 if writes:
                     files = _stored(draft, own, self.handled)
             told = gather_bytes(group, msgspec.json.encode(files), what="the checkpoint's files")

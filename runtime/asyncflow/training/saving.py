@@ -206,12 +206,8 @@ class Saver:
             if unsynced is not None:
                 raise unsynced
 
-        def fill(folder: Path) -> None:
-            write(folder)
-            for number, slices in versions.items():
-                self._carry(folder, number, slices)
-
-        self._checkpoints.write(manifest, fill)
+        carry = [partial(self._carry, step=step, slices=slices) for step, slices in versions.items()]
+        self._checkpoints.write(manifest, write, *carry)
 
     def _carry(self, folder: Path, step: int, slices: Tensors) -> None:
         """Write this rank's part of an older version, or all of it where only rank 0 sees the folder."""

@@ -41,7 +41,8 @@ _SWITCH_S = 0.001
 class TransformersEngine(RolloutEngine):
     """A Hugging Face causal model in this process (torch, CPU).
 
-    An error inside a step is final: it is raised by every ``generate`` and ``load`` from then on.
+    An error inside a step or a load is final: it is raised by every ``generate`` and ``load`` from then on. Weights
+    that do not fit are only refused.
     """
 
     Options = NoOptions
@@ -150,7 +151,7 @@ class TransformersEngine(RolloutEngine):
         if self._broken is not None:
             raise self._broken
         if self._closing:
-            raise Refused("the engine is closed", where="engine transformers")
+            raise _closed()
 
     def _run(self) -> None:
         torch.set_num_threads(self.threads)
@@ -172,6 +173,7 @@ class TransformersEngine(RolloutEngine):
             try:
                 while self._turn(batch):
                     pass
+                self._fail(_closed())
             except Exception as error:  # noqa: BLE001 - raised by every generate() and load(), now and later
                 self._fail(error)
 
@@ -204,9 +206,11 @@ class TransformersEngine(RolloutEngine):
     ) -> None:
         try:
             batch.load(version, tensors)
-        except (ManifestError, Refused) as error:
+        except Exception as error:
             if done.set_running_or_notify_cancel():
                 done.set_exception(error)
+            if not isinstance(error, (ManifestError, Refused)):
+                raise
             return
         self.version = version
         if done.set_running_or_notify_cancel():
@@ -232,3 +236,7 @@ class TransformersEngine(RolloutEngine):
         for done in waiting:
             if done.set_running_or_notify_cancel():
                 done.set_exception(error)
+
+
+def _closed() -> Refused:
+    return Refused("the engine is closed", where="engine transformers")

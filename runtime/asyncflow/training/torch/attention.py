@@ -1,9 +1,9 @@
 """Attention of packs: document by document, or over sequences of any length, with one kernel each for CUDA and Ascend.
 
-All layers but attention see a pack as T tokens. On CUDA, in half precision, and on an NPU attention sees it as
-sequences of any length, without padding. Elsewhere it sees a batch of documents, [D, L], gathered from the T rows and
-scattered back: no token is computed against another document, so the cost is D * L^2 and not T^2, and any pack fits any
-kernel that ``scaled_dot_product_attention`` has.
+All layers but attention see a pack as T tokens. On CUDA, in half precision and where its kernel takes the model
+(``takes_sequences``), and on an NPU attention sees it as sequences of any length, without padding. Elsewhere it sees a
+batch of documents, [D, L], gathered from the T rows and scattered back: no token is computed against another document,
+so the cost is D * L^2 and not T^2, and any pack fits any kernel that ``scaled_dot_product_attention`` has.
 
 Where responses share a prompt, prompt and responses are sequences of their own. On CUDA the responses see their prompt
 in a second, not causal part; the two parts are merged by their log-sum-exp. Backwards, each part is given the merged
@@ -44,8 +44,10 @@ _MOST_SEQUENCES = 1024
 ATTENTION = "asyncflow_documents"
 """Name under which transformers knows this attention (``attn_implementation``)."""
 
-_LARGEST_HEAD = 256
-"""Most dimensions of a head that the kernel for sequences takes."""
+_LARGEST_HEAD, _HEADS_BY = 256, 8
+"""Most dimensions of a head that the kernel for sequences takes, and what they must be a multiple of."""
+_AMPERE = (8, 0)
+"""Compute capability of the oldest GPUs that the kernel runs on."""
 
 
 class NpuSequences(NamedTuple):
@@ -201,7 +203,7 @@ class Kernel(Protocol):
 
 
 class FlashKernel:
-    """torch's flash attention over sequences of any length: on CUDA, in half precision, heads of at most 256."""
+    """torch's flash attention over sequences of any length, for what ``takes_sequences`` is true of."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, part: AttentionPart, *, scale: float
@@ -356,7 +358,9 @@ def takes_sequences(config: PretrainedConfig, *, device: torch.device, compute: 
     """Return whether attention over sequences of any length has a kernel for this model on this device."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     alike = getattr(config, "v_head_dim", None) is None  # latent attention has values of another size
-    return device.type == "cuda" and compute in (torch.bfloat16, torch.float16) and alike and head <= _LARGEST_HEAD
+    fits = alike and head <= _LARGEST_HEAD and head % _HEADS_BY == 0
+    halves = device.type == "cuda" and compute in (torch.bfloat16, torch.float16)
+    return halves and fits and torch.cuda.get_device_capability(device) >= _AMPERE
 
 
 AttentionInterface.register(ATTENTION, attend)

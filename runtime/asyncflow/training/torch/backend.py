@@ -562,11 +562,11 @@ class TorchBackend(TrainerBackend):
 
         def write(folder: Path) -> None:
             try:
-                for name, shards in state.items():
-                    if shared:
+                if not shared:
+                    write_gathered(folder, state, group=self.group, ranks=self._ranks)
+                else:
+                    for name, shards in state.items():
                         write_shards(folder / name, shards)
-                    else:
-                        write_gathered(folder / name, shards, group=self.group, ranks=self._ranks)
                 if link is not None:
                     link.write(folder)
             except SafetensorError as wrong:

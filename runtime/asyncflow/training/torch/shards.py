@@ -8,12 +8,13 @@ any other is the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -177,16 +178,34 @@ def write_shards(file: Path, shards: Sequence[TensorShard]) -> None:
     save_file({shard.name: shard.tensor for shard in shards}, file, metadata=metadata)
 
 
-def write_gathered(file: Path, shards: Iterable[TensorShard], *, group: ProcessGroup, ranks: TensorGroup) -> None:
-    """Write the whole tensors of all ranks' ``shards``: rank 0 writes, into several files where they are large."""
+def write_gathered(
+    folder: Path, files: Mapping[str, Iterable[TensorShard]], *, group: ProcessGroup, ranks: TensorGroup
+) -> None:
+    """Write the whole tensors of all ranks' shards, by file: rank 0 writes, several files where one would be large.
+
+    Where it cannot write, it gathers on, as the other ranks do, and raises SafetensorError or OSError at the end.
+    """
+    wrong: Exception | None = None
+    for name, shards in files.items():
+        for number, held in enumerate(_gathered(shards, group=group, ranks=ranks)):
+            part = (folder / name).with_stem(f"{Path(name).stem}-{number:05d}")
+            try:
+                save_file(held, part, metadata={"format": "pt"})
+            except (OSError, SafetensorError) as error:
+                wrong = error
+    if wrong is not None:
+        raise wrong
+
+
+def _gathered(shards: Iterable[TensorShard], *, group: ProcessGroup, ranks: TensorGroup) -> Iterator[dict[str, Tensor]]:
+    """Yield whole tensors by name, as many at once as rank 0 may hold; nothing on other ranks. Collective."""
     held: dict[str, Tensor] = {}
-    number = 0
     for shard in shards:
         whole = (ranks.whole(shard.tensor, shard.shape) if shard.cut else shard.tensor).cpu()
         if group.rank == 0:
             held[shard.name] = whole.contiguous()
         if sum(tensor.nbytes for tensor in held.values()) >= _FILE_BYTES:
-            save_file(held, file.with_stem(f"{file.stem}-{number:05d}"), metadata={"format": "pt"})
-            held, number = {}, number + 1
+            yield held
+            held = {}
     if held:
-        save_file(held, file.with_stem(f"{file.stem}-{number:05d}"), metadata={"format": "pt"})
+        yield held

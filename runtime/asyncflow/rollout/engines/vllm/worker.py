@@ -187,9 +187,9 @@ class WorkerExtension:
             for layer in _packed_embeddings(self.model_runner.model):
                 layer.quant_method.process_weights_after_loading(layer)
         del staging
-        if torch.device(self.device).type != "cpu":
-            torch.accelerator.synchronize(self.device)
-            torch.accelerator.empty_cache()
+        if (device := torch.device(self.device)).type != "cpu":
+            torch.accelerator.synchronize(device)
+            torch.get_device_module(device).empty_cache()  # torch.accelerator's refuses NPUs of torch_npu 2.10
         requests = getattr(self.model_runner, "requests", None)
         counts = None if requests is None else {name: len(each.output_token_ids) for name, each in requests.items()}
         return {"tokens": counts}
