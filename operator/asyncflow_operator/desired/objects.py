@@ -82,8 +82,8 @@ def family_of(owner: Owner) -> Family:
 def _inherited(owner: Owner) -> dict[str, str]:
     """Return the labels of an owner that its objects have too.
 
-    Left out are Kueue's, which takes each pod that names a queue for a Workload of its own, and ours, by which objects
-    are found: with that of another owner they would be its.
+    Left out are Kueue's, which takes each pod that names a queue for a Workload of its own, and AsyncFlow's, by which
+    objects are found: by the label of another owner they would be found as that one's.
     """
     return {key: value for key, value in owner.labels.items() if not key.startswith((KUEUE, f"{GROUP}/"))}
 
