@@ -133,12 +133,11 @@ def _act(
         return desired.queue_pod(state, replica.role, replica.index, replica.attempt)
 
     if state.job is not None:
-        job, records = state.job.owner, state.job.status.secrets
+        job, secrets = state.job.owner, state.job.status.secrets
         certified = (
-            each for each in moves.make if has_certificate(job, each.role, each.index, records=records, now=draft.now)
+            each for each in moves.make if has_certificate(job, each.role, each.index, records=secrets, now=draft.now)
         )
-        made = map(pod, certified)
-        draft.add_then(with_needs(made, supporting_upkeep.absent))
+        draft.add_then(with_needs(map(pod, certified), supporting_upkeep.absent))
     else:
         make_alone(
             draft,
