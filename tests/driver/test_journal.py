@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncflow.driver.journal import Journal
+from asyncflow.driver.journal import Journal, read_summary
 
 
 def lines_of(path: Path) -> list[Any]:
@@ -132,3 +132,9 @@ def test_a_folder_that_cannot_be_written_costs_lines_and_no_run(tmp_path: Path) 
     journal.append({"a": 1})
     assert journal.lines == [{"a": 1}]
     journal.close()
+
+
+@pytest.mark.parametrize("damaged", [b"", b"[]", b'{"phase": ', b'{"phase": "\xff"}', b'{"a": ' + b"[" * 100_000])
+def test_a_summary_that_is_damaged_is_none(tmp_path: Path, damaged: bytes) -> None:
+    (tmp_path / "summary.json").write_bytes(damaged)
+    assert read_summary(tmp_path / "summary.json") is None

@@ -186,6 +186,18 @@ async def test_when_it_is_killed_what_it_has_forked_goes_on(forks):
     assert await asyncio.wait_for(ended, 20) == ExitStatus(signal=signal.SIGKILL)
 
 
+async def test_when_it_is_killed_before_it_has_read_a_request_roles_are_started_without_it(forks, caplog):
+    await forks.serve("json")
+    os.kill(forks.server.pid, signal.SIGSTOP)
+    assert not forks.server.ready(["csv"])
+    os.kill(forks.server.pid, signal.SIGKILL)
+    await forks.until_ready("csv")
+    assert not forks.server.usable
+    assert [record.getMessage() for record in caplog.records] == [
+        "roles are started without the fork server: it has ended: SIGKILL"
+    ]
+
+
 def test_what_the_supervisor_has_given_up_never_begins(tmp_path):
     """A request whose answer was lost: nobody knows the process, so it must end by itself."""
     (tmp_path / "role.py").write_text("print('begun')")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.local import process
 from asyncflow.local.lifecycle import ExitStatus
 from asyncflow.local.process import Process
 from asyncflow.process import adopt_orphans
@@ -88,3 +89,28 @@ async def test_no_zombie_is_left_of_what_it_started(tmp_path):
                 await asyncio.sleep(0.05)
     finally:
         adopt_orphans(enabled=False)
+
+
+async def test_a_reaper_that_cannot_be_replaced_at_once_is_replaced_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "_AGAIN_S", 0.01)
+    watchdog = process.Watchdog(mark="m", log=tmp_path / "log")
+    watchdog.add(1 << 30)
+    first, open_before = watchdog._process, len(os.listdir("/proc/self/fd"))
+    refusals = [OSError(24, "Too many open files")] * 3
+    pipe, spawn = os.pipe, Process.spawn
+
+    def scarce(real, *words, **options):
+        if refusals:
+            watchdog.add(1 << 30)
+            raise refusals.pop()
+        return real(*words, **options)
+
+    monkeypatch.setattr(process.os, "pipe", lambda: scarce(pipe) if len(refusals) > 1 else pipe())
+    monkeypatch.setattr(Process, "spawn", lambda *words, **options: scarce(spawn, *words, **options))
+    first.kill()
+    async with asyncio.timeout(20):
+        while watchdog._process is first:
+            await asyncio.sleep(0.01)
+    assert not refusals
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    await watchdog.close()

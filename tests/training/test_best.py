@@ -103,7 +103,9 @@ def test_another_figure_begins_anew(tmp_path: Path) -> None:
     assert other.best == 4
 
 
-@pytest.mark.parametrize("damaged", [b"", b"[]", b'{"step": -1, "by": "accuracy", "value": 1}'])
+@pytest.mark.parametrize(
+    "damaged", [b"", b"[]", b'{"step": -1, "by": "accuracy", "value": 1}', b'{"step": 2, "by": "\xff", "value": 1}']
+)
 def test_a_damaged_record_is_none(tmp_path: Path, damaged: bytes) -> None:
     (tmp_path / BEST).write_bytes(damaged)
     run = Run(tmp_path)

@@ -192,8 +192,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:
-    """Read the driver's summary; None where it wrote none."""
+    """Read the driver's summary; None where it wrote none, or it cannot be read."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None

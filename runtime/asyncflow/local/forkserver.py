@@ -134,7 +134,9 @@ class ForkServer:
         return int(answer["pid"])
 
     def _imports_ended(self) -> None:
-        packet = self._socket.recv(_PACKET)
+        packet = b""
+        with contextlib.suppress(ConnectionResetError):  # it was killed before it had read what was asked
+            packet = self._socket.recv(_PACKET)
         if not packet:  # the end of the process says more
             self._loop.remove_reader(self._socket)
             return

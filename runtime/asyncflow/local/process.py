@@ -144,10 +144,16 @@ class Watchdog:
             self._process.kill()
 
     def _start(self) -> None:
-        read_end, self._pipe = os.pipe()
+        read_end, write_end = os.pipe()
         argv = [sys.executable, "-I", "-S", str(Path(reaper.__file__)), self._mark]
-        self._process = Process.spawn(argv, env=os.environ, log=self._log_path, on_exit=self._ended, stdin=read_end)
-        os.close(read_end)
+        try:
+            self._process = Process.spawn(argv, env=os.environ, log=self._log_path, on_exit=self._ended, stdin=read_end)
+        except OSError:
+            os.close(write_end)
+            raise
+        finally:
+            os.close(read_end)
+        self._pipe = write_end
         for session in self._sessions:
             self._tell(f"+{session}\n")
 
@@ -165,9 +171,11 @@ class Watchdog:
     def _again(self) -> None:
         if self._closing:
             return
-        os.close(self._pipe)
+        broken = self._pipe
         try:
             self._start()
         except OSError as error:
             _log.warning("no other reaper can be started now: %s", error)
             asyncio.get_running_loop().call_later(_AGAIN_S, self._again)
+        else:
+            os.close(broken)

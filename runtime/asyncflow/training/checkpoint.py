@@ -369,7 +369,7 @@ def read_best(folder: Path) -> Best | None:
         return msgspec.json.decode(file.read_bytes(), type=Best)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         log.warning("%s cannot be read, the best checkpoint is not known: %s", file, error)
         return None
 
