@@ -116,6 +116,14 @@ def test_a_job_made_in_python_means_the_same_as_its_manifest(manifest, monkeypat
         asyncflow.train(made)
 
 
+def test_what_load_returns_is_run_where_it_is_a_job(tmp_path):
+    queue = asyncflow.load(Path(__file__).parents[2] / "examples" / "kubernetes" / "transfer-queue.yaml")
+    for resume in (False, True):
+        with pytest.raises(ManifestError, match="TransferQueue shared: kind = 'TransferQueue': not a job"):
+            asyncflow.train(queue, output=tmp_path / "out", resume=resume)
+    assert not (tmp_path / "out").exists()
+
+
 def test_importing_asyncflow_loads_nothing_heavy():
     code = (
         "import sys, asyncflow; heavy = ('pydantic', 'numpy', 'asyncio', 'torch', 'aiohttp', 'rich');"

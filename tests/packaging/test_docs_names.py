@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import click
@@ -39,6 +40,13 @@ def test_the_way_of_a_claim_names_functions_that_are_there() -> None:
         (body,) = [node.body for node in classes if node.name == owner]
         functions = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
         assert function in functions, f"{file}: {owner}.{function}"
+
+
+def test_the_table_of_extras_has_all_that_a_user_installs() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    rows = re.findall(r"^\| (`[^|]+`) \|", (ROOT / "README.md").read_text().partition("| extra |")[2], re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert extras.keys() - {"dev", "docs"} <= listed
 
 
 def commands_of(page: str) -> list[list[str]]:

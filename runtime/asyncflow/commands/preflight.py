@@ -72,21 +72,20 @@ _PLUGINS = {
 """By kind: the places in a manifest that name a plug-in, and the group that has it."""
 
 
-def load(source: Path | str | RLJob, overrides: Sequence[str] = ()) -> Manifest:
+def load(source: Manifest | Path | str, overrides: Sequence[str] = ()) -> Manifest:
     """Read and check a manifest: an RLJob, a TransferQueue or a WeightSync.
 
-    source: a file, or a job that was made in Python, whose relative paths start at the working directory; overrides:
+    source: a file, or one that was made in Python, whose relative paths start at the working directory; overrides:
     ``path=value`` each, as ``--set`` takes them. The paths of a job are made absolute, so that it means the same
     wherever it is run. Raises ManifestError that says everything that was found to be wrong.
     """
-    if isinstance(source, RLJob):
-        text: Path | StringIO = StringIO(to_yaml(source))
-        name, beside = f"job {source.name}", Path.cwd()
+    if isinstance(source, (str, Path)):
+        text: Path | StringIO = Path(source)
+        beside = Path(source).absolute().parent
     else:
-        text = Path(source)
-        name, beside = str(source), text.absolute().parent
+        text, beside = StringIO(to_yaml(source)), Path.cwd()
     manifest = parse(text, overrides)
-    check_plugins(manifest, source=name)
+    check_plugins(manifest, source=source_name(source))
     if not isinstance(manifest, RLJob):
         return manifest
     algorithm_of(manifest.spec)
@@ -105,13 +104,13 @@ def load(source: Path | str | RLJob, overrides: Sequence[str] = ()) -> Manifest:
     return _anchored(manifest, folder)
 
 
-def runnable_job(source: Path | str | RLJob, overrides: Sequence[str] = ()) -> RLJob:
+def runnable_job(source: Manifest | Path | str, overrides: Sequence[str] = ()) -> RLJob:
     """Read and check a job that is to run now.
 
     Raises ManifestError as ``load`` does, and for a manifest that is no job or a job that is suspended.
     """
     manifest = load(source, overrides)
-    where = f"job {source.name}" if isinstance(source, RLJob) else str(source)
+    where = source_name(source)
     if not isinstance(manifest, RLJob):
         raise ManifestError(f"kind = {manifest.kind!r}: not a job", where=where, hint="Give an RLJob")
     if (named := manifest.spec.weight_sync.name) is not None:
@@ -120,6 +119,13 @@ def runnable_job(source: Path | str | RLJob, overrides: Sequence[str] = ()) -> R
     if manifest.spec.suspend:
         raise ManifestError("the job is suspended", where=where, hint="Run it with --set suspend=false")
     return manifest
+
+
+def source_name(source: Manifest | Path | str) -> str:
+    """Return how errors name what a manifest is read from."""
+    if isinstance(source, (str, Path)):
+        return str(source)
+    return f"job {source.name}" if isinstance(source, RLJob) else f"{source.kind} {source.metadata.name}"
 
 
 def folder_of(job: RLJob) -> Path:

@@ -29,12 +29,12 @@ from rich.console import Console
 
 from asyncflow.api.document import latest
 from asyncflow.api.job import RLJob, RLJobSpec
-from asyncflow.api.load import load, load_job, name_of, to_yaml
+from asyncflow.api.load import Manifest, load, load_job, name_of, to_yaml
 from asyncflow.api.names import TLS_ENV
 from asyncflow.api.queue import TransferQueue
 from asyncflow.api.status import DriverStatus
 from asyncflow.api.weights import WeightSync
-from asyncflow.commands.preflight import folder_of, preflight, runnable_job
+from asyncflow.commands.preflight import folder_of, preflight, runnable_job, source_name
 from asyncflow.driver.journal import METRICS, read_summary
 from asyncflow.durable import write_whole
 from asyncflow.errors import AsyncFlowError, CheckpointError, ManifestError
@@ -94,7 +94,7 @@ def run(file: Path, *, output: Path | None, overrides: Sequence[str], resume: bo
 
 
 def train(
-    job: RLJob | Path | str,
+    job: Manifest | Path | str,
     *,
     output: Path | str | None = None,
     overrides: Sequence[str] = (),
@@ -118,12 +118,11 @@ def train(
     if resume and fresh:
         raise ManifestError("resume and fresh exclude each other", where="asyncflow.train", hint="Give one of them")
     path = None if output is None else Path(output)
-    if resume and not isinstance(job, RLJob):
+    if resume and isinstance(job, (str, Path)):
         overrides = [*saved_overrides(path or RUNS / name_of(Path(job), overrides)), *overrides]
     overrides = latest(overrides)
-    given = f"job {job.name}" if isinstance(job, RLJob) else str(job)
     resolved, notes = resolve(runnable_job(job, overrides))
-    for note in notes + preflight(resolved, folder_of(resolved), source=given):
+    for note in notes + preflight(resolved, folder_of(resolved), source=source_name(job)):
         _log.info("note: %s", note)
     with _callers_logging():
         outcome, view, folder = _carry_out(
