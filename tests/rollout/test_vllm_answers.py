@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from asyncflow.errors import AsyncFlowError, ManifestError
+from asyncflow.errors import AsyncFlowError, ManifestError, Refused
 from asyncflow.identity import SampleKey, Version
 from asyncflow.plugins import read_options
 from asyncflow.rollout.engines.base import GenerationRequest, StopTexts
@@ -124,6 +124,15 @@ def test_the_rest_of_a_response_is_asked_for_behind_what_was_begun() -> None:
     assert (ended.ids.tolist(), ended.finish) == ([1, 2, 3], "stop"), "the text begins in what was begun"
     assert ended.logprobs.tolist() == [-0.5, -1.0, -1.5]
     assert ended.versions.tolist() == [V1.packed, V1.packed, V2.packed]
+
+
+async def test_a_temperature_that_vllm_would_replace_is_refused(tmp_path) -> None:
+    engine = VllmEngine(folder=tmp_path, slots=4, max_length=16)
+    for temperature, error in ((0.009, ManifestError), (0.01, Refused), (0.0, Refused)):
+        asked = replace(request_begun(V1).request, temperature=temperature)
+        with pytest.raises(error, match=r"samples at 0\.01" if error is ManifestError else "no weights"):
+            await engine.generate(asked)
+    await engine.close()
 
 
 @pytest.mark.parametrize("broken", [{"finish": "error"}, {"finish": "stop", "logprobs": {"content": []}}])

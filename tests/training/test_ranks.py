@@ -8,9 +8,11 @@ import random
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from rank_process import gang
@@ -30,7 +32,9 @@ from asyncflow.training.ranks import (
     SingleProcess,
     jointly,
 )
-from asyncflow.training.torch.device import TensorGroup
+from asyncflow.training.torch.device import TensorGroup, _store, open_store
+
+ADDRESSES = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
 
 
 @pytest.mark.process
@@ -70,6 +74,15 @@ def test_the_norm_of_a_long_gradient_is_exact() -> None:
     assert ranks.norm(gradient) == pytest.approx(np.linalg.norm(gradient.double().numpy()), rel=1e-5)
     assert ranks.norm(gradient[:0]) == 0
     assert np.isnan(ranks.norm(torch.tensor([1.0, float("nan")])))
+
+
+@pytest.mark.parametrize("host", sorted({"127.0.0.1", "::1"} & ADDRESSES))
+def test_ranks_find_the_store_of_their_process_group_under_either_family_of_addresses(host: str) -> None:
+    timeout = timedelta(seconds=10)
+    first = _store(SingleProcess(), host=host, timeout=timeout)
+    other = open_store(host, first.port, world=1, listener=None, timeout=timeout)
+    first.set("said", "by the first")
+    assert other.get("said") == b"by the first"
 
 
 def test_alone_there_is_nobody_to_ask() -> None:

@@ -28,6 +28,7 @@ from torch.nn.utils import get_total_norm
 
 from asyncflow.errors import PeerLost
 from asyncflow.training.ranks import ProcessGroup
+from asyncflow.weights.torch_pair import listen
 
 _HOST_BYTES = 256
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -158,12 +159,12 @@ def _store(group: ProcessGroup, *, host: str, timeout: timedelta) -> dist.TCPSto
     address = np.zeros(_HOST_BYTES, dtype=np.uint8)
     listener: socket.socket | None = None
     if group.rank == 0:
-        listener = socket.create_server((host, 0))
-        text = f"{host}:{listener.getsockname()[1]}".encode()
+        listener, port = listen(host)
+        text = f"{host}:{port}".encode()
         address[: len(text)] = np.frombuffer(text, dtype=np.uint8)
     told = bytes(group.gather(address, what="the address of the process group")[0]).rstrip(b"\0").decode()
-    name, _, port = told.rpartition(":")
-    return open_store(name, int(port), world=group.world, listener=listener, timeout=timeout)
+    name, _, number = told.rpartition(":")
+    return open_store(name, int(number), world=group.world, listener=listener, timeout=timeout)
 
 
 def open_store(

@@ -69,6 +69,8 @@ _ID = re.compile("[0-9a-f]{32}")
 """A request's id, as it is here, in vLLM's own."""
 _STREAMED = 16
 """Tokens of which vLLM tells at once."""
+_COLDEST = 0.01
+"""Least temperature but 0: vLLM takes it in the place of a lower one, and only logs that."""
 _CALL_S = 120.0
 _STAGED_POLL_S = 0.02
 _WATCH_S = 5.0
@@ -327,6 +329,9 @@ class VllmEngine(RolloutEngine):
     async def generate(self, request: GenerationRequest) -> Completion:
         """Generate one response; cancelling closes the connection, at which vLLM drops the request."""
         request.check(max_length=self.max_length)
+        if 0 < request.temperature < _COLDEST:
+            what = f"vLLM samples at {_COLDEST} where it is asked for a temperature of {request.temperature}"
+            raise ManifestError(what, where="rollout.engine", hint=f"Give {_COLDEST} or more")
         if self.version is None:
             raise Refused("no weights were loaded yet", where="generate")
         stops = self.stops_of(request)
