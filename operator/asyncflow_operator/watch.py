@@ -12,6 +12,7 @@ so that it writes neither finalizer nor annotation; it posts no events, looks fo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -48,7 +49,13 @@ _log = logging.getLogger(__name__)
 async def run_kopf(
     api: Api, store: ObjectStore, *, namespaces: tuple[str, ...], stop: asyncio.Event, ready: asyncio.Event
 ) -> None:
-    """Feed ``store`` until ``stop`` is set. namespaces: all if empty; ready: set once kopf has begun."""
+    """Feed ``store`` until ``stop`` is set. namespaces: all if empty; ready: set once kopf has begun.
+
+    kopf looks for the custom kinds once, when it begins: it does not before the cluster has them.
+    """
+    while not await _defined(api):
+        if await _is_set(stop, within_s=_RETRY_S):
+            return
     registry = kopf.OperatorRegistry()
     for kind in CUSTOM_KINDS:
         kopf.on.event(GROUP, VERSION, kind.plural, registry=registry)(_feed(store, kind))
@@ -71,6 +78,24 @@ async def run_kopf(
         stop_flag=stop,
         ready_flag=ready,
     )
+
+
+async def _defined(api: Api) -> bool:
+    """Return whether the cluster has the custom kinds."""
+    try:
+        lacking = [kind.plural for kind in CUSTOM_KINDS if not await api.serves(kind)]
+    except ApiError as error:
+        _log.warning("could not ask for the definitions", extra={"why": str(error)})
+        return False
+    if lacking:
+        _log.warning("waiting for the definitions in crds/ to be installed", extra={"why": ", ".join(lacking)})
+    return not lacking
+
+
+async def _is_set(event: asyncio.Event, *, within_s: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), within_s)
+    return event.is_set()
 
 
 class _NoDiffBase(kopf.DiffBaseStorage):
