@@ -42,6 +42,9 @@ Json = Mapping[str, Any]
 
 _LABELS: Final = ",".join(f"{key}={value}" for key, value in MANAGED.items())
 _RETRY_S: Final = 5.0
+_BEGIN_S: Final = 30.0
+"""Seconds within which kopf begins to watch, once it is ready."""
+_LOOK_S: Final = 0.1
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +81,33 @@ async def run_kopf(
         stop_flag=stop,
         ready_flag=ready,
     )
+
+
+class WatchEnded(Exception):
+    """A watch of kopf has ended for good: a new process is to begin it anew."""
+
+
+async def until_a_watch_ends(namespaces: tuple[str, ...]) -> Never:
+    """Raise WatchEnded once kopf watches one of the custom kinds no more. namespaces: as of ``run_kopf``.
+
+    An error that kopf does not know how to mend (a refusal, or any event ERROR but that of a version that is too old)
+    ends the task of that watch, and nothing else.
+    """
+    wanted = len(CUSTOM_KINDS) * max(1, len(namespaces))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_BEGIN_S):
+            while len(_watches()) < wanted:
+                await asyncio.sleep(_LOOK_S)
+    watches = _watches()
+    if len(watches) == wanted:
+        await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+    _log.error("a watch has ended, beginning anew", extra={"left": sorted(each.get_name() for each in _watches())})
+    raise WatchEnded
+
+
+def _watches() -> set[asyncio.Task[Any]]:
+    """Return the tasks of kopf that watch; it gives them to nobody, but a name."""
+    return {task for task in asyncio.all_tasks() if task.get_name().startswith("watcher for ")}
 
 
 async def _defined(api: Api) -> bool:

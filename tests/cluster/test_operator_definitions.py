@@ -32,7 +32,9 @@ def operator(bare: ControlPlane) -> Iterator[OperatorProcess]:
     running.process.end()
 
 
-def test_jobs_begin_when_the_definitions_have_come(bare: ControlPlane, operator: OperatorProcess) -> None:
+def test_jobs_begin_when_the_definitions_have_come_and_when_they_have_come_again(
+    bare: ControlPlane, operator: OperatorProcess
+) -> None:
     def begins(job: str) -> None:
         bare.api.create(f"{OURS}/namespaces/late/rljobs", quickstart("late", job))
         driver = f"/api/v1/namespaces/late/pods/{job}-driver-0"
@@ -43,4 +45,10 @@ def test_jobs_begin_when_the_definitions_have_come(bare: ControlPlane, operator:
     assert operator.get("/readyz")[0] == 503
     bare.install_crds(CRDS)
     operator.lead()
+    before = operator.log.count(WAITS)
     begins("first")
+    for each in bare.api.get(DEFINITIONS)["items"]:
+        bare.api.delete(f"{DEFINITIONS}/{each['metadata']['name']}")
+    wait_until(lambda: operator.log.count(WAITS) > before, "it to wait again", needs=[operator.process])
+    bare.install_crds(CRDS)
+    begins("second")
