@@ -302,7 +302,7 @@ class Api:
         that fails is refused without a cause; what is wrong with a status is named.
         """
         path = self._path(kind, namespace, name, "status")
-        body = [
+        body: list[Json] = [
             {"op": "test", "path": "/metadata/uid", "value": uid},
             {"op": "add", "path": "/status", "value": status},
         ]

@@ -133,9 +133,9 @@ def _act(
         return desired.queue_pod(state, replica.role, replica.index, replica.attempt)
 
     if state.job is not None:
-        job, records = state.job.owner, state.job.status.secrets
+        job, written = state.job.owner, state.job.status.secrets
         certified = (
-            each for each in moves.make if has_certificate(job, each.role, each.index, records=records, now=draft.now)
+            each for each in moves.make if has_certificate(job, each.role, each.index, records=written, now=draft.now)
         )
         made = map(pod, certified)
         draft.add_then(with_needs(made, supporting_upkeep.absent))
