@@ -82,7 +82,7 @@ def family_of(owner: Owner) -> Family:
 def _inherited(owner: Owner) -> dict[str, str]:
     """Return the labels of an owner that its objects have too.
 
-    Left out are Kueue's, which takes each pod that names a queue for a Workload of its own, and ours, by which objects
+    Left out are Kueue's, which takes each pod that names a queue for a Workload of its own, and those by which objects
     are found: with that of another owner they would be its.
     """
     return {key: value for key, value in owner.labels.items() if not key.startswith((KUEUE, f"{GROUP}/"))}
