@@ -1,8 +1,8 @@
 """``asyncflow-operator``: the command line.
 
 Invariant: exit status 0 after SIGTERM or SIGINT, 2 where a setting is wrong and nothing was started, 3 where another
-process is to go on: another operator leads now, or the namespaces with rights are others; 1 for anything else. A
-mistake of the user costs one line, and a traceback is a bug.
+process is to go on: another operator leads now, the namespaces with rights are others, or a watch has ended; 1 for
+anything else. A mistake of the user costs one line, and a traceback is a bug.
 """
 
 from __future__ import annotations
@@ -128,6 +128,7 @@ async def _run(chosen: Settings) -> int:
     from asyncflow_operator.operator import LeadershipLost, NamespacesChanged, Operator
     from asyncflow_operator.rights import served
     from asyncflow_operator.telemetry import Metrics
+    from asyncflow_operator.watch import WatchEnded
 
     master = chosen.master_secret()
     metrics = Metrics()
@@ -146,7 +147,7 @@ async def _run(chosen: Settings) -> int:
 
     try:
         await operator.run(take_signals=take_signals)
-    except (LeadershipLost, NamespacesChanged):
+    except (LeadershipLost, NamespacesChanged, WatchEnded):
         return REPLACED
     finally:
         await api.close()

@@ -35,7 +35,7 @@ from asyncflow_operator.review import settings_of
 from asyncflow_operator.rights import until_others
 from asyncflow_operator.settings import Settings
 from asyncflow_operator.telemetry import HealthChecks, Http, Metrics, update_gauges
-from asyncflow_operator.watch import ClusterWatch, run_kopf
+from asyncflow_operator.watch import ClusterWatch, run_kopf, until_a_watch_ends
 from asyncflow_operator.worklist import Worklist
 
 FINISH_S: Final = 20.0
@@ -142,7 +142,7 @@ class Operator:
         self._stop.set()
 
     async def run(self, *, take_signals: Callable[[], None]) -> None:
-        """Work until stopped. Raises LeadershipLost, NamespacesChanged, and the failure of any part.
+        """Work until stopped. Raises LeadershipLost, NamespacesChanged, WatchEnded, and the failure of any part.
 
         take_signals: makes SIGTERM call ``stop``; called once kopf has taken the signals for itself.
         """
@@ -177,7 +177,8 @@ class Operator:
         try:
             await _first(tasks, until=kopf_ready.wait())
             take_signals()
-            tasks |= {asyncio.create_task(each) for each in (self._vitals.run(), self._watch.run())}
+            watching = (self._vitals.run(), self._watch.run(), until_a_watch_ends(self._namespaces))
+            tasks |= {asyncio.create_task(each) for each in watching}
             if await _first(tasks, until=self._prepare()):
                 background = (self._drivers.run(), self._capacity.run(), self._lookups.run())
                 work = (*background, self._dispatch(), self._keep())

@@ -12,6 +12,7 @@ so that it writes neither finalizer nor annotation; it posts no events, looks fo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -41,6 +42,9 @@ Json = Mapping[str, Any]
 
 _LABELS: Final = ",".join(f"{key}={value}" for key, value in MANAGED.items())
 _RETRY_S: Final = 5.0
+_BEGIN_S: Final = 30.0
+"""Seconds within which kopf begins to watch, once it is ready."""
+_LOOK_S: Final = 0.1
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +52,13 @@ _log = logging.getLogger(__name__)
 async def run_kopf(
     api: Api, store: ObjectStore, *, namespaces: tuple[str, ...], stop: asyncio.Event, ready: asyncio.Event
 ) -> None:
-    """Feed ``store`` until ``stop`` is set. namespaces: all if empty; ready: set once kopf has begun."""
+    """Feed ``store`` until ``stop`` is set. namespaces: all if empty; ready: set once kopf has begun.
+
+    kopf looks for the custom kinds once, when it begins: it does not before the cluster has them.
+    """
+    while not await _defined(api):
+        if await _is_set(stop, within_s=_RETRY_S):
+            return
     registry = kopf.OperatorRegistry()
     for kind in CUSTOM_KINDS:
         kopf.on.event(GROUP, VERSION, kind.plural, registry=registry)(_feed(store, kind))
@@ -71,6 +81,51 @@ async def run_kopf(
         stop_flag=stop,
         ready_flag=ready,
     )
+
+
+class WatchEnded(Exception):
+    """A watch of kopf has ended for good: a new process is to begin it anew."""
+
+
+async def until_a_watch_ends(namespaces: tuple[str, ...]) -> Never:
+    """Raise WatchEnded once kopf watches one of the custom kinds no more. namespaces: as of ``run_kopf``.
+
+    An error that kopf does not know how to mend (a refusal, or any event ERROR but that of a version that is too old)
+    ends the task of that watch, and nothing else.
+    """
+    wanted = len(CUSTOM_KINDS) * max(1, len(namespaces))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_BEGIN_S):
+            while len(_watches()) < wanted:
+                await asyncio.sleep(_LOOK_S)
+    watches = _watches()
+    if len(watches) == wanted:
+        await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+    _log.error("a watch has ended, beginning anew", extra={"left": sorted(each.get_name() for each in _watches())})
+    raise WatchEnded
+
+
+def _watches() -> set[asyncio.Task[Any]]:
+    """Return the tasks of kopf that watch; it gives them to nobody, but a name."""
+    return {task for task in asyncio.all_tasks() if task.get_name().startswith("watcher for ")}
+
+
+async def _defined(api: Api) -> bool:
+    """Return whether the cluster has the custom kinds."""
+    try:
+        lacking = [kind.plural for kind in CUSTOM_KINDS if not await api.serves(kind)]
+    except ApiError as error:
+        _log.warning("could not ask for the definitions", extra={"why": str(error)})
+        return False
+    if lacking:
+        _log.warning("waiting for the definitions in crds/ to be installed", extra={"why": ", ".join(lacking)})
+    return not lacking
+
+
+async def _is_set(event: asyncio.Event, *, within_s: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), within_s)
+    return event.is_set()
 
 
 class _NoDiffBase(kopf.DiffBaseStorage):

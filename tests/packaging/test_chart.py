@@ -64,6 +64,17 @@ def test_what_is_made_from_the_chart_is_up_to_date() -> None:
     assert chart.out_of_date() == []
 
 
+@pytest.mark.parametrize("by", ["release", "override"])
+@pytest.mark.usefixtures("render")
+def test_the_longest_name_that_a_release_may_have_leaves_room_for_what_follows_it(by: str) -> None:
+    named = ("r" * 53, {}) if by == "release" else ("r", {"fullnameOverride": "r" * 63})
+    made = yaml.safe_load_all(
+        chart.helm("template", named[0], str(CHART), "--kube-version", chart.KUBERNETES, values=named[1])
+    )
+    (service,) = of([each for each in made if each], "Service")
+    assert len(service["metadata"]["name"]) <= 63
+
+
 def test_the_chart_has_the_version_of_the_package() -> None:
     from asyncflow import __version__
 

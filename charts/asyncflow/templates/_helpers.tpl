@@ -1,5 +1,6 @@
+{{- /* A Service has a name of 63 characters at most, and "-metrics" comes after this one. */ -}}
 {{- define "asyncflow.name" -}}
-{{- .Values.fullnameOverride | default (printf "%s-operator" .Release.Name) | trunc 63 | trimSuffix "-" -}}
+{{- .Values.fullnameOverride | default (printf "%s-operator" .Release.Name) | trunc 55 | trimSuffix "-" -}}
 {{- end -}}
 
 {{- define "asyncflow.serviceAccount" -}}

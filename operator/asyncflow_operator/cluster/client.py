@@ -220,6 +220,16 @@ class Api:
         served = {each["groupVersion"] for each in answer.get("versions") or ()}
         self._served[kind.name] = kind.at(kind.older) if kind.api_version not in served else kind
 
+    async def serves(self, kind: Kind) -> bool:
+        """Return whether the cluster has a kind by now. Raises as ``get``."""
+        try:
+            answer = await self._call("get", "GET", kind, f"/apis/{kind.api_version}")
+        except Refusal as refused:
+            if not refused.absent:
+                raise
+            return False
+        return any(each["name"] == kind.plural for each in answer.get("resources") or ())
+
     async def get(self, kind: Kind, namespace: str, name: str) -> Json:
         """Read one object. Raises Refusal (``absent``) and Unreachable, as all calls do."""
         return await self._call("get", "GET", kind, self._path(kind, namespace, name))

@@ -1,7 +1,8 @@
 """Kubernetes events about custom resources, for ``kubectl describe``.
 
 Invariant: one event object per owner and words, however often they are recorded; the same again only counts it up,
-at most every ``REPEAT_S``. An event that cannot be written stops nothing.
+at most every ``REPEAT_S``. An event that cannot be written stops nothing: where the server has taken none until the
+deadline, all are dropped for ``QUIET_S``, because a reconciliation may have hundreds.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
@@ -17,11 +19,12 @@ from typing import Final
 from asyncflow.api.base import API_VERSION
 from asyncflow.api.names import FIELD_MANAGER
 from asyncflow_operator.actions import Note
-from asyncflow_operator.cluster.client import Api, ApiError, Json, Refusal
+from asyncflow_operator.cluster.client import Api, ApiError, Json, Refusal, Unreachable
 from asyncflow_operator.cluster.kinds import EVENT
 from asyncflow_operator.observed import Owner
 
 REPEAT_S: Final = 10.0
+QUIET_S: Final = 60.0
 _REMEMBERED: Final = 4096
 _WORDS: Final = 1024
 
@@ -37,16 +40,20 @@ class _Recorded:
 class Recorder:
     """Writer of events. reporter: name of this process in them."""
 
-    def __init__(self, api: Api, *, reporter: str) -> None:
+    def __init__(self, api: Api, *, reporter: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._api = api
         self._reporter = reporter
+        self._clock = clock
+        self._quiet_until = 0.0
         self._said: OrderedDict[str, _Recorded] = OrderedDict()
 
     async def record(self, owner: Owner, note: Note) -> None:
         """Write ``note`` about ``owner``, or count it up."""
         name = name_of(owner, note)
         said = self._said.get(name)
-        now = time.monotonic()
+        now = self._clock()
+        if now < self._quiet_until:
+            return
         if said is not None:
             said.count += 1
             if now - said.at < REPEAT_S:
@@ -54,6 +61,8 @@ class Recorder:
         try:
             count = await self._write(owner, note, name, said)
         except ApiError as error:
+            if isinstance(error, Unreachable):
+                self._quiet_until = self._clock() + QUIET_S
             _log.warning(
                 "could not write an event", extra={"object": f"{owner.namespace}/{owner.name}", "why": str(error)}
             )

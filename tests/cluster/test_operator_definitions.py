@@ -1,0 +1,54 @@
+"""Definitions of our kinds that come after the operator, and go while it runs, in a cluster of its own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from world import OURS, World, quickstart
+
+import operator_rights
+from kube.plane import ControlPlane
+from kube.process import wait_until
+from operator_process import OperatorProcess
+
+CRDS = Path(__file__).parents[2] / "crds"
+DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+WAITS = "waiting for the definitions"
+
+
+@pytest.fixture(scope="module")
+def bare() -> Iterator[ControlPlane]:
+    with ControlPlane() as running:
+        yield running
+
+
+@pytest.fixture
+def operator(bare: ControlPlane) -> Iterator[OperatorProcess]:
+    world = World.new(bare, "late")
+    operator_rights.grant(bare, world.namespace)
+    account = operator_rights.account(bare, "late")
+    running = OperatorProcess(bare, "late", kubeconfig=account, namespace="late", namespaces="late")
+    yield running
+    running.process.end()
+
+
+def test_jobs_begin_when_the_definitions_have_come_and_when_they_have_come_again(
+    bare: ControlPlane, operator: OperatorProcess
+) -> None:
+    def begins(job: str) -> None:
+        bare.api.create(f"{OURS}/namespaces/late/rljobs", quickstart("late", job))
+        driver = f"/api/v1/namespaces/late/pods/{job}-driver-0"
+        wait_until(lambda: bare.api.exists(driver), f"the first pod of {job}", needs=[operator.process])
+
+    operator.process.start()
+    wait_until(lambda: WAITS in operator.log, "the operator to wait", needs=[operator.process])
+    assert operator.get("/readyz")[0] == 503
+    bare.install_crds(CRDS)
+    operator.lead()
+    before = operator.log.count(WAITS)
+    begins("first")
+    for each in bare.api.get(DEFINITIONS)["items"]:
+        bare.api.delete(f"{DEFINITIONS}/{each['metadata']['name']}")
+    wait_until(lambda: operator.log.count(WAITS) > before, "it to wait again", needs=[operator.process])
+    bare.install_crds(CRDS)
+    begins("second")
