@@ -17,7 +17,7 @@ def test_the_gap_to_weights_that_one_rank_gathered_is_known(tmp_path: Path) -> N
     theirs, own = ([tensor_shard("w", torch.full((3, 2), value))] for value in (1.0, 1.25))
     manifest = CheckpointManifest(attempt=0, step=1, samples=8)
     Checkpoints(run / "checkpoints").write(
-        manifest, lambda folder: write_gathered(folder / WEIGHTS_FILE, theirs, group=SingleProcess(), ranks=Mock())
+        manifest, lambda folder: write_gathered(folder, {WEIGHTS_FILE: theirs}, group=SingleProcess(), ranks=Mock())
     )
     Checkpoints(target / "checkpoints").write(manifest, lambda folder: write_shards(folder / WEIGHTS_FILE, own))
     assert weights_gap(run, target, step=1) == 0.25
