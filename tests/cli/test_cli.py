@@ -331,3 +331,9 @@ def test_what_cannot_be_exported_is_said(tmp_path, capsys):
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys, words):
     assert cli.invoke([str(tmp_path) if word == "RUN" else word for word in words]) == 2
     assert f"{tmp_path}: there is no run. Give the folder of a run" in capsys.readouterr().err
+
+
+def test_a_run_without_its_manifest_is_exported(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert cli.invoke(["ui", str(tmp_path), "--export", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").is_file()

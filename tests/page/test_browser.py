@@ -255,8 +255,3 @@ def test_a_live_job_is_followed_beyond_its_driver_and_to_its_end(tmp_path: Path,
         if job.poll() is None:
             job.send_signal(signal.SIGINT)
             job.communicate(timeout=120)
-
-
-def test_where_there_is_no_run_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.invoke(["ui", str(tmp_path)]) == 2
-    assert "there is no run" in capsys.readouterr().err

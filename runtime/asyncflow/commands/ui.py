@@ -18,6 +18,7 @@ import msgspec
 
 from asyncflow.api.load import load_job
 from asyncflow.api.status import DriverStatus
+from asyncflow.driver.journal import EVENTS, METRICS
 from asyncflow.durable import write_whole
 from asyncflow.errors import ManifestError
 from asyncflow.local.asking import ask
@@ -36,13 +37,13 @@ _MOST_STEPS: Final = 40
 
 def serve(run: Path, *, port: int) -> None:
     """Serve the page until Ctrl-C. Raises ManifestError where there is no run, Refused where the port is taken."""
-    check_run(run)
+    check_run(run, JOB, METRICS, EVENTS)
     asyncio.run(_serve(run, port=port))
 
 
 def export(run: Path, file: Path, *, texts: bool) -> None:
     """Write the page with the run in it. texts: with samples. Raises ManifestError where that cannot be done."""
-    check_run(run)
+    check_run(run, JOB, METRICS, EVENTS)
     steps = {purpose: _spread(steps) for purpose, steps in kept(run).items()}
     said = {"job": _facts(run), "status": None, "now": time.time(), "texts": texts, "samples": steps}
     answers: dict[str, Any] = {CHANGES: {**changes(run, ""), **said}, TIMELINE: _whole_timeline(run)}
