@@ -12,7 +12,9 @@ from asyncflow.session.engines import Engines  # noqa: E402
 from asyncflow.session.joining import SessionPlace, running  # noqa: E402
 
 
-@pytest.mark.parametrize(("name", "hint"), [(JOB, "Continue it with .* --resume"), (QUEUE, "asyncflow queue serve")])
+@pytest.mark.parametrize(
+    ("name", "hint"), [(JOB, "Continue it with .* --resume"), (QUEUE, "asyncflow run .*/queue.yaml --output")]
+)
 def test_a_folder_in_which_nothing_goes_on_any_more_is_refused_at_once(tmp_path, name, hint):
     folder = RunFolder.claim(tmp_path / "run", name=name)
     folder.job.write_text("kind: RLJob\n")

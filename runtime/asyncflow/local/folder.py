@@ -426,7 +426,7 @@ def record_of(path: Path) -> Record:
         return record
     hint = "Continue it with asyncflow run FILE --resume" if holds_run(path) else "Give the folder of a run"
     if (path / QUEUE).is_file():
-        hint = "Go on with it by asyncflow queue serve FILE"
+        hint = f"Serve it again: {shlex.join(['asyncflow', 'run', str(path / QUEUE), '--output', str(path)])}"
     raise ManifestError("no run is going on there", where=str(path), hint=hint)
 
 
