@@ -103,6 +103,23 @@ def test_a_class_is_made_once_with_its_config_and_called() -> None:
         read(Scorer)
 
 
+class Placed:
+    def __init__(self, *, extractor="text", device="mine", share=1.0):
+        self.told = (extractor, device, share)
+
+    def __call__(self, *, response):
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("device", "told"), [("cpu", ("boxed", "mine", 1.0)), ("cuda", ("boxed", "cuda", 0.5))], ids=["cpu", "cuda"]
+)
+def test_on_the_cpu_a_class_keeps_its_own_device_and_is_told_its_extractor(device: str, told: tuple[str, ...]) -> None:
+    place = {"device": device, "share": 0.5, "extractor": "boxed"}
+    found = RewardFunction.of(Placed, name="mine:Placed", config=None, place=place)
+    assert found.call.told == told
+
+
 @pytest.mark.parametrize(
     ("function", "why"),
     [

@@ -9,7 +9,7 @@ a response, ``transcript`` (``transcripts``) what was said so far where there is
 it, ``config`` what the manifest gives the function. A function has those parameters that it needs; it may be
 ``async``. A class is made once, with those of ``config``, ``extractor`` (its name), ``device`` (torch's name of what it
 computes with: ``cpu``, ``cuda``, ``npu``) and ``share`` (part of the device's memory) that it takes, and its object is
-called. On the CPU one of the last three that has a default keeps it.
+called. On the CPU a ``device`` or ``share`` that has a default keeps it.
 
 A sample's answer is a finite number, ``{"reward": number, "details": {...}}``, or an object with these two attributes,
 as a NamedTuple has. In the place of ``reward`` there may be ``turns``: a number for each turn of the model, in order,
@@ -35,6 +35,7 @@ from asyncflow.errors import ManifestError
 from asyncflow.rewards.wire import MOST_DETAILS, Example, Score, ScoreAnswer, Takes
 
 _MOST_DETAIL: Final = 4000
+_OF_DEVICE: Final = ("device", "share")
 _MANY: Final = {
     "response": "responses",
     "prompt": "prompts",
@@ -83,7 +84,7 @@ class RewardFunction:
             given = {
                 each: value
                 for each, value in place.items()
-                if each in asked and (own or asked[each].default is inspect.Parameter.empty)
+                if each in asked and (own or each not in _OF_DEVICE or asked[each].default is inspect.Parameter.empty)
             }
             if "config" in asked:
                 given["config"] = dict(config or {})
