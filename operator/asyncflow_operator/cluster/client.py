@@ -281,7 +281,6 @@ class Api:
         namespace: str,
         manifest: Json,
         *,
-        subresource: str = "",
         force: bool,
         metadata_only: bool = False,
     ) -> Json:
@@ -289,7 +288,7 @@ class Api:
 
         force: take fields from other managers instead of being refused; metadata_only: whether the rest is not sent.
         """
-        path = self._path(kind, namespace, manifest["metadata"]["name"], subresource)
+        path = self._path(kind, namespace, manifest["metadata"]["name"])
         query = _OWNED | ({"force": "true"} if force else {})
         body = self._written(kind, manifest)
         accept = METADATA if metadata_only else JSON
@@ -315,7 +314,7 @@ class Api:
             raise Refusal(what, where=refused.where, status=409, reason="Conflict") from refused
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str, grace_s: int | None = None) -> Json:
-        """Delete the object with this uid; refused (``conflict``) where the name belongs to another one by now."""
+        """Delete the object with this uid; refused (``replaced``) where the name belongs to another one by now."""
         body: Json = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
         if grace_s is not None:
             body["gracePeriodSeconds"] = grace_s
