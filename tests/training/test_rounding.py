@@ -145,7 +145,18 @@ def test_backward_passes_add_up_in_float32() -> None:
     for factor in (256.0, 1.0, 1.0):
         (model.weight * factor).sum().backward()
     assert optimizer.gradient.tolist() == [258.0] * 3  # in bfloat16 it would stay at 256
+    sum((model.weight * factor).sum() for factor in (256.0, 1.0, 1.0)).backward()
+    assert optimizer.gradient.tolist() == [516.0] * 3
     assert optimizer.gradient.dtype == torch.float32
+
+
+def test_a_layer_is_compiled_as_one_graph_also_beside_a_gradient() -> None:
+    model = Weights(torch.bfloat16)
+    optimizer = FlatAdamW(model, OptimizerSettings(learning_rate=0.1, steps=1), seed=(0,))
+    compiled = torch.compile(lambda: model.weight.sum() * 2, backend="eager", fullgraph=True)
+    for _ in range(2):
+        compiled().backward()
+    assert optimizer.gradient.tolist() == [4.0] * 4096
 
 
 def test_a_weight_takes_14_bytes_in_place_of_16(tiny_folder: Path) -> None:

@@ -131,11 +131,14 @@ class FlatAdamW:
         self._held: list[tuple[TensorShard, Tensor]] = []
         for (_, parameter), shard, view in zip(named, shards, views, strict=True):
             gradient = view.view_as(shard.tensor)
-            _set_gradient(parameter, _like(parameter, gradient))
             own = parameter
             if isinstance(parameter, DTensor):
                 own = nn.Parameter(shard.tensor)
-                _set_gradient(own, gradient)
+                _set_gradient(parameter, _like(parameter, gradient))
+            elif parameter.dtype != gradient.dtype:
+                own = nn.Parameter(shard.tensor)
+                _add_to(gradient, parameter)
+            _set_gradient(own, gradient)
             self._held.append((shard, own))
         parameters = [parameter for _, parameter in self._held]
         decay = settings.weight_decay
@@ -224,6 +227,21 @@ def _set_gradient(parameter: Tensor, gradient: Tensor) -> None:
     """Make ``gradient`` the tensor that backward passes add to; it may have more precision than ``parameter``."""
     parameter.grad_dtype = gradient.dtype
     parameter.grad = gradient
+
+
+def _add_to(gradient: Tensor, parameter: Tensor) -> None:
+    """Have each backward pass add to ``gradient`` what it made for ``parameter``, in the dtype of ``gradient``.
+
+    Unlike with ``_set_gradient`` the parameter has no gradient while the next pass is computed: torch.compile would cut
+    a layer at each parameter whose gradient is of another dtype.
+    """
+
+    def add(of: Tensor) -> None:
+        gradient.add_(of.grad)
+        of.grad = None
+
+    parameter.grad_dtype = gradient.dtype
+    parameter.register_post_accumulate_grad_hook(add)
 
 
 def _like(parameter: Tensor, gradient: Tensor) -> Tensor:
