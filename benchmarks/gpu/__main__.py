@@ -25,7 +25,7 @@ from shapes import SHAPES, peak_flops
 BARS = {False: 0.95, True: 0.9}
 """Least speed of the trainer as a part of the plain loop's, by whether both are compiled."""
 HEADER = (
-    "model", "tokens", "document", "compile", "plain loop, tokens/s", "trainer, tokens/s", "ratio", "bar",
+    "model", "tokens", "document", "weights", "compile", "plain loop, tokens/s", "trainer, tokens/s", "ratio", "bar",
     "MFU of plain loop, trainer", "peak GB of plain loop, trainer",
 )  # fmt: skip
 
@@ -64,14 +64,16 @@ def measure(kind: type[Any], repeats: int, *, device: torch.device, **case: Any)
     return measured
 
 
-def row(name: str, plain: Measured, trainer: Measured, *, tokens: int, document: int, compiled: bool) -> list[str]:
+def row(
+    name: str, plain: Measured, trainer: Measured, *, tokens: int, document: int, weights: str, compiled: bool
+) -> list[str]:
     """Return one line of the table."""
     peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     flops = SHAPES[name].flops_of_token(plain.parameters, document=document)
     used = [f"{each.tokens_s * flops / peak:.3f}" if peak else "–" for each in (plain, trainer)]
     memory = [f"{each.peak / 1e9:.1f}" if each.peak is not None else "–" for each in (plain, trainer)]
     return [
-        name, f"{tokens:,}", f"{document:,}", "yes" if compiled else "no", f"{plain.tokens_s:,.0f}",
+        name, f"{tokens:,}", f"{document:,}", weights, "yes" if compiled else "no", f"{plain.tokens_s:,.0f}",
         f"{trainer.tokens_s:,.0f}", f"{trainer.tokens_s / plain.tokens_s:.2f}", f"≥ {BARS[compiled]}",
         ", ".join(used), ", ".join(memory),
     ]  # fmt: skip
@@ -91,6 +93,7 @@ def main() -> int:
     parser.add_argument("--document", type=int, default=512, help="tokens of each document")
     parser.add_argument("--head-tokens", type=int, default=2048, help="tokens whose logits exist at once")
     parser.add_argument("--compile", choices=["no", "yes", "both"], default="both")
+    parser.add_argument("--weights", choices=["float32", "bfloat16"], default="float32", help="of the trainer")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--output", type=Path, help="write the table there, beside printing it")
     chosen = parser.parse_args()
@@ -101,12 +104,13 @@ def main() -> int:
     for name in chosen.models:
         for compiled in {"no": [False], "yes": [True], "both": [False, True]}[chosen.compile]:
             case = {"tokens": chosen.tokens, "document": chosen.document, "compiled": compiled}
-            how = {"device": device, "shape": SHAPES[name], "head_tokens": chosen.head_tokens}
-            plain, trainer = (measure(kind, chosen.repeats, **how, **case) for kind in (PlainLoop, TrainerLoop))
-            rows.append(row(name, plain, trainer, **case))
+            how = {"device": device, "shape": SHAPES[name], "head_tokens": chosen.head_tokens, **case}
+            plain = measure(PlainLoop, chosen.repeats, **how)
+            trainer = measure(TrainerLoop, chosen.repeats, weights=chosen.weights, **how)
+            rows.append(row(name, plain, trainer, weights=chosen.weights, **case))
             if trainer.tokens_s < BARS[compiled] * plain.tokens_s:
                 missed.append(
-                    f"{name}, compile {compiled}: {rows[-1][6]} of the plain loop, the bar is {BARS[compiled]}"
+                    f"{name}, compile {compiled}: {rows[-1][7]} of the plain loop, the bar is {BARS[compiled]}"
                 )
             print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
     print(table(rows))

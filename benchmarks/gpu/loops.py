@@ -24,7 +24,7 @@ from asyncflow.identity import SampleKey
 from asyncflow.rpc.columns import Jagged
 from asyncflow.training.batch import MicroBatch
 from asyncflow.training.ranks import SingleProcess
-from asyncflow.training.settings import BackendSettings, OptimizerSettings
+from asyncflow.training.settings import BackendSettings, OptimizerSettings, WeightsDtype
 from asyncflow.training.torch.backend import TorchBackend
 
 PLAIN = "benchmark_plain"
@@ -106,14 +106,26 @@ class PlainLoop:
 
 
 class TrainerLoop:
-    """The back end ``torch`` as a rank uses it, with micro-batches that are one pack each."""
+    """The back end ``torch`` as a rank uses it, with micro-batches that are one pack each.
+
+    weights: the dtype in which they are held.
+    """
 
     def __init__(
-        self, shape: Shape, *, tokens: int, document: int, device: torch.device, head_tokens: int, compiled: bool
+        self,
+        shape: Shape,
+        *,
+        tokens: int,
+        document: int,
+        device: torch.device,
+        head_tokens: int,
+        compiled: bool,
+        weights: WeightsDtype,
     ) -> None:
         settings = BackendSettings(
             optimizer=OptimizerSettings(learning_rate=1e-6, steps=1),
             compute="float32" if device.type == "cpu" else "bfloat16",
+            weights=weights,
             pack_tokens=tokens,
             threads=torch.get_num_threads(),
             device=device.type,

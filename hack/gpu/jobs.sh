@@ -1,9 +1,11 @@
 #!/bin/bash
 # Whole jobs on a machine with one NVIDIA GPU, whose roles have shares of it, into FOLDER; all but `modes` by default.
-#     bash hack/gpu/jobs.sh FOLDER [judged] [vllm] [modes]
+#     bash hack/gpu/jobs.sh FOLDER [judged] [algorithms] [bits] [vllm] [modes]
 #     DEVICE='{profile: cpu}' bash hack/gpu/jobs.sh FOLDER        # the same on a CPU
-# judged: a classifier scores on the GPU, in its sandbox; vllm: the quickstart with vLLM; modes: what a slow link costs
-# with vLLM (benchmarks/update_modes.py, as root). Exit status 1 where one fails or misses a bar; the others still run.
+# judged: a classifier scores on the GPU, in its sandbox; algorithms: PPO with its critic and DPO with its reference, in
+# bfloat16, whose packs are tried on the GPU; bits: two deterministic runs export the same weights; vllm: the quickstart
+# with vLLM; modes: what a slow link costs with vLLM (benchmarks/update_modes.py, as root). Exit status 1 where one fails
+# or misses a bar; the others still run.
 set -u
 cd "$(dirname "$0")/../.."
 folder=${1:?folder}
@@ -35,7 +37,7 @@ torch.manual_seed(0)
 AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder, num_labels=1)).save_pretrained(folder)
 END
 }
-[ $# -gt 0 ] || set -- judged vllm
+[ $# -gt 0 ] || set -- judged algorithms bits vllm
 for job in "$@"; do
     echo "== $job"
     case $job in
@@ -44,6 +46,19 @@ for job in "$@"; do
         classifier "$judge"
         run judged examples/quickstart.yaml --set algorithm.steps=5 --set reward="{function: reward_model, config: {model: $judge},
             files: [$judge], min: -1000, memory: 16Gi, workers: {max: 1}, role: {accelerator: $device}}"
+        ;;
+    algorithms)
+        for name in ppo dpo; do
+            run $name examples/$name.yaml --set algorithm.steps=5 --set trainer.backend.precision=bf16
+        done
+        ;;
+    bits)
+        for rollouts in 1 3; do
+            run bits-$rollouts examples/quickstart.yaml --set algorithm.steps=5 --set trainer.backend.precision=bf16 \
+                --set schedule.deterministic=true --set rollout.replicas=$rollouts
+        done
+        sha256sum "$folder"/bits-*/export/model.safetensors
+        cmp "$folder"/bits-{1,3}/export/model.safetensors || status=1
         ;;
     vllm)
         run vllm examples/quickstart-vllm.yaml --set rollout.accelerator="$device" --set rollout.engine="$(vllm 64 "")"
@@ -60,7 +75,7 @@ for job in "$@"; do
         cat "$folder"/delayed.log "$folder"/staggered.log
         ;;
     *)
-        echo "there is no job $job: give judged, vllm or modes" >&2
+        echo "there is no job $job: give judged, algorithms, bits, vllm or modes" >&2
         status=1
         ;;
     esac

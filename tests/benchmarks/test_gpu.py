@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-HEADER = "| model | tokens | document | compile | plain loop, tokens/s | trainer, tokens/s | ratio | bar |"
+HEADER = "| model | tokens | document | weights | compile | plain loop, tokens/s | trainer, tokens/s | ratio | bar |"
 
 
 def test_the_trainer_and_a_plain_loop_are_measured_in_one_run(tmp_path):
@@ -15,8 +15,8 @@ def test_the_trainer_and_a_plain_loop_are_measured_in_one_run(tmp_path):
     subprocess.run(command, check=True, timeout=120)
     header, _, line = table.read_text().splitlines()
     assert header.startswith(HEADER)
-    name, tokens, document, compiled, plain, trainer, ratio = [cell.strip() for cell in line.split("|")[1:8]]
-    assert (name, tokens, document, compiled) == ("tiny", "256", "64", "no")
+    name, tokens, document, held, compiled, plain, trainer, ratio = [cell.strip() for cell in line.split("|")[1:9]]
+    assert (name, tokens, document, held, compiled) == ("tiny", "256", "64", "float32", "no")
     speeds = [float(cell.replace(",", "")) for cell in (plain, trainer)]
     assert min(speeds) > 0
     assert abs(float(ratio) - speeds[1] / speeds[0]) < 0.02

@@ -1,0 +1,106 @@
+"""The gradient of the trainer's kernels on this machine's device against the same gradient on its CPU.
+
+    python hack/gpu/gradients.py
+
+In bfloat16 on the device, in float32 on the CPU, whose gradient the tests hold against one padded batch: packs of
+separate samples and of samples that share their prompts, compiled layers, layers that are computed again, and twice
+with deterministic kernels, which have to give the same bits. Prints one JSON line a case; exit status 1 where one is
+farther from the CPU than bfloat16 explains.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from asyncflow.identity import SampleKey
+from asyncflow.rpc.columns import Jagged
+from asyncflow.training.batch import MicroBatch
+from asyncflow.training.ranks import SingleProcess
+from asyncflow.training.settings import BackendSettings, OptimizerSettings
+from asyncflow.training.torch.backend import TorchBackend
+
+VOCABULARY = 2048
+CONFIG = Qwen3Config(
+    hidden_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
+    intermediate_size=512, vocab_size=VOCABULARY, tie_word_embeddings=True,
+)  # fmt: skip
+WHOLE = 32_768
+"""Tokens of a pack that holds all samples."""
+FAR = 0.05
+"""Relative distance of two gradients that the rounding of bfloat16 does not explain in so small a model."""
+CASES: dict[str, dict[str, Any]] = {
+    "separate": {},
+    "shared prompts": {"layout": "shared-prompt"},
+    "shared prompts, small packs": {"layout": "shared-prompt", "pack_tokens": 2048},
+    "separate, computed again": {"options": {"gradient_checkpointing": True}},
+    "separate, compiled": {"options": {"compile": True}},
+    "shared prompts, compiled": {"layout": "shared-prompt", "options": {"compile": True}},
+    "weights in bfloat16": {"weights": "bfloat16"},
+    "separate, deterministic": {"deterministic": True},
+    "shared prompts, deterministic": {"layout": "shared-prompt", "deterministic": True},
+}
+
+
+def samples(groups: int = 8, size: int = 8) -> MicroBatch:
+    """Return groups whose prompts have 50 to 200 tokens, and responses 1 to 300."""
+    rng = np.random.default_rng(0)
+    keys = [SampleKey(group, sample) for group in range(groups) for sample in range(size)]
+    asked = [rng.integers(0, VOCABULARY, rng.integers(50, 200)) for _ in range(groups)]
+    responses = [rng.integers(0, VOCABULARY, rng.integers(1, 300)) for _ in keys]
+    return MicroBatch(
+        keys=keys,
+        prompts=Jagged.from_rows([asked[key.serial] for key in keys], "int32"),
+        responses=Jagged.from_rows(responses, "int32"),
+        logprobs=Jagged.from_rows([rng.normal(-np.log(VOCABULARY), 0.1, len(row)) for row in responses], "float32"),
+        versions=Jagged.from_rows([np.zeros(len(row)) for row in responses], "int64"),
+        advantages=rng.normal(size=len(keys)).astype(np.float32),
+    )
+
+
+def gradient(folder: Path, device: str, **more: Any) -> torch.Tensor:
+    """Return the gradient of one micro-batch, float32[P] on the CPU."""
+    settings = BackendSettings(
+        optimizer=OptimizerSettings(learning_rate=1e-6, steps=1),
+        device=device,
+        **{"compute": "bfloat16", "pack_tokens": WHOLE, **more},
+    )
+    backend = TorchBackend(settings, group=SingleProcess())
+    backend.load(folder, checkpoint=None)
+    batch = samples()
+    for index in np.array_split(np.arange(len(batch)), 1 if settings.pack_tokens == WHOLE else 8):
+        backend.micro_batch(batch.take(index.tolist()), version=0)
+    return backend._optimizer.gradient.cpu().clone()  # noqa: SLF001
+
+
+def main() -> int:
+    """Compare every case, and print how far it is from the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = accelerator.type if accelerator else "cpu"
+    status = 0
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(CONFIG).save_pretrained(folder)
+        expected = gradient(folder, "cpu", compute="float32")
+        for name, more in CASES.items():
+            found = gradient(folder, device, **more)
+            line = {"case": name, "relative": float((found - expected).norm() / expected.norm())}
+            met = line["relative"] < FAR
+            if more.get("deterministic"):
+                line["same_bits"] = torch.equal(found, gradient(folder, device, **more))
+                met = met and line["same_bits"]
+            print(json.dumps(line), flush=True)
+            status = status if met else 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
