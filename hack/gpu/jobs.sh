@@ -2,10 +2,10 @@
 # Whole jobs on a machine with one NVIDIA GPU, whose roles have shares of it, into FOLDER; all but `modes` by default.
 #     bash hack/gpu/jobs.sh FOLDER [judged] [algorithms] [bits] [vllm] [modes]
 #     DEVICE='{profile: cpu}' bash hack/gpu/jobs.sh FOLDER        # the same on a CPU
-# judged: a classifier scores on the GPU, in its sandbox; algorithms: PPO with its critic and DPO with its reference, in
-# bfloat16, whose packs are tried on the GPU; bits: two deterministic runs export the same weights; vllm: the quickstart
-# with vLLM; modes: what a slow link costs with vLLM (benchmarks/update_modes.py, as root). Exit status 1 where one fails
-# or misses a bar; the others still run.
+# judged: a classifier scores on the GPU, in its sandbox; algorithms: in bfloat16, with packs that are tried on the GPU,
+# PPO with its critic, once with deterministic kernels, and DPO with its reference; bits: deterministic runs with one and
+# three rollouts export the same weights; vllm: the quickstart with vLLM; modes: what a slow link costs with vLLM
+# (benchmarks/update_modes.py, as root). Exit status 1 where one fails or misses a bar; the others still run.
 set -u
 cd "$(dirname "$0")/../.."
 folder=${1:?folder}
@@ -51,6 +51,8 @@ for job in "$@"; do
         for name in ppo dpo; do
             run $name examples/$name.yaml --set algorithm.steps=5 --set trainer.backend.precision=bf16
         done
+        run ppo-deterministic examples/ppo.yaml --set algorithm.steps=5 --set trainer.backend.precision=bf16 \
+            --set schedule.deterministic=true
         ;;
     bits)
         for rollouts in 1 3; do

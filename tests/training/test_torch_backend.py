@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ from asyncflow.training.packing import LayoutName, pack_samples
 from asyncflow.training.ranks import SingleProcess
 from asyncflow.training.settings import BackendSettings, OptimizerSettings
 from asyncflow.training.torch.backend import TorchBackend
-from asyncflow.training.torch.model import LogprobModel, open_model, smallest_pack
+from asyncflow.training.torch.model import LogprobModel, choose_kernels, open_model, smallest_pack
 
 
 def backend(folder: Path, *, checkpoint: Path | None = None, loss: Loss | None = None, **more: Any) -> TorchBackend:
@@ -415,3 +416,26 @@ def test_a_device_that_is_not_there_is_refused_and_the_cpu_does_not_take_its_pla
             BackendSettings(optimizer=OptimizerSettings(learning_rate=1, steps=1), device=device), group=SingleProcess()
         )
     assert refused.value.where == "spec.trainer.accelerator"
+
+
+@pytest.mark.parametrize(
+    ("device", "deterministic", "on", "warns"),
+    [
+        ("cpu", False, True, False),
+        ("cuda", True, True, False),
+        ("cuda", False, False, False),
+        ("npu", True, True, True),
+    ],
+)
+def test_deterministic_kernels_are_demanded_where_attention_has_them_only_then(
+    monkeypatch: pytest.MonkeyPatch, device: str, deterministic: bool, on: bool, warns: bool
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        choose_kernels(cast("torch.device", SimpleNamespace(type=device)), deterministic=deterministic)
+        assert torch.are_deterministic_algorithms_enabled() is on
+        assert torch.is_deterministic_algorithms_warn_only_enabled() is warns
+        assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) is (device == "cuda" and deterministic)
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
