@@ -4,8 +4,8 @@
 
 In bfloat16 on the device, in float32 on the CPU, whose gradient the tests hold against one padded batch: packs of
 separate samples and of samples that share their prompts, compiled layers, layers that are computed again, and twice
-with deterministic kernels, which have to give the same bits. Prints one JSON line a case; exit status 1 where one is
-farther from the CPU than bfloat16 explains.
+with deterministic kernels, which have to give the same bits. Prints one JSON line a case, with the relative distance
+and that of bfloat16 on the CPU; exit status 1 where one is farther than rounding explains.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ CONFIG = Qwen3Config(
 )  # fmt: skip
 WHOLE = 32_768
 """Tokens of a pack that holds all samples."""
-FAR = 0.05
-"""Relative distance of two gradients that the rounding of bfloat16 does not explain in so small a model."""
+FAR = 3.0
+"""How many times as far as bfloat16 on the CPU a gradient may be from that in float32; another sum is farther."""
 CASES: dict[str, dict[str, Any]] = {
     "separate": {},
     "shared prompts": {"layout": "shared-prompt"},
@@ -90,11 +90,12 @@ def main() -> int:
         torch.manual_seed(0)
         # Weights in float32 are then the same numbers as in bfloat16.
         AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16).save_pretrained(folder)
-        expected = gradient(folder, "cpu", compute="float32")
+        exact = gradient(folder, "cpu", compute="float32")
+        rounding = float((gradient(folder, "cpu") - exact).norm() / exact.norm())
         for name, more in CASES.items():
             found = gradient(folder, device, **more)
-            line = {"case": name, "relative": float((found - expected).norm() / expected.norm())}
-            met = line["relative"] < FAR
+            line = {"case": name, "relative": float((found - exact).norm() / exact.norm()), "rounding": rounding}
+            met = line["relative"] < FAR * rounding
             if more.get("deterministic"):
                 line["same_bits"] = torch.equal(found, gradient(folder, device, **more))
                 met = met and line["same_bits"]
