@@ -83,9 +83,9 @@ def account(plane: ControlPlane, name: str) -> Path:
 
 def of(plane: ControlPlane, name: str = "") -> list[Request]:
     """Return the requests so far of the operator ``name``, or of all that ``account`` was called for."""
-    return [
-        each for each in plane.requests() if each.user == _USERS + name or (not name and each.user.startswith(_USERS))
-    ]
+    if name:
+        return plane.requests(user=_USERS + name)
+    return [each for each in plane.requests() if each.user.startswith(_USERS)]
 
 
 def granted() -> set[Right]:

@@ -73,10 +73,13 @@ class Request:
 def read(log: Path, *, user: str | None = None) -> list[Request]:
     """Return every request of the log in the order of their arrival, or those of one user."""
     found: dict[str, Request] = {}
+    name = b"" if user is None else json.dumps(user).encode()
     with log.open("rb") as lines:
         for line in lines:
             if not line.endswith(b"\n"):
                 break
+            if name not in line:
+                continue
             event = json.loads(line)
             if user is None or event["user"]["username"] == user:
                 found[event["auditID"]] = Request.parse(event)

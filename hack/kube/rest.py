@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,12 +39,13 @@ class Refused(Exception):
 
 
 class Api:
-    """One user at one server. Each request has its own connection, so threads may share this."""
+    """One user at one server. Each thread keeps its connection: a handshake costs as much as a request."""
 
     def __init__(self, server: str, *, ca: Path, certificate: Path, key: Path) -> None:
         self._address = urlsplit(server).netloc
         self._tls = ssl.create_default_context(cafile=ca)
         self._tls.load_cert_chain(certificate, key)
+        self._kept = threading.local()
 
     def get(self, path: str, **query: str) -> Json:
         """Read an object or a list: ``get("/api/v1/nodes", labelSelector="a=b")``."""
@@ -113,16 +115,36 @@ class Api:
         form: str = "application/json",
         timeout_s: float = 30.0,
     ) -> tuple[int, bytes]:
-        """Send one request and give status and body, whatever they are."""
-        connection = http.client.HTTPSConnection(self._address, context=self._tls, timeout=timeout_s)
+        """Send one request and give status and body, whatever they are; again where the server had hung up before."""
+        target = f"{path}?{urlencode(query)}" if query else path
+        text = None if body is None else json.dumps(body)
+        headers = {"Content-Type": form, "Accept": "application/json"}
+        kept: http.client.HTTPSConnection | None = self._kept.__dict__.pop("connection", None)
+        if kept is not None:
+            kept.sock.settimeout(timeout_s)
+            try:
+                return self._answer(kept, method, target, text, headers)
+            except (ConnectionError, ssl.SSLError):
+                pass
+        fresh = http.client.HTTPSConnection(self._address, context=self._tls, timeout=timeout_s)
+        return self._answer(fresh, method, target, text, headers)
+
+    def _answer(
+        self,
+        connection: http.client.HTTPSConnection,
+        method: str,
+        target: str,
+        text: str | None,
+        headers: Mapping[str, str],
+    ) -> tuple[int, bytes]:
+        """Send one request on a connection, and keep that where it can be used again."""
         try:
-            connection.request(
-                method,
-                f"{path}?{urlencode(query)}" if query else path,
-                body=None if body is None else json.dumps(body),
-                headers={"Content-Type": form, "Accept": "application/json"},
-            )
+            connection.request(method, target, body=text, headers=headers)
             answer = connection.getresponse()
-            return answer.status, answer.read()
-        finally:
+            said = answer.status, answer.read()
+        except BaseException:
             connection.close()
+            raise
+        if connection.sock is not None:
+            self._kept.connection = connection
+        return said
