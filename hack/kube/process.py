@@ -12,7 +12,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -28,12 +28,18 @@ class PlaneError(RuntimeError):
 
 
 class Process:
-    """A server and its log. It can be ended and started again with the same command, as a failure or an upgrade."""
+    """A server and its log. It can be ended and started again with the same command, as a failure or an upgrade.
 
-    def __init__(self, name: str, command: Sequence[str | Path], *, log: Path) -> None:
+    env: variables that it has beside ours.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str | Path], *, log: Path, env: Mapping[str, str] | None = None
+    ) -> None:
         self.name = name
         self.command = [str(part) for part in command]
         self.log = log
+        self._env = dict(env or {})
         self._running: subprocess.Popen[bytes] | None = None
 
     @property
@@ -57,6 +63,7 @@ class Process:
         with self.log.open("ab") as log:
             self._running = subprocess.Popen(
                 self.command,
+                env=os.environ | self._env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
