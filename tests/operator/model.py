@@ -15,6 +15,7 @@ from model_samples import DESIRED, JOB, QUEUE, SYNC
 from asyncflow_operator.actions import Action, Apply, Delete, DriverOrder, Plan
 from asyncflow_operator.decide import decide_job, decide_queue, decide_sync
 from asyncflow_operator.observed import Denial, DriverProbe, JobState, Ref, SyncState, TransferQueueState
+from asyncflow_operator.reconcile import CachedDesired
 
 
 class Killed(Exception):
@@ -24,11 +25,13 @@ class Killed(Exception):
 @dataclass
 class World(Cluster):
     """A cluster with an operator. deaths: after so many writes, counted over the whole life, the operator dies;
-    denied: the refusals of the API server that it remembers; notes: the events that it wrote.
+    denied: the refusals of the API server that it remembers, and ``desired`` what it has built; notes: the events that
+    it wrote.
     """
 
     deaths: frozenset[int] = frozenset()
     denied: dict[Ref, tuple[Denial, ...]] = field(default_factory=dict)
+    desired: CachedDesired = field(default_factory=lambda: CachedDesired(DESIRED))
     notes: list[str] = field(default_factory=list)
 
     # What the operator sees.
@@ -53,6 +56,7 @@ class World(Cluster):
         self.see_all()
         self.probe = DriverProbe()
         self.denied.clear()
+        self.desired = CachedDesired(DESIRED)
 
     def observe(self, ref: Ref) -> JobState | TransferQueueState | SyncState:
         """Return the state that ``decide`` is given."""
@@ -91,9 +95,9 @@ class World(Cluster):
         """Decide about one object as the operator sees it now."""
         state = self.observe(ref)
         if isinstance(state, JobState):
-            return decide_job(state, now=self.now, desired=DESIRED)
+            return decide_job(state, now=self.now, desired=self.desired)
         if isinstance(state, TransferQueueState):
-            return decide_queue(state, now=self.now, desired=DESIRED)
+            return decide_queue(state, now=self.now, desired=self.desired)
         return decide_sync(state, now=self.now, desired=DESIRED)
 
     def reconcile(self, ref: Ref, *, killed_after: int | None = None) -> Plan:

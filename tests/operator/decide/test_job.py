@@ -1,5 +1,7 @@
 """One job: what is made in which order, what is left alone, and that nothing is done twice."""
 
+from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -11,6 +13,7 @@ from asyncflow_operator.actions import Apply, Delete, Plan
 from asyncflow_operator.decide import decide_job
 from asyncflow_operator.decide.upkeep import needs
 from asyncflow_operator.observed import JobState, ObjectView, Owner, Ref
+from asyncflow_operator.reconcile import CachedDesired
 
 HOUR = 3600
 ALL = ["controller-0", "driver-0", "rollout-0", "rollout-1", "storage-0", "storage-1", "trainer-0"]
@@ -88,38 +91,61 @@ def test_a_whole_start_takes_few_writes():
     assert statuses <= 12, f"{statuses} statuses of three objects"
 
 
-def test_after_any_death_of_the_operator_the_same_objects_are_there():
-    def life(world: World) -> dict[str, list[str]]:
-        world.settle()
-        world.end(world.with_role("rollout")[0], code=1)
-        world.run_rounds(4)
-        world.end(world.with_role("storage")[1], code=137)
-        world.edit(rollout={"replicas": 3})
-        world.settle()
-        world.end(world.with_role("trainer")[0], code=1)
-        world.settle()
-        alive = names(world.pods.values())
-        world.edit(suspend=True)
-        world.settle()
-        world.edit(suspend=False)
-        world.settle()
-        again = names(world.pods.values())
-        restarts = dict(world.status.restarts)
-        world.succeed()
-        world.settle()
-        return {
-            "alive": alive,
-            "again": again,
-            "restarts": sorted(restarts.items()),
-            "end": names(world.pods.values()),
-            "objects": sorted(f"{ref.kind}/{ref.name}" for ref in world.objects),
-        }
+def processes_end(world: World) -> None:
+    world.end(world.with_role("rollout")[0], code=1)
+    world.run_rounds(4)
+    world.end(world.with_role("storage")[1], code=137)
+    world.edit(rollout={"replicas": 3})
 
-    undisturbed = World(job_of(trainer={"replicas": 2}))
-    wanted = life(undisturbed)
-    assert wanted["end"] == ["driver-0"]
-    for death in range(undisturbed.writes):
-        assert life(World(job_of(trainer={"replicas": 2}), deaths=frozenset([death]))) == wanted, death
+
+LIFE: tuple[Callable[[World], object], ...] = (
+    lambda _: None,
+    processes_end,
+    lambda world: world.end(world.with_role("trainer")[0], code=1),
+    lambda world: world.edit(suspend=True),
+    lambda world: world.edit(suspend=False),
+    lambda world: world.succeed(),
+)
+"""What happens in a job's life, each time until it has settled."""
+
+
+def lived(world: World, step: Callable[[World], object]) -> dict[str, list[str]]:
+    step(world)
+    world.settle()
+    return {
+        "pods": names(world.pods.values()),
+        "restarts": [f"{role} {count}" for role, count in sorted(world.status.restarts.items())],
+        "objects": sorted(f"{ref.kind}/{ref.name}" for ref in world.objects),
+    }
+
+
+def twin(world: World) -> World:
+    """Return another world that is as this one, with an operator that has just begun."""
+    other = copy(world)
+    for name, value in vars(world).items():
+        if not isinstance(value, CachedDesired):
+            setattr(other, name, copy(value))
+    other.made.update({name: list(pods) for name, pods in world.made.items()})
+    other.restart_operator()
+    return other
+
+
+def test_after_any_death_of_the_operator_the_same_objects_are_there():
+    """Each life goes on from where the undisturbed one was before that step, and to the end of the next one."""
+    world = World(job_of(trainer={"replicas": 2}))
+    moments, wanted = [], []
+    for step in LIFE:
+        moments.append(twin(world))
+        wanted.append(lived(world, step))
+    assert wanted[-1]["pods"] == ["driver-0"]
+    writes = [*(moment.writes for moment in moments), world.writes]
+    for number, moment in enumerate(moments):
+        for death in range(writes[number], writes[number + 1]):
+            killed = twin(moment)
+            killed.deaths = frozenset([death])
+            for step, there in list(zip(LIFE, wanted, strict=True))[number : number + 2]:
+                assert lived(killed, step) == there, death
+            assert not killed.deaths
 
 
 def test_a_quota_is_waited_for_without_using_up_attempts():
