@@ -12,13 +12,14 @@ import browser
 from kube.build import BuildError, binary
 
 TOGETHER = (
-    "tests/cluster/",
+    "tests/cluster/test_",
+    "tests/cluster/server/",
     "tests/rollout/test_engine_vllm.py",
     "tests/training/",
     "tests/page/test_browser.py",
     "tests/system/test_algorithms.py",
 )
-"""Tests that one worker runs, which then has the one control plane of each kind, the one vLLM server, the one process
+"""Tests that one worker runs, which then has the one control plane that they need, the one vLLM server, the one process
 that has imported torch and the one gang of each file, the one browser, or the one model that was warmed up."""
 BINARIES = {
     "plane": ("etcd", "kube-apiserver", "kubectl", "controller-gen"),

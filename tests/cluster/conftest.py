@@ -1,4 +1,4 @@
-"""A real control plane for the tests of this folder: once per session, begun when the first test asks for it."""
+"""A real control plane for the tests of this folder: begun when the first asks for it, ended after the last."""
 
 import itertools
 import sys
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name == LAST)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def plane() -> Iterator[ControlPlane]:
     """etcd and API server with our definitions: no controllers, so nothing is collected and pods never run."""
     with ControlPlane(audited=True) as running:
@@ -40,7 +40,7 @@ def plane() -> Iterator[ControlPlane]:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def kwok_plane() -> Iterator[ControlPlane]:
     """With controllers, scheduler and 20 fake nodes of 16 NPUs, where pods run."""
     with ControlPlane(with_=("kcm", "sched", "kwok"), audited=True) as running:
@@ -49,14 +49,14 @@ def kwok_plane() -> Iterator[ControlPlane]:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def drivers() -> Iterator[ScriptedDrivers]:
     """All drivers of the shared operator's jobs."""
     with ScriptedDrivers() as serving:
         yield serving
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_operator(kwok_plane: ControlPlane, drivers: ScriptedDrivers) -> Iterator[OperatorProcess]:
     """One operator of the namespaces ``SHARED``, in a cluster that knows Volcano and Kueue."""
     foreign.install(kwok_plane)

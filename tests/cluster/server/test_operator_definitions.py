@@ -11,7 +11,7 @@ from kube.plane import ControlPlane
 from kube.process import wait_until
 from operator_process import OperatorProcess
 
-CRDS = Path(__file__).parents[2] / "crds"
+CRDS = Path(__file__).parents[3] / "crds"
 DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 WAITS = "waiting for the definitions"
 

@@ -16,7 +16,7 @@ from kube.plane import ControlPlane, KubectlError
 from kube.process import PlaneError, Restarted, wait_until
 from kube.rest import Refused
 
-HACK = Path(__file__).parents[2] / "hack"
+HACK = Path(__file__).parents[3] / "hack"
 PODS = "/api/v1/namespaces/{}/pods"
 
 
@@ -124,7 +124,7 @@ def test_a_port_that_was_taken_meanwhile_costs_another_try(monkeypatch: pytest.M
     assert len(tries) == 2
 
 
-def test_it_dies_with_its_owner_and_the_next_one_tidies_up() -> None:
+def test_it_dies_with_its_owner_and_the_next_one_tidies_up(plane: ControlPlane) -> None:
     text = "from kube.plane import *\np = ControlPlane(); p.start()\n"
     text += "print(p.folder, p.process('etcd').pid, p.process('apiserver').pid, flush=True)\ninput()"
     with subprocess.Popen(
@@ -137,10 +137,9 @@ def test_it_dies_with_its_owner_and_the_next_one_tidies_up() -> None:
         assert process.stdout is not None
         folder, *pids = process.stdout.readline().split()
         process.kill()
-    with ControlPlane() as plane:
-        plane.wait_until(lambda: not any(alive(int(pid)) for pid in pids), "the orphans to be gone", timeout_s=5)
-        assert owner(Path(folder)) is None
-        assert owner(plane.folder) == os.getpid()
+    plane.wait_until(lambda: not any(alive(int(pid)) for pid in pids), "the orphans to be gone", timeout_s=5)
+    assert owner(Path(folder)) is None
+    assert owner(plane.folder) == os.getpid()
     os.utime(folder, (0, 0))
     with pytest.raises(PlaneError):
         ControlPlane(apiserver_flags=["--no-such-flag"]).start()

@@ -4,48 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from accepted import DESIRED, apply, job_state, workload_with
 
-from asyncflow.api.job import RLJob
-from asyncflow.api.names import FIELD_MANAGER, RoleName
+from asyncflow.api.names import RoleName
 from asyncflow.api.queue import TransferQueue
 from asyncflow.api.weights import WeightSync
-from asyncflow_operator.cluster.kinds import BY_NAME
-from asyncflow_operator.desired import Desired, DesiredSettings, Registry
 from asyncflow_operator.desired.secrets import SecretPart
-from asyncflow_operator.observed import JobState, Manifest, Owner, Ref, ReferredObject, SyncState, TransferQueueState
+from asyncflow_operator.observed import JobState, Manifest, Owner, SyncState, TransferQueueState
 from kube import foreign
 from kube.plane import ControlPlane
-from kube.rest import APPLY, DRY_RUN, STRICT, Refused
+from kube.rest import DRY_RUN, Refused
 
-DESIRED = Desired(
-    DesiredSettings(
-        registry=Registry(prefix="registry.example/asyncflow", tag="1.2.3"),
-        master=b"m" * 32,
-        watchers=("asyncflow-system",),
-    )
-)
-PLURALS = {
-    "ServiceAccount": "/api/v1/namespaces/{}/serviceaccounts",
-    "ConfigMap": "/api/v1/namespaces/{}/configmaps",
-    "Secret": "/api/v1/namespaces/{}/secrets",
-    "Service": "/api/v1/namespaces/{}/services",
-    "PersistentVolumeClaim": "/api/v1/namespaces/{}/persistentvolumeclaims",
-    "Pod": "/api/v1/namespaces/{}/pods",
-    "PodDisruptionBudget": "/apis/policy/v1/namespaces/{}/poddisruptionbudgets",
-    "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",
-    "TransferQueue": "/apis/asyncflow.dev/v1alpha1/namespaces/{}/transferqueues",
-    "WeightSync": "/apis/asyncflow.dev/v1alpha1/namespaces/{}/weightsyncs",
-    "PodGroup": "/apis/scheduling.volcano.sh/v1beta1/namespaces/{}/podgroups",
-    "Workload": "/apis/kueue.x-k8s.io/v1beta1/namespaces/{}/workloads",
-}
-ROOT = Path(__file__).parents[2]
-V1BETA1 = "kueue.x-k8s.io/v1beta1"
+ROOT = Path(__file__).parents[3]
 SEATS: dict[RoleName, tuple[int, ...]] = {
     "driver": (0,),
     "controller": (0,),
@@ -113,34 +88,6 @@ def secured(server: ControlPlane, namespace: str, level: str) -> str:
     return namespace
 
 
-def job_state(namespace: str, **spec: Any) -> JobState:
-    usual: dict[str, Any] = {
-        "model": {"source": "tiny://reverse-digits"},
-        "data": {"train": {"source": "tiny://reverse-digits"}},
-        "reward": {"function": "task"},
-        "algorithm": {"steps": 10},
-        "sampling": {"maxTokens": 16},
-        "rollout": {"replicas": 4, "minReplicas": 1},
-        "transferQueue": {"storageUnits": 2},
-    }
-    job = RLJob.model_validate({"metadata": {"name": "math", "namespace": namespace}, "spec": usual | spec})
-    return JobState(owner=Owner(kind="RLJob", namespace=namespace, name="math", uid="a-uid"), job=job)
-
-
-def apply(server: ControlPlane, manifests: Iterable[Manifest], *, dry: bool) -> list[Manifest]:
-    query = (DRY_RUN if dry else STRICT) | {"fieldManager": FIELD_MANAGER, "force": "true"}
-    answers = []
-    for each in map(as_older, manifests):
-        path = PLURALS[each["kind"]].format(each["metadata"]["namespace"])
-        answers.append(server.api.patch(f"{path}/{each['metadata']['name']}", each, form=APPLY, query=query))
-    return answers
-
-
-def as_older(manifest: Manifest) -> Manifest:
-    """Return a manifest as it is written where Kueue is an older one."""
-    return BY_NAME["Workload"].at(V1BETA1).written(manifest) if manifest["kind"] == "Workload" else manifest
-
-
 def pods_of(state: JobState) -> list[Manifest]:
     assert state.job is not None
     ranks = state.job.spec.trainer.replicas
@@ -162,21 +109,9 @@ def test_a_job(server: ControlPlane, restricted: str, name: str, gang: str):
 
 
 @pytest.mark.parametrize("kind", ["PriorityClass", "WorkloadPriorityClass"])
-def test_a_workload_with_a_priority(server: ControlPlane, kwok_plane: ControlPlane, restricted: str, kind: str):
-    """Of an older Kueue and of the newest."""
-    template = {"template": {"podSpec": {"priorityClassName": "high"}}} if kind == "PriorityClass" else {}
-    state = job_state(restricted, scheduling={"gang": "kueue"}, **template)
-    labels = {"kueue.x-k8s.io/priority-class": "high"} if kind == "WorkloadPriorityClass" else {}
-    found = {Ref(kind, "high"): ReferredObject(content={"value": 1000})}
-    state = replace(state, owner=replace(state.owner, labels=labels), found=found)
-    (workload,) = (each for each in DESIRED.supporting(state) if each["kind"] == "Workload")
-    (stored,) = apply(server, [workload], dry=True)
+def test_a_workload_of_an_older_kueue_with_a_priority(server: ControlPlane, restricted: str, kind: str):
+    (stored,) = apply(server, [workload_with(restricted, kind)], dry=True)
     assert (stored["spec"]["priorityClassName"], stored["spec"]["priority"]) == ("high", 1000)
-    foreign.install(kwok_plane)
-    path = f"/apis/{workload['apiVersion']}/namespaces/default/workloads/math"
-    here = workload | {"metadata": workload["metadata"] | {"namespace": "default"}}
-    stored = kwok_plane.api.patch(path, here, form=APPLY, query=DRY_RUN | {"fieldManager": FIELD_MANAGER})
-    assert stored["spec"]["priorityClassRef"]["name"] == "high"
 
 
 @pytest.mark.parametrize("name", OF_THE_HOST)
@@ -247,26 +182,6 @@ def differences(asked: Any, stored: Any, path: str) -> Iterable[str]:
             yield from differences(one, other, f"{path}[{number}]")
     elif asked != stored and not path.endswith((".cpu", ".memory", ".sizeLimit")):
         yield f"{path}: {asked!r} became {stored!r}"
-
-
-def test_the_budget_lets_one_pod_of_the_core_go_at_a_time(kwok_plane: ControlPlane, kwok_namespace: str):
-    """With owners that have a scale of their own: the rollouts' is not that of the core."""
-    api, jobs = kwok_plane.api, f"/apis/asyncflow.dev/v1alpha1/namespaces/{kwok_namespace}/rljobs"
-    state = job_state(kwok_namespace, trainer={"replicas": 3})
-    assert state.job is not None
-    body = state.job.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude_none=True)
-    stored = api.create(jobs, body | {"apiVersion": "asyncflow.dev/v1alpha1", "kind": "RLJob"})
-    state = replace(state, owner=replace(state.owner, uid=stored["metadata"]["uid"]))
-    apply(kwok_plane, DESIRED.supporting(state), dry=False)
-    core = [("driver", 1), ("controller", 1), ("storage", 2), ("trainer", 3), ("rollout", 4)]
-    apply(kwok_plane, [DESIRED.pod(state, role, index, 0) for role, count in core for index in range(count)], dry=False)
-    budget = f"{PLURALS['PodDisruptionBudget'].format(kwok_namespace)}/math"
-
-    def seen() -> tuple[int, int, int]:
-        status = api.get(budget).get("status", {})
-        return tuple(status.get(name, 0) for name in ("expectedPods", "currentHealthy", "disruptionsAllowed"))
-
-    kwok_plane.wait_until(lambda: seen() == (7, 7, 1), f"one of 7 pods to be allowed to go, not {seen()}", timeout_s=30)
 
 
 def test_the_autoscaler_of_the_examples_is_accepted(plane: ControlPlane) -> None:

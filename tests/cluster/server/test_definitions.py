@@ -12,7 +12,7 @@ from kube.plane import ControlPlane, KubectlError
 from kube.rest import DRY_RUN, Refused
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parents[2]
 CRDS = sorted((ROOT / "crds").glob("*.yaml"))
 BAD = sorted((ROOT / "tests" / "api" / "bad").glob("*.yaml"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -134,7 +134,7 @@ def test_an_example_is_accepted(kubectl: Callable[..., str], namespace: str, fil
     kubectl("apply", "--dry-run=server", "--validate=strict", "-n", namespace, "-f", str(file))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def refusals(plane: ControlPlane) -> dict[str, str]:
     """What kubectl and server say to each bad manifest, all applied at once."""
     with pytest.raises(KubectlError) as refused:
