@@ -5,13 +5,17 @@ there is nothing left to do, so a life takes as long as its requests.
 """
 
 import asyncio
+import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import kmock
 from kubernetes.aio.client.configuration import Configuration
 from memory import Json, MemoryServer, copied
+from memory import Key as ObjectKey
 
 from asyncflow.api.status import DriverStatus
 from asyncflow_operator.cluster.apply import PlanExecutor
@@ -24,7 +28,7 @@ from asyncflow_operator.decide.weights import decide_sync
 from asyncflow_operator.desired import Desired, DesiredSettings, Registry
 from asyncflow_operator.observe import Observer, RefusalRecord
 from asyncflow_operator.observed import DriverProbe, Owner
-from asyncflow_operator.reconcile import Reconciler
+from asyncflow_operator.reconcile import CachedDesired, Reconciler
 from asyncflow_operator.references import Key
 from asyncflow_operator.telemetry import Metrics
 from asyncflow_operator.watch import ClusterWatch
@@ -32,6 +36,9 @@ from asyncflow_operator.watch import ClusterWatch
 START = 1_800_000_000.0
 PATIENCE = 2000
 _DESIRED = Desired(DesiredSettings(registry=Registry(prefix="registry.example", tag="1"), master=b"m" * 32))
+_AUTHORITY = (
+    _DESIRED.secrets(Owner(kind="RLJob", namespace="any", name="any", uid="any")).operator(0)["ca.crt"].decode()
+)
 _METRICS = Metrics()
 
 
@@ -51,6 +58,18 @@ class Drivers:
         self.suspended.add(owner.uid)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """All that there is of a cluster beside its operator. writes: until then."""
+
+    objects: dict[ObjectKey, Json]
+    made: Counter[tuple[str, ...]]
+    version: int
+    now: float
+    suspended: frozenset[str]
+    writes: int
+
+
 class Cluster:
     """The server, and one operator after another."""
 
@@ -61,11 +80,33 @@ class Cluster:
         self.drivers = Drivers(lambda: self.now)
         self.deaths = 0
         configuration = Configuration(host=host.rstrip("/"))
+        configuration.ca_cert_data = _AUTHORITY  # else all of the machine's are read, each time
         self._api = Api(configuration)
         self._due: dict[Key, float] = {}
 
     async def close(self) -> None:
         await self._api.close()
+
+    def moment(self) -> Moment:
+        """Return how things are, to go on from in another cluster."""
+        server = self.server
+        return Moment(
+            objects={key: copied(raw) for key, raw in server.objects.items()},
+            made=Counter(server.made),
+            version=next(server.versions),
+            now=self.now,
+            suspended=frozenset(self.drivers.suspended),
+            writes=server.writes,
+        )
+
+    def go_on_from(self, moment: Moment) -> None:
+        """Have everything be as it was then, before an operator begins."""
+        server = self.server
+        server.objects = {key: copied(raw) for key, raw in moment.objects.items()}
+        server.made = Counter(moment.made)
+        server.versions = itertools.count(moment.version)
+        self.now = moment.now
+        self.drivers.suspended = set(moment.suspended)
 
     async def begin(self) -> None:
         """Start an operator: nothing is remembered, everything is listed."""
@@ -73,6 +114,7 @@ class Cluster:
         self.server.news.clear()
         self._watch = ClusterWatch(self._api, namespaces=(), mark=self._mark, renew=self._mark, resync_s=600.0)
         refused = RefusalRecord()
+        desired = CachedDesired(_DESIRED)
         observer = Observer(
             self._watch.store,
             probe=self.drivers.probe,
@@ -83,8 +125,8 @@ class Cluster:
         self._reconciler = Reconciler(
             observer=observer,
             decide={
-                "RLJob": lambda state, now: decide_job(state, now=now, desired=_DESIRED),
-                "TransferQueue": lambda state, now: decide_queue(state, now=now, desired=_DESIRED),
+                "RLJob": lambda state, now: decide_job(state, now=now, desired=desired),
+                "TransferQueue": lambda state, now: decide_queue(state, now=now, desired=desired),
                 "WeightSync": lambda state, now: decide_sync(state, now=now, desired=_DESIRED),
             },
             executor=PlanExecutor(self._api, self._watch.store, self.drivers),
@@ -204,11 +246,11 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(create: Callable[[MemoryServer], object], *, deadly: int | None = None) -> AsyncIterator[Cluster]:
-    """Yield a cluster in which ``create`` has made what a person makes; see ``MemoryServer`` for ``deadly``."""
+async def cluster(create: Callable[[Cluster], object], *, deadly: int | None = None) -> AsyncIterator[Cluster]:
+    """Yield a cluster in which ``create`` has made what there is at first; see ``MemoryServer`` for ``deadly``."""
     async with MemoryServer(deadly=deadly) as server, kmock.Server(server) as listening:
         running = Cluster(server, str(listening.url))
-        create(server)
+        create(running)
         try:
             await running.begin()
             yield running

@@ -51,7 +51,7 @@ class MemoryServer(kmock.KubernetesScaffold):
     dead: asyncio.Event = attrs.field(factory=asyncio.Event)
     writes: int = 0
     now: Callable[[], float] = lambda: 0.0
-    _versions: Iterator[int] = attrs.field(factory=lambda: itertools.count(1))
+    versions: Iterator[int] = attrs.field(factory=lambda: itertools.count(1))
 
     async def _handle(self, request: kmock.Request) -> web.StreamResponse:
         serve = {
@@ -78,11 +78,11 @@ class MemoryServer(kmock.KubernetesScaffold):
         meta = raw["metadata"]
         key = (plural, meta.get("namespace", ""), meta["name"])
         before = self.objects.get(key)
-        meta.setdefault("uid", f"uid-{next(self._versions)}")
+        meta.setdefault("uid", f"uid-{next(self.versions)}")
         meta.setdefault("creationTimestamp", self.stamp())
         spec_changed = before is None or before.get("spec") != raw.get("spec")
         meta["generation"] = (before["metadata"]["generation"] if before else 0) + spec_changed
-        meta["resourceVersion"] = str(next(self._versions))
+        meta["resourceVersion"] = str(next(self.versions))
         self.objects[key] = raw
         self.news.append((KINDS[plural], copied(raw), raw))
         if before is None:
@@ -106,7 +106,7 @@ class MemoryServer(kmock.KubernetesScaffold):
         name = request.params.get("fieldSelector", "").removeprefix("metadata.name=")
         plural = request.resource.plural
         items = [raw for (kind, _, each), raw in self.objects.items() if kind == plural and name in ("", each)]
-        return {"metadata": {"resourceVersion": str(next(self._versions))}, "items": items}
+        return {"metadata": {"resourceVersion": str(next(self.versions))}, "items": items}
 
     def _create(self, request: kmock.Request) -> Json:
         plural, raw = request.resource.plural, copied(request.data)
