@@ -19,6 +19,8 @@ WINDOWS = 5
 SIZE, MODES = {"storage": "1Gi"}, ["ReadWriteOnce"]
 MOST_A_MINUTE = 10
 """Reconciles of one broken object."""
+SOON_S, MOST_SOON = 2.0, 4
+"""Reconciles of one object that was just found to be broken."""
 
 JOBS: dict[str, dict[str, Any]] = {
     "misspelt": {"template": {"podSpec": {"nodeSelectr": {"disk": "fast"}}}},
@@ -208,6 +210,16 @@ def test_a_change_that_is_refused_stops_no_lost_pod_from_being_replaced(
     job.delete()
 
 
+def test_a_job_that_this_version_does_not_do_says_so(
+    kwok_plane: ControlPlane, shared_operator: OperatorProcess, drivers: ScriptedDrivers
+) -> None:
+    job = OneJob(kwok_plane, "jobs", "external", drivers.of("jobs", "external"), trainer={"external": True}).create()
+    assert "spec.trainer.external" in job.until_says("Accepted", "NotYet")
+    assert job.condition("Accepted")["status"] == "False"
+    assert not job.pods()
+    job.delete()
+
+
 def test_a_secret_of_somebody_else_is_neither_taken_nor_deleted_with_the_job(
     kwok_plane: ControlPlane, shared_operator: OperatorProcess, drivers: ScriptedDrivers
 ) -> None:
@@ -222,9 +234,12 @@ def test_a_secret_of_somebody_else_is_neither_taken_nor_deleted_with_the_job(
     assert kwok_plane.api.get(f"{secrets}/secretive-keys") == theirs
 
 
-def test_a_quota_that_runs_out_is_said_until_there_is_room_or_nobody_asks_any_more(
+def test_a_quota_that_runs_out_is_said_and_is_no_hot_loop_until_there_is_room_or_nobody_asks_any_more(
     kwok_plane: ControlPlane, shared_operator: OperatorProcess, drivers: ScriptedDrivers
 ) -> None:
+    def failed() -> float:
+        return shared_operator.total("asyncflow_operator_reconciles_total", outcome="failed")
+
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "pods"}, "spec": {"hard": {"pods": "5"}}}
     path = "/api/v1/namespaces/jobs-quota/resourcequotas"
     kwok_plane.api.create(path, quota)
@@ -232,6 +247,9 @@ def test_a_quota_that_runs_out_is_said_until_there_is_room_or_nobody_asks_any_mo
     job = OneJob(kwok_plane, "jobs-quota", "tight", drivers.of("jobs-quota", "tight"), rollout={"minReplicas": 0})
     job.create()
     job.until_says("WhyPending", "Denied", "exceeded quota: pods", "Raise the quota or ask for less")
+    before = failed()
+    time.sleep(SOON_S)
+    assert failed() - before <= MOST_SOON
     kwok_plane.api.patch(f"{path}/pods", {"spec": {"hard": {"pods": "7"}}})
     job.until(job.is_whole, "all pods")
     job.until_says("WhyPending", "NothingPending")
@@ -239,6 +257,10 @@ def test_a_quota_that_runs_out_is_said_until_there_is_room_or_nobody_asks_any_mo
     job.until_says("WhyPending", "Denied", "exceeded quota: pods")
     job.scale(2)
     job.until_says("WhyPending", "NothingPending")
+    job.scale(3)
+    job.until_says("WhyPending", "Denied", "exceeded quota: pods")
+    kwok_plane.api.delete(f"{path}/pods")
+    job.until(lambda: len(job.pods()) == 8, "all pods, now that nothing bounds them")
     job.delete()
 
 

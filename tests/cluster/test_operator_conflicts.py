@@ -46,6 +46,11 @@ class Pair:
         latest = self.writes(self.first)[-1].answered
         return datetime.now(UTC) - latest > timedelta(seconds=2)
 
+    def leader(self) -> str:
+        """Return who holds the Lease."""
+        path = f"/apis/coordination.k8s.io/v1/namespaces/{self.world.namespace}/leases/asyncflow-operator"
+        return str(self.world.plane.api.get(path)["spec"]["holderIdentity"])
+
     def pods(self) -> dict[str, str]:
         return {name: pod["metadata"]["uid"] for name, pod in self.world.pods().items()}
 
@@ -98,6 +103,7 @@ def test_when_the_leader_is_killed_or_hangs_the_other_works_and_no_two_ever_writ
         each.second.lead()
     hung.first.process.send(signal.SIGCONT)
     assert hung.first.wait() == LOST
+    assert hung.leader() == "leader-hung-second", "whose the lead is, it leaves to him"
     for each, made in zip((killed, hung), before, strict=True):
         each.world.until(lambda world=each.world: world.is_whole(rollout=3), "the job to be whole")
         assert each.world.attempts()["quickstart-storage-1"] == "1"
