@@ -48,6 +48,8 @@ def test_a_publisher_is_kept_and_goes_with_its_object(world: World, driver: Driv
     }
     api.create(f"{OURS}/namespaces/jobs/weightsyncs", manifest)
     world.until(lambda: api.exists(POD), "the publisher's pod")
+    world.until(lambda: driver.heard, "the publisher to be asked")
+    api.patch(SYNC, {"spec": {"follower": {"maxLength": 65}}})
     world.until(lambda: "the model to be read" in says(world, "Ready").get("message", ""), "what it waits for")
 
     versions = {"followers": 2, "lag": (1, 1), "behind": 1, "bytes": 4096, "seconds": SECONDS}

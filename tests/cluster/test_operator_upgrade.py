@@ -39,6 +39,7 @@ def test_pods_of_running_jobs_stay_and_nothing_is_written(
             namespaces=kwok_namespace,
             lease=kwok_namespace,
             probe_url=drivers.url,
+            probe_seconds=0.5,
             tag=tag,
         )
         operator.start()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from one_job import OneJob
-from scripted_driver import ScriptedDrivers
+from scripted_driver import Driver, ScriptedDrivers
 from world import OURS
 
 from kube.plane import ControlPlane
@@ -42,6 +42,13 @@ def ready(plane: ControlPlane, name: str) -> tuple[str, str]:
     return next(((each["status"], each["reason"]) for each in conditions if each["type"] == "Ready"), ("", ""))
 
 
+def tell(driver: Driver, **words: Any) -> None:
+    """Have the driver say something, and that a rollout has come: that is heard at once, figures alone after 15 s."""
+    known = len(driver.status.get("rollouts", ()))
+    driver.say_rollouts(*((index, "ready") for index in range(known + 1)))
+    driver.say(**words)
+
+
 def test_a_job_runs_by_the_weight_sync_that_it_names(kwok_plane: ControlPlane, jobs: tuple[OneJob, OneJob]) -> None:
     job, other = jobs
     job.create().until_says("Accepted", "NoWeightSync", "there is no such WeightSync")
@@ -54,22 +61,23 @@ def test_a_job_runs_by_the_weight_sync_that_it_names(kwok_plane: ControlPlane, j
     assert '"bandwidth": "100Mi"' in config
     assert not kwok_plane.api.exists(f"{SYNCS}/one"), "it makes none of its own"
     other.create().until_says("Accepted", "NoWeightSync", "RLJob one has that WeightSync")
+    job.until(lambda: ready(kwok_plane, "fleet") == ("False", "NoFollower"), "the driver to be heard")
 
     versions = {"rollouts": 2, "behind": 1, "lag": (1, 0, 0, 1), "laggards": (LATE,), "bytes": 99, "seconds": SECONDS}
-    job.driver.say(version=4, versions=versions)
+    tell(job.driver, version=4, versions=versions | {"followers": 1}, fleets={"other": {"followers": 1}})
     job.until(lambda: status_of(kwok_plane, "shared").get("version") == 4, "the versions", timeout_s=60)
     shared = status_of(kwok_plane, "shared")
     assert (shared["job"], shared["seconds"], shared["laggards"], shared["bytes"]) == ("one", SECONDS, [LATE], 99)
+    assert shared["followers"] == 1
     lagging = next(each for each in shared["conditions"] if each["type"] == "Lagging")
     assert "rollout-1-a by 3: no heartbeat for 4 s" in lagging["message"]
     assert ready(kwok_plane, "fleet") == ("False", "NoFollower")
     told = kwok_plane.api.get("/api/v1/namespaces/jobs/configmaps/fleet.sync")["data"]["job.yaml"]
     assert '"update": "staggered"' in told
 
-    job.driver.say(versions=versions | {"followers": 1}, fleets={"other": {"followers": 1}})
-    job.until(lambda: status_of(kwok_plane, "shared").get("followers") == 1, "a follower to be seen", timeout_s=60)
-    assert ready(kwok_plane, "fleet") == ("False", "NoFollower")
-    job.driver.say(versions=versions | {"followers": 2}, fleets={"other": {"followers": 1}, "fleet": {"followers": 1}})
+    tell(
+        job.driver, versions=versions | {"followers": 2}, fleets={"other": {"followers": 1}, "fleet": {"followers": 1}}
+    )
     job.until(lambda: ready(kwok_plane, "fleet") == ("True", "Serving"), "a follower to be seen", timeout_s=60)
     fleet = status_of(kwok_plane, "fleet")
     assert fleet["address"] == "tcp://one-driver.jobs.svc:5571"
