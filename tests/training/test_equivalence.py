@@ -59,15 +59,19 @@ def backend(folder: Path, loss: Loss, **more: Any) -> GradientKept:
 def cuts(batch: MicroBatch) -> Iterator[tuple[str, list[list[int]], dict[str, Any]]]:
     everything = list(range(len(batch)))
     shuffled = np.random.default_rng(5).permutation(len(batch)).tolist()
+    # One that is silent, one that is empty, one that is masked, and one like any other.
+    alone, others = [2, 5, 9, 14], [i for i in shuffled if i not in (2, 5, 9, 14)]
     yield "one slot", [everything], {"pack_tokens": 4096}
-    yield "a slot for each sample, shuffled", [[i] for i in shuffled], {}
     yield (
-        "slots of groups, an empty one, backwards",
-        [everything[12:], [], everything[4:12], everything[:4]],
+        "slots of one sample, an empty one, shuffled",
+        [others[:9], *([i] for i in alone), [], others[9:]],
         {"pack_tokens": 40},
     )
-    yield "logits a few at a time", [everything], {"pack_tokens": 4096, "options": {"head_tokens": 5}}
-    yield "layers computed again", [everything], {"options": {"gradient_checkpointing": True}}
+    yield (
+        "logits a few at a time, layers computed again",
+        [everything],
+        {"pack_tokens": 4096, "options": {"head_tokens": 5, "gradient_checkpointing": True}},
+    )
     yield "shared prompts", [everything], {"layout": "shared-prompt", "pack_tokens": 4096}
     yield (
         "shared prompts, small packs, shuffled",
@@ -86,8 +90,16 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+PAIRS = [
+    (AGGREGATIONS[number % len(AGGREGATIONS)], name)
+    for offset in (0, 2)
+    for number, name in enumerate(LOSSES, start=offset)
+]
+"""Each loss by two aggregations, and each of those with two losses or more; every pair is in
+``tests/algorithms/test_objectives.py``, without a model."""
+
+
+@pytest.mark.parametrize(("aggregation", "name"), PAIRS)
 def test_streamed_gradient_is_that_of_one_padded_batch(
     tiny_folder: Path, in_float64: None, aggregation: AggregationName, name: str
 ) -> None:
