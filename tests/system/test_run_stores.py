@@ -17,9 +17,9 @@ from asyncflow.queue.storage.servers import free_port
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
-STEPS = 20
+STEPS = 12
 PASSWORD = "open sesame"
-SETTINGS = [f"algorithm.steps={STEPS}", "evaluation.every=10", "rollout.engine.options={token_s: 0.02}"]
+SETTINGS = [f"algorithm.steps={STEPS}", "evaluation.every=6", "rollout.engine.options={token_s: 0.02}"]
 
 
 @pytest.mark.parametrize(("backend", "victims"), [("mooncake", ["holder", "master"]), ("redis", ["holder"])])
@@ -27,9 +27,10 @@ def test_every_sample_counts_once_although_its_holder_is_killed(
     tmp_path: Path, backend: str, victims: list[str]
 ) -> None:
     folder = tmp_path / "run"
-    run = start("counting.yaml", folder, [*SETTINGS, f"transferQueue.backend={backend}"], env=debian.environment())
+    settings = [*SETTINGS, f"transferQueue.backend={backend}", "transferQueue.storageUnits=1"]
+    run = start("counting.yaml", folder, settings, env=debian.environment())
     for number, role in enumerate(victims):
-        wait_for_step(folder, 3 + 8 * number, run)
+        wait_for_step(folder, 2 + 4 * number, run)
         kill(folder, role)
     finish(run, within_s=200)
     counted_once(folder, STEPS * 8 * 4)
