@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from one_run import asked, finish, kill, start, wait_for_step
+from one_run import finish, kill, start, wait_for_step
 
+from asyncflow import cli
 from asyncflow.models.source import materialize_config, materialize_weights
 
 pytestmark = pytest.mark.process
@@ -33,20 +34,22 @@ def exported(
 
 
 @pytest.mark.timeout(900)
-def test_more_rollouts_and_kills_change_no_bit_of_the_weights(tmp_path: Path) -> None:
+def test_more_rollouts_and_kills_change_no_bit_of_the_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = materialize_config(TINY, tmp_path)
     materialize_weights(TINY, model)
     settings = [*DETERMINISTIC, *SHORT, f"model.source={model}"]
     alone = exported(tmp_path / "one", settings, rollouts=1)
     folder = tmp_path / "three"
     assert exported(folder, settings, rollouts=3, hit=HITS) == alone
-    status, said = asked("replay", str(folder), "--step", "4", "-n", "1")
-    assert status == 0, said
+    assert cli.invoke(["replay", str(folder), "--step", "4", "-n", "1"]) == 0
+    said = capsys.readouterr().out
     assert "tokens and log-probs of the 64 samples of step 4: the same bits" in said
     assert "θ4 with the digest of what was published: the same bits" in said
     assert "figures of metrics.jsonl: the same" in said
-    status, said = asked("explain", str(folder), "24/3")
-    assert status == 0, said
+    assert cli.invoke(["explain", str(folder), "24/3"]) == 0
+    said = capsys.readouterr().out
     assert said.startswith("sample 24/3: trained, of step 4\n")
     assert all(words in said for words in ("to be made by θ2", "task rollout: leased", "7 tokens by θ2", "step 5"))
 
