@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from track_flaws import flaw_of
 
+from asyncflow.models.source import materialize_config
 from asyncflow.queue.ledger.audit import audit_ledgers
 from asyncflow.telemetry.spans import read_timeline
 from asyncflow.timeline.causes import attribute, shares
@@ -38,6 +39,17 @@ def start(
 def finish(run: subprocess.Popen[bytes], *, within_s: float) -> None:
     said, _ = run.communicate(timeout=within_s)
     assert run.returncode == 0, said.decode()
+
+
+def untrained(folder: Path) -> Path:
+    """Return a tiny model with random weights, which needs no warm-up."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = materialize_config("tiny://reverse-digits", folder)
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
+    return model
 
 
 def asked(*words: str) -> tuple[int, str]:

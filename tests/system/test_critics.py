@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from one_run import finish, kill, start, wait_for_step
+from one_run import finish, kill, start, untrained, wait_for_step
 
 from asyncflow.queue.ledger.audit import audit_ledgers
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
-STEPS, PROMPTS, GROUP = 5, 4, 8
+STEPS, PROMPTS, GROUP = 4, 4, 8
 SETTINGS = [
     f"algorithm.steps={STEPS}",
     f"algorithm.promptsPerStep={PROMPTS}",
@@ -19,6 +19,7 @@ SETTINGS = [
     "rollout.replicas=1",
     "transferQueue.storageUnits=1",
     "evaluation=null",
+    "reward={function: length, config: {width: 8}}",
     "schedule={mode: sync, deterministic: true}",
     "storage.checkpoints={every: 1, keep: 2}",
     "trainer.backend.options={collective_timeout_s: 20}",
@@ -33,8 +34,9 @@ def lines(folder: Path) -> dict[int, dict[str, Any]]:
 
 def test_two_critics_learn_what_one_learns_whichever_is_killed(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    finish(start("ppo.yaml", one, [*SETTINGS, "critic.role={}"]), within_s=150)
-    run = start("ppo.yaml", two, [*SETTINGS, "critic.role={replicas: 2}"])
+    settings = [*SETTINGS, f"model.source={untrained(tmp_path)}"]
+    finish(start("ppo.yaml", one, [*settings, "critic.role={}"]), within_s=150)
+    run = start("ppo.yaml", two, [*settings, "critic.role={replicas: 2}"])
     wait_for_step(two, 2, run, within_s=120)
     kill(two, "critic", 1)
     wait_for_step(two, 3, run, within_s=120)

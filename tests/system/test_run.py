@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from one_run import (
     all_that_was_done_is_recorded,
-    asked,
     bearer,
     counted_once,
     direct,
@@ -19,13 +18,13 @@ from one_run import (
     finish,
     kill,
     start,
+    untrained,
     wait_for_step,
 )
 from safetensors.numpy import load_file
 
 from asyncflow import cli
 from asyncflow.api.names import LAST_WORD_ENV
-from asyncflow.models.source import materialize_config
 from asyncflow.queue.ledger.audit import audit_ledger
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -106,12 +105,13 @@ def test_a_model_is_trained_and_the_run_goes_on_after_its_end(tmp_path: Path) ->
     assert (again["steps"], again["samples_trained"], again["samples_duplicated"]) == (4, 4 * 4 * 8, 0)
 
 
-def test_adapters_are_trained_in_several_updates_a_step_with_a_correction(tmp_path: Path) -> None:
+def test_adapters_are_trained_in_several_updates_a_step_with_a_correction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from peft import PeftModel
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model, folder = materialize_config("tiny://reverse-digits", tmp_path), tmp_path / "run"
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
+    model, folder = untrained(tmp_path), tmp_path / "run"
     lora = [f"model.source={model}", "trainer.lora={rank: 4, targets: [q_proj, up_proj]}"]
     # Untrained, the model answers nothing right: the entropy bonus alone gives a gradient.
     updates = ["algorithm.epochs=2", "algorithm.miniBatches=2", "algorithm.entropy=0.1"]
@@ -125,8 +125,8 @@ def test_adapters_are_trained_in_several_updates_a_step_with_a_correction(tmp_pa
         assert (round(line["correction_ess"], 3), line["correction_high"], line["correction_low"]) == (1, 0, 0)
     assert (made["steps"], made["samples_trained"], made["samples_lost"]) == (3, 3 * 4 * 8, 0)
     assert made["logprob_gap_p99"] < 1e-4
-    status, said = asked("replay", str(folder), "--step", "3")
-    assert status == 0, said
+    assert cli.invoke(["replay", str(folder), "--step", "3"]) == 0
+    said = capsys.readouterr().out
     assert all(f"step-000003/{name}: the same bits" in said for name in ("model.safetensors", "optimizer.safetensors"))
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), folder / "export")
     assert adapted.peft_config["default"].base_model_name_or_path == str(model)
