@@ -111,6 +111,16 @@ def test_the_units_of_a_jobs_queue_are_those_of_the_job_whoever_scales_the_queue
     assert operator.total("asyncflow_operator_reconciles_total", outcome="failed") == 0
 
 
+def test_an_operator_that_loses_its_lease_ends_with_its_own_status(start: Start, world: World) -> None:
+    operator = start()
+    path = f"/apis/coordination.k8s.io/v1/namespaces/{world.namespace}/leases/asyncflow-operator"
+    lease = world.plane.api.get(path)
+    lease["spec"] |= {"holderIdentity": "somebody-else", "renewTime": "2099-01-01T00:00:00.000000Z"}
+    world.plane.api.replace(path, lease)
+    assert operator.wait() == 3
+    assert world.plane.api.get(path)["spec"]["holderIdentity"] == "somebody-else"
+
+
 @pytest.mark.timeout(300)
 def test_a_running_job_that_is_edited_to_what_cannot_be_done_goes_on_as_it_was_accepted(
     start: Start, world: World, drivers: ScriptedDrivers
