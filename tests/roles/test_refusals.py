@@ -11,27 +11,23 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow import cli
 from asyncflow.api import load
-from asyncflow.errors import AsyncFlowError, CheckpointError, PeerLost, RowsLost
+from asyncflow.api.load import to_yaml
+from asyncflow.commands.preflight import runnable_job
+from asyncflow.errors import AsyncFlowError, CheckpointError, ManifestError, PeerLost, RowsLost
 from asyncflow.plan.roles import REFUSED
-from asyncflow.roles import context
+from asyncflow.roles import context, trainer
 from asyncflow.roles.context import JobContext, RoleOptions, run_role
 
-COUNTING = Path(__file__).parents[2] / "examples" / "counting.yaml"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+COUNTING, QUICKSTART = EXAMPLES / "counting.yaml", EXAMPLES / "quickstart.yaml"
 
 
-def run(folder: Path, *settings: str, manifest: str = COUNTING.name) -> subprocess.CompletedProcess[str]:
-    words = [word for setting in settings for word in ("--set", setting)]
-    command = [
-        sys.executable,
-        "-m",
-        "asyncflow",
-        "run",
-        str(COUNTING.with_name(manifest)),
-        "--output",
-        str(folder),
-        *words,
-    ]
+def run(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    small = ("rollout.replicas=1", "transferQueue.storageUnits=1", "evaluation=null")
+    words = [word for setting in (*small, *settings) for word in ("--set", setting)]
+    command = [sys.executable, "-m", "asyncflow", "run", str(COUNTING), "--output", str(folder), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
@@ -40,6 +36,7 @@ def run(folder: Path, *settings: str, manifest: str = COUNTING.name) -> subproce
     [
         ([PeerLost("gone")], 1),
         ([CheckpointError("cut short")], 2),
+        ([ManifestError("no such device", where="spec.trainer.accelerator")], 2),
         ([RowsLost("row 7 is not there")], 3),
         ([PeerLost("gone"), RowsLost("row 7 is not there")], 3),
         ([RowsLost("row 7 is not there"), CheckpointError("cut short")], 2),
@@ -57,18 +54,19 @@ def test_the_exit_status_says_whether_another_attempt_helps_and_whose_fault_it_w
     assert run_role(serve, options) == status
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("place", ["trainer.backend.options", "rollout.engine.options"])
-def test_an_unknown_option_of_a_plugin_is_refused_before_the_start(tmp_path: Path, place: str) -> None:
-    ended = run(tmp_path / "run", f"{place}={{quick: true}}", "rollout.replicas=1")
-    assert ended.returncode == 2
-    assert f"spec.{place}: unknown option quick. Known: " in ended.stderr
+def test_an_unknown_option_of_a_plugin_is_refused_before_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    words = ("--set", f"{place}={{quick: true}}", "--output", str(tmp_path / "run"))
+    assert cli.invoke(["run", str(COUNTING), *words]) == 2
+    assert f"spec.{place}: unknown option quick. Known: " in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.process
 def test_what_only_a_role_can_tell_is_refused_by_it(tmp_path: Path) -> None:
-    ended = run(tmp_path / "run", "trainer.backend.options={capacity: 8}", "rollout.replicas=1")
+    ended = run(tmp_path / "run", "trainer.backend.options={capacity: 8}")
     assert ended.returncode == 1
     assert "trainer-0 ended with exit status 2" in ended.stderr
     assert "spec.trainer.backend.options.capacity: sample " in ended.stderr
@@ -76,25 +74,25 @@ def test_what_only_a_role_can_tell_is_refused_by_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("visible", "accelerator", "lacks"),
-    [
-        ("CUDA_VISIBLE_DEVICES", "{profile: nvidia, count: 2}", "there is no cuda device here"),
-        ("ASCEND_RT_VISIBLE_DEVICES", "{profile: ascend-a2, count: 1}", "torch_npu is not installed"),
-    ],
-)
-def test_a_device_that_torch_does_not_see_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, accelerator: str, lacks: str
+def test_what_a_rank_of_a_replica_refuses_its_replica_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(visible, "0,1")
-    device = f"trainer.accelerator={accelerator}"
-    rollout = "rollout={replicas: 1, minReplicas: 1, maxReplicas: 1, engine: {name: simulated}}"
-    ended = run(tmp_path / "run", device, rollout, manifest="quickstart.yaml")
-    assert ended.returncode == 1
-    assert "trainer-0 ended with exit status 2" in ended.stderr
-    assert f"spec.trainer.accelerator: {lacks}" in ended.stderr
-    assert "again in" not in ended.stdout, "it was started again"
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    ranks = ["trainer.accelerator={profile: nvidia, count: 2}", "trainer.backend.name=absent"]
+    (tmp_path / "job.yaml").write_text(to_yaml(load.load_job(QUICKSTART, ranks)))
+    options = RoleOptions(
+        role="trainer", job=tmp_path / "job.yaml", driver="tcp://a:1", index=0, attempt=0, workdir=tmp_path
+    )
+    assert trainer.main(options) == REFUSED
+    said = capfd.readouterr()
+    assert "spec.trainer.backend.name: no installed package offers 'absent'" in said.out + said.err
+
+
+async def test_a_trainer_whose_device_needs_what_is_not_installed_is_refused_before_it_joins(tmp_path: Path) -> None:
+    job = runnable_job(QUICKSTART, ["trainer.accelerator={profile: ascend-a2, count: 1}"])
+    options = RoleOptions(role="trainer", job=QUICKSTART, driver="tcp://a:1", index=0, attempt=0, workdir=tmp_path)
+    with pytest.raises(ManifestError, match=r"spec\.trainer\.accelerator: torch_npu is not installed"):
+        await trainer.serve(JobContext(options=options, job=job))
 
 
 @pytest.mark.process

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from asyncflow.api.job import RLJob
+from asyncflow.errors import ManifestError
+from asyncflow.models import tiny
 from asyncflow.models.source import materialize_config, materialize_weights
 from asyncflow.roles.backend import backend_settings, export_best, export_checkpoint
 from asyncflow.training.checkpoint import CheckpointManifest, Checkpoints
@@ -49,11 +51,23 @@ def test_a_trainer_uses_its_share_of_the_device() -> None:
     assert (settings.device, settings.share) == ("cuda", 0.6)
 
 
-def test_the_best_checkpoint_is_exported_unless_it_is_the_last_one_or_the_first_model(tmp_path: Path) -> None:
+def test_a_device_that_torch_does_not_see_is_refused() -> None:
+    from asyncflow.training.torch.backend import TorchBackend
+
+    trainer = {"accelerator": {"profile": "nvidia", "count": 1}}
+    settings = backend_settings(job(algorithm={"steps": 1}, trainer=trainer).spec, host="127.0.0.1")
+    with pytest.raises(ManifestError, match=r"spec\.trainer\.accelerator: there is no cuda device here"):
+        TorchBackend(settings, group=SingleProcess())
+
+
+def test_the_best_checkpoint_is_exported_unless_it_is_the_last_one_or_the_first_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from safetensors.torch import load_file
 
     from asyncflow.training.torch.backend import TorchBackend
 
+    monkeypatch.setattr(tiny, "STEPS", 1)
     spec = job(algorithm={"steps": 3}).spec
     model = materialize_config(spec.model.source, tmp_path)
     materialize_weights(spec.model.source, model)
@@ -74,11 +88,12 @@ def test_the_best_checkpoint_is_exported_unless_it_is_the_last_one_or_the_first_
     assert all(np.array_equal(tensor.numpy(), held[2][name]) for name, tensor in exported.items())
 
 
-def test_a_checkpoint_is_exported_as_the_trainer_holds_it(tmp_path: Path) -> None:
+def test_a_checkpoint_is_exported_as_the_trainer_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safetensors.torch import load_file
 
     from asyncflow.training.torch.backend import TorchBackend
 
+    monkeypatch.setattr(tiny, "STEPS", 1)
     for precision in ("bf16", "bf16-stochastic"):
         trainer = {"backend": {"precision": precision}}
         spec = job(algorithm={"steps": 1}, trainer=trainer).spec
