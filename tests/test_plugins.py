@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -27,6 +28,19 @@ def test_what_is_installed_is_found_by_its_name() -> None:
     assert made.__name__ == "SimulatedEngine"
 
 
+def test_what_is_put_on_the_path_is_found_and_what_is_taken_from_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / "dice-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Name: dice\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(f"[{ENGINES}]\ndice = dice:Dice\n")
+    with monkeypatch.context() as path:
+        path.syspath_prepend(tmp_path)
+        assert "dice" in installed(ENGINES)
+    assert "dice" not in installed(ENGINES)
+
+
 def test_what_cannot_be_used_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ManifestError, match=f"here: no installed package offers 'pigeon' in {ENGINES}. .*: simulated, transformers"
@@ -39,7 +53,7 @@ def test_what_cannot_be_used_is_refused_in_words(monkeypatch: pytest.MonkeyPatch
         ("json:A", "'json' has no attribute 'A'"),
     ):
         broken = EntryPoint(name="broken", value=value, group=ENGINES)
-        monkeypatch.setattr(plugins, "entry_points", lambda group, only=broken: [only])
+        monkeypatch.setattr(plugins, "_offered", lambda group, only=broken: {only.name: only})
         with pytest.raises(ManifestError, match=f"'broken' cannot be imported: .*{why}"):
             load_plugin(ENGINES, "broken", kind=RolloutEngine, where="here")
 

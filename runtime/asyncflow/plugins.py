@@ -7,9 +7,11 @@ meaning or is refused in words.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import entry_points
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 import msgspec
@@ -38,7 +40,7 @@ def importing() -> Iterator[None]:
 
 def installed(group: str) -> list[str]:
     """Return the names that the installed packages offer in ``group``."""
-    return sorted({point.name for point in entry_points(group=group)})
+    return sorted(_offered(group))
 
 
 def load_plugin(group: str, name: str, *, kind: type[Any], where: str) -> type[Any]:
@@ -47,7 +49,7 @@ def load_plugin(group: str, name: str, *, kind: type[Any], where: str) -> type[A
     where: the place in the manifest that names it. Raises ManifestError where there is none, where it cannot be
     imported, or where it is something else.
     """
-    found = {point.name: point for point in entry_points(group=group)}
+    found = _offered(group)
     if name not in found:
         what = f"no installed package offers {name!r} in {group}"
         raise ManifestError(what, where=where, hint=f"Install its package, or give one of: {', '.join(sorted(found))}")
@@ -60,6 +62,19 @@ def load_plugin(group: str, name: str, *, kind: type[Any], where: str) -> type[A
     if not (isinstance(loaded, type) and issubclass(loaded, kind)):
         raise ManifestError(f"{name!r} is no {kind.__name__}", where=where, hint=f"It is found in {group}")
     return loaded
+
+
+def _offered(group: str) -> dict[str, EntryPoint]:
+    return {point.name: point for point in _select(tuple(sys.path))(group=group)}
+
+
+@lru_cache(maxsize=1)
+def _select(_path: tuple[str, ...]) -> Callable[..., Iterable[EntryPoint]]:
+    """Return the choice among what the packages on sys.path offer: read once, as they are hundreds of files.
+
+    What is installed later there is seen by the next process.
+    """
+    return entry_points().select
 
 
 def read_options(options: Mapping[str, Any], shape: type[Own], *, where: str) -> Own:
