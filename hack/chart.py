@@ -71,7 +71,7 @@ def template(values: Mapping[str, Any] | None = None) -> str:
 
 def objects(values: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
     """Return the objects of the chart rendered with ``values`` over its own."""
-    return [document for document in yaml.safe_load_all(template(values)) if document]
+    return [document for document in yaml.load_all(template(values), Loader=yaml.CSafeLoader) if document]
 
 
 def made() -> dict[Path, str]:

@@ -68,9 +68,8 @@ def test_what_is_made_from_the_chart_is_up_to_date() -> None:
 @pytest.mark.usefixtures("render")
 def test_the_longest_name_that_a_release_may_have_leaves_room_for_what_follows_it(by: str) -> None:
     named = ("r" * 53, {}) if by == "release" else ("r", {"fullnameOverride": "r" * 63})
-    made = yaml.safe_load_all(
-        chart.helm("template", named[0], str(CHART), "--kube-version", chart.KUBERNETES, values=named[1])
-    )
+    text = chart.helm("template", named[0], str(CHART), "--kube-version", chart.KUBERNETES, values=named[1])
+    made = yaml.load_all(text, Loader=yaml.CSafeLoader)
     (service,) = of([each for each in made if each], "Service")
     assert len(service["metadata"]["name"]) <= 63
 
@@ -84,7 +83,8 @@ def test_the_chart_has_the_version_of_the_package() -> None:
 
 def test_the_crds_are_ours_and_stay(render: Render) -> None:
     found = {each["metadata"]["name"]: each for each in of(render(), "CustomResourceDefinition")}
-    ours = [yaml.safe_load(file.read_text()) for file in (chart.ROOT / "crds").glob("*.yaml")]
+    crds = (chart.ROOT / "crds").glob("*.yaml")
+    ours = [yaml.load(file.read_text(), Loader=yaml.CSafeLoader) for file in crds]
     assert found.keys() == {each["metadata"]["name"] for each in ours}
     for each in ours:
         assert found[each["metadata"]["name"]]["spec"] == each["spec"]
