@@ -161,6 +161,18 @@ CLASSIFIER = """
 """
 
 
+REFUSING = """
+    from asyncflow.errors import ManifestError
+
+    class Refusing:
+        def __init__(self, *, device):
+            raise ManifestError(f"no room on {device}", where="spec.reward.role.accelerator")
+
+        def __call__(self, *, response):
+            return 0.0
+"""
+
+
 @pytest.mark.timeout(300)
 async def test_a_classifier_scores_a_batch_as_it_scores_each_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(textwrap.dedent(CLASSIFIER))
@@ -188,16 +200,17 @@ def test_every_function_of_the_project_has_its_module() -> None:
     assert all(find_spec(place.partition(":")[0]) for place in BUILT_IN.values())
 
 
-@pytest.mark.timeout(300)
-async def test_a_classifier_that_is_to_have_a_device_never_computes_on_the_cpu_instead(tmp_path: Path) -> None:
-    spec = RewardSpec.model_validate(
-        {
-            "function": "reward_model",
-            "config": {"model": "judge"},
-            "memory": "8Gi",
-            "start_seconds": 250.0,
-            "role": {"accelerator": {"profile": "nvidia", "count": 1}},
-        }
-    )
+def test_a_classifier_that_is_to_have_a_device_never_computes_on_the_cpu_instead() -> None:
+    from asyncflow.rewards.classifier import RewardModel
+
     with pytest.raises(ManifestError, match=r"spec\.reward\.role\.accelerator: there is no cuda device here"):
+        RewardModel(config={"model": "judge"}, device="cuda", share=1.0)
+
+
+async def test_a_function_is_told_its_device_and_what_it_refuses_then_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(textwrap.dedent(REFUSING))
+    spec = RewardSpec.model_validate(
+        {"function": "mine:Refusing", "role": {"accelerator": {"profile": "nvidia", "count": 1}}}
+    )
+    with pytest.raises(ManifestError, match=r"spec\.reward\.role\.accelerator: no room on cuda"):
         await WeightedRewards.of(spec, workdir=tmp_path).start()
