@@ -74,16 +74,15 @@ def _sections(model: type[Spec], place: str, schema: Schema, known: dict[type[Sp
     for name, info in model.model_fields.items():
         alias = info.alias or name
         part, described = model_of(info.annotation), schema["properties"][alias]
+        text = _prose(described.get("description"))
         if part is None:
-            rows.append(f"| `{alias}` | {_type(described)} | {_default(info)} | {_prose(info.description)} |\n")
+            rows.append(f"| `{alias}` | {_type(described)} | {_default(info)} | {text} |\n")
             continue
         there = f"{place}.{alias}" + ("[]" if described.get("type") == "array" else "")
         if part not in known:
             inner.append((part, there, described.get("items", described)))
             known[part] = there
-        rows.append(
-            f"| `{alias}` | [{known[part]}]({_anchor(known[part])}) | {_default(info)} | {_prose(info.description)} |\n"
-        )
+        rows.append(f"| `{alias}` | [{known[part]}]({_anchor(known[part])}) | {_default(info)} | {text} |\n")
     yield f"\n## {place}\n\n{_prose(model.__doc__)}\n\n| field | type | default | |\n|---|---|---|---|\n"
     yield from rows
     if model.rules:
