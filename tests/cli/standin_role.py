@@ -11,7 +11,6 @@ import threading
 import time
 from pathlib import Path
 
-from asyncflow.api.status import DriverStatus
 from asyncflow.process import die_with_parent
 
 die_with_parent()
@@ -24,6 +23,8 @@ if role != "driver":
     while not (Path(workdir) / "summary.json").exists():
         time.sleep(0.05)
     sys.exit(0)
+
+from asyncflow.api.status import DriverStatus  # noqa: E402  the others need none of it
 
 status = DriverStatus(phase="Starting", steps=int(steps))
 

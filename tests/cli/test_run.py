@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow import cli
 from asyncflow.api.load import load_job
 from asyncflow.commands.run import last_step
 from asyncflow.local.folder import load_record
@@ -68,40 +69,43 @@ def ports_are_closed(folder):
     return not any(f":{port:04X} 00000000:0000 0A" in listening for port in ports)
 
 
-def test_the_one_address_of_a_run_leads_to_no_other_run(manifest, tmp_path):
-    called = set()
-    for output in ("one", "another"):
-        words = command("run", manifest, "--output", output, steps=1, pause_s=0)
-        subprocess.run(words, cwd=tmp_path, capture_output=True, check=True)
-        called.add(server_of(load_record(tmp_path / output / "run" / "processes.json").driver))
-    assert len(called - {ANYBODY}) == 2
+def refused(capsys, manifest, *more):
+    """Return why a run in ``out`` is refused, which this process may ask: nothing begins."""
+    assert cli.invoke(["run", str(manifest), "--output", "out", *more]) == 2
+    return capsys.readouterr().err
 
 
-def test_again_resume_and_fresh(manifest, tmp_path):
-    def run(*more):
+def test_again_resume_and_fresh_which_leaves_nothing_where_a_role_refuses_it(manifest, tmp_path, monkeypatch, capsys):
+    def run(*more, steps=1):
         return subprocess.run(
-            command("run", manifest, "--output", "out", *more, steps=1, pause_s=0),
+            command("run", manifest, "--output", "out", *more, steps=steps, pause_s=0),
             cwd=tmp_path,
             capture_output=True,
             text=True,
             check=False,
         )
 
+    monkeypatch.chdir(tmp_path)
     assert run().returncode == 0
-    again = run()
-    assert again.returncode == 2
-    assert "--resume" in again.stderr
+    assert "--resume" in refused(capsys, manifest)
     resumed = run("--resume", "--set", "algorithm.steps=9")
     assert resumed.returncode == 0
     assert "changed: spec.algorithm.steps: 4 -> 9" in resumed.stdout
-    refused = run("--resume", "--set", "algorithm.groupSize=2", "--set", "algorithm.steps=9")
-    assert refused.returncode == 2
-    assert "spec.algorithm.groupSize" in refused.stderr
+    settings = ("--set", "algorithm.groupSize=2", "--set", "algorithm.steps=9")
+    assert "spec.algorithm.groupSize" in refused(capsys, manifest, "--resume", *settings)
     assert load_record(tmp_path / "out" / "run" / "processes.json").processes[0].attempt == 1
+    before = sorted(tmp_path.rglob("*.yaml"))
+    wrong = run("--fresh", steps=-1)
+    assert wrong.returncode == 1
+    assert "spec.trainer: it cannot be" in wrong.stderr
+    assert not wrong.stdout.endswith(f"so nothing is left in {tmp_path / 'out'}\n")
+    assert sorted(tmp_path.rglob("*.yaml")) == before
     fresh = run("--fresh")
     assert fresh.returncode == 0
     assert str(tmp_path / "out.1") in fresh.stdout
     assert (tmp_path / "out.1" / "job.yaml").exists()
+    called = {server_of(load_record(tmp_path / name / "run" / "processes.json").driver) for name in ("out", "out.1")}
+    assert len(called - {ANYBODY}) == 2, "the one address of a run leads to no other run"
 
 
 def interrupted(*arguments, cwd, until, folder=None, **options):
@@ -124,44 +128,27 @@ def steps_made(folder):
     return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
-def test_ctrl_c_says_what_is_kept_and_how_to_go_on(manifest, tmp_path):
-    settings = ("--set", "algorithm.steps=600", "--set", "sampling.temperature=0.5")
-    said = interrupted(
-        manifest, *settings, cwd=tmp_path, until=lambda out: steps_made(out) >= 2, steps=600, pause_s=0.2
-    )
-    made = steps_made(tmp_path / "out")
+def test_ctrl_c_says_what_is_kept_and_the_line_that_goes_on(manifest, tmp_path):
+    manifest.write_text(manifest.read_text().replace("metadata: {name: little}", "metadata: {}"))
+    folder = tmp_path / "runs" / "foo"
+    begun = ("--set", "metadata.name=foo", "--set", "algorithm.steps=600", "--set", "sampling.temperature=0.5")
+    here = {"cwd": tmp_path, "folder": folder, "steps": 600, "pause_s": 0.2}
+    said = interrupted(manifest, *begun, until=lambda out: steps_made(out) >= 2, **here)
+    made = steps_made(folder)
+    line = f"asyncflow run {manifest} --output runs/foo --resume"
     assert said.endswith(
-        f"{made} of 600 steps were made, and none is in a checkpoint; they will be made again. Go on with\n"
-        f"  asyncflow run {manifest} --output out --resume\n"
+        f"{made} of 600 steps were made, and none is in a checkpoint; they will be made again. Go on with\n  {line}\n"
     )
-    checkpoints = Checkpoints(tmp_path / "out" / "checkpoints")
+    checkpoints = Checkpoints(folder / "checkpoints")
     checkpoints.write(CheckpointManifest(attempt=0, step=1, samples=0), lambda _: None)
-    resume = (manifest, "--resume", "--set", "sampling.temperature=0.7")
-    said = interrupted(*resume, cwd=tmp_path, until=lambda out: steps_made(out) > made + 1, steps=600, pause_s=0.2)
-    assert said.startswith("as the run was begun: --set algorithm.steps=600 --set sampling.temperature=0.5\n")
+    resume = (*shlex.split(line)[2:], "--set", "sampling.temperature=0.7")
+    said = interrupted(*resume, until=lambda out: steps_made(out) > made + 1, **here)
+    assert said.startswith(f"as the run was begun: {' '.join(begun)}\n")
+    assert f"files in {folder}" in said
     assert "changed: spec.sampling.temperature: 0.5 -> 0.7\n" in said
     assert "algorithm.steps:" not in said
     assert "of which 1 to 1 are kept; the others will be made again" in said
-    assert load_job(tmp_path / "out" / "job.yaml").spec.algorithm.steps == 600
-
-
-def test_the_line_that_resumes_a_run_resumes_it(manifest, tmp_path):
-    manifest.write_text(manifest.read_text().replace("metadata: {name: little}", "metadata: {}"))
-    folder = tmp_path / "runs" / "foo"
-    said = interrupted(
-        *(manifest, "--set", "metadata.name=foo", "--set", "algorithm.steps=600"),
-        cwd=tmp_path,
-        folder=folder,
-        until=lambda out: steps_made(out) >= 1,
-        steps=600,
-        pause_s=0.1,
-    )
-    line = said.splitlines()[-1].strip()
-    assert line == f"asyncflow run {manifest} --output runs/foo --resume"
-    words = command(*shlex.split(line)[1:], steps=1, pause_s=0)
-    resumed = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (resumed.returncode, resumed.stderr) == (0, "")
-    assert f"files in {folder}" in resumed.stdout
+    assert load_job(folder / "job.yaml").spec.algorithm.steps == 600
 
 
 def test_a_line_beyond_the_last_step_does_not_count(tmp_path):
@@ -180,21 +167,15 @@ def test_a_start_from_which_nothing_came_is_in_nobodys_way(manifest, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["out"]
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-def test_a_start_that_a_role_refuses_leaves_nothing(manifest, tmp_path, fresh):
-    words = ["run", manifest, "--output", "some/where/out", *(["--fresh"] if fresh else [])]
-    if fresh:
-        subprocess.run(command(*words, steps=1, pause_s=0), cwd=tmp_path, check=True, capture_output=True)
-    before = sorted(tmp_path.rglob("*.yaml"))
+def test_a_start_that_a_role_refuses_leaves_nothing(manifest, tmp_path):
+    words = ["run", manifest, "--output", "some/where/out"]
     run = subprocess.run(command(*words, steps=-1), cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert "it refuses its input" in run.stderr
     assert "spec.trainer: it cannot be" in run.stderr
-    assert (
-        run.stdout.endswith(f"no step was made, so nothing is left in {tmp_path / 'some' / 'where' / 'out'}\n") != fresh
-    )
-    assert sorted(tmp_path.rglob("*.yaml")) == before
-    assert (tmp_path / "some").exists() == fresh
+    assert run.stdout.endswith(f"no step was made, so nothing is left in {tmp_path / 'some' / 'where' / 'out'}\n")
+    assert list(tmp_path.rglob("*.yaml")) == [manifest]
+    assert not (tmp_path / "some").exists()
 
 
 @pytest.mark.parametrize("source", ["tiny://reverse-digits", "model"])
@@ -212,9 +193,13 @@ def test_a_disk_that_takes_nothing_is_said_in_one_sentence(manifest, tmp_path, s
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_a_run_and_leaves_nothing(manifest, tmp_path, number, code):
+def test_a_signal_ends_a_run_whose_folder_no_other_has_had_and_leaves_nothing(
+    manifest, tmp_path, monkeypatch, capsys, number, code
+):
     run = start("run", manifest, "--output", "out", cwd=tmp_path, steps=600)
     record = record_of(tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    assert "another run is using the folder" in refused(capsys, manifest, "--resume")
     token = tmp_path / "out" / "run" / "token"
     assert token.stat().st_mode & 0o077 == 0
     begun = time.monotonic()
@@ -226,23 +211,6 @@ def test_a_signal_ends_a_run_and_leaves_nothing(manifest, tmp_path, number, code
     assert not any(Path(f"/proc/{placed.pid}").exists() for placed in record.processes)
     assert ports_are_closed(tmp_path / "out")
     assert not token.exists()
-
-
-def test_a_second_run_in_the_same_folder_is_refused(manifest, tmp_path):
-    first = start("run", manifest, "--output", "out", cwd=tmp_path, steps=600)
-    record_of(tmp_path / "out")
-    second = subprocess.run(
-        command("run", manifest, "--output", "out", "--resume"),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert second.returncode == 2
-    assert "another run is using the folder" in second.stderr
-    first.send_signal(signal.SIGINT)
-    assert first.wait(20) == 130
-    first.communicate()
 
 
 def test_a_run_goes_on_when_nobody_reads_its_output(manifest, tmp_path):
