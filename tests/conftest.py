@@ -18,9 +18,11 @@ TOGETHER = (
     "tests/training/",
     "tests/page/test_browser.py",
     "tests/system/test_algorithms.py",
+    "tests/system/test_job_rules.py",
 )
 """Tests that one worker runs, which then has the one control plane that they need, the one vLLM server, the one process
-that has imported torch and the one gang of each file, the one browser, or the one model that was warmed up."""
+that has imported torch and the one gang of each file, the one browser, the one model that was warmed up, or the one job
+that is scraped."""
 BINARIES = {
     "plane": ("etcd", "kube-apiserver", "kubectl", "controller-gen"),
     "kwok_plane": ("kube-controller-manager", "kwok", "controller-gen"),

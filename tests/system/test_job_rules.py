@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ Scraped = dict[Series, float]
 
 
 @pytest.fixture(scope="module")
-def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
+def scraped(tmp_path_factory: pytest.TempPathFactory) -> Scraped:
     """What every process of a job exposes amid its run, with the labels of the chart's PodMonitor."""
     with pods(tmp_path_factory.mktemp("job"), COUNTING, SETTINGS, leader="driver") as made:
         made.seat(*plan(load_job(COUNTING, SETTINGS)).roles)
@@ -35,7 +34,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
         for name, pod in made.pods.items():
             place = {"pod": f"math-{name}", "instance": f"{pod.host}:9571", "role": pod.role.name}
             found |= scrape(pod.ask("/metrics"), **JOB, **place, index=str(pod.index))
-        yield found
+    return found
 
 
 def total(scraped: Scraped, name: str) -> float:
