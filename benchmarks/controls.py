@@ -28,8 +28,8 @@ from pathlib import Path
 
 from run_lines import lines
 
-from asyncflow.api.graph import TRAIN
 from asyncflow.api.load import load_job
+from asyncflow.api.names import TRAIN
 from asyncflow.flow.schedule import Schedule
 from asyncflow.queue.ledger.audit import Auditor
 from asyncflow.queue.ledger.log import read_ledger

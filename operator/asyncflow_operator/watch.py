@@ -20,8 +20,7 @@ from typing import Any, Final, Never
 
 import kopf
 
-from asyncflow.api.base import GROUP, VERSION
-from asyncflow.api.names import FIELD_MANAGER, MANAGED
+from asyncflow.api.names import FIELD_MANAGER, GROUP, MANAGED, VERSION
 from asyncflow.api.status import JobStatus
 from asyncflow_operator.cluster.client import Api, ApiError
 from asyncflow_operator.cluster.informer import Informer

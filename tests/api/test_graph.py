@@ -4,9 +4,10 @@ import io
 
 import pytest
 
-from asyncflow.api.graph import EVAL, TRAIN, flaws, graph_of, trained_columns
+from asyncflow.api.graph import flaws, graph_of, trained_columns
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load_job
+from asyncflow.api.names import EVAL, TRAIN
 from asyncflow.driver.tasks import tasks_of
 from asyncflow.errors import ManifestError
 from asyncflow.plan import plan

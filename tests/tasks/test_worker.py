@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.api.graph import EVAL, TRAIN
 from asyncflow.api.load import load_job
+from asyncflow.api.names import EVAL, TRAIN
 from asyncflow.driver.tasks import tasks_of
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
-from asyncflow.api.base import API_VERSION
-from asyncflow.api.names import FIELD_MANAGER
+from asyncflow.api.names import API_VERSION, FIELD_MANAGER
 from asyncflow_operator.actions import Note
 from asyncflow_operator.cluster.client import Api, ApiError, Json, Refusal, Unreachable
 from asyncflow_operator.cluster.kinds import EVENT

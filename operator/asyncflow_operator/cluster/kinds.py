@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-from asyncflow.api.base import API_VERSION
+from asyncflow.api.names import API_VERSION
 
 Watched = Literal["whole", "metadata", "never"]
 

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from asyncflow.api.base import GROUP
 from asyncflow.api.job import RLJob
-from asyncflow.api.names import FOLLOWER, QUEUE_ROLES, VIEWER, labels
+from asyncflow.api.names import FOLLOWER, GROUP, QUEUE_ROLES, VIEWER, labels
 from asyncflow.api.records import RoleRecord
 from asyncflow.api.status import JobStatus
 from asyncflow.plan import plan as plan_of

@@ -25,9 +25,9 @@ from decimal import Decimal
 from functools import reduce
 from typing import Final
 
-from asyncflow.api.base import GROUP, QUANTITY, Quantity
+from asyncflow.api.base import QUANTITY, Quantity
 from asyncflow.api.job import RLJob
-from asyncflow.api.names import RoleName
+from asyncflow.api.names import GROUP, RoleName
 from asyncflow.api.placement import SchedulingSpec
 from asyncflow.plan import plan
 from asyncflow.plan.roles import Role

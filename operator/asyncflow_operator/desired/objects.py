@@ -20,8 +20,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from asyncflow.api.base import API_VERSION, GROUP
-from asyncflow.api.names import DIGEST, LABEL_JOB, LABEL_QUEUE, LABEL_SYNC, MANAGED
+from asyncflow.api.names import API_VERSION, DIGEST, GROUP, LABEL_JOB, LABEL_QUEUE, LABEL_SYNC, MANAGED
 from asyncflow_operator.observed import Manifest, Owner
 
 DIGEST_DIGITS: Final = 16

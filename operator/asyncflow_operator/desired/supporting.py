@@ -21,9 +21,10 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Final
 
-from asyncflow.api.base import API_VERSION, Spec
+from asyncflow.api.base import Spec
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import (
+    API_VERSION,
     CONTROL_PORT,
     ENVIRONMENT_FILE,
     FIELD_MANAGER,

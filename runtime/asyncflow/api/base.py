@@ -38,9 +38,6 @@ from pydantic.alias_generators import to_camel
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-API_VERSION: Final = "asyncflow.dev/v1alpha1"
-GROUP, VERSION = API_VERSION.split("/")
-
 COLLECT = "collect"
 """Validation context under which models do not check their rules: ``load`` checks them itself, all at once."""
 

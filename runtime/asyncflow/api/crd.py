@@ -18,9 +18,10 @@ from typing import Any
 
 import yaml
 
-from asyncflow.api.base import GROUP, VERSION, Frozen, ObjectMeta, Rule, Spec
+from asyncflow.api.base import Frozen, ObjectMeta, Rule, Spec
 from asyncflow.api.check import fields, model_of, place_of
 from asyncflow.api.job import RLJob
+from asyncflow.api.names import GROUP, VERSION
 from asyncflow.api.queue import TransferQueue
 from asyncflow.api.weights import WeightSync
 

@@ -28,14 +28,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from asyncflow.api.base import Flaw
-from asyncflow.api.names import CLIENT, LOSS_MASK, RoleName, task_role
+from asyncflow.api.names import CLIENT, EVAL, LOSS_MASK, TRAIN, RoleName, task_role
 
 if TYPE_CHECKING:
     from asyncflow.api.job import RLJobSpec
 
-TRAIN: Final = "train"
-EVAL: Final = "eval"
-"""The partitions of a job."""
 CRITIC: Final = "critic"
 """The critic, and its role where it has one."""
 REFERENCE: Final = "reference"

@@ -12,13 +12,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from asyncflow.api.base import API_VERSION, Flaw, Frozen, ObjectMeta, Rule, Spec, keyed_by
+from asyncflow.api.base import Flaw, Frozen, ObjectMeta, Rule, Spec, keyed_by
 from asyncflow.api.durability import ElasticitySpec, FailurePolicySpec, LimitsSpec, StorageSpec, TelemetrySpec
 from asyncflow.api.graph import REF_LOGPROBS, flaws, graph_of
 from asyncflow.api.learning import AlgorithmSpec, CriticSpec, DataSpec, EvaluationSpec, ModelSpec, SamplingSpec
-from asyncflow.api.names import LOSS_MASK, RoleName, task_role
+from asyncflow.api.names import API_VERSION, LEAST_BYTES, LOSS_MASK, RoleName, task_role
 from asyncflow.api.placement import AUTO, DriverSpec, SchedulingSpec, TemplateSpec
-from asyncflow.api.queue import LEAST_BYTES, QueueSpec
+from asyncflow.api.queue import QueueSpec
 from asyncflow.api.rewards import MOST_DETAILS, EnvironmentSpec, RewardSpec
 from asyncflow.api.schedule import AHEAD_CEL, LAG_CEL, STEPS_OUT_CEL, ScheduleSpec
 from asyncflow.api.status import JobStatus

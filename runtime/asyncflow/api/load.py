@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
-from asyncflow.api.base import API_VERSION, Spec
+from asyncflow.api.base import Spec
 from asyncflow.api.check import MISSING, Problem, broken, inspect, refusal
 from asyncflow.api.document import MAX_BYTES, Document, Place, apply, dump, parse, parse_all
 from asyncflow.api.job import RLJob
 from asyncflow.api.learning import FILE_SCHEMES
-from asyncflow.api.names import CLAIMS_DIR
+from asyncflow.api.names import API_VERSION, CLAIMS_DIR
 from asyncflow.api.queue import TransferQueue
 from asyncflow.api.rewards import EnvironmentSpec, RewardSpec
 from asyncflow.api.weights import JobWeightsSpec, WeightSync

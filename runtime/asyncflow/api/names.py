@@ -9,7 +9,8 @@ import re
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
-from asyncflow.api.base import GROUP
+API_VERSION: Final = "asyncflow.dev/v1alpha1"
+GROUP, VERSION = API_VERSION.split("/")
 
 RoleName: TypeAlias = str
 """The name of a role: one of ``ROLES``, or that of a user's task (``task_role``)."""
@@ -82,6 +83,9 @@ ENVIRONMENT_SOCKET: Final = f"{REWARD_SOCKET.rpartition('/')[0]}/environment"
 """Socket beside it, at which the same container answers the turns of the model."""
 REWARD_VARIABLES: Final = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
 """Variables that a process which scores has from whoever starts it; all others are kept from it."""
+TRAIN: Final = "train"
+EVAL: Final = "eval"
+"""The partitions of a job."""
 LOSS_MASK: Final = "loss_mask"
 """Column of rows of several turns: bool for each response token, False where the policy did not choose it."""
 REWARD_SOCKET_ENV: Final = "ASYNCFLOW_REWARD_SOCKET"
@@ -100,6 +104,9 @@ WORKDIR: Final = "/var/lib/asyncflow"
 """The folder of the run in a pod: ``ledger``, ``checkpoints``, ``export`` and what a role makes for itself."""
 CLAIMS_DIR: Final = "/mnt"
 """Folder in which pods mount the claims that a manifest names, each under its name."""
+
+LEAST_BYTES: Final = 1 << 20
+"""No storage unit holds less: whoever looks for room for at most so much never hears that it can never be had."""
 
 RPC_PORT: Final = 5571
 """Port of a role's RPC server, where it has an address of its own."""

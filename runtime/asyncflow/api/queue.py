@@ -9,14 +9,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from asyncflow.api.base import API_VERSION, Conditions, Frozen, Name, ObjectMeta, PluginName, Quantity, Rule, Spec, Time
+from asyncflow.api.base import Conditions, Frozen, Name, ObjectMeta, PluginName, Quantity, Rule, Spec, Time
 from asyncflow.api.durability import LedgerSpec
+from asyncflow.api.names import API_VERSION, LEAST_BYTES
 from asyncflow.api.placement import ResourcesSpec, TemplateSpec
 from asyncflow.api.records import RoleRecord, SecretRecords
 from asyncflow.api.versions import Count
-
-LEAST_BYTES = 1 << 20
-"""No unit holds less: whoever looks for room for at most so much never hears that it can never be had."""
 
 LEAVE_S = 120.0
 """Seconds that a unit whose pod is taken away has to take its rows to others."""

@@ -14,7 +14,6 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, StringConstraints
 
 from asyncflow.api.base import (
-    API_VERSION,
     MOST_REPLICAS,
     Conditions,
     Frozen,
@@ -27,6 +26,7 @@ from asyncflow.api.base import (
     Threads,
     Time,
 )
+from asyncflow.api.names import API_VERSION
 from asyncflow.api.placement import AcceleratorSpec, ResourcesSpec, TemplateSpec
 from asyncflow.api.records import RoleRecord, SecretRecords
 from asyncflow.api.versions import VersionsState

@@ -42,7 +42,7 @@ def validate(file: Path, overrides: Sequence[str]) -> None:
 def plan(file: Path, overrides: Sequence[str], *, svg: Path | None = None) -> None:
     """Print a job's plan: its tasks as a tree, and tables. svg: where to draw the flow of a training sample."""
     from asyncflow.algorithms.base import algorithm_of
-    from asyncflow.api.graph import EVAL, TRAIN
+    from asyncflow.api.names import EVAL, TRAIN
     from asyncflow.commands.preflight import runnable_job
     from asyncflow.local.placement import resolve
     from asyncflow.plan import drawing

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from asyncflow.api.graph import TRAIN, JobGraph
-from asyncflow.api.names import CLIENT, FLEET, FOLLOWER, PUBLISHER
+from asyncflow.api.graph import JobGraph
+from asyncflow.api.names import CLIENT, FLEET, FOLLOWER, PUBLISHER, TRAIN
 from asyncflow.api.status import RolloutState, Standing, TaskState
 from asyncflow.api.versions import (
     LAG_BUCKETS,

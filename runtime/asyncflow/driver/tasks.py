@@ -13,8 +13,9 @@ declares them before any client can ask.
 from __future__ import annotations
 
 from asyncflow.algorithms.base import algorithm_of
-from asyncflow.api.graph import ADVANTAGE, DRIVER_LEASE_S, EVAL, TRAIN, graph_of
+from asyncflow.api.graph import ADVANTAGE, DRIVER_LEASE_S, graph_of
 from asyncflow.api.job import RLJobSpec
+from asyncflow.api.names import EVAL, TRAIN
 from asyncflow.queue.protocol.messages import TaskSpec
 
 __all__ = ["DRIVER_LEASE_S", "EVAL", "TRAIN", "tasks_of"]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncflow.api.graph import TRAIN, Companion, Task
+from asyncflow.api.graph import Companion, Task
 from asyncflow.api.job import RLJob
+from asyncflow.api.names import TRAIN
 from asyncflow.plan.job import begins, generated_by, swapped
 from asyncflow.plan.roles import JobPlan, Resources, Role
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Final
 from xml.sax.saxutils import escape
 
-from asyncflow.api.graph import TRAIN, Companion, JobGraph, Task
+from asyncflow.api.graph import Companion, JobGraph, Task
+from asyncflow.api.names import TRAIN
 from asyncflow.plan.roles import JobPlan
 
 _SOURCE: Final = "driver"

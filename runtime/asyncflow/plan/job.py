@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from asyncflow.api.durability import RestartSpec
-from asyncflow.api.graph import ADVANTAGE, CRITIC, REFERENCE, REWARD, TRAIN, Task, graph_of
+from asyncflow.api.graph import ADVANTAGE, CRITIC, REFERENCE, REWARD, Task, graph_of
 from asyncflow.api.job import RLJob, RLJobSpec
-from asyncflow.api.names import CONTROL_PORT, RoleName
+from asyncflow.api.names import CONTROL_PORT, TRAIN, RoleName
 from asyncflow.api.placement import PROFILES, AcceleratorSpec, ResourcesSpec, TemplateSpec
 from asyncflow.api.schedule import ScheduleSpec
 from asyncflow.api.tasks import CriticRoleSpec, ProcessSpec, WorkerSpec

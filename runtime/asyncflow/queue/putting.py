@@ -21,7 +21,7 @@ from itertools import chain
 
 from msgspec.structs import replace
 
-from asyncflow.api.queue import LEAST_BYTES
+from asyncflow.api.names import LEAST_BYTES
 from asyncflow.errors import DeadlineExceeded, Elsewhere, PeerLost, Refused
 from asyncflow.queue.peers import Peer, Peers, encoded, together
 from asyncflow.queue.protocol.messages import Samples

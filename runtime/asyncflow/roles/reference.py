@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from asyncflow.api.graph import REF_LOGPROBS, REFERENCE, TRAIN
+from asyncflow.api.graph import REF_LOGPROBS, REFERENCE
+from asyncflow.api.names import TRAIN
 from asyncflow.api.placement import PROFILES
 from asyncflow.errors import ManifestError
 from asyncflow.models.source import materialize_config, materialize_weights

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncflow.api.graph import EVAL, REWARD, TRAIN
-from asyncflow.api.names import LOSS_MASK
+from asyncflow.api.graph import REWARD
+from asyncflow.api.names import EVAL, LOSS_MASK, TRAIN
 from asyncflow.environments.transcripts import Transcriber, stop_ids_of
 from asyncflow.errors import ManifestError
 from asyncflow.models.source import materialize_config

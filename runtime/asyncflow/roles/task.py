@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from asyncflow.api.graph import TRAIN
 from asyncflow.api.job import RLJobSpec
+from asyncflow.api.names import TRAIN
 from asyncflow.api.tasks import UserTaskSpec
 from asyncflow.errors import ManifestError
 from asyncflow.models.source import materialize_config

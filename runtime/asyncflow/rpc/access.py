@@ -17,8 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-from asyncflow.api.graph import TRAIN
-from asyncflow.api.names import CLIENT, FOLLOWER, OPERATOR, PUBLISHER, TASK, VIEWER, kind_of_role
+from asyncflow.api.names import CLIENT, FOLLOWER, OPERATOR, PUBLISHER, TASK, TRAIN, VIEWER, kind_of_role
 from asyncflow.errors import Refused
 from asyncflow.identity import ProcessIdentity
 

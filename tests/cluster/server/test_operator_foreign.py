@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from asyncflow.api.base import API_VERSION
 from asyncflow.api.job import RLJob
+from asyncflow.api.names import API_VERSION
 from asyncflow.api.records import RoleRecord
 from asyncflow.api.status import JobStatus
 from asyncflow_operator.actions import Apply
