@@ -18,7 +18,7 @@ from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.partition import Partition
 from asyncflow.queue.storage.backend import Site
-from asyncflow.queue.storage.unit import StorageUnit, open_backend
+from asyncflow.queue.storage.unit import StorageUnit
 from asyncflow.rpc import framing
 from asyncflow.rpc.addresses import host_and_port
 from asyncflow.rpc.columns import LARGE
@@ -57,7 +57,7 @@ class Queue:
     async def start_unit(self, index):
         incarnation = uuid.uuid4().hex
         site = Site(unit=next(_numbers), incarnation=incarnation, host="127.0.0.1", find=self.world.address)
-        backend = open_backend(self.world.name, site)
+        backend = self.world.shared(site)
         await backend.open()
         self.units[index] = StorageUnit(
             index=index,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import select
 import signal
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.queue.storage.backend import Backend, Site
+from asyncflow.queue.storage.mooncake import MooncakeBackend, MooncakeConnection, MooncakeStore
 from asyncflow.queue.storage.unit import open_backend
 
 PROCESS = Path(__file__).with_name("store_process.py")
@@ -71,6 +71,17 @@ class MemoryWorld:
         await made.open()
         return made
 
+    def shared(self, site: Site) -> Backend:
+        """Return a back end that is not open yet, of a unit that begins."""
+        return open_backend(self.name, site)
+
+    def close(self) -> None:
+        pass
+
+
+class LastingConnection(MooncakeConnection):
+    """A connection of many units in one process, none of which closes it: each client takes a second to close."""
+
     def close(self) -> None:
         pass
 
@@ -83,7 +94,7 @@ class MooncakeWorld(MemoryWorld):
     def __init__(self, folder: Path, *, holders: int = 1, size: int = 256 * MIB) -> None:
         self._file = folder / f"master-{uuid.uuid4().hex}"
         self._size = size
-        self._begun = itertools.count()
+        self._connection: LastingConnection | None = None
         self.master = Child("master").wait()
         self._publish()
         self.holders = [self._holder() for _ in range(holders)]
@@ -92,6 +103,13 @@ class MooncakeWorld(MemoryWorld):
 
     def address(self, role: str, index: int) -> str | None:
         return self.master.address if (role, index) == ("master", 0) else None
+
+    def shared(self, site: Site) -> Backend:
+        """Return a back end on the one connection of this process."""
+        if self._connection is None:
+            self._connection = LastingConnection(host=site.host, master=lambda: self.master.address)
+        store = MooncakeStore(self._connection, stale="^nothing$")
+        return MooncakeBackend(store, prefix=site.prefix, lasting=site.lasting)
 
     def restart_master(self) -> None:
         """Kill the master; its successor has another address and knows nothing."""
@@ -105,6 +123,8 @@ class MooncakeWorld(MemoryWorld):
         self.holders[index] = self._holder().wait()
 
     def close(self) -> None:
+        if self._connection is not None:
+            MooncakeConnection.close(self._connection)
         for child in (*self.holders, self.master):
             child.end()
 
