@@ -32,7 +32,6 @@ def back_end(request, crew, stores):
     crew.store = [request.param, stores(request.param).address(role, 0) or ""]
 
 
-@on_every_back_end
 async def test_rows_of_a_killed_consumer_go_to_another(crew):
     await crew.start_queue(lease_s=1)
     await crew.start("holder", "hold", "rollout", "w1")
@@ -153,9 +152,11 @@ async def test_a_put_to_a_stopped_unit_is_done_when_it_goes_on(crew):
 async def test_rows_of_a_stopped_unit_go_to_another(crew):
     await crew.start_queue(lease_s=60, units=2)
     crew.stop("unit-0")
-    assert await crew.create(0, 1, timeout=12) == [True] * 4
     columns = {"x": Jagged.from_rows([[row] for row in range(4)], "int64")}
-    puts = [await crew.client.put("open", columns, timeout=12) for _ in range(2)]
+    new, *puts = await asyncio.gather(
+        crew.create(0, 1, timeout=12), *(crew.client.put("open", columns, timeout=12) for _ in range(2))
+    )
+    assert new == [True] * 4
     crew.go_on("unit-0")
     rows = [row for put in puts for row in put.rows]
     assert {unit_of(row) for row in rows} == {1}
@@ -163,7 +164,6 @@ async def test_rows_of_a_stopped_unit_go_to_another(crew):
     assert len(await crew.claim("rollout")) == 4
 
 
-@on_every_back_end
 async def test_a_killed_controller_honours_the_leases_of_the_old_one(crew):
     await crew.start_queue(lease_s=2)
     await crew.create(0, 1)
