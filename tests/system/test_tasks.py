@@ -52,7 +52,10 @@ def test_each_sample_passes_each_task_once_although_its_processes_are_killed(tmp
     assert audit.ok, audit.problems
     summary = json.loads((folder / "summary.json").read_text())
     failing = [serial for serial in range(STEPS * 8) if serial % 10 == 3]
-    assert audit.dropped == len(failing) == summary["rewards_failed"]["measure: raised"]
+    # The last try of a row may be one whose lease ended: with its process, or on a busy machine.
+    failures = summary["rewards_failed"]
+    assert failures.keys() <= {"measure: raised", "measure: died"}
+    assert audit.dropped == len(failing) == sum(failures.values())
     assert audit.trained == STEPS * 8 * 4 - len(failing)
     assert "ValueError: odd" in (folder / "rewards.json").read_text()
     assert "attempt 1" in (folder / "logs" / "task-measure-0.log").read_text(), "it was started again"

@@ -200,7 +200,7 @@ class TaskWorker:
         """Return an outcome for each row; those that were tried often enough are not computed again."""
         retries = self._settings.retries
         again = [i for i, row in enumerate(rows) if retries is None or row.attempt <= retries]
-        over = f"its replica was lost, or gave it back, in each of {(retries or 0) + 1} tries"
+        over = f"it was tried {(retries or 0) + 1} times, and its replica was lost in the last, or gave it back"
         results: list[Outcome] = [RowFailure("died", over)] * len(rows)
         if again:
             chosen = [rows[i] for i in again]

@@ -29,9 +29,9 @@ async def test_08_from_a_thread_that_blocks_too(two_units, scores):
 async def test_09_a_write_replaces_its_cells_and_no_others_on_all_units(two_units, scores):
     rows = [row for n in range(8) for row in await scores.put({"n": np.array([n])})]
     assert {RowPlace.of(row).unit for row in rows} == {0, 1}
+    held = two_units.held
     await scores.write(rows[2:5], {"n": np.array([102, 103, 104])})
     assert (await scores.get(rows, ["n"]))["n"].tolist() == [0, 1, 102, 103, 104, 5, 6, 7]
-    held = two_units.held
     for again in range(3):
         await scores.write(rows, {"n": np.arange(8) + again})
     assert (await scores.get(rows, ["n"]))["n"].tolist() == list(range(2, 10))
