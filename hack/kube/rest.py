@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import select
 import ssl
 import threading
 import time
@@ -115,31 +116,15 @@ class Api:
         form: str = "application/json",
         timeout_s: float = 30.0,
     ) -> tuple[int, bytes]:
-        """Send one request and give status and body, whatever they are; again where the server had hung up before."""
-        target = f"{path}?{urlencode(query)}" if query else path
-        text = None if body is None else json.dumps(body)
-        headers = {"Content-Type": form, "Accept": "application/json"}
-        kept: http.client.HTTPSConnection | None = self._kept.__dict__.pop("connection", None)
-        if kept is not None:
-            kept.sock.settimeout(timeout_s)
-            try:
-                return self._answer(kept, method, target, text, headers)
-            except (ConnectionError, ssl.SSLError):
-                pass
-        fresh = http.client.HTTPSConnection(self._address, context=self._tls, timeout=timeout_s)
-        return self._answer(fresh, method, target, text, headers)
-
-    def _answer(
-        self,
-        connection: http.client.HTTPSConnection,
-        method: str,
-        target: str,
-        text: str | None,
-        headers: Mapping[str, str],
-    ) -> tuple[int, bytes]:
-        """Send one request on a connection, and keep that where it can be used again."""
+        """Send one request and give status and body, whatever they are."""
+        connection = self._connection(timeout_s)
         try:
-            connection.request(method, target, body=text, headers=headers)
+            connection.request(
+                method,
+                f"{path}?{urlencode(query)}" if query else path,
+                body=None if body is None else json.dumps(body),
+                headers={"Content-Type": form, "Accept": "application/json"},
+            )
             answer = connection.getresponse()
             said = answer.status, answer.read()
         except BaseException:
@@ -148,3 +133,13 @@ class Api:
         if connection.sock is not None:
             self._kept.connection = connection
         return said
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPSConnection:
+        """Return this thread's connection, a new one where the server has hung up: then there is something to read."""
+        kept: http.client.HTTPSConnection | None = self._kept.__dict__.pop("connection", None)
+        if kept is not None and not select.select([kept.sock], [], [], 0)[0]:
+            kept.sock.settimeout(timeout_s)
+            return kept
+        if kept is not None:
+            kept.close()
+        return http.client.HTTPSConnection(self._address, context=self._tls, timeout=timeout_s)
