@@ -1,6 +1,6 @@
-"""Names that cross between plan, substrates, operator and runtime: roles, ports, paths, labels, objects.
+"""Names and bounds that cross between plan, substrates, operator and runtime: roles, ports, paths, labels, objects.
 
-Invariant: a name is written down once, here; it is a pure function of job, role and index.
+Invariant: each is written down once, here; a name is a pure function of job, role and index.
 """
 
 from __future__ import annotations

@@ -230,10 +230,10 @@ def _set_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def _add_to(gradient: Tensor, parameter: Tensor) -> None:
-    """Have each backward pass add to ``gradient`` what it made for ``parameter``, in the dtype of ``gradient``.
+    """Add what each backward pass makes for ``parameter`` to ``gradient``, in the dtype of that.
 
-    Unlike with ``_set_gradient`` the parameter has no gradient while the next pass is computed: torch.compile would cut
-    a layer at each parameter whose gradient is of another dtype.
+    The parameter itself keeps no gradient: torch.compile cuts a layer at each parameter whose gradient is of another
+    dtype.
     """
 
     def add(of: Tensor) -> None:
