@@ -82,6 +82,22 @@ def test_quota_idle_takes_what_only_an_older_version_may_make():
     assert instance.ask("train") == Ask(3, (5,), 3)
 
 
+def test_quota_idle_loads_what_is_staged_and_goes_back_for_rows_that_need_an_older_version():
+    instance = at(0)
+    instance.parked("train")
+    assert instance.swap() is None
+    stage(instance, 1)
+    assert instance.ask("train") == Ask(0, (1,), 4), "it claims until the swap"
+    assert instance.swap() == 1
+    instance.loaded(Version(0, 1))
+    instance.know(staged=None, in_memory=[0, 1], available=[0, 1])
+    assert instance.ask("train") == Ask(1, (), 4), "of an instance that still evaluates nothing is known yet"
+    instance.parked("eval")
+    assert instance.ask("train") == Ask(1, (0,), 4)
+    assert begin(instance, work("old", 0)) == []
+    assert instance.swap() == 0
+
+
 def test_sequence_stops_admitting_lets_run_out_and_swaps():
     instance = at(4, swap_at="sequence")
     assert begin(instance, work("a", 3, newest=NEWEST)) == ["a"]

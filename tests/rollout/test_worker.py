@@ -86,17 +86,30 @@ async def test_standing_still_for_weights_is_counted_and_other_idleness_is_not(w
     meter = rollout.worker.meter
     await world.publish(0)
     await until(lambda: rollout.worker.loader.swaps == 1, "θ0")
-    await world.publish(1)
-    await until(lambda: rollout.receiver.held == [0, 1], "θ1 to be staged")
+    await asyncio.sleep(0.1)
     assert meter.stall_s == 0
-    world.catalogue.require([1])
-    await until(lambda: meter.stall_s > 0.1, "a stall")
+    await world.publish(1)
     await world.put([0], step=3, oldest=1)
     await world.made(4)
     waited = meter.busy.seconds()
-    assert waited["receive"] >= 0.1
     assert waited["swap"] >= 0.2
-    assert meter.stall_s == waited["receive"] + waited["swap"]
+    assert meter.stall_s == waited.get("receive", 0.0) + waited["swap"]
+
+
+async def test_without_work_it_loads_what_is_staged(world):
+    rollout = await world.rollout("r0")
+    for step in range(3):
+        await world.publish(step)
+        await until(lambda step=step: rollout.instance.current == Version(0, step), f"θ{step} to be loaded")
+    assert rollout.worker.meter.occupied.total() == 0
+
+
+def test_waiting_for_weights_on_their_way_is_counted() -> None:
+    meter = RolloutMeter(RolloutMetrics())
+    meter.running(0, waiting=True)
+    time.sleep(0.02)
+    meter.running(0, waiting=False)
+    assert 0.02 <= meter.stall_s == meter.busy.seconds()["receive"]
 
 
 def test_waiting_that_shows_late_is_not_counted_beside_the_swap_before_it() -> None:
@@ -342,7 +355,9 @@ async def test_staggered_one_changes_weights_while_the_other_goes_on(world, swap
     world.permits.grant = observed
     await world.publish(1)
     await until(lambda: all(rollout.instance.current == Version(0, 1) for rollout in both), "both swaps")
-    assert found == [(1, [0, 0]), (1, [0, 1])]
+    assert found[0] == (1, [0, 0])
+    later = [(1, [0, 1])], [(1, [1, 1])], []
+    assert found[1:] in later, "whoever has nothing to do for a moment changes without a permit"
     rows, columns = await world.made(160)
     assert steps(rows, columns)[1] == {0, 1}
 
@@ -598,8 +613,8 @@ async def test_an_engine_that_has_other_weights_than_were_published_ends_the_wor
     await world.put(range(2), step=1, oldest=0)
     await world.made(8)
     await world.publish(1, tensors)
-    await until(lambda: bool(staged), "the next version to be prepared")
-    assert asked == [ids.tolist()]
+    await until(lambda: bool(staged) and len(asked) == 2, "the next version to be prepared, loaded and asked")
+    assert asked == [ids.tolist()] * 2
     assert staged == [(Version(0, 1), {"step"})]
 
 
