@@ -7,11 +7,19 @@ from msgspec import structs
 
 from asyncflow.api.job import RLJobSpec
 from asyncflow.api.load import load_job
-from asyncflow.api.status import CorrectionFigures, DriverStatus, RewardState, SetState
+from asyncflow.api.status import (
+    BestState,
+    CheckpointState,
+    CorrectionFigures,
+    DriverStatus,
+    RewardState,
+    SetState,
+    Staleness,
+)
 from asyncflow.api.versions import VersionsState
 from asyncflow.driver.instances import rollout_state
 from asyncflow.driver.progress import RunProgress, line_of
-from asyncflow.driver.status import build_status, show, waiting_for
+from asyncflow.driver.status import build_status, last_words, show, waiting_for
 from asyncflow.identity import Version
 from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.rpc.membership import Member
@@ -179,6 +187,29 @@ def test_what_prometheus_scrapes_of_an_evaluation_is_what_the_status_says() -> N
     assert value("asyncflow_driver_eval_set_accuracy_ratio", named) == 0.25
     assert value("asyncflow_driver_eval_set_reward", named) == 0.5
     assert value("asyncflow_driver_eval_set_pass_ratio", {**named, "k": "4"}) == 0.75
+
+
+def test_what_a_driver_leaves_of_its_status_is_never_cut_by_a_kubelet() -> None:
+    most, figure = (1 << 53) - 1, 0.12345678901234567
+    status = DriverStatus(
+        phase="Succeeded",
+        step=most,
+        steps=most,
+        reward=-figure,
+        eval=figure,
+        eval_sets={f"{index:0>63}": SetState(accuracy=figure, pass_at={"4": 0.75}) for index in range(16)},
+        tokens_per_second=1e9 * figure,
+        staleness=Staleness(start=figure),
+        version=most,
+        last_step_at="2026-01-01T00:00:00.000000Z",
+        checkpoint=CheckpointState(step=most, at="2026-01-01T00:00:00.000000Z"),
+        best=BestState(step=most, by="accuracy", value=figure),
+        waiting_for="x" * 1024,
+    )
+    said = last_words(status)
+    assert len(said.encode()) <= 4096
+    left = DriverStatus.model_validate_json(said)
+    assert (left.step, left.best, left.eval_sets.keys()) == (most, status.best, status.eval_sets.keys())
 
 
 def test_importance_weights_are_shown_where_the_job_has_them(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from model_samples import JOB, QUEUE
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.status import DriverStatus, Phase, RolloutState
+from asyncflow.driver.status import last_words
 from asyncflow_operator.observed import DriverProbe, PodView, Ref
 
 
@@ -125,6 +126,9 @@ class Cluster(ApiServer):
             since = self.probe.failing_since or self.now
             self.probe = replace(self.probe, error="no answer", failing_since=since)
             return
+        self.probe = DriverProbe(status=self._driver_status(), at=self.now)
+
+    def _driver_status(self) -> DriverStatus:
         rollouts = tuple(
             RolloutState(
                 id=pod.uid,
@@ -135,7 +139,7 @@ class Cluster(ApiServer):
             )
             for pod in self._registered()
         )
-        status = DriverStatus(
+        return DriverStatus(
             attempt=self.driver_attempt,
             phase=self.driver_phase,
             step=self.step,
@@ -143,7 +147,6 @@ class Cluster(ApiServer):
             version=self.step,
             rollouts=rollouts,
         )
-        self.probe = DriverProbe(status=status, at=self.now)
 
     def driver_works(self) -> None:
         """Carry out the orders: drained rollouts end; a job that is suspended ends, the driver last."""
@@ -162,9 +165,10 @@ class Cluster(ApiServer):
 
     def _dismiss(self) -> None:
         self.look_at_driver()
+        words = last_words(self._driver_status())
         for pod in sorted(self.pods.values(), key=lambda pod: pod.role == "driver"):
             if pod.phase == "Running":
-                self.end(pod, code=0, last_words=self.driver_phase if pod.role == "driver" else "")
+                self.end(pod, code=0, last_words=words if pod.role == "driver" else "")
 
     # People.
 

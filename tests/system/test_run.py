@@ -24,7 +24,7 @@ from one_run import (
 from safetensors.numpy import load_file
 
 from asyncflow import cli
-from asyncflow.api.names import LAST_WORD_ENV
+from asyncflow.api.names import LAST_WORDS_ENV
 from asyncflow.queue.ledger.audit import audit_ledger
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -164,8 +164,8 @@ def the_best_is_kept(folder: Path, said: dict[str, Any]) -> None:
 
 
 def test_a_suspended_job_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, last_word = tmp_path / "run", tmp_path / "last-word"
-    monkeypatch.setenv(LAST_WORD_ENV, str(last_word))
+    folder, words = tmp_path / "run", tmp_path / "last-words"
+    monkeypatch.setenv(LAST_WORDS_ENV, str(words))
     run = start("counting.yaml", folder, [*COUNTING, "storage.checkpoints.every=10"])
     wait_for_step(folder, 3, run, within_s=60)
     record = json.loads((folder / "run" / "processes.json").read_text())
@@ -178,9 +178,13 @@ def test_a_suspended_job_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: p
     assert direct(folder, "/v1/checkpoint", headers=bearer(token)) == 202
     assert direct(folder, "/v1/suspend", certificate="operator-0") == 202
     finish(run, within_s=60)
-    assert summary(folder)["phase"] == last_word.read_text() == "Suspended"
+    assert summary(folder)["phase"] == "Suspended"
     assert 3 <= summary(folder)["steps"] < 24
+    said = json.loads(words.read_text())
+    assert [said[name] for name in ("phase", "step", "steps")] == ["Suspended", summary(folder)["steps"], 24]
     finish(start("counting.yaml", folder, [*COUNTING, "storage.checkpoints.every=10"], "--resume"), within_s=120)
     report = audit_ledger(folder / "ledger")
     assert (report.trained, report.lost, report.duplicated) == (24 * 8 * 4, 0, 0)
-    assert summary(folder)["phase"] == last_word.read_text() == "Succeeded"
+    said = json.loads(words.read_text())
+    assert [said[name] for name in ("phase", "step", "version")] == ["Succeeded", 24, 24]
+    assert summary(folder)["phase"] == "Succeeded"

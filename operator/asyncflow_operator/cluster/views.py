@@ -28,7 +28,8 @@ _NOBODYS_FAILURE: Final = frozenset(
 """Reasons of a whole pod for which the cluster, and not the process in it, ended it or would not begin it."""
 _OUT_OF: Final = "OutOf"
 """Beginning of the reason of a pod that its node has too little for: the name of the resource follows."""
-_LAST_WORDS: Final = 1024
+_LAST_WORDS: Final = 4096
+"""Bytes that a kubelet keeps of a termination message."""
 _MOST_DIGITS: Final = 10
 """A number of so many digits in a label was not written by an operator."""
 _KEPT: Final = frozenset(

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from pydantic import ValidationError
+
 from asyncflow.api.job import RLJobSpec
-from asyncflow.api.status import JobStatus, Phase
+from asyncflow.api.status import DriverStatus, JobStatus, Phase
 from asyncflow.plan.describe import duration
 from asyncflow_operator.actions import Delete, DriverOrder, Plan
 from asyncflow_operator.decide.admission import delete_gang, release_pods, requeue
@@ -32,16 +34,28 @@ def driver_of(state: JobState) -> PodView | None:
     return next((pod for pod in state.pods if pod.role == "driver"), None)
 
 
-def final_phase(driver: PodView, state: JobState) -> str:
-    """Return the phase that a driver which has ended reports: its last words, or its last answer."""
+def last_status(driver: PodView | None, state: JobState) -> DriverStatus | None:
+    """Return the driver's last answer, with what it has left since: the phase and the figures with which it ended."""
     seen = state.probe.status
-    return driver.last_words or (seen.phase if seen is not None else "")
+    try:
+        left = DriverStatus.model_validate_json(driver.last_words if driver is not None else "")
+    except ValidationError:
+        return seen
+    if seen is None:
+        return left
+    return seen.model_copy(update={name: getattr(left, name) for name in left.model_fields_set})
+
+
+def final_phase(driver: PodView, state: JobState) -> str:
+    """Return the phase in which a driver has ended, "" where it said none."""
+    last = last_status(driver, state)
+    return last.phase if last is not None else ""
 
 
 def finish(draft: Draft[JobStatus], state: JobState, failure: FailureResult | None) -> None:
     """End the job for good: as succeeded, or as failed because of ``failure``."""
     phase: Phase = "Succeeded" if failure is None else "Failed"
-    draft.fields |= figures(state.probe.status, ())
+    draft.fields |= figures(last_status(driver_of(state), state), ())
     draft.fields |= {"phase": phase, "completion_time": to_rfc3339(draft.now), "eta": "", "waiting_for": ""}
     draft.fields |= {"draining": (), "ready_rollouts": 0, "replicas": 0}
     if failure is None:
@@ -77,6 +91,8 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
     if driver is not None and ended is PodEnd.DONE and final_phase(driver, state) == "Succeeded":
         finish(draft, state, None)
         return draft.plan(figures=FIGURES)
+    if ended is PodEnd.DONE:
+        draft.fields |= figures(last_status(driver, state), ())
     began = from_rfc3339(status.suspend_time) or draft.now
     in_time = draft.alarm.until(began + STOPS * spec.limits.stop_seconds + SPARE_S)
     saves = status.phase in ("Running", "Suspending") and _may_save(state)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from aiohttp import web
 
@@ -37,6 +37,13 @@ from asyncflow.plan.queue import holders
 from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.rpc.membership import Best
 from asyncflow.telemetry.metrics import DriverMetrics
+
+_KEPT: Final[dict[str, Any]] = {
+    **dict.fromkeys(("phase", "step", "steps", "reward", "eval", "tokens_per_second", "staleness", "version"), True),
+    **dict.fromkeys(("last_step_at", "checkpoint", "best"), True),
+    "eval_sets": {"__all__": {"accuracy"}},
+}
+"""Figures that a job keeps when it has ended, but for those without a bound that a termination message has room for."""
 
 
 def timestamp(at: float) -> str:
@@ -264,6 +271,11 @@ class Control(Protocol):
 
     def resume(self) -> None:
         """Go on after a pause. Raises Refused where the job is not paused."""
+
+
+def last_words(status: DriverStatus) -> str:
+    """Return what a driver that is done leaves of its status: JSON of at most 4 KiB, which a kubelet keeps."""
+    return status.model_dump_json(by_alias=True, include=_KEPT)
 
 
 def status_route(status: Callable[[], DriverStatus]) -> web.RouteDef:

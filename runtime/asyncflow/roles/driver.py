@@ -8,15 +8,15 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
-from asyncflow.api.names import LAST_WORD_ENV
-from asyncflow.api.status import DriverStatus, Phase
+from asyncflow.api.names import LAST_WORDS_ENV
+from asyncflow.api.status import DriverStatus
 from asyncflow.data.put import PutSource
 from asyncflow.data.sources import CACHE, open_held_out, open_training
 from asyncflow.driver.driver import Driver
 from asyncflow.driver.journal import PROMPTS
 from asyncflow.driver.presence import looking_routes
 from asyncflow.driver.sinks import Sinks
-from asyncflow.driver.status import control_routes, status_route
+from asyncflow.driver.status import control_routes, last_words, status_route
 from asyncflow.models.source import materialize_config
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.queue.client import QueueClient
@@ -111,8 +111,9 @@ async def serve(context: JobContext) -> None:
         await control.start(context.host, options.control_port)
     try:
         if await context.unless_stopped(driver.run()):
+            said = last_words(status())
             await driver.conclude()
-            _say_last(driver.phase)
+            _say_last(said)
     finally:
         await sinks.abandon()
         await directory.close()
@@ -130,10 +131,10 @@ def _at_once(status: Callable[[], DriverStatus]) -> Callable[[], Awaitable[Drive
     return answer
 
 
-def _say_last(phase: Phase) -> None:
-    """Leave the phase where the kubelet finds it: both ends have status 0, and nobody may have asked in between."""
-    if path := os.environ.get(LAST_WORD_ENV):
-        Path(path).write_text(phase)
+def _say_last(words: str) -> None:
+    """Leave ``words`` where the kubelet finds them: nobody may have asked since the last step, or for the phase."""
+    if path := os.environ.get(LAST_WORDS_ENV):
+        Path(path).write_text(words)
 
 
 def _address(directory: Directory, role: str, index: int) -> str | None:

@@ -58,7 +58,7 @@ def test_a_running_pod() -> None:
 def test_how_a_pod_ended_is_that_of_the_roles_container() -> None:
     view = pod_view(pod(phase="Failed", containerStatuses=[ended(137, reason="OOMKilled", message="x" * 5000)]))
     assert (view.exit_code, view.exit_reason, view.disrupted) == (137, "OOMKilled", False)
-    assert len(view.last_words) == 1024
+    assert len(view.last_words) == 4096
     assert view.finished == view.created + 60
 
 

@@ -128,6 +128,19 @@ def test_the_drivers_last_word_holds_though_nobody_asked_it_in_time(phase: str):
     assert world.status.phase == phase
 
 
+@pytest.mark.parametrize("phase", ["Suspended", "Succeeded"])
+def test_the_figures_are_those_with_which_the_driver_ended(phase: str):
+    world = running()
+    world.look_at_driver()
+    seen = world.probe
+    world.edit(suspend=phase == "Suspended")
+    world.step, world.driver_phase = 10, phase
+    world._dismiss()
+    world.probe = seen
+    world.settle()
+    assert (world.status.phase, world.status.step, world.status.progress) == (phase, 10, "10/10")
+
+
 def test_the_end_keeps_the_drivers_pod_and_is_final():
     world = running()
     world.step = 10
