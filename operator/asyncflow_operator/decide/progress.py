@@ -78,11 +78,11 @@ def figures(seen: DriverStatus | None, rollouts: Collection[PodView]) -> dict[st
         "step": seen.step,
         "steps": seen.steps,
         "progress": f"{seen.step}/{seen.steps}",
-        "reward": seen.reward,
-        "eval": seen.eval,
-        "eval_sets": {name: each.accuracy for name, each in seen.eval_sets.items()},
-        "tokens_per_second": seen.tokens_per_second,
-        "staleness": seen.staleness.start,
+        "reward": _short(seen.reward),
+        "eval": _short(seen.eval),
+        "eval_sets": {name: _short(each.accuracy) for name, each in seen.eval_sets.items()},
+        "tokens_per_second": _short(seen.tokens_per_second),
+        "staleness": _short(seen.staleness.start),
         "version": seen.version,
         "queue_depth": seen.queue.ready,
         "eta": "" if seen.eta_seconds is None else duration(seen.eta_seconds),
@@ -128,6 +128,11 @@ def set_stalled(
     what = f"; it waits for {_shown(seen.waiting_for)}" if seen.waiting_for else ""
     message = f"No step for more than {duration(patience)}, after step {seen.step} of {seen.steps}{what}"
     conditions.set("Stalled", True, "NoStep", message)
+
+
+def _short(figure: float | None) -> float | None:
+    """Return a figure with four digits, as many as a column of kubectl should show."""
+    return None if figure is None else float(f"{figure:.4g}")
 
 
 def _shown(words: str) -> str:

@@ -38,8 +38,8 @@ def test_figures_are_the_drivers():
     seen = DriverStatus(
         step=12,
         steps=60,
-        reward=0.5,
-        tokens_per_second=1234.5,
+        reward=0.9609375,
+        tokens_per_second=828.5645490796835,
         eta_seconds=8000,
         staleness=Staleness(start=1.0, mean=0.4),
         version=12,
@@ -51,6 +51,7 @@ def test_figures_are_the_drivers():
         waiting_for="1 rollout",
     )
     shown = figures(seen, ())
+    assert (shown["reward"], shown["eval"], shown["tokens_per_second"]) == (0.9609, None, 828.6)
     assert (shown["best_step"], shown["eval_sets"]) == (5, {"aime": 0.25})
     assert (shown["progress"], shown["eta"], shown["staleness"], shown["queue_depth"]) == ("12/60", "2h13m", 1.0, 32)
     assert (shown["checkpoint_step"], shown["ready_rollouts"], shown["waiting_for"]) == (10, 1, "1 rollout")
