@@ -44,6 +44,24 @@ async def serving(*routes: web.RouteDef) -> AsyncIterator[str]:
             await server.close()
 
 
+async def test_a_server_at_a_port_of_its_own_is_reached_from_its_own_pod_as_kubectl_port_forward_does(
+    session: aiohttp.ClientSession,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = HttpServer(role_routes(CollectorRegistry()))
+    assert await server.start("127.0.0.2", port) == f"http://127.0.0.2:{port}"
+    for host in ("127.0.0.2", "127.0.0.1"):
+        async with session.get(f"http://{host}:{port}/healthz") as answer:
+            assert answer.status == 200
+    with pytest.raises(Refused, match="cannot listen"):
+        await HttpServer([]).start("127.0.0.3", port)
+    await server.close()
+    for host in ("127.0.0.2", "127.0.0.1"):
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await session.get(f"http://{host}:{port}/healthz")
+
+
 class Slow:
     """A handler that answers when it may. begun: released by each request that has come to it."""
 

@@ -26,9 +26,9 @@ from asyncflow.rpc.framing import ANYBODY, SERVER_SIZE, new_server
 from asyncflow.rpc.retry import delays
 
 SCHEME = "tcp://"
-EVERYWHERE = "0.0.0.0"  # noqa: S104 - compared with, and bound to where the address says so
+LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"  # noqa: S104 - compared with, and bound to where the address says so
 _LAST_PORT = 65_535
-_ALL = (EVERYWHERE, "::", "*", "")
+ALL = (EVERYWHERE, "::", "*", "")
 _SERVER = re.compile(f"(?!0+$)[0-9a-f]{{{2 * SERVER_SIZE}}}")
 
 Place: TypeAlias = tuple[socket.AddressFamily, tuple[Any, ...]]
@@ -38,8 +38,7 @@ _under_way: dict[tuple[int, str, int], Future[list[Place]]] = {}
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Return where ``address`` is, ``tcp://HOST:PORT[/SERVER]``: IPv6 hosts in brackets; ``*`` is any host, or any port
-    (0).
+    """Return where ``address`` is, ``tcp://HOST:PORT[/SERVER]``: IPv6 hosts in brackets, ``*`` for any host or port.
 
     Raises ManifestError where it is none.
     """
@@ -77,7 +76,7 @@ async def dialled(bound: str, advertise: str = "") -> str:
 
     Raises Refused where this machine's own name has no address.
     """
-    if advertise or bound not in _ALL:
+    if advertise or bound not in ALL:
         return advertise or bound
     name = socket.gethostname()
     try:

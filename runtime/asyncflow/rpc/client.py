@@ -213,8 +213,7 @@ class RpcClient:
 
     name: of the caller or the connection, in errors; resolve: the peer's address, or a function asked before each call
     and while calls wait, that gives None as long as the peer has no address; credentials: of this process, None for
-    plain text; expects: the roles that may answer, none for any; max_message: most bytes of one message, frames
-    included.
+    plain text; expects: the roles that may answer, none for any; max_message: most bytes of a message with its frames.
     """
 
     def __init__(

@@ -173,13 +173,16 @@ class HttpServer:
     ) -> str:
         """Start to serve and return the URL that others dial, at the host ``advertise`` if that is set.
 
-        Port 0 takes any free one; bound: a socket to listen on that already has host and port. Raises Refused where it
-        cannot listen.
+        Port 0 takes any free one, any other is served on the loopback too, to which ``kubectl port-forward`` leads;
+        bound: a socket to listen on that already has host and port. Raises Refused where it cannot listen.
         """
+        beside: list[socket.socket] = []
         try:
             if bound is None:
                 places = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
                 bound = socket.create_server(places[0][4], family=places[0][0])
+                if port and places[0][4][0] not in (addresses.LOOPBACK, *addresses.ALL):
+                    beside = [socket.create_server((addresses.LOOPBACK, port))]
             bound.listen(_BACKLOG)
         except OSError as error:
             hint = "Another process may hold that port"
@@ -188,7 +191,7 @@ class HttpServer:
         server = self._runner.server
         assert server is not None
         self._listener = Listener(
-            [bound],
+            [bound, *beside],
             most=MAX_CONNECTIONS,
             share=1 / 8,
             meet=partial(self._meet, server),
