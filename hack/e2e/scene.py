@@ -6,11 +6,13 @@ wait has a deadline and says what it waits for.
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import json
 import os
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +32,7 @@ _JOBS: Final = f"/apis/asyncflow.dev/v1alpha1/namespaces/{NAMESPACE}/rljobs"
 _PODS: Final = f"/api/v1/namespaces/{NAMESPACE}/pods"
 _HELM_DEADLINE_S: Final = 180.0
 _SOON_S: Final = 300.0
+_FORWARDS: Final = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+)")
 _EVALUATED: Final = re.compile(r"evaluated θ_(\d+): (\d+) prompts, accuracy ([\d.]+), greedy ([\d.]+)")
 
 Json = dict[str, Any]
@@ -107,6 +110,25 @@ class Scene:
         """Return the UID of a pod, "" where there is none that stays."""
         pod = self.pod(name)
         return str(pod["metadata"]["uid"]) if pod else ""
+
+    def secret(self, name: str, key: str) -> bytes:
+        """Return an entry of a Secret of the namespace of jobs."""
+        data = self.node.plane.api.get(f"/api/v1/namespaces/{NAMESPACE}/secrets/{name}")["data"]
+        return base64.b64decode(data[key])
+
+    @contextlib.contextmanager
+    def forwarded(self, pod: str, port: int) -> Iterator[int]:
+        """Run ``kubectl port-forward`` during the body; yields the port of this machine that leads to the pod's."""
+        options = ("--kubeconfig", str(self.node.plane.admin), "port-forward", f"pod/{pod}", f":{port}")
+        command = [str(binary("kubectl")), *options]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+            try:
+                said = running.stdout.readline() if running.stdout is not None else ""
+                if (found := _FORWARDS.match(said)) is None:
+                    raise PlaneError(f"kubectl port-forward of {pod} said: {said}")
+                yield int(found[1])
+            finally:
+                running.terminate()
 
     def kill(self, name: str) -> None:
         """Kill the process of a pod as the machine does that runs out of memory."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
 from typing import Final
 
+from asyncflow.api.names import CONTROL_PORT, HTTP_PORT
 from e2e.scene import NAMESPACE, RELEASE, SYSTEM, Json, Scene
 from images.recipes import PREFIX, ROOT, image
 from kube.process import PlaneError
@@ -58,6 +61,7 @@ def train(scene: Scene) -> None:
     scene.telling.chapter("examples/quickstart.yaml trains")
     ledger = _begin(scene, "quickstart", _HERE / "quickstart")
     scene.kubectl("get", "rljobs,transferqueues,weightsyncs,pods,services,persistentvolumeclaims")
+    _ask_driver(scene, "quickstart")
     _finish(scene, "quickstart", ledger)
 
 
@@ -114,6 +118,33 @@ def _begin(scene: Scene, job: str, overlay: Path) -> Path:
     scene.apply(overlay)
     scene.wait(lambda: scene.status(job).get("phase") == "Running", f"{job} to be running", timeout_s=_TRAINED_S)
     return ledger / job
+
+
+def _ask_driver(scene: Scene, job: str) -> None:
+    """Look at a driver and give it an order as the guide says that persons do: through kubectl port-forward."""
+    driver, secrets = f"{job}-driver-0", scene.status(job)["secrets"]
+    with scene.forwarded(driver, HTTP_PORT) as port:
+        said = json.loads(_curl(f"http://127.0.0.1:{port}/v1/status"))
+    scene.telling.check("the driver says how it goes", holds=said["phase"] == "Running", found=said["phase"])
+    with tempfile.TemporaryDirectory() as folder, scene.forwarded(driver, CONTROL_PORT) as port:
+        authority, header = Path(folder, "ca.crt"), Path(folder, "header")
+        authority.write_bytes(scene.secret(secrets["viewer"]["name"], "ca.crt"))
+        header.write_bytes(b"Authorization: Bearer " + scene.secret(secrets["keys"]["name"], "token"))
+        to = ("--cacert", str(authority), "--connect-to", f"driver-0:{port}:127.0.0.1:{port}", "--request", "POST")
+        answers = [
+            _curl(*to, *with_token, "--write-out", " %{http_code}", f"https://driver-0:{port}/v1/checkpoint")
+            for with_token in ((), ("--header", f"@{header}"))
+        ]
+    found = [answer.rpartition(" ")[2] for answer in answers]
+    scene.telling.check("it takes orders with the job's token alone", holds=found == ["401", "202"], found=found)
+
+
+def _curl(*arguments: str) -> str:
+    command = ["curl", "--silent", "--show-error", "--max-time", "20", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=_AUDIT_S, check=False)
+    if ended.returncode != 0:
+        raise PlaneError(f"curl ended with {ended.returncode}: {ended.stderr}")
+    return ended.stdout
 
 
 def _finish(scene: Scene, job: str, ledger: Path) -> None:
