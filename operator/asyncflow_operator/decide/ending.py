@@ -113,7 +113,7 @@ def suspend(draft: Draft[JobStatus], state: JobState, spec: RLJobSpec) -> Plan:
         draft.fields |= {"eta": "", "waiting_for": ""}
         draft.note("Suspended", "All pods are released; suspend: false resumes from the checkpoint")
     _state_suspended(draft, done=done or status.phase == "Suspended")
-    return draft.plan(figures=FIGURES)
+    return draft.plan(figures=() if ended is PodEnd.DONE else FIGURES)
 
 
 def _why_suspended(state: JobState, spec: RLJobSpec, *, in_time: bool, saves: bool) -> str:

@@ -131,9 +131,12 @@ def test_the_drivers_last_word_holds_though_nobody_asked_it_in_time(phase: str):
 @pytest.mark.parametrize("phase", ["Suspended", "Succeeded"])
 def test_the_figures_are_those_with_which_the_driver_ended(phase: str):
     world = running()
+    world.step = 3
     world.look_at_driver()
     seen = world.probe
     world.edit(suspend=phase == "Suspended")
+    world.see_all()
+    world.reconcile(JOB)
     world.step, world.driver_phase = 10, phase
     world._dismiss()
     world.probe = seen
