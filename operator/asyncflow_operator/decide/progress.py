@@ -78,11 +78,11 @@ def figures(seen: DriverStatus | None, rollouts: Collection[PodView]) -> dict[st
         "step": seen.step,
         "steps": seen.steps,
         "progress": f"{seen.step}/{seen.steps}",
-        "reward": _short(seen.reward),
-        "eval": _short(seen.eval),
-        "eval_sets": {name: _short(each.accuracy) for name, each in seen.eval_sets.items()},
-        "tokens_per_second": _short(seen.tokens_per_second),
-        "staleness": _short(seen.staleness.start),
+        "reward": four_digits(seen.reward),
+        "eval": four_digits(seen.eval),
+        "eval_sets": {name: four_digits(each.accuracy) for name, each in seen.eval_sets.items()},
+        "tokens_per_second": four_digits(seen.tokens_per_second),
+        "staleness": four_digits(seen.staleness.start),
         "version": seen.version,
         "queue_depth": seen.queue.ready,
         "eta": "" if seen.eta_seconds is None else duration(seen.eta_seconds),
@@ -130,7 +130,7 @@ def set_stalled(
     conditions.set("Stalled", True, "NoStep", message)
 
 
-def _short(figure: float | None) -> float | None:
+def four_digits(figure: float | None) -> float | None:
     """Return a figure with four digits, as many as a column of kubectl should show."""
     return None if figure is None else float(f"{figure:.4g}")
 

@@ -21,7 +21,7 @@ from asyncflow_operator.decide.alone import make_alone
 from asyncflow_operator.decide.draft import Draft, refuse
 from asyncflow_operator.decide.failure import record_ends
 from asyncflow_operator.decide.pending import why_denied
-from asyncflow_operator.decide.progress import ACTIVE
+from asyncflow_operator.decide.progress import ACTIVE, four_digits
 from asyncflow_operator.decide.replicas import ReplicaMoves, followed, plan_replicas
 from asyncflow_operator.decide.secrets import DesiredSecrets
 from asyncflow_operator.decide.upkeep import needs, restore_notes, upkeep
@@ -158,7 +158,8 @@ def _report(
     draft: Draft[WeightsStatus], seen: DriverStatus, versions: VersionsState, *, allowed: int, followed: bool = False
 ) -> None:
     draft.fields |= {name: getattr(versions, name) for name in _OF_DRIVER}
-    draft.fields |= {"version": seen.version, "attempt": seen.attempt}
+    took = {phase: four_digits(seconds) for phase, seconds in versions.seconds.model_dump().items()}
+    draft.fields |= {"version": seen.version, "attempt": seen.attempt, "seconds": PhaseSeconds(**took)}
     who, serving = ("follower", versions.followers) if followed else ("rollout", versions.rollouts)
     many = f"{serving} {who}{'' if serving == 1 else 's'} {'has' if serving == 1 else 'have'} a version"
     draft.conditions.set("Ready", serving > 0, "Serving" if serving else f"No{who.title()}", many)

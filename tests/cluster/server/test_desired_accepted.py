@@ -108,6 +108,15 @@ def test_a_job(server: ControlPlane, restricted: str, name: str, gang: str):
     apply(server, (*DESIRED.supporting(state), *DESIRED.children(state), *pods_of(state)), dry=True)
 
 
+def test_the_followers_of_the_examples(server: ControlPlane, restricted: str):
+    fleet = yaml.safe_load((ROOT / "examples" / "kubernetes" / "follow.yaml").read_text())
+    template = fleet["spec"]["template"]
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default", "namespace": restricted}}
+    apply(server, [account], dry=False)
+    metadata = {"name": "follower", "namespace": restricted, **template["metadata"]}
+    apply(server, [{"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}], dry=True)
+
+
 @pytest.mark.parametrize("kind", ["PriorityClass", "WorkloadPriorityClass"])
 def test_a_workload_of_an_older_kueue_with_a_priority(server: ControlPlane, restricted: str, kind: str):
     (stored,) = apply(server, [workload_with(restricted, kind)], dry=True)

@@ -26,7 +26,7 @@ DESIRED = SimpleNamespace(
     certificate=lambda job, role: f"{job.name}-{role}",
     sync_supporting=model_samples.DESIRED.sync_supporting,
 )
-SECONDS = PhaseSeconds(publish=0.1, transfer=0.5, stage=0.2, swap=0.01)
+SECONDS = PhaseSeconds(publish=0.1, transfer=0.051332831382751465, stage=0.2, swap=0.01)
 
 
 def state(
@@ -75,7 +75,7 @@ def test_the_status_says_what_the_driver_says_and_how_to_follow():
         {"id": "rollout-1", "version": 19, "lag": 1, "cause": "receiving θ_20, 40% of it here"}
     ]
     assert (status["bytes"], status["wireBytes"]) == (1000, 100)
-    assert status["seconds"] == {"publish": 0.1, "transfer": 0.5, "stage": 0.2, "swap": 0.01}
+    assert status["seconds"] == {"publish": 0.1, "transfer": 0.05133, "stage": 0.2, "swap": 0.01}
     assert (status["job"], status["address"], status["certificate"]) == ("demo", "tcp://demo-driver", "demo-follower")
     assert plan.stages == ()
 
