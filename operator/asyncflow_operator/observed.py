@@ -69,7 +69,8 @@ class PodView:
     PersistentVolumeClaims that it mounts;
     waiting: the kubelet's reason why the container does not start (ImagePullBackOff ...); waiting_message: its words;
     exit_code, exit_reason, last_words: how the container ended, None and "" while it has not; started: when it ran;
-    disrupted: whether the cluster took it away (eviction, preemption, a lost node), which counts as no failure.
+    disrupted: whether the cluster took it away (eviction, preemption, a lost or rebooted node), which counts as no
+    failure.
     """
 
     name: str

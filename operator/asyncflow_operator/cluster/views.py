@@ -28,6 +28,10 @@ _NOBODYS_FAILURE: Final = frozenset(
 """Reasons of a whole pod for which the cluster, and not the process in it, ended it or would not begin it."""
 _OUT_OF: Final = "OutOf"
 """Beginning of the reason of a pod that its node has too little for: the name of the resource follows."""
+_UNSEEN: Final = "ContainerStatusUnknown"
+"""Reason of a container that ran and that its kubelet does not find any more, as after a reboot: nobody saw it end, and
+the exit code 137 is the kubelet's invention. One that was seen, such as OOMKilled, has a reason of its own.
+"""
 _LAST_WORDS: Final = 4096
 """Bytes that a kubelet keeps of a termination message."""
 _MOST_DIGITS: Final = 10
@@ -46,7 +50,7 @@ def pod_view(raw: Json) -> PodView:
     containers: Sequence[Json] = status.get("containerStatuses") or ()
     main: Json = next((each for each in containers if each.get("name") == CONTAINER), {})
     state = main.get("state") or {}
-    running, ended = state.get("running") or {}, state.get("terminated") or {}
+    running, ended = state.get("running") or {}, state.get("terminated") or _unseen(main)
     phase = status.get("phase", "Pending")
     over = bool(ended) and phase == "Running"
     if over:
@@ -84,7 +88,10 @@ def pod_view(raw: Json) -> PodView:
         exit_code=ended.get("exitCode"),
         exit_reason=str(ended.get("reason") or reason),
         last_words=str(ended.get("message") or status.get("message") or "")[-_LAST_WORDS:],
-        disrupted=_holds(conditions, "DisruptionTarget") or reason in _NOBODYS_FAILURE or reason.startswith(_OUT_OF),
+        disrupted=_holds(conditions, "DisruptionTarget")
+        or reason in _NOBODYS_FAILURE
+        or reason.startswith(_OUT_OF)
+        or ended.get("reason") == _UNSEEN,
     )
 
 
@@ -200,6 +207,14 @@ def _unreachable(spec: Json, conditions: Mapping[str, Json]) -> bool:
     leaves ``ContainersReady``, where a kubelet says the same of both (readiness gates aside).
     """
     return not _holds(conditions, "Ready") and _holds(conditions, "ContainersReady") and not spec.get("readinessGates")
+
+
+def _unseen(container: Json) -> Json:
+    """Return the end of a container that is gone from its node: a kubelet says it of the one before, and that this one
+    waits, though none follows.
+    """
+    ended = (container.get("lastState") or {}).get("terminated") or {}
+    return ended if ended.get("reason") == _UNSEEN else {}
 
 
 def _claims(spec: Json) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import pytest
 from asyncflow.api.document import parse
 from asyncflow_operator.cluster.owners import custom_resource
 from asyncflow_operator.cluster.views import controller_of, object_view, pod_view, scalers
+from asyncflow_operator.decide.failure import PodEnd, end_of
 from asyncflow_operator.observed import Assigned
 
 POD: dict[str, Any] = {
@@ -80,6 +81,28 @@ def test_a_pod_that_the_cluster_took_away_counts_as_no_failure(status: dict[str,
     view = pod_view(pod(**status))
     assert view.disrupted
     assert view.exit_code is None
+
+
+UNSEEN = {
+    "terminated": {
+        "exitCode": 137,
+        "reason": "ContainerStatusUnknown",
+        "message": "The container could not be located when the pod was terminated",
+        "startedAt": None,
+        "finishedAt": None,
+    }
+}
+
+
+@pytest.mark.parametrize(
+    "states", [{"state": UNSEEN}, {"state": {"waiting": {"reason": "ContainerCreating"}}, "lastState": UNSEEN}]
+)
+def test_a_process_whose_end_no_kubelet_saw_counts_as_no_failure(states: dict[str, Any]) -> None:
+    view = pod_view(pod(phase="Failed", containerStatuses=[{"name": "asyncflow", **states}]))
+    assert (end_of(view), view.exit_reason) == (PodEnd.TAKEN, "ContainerStatusUnknown")
+    seen = {"terminated": UNSEEN["terminated"] | {"reason": "OOMKilled"}}
+    ours, other = {"name": "asyncflow", "state": seen}, {"name": "other", "state": UNSEEN}
+    assert end_of(pod_view(pod(phase="Failed", containerStatuses=[ours, other]))) is PodEnd.FAILED
 
 
 def test_why_a_pod_waits() -> None:
