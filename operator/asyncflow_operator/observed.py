@@ -31,11 +31,15 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Denial:
-    """Refusal by the API server, in its words. missing: whether the object does not exist because of that."""
+    """Refusal by the API server, in its words.
+
+    missing: whether the object does not exist because of that; failed: whether the server failed, whatever the object.
+    """
 
     ref: Ref
     why: str
     missing: bool
+    failed: bool = False
 
     def __str__(self) -> str:
         return f"{self.ref.kind}/{self.ref.name}: {self.why}"

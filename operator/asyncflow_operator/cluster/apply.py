@@ -115,7 +115,8 @@ class PlanExecutor:
                 if refused.namespace_ends or refused.replaced or (refused.conflict and not refused.exists):
                     failures.errors.append(refused)
                 else:
-                    failures.denied.append(Denial(action.ref, refused.what, missing=self._lacks(owner, action)))
+                    missing = self._lacks(owner, action)
+                    failures.denied.append(Denial(action.ref, refused.what, missing=missing, failed=refused.failed))
                 error: AsyncFlowError = refused
             except AsyncFlowError as failed:
                 failures.errors.append(failed)

@@ -90,7 +90,7 @@ class Expired(ApiError):
 
 
 class Refusal(ApiError):
-    """The server understood and said no.
+    """The server said no.
 
     status: of HTTP; reason: Kubernetes' one word; about: the resource that it is about, "" where that is not said.
     """
@@ -105,6 +105,11 @@ class Refusal(ApiError):
         self.reason = reason
         self.about = about
         self.causes = causes
+
+    @property
+    def failed(self) -> bool:
+        """Return whether no object causes it: the server, a webhook or the credentials of this process failed."""
+        return self.status == 401 or self.status >= 500
 
     @property
     def absent(self) -> bool:

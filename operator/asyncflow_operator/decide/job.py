@@ -39,7 +39,7 @@ from asyncflow_operator.decide.ending import (
     suspend,
 )
 from asyncflow_operator.decide.failure import FailureResult, PodEnd, end_of, record_ends
-from asyncflow_operator.decide.pending import why_lacking, why_pending
+from asyncflow_operator.decide.pending import TOLD, why_lacking, why_pending
 from asyncflow_operator.decide.progress import (
     FIGURES,
     FINISHED,
@@ -239,7 +239,7 @@ class _Running:
         why = why_pending(self._roles, state)
         if why is None and lacks:
             why = why_lacking(lacks, state.pods, going=self._upkeep.going, ran=phase == "Running", alarm=draft.alarm)
-        if why is not None and why.reason == "Denied" and not conditions.states("WhyPending", why.message):
+        if why is not None and why.reason in TOLD and not conditions.states("WhyPending", why.message):
             draft.note(why.reason, why.message, warning=True)
         conditions.set(
             "WhyPending", why is not None, why.reason if why else "NothingPending", why.message if why else ""

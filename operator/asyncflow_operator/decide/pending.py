@@ -31,6 +31,8 @@ _REMEDIES: Final = {
     "already exists": "It belongs to another owner: delete it, or give this job another name",
     "could not find the requested resource": "Install what defines that kind, or do without it in spec.scheduling",
 }
+TOLD: Final = frozenset(("Denied", "ApiFailed"))
+"""Reasons that are an event, too."""
 _USUAL_REMEDY: Final = "The object, or who may make it, must change"
 
 
@@ -68,10 +70,19 @@ def why_pending(roles: Sequence[Role], state: JobState) -> Obstacle | None:
 
 
 def why_denied(denied: Sequence[Denial]) -> Obstacle:
-    """Return what the API server refused, in words: objects that are missing for it first, and pods first of those."""
-    first, *others = sorted(denied, key=lambda denial: (not denial.missing, denial.ref.kind != "Pod", denial.ref))
+    """Return what the API server refused, in words: objects that are missing for it first, of those what somebody has
+    to change, and pods first.
+    """
+    first, *others = sorted(
+        denied, key=lambda denial: (not denial.missing, denial.failed, denial.ref.kind != "Pod", denial.ref)
+    )
     more = f" ({len(others)} more {'is' if len(others) == 1 else 'are'} refused)" if others else ""
     goes_on = "" if first.missing else ". What runs goes on as it is"
+    if first.failed:
+        remedy = (
+            "It is tried again by itself; if it stays, see the API server, its webhooks and the operator's credentials"
+        )
+        return Obstacle("ApiFailed", f"The API server failed at {_short(str(first))}{more}. {remedy}{goes_on}")
     return Obstacle("Denied", f"The API server refused {_short(str(first))}{more}. {_remedy(first.why)}{goes_on}")
 
 

@@ -168,6 +168,20 @@ async def test_only_another_uid_says_that_an_object_is_gone(
     assert (world.store.get(*JOB) is not None) is stays
 
 
+@pytest.mark.parametrize(("status", "failed"), [(401, True), (403, False), (422, False), (500, True)])
+async def test_a_failure_of_the_server_is_told_from_a_refusal_of_an_object(
+    world: World, monkeypatch: pytest.MonkeyPatch, status: int, failed: bool
+) -> None:
+    async def refuse(*_: Any, **__: Any) -> Any:
+        raise Refusal("no", where="it", status=status)
+
+    monkeypatch.setattr(world.api, "create", refuse)
+    world.put_job()
+    owner, pod = world.observer.resource(JOB).owner, {"kind": "Pod", "metadata": {"name": "quickstart-driver-0"}}
+    failures = await world.executor.carry_out(owner, [[Apply(manifest=pod)]])
+    assert [(each.missing, each.failed) for each in failures.denied] == [(True, failed)]
+
+
 def test_a_job_sees_its_pods_its_queues_pods_and_its_other_objects(world: World) -> None:
     world.put_job()
     world.put("TransferQueue", "quickstart", uid="uq", version=2, owner=CHILD, spec={"storageUnits": 2})

@@ -157,6 +157,17 @@ def test_the_obstacle_that_stops_everything_comes_first():
     )
 
 
+def test_that_the_server_failed_is_not_said_to_be_a_refusal_and_comes_after_one():
+    webhook = 'Internal error occurred: failed calling webhook "quota.example.com": connection refused'
+    failed = Denial(Ref("Pod", "demo-driver-0"), webhook, missing=True, failed=True)
+    said = why(denied=[failed])
+    assert said.reason == "ApiFailed"
+    assert f"failed at Pod/demo-driver-0: {webhook}. It is tried again by itself" in said.message
+    assert "must change" not in said.message
+    refused = Denial(Ref("Pod", "demo-rollout-1"), "exceeded quota: pods=10", missing=True)
+    assert why(denied=[failed, refused]).message.startswith("The API server refused Pod/demo-rollout-1")
+
+
 def test_words_of_others_are_cut():
     assert len(why(pending("rollout", unschedulable="very " * 1000)).message) < 600
     assert why(replace(pending("rollout", unschedulable="x"), deleting=True)) is None
