@@ -61,6 +61,24 @@ def test_bytes_and_texts_are_both_streams() -> None:
     assert load_job(io.BytesIO(MINIMAL.encode())) == minimal()
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.resources.memory=4m",
+        "rollout.resources.sharedMemory=64",
+        "reward.memory=4k",
+        "storage.ledger.claim.size=1023Ki",
+    ],
+)
+def test_bytes_with_a_mistaken_unit_are_refused(override: str) -> None:
+    place = override.partition("=")[0]
+    with pytest.raises(ManifestError, match="is less than 1Mi") as refused:
+        minimal(override)
+    assert f"spec.{place} = " in str(refused.value)
+    assert "m is a thousandth of a byte" in str(refused.value)
+    minimal(f"{place}=1Mi")
+
+
 @pytest.mark.parametrize("path", ["algorithm.steps", "spec.algorithm.steps"])
 def test_an_override_may_leave_spec_out(path: str) -> None:
     assert load_job(QUICKSTART, [f"{path}=5"]).spec.algorithm.steps == 5

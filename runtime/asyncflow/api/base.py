@@ -24,6 +24,7 @@ from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -37,6 +38,8 @@ from pydantic import (
 from pydantic.alias_generators import to_camel
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from asyncflow.api.names import LEAST_BYTES
 
 COLLECT = "collect"
 """Validation context under which models do not check their rules: ``load`` checks them itself, all at once."""
@@ -220,6 +223,15 @@ class Quantity(str):
         return cls(written)
 
 
+def _no_few_bytes(amount: Quantity) -> Quantity:
+    if amount.bytes < LEAST_BYTES:
+        raise PydanticCustomError("few_bytes", "Input should be at least 1Mi")
+    return amount
+
+
+Bytes = Annotated[Quantity, AfterValidator(_no_few_bytes)]
+"""Memory or room on a disk: 1Mi at least, as nothing runs in less, while ``4m`` is written for ``4Mi``. The API server
+takes less: the definitions are as large as it takes them."""
 Time = Annotated[str, StringConstraints(max_length=35)]
 """RFC 3339 in UTC, e.g. ``2026-11-21T10:46:00Z``."""
 

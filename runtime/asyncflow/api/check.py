@@ -128,6 +128,7 @@ _LIMITS = {
     "too_long": ("has too many entries", "Give at most {max_length}"),
     "too_short": ("has too few entries", "Give at least {min_length}"),
     "quantity": ("is not an amount", "Write e.g. 512Mi, 4Gi, 500m or 2"),
+    "few_bytes": ("is less than 1Mi", "Give bytes with a unit, e.g. 512Mi or 4Gi; m is a thousandth of a byte"),
     "finite_number": ("is not finite", "Give a number"),
 }
 _FOLLOWS = ("default_factory_not_called",)

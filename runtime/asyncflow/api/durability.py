@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from asyncflow.api.base import Name, Options, PluginName, Quantity, Rule, Spec
+from asyncflow.api.base import Bytes, Name, Options, PluginName, Rule, Spec
 
 
 class ClaimSpec(Spec):
@@ -17,7 +17,7 @@ class ClaimSpec(Spec):
 
     name: Name | None = None
     """An existing claim."""
-    size: Quantity | None = None
+    size: Bytes | None = None
     """Bytes of a claim that is made for the job."""
     storage_class: Name | None = None
     """Storage class of a claim that is made. Absent: the cluster's default."""

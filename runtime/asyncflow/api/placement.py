@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, StringConstraints
 
-from asyncflow.api.base import Annotations, Labels, Name, Options, Quantity, Rule, Spec, keyed_by
+from asyncflow.api.base import Annotations, Bytes, Labels, Name, Options, Quantity, Rule, Spec, keyed_by
 from asyncflow.api.durability import ClaimSpec
 
 PORTS_PER_PROCESS: Final = 64
@@ -289,9 +289,9 @@ class ResourcesSpec(Spec):
 
     cpu: Quantity | None = None
     """Cores. Absent: ``threads``."""
-    memory: Quantity | None = None
+    memory: Bytes | None = None
     """Bytes."""
-    shared_memory: Quantity | None = None
+    shared_memory: Bytes | None = None
     """Bytes of /dev/shm."""
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, JsonValue, StringConstraints
 
-from asyncflow.api.base import Frozen, Name, Options, PluginName, Quantity, Rule, Source, Spec, keyed_by
+from asyncflow.api.base import Bytes, Frozen, Name, Options, PluginName, Quantity, Rule, Source, Spec, keyed_by
 from asyncflow.api.placement import ResourcesSpec
 from asyncflow.api.tasks import RewardRoleSpec
 
@@ -101,7 +101,7 @@ class RewardSpec(Spec):
     """Most samples of one call, of a function that takes many of them."""
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 64
     """Most calls under way at once in one process, of an ``async`` function."""
-    memory: Quantity = Quantity("4Gi")
+    memory: Bytes = Quantity("4Gi")
     """Bytes of address space that one process may have, and each that it starts; importing torch takes 3.2 GB. Of
     private memory where the role has devices."""
     processes: Annotated[int, Field(ge=0, le=4096)] = 0
