@@ -133,6 +133,26 @@ def test_a_deletion_takes_its_time_or_never_ends(pods: Pods) -> None:
     pods.plane.wait_until(lambda: not pods.plane.api.exists(f"{pods.path}/lost"), "lost to be gone", timeout_s=20)
 
 
+def test_no_pod_is_deleted_for_an_earlier_one_of_its_name(pods: Pods) -> None:
+    """kwok deletes by name: what it deletes beside the pod that is ending would be the next one."""
+    for name, end in (("running", {}), ("ended", {"kwok.test/exit": "1"})):
+        pods.create(name, annotations=end)
+        pods.wait_phase(name, "Failed" if end else "Running")
+        pods.plane.api.delete(f"{pods.path}/{name}")
+        pods.plane.wait_until(
+            lambda name=name: not pods.plane.api.exists(f"{pods.path}/{name}"), f"{name} to be gone", timeout_s=20
+        )
+        pods.create(name)
+        pods.wait_phase(name, "Running")
+    namespace = pods.path.split("/")[4]
+    deleted = [
+        each.name
+        for each in pods.plane.requests(user="kwok")
+        if (each.verb, each.resource, each.namespace) == ("delete", "pods", namespace)
+    ]
+    assert deleted == ["running"], "of what has ended the API server needs nobody's word"
+
+
 def test_a_node_is_lost_with_its_pods_and_comes_back(pods: Pods) -> None:
     plane = pods.plane
     for name in ("plain", "deleted"):
