@@ -133,7 +133,11 @@ class Operator:
             metrics=metrics,
             log=log,
         )
-        self._vitals = HealthChecks(oldest_s=self._oldest_s, silent_s=self._watch.silent_s, metrics=metrics)
+        self._vitals = HealthChecks(
+            work_s=lambda: self._if_leading(self._worklist.stuck_s), watch_s=self._watch.stuck_s, metrics=metrics
+        )
+        metrics.oldest_seconds.set_function(lambda: self._if_leading(self._worklist.oldest_s))
+        metrics.watch_age.set_function(self._watch.silent_s)
         metrics.worklist.set_function(lambda: len(self._worklist))
         metrics.leads.set_function(lambda: float(self._leads()))
 
@@ -286,8 +290,8 @@ class Operator:
         for key in set(self._waiting()):
             self._worklist.mark(key)
 
-    def _oldest_s(self) -> float:
-        return self._worklist.oldest_s() if self._leads() else 0.0
+    def _if_leading(self, seconds: Callable[[], float]) -> float:
+        return seconds() if self._leads() else 0.0
 
     def _leads(self) -> bool:
         return self._leader.leads if self._settings.leader_election else self._prepared

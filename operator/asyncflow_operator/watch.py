@@ -226,6 +226,11 @@ class ClusterWatch:
         now = time.monotonic()
         return max(now - each.heard for each in self._informers)
 
+    def stuck_s(self) -> float:
+        """Return for how long an informer has neither heard anything nor tried again."""
+        now = time.monotonic()
+        return max(now - each.moved for each in self._informers)
+
     async def run(self) -> Never:
         """Follow the cluster until cancelled."""
         async with asyncio.TaskGroup() as group:

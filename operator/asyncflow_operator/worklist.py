@@ -56,6 +56,7 @@ class Worklist(Generic[K]):
         self._due: dict[K, float] = {}
         self._order: list[tuple[float, int, K]] = []
         self._count = 0
+        self._moved = clock()
         self._working: set[K] = set()
         self._not_before: dict[K, float] = {}
         self._failures: dict[K, int] = {}
@@ -110,6 +111,7 @@ class Worklist(Generic[K]):
                 continue
             del self._due[key]
             self._working.add(key)
+            self._moved = now
             self._waited(now - due)
             return key
         return None
@@ -117,6 +119,7 @@ class Worklist(Generic[K]):
     def finish(self, key: K, *, again_in_s: float | None = None, failed: bool = False) -> float:
         """End the work on ``key``, and return the seconds of backoff, 0 where it did not fail."""
         self._working.discard(key)
+        self._moved = self._clock()
         pause_s = 0.0
         if failed:
             failures = self._failures[key] = self._failures.get(key, 0) + 1
@@ -136,3 +139,7 @@ class Worklist(Generic[K]):
         while self._order and self._due.get(self._order[0][2]) != self._order[0][0]:
             heapq.heappop(self._order)
         return max(0.0, self._clock() - self._order[0][0]) if self._order else 0.0
+
+    def stuck_s(self) -> float:
+        """Return for how many seconds a key has been due without the work on any being begun or ended."""
+        return min(self.oldest_s(), self._clock() - self._moved)

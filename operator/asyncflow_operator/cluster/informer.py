@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Final, Never
@@ -51,7 +52,16 @@ class Informer:
         self._labels = labels
         self._clock = clock
         self._failures = 0
+        self._tried = math.inf
         self._there = asyncio.Event()
+
+    @property
+    def moved(self) -> float:
+        """Return when it last heard the server, or tried again: a server that is away does not stop it.
+
+        Infinite where it has not begun.
+        """
+        return max(self.heard, self._tried)
 
     def exists(self) -> None:
         """Take note that the cluster has the kind after all: an object of it was written."""
@@ -59,7 +69,7 @@ class Informer:
 
     async def run(self) -> Never:
         """Follow the kind until cancelled; failures of the server are waited out."""
-        version = ""
+        self._tried, version = self._clock(), ""
         while True:
             try:
                 if not version:
@@ -148,4 +158,5 @@ class Informer:
 
     async def _rest(self) -> None:
         self._failures += 1
+        self._tried = self._clock()
         await asyncio.sleep(backoff(self._failures, first_s=_FIRST_BACKOFF_S, longest_s=_LONGEST_BACKOFF_S))

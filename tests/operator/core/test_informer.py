@@ -1,12 +1,13 @@
 """A kind that the cluster lacks, until it has it."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from asyncflow_operator.cluster.client import Expired, Refusal
+from asyncflow_operator.cluster.client import Expired, Refusal, Unreachable
 from asyncflow_operator.cluster.informer import Informer
 from asyncflow_operator.cluster.kinds import MEMBERS
 from asyncflow_operator.cluster.store import ObjectStore
@@ -84,3 +85,28 @@ async def test_a_watch_that_ends_at_once_is_begun_again_after_a_pause_that_grows
     with pytest.raises(asyncio.CancelledError):
         await Informer(Hasty(error), store, WORKLOAD).run()
     assert failures[:3] == [1, 2, 3]
+
+
+class Away(Server):
+    """Answers nothing: each question takes its deadline, and after an hour the test is over."""
+
+    now = 0.0
+
+    async def pages(self, *_: object, **__: object) -> AsyncIterator[dict[str, Any]]:
+        self.now += 30.0
+        if self.now > 3600.0:
+            raise asyncio.CancelledError
+        raise Unreachable("no answer", where="list")
+        yield
+
+
+async def test_an_informer_moves_while_the_server_is_away_though_it_hears_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("asyncflow_operator.cluster.informer.backoff", lambda *_, **__: 0.0)
+    server, store = Away(), ObjectStore(lambda kind, raw, _: object_view(raw, kind=kind), lambda *_: None)
+    informer = Informer(server, store, WORKLOAD, clock=lambda: server.now)
+    assert informer.moved == math.inf, "it has yet to begin, as while the definitions are not installed"
+    with pytest.raises(asyncio.CancelledError):
+        await informer.run()
+    assert (informer.heard, informer.moved) == (0.0, 3600.0)

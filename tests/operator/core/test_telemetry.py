@@ -10,15 +10,15 @@ import pytest
 from asyncflow.api.durability import FailurePolicySpec, RestartSpec
 from asyncflow.errors import Refused
 from asyncflow_operator.cluster.store import ObjectStore
-from asyncflow_operator.telemetry import MOST_SILENCE_S, HealthChecks, Http, JsonLogFormatter, Metrics, update_gauges
+from asyncflow_operator.telemetry import MOST_STUCK_S, HealthChecks, Http, JsonLogFormatter, Metrics, update_gauges
 
 
 class World:
     def __init__(self) -> None:
-        self.silent_s = 0.0
+        self.watch_s = self.work_s = 0.0
         self.missing: list[str] = []
         self.metrics = Metrics()
-        vitals = HealthChecks(oldest_s=lambda: 0.0, silent_s=lambda: self.silent_s, metrics=self.metrics)
+        vitals = HealthChecks(work_s=lambda: self.work_s, watch_s=lambda: self.watch_s, metrics=self.metrics)
         store = ObjectStore(lambda *_: None, lambda *_: None)
         self.http = Http(
             metrics=self.metrics,
@@ -37,10 +37,11 @@ async def test_problems_and_missing_lists_are_reported() -> None:
     world = World()
     port = await world.http.start("127.0.0.1", 0)
     assert await get(port, "/healthz") == (200, "ok")
-    world.silent_s = MOST_SILENCE_S + 1
+    world.watch_s = world.work_s = MOST_STUCK_S + 1
     status, words = await get(port, "/healthz")
     assert status == 503
-    assert "a watch has been silent" in words
+    assert "a watch has neither heard the server nor tried again" in words
+    assert "work on none was begun or ended" in words
     world.missing = ["the list of pods"]
     assert await get(port, "/readyz") == (503, "the list of pods")
     status, text = await get(port, "/metrics")

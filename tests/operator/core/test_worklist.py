@@ -140,6 +140,21 @@ def test_backoff_doubles_with_jitter_up_to_its_limit_and_ends_with_success() -> 
     assert worklist.next() == "a"
 
 
+def test_work_is_stuck_where_keys_are_due_and_none_is_begun_or_ended() -> None:
+    worklist, clock, _ = make()
+    for key in "ab":
+        worklist.mark(key)
+    clock.now += 200
+    assert worklist.next() == "a"
+    clock.now += 190
+    assert (worklist.oldest_s(), worklist.stuck_s()) == (390, 190)
+    worklist.finish("a", again_in_s=10_000)
+    assert worklist.stuck_s() == 0
+    worklist.next()
+    clock.now += 5000
+    assert worklist.stuck_s() == 0, "nothing is due"
+
+
 def test_a_forgotten_key_is_not_taken() -> None:
     worklist, _, _ = make()
     worklist.mark("a")
