@@ -68,7 +68,8 @@ class PodView:
     it;
     leftover: whether something does; scheduled: whether it has a node; unschedulable: the scheduler's words;
     gates, finalizers: what keeps it from being scheduled, and from going;
-    unreachable: whether its node does not answer; ends_by: when the grace period of its deletion ends (unix seconds);
+    unreachable: whether its node does not answer; ends_by: when the grace period of its deletion ends, by the clock of
+    this machine (unix seconds);
     forced: whether it was deleted without one, so that only finalizers keep it; claims: names of the
     PersistentVolumeClaims that it mounts;
     waiting: the kubelet's reason why the container does not start (ImagePullBackOff ...); waiting_message: its words;

@@ -16,6 +16,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Final, Never
 
 import kopf
@@ -173,15 +174,18 @@ def _login(api: Api) -> Callable[..., Awaitable[kopf.ConnectionInfo]]:
     return login
 
 
-def project(kind: str, raw: Json, before: Any) -> Any:
+def project(kind: str, raw: Json, before: Any, *, now: Callable[[], float] = time.time) -> Any:
     """Return the view of an object of any kind; see ``Store``."""
     if kind == "Pod":
-        return pod_view(raw)
+        return pod_view(raw, before, now=now())
     return custom_resource(kind, raw, before) if kind in _CUSTOM else object_view(raw, kind=kind)
 
 
 class ClusterWatch:
-    """All watches. mark: called with a key to reconcile; renew: with a key that is new, gone, or has another spec."""
+    """All watches.
+
+    mark: called with a key to reconcile; renew: with a key that is new, gone, or has another spec; now: unix seconds.
+    """
 
     def __init__(
         self,
@@ -191,13 +195,14 @@ class ClusterWatch:
         mark: Callable[[Key], None],
         renew: Callable[[Key], None],
         resync_s: float,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self._api = api
         self._namespaces = namespaces
         self._mark = mark
         self._renew = renew
         self._resync_s = resync_s
-        self.store = ObjectStore(project, self._changed)
+        self.store = ObjectStore(partial(project, now=now), self._changed)
         self.references = References()
         self._listed = asyncio.Event()
         self._informers = [

@@ -42,8 +42,8 @@ _KEPT: Final = frozenset(
 """Kinds whose objects are put back when somebody changes them: of all others a part belongs to somebody else."""
 
 
-def pod_view(raw: Json) -> PodView:
-    """Return the view of a pod."""
+def pod_view(raw: Json, before: PodView | None = None, *, now: float) -> PodView:
+    """Return the view of a pod. before: its view until now, None where it was not seen; now: unix seconds."""
     meta, spec, status = raw["metadata"], raw.get("spec") or {}, raw.get("status") or {}
     labels = meta.get("labels") or {}
     conditions = {each["type"]: each for each in status.get("conditions") or ()}
@@ -68,7 +68,7 @@ def pod_view(raw: Json) -> PodView:
         phase=phase,
         ready=_holds(conditions, "Ready"),
         deleting="deletionTimestamp" in meta,
-        ends_by=seconds(meta.get("deletionTimestamp")),
+        ends_by=_ends_by(meta, before, now),
         forced=meta.get("deletionGracePeriodSeconds") == 0,
         unreachable=_unreachable(spec, conditions) and phase == "Running",
         leftover=over and any("running" in (each.get("state") or {}) for each in containers),
@@ -207,6 +207,16 @@ def _unreachable(spec: Json, conditions: Mapping[str, Json]) -> bool:
     leaves ``ContainersReady``, where a kubelet says the same of both (readiness gates aside).
     """
     return not _holds(conditions, "Ready") and _holds(conditions, "ContainersReady") and not spec.get("readinessGates")
+
+
+def _ends_by(meta: Json, before: PodView | None, now: float) -> float | None:
+    """Return when the grace period of a deletion ends, counted from when the deletion was seen here: clocks of two
+    machines are not compared, or one that is ahead would cut short the time in which a process saves its work.
+    """
+    if "deletionTimestamp" not in meta:
+        return None
+    by = now + float(meta.get("deletionGracePeriodSeconds") or 0)
+    return by if before is None or before.ends_by is None else min(by, before.ends_by)
 
 
 def _unseen(container: Json) -> Json:

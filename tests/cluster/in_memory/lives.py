@@ -112,7 +112,9 @@ class Cluster:
         """Start an operator: nothing is remembered, everything is listed."""
         self._due = {}
         self.server.news.clear()
-        self._watch = ClusterWatch(self._api, namespaces=(), mark=self._mark, renew=self._mark, resync_s=600.0)
+        self._watch = ClusterWatch(
+            self._api, namespaces=(), mark=self._mark, renew=self._mark, resync_s=600.0, now=lambda: self.now
+        )
         refused = RefusalRecord()
         desired = CachedDesired(_DESIRED)
         observer = Observer(

@@ -6,10 +6,12 @@ import pytest
 
 from asyncflow.api.document import parse
 from asyncflow_operator.cluster.owners import custom_resource
-from asyncflow_operator.cluster.views import controller_of, object_view, pod_view, scalers
+from asyncflow_operator.cluster.views import controller_of, object_view, scalers
+from asyncflow_operator.cluster.views import pod_view as view_at
 from asyncflow_operator.decide.failure import PodEnd, end_of
-from asyncflow_operator.observed import Assigned
+from asyncflow_operator.observed import Assigned, PodView
 
+NOW = 1_800_000_000.0
 POD: dict[str, Any] = {
     "metadata": {
         "name": "j-rollout-2",
@@ -32,6 +34,10 @@ POD: dict[str, Any] = {
         ],
     },
 }
+
+
+def pod_view(raw: dict[str, Any]) -> PodView:
+    return view_at(raw, now=NOW)
 
 
 def pod(**status: Any) -> dict[str, Any]:
@@ -146,7 +152,11 @@ def test_until_when_a_pod_that_is_deleted_may_stay() -> None:
     raw = copy.deepcopy(POD)
     raw["metadata"] |= {"deletionTimestamp": "2026-11-21T10:00:35Z", "deletionGracePeriodSeconds": 30}
     view = pod_view(raw)
-    assert (view.deleting, view.ends_by, view.forced) == (True, view.created + 35, False)
+    assert (view.deleting, view.ends_by, view.forced) == (True, NOW + 30, False), "by the clock of the one who waits"
+    later = view_at(raw, view, now=NOW + 20)
+    assert later.ends_by == NOW + 30
+    raw["metadata"]["deletionGracePeriodSeconds"] = 5
+    assert view_at(raw, later, now=NOW + 21).ends_by == NOW + 26, "somebody has shortened it"
     raw["metadata"]["deletionGracePeriodSeconds"] = 0
     assert pod_view(raw).forced
     assert (pod_view(POD).ends_by, pod_view(POD).forced) == (None, False)
