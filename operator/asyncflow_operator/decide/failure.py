@@ -46,6 +46,10 @@ class PodEnd(StrEnum):
     DONE = "ended by itself"
 
 
+_CAUSES: Final = {PodEnd.DISRUPTED: 0, PodEnd.TAKEN: 1, PodEnd.DELETED: 2}
+"""Ends that others of a gang follow from, the one to enter first."""
+
+
 @dataclass(frozen=True, slots=True)
 class FailureResult:
     """Reason why a job or a queue cannot go on: one word for machines and a sentence for people."""
@@ -81,15 +85,15 @@ def end_of(pod: PodView) -> PodEnd | None:
 def record_ends(role: Role, pods: Iterable[PodView], record: RoleRecord, alarm: Alarm) -> RecordedEnds:
     """Enter the ends of ``pods``, all of one role, that are not in ``record`` yet.
 
-    Of a gang that ended, one end is entered for all: that of a rank which was disrupted, if there is one, because the
-    others have then failed for want of it.
+    Of a gang that ended, one end is entered for all: that of a rank which was disrupted or taken away, if there is one,
+    because the others have then failed for want of it.
     """
     pods = sorted(pods, key=lambda pod: (pod.index, pod.uid))
     there = {pod.uid for pod in pods}
     record = _without_old_failures(role.restart, record, alarm)
     failure: FailureResult | None = None
     notes: list[Note] = []
-    ends = sorted(_new_ends(role, pods, record, alarm), key=lambda each: each[1] is not PodEnd.DISRUPTED)
+    ends = sorted(_new_ends(role, pods, record, alarm), key=lambda each: _CAUSES.get(each[1], len(_CAUSES)))
     for pod, end in ends:
         if end is PodEnd.REFUSED:
             failure = failure or FailureResult(

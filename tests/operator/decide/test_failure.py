@@ -90,6 +90,13 @@ def test_an_end_caused_by_another_process_uses_no_budget_but_waits_and_is_bounde
     assert (later.restarts, later.disruptions) == (0, 1)
 
 
+@pytest.mark.parametrize("cause", [{"disrupted": True}, {"deleting": True}])
+def test_ranks_that_fail_for_want_of_one_that_was_taken_away_use_no_budget(cause):
+    ranks = [dead("trainer", 0, code=1), dead("trainer", 1, code=137, **cause)]
+    record = ends(ranks, of=role(gang=True)).record
+    assert (record.restarts, record.disruptions, record.attempt) == (0, 0, 1)
+
+
 def test_of_a_gang_one_end_counts_for_all_ranks():
     ranks = [dead("trainer", index) for index in range(4)]
     first = ends(ranks, of=role(gang=True))
