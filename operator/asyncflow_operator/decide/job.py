@@ -50,7 +50,7 @@ from asyncflow_operator.decide.progress import (
     ready_of,
     set_stalled,
 )
-from asyncflow_operator.decide.replicas import ReplicaMoves, caught_up, plan_gang, plan_replicas
+from asyncflow_operator.decide.replicas import ReplicaMoves, caught_up, followed, plan_gang, plan_replicas
 from asyncflow_operator.decide.rollouts import RegisteredRollouts, Target, plan_rollouts, still_draining, target
 from asyncflow_operator.decide.secrets import secret_upkeep
 from asyncflow_operator.decide.times import from_rfc3339, to_rfc3339
@@ -140,7 +140,7 @@ class _Running:
             if role.gang:
                 record = caught_up(record, pods, known=self._known_attempt())
             ends = record_ends(role, pods, record, self._draft.alarm)
-            self._records[role.name] = ends.record
+            self._records[role.name] = followed(ends.record, pods, before=record) if role.leader else ends.record
             failure = failure or ends.failure
             self._draft.notes.extend(ends.notes)
         self._draft.fields |= self._record_fields()

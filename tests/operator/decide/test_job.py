@@ -306,6 +306,17 @@ def test_a_job_whose_newest_spec_is_refused_goes_on_and_says_so():
     assert world.status.accepted_generation == world.status.observed_generation
 
 
+def test_a_driver_that_is_gone_before_anybody_saw_it_end_has_a_successor_of_the_next_attempt():
+    """As where a person deletes it by force, from a node on which it may still run: it is to be fenced."""
+    world = World(job_of())
+    world.settle()
+    (driver,) = world.with_role("driver")
+    world.vanish(driver)
+    world.settle()
+    (successor,) = world.with_role("driver")
+    assert (successor.attempt, world.record("driver").restarts) == (driver.attempt + 1, 0)
+
+
 def test_a_refused_object_stops_only_pods_that_need_it():
     world = World(job_of(storage={"ledger": {"claim": {"size": "1Gi"}}}))
     world.settle()
