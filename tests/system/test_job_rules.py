@@ -66,6 +66,21 @@ def test_a_full_queue_and_a_silent_controller_are_told(scraped: Scraped) -> None
     told(scraped, steps, silent, minutes=30, firing=["AsyncFlowQueueControllerSilent"], controller="1")
 
 
+def test_a_full_queue_that_stands_alone_is_told_beside_an_empty_one(scraped: Scraped) -> None:
+    both: Scraped = {}
+    for queue in ("full", "empty"):
+        for series, value in scraped.items():
+            if series.name.startswith("asyncflow_storage_"):
+                labels = dict(series.labels) | {"queue": queue, "pod": f"{queue}-storage-0"}
+                del labels["rljob"]
+                both[Series(series.name, tuple(sorted(labels.items())))] = value
+    limit = total(scraped, "asyncflow_storage_limit_bytes")
+    full = Change("asyncflow_storage_held_bytes", {"queue": "full"}, to=limit)
+    firing = {"alertname": "AsyncFlowQueueFull", "namespace": "team", "queue": "full", "severity": "warning"}
+    series = course(both, minutes=30, changes=[full]) | {"asyncflow_operator_leads_flag": "1x30"}
+    check(series, minutes=30, firing=[firing])
+
+
 def test_what_autoscalers_follow_is_what_the_driver_wants(scraped: Scraped) -> None:
     gauge = "asyncflow_driver_desired_rollouts"
     assert total(scraped, gauge) == 2, "as many as there are until it has decided"
