@@ -6,6 +6,7 @@ import pytest
 from one_job import OneJob
 from scripted_driver import ScriptedDrivers
 
+from asyncflow_operator.telemetry import MOST_SILENCE_S
 from kube.plane import ControlPlane
 from operator_process import OperatorProcess
 from prometheus import Change, Series, check, course, scrape
@@ -65,13 +66,21 @@ def test_reconciles_and_probes_that_fail_are_told(scraped: Scraped) -> None:
     check(course(scraped, minutes=60, changes=changes), minutes=60, firing=told)
 
 
+def test_one_driver_of_two_that_is_silent_is_told(scraped: Scraped) -> None:
+    """One that does not answer is asked twice a minute, one that answers twelve times."""
+    probes = f"{PREFIX}probes_total"
+    half = [Change(probes, {"outcome": "ok"}, by=12), Change(probes, {"outcome": "failed"}, by=2)]
+    told = [{"alertname": "AsyncFlowProbeFailures", **ON}]
+    check(course(scraped, minutes=60, changes=[*working("ok", per_minute=1), *half]), minutes=60, firing=told)
+
+
 def test_a_budget_that_is_nearly_used_is_told_until_its_window_is_over(scraped: Scraped) -> None:
     used = [*working("ok", per_minute=100), Change(f"{PREFIX}restart_budget_used_ratio", {"role": "storage"}, to=0.9)]
     told = [{"alertname": "AsyncFlowRestartBudgetNearlyUsed", "role": "storage", **ON}]
     check(course(scraped, minutes=10, changes=used), minutes=10, firing=told)
 
 
-def test_an_operator_that_is_behind_or_deaf_or_leads_no_more_is_told(scraped: Scraped) -> None:
+def test_an_operator_that_is_behind_is_told(scraped: Scraped) -> None:
     work = working("ok", per_minute=100)
     slow = [
         Change(f"{PREFIX}wait_seconds_bucket", {"le": le}, by=0)
@@ -79,9 +88,19 @@ def test_an_operator_that_is_behind_or_deaf_or_leads_no_more_is_told(scraped: Sc
     ]
     told = [{"alertname": "AsyncFlowOperatorBehind", **ON}]
     check(course(scraped, minutes=60, changes=[*work, *slow]), minutes=60, firing=told)
-    deaf = Change(f"{PREFIX}watch_age_seconds", {}, by=60)
+
+
+def test_an_operator_that_is_deaf_is_told_before_its_liveness_probe_ends_it(scraped: Scraped) -> None:
+    deaf = [*working("ok", per_minute=100), Change(f"{PREFIX}watch_age_seconds", {}, by=60, to=0)]
     told = [{"alertname": "AsyncFlowWatchSilent", "severity": "critical"}]
-    check(course(scraped, minutes=60, changes=[*work, deaf]), minutes=60, firing=told)
-    nobody = Change(f"{PREFIX}leads_flag", {}, to=0)
-    told = [{"alertname": "AsyncFlowOperatorNotLeading", "severity": "critical"}]
-    check(course(scraped, minutes=60, changes=[*work, nobody]), minutes=60, firing=told)
+    minutes = int(MOST_SILENCE_S // 60)
+    check(course(scraped, minutes=minutes, changes=deaf), minutes=minutes, firing=told)
+
+
+def test_an_operator_that_leads_no_more_is_told_beside_another_one_that_leads(scraped: Scraped) -> None:
+    nobody = [*working("ok", per_minute=100), Change(f"{PREFIX}leads_flag", {}, to=0)]
+    other = {str(Series(f"{PREFIX}leads_flag", (("instance", "10.0.0.2:8080"), ("namespace", "other")))): "1x60"}
+    told = {"alertname": "AsyncFlowOperatorNotLeading", "severity": "critical"}
+    mine = told | {"namespace": TARGET["namespace"]}
+    check(course(scraped, minutes=60, changes=nobody) | other, minutes=60, firing=[mine])
+    check({"up": "1x60"}, minutes=60, firing=[told])
