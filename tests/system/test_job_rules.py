@@ -58,6 +58,12 @@ def test_a_job_that_makes_no_step_has_stalled_until_it_is_done(scraped: Scraped)
     told(scraped, Change(STEP, {}, to=total(scraped, TARGET)), minutes=60, firing=[])
 
 
+def test_a_job_whose_driver_is_gone_is_told(scraped: Scraped) -> None:
+    rest = {series: value for series, value in scraped.items() if not series.name.startswith("asyncflow_driver_")}
+    told(rest, minutes=9, firing=[])
+    told(rest, minutes=30, firing=["AsyncFlowDriverMissing"])
+
+
 def test_a_full_queue_and_a_silent_controller_are_told(scraped: Scraped) -> None:
     steps = Change(STEP, {}, by=1, to=0)
     full = Change("asyncflow_storage_held_bytes", {}, to=0.99 * total(scraped, "asyncflow_storage_limit_bytes"))
