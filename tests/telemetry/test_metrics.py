@@ -59,6 +59,34 @@ def test_what_somebody_else_counts_is_a_counter() -> None:
     assert "asyncflow_storage_put_bytes_total 7.0" in text
 
 
+UNKNOWN = {
+    DriverMetrics: {"reward_mean", "eval_accuracy_ratio", "eval_reward"},
+    TrainerMetrics: {"loss", "grad_norm", "approx_kl"},
+    RolloutMetrics: {"probe_gap"},
+}
+"""What a job may never have (an evaluation), and what only the trainer's first rank knows."""
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_a_figure_that_nobody_knows_is_not_shown_as_zero(kind: type[RoleMetrics]) -> None:
+    metrics = kind()
+    names = {f"asyncflow_{kind.role}_{what}" for what in UNKNOWN[kind]}
+    families = {family.name: family for family in metrics.registry.collect()}
+    assert [sample for name in names for sample in families[name].samples] == []
+    metrics.figure("other", "another").set(-0.5)
+    assert f"asyncflow_{kind.role}_other -0.5" in generate_latest(metrics.registry).decode().splitlines()
+
+
+def test_the_loss_of_a_trainer_with_several_ranks_is_that_of_the_rank_that_knows_it() -> None:
+    ranks = [TrainerMetrics(), TrainerMetrics()]
+    ranks[0].loss.set(-0.25)
+    texts = {str(rank): generate_latest(metrics.registry).decode() for rank, metrics in enumerate(ranks)}
+    shown = generate_latest(labelled(texts, label="rank")).decode().splitlines()
+    assert [line for line in shown if line.startswith("asyncflow_trainer_loss{")] == [
+        'asyncflow_trainer_loss{rank="0"} -0.25'
+    ]
+
+
 def test_the_staleness_of_samples_has_one_name() -> None:
     shown = (
         DriverMetrics().registry.collect(),

@@ -22,7 +22,7 @@ from functools import partial
 from typing import ClassVar, Final, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -134,6 +134,26 @@ class Total(Collector):
         return self.collect()
 
 
+class Figure(Collector):
+    """A gauge that is not shown until it has a value, because 0 would be taken for one."""
+
+    def __init__(self, name: str, words: str) -> None:
+        self._family = name, words
+        self._value: float | None = None
+
+    def set(self, value: float) -> None:
+        """Show ``value``."""
+        self._value = value
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the gauge, without a sample while it has no value."""
+        yield GaugeMetricFamily(*self._family, value=self._value)
+
+    def describe(self) -> Iterable[Metric]:
+        """Yield the gauge, by whose name a registry finds it."""
+        return self.collect()
+
+
 FIGURES: Final = "figures"
 """Entry of a heartbeat's status that has ``RoleMetrics.figures``."""
 
@@ -211,6 +231,12 @@ class RoleMetrics:
         self.registry.register(made)
         return made
 
+    def figure(self, what: str, words: str) -> Figure:
+        """Declare a gauge ``asyncflow_<role>_<what>`` that is not shown until it is set."""
+        made = Figure(f"asyncflow_{self.role}_{what}", words)
+        self.registry.register(made)
+        return made
+
     def histogram(self, what: str, words: str, *labels: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
         """Declare a histogram ``asyncflow_<role>_<what>``."""
         return Histogram(f"asyncflow_{self.role}_{what}", words, labels, registry=self.registry, buckets=buckets)
@@ -227,12 +253,12 @@ class DriverMetrics(RoleMetrics):
         self.step = self.gauge("step", "optimizer steps done")
         self.target_step = self.gauge("target_step", "optimizer steps of the job")
         self.step_seconds = self.histogram("step_seconds", "time from one optimizer step to the next")
-        self.reward_mean = self.gauge("reward_mean", "mean reward of the last step's samples")
+        self.reward_mean = self.figure("reward_mean", "mean reward of the last step's samples")
         self.reward_component = self.gauge(
             "reward_component_mean", "mean of a component of the reward, last step's samples", "component"
         )
-        self.eval_accuracy = self.gauge("eval_accuracy_ratio", "accuracy of the last evaluation")
-        self.eval_reward = self.gauge("eval_reward", "mean reward of the last evaluation's samples")
+        self.eval_accuracy = self.figure("eval_accuracy_ratio", "accuracy of the last evaluation")
+        self.eval_reward = self.figure("eval_reward", "mean reward of the last evaluation's samples")
         self.eval_pass = self.gauge("eval_pass_ratio", "pass@k of the last evaluation", "k")
         self.set_accuracy = self.gauge("eval_set_accuracy_ratio", "accuracy on a named set of held-out prompts", "set")
         self.set_reward = self.gauge("eval_set_reward", "mean reward on a named set of held-out prompts", "set")
@@ -346,7 +372,7 @@ class LoadingMetrics(RoleMetrics):
         self.pull_seconds = self.histogram("pull_seconds", "time to pull a version into host memory")
         self.pull_fallbacks = self.counter("pull_fallbacks", "pulls that went over the host network instead")
         self.pulled = self.counter("pulled_bytes", "bytes of versions that came from other processes")
-        self.probe_gap = self.gauge(
+        self.probe_gap = self.figure(
             "probe_gap", "largest difference of the engine's log-probs to those published with its weights, last swap"
         )
 
@@ -433,9 +459,9 @@ class TrainerMetrics(RoleMetrics):
     def __init__(self) -> None:
         super().__init__()
         self.step = self.gauge("step", "optimizer steps done")
-        self.loss = self.gauge("loss", "loss of the last step")
-        self.grad_norm = self.gauge("grad_norm", "norm of the last gradient before clipping")
-        self.approx_kl = self.gauge("approx_kl", "estimate of the KL divergence from the sampling policy, last step")
+        self.loss = self.figure("loss", "loss of the last step")
+        self.grad_norm = self.figure("grad_norm", "norm of the last gradient before clipping")
+        self.approx_kl = self.figure("approx_kl", "estimate of the KL divergence from the sampling policy, last step")
         self.correction = self.gauge(
             "correction", "importance weights of algorithm.correction, last step: a figure of metrics.jsonl", "figure"
         )
