@@ -148,28 +148,36 @@ def test_the_page_has_every_metric_with_its_labels() -> None:
     assert shown == own
 
 
-WAITED_FOR = {
-    "asyncflow_controller_oldest_unready_seconds": {"task", "lacks"},
-    "asyncflow_controller_parked_claims": {"task"},
-    "asyncflow_controller_lease_expiries_total": set(),
-    "asyncflow_controller_redeliveries_total": set(),
-    "asyncflow_storage_held_bytes": set(),
-    "asyncflow_storage_put_bytes_total": set(),
-    "asyncflow_storage_fetched_bytes_total": set(),
-    "asyncflow_storage_budget_waits_total": set(),
-    "asyncflow_controller_ledger_lag_seconds": set(),
+SHOWN: dict[str, dict[str, set[str]]] = {
+    "queue": {
+        "asyncflow_controller_oldest_unready_seconds": {"task", "lacks"},
+        "asyncflow_controller_parked_claims": {"task"},
+        "asyncflow_controller_lease_expiries_total": set(),
+        "asyncflow_controller_redeliveries_total": set(),
+        "asyncflow_storage_held_bytes": set(),
+        "asyncflow_storage_put_bytes_total": set(),
+        "asyncflow_storage_fetched_bytes_total": set(),
+        "asyncflow_storage_budget_waits_total": set(),
+        "asyncflow_controller_ledger_lag_seconds": set(),
+    },
+    "job": {
+        "asyncflow_trainer_steps_skipped_total": set(),
+        "asyncflow_trainer_checkpoint_failures_total": set(),
+    },
 }
-"""What the queue's dashboard must show, and by which labels."""
+"""What a dashboard must show, and by which labels."""
 
 
-def test_the_dashboard_of_the_queue_names_what_is_waited_for() -> None:
-    board = json.loads((FILES / "dashboards" / "queue.json").read_text())
+@pytest.mark.parametrize("dashboard", SHOWN)
+def test_a_dashboard_names_what_is_waited_for_and_left_out(dashboard: str) -> None:
+    board = json.loads((FILES / "dashboards" / f"{dashboard}.json").read_text())
     shown: dict[str, set[str]] = {}
     for panel in board["panels"]:
         for target in panel.get("targets", ()):
             for name, labels in asked(promql.parse(target["expr"])):
                 shown.setdefault(name, set()).update(labels)
-    for name, labels in WAITED_FOR.items():
+    for name, labels in SHOWN[dashboard].items():
+        assert name in shown
         assert labels <= shown[name], name
 
 
