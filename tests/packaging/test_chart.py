@@ -191,6 +191,23 @@ def test_a_key_is_made_unless_there_is_one(render: Render) -> None:
     assert volumes["master-key"]["secret"]["items"] == [{"key": "k", "path": "master.key"}]
 
 
+def test_a_name_that_yaml_takes_for_a_number_stays_a_name(render: Render) -> None:
+    names: Object = {
+        "namespaces": ["2024", "on"],
+        "masterKey": {"existingSecret": "1e3", "key": "0x1"},
+        "serviceAccount": {"name": "7"},
+        "priorityClassName": "1",
+    }
+    objects = render(names)
+    assert {each["metadata"]["namespace"] for each in of(objects, "Role")} == {"2024", "on", chart.NAMESPACE}
+    (deployment,) = of(objects, "Deployment")
+    pod = deployment["spec"]["template"]["spec"]
+    key = next(volume["secret"] for volume in pod["volumes"] if volume["name"] == "master-key")
+    assert (pod["serviceAccountName"], pod["priorityClassName"]) == ("7", "1")
+    assert (key["secretName"], key["items"][0]["key"]) == ("1e3", "0x1")
+    assert of(render({"masterKey": {"key": "0x1"}}), "Secret")[0]["data"].keys() == {"0x1"}
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -212,6 +229,8 @@ def test_a_key_is_made_unless_there_is_one(render: Render) -> None:
         ({"networkPolicy": {"apiServerPorts": []}}, "apiServerPorts"),
         ({"rbac": {"clusterAdmin": True}}, "clusterAdmin"),
         ({"workers": 0}, "workers"),
+        ({"fullnameOverride": "a.b"}, "fullnameOverride"),
+        ({"fullnameOverride": "1a"}, "fullnameOverride"),
     ],
 )
 def test_wrong_values_are_refused_by_name(values: Object, said: str, render: Render) -> None:
