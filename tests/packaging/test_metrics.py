@@ -231,6 +231,19 @@ def test_the_pod_monitor_finds_the_pods_of_a_job(render: Callable[..., list[dict
     assert {each["targetLabel"] for each in endpoint["relabelings"]} <= SCRAPED
 
 
+def test_a_monitor_takes_the_labels_of_the_scraper_and_no_process_has_them(render: Callable[..., Any]) -> None:
+    objects = render({"metrics": {kind: {"enabled": True} for kind in ("podMonitor", "serviceMonitor")}})
+    specs = [each["spec"] for each in objects if each["kind"] in ("PodMonitor", "ServiceMonitor")]
+    endpoints = [each for spec in specs for each in spec.get("endpoints", spec.get("podMetricsEndpoints"))]
+    assert len(endpoints) == 2
+    added = {each["targetLabel"] for endpoint in endpoints for each in endpoint.get("relabelings", ())}
+    for endpoint in endpoints:
+        assert not endpoint.get("honorLabels")
+    for name, labels in emitted().items():
+        taken = SCRAPED if not name.startswith("asyncflow_operator_") else SCRAPED - added
+        assert not labels & taken, name
+
+
 def test_every_alert_says_what_to_do() -> None:
     assert len(alerts()) >= 5
     for alert in alerts():
