@@ -222,15 +222,19 @@ async def test_the_mean_reward_is_kept_beside_the_share_that_is_right(tmp_path: 
         assert (result.reward, result.greedy_reward) == (0.875, 0.5)
 
 
-async def test_a_held_out_prompt_that_is_too_long_is_left_out(tmp_path: Path) -> None:
-    lines = [{"prompt": "q" * length, "answer": ""} for length in (5, 17, 16)]
+async def test_held_out_prompts_that_are_too_long_are_left_out_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = [{"prompt": "q" * length, "answer": ""} for length in (5, 17, 16, 18)]
     (tmp_path / "eval.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    async with bench(tmp_path, f"data.eval.source=jsonl://{tmp_path / 'eval.jsonl'}") as at:
+    async with bench(tmp_path, f"data.eval.source=jsonl://{tmp_path / 'eval.jsonl'}", size=4) as at:
         at.due(2)
         rows = await at.claim(4)
         assert all(await at.answer(rows, right=True))
         (result,) = await at.recorded(1)
         assert (result.prompts, result.accuracy) == (2, 1)
+    (said,) = (words for words in caplog.messages if "left out" in words)
+    assert said.startswith("2 of 4 prompts are left out of all evaluations, the first: ")
 
 
 async def test_sets_are_evaluated_together_and_have_results_of_their_own(tmp_path: Path) -> None:

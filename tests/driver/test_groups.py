@@ -421,11 +421,12 @@ def test_what_an_earlier_driver_filtered_counts() -> None:
     assert len(queue.dropped) == 2
 
 
-def test_steps_that_stay_below_the_limit_go_on() -> None:
+def test_steps_that_stay_below_the_limit_go_on_without_a_line_for_each_group(caplog: pytest.LogCaptureFixture) -> None:
     queue = Finished(reward=0.0, varied=frozenset(range(40, 1000)), groups=60)
-    with pytest.raises(TimeoutError):
+    with caplog.at_level("INFO"), pytest.raises(TimeoutError):
         asyncio.run(groups_of(queue, limit=20).run())
     assert len(queue.dropped) == 40
+    assert len(caplog.messages) == 2, "one for each step, at half of its limit"
 
 
 def test_a_response_is_as_long_as_its_limit_counts_observations_too() -> None:

@@ -78,7 +78,10 @@ class Turn:
         await self.task
 
 
-async def test_one_after_another_the_oldest_version_first(driver: Driver, worker: Callable[..., SwapPermits]) -> None:
+async def test_one_after_another_the_oldest_version_first(
+    driver: Driver, worker: Callable[..., SwapPermits], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     async with asyncio.timeout(20):
         first = Turn(worker("a"), 5)
         await first.begun.wait()
@@ -93,6 +96,7 @@ async def test_one_after_another_the_oldest_version_first(driver: Driver, worker
             await last.begun.wait()
         await last.end()
     assert driver.service._rollouts.permits.out == frozenset()
+    assert caplog.messages == [], "each rollout has a line of each change in its own log"
 
 
 async def test_who_vanishes_or_gives_up_keeps_nobody_waiting(

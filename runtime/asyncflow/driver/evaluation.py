@@ -257,15 +257,20 @@ class Evaluation:
         fitting: list[int] = []
         for name, begin in zip(self._names, self._begins, strict=True):
             before, end = len(fitting), begin + self.sizes[name]
+            first: Overlong | None = None
             for index in range(begin, end):
                 try:
                     self._encode(index)
                 except Overlong as error:
                     if not self.sets[name].skips or (index == end - 1 and len(fitting) == before):
                         raise
-                    log.warning("left out of all evaluations: %s", error.what)
+                    first = first or error
                 else:
                     fitting.append(index)
+            if first is not None:
+                left_out, of_set = end - begin - len(fitting) + before, f" of the set {name}" if name else ""
+                words = "%d of %d prompts%s are left out of all evaluations, the first: %s"
+                log.warning(words, left_out, end - begin, of_set, first.what)
         return fitting
 
     async def replace_lost(self) -> None:

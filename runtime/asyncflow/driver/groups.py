@@ -412,10 +412,11 @@ class AdvantageTask:
         if counts and (alike := self.policy.alike(judged)) is not None:
             self.rewards.alike[alike] += 1
         if reason is not None:
-            log.info("group %d goes no further: %s", serial, reason)
+            flat = reason == FILTERED_ZERO_VARIANCE  # as many groups of each step may be
+            (log.debug if flat else log.info)("group %d goes no further: %s", serial, reason)
             # Before the drops, whose answer may be lost: what is dropped is not claimed again.
             first = self._exclude(serial, reason, mend=to_mend(Counter(map(failure_of, failing))))
-            filtered = first and reason == FILTERED_ZERO_VARIANCE
+            filtered = first and flat
             self.filtered[group[0].meta.step] += filtered
             await self._drop(group, dict.fromkeys([row.row for row in kept], reason) | failed)
             if filtered:

@@ -94,7 +94,7 @@ class _Group:
         """Grant what may be granted now."""
         supply = self._fleet if self._supply is None else self._supply()
         for worker in self.permits.grant(supply, now=now):
-            log.info("%s may change its weights; %d do", worker, len(self.permits.out))
+            log.debug("%s may change its weights; %d do", worker, len(self.permits.out))
             if (asking := self.asking.pop(worker, None)) is not None and not asking.done():
                 asking.set_result(None)
 
