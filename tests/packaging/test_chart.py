@@ -226,6 +226,7 @@ def test_a_name_that_yaml_takes_for_a_number_stays_a_name(render: Render) -> Non
         ({"resources": {"limits": {"memory": "lots"}}}, "memory"),
         ({"resources": {"limits": {"nvidia.com/gpu": 1}}}, "gpu"),
         ({"metrics": {"serviceMonitor": {"interval": "often"}}}, "interval"),
+        ({"metrics": {"podMonitor": {"interval": "3m"}}}, "interval"),
         ({"networkPolicy": {"apiServerPorts": []}}, "apiServerPorts"),
         ({"rbac": {"clusterAdmin": True}}, "clusterAdmin"),
         ({"workers": 0}, "workers"),
