@@ -44,7 +44,8 @@ class Controller:
         return self.admitted if method == "units.admit" else Done()
 
 
-async def test_rows_lost_between_two_sessions_are_told_in_the_next():
+async def test_rows_lost_between_two_sessions_are_told_in_the_next(caplog):
+    caplog.set_level(logging.INFO)
     controller = Controller()
     holdings = Holdings(backend=MemoryBackend(), budget=ByteBudget(100, where="test"), where="test", lost=list)
     session = UnitSession(unit=0, incarnation="me", controller=controller, holdings=holdings)
@@ -56,6 +57,7 @@ async def test_rows_lost_between_two_sessions_are_told_in_the_next():
         session.lose([5, 6])
         await controller.sessions.get()
     assert [(method, call.rows) for method, call in controller.told] == [("units.lost", [5, 6])]
+    assert "unit 0 begins anew with its controller: it was killed" in caplog.messages
     await session.close()
 
 

@@ -23,6 +23,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.utils.logging import enable_progress_bar
 
 from asyncflow.algorithms.correction import Correction
 from asyncflow.algorithms.loss import Loss
@@ -390,6 +391,14 @@ def test_layers_that_are_computed_again_have_no_dropout(tmp_path: Path) -> None:
     plain, again = backend(tmp_path), backend(tmp_path, options={"gradient_checkpointing": True})
     assert train(plain, 1, 2) == train(again, 1, 2)
     assert_same_bits(weights(plain), weights(again))
+
+
+def test_a_model_is_opened_without_a_progress_bar_in_the_log(
+    tiny_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    enable_progress_bar()
+    open_model(tiny_folder, weights=True, device=None)
+    assert capfd.readouterr().err == ""
 
 
 def test_packs_that_are_filled_up_say_the_same(tiny_folder: Path) -> None:

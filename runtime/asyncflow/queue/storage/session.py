@@ -210,9 +210,9 @@ class UnitSession:
                 try:
                     await self._hold_session(welcome)
                 except* (PeerLost, DeadlineExceeded, Fenced) as lost:
-                    log.info("unit %d begins anew: %s", self._unit, lost.exceptions)
+                    log.info("unit %d begins anew with its controller: %s", self._unit, lost.exceptions[0])
                 except* AsyncFlowError as refused:
-                    log.warning("unit %d begins anew: %s", self._unit, refused.exceptions)
+                    log.warning("unit %d begins anew with its controller: %s", self._unit, refused.exceptions[0])
             await asyncio.sleep(next(self._waits))
 
     async def _hold_session(self, welcome: Welcome) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.logging import disable_progress_bar
 
 from asyncflow.errors import ManifestError, NotYetError
 from asyncflow.models.source import check_model
@@ -111,6 +112,7 @@ def open_model(
     Raises ManifestError where the folder holds no model that transformers can open, and NotYetError for one that packs
     cannot hold.
     """
+    disable_progress_bar()  # it is no line of a log
     try:
         config = AutoConfig.from_pretrained(folder)
         check_model(config.to_dict(), longest=longest or sys.maxsize, where=str(folder))
