@@ -25,6 +25,7 @@ from prometheus_client.exposition import choose_encoder
 
 from asyncflow.api.names import kind_of_role
 from asyncflow.errors import Refused
+from asyncflow.plan import plan
 from asyncflow_operator.cluster.kinds import CUSTOM_KINDS, POD, RLJOB
 from asyncflow_operator.cluster.owners import CustomResource
 from asyncflow_operator.cluster.store import ObjectStore
@@ -143,14 +144,18 @@ def update_gauges(store: ObjectStore, metrics: Metrics) -> None:
 
 
 def _budgets(job: CustomResource) -> dict[str, float]:
-    """Return, by role, the share of its restarts that a job has used; one that may have none is left out, and so is a
-    job that is suspended or has ended, of which nothing is restarted.
+    """Return, by role, the share of its restarts that a job has used, of those that have used any; a role that may have
+    none is left out, and so is a job that is suspended or has ended, of which nothing is restarted.
     """
-    if job.model is None or job.status.phase not in ACTIVE:
+    restarts = job.status.restarts
+    if job.model is None or not restarts or job.status.phase not in ACTIVE:
         return {}
-    policy = job.model.spec.failure_policy
-    most = {role: getattr(policy, role).max_restarts for role in type(policy).model_fields}
-    return {role: job.status.restarts.get(role, 0) / count for role, count in most.items() if count}
+    used: dict[str, float] = {}
+    for role in plan(job.model).roles:
+        if role.restart.max_restarts and role.name in restarts:
+            kind = kind_of_role(role.name)
+            used[kind] = max(used.get(kind, 0.0), restarts[role.name] / role.restart.max_restarts)
+    return used
 
 
 class HealthChecks:

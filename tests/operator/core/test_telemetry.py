@@ -1,16 +1,19 @@
 import io
 import json
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 
-from asyncflow.api.durability import FailurePolicySpec, RestartSpec
+from asyncflow.api.load import load_job
 from asyncflow.errors import Refused
 from asyncflow_operator.cluster.store import ObjectStore
 from asyncflow_operator.telemetry import MOST_STUCK_S, HealthChecks, Http, JsonLogFormatter, Metrics, update_gauges
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "quickstart.yaml"
 
 
 class World:
@@ -53,15 +56,18 @@ async def test_problems_and_missing_lists_are_reported() -> None:
 
 
 def test_the_fleet_is_counted_without_names() -> None:
-    policy = FailurePolicySpec(rollout=RestartSpec(max_restarts=4))
+    settings = ["failurePolicy.rollout.maxRestarts=4", "reward.role.replicas=1"]
+    model = load_job(EXAMPLE, settings)
     stalled = SimpleNamespace(type="Stalled", status="True")
 
-    def job(phase: str, restarts: int) -> Any:
-        status = SimpleNamespace(phase=phase, conditions=[stalled], restarts={"rollout": restarts})
-        return SimpleNamespace(status=status, model=SimpleNamespace(spec=SimpleNamespace(failure_policy=policy)))
+    def job(phase: str, **restarts: int) -> Any:
+        return SimpleNamespace(
+            status=SimpleNamespace(phase=phase, conditions=[stalled], restarts=restarts), model=model
+        )
 
     store = ObjectStore(lambda _kind, raw, _before: raw["view"], lambda *_: None)
-    for number, view in enumerate((job("Running", 1), job("Running", 3), job("Failed", 5))):
+    jobs = job("Running", rollout=1, reward=4), job("Running", rollout=3), job("Failed", rollout=5)
+    for number, view in enumerate(jobs):
         meta = {"name": f"j{number}", "namespace": "ns", "uid": str(number), "resourceVersion": "1"}
         store.put("RLJob", {"metadata": meta, "view": view})
     metrics = Metrics()
@@ -70,6 +76,7 @@ def test_the_fleet_is_counted_without_names() -> None:
     assert value("asyncflow_operator_jobs_count", {"phase": "Running"}) == 2
     assert value("asyncflow_operator_jobs_stalled_count") == 3
     assert value("asyncflow_operator_restart_budget_used_ratio", {"role": "rollout"}) == 0.75, "of those that go on"
+    assert value("asyncflow_operator_restart_budget_used_ratio", {"role": "reward"}) == 1, "a role that the job adds"
 
 
 def test_no_user_makes_a_series_of_pods_by_the_name_of_a_task_or_a_label() -> None:
