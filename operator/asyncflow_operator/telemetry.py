@@ -26,7 +26,7 @@ from prometheus_client.exposition import choose_encoder
 from asyncflow.api.names import kind_of_role
 from asyncflow.errors import Refused
 from asyncflow.plan import plan
-from asyncflow_operator.cluster.kinds import CUSTOM_KINDS, POD, RLJOB
+from asyncflow_operator.cluster.kinds import CUSTOM_KINDS, POD, QUEUE, RLJOB, SYNC
 from asyncflow_operator.cluster.owners import CustomResource
 from asyncflow_operator.cluster.store import ObjectStore
 from asyncflow_operator.decide.progress import ACTIVE
@@ -53,6 +53,7 @@ class Metrics:
         self.objects = self._gauge("objects_count", "custom resources", "kind")
         self.jobs = self._gauge("jobs_count", "jobs", "phase")
         self.jobs_stalled = self._gauge("jobs_stalled_count", "jobs that make no progress")
+        self.degraded = self._gauge("degraded_count", "degraded queues and publishers that stand alone", "kind")
         self.pods = self._gauge("pods_count", "pods", "role", "phase")
         self.budget_used = self._gauge("restart_budget_used_ratio", "of the job that has used most of it", "role")
         self.actions = self._counter("actions", "actions carried out", "action", "outcome")
@@ -125,7 +126,7 @@ def update_gauges(store: ObjectStore, metrics: Metrics) -> None:
     for _, _, entry in store.all(RLJOB.name):
         job: CustomResource = entry.view
         phases[job.status.phase] += 1
-        stalled += any(each.type == "Stalled" and each.status == "True" for each in job.status.conditions)
+        stalled += _is(job, "Stalled")
         for role, share in _budgets(job).items():
             used[role] = max(share, used.get(role, 0.0))
     owned = (entry.view for _, _, entry in store.all(POD.name) if entry.owner)
@@ -140,7 +141,14 @@ def update_gauges(store: ObjectStore, metrics: Metrics) -> None:
         metrics.budget_used.labels(role).set(share)
     for kind in CUSTOM_KINDS:
         metrics.objects.labels(kind.name).set(store.count(kind.name))
+    for kind in (QUEUE, SYNC):
+        alone = (entry.view for _, _, entry in store.all(kind.name) if entry.view.controller[0] != RLJOB.name)
+        metrics.degraded.labels(kind.name).set(sum(_is(each, "Degraded") for each in alone))
     metrics.jobs_stalled.set(stalled)
+
+
+def _is(resource: CustomResource, condition: str) -> bool:
+    return any(each.type == condition and each.status == "True" for each in resource.status.conditions)
 
 
 def _budgets(job: CustomResource) -> dict[str, float]:

@@ -79,6 +79,21 @@ def test_the_fleet_is_counted_without_names() -> None:
     assert value("asyncflow_operator_restart_budget_used_ratio", {"role": "reward"}) == 1, "a role that the job adds"
 
 
+def test_what_stands_alone_and_is_degraded_is_counted() -> None:
+    store = ObjectStore(lambda _kind, raw, _before: raw["view"], lambda *_: None)
+    alone, of_a_job = ("Application", "a"), ("RLJob", "j")
+    for number, (controller, status) in enumerate([(alone, "True"), (alone, "False"), (of_a_job, "True")]):
+        condition = SimpleNamespace(type="Degraded", status=status)
+        view = SimpleNamespace(controller=controller, status=SimpleNamespace(conditions=[condition]))
+        meta = {"name": f"w{number}", "namespace": "ns", "uid": str(number), "resourceVersion": "1"}
+        store.put("WeightSync", {"metadata": meta, "view": view})
+    metrics = Metrics()
+    update_gauges(store, metrics)
+    value = metrics.registry.get_sample_value
+    assert value("asyncflow_operator_degraded_count", {"kind": "WeightSync"}) == 1, "a job tells of its own"
+    assert value("asyncflow_operator_degraded_count", {"kind": "TransferQueue"}) == 0
+
+
 def test_no_user_makes_a_series_of_pods_by_the_name_of_a_task_or_a_label() -> None:
     store = ObjectStore(lambda _kind, raw, _before: raw["view"], lambda *_: None)
     for number, role in enumerate(("rollout", "task-judge", "task-score", "mine")):
