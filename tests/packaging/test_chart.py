@@ -230,6 +230,8 @@ def test_a_name_that_yaml_takes_for_a_number_stays_a_name(render: Render) -> Non
         ({"networkPolicy": {"apiServerPorts": []}}, "apiServerPorts"),
         ({"rbac": {"clusterAdmin": True}}, "clusterAdmin"),
         ({"workers": 0}, "workers"),
+        ({"podLabels": {"app.kubernetes.io/name": "x"}}, "podLabels"),
+        ({"dashboards": {"labels": {"helm.sh/chart": "x"}}}, "dashboards"),
         ({"fullnameOverride": "a.b"}, "fullnameOverride"),
         ({"fullnameOverride": "1a"}, "fullnameOverride"),
     ],
