@@ -191,6 +191,11 @@ def test_a_legend_names_labels_that_are_left() -> None:
                 assert shown <= grouped | SCRAPED, f"{panel['title']}: {target['legendFormat']}"
 
 
+def test_no_panel_counts_series_where_there_may_be_none() -> None:
+    """Of no series the count is no series: of a job whose rollouts are scaled to zero nothing would be shown."""
+    assert [where for where, text in questions() if text.startswith("count(") and "vector(0)" not in text] == []
+
+
 def test_variables_of_dashboards_are_emitted() -> None:
     series = emitted()
     for dashboard in DASHBOARDS:
