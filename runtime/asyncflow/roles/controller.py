@@ -167,10 +167,19 @@ def _status(controller: Controller, *, units: int, insecure: bool) -> QueueStatu
 
 
 def _show(controller: Controller, metrics: ControllerMetrics) -> None:
+    """Set the gauges; of tasks that are over none, for a queue may be given ever new partitions."""
     stats = controller.stats()
-    for state, counts in (("ready", stats.ready), ("leased", stats.leased)):
-        for task, count in counts.items():
-            metrics.rows.labels(task, state).set(count)
+    metrics.rows.clear()
+    metrics.parked.clear()
+    for task, ready in stats.ready.items():
+        leased, parked = stats.leased.get(task), stats.parked.get(task, 0)
+        complete = controller.table.state.partitions[task.rpartition("/")[0]].complete
+        if complete and not (ready or leased or parked):
+            continue
+        metrics.rows.labels(task, "ready").set(ready)
+        metrics.parked.labels(task).set(parked)
+        if leased is not None:
+            metrics.rows.labels(task, "leased").set(leased)
     metrics.lease_expiries.set(stats.lease_expiries)
     metrics.lease_timeouts.set(controller.table.claims.timeouts)
     metrics.redeliveries.set(stats.redeliveries)
@@ -179,8 +188,6 @@ def _show(controller: Controller, metrics: ControllerMetrics) -> None:
     metrics.ledger_lag.set(controller.ledger.lag())
     metrics.ledger_syncs.set(controller.ledger.syncs)
     metrics.ledger_sync_seconds.set(controller.ledger.sync_s)
-    for task in stats.ready:
-        metrics.parked.labels(task).set(stats.parked.get(task, 0))
     metrics.unit_rows.clear()
     for unit in controller.sessions.views(controller.now()):
         metrics.unit_rows.labels(str(unit.unit), unit.state).set(unit.rows)

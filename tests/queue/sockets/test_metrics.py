@@ -1,9 +1,10 @@
-"""What a storage unit shows to whoever runs it: what it holds and moves, and who waits for room."""
+"""What units and controllers show to whoever runs them: what is held and moves, who waits, and what there is to do."""
 
 import asyncio
 
+from asyncflow.roles import controller
 from asyncflow.roles.storage import _show
-from asyncflow.telemetry.metrics import StorageMetrics
+from asyncflow.telemetry.metrics import ControllerMetrics, StorageMetrics
 
 GROUP = 96
 """Bytes of two prompts of six numbers each."""
@@ -52,3 +53,19 @@ async def test_a_unit_that_leaves_shows_what_is_to_be_moved_and_what_was(cluster
             assert await unit.leave()
         seen = shown(unit, leaving=True)
         assert (seen["rows"], seen["leaving_rows"], seen["moved_rows_total"]) == (0, 0, held)
+
+
+async def test_a_partition_that_is_closed_and_has_nothing_to_do_has_no_series(cluster):
+    def tasks():
+        controller._show(queue.controller, metrics)
+        samples = next(each for each in metrics.registry.collect() if each.name == "asyncflow_controller_rows").samples
+        return {each.labels["task"]: each.value for each in samples if each.labels["state"] == "ready"}
+
+    metrics = ControllerMetrics()
+    async with cluster(units=1) as queue:
+        assert await queue.create(0) == [True] * 2
+        assert tasks()["train/rollout"] == 2
+        await queue.client.close_partition(partition="train", step=1, timeout=10)
+        assert tasks()["train/rollout"] == 2, "it is closed, and not done"
+        await queue.client.drop(await queue.claim("rollout", rows=2), reason="test", timeout=10)
+        assert "train/rollout" not in tasks()
