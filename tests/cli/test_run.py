@@ -94,6 +94,12 @@ def test_again_resume_and_fresh_which_leaves_nothing_where_a_role_refuses_it(man
     settings = ("--set", "algorithm.groupSize=2", "--set", "algorithm.steps=9")
     assert "spec.algorithm.groupSize" in refused(capsys, manifest, "--resume", *settings)
     assert load_record(tmp_path / "out" / "run" / "processes.json").processes[0].attempt == 1
+    settings = [tmp_path / "out" / name for name in ("job.yaml", "run/overrides.json")]
+    before = [file.read_bytes() for file in settings]
+    wrong = run("--resume", "--set", "algorithm.steps=11", steps=-1)
+    assert "what was changed is not kept" in wrong.stdout
+    assert "1 of 9 steps were made" in wrong.stdout
+    assert [file.read_bytes() for file in settings] == before
     before = sorted(tmp_path.rglob("*.yaml"))
     wrong = run("--fresh", steps=-1)
     assert wrong.returncode == 1

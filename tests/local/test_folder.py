@@ -63,6 +63,20 @@ def test_a_run_is_resumed_where_it_lies(tmp_path):
     folder.release()
 
 
+@pytest.mark.parametrize("made_a_step", [False, True])
+def test_settings_that_were_refused_do_not_stay_unless_a_step_was_made_with_them(tmp_path, made_a_step):
+    path = begun(tmp_path / "run")
+    (path / "metrics.jsonl").write_text('{"step":1}\n')
+    folder = RunFolder.claim(path, resume=True)
+    folder.job.write_text("kind: other\n")
+    folder.save_overrides(["algorithm.steps=9"])
+    if made_a_step:
+        (path / "metrics.jsonl").write_text('{"step":1}\n{"step":2}\n')
+    folder.release(undo=True)
+    new = ("kind: other\n", ["algorithm.steps=9"])
+    assert (folder.job.read_text(), saved_overrides(path)) == (new if made_a_step else ("kind: RLJob\n", []))
+
+
 def test_nothing_cannot_be_resumed_and_nothing_is_made(tmp_path):
     with pytest.raises(ManifestError, match="no run to resume"):
         RunFolder.claim(tmp_path / "run", resume=True)

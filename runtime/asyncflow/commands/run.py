@@ -85,6 +85,9 @@ def run(file: Path, *, output: Path | None, overrides: Sequence[str], resume: bo
     if not view.closed:
         leave(outcome)
     if outcome.exit_code and folder.job.exists():
+        if outcome.refused and (kept := load_job(folder.job)) != job:
+            click.echo("what was changed is not kept: --resume goes on with the settings of before")
+            job, overrides = kept, saved_overrides(folder.path)
         _say_what_was_kept(job, folder.path, file=file, overrides=overrides)
     elif outcome.exit_code:
         click.echo(f"no step was made, so nothing is left in {folder.path}")
@@ -181,7 +184,7 @@ def _carry_out(
     make_view: Callable[..., V],
     tell: Callable[[str], None],
 ) -> tuple[RunOutcome, V, RunFolder]:
-    """Run a job that was found good from the folder ``path``, which is removed again where a role refuses the job.
+    """Run a job that was found good from the folder ``path``, which is as it was where a role refuses the job.
 
     overrides: with which the job was read, kept for a run that is resumed; make_view: makes the display of the run;
     tell: called with what is worth knowing. Returns the outcome, the display and the folder.
@@ -199,7 +202,7 @@ def _carry_out(
         outcome, view = _supervise(job, folder, overrides, make_view=make_view, tell=tell)
         refused = outcome.refused
     finally:
-        folder.release(undo=refused and not resume)
+        folder.release(undo=refused)
     return outcome, view, folder
 
 
@@ -387,7 +390,7 @@ def serve_alone(
             click.echo(f"{who} show the certificate in {here.certificate}: export {TLS_ENV}={here.certificate}")
             outcome = _attended(here, view)
     finally:
-        folder.release(undo=not (begun or resume))
+        folder.release(undo=not begun)
     if not view.closed:
         leave(outcome)
     if outcome.failure:

@@ -6,11 +6,12 @@
 Invariants: at most one supervisor holds a folder, by a lock that ends with its process; a run that is already there is
 never written over: it is continued on request (``resume``), or moved aside whole (``fresh``), never deleted. A start
 from which nothing came, no step and no evaluation, is no run: the next one takes its place. What a start has not made
-is never removed. What the contract declares frozen (``frozen_fields``, which the API server enforces on Kubernetes)
-never changes between two lives of one folder; steps only grow. An attempt is on record before its process exists, so
-that a resumed job never uses an attempt again; where the record is gone, or damaged, or written by a supervisor without
-that role, the logs and the checkpoints tell which were used. A line that the supervisor adds to a log begins with
-``---``; a log that cannot be written or read costs lines, and stops no process.
+is never removed; a resumed run whose new settings a role refuses keeps its old ones. What the contract declares frozen
+(``frozen_fields``, which the API server enforces on Kubernetes) never changes between two lives of one folder; steps
+only grow. An attempt is on record before its process exists, so that a resumed job never uses an attempt again; where
+the record is gone, or damaged, or written by a supervisor without that role, the logs and the checkpoints tell which
+were used. A line that the supervisor adds to a log begins with ``---``; a log that cannot be written or read costs
+lines, and stops no process.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import re
 import secrets
 import shlex
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -280,7 +281,8 @@ class RunFolder:
     """A run's folder, or a queue's, that this process holds the lock of, until ``release``.
 
     moved_to: where the run is that was here; made: the folders that were created for it, innermost first; own: those
-    within it that this run makes itself, if they are ever made; name: of the file with the manifest.
+    within it that this run makes itself, if they are ever made; name: of the file with the manifest; before: what
+    the files of its settings held (None: absent), where a run goes on; figures: bytes of them that were there.
     """
 
     path: Path
@@ -289,6 +291,8 @@ class RunFolder:
     made: tuple[Path, ...] = ()
     own: tuple[str, ...] = ()
     name: str = JOB
+    before: Mapping[Path, bytes | None] = field(default_factory=dict)
+    figures: int = 0
 
     @classmethod
     def claim(cls, path: Path, *, resume: bool = False, fresh: bool = False, name: str = JOB) -> Self:
@@ -318,6 +322,8 @@ class RunFolder:
                 if not resume and _came_to_nothing(path):
                     _clear(path)
                 (path / "logs").mkdir(exist_ok=True)
+                settings = (path / name, overrides_of(path), requests_of(path)) if resume else ()
+                before = {file: file.read_bytes() if file.exists() else None for file in settings}
             except BaseException:
                 cls(path, lock, moved_to, made).release(undo=moved_to is not None)
                 raise
@@ -325,7 +331,7 @@ class RunFolder:
             hint = "Give an --output that can be written"
             raise ManifestError(f"cannot write there: {error.strerror}", where=str(path), hint=hint) from error
         own = tuple(folder for folder in _FOR_RUN if not (path / folder).exists())
-        return cls(path, lock, moved_to, made, own=own, name=name)
+        return cls(path, lock, moved_to, made, own=own, name=name, before=before, figures=_figures(path))
 
     @property
     def job(self) -> Path:
@@ -350,7 +356,7 @@ class RunFolder:
     @property
     def overrides(self) -> Path:
         """The ``--set`` values of the run, which ``--resume`` applies again."""
-        return self.path / "run" / "overrides.json"
+        return overrides_of(self.path)
 
     @property
     def requests(self) -> Path:
@@ -378,16 +384,26 @@ class RunFolder:
         """Remove the token and let others have the folder.
 
         undo: this start was refused: unless a run made progress here, remove what the start has made, the folder too,
-        and move back the run that it moved aside.
+        and move back the run that it moved aside; a run that was to go on gets back the settings that it had, unless
+        it made a step with the new ones.
         """
         with contextlib.suppress(OSError):
             self.token.unlink(missing_ok=True)
-        if undo and not _has_progress(self.path):
-            try:
+        try:
+            if undo and self.before and _figures(self.path) == self.figures:
+                self._put_back()
+            elif undo and not self.before and not _has_progress(self.path):
                 self._undo()
-            except OSError as error:
-                _log.warning("%s is left as it is: %s", self.path, error)
+        except OSError as error:
+            _log.warning("%s is left as it is: %s", self.path, error)
         os.close(self.lock)
+
+    def _put_back(self) -> None:
+        for file, content in self.before.items():
+            if content is None:
+                file.unlink(missing_ok=True)
+            else:
+                write_whole(file, content)
 
     def _undo(self) -> None:
         _clear(self.path)
@@ -403,7 +419,7 @@ class RunFolder:
 
 def saved_overrides(path: Path) -> list[str]:
     """Return the ``--set`` values with which the run at ``path`` was begun. Raises ManifestError if unreadable."""
-    file = path / "run" / "overrides.json"
+    file = overrides_of(path)
     try:
         return msgspec.json.decode(file.read_bytes(), type=list[str])
     except FileNotFoundError:
@@ -413,6 +429,11 @@ def saved_overrides(path: Path) -> list[str]:
         raise ManifestError(
             f"the --set values of the run cannot be read: {error}", where=str(file), hint=hint
         ) from error
+
+
+def overrides_of(path: Path) -> Path:
+    """Return the file of the ``--set`` values, in the folder of a run."""
+    return path / "run" / "overrides.json"
 
 
 def requests_of(path: Path) -> Path:
@@ -458,6 +479,11 @@ def _has_progress(path: Path) -> bool:
         or any(file.is_file() and file.stat().st_size > 0 for file in metrics)
         or any(file.is_file() and _EVALUATION in file.read_bytes() for file in events)
     )
+
+
+def _figures(path: Path) -> int:
+    metrics = path / METRICS
+    return metrics.stat().st_size if metrics.exists() else 0
 
 
 def _clear(path: Path) -> None:
