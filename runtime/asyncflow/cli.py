@@ -91,6 +91,7 @@ def run(file: Path, output: Path | None, overrides: tuple[str, ...], resume: boo
         raise ManifestError("--resume and --fresh exclude each other", hint="Give one of them")
     alone = {"TransferQueue": command.serve, "WeightSync": publishing.publish}.get(kind_of(file))
     if alone is not None:
+        _refuse_given("resume", why="what stands alone, and is no job, goes on by itself", hint="Leave it out")
         return alone(file, overrides, output=output, fresh=fresh, port=port)
     _refuse_given("port", why="a job finds its ports itself", hint="Leave it out: run/processes.json has them")
     return command.run(file, output=output, overrides=overrides, resume=resume, fresh=fresh)

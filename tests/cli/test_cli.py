@@ -159,6 +159,14 @@ def test_an_option_that_would_have_no_effect_is_refused(arguments, named, manife
     assert named in refused(capsys, *(str(manifest) if argument == "FILE" else argument for argument in arguments))
 
 
+@pytest.mark.parametrize("kind", ["TransferQueue", "WeightSync"])
+def test_what_stands_alone_is_not_to_be_resumed(kind, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "alone.yaml"
+    file.write_text(f"{{apiVersion: asyncflow.dev/v1alpha1, kind: {kind}, metadata: {{name: alone}}}}")
+    assert "--resume: what stands alone" in refused(capsys, "run", str(file), "--resume")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

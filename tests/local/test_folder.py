@@ -77,6 +77,16 @@ def test_settings_that_were_refused_do_not_stay_unless_a_step_was_made_with_them
     assert (folder.job.read_text(), saved_overrides(path)) == (new if made_a_step else ("kind: RLJob\n", []))
 
 
+@pytest.mark.parametrize(("there", "comes"), [("job.yaml", "queue.yaml"), ("queue.yaml", "job.yaml")])
+def test_what_is_of_another_kind_is_not_to_be_resumed(tmp_path, there, comes):
+    folder = RunFolder.claim(tmp_path, name=there)
+    folder.job.touch()
+    folder.release()
+    holds = {"job.yaml": "a run", "queue.yaml": "a queue"}[there]
+    with pytest.raises(ManifestError, match=rf"already holds {holds}\. Move it aside with --fresh, or give another"):
+        RunFolder.claim(tmp_path, name=comes)
+
+
 def test_nothing_cannot_be_resumed_and_nothing_is_made(tmp_path):
     with pytest.raises(ManifestError, match="no run to resume"):
         RunFolder.claim(tmp_path / "run", resume=True)
@@ -352,7 +362,7 @@ def test_a_step_of_which_only_a_damaged_line_is_left_is_progress(tmp_path):
 @pytest.mark.parametrize("name", ["events.jsonl", "lives.json", "rewards.json", "metrics.jsonl.bad", "queue.yaml"])
 def test_a_file_that_a_run_would_write_over_makes_a_folder_one_that_is_taken(tmp_path, name):
     (tmp_path / name).write_text("mine")
-    with pytest.raises(ManifestError, match="already holds a run"):
+    with pytest.raises(ManifestError, match=r"already holds a (run|queue)"):
         RunFolder.claim(tmp_path)
 
 

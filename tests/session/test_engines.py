@@ -7,13 +7,18 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from asyncflow.errors import ManifestError  # noqa: E402
-from asyncflow.local.folder import JOB, QUEUE, Record, RunFolder  # noqa: E402
+from asyncflow.local.folder import JOB, QUEUE, SYNC, Record, RunFolder  # noqa: E402
 from asyncflow.session.engines import Engines  # noqa: E402
 from asyncflow.session.joining import SessionPlace, running  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [(JOB, "Continue it with .* --resume"), (QUEUE, "asyncflow run .*/queue.yaml --output")]
+    ("name", "hint"),
+    [
+        (JOB, "Continue it with .* --resume"),
+        (QUEUE, "asyncflow run .*/queue.yaml --output"),
+        (SYNC, "asyncflow run .*/weights.yaml --output"),
+    ],
 )
 def test_a_folder_in_which_nothing_goes_on_any_more_is_refused_at_once(tmp_path, name, hint):
     folder = RunFolder.claim(tmp_path / "run", name=name)

@@ -60,6 +60,7 @@ JOB = "job.yaml"
 QUEUE = "queue.yaml"
 SYNC = "weights.yaml"
 """Names of the manifest in a folder: of a run, of a queue that stands alone, of a model that is published."""
+_HOLDS = {JOB: "a run", QUEUE: "a queue", SYNC: "a published model"}
 LEAST_FREE = 16 << 20
 """Bytes that must be free where a run begins: its logs, its ledger and its first checkpoint would not fit into less."""
 _RUN_ENTRIES = (
@@ -310,8 +311,11 @@ class RunFolder:
             )
         if held and not (resume or fresh):
             _check_unused(path)
-            hint = "Continue it with --resume, move it aside with --fresh, or give another --output"
-            raise ManifestError("the folder already holds a run", where=str(path), hint=hint)
+            there = next((what for file, what in _HOLDS.items() if (path / file).is_file()), "a run")
+            hint = "Move it aside with --fresh, or give another --output"
+            if name == JOB and (path / name).is_file():
+                hint = "Continue it with --resume, move it aside with --fresh, or give another --output"
+            raise ManifestError(f"the folder already holds {there}", where=str(path), hint=hint)
         _check_room(path)
         try:
             moved_to = _move_aside(path) if held and fresh else None
@@ -446,8 +450,9 @@ def record_of(path: Path) -> Record:
     if _is_held(path) and (record := load_record(path / "run" / "processes.json")) is not None:
         return record
     hint = "Continue it with asyncflow run FILE --resume" if holds_run(path) else "Give the folder of a run"
-    if (path / QUEUE).is_file():
-        hint = f"Serve it again: {shlex.join(['asyncflow', 'run', str(path / QUEUE), '--output', str(path)])}"
+    for alone in (path / QUEUE, path / SYNC):
+        if alone.is_file():
+            hint = f"Serve it again: {shlex.join(['asyncflow', 'run', str(alone), '--output', str(path)])}"
     raise ManifestError("no run is going on there", where=str(path), hint=hint)
 
 
