@@ -109,8 +109,8 @@ def export_checkpoint(spec: RLJobSpec, *, run: Path, step: str, target: Path) ->
     """Write the weights of a checkpoint in the folder ``run`` as a Hugging Face folder; return its step.
 
     step: ``newest``, ``best``, or a number; 0 is the model that the run began with. All is done on the CPU, by one
-    rank. Raises CheckpointError where there is no such checkpoint or it is damaged, ManifestError where ``target``
-    exists or the back end trains no model.
+    rank. Raises ManifestError where there is no such checkpoint, ``target`` exists, or the back end trains no model,
+    CheckpointError where it is damaged.
     """
     if target.exists():
         raise ManifestError("is there already", where=str(target), hint="Give a folder that does not exist")

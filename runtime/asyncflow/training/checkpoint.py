@@ -35,7 +35,7 @@ import msgspec
 import numpy as np
 
 from asyncflow.durable import make_folder, sync, write_whole
-from asyncflow.errors import AsyncFlowError, CheckpointError, DiskError, Fenced
+from asyncflow.errors import AsyncFlowError, CheckpointError, DiskError, Fenced, ManifestError
 from asyncflow.rpc.membership import Best, Directives
 from asyncflow.training.ranks import ProcessGroup, SingleProcess, gather_bytes, jointly
 
@@ -377,23 +377,25 @@ def read_best(folder: Path) -> Best | None:
 def find_checkpoint(checkpoints: Checkpoints, which: str) -> tuple[int, Checkpoint | None]:
     """Return the step that is meant by ``newest``, ``best`` or a number, and its checkpoint, None for θ_0.
 
-    Raises CheckpointError where there is none.
+    Raises ManifestError where there is none, CheckpointError where it cannot be read.
     """
     where, steps = str(checkpoints.folder), checkpoints.steps()
-    there = f"There are checkpoints of the steps {', '.join(map(str, steps)) or 'none'}"
     if which == "newest":
         step = max(steps, default=-1)
     elif which == "best":
         best = read_best(checkpoints.folder)
-        if best is None:
-            hint = f"storage.checkpoints.keepBest asks for it. {there}"
-            raise CheckpointError("nothing says which checkpoint is the best", where=where, hint=hint)
-        step = best.step
+        step = best.step if best is not None else -1
     else:
         step = int(which)
     if step in steps:
         return step, checkpoints.at(step)
     if step == 0:
         return step, None
-    what = f"there is no checkpoint of step {step}" if step > 0 else "there is no checkpoint"
-    raise CheckpointError(what, where=where, hint=there)
+    hint = "Give another run, or step 0, the model that it began with"
+    if steps:
+        hint = f"Give newest, or a step of which there is one: {', '.join(map(str, steps))}"
+    if which == "best":
+        what = "no checkpoint is known to be the best: only a run with storage.checkpoints.keepBest says so"
+        raise ManifestError(what, where=where, hint=hint)
+    what = f"there is no checkpoint of step {step}" if step > 0 else "there is no checkpoint yet"
+    raise ManifestError(what, where=where, hint=hint)
