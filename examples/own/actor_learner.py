@@ -43,6 +43,8 @@ def learn(address: str) -> float:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     if sys.argv[1] == "actor":
         act(sys.argv[2])
     else:

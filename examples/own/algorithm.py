@@ -15,5 +15,7 @@ class TruncatedImportance(asyncflow.Trainer):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit("usage: python algorithm.py JOB.yaml FOLDER [PATH=VALUE ...]")
     with asyncflow.init_engines(sys.argv[1], output=sys.argv[2], overrides=sys.argv[3:]) as engines:
         TruncatedImportance(engines).fit()

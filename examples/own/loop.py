@@ -7,6 +7,8 @@ from transformers import AutoModelForCausalLM
 
 import asyncflow
 
+if len(sys.argv) < 3:
+    sys.exit("usage: python loop.py JOB.yaml FOLDER [PATH=VALUE ...]")
 with asyncflow.init_engines(sys.argv[1], output=sys.argv[2], overrides=sys.argv[3:]) as engines:
     model = AutoModelForCausalLM.from_pretrained(engines.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, eps=5e-3, weight_decay=0.0)

@@ -37,6 +37,8 @@ class Notify(TrainerCallback):
         engines.weight_sync_notify(model, state=state)
 
 
+if len(sys.argv) < 3:
+    sys.exit("usage: python trl_grpo.py JOB.yaml FOLDER [PATH=VALUE ...]")
 sync = "schedule={mode: sync, update: sync, maxStaleness: 0}"
 with asyncflow.init_engines(sys.argv[1], output=sys.argv[2], overrides=[sync, *sys.argv[3:]]) as engines:
     algorithm, sampling = engines.job.spec.algorithm, engines.job.spec.sampling

@@ -1,6 +1,8 @@
 """The pages about a loop of one's own say what the examples do, which tests/system/test_own_loop.py runs."""
 
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,3 +31,10 @@ def test_the_class_of_the_page_is_that_of_the_example() -> None:
 def test_examples_that_pages_name_exist(name: str) -> None:
     assert f"examples/own/{name}" in (ROOT / "docs" / "guide" / "python.md").read_text()
     assert (OWN / name).exists()
+
+
+@pytest.mark.parametrize("name", ["actor_learner.py", "algorithm.py", "loop.py"])
+def test_an_example_without_arguments_says_how_it_is_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [name])
+    with pytest.raises(SystemExit, match=rf"python {name} "):
+        runpy.run_path(str(OWN / name), run_name="__main__")
