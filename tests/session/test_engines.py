@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import asyncflow  # noqa: E402
 from asyncflow.errors import ManifestError  # noqa: E402
 from asyncflow.local.folder import JOB, QUEUE, SYNC, Record, RunFolder  # noqa: E402
 from asyncflow.session.engines import Engines  # noqa: E402
@@ -28,6 +29,12 @@ def test_a_folder_in_which_nothing_goes_on_any_more_is_refused_at_once(tmp_path,
     folder.release()
     with pytest.raises(ManifestError, match=rf"no run is going on there\..*{hint}"):
         running(folder.path)
+
+
+@pytest.mark.parametrize("take", [asyncflow.init_engines, asyncflow.load, asyncflow.train])
+def test_what_is_neither_a_path_nor_a_job_is_refused(take):
+    with pytest.raises(ManifestError, match=r"type dict was given\..*RLJob\.model_validate makes of a mapping"):
+        take({"kind": "RLJob"})
 
 
 class BrokenSession:

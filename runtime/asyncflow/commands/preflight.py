@@ -30,7 +30,7 @@ from asyncflow.api.check import Problem, refusal
 from asyncflow.api.graph import graph_of
 from asyncflow.api.job import RLJob, RLJobSpec
 from asyncflow.api.learning import FILE_SCHEMES, TrainDataSpec
-from asyncflow.api.load import Manifest, check_files, to_yaml
+from asyncflow.api.load import KINDS, Manifest, check_files, to_yaml
 from asyncflow.api.load import load as parse
 from asyncflow.api.names import FOLDER
 from asyncflow.data.prompter import Encoder, Prompter, survey
@@ -79,6 +79,7 @@ def load(source: Manifest | Path | str, overrides: Sequence[str] = ()) -> Manife
     ``path=value`` each, as ``--set`` takes them. The paths of a job are made absolute, so that it means the same
     wherever it is run. Raises ManifestError that says everything that was found to be wrong.
     """
+    check_source(source, *KINDS.values(), where="asyncflow.load")
     if isinstance(source, (str, Path)):
         text: Path | StringIO = Path(source)
         beside = Path(source).absolute().parent
@@ -102,6 +103,13 @@ def load(source: Manifest | Path | str, overrides: Sequence[str] = ()) -> Manife
     for each in graph_of(manifest.spec).tasks:
         selection_of(each.order, where=f"the order of the task {each.name}")
     return _anchored(manifest, folder)
+
+
+def check_source(source: object, *kinds: type, where: str) -> None:
+    """Raise ManifestError for what is neither the path of a manifest nor a manifest of one of ``kinds``."""
+    if not isinstance(source, (str, Path, *kinds)):
+        hint = "Give the path of a manifest, or an RLJob, which asyncflow.RLJob.model_validate makes of a mapping"
+        raise ManifestError(f"an object of the type {type(source).__name__} was given", where=where, hint=hint)
 
 
 def runnable_job(source: Manifest | Path | str, overrides: Sequence[str] = ()) -> RLJob:

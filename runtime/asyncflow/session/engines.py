@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from asyncflow.api.job import RLJob
 from asyncflow.api.names import CLIENT
+from asyncflow.commands.preflight import check_source
 from asyncflow.data.base import Prompt
 from asyncflow.data.put import PromptsThere, PutPrompts
 from asyncflow.driver.tasks import TRAIN
@@ -463,6 +464,7 @@ def init_engines(
 
     Raises ManifestError for what cannot be run or joined, DeadlineExceeded where a trainer did not reach the driver.
     """
+    check_source(job, RLJob, where="init_engines")
     if isinstance(job, str) and "://" in job:
         alone = SessionPlace(address=job, own=None if tls is None else Path(tls))
         return Engines(session=None, place=alone, partition=partition)
