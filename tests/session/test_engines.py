@@ -1,16 +1,21 @@
 """The session as a context: what ends it, and what its user is told."""
 
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import asyncflow  # noqa: E402
+from asyncflow.api.load import load_job, to_yaml  # noqa: E402
 from asyncflow.errors import ManifestError  # noqa: E402
 from asyncflow.local.folder import JOB, QUEUE, SYNC, Record, RunFolder  # noqa: E402
 from asyncflow.session.engines import Engines  # noqa: E402
 from asyncflow.session.joining import SessionPlace, running  # noqa: E402
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "counting.yaml"
 
 
 @pytest.mark.parametrize(
@@ -35,6 +40,17 @@ def test_a_folder_in_which_nothing_goes_on_any_more_is_refused_at_once(tmp_path,
 def test_what_is_neither_a_path_nor_a_job_is_refused(take):
     with pytest.raises(ManifestError, match=r"type dict was given\..*RLJob\.model_validate makes of a mapping"):
         take({"kind": "RLJob"})
+
+
+def test_the_model_is_made_when_it_is_first_asked_for(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr("asyncflow.session.engines.materialize_weights", lambda _, folder: made.append(folder))
+    (tmp_path / JOB).write_text(to_yaml(load_job(EXAMPLE, ["trainer.external=true"])))
+    place = SessionPlace(address="tcp://127.0.0.1:1", manifest=tmp_path / JOB, workdir=tmp_path)
+    session = SimpleNamespace(opened=lambda: SimpleNamespace(state=None, step=0))
+    engines = Engines(session=session, place=place, partition="train")
+    assert made == []
+    assert [engines.model] == made
 
 
 class BrokenSession:

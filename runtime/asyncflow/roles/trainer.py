@@ -145,6 +145,7 @@ async def serve(context: JobContext, *, make_backend: MakeBackend | None = None)
             credentials=context.credentials,
             patience_s=spec.limits.stall_seconds,
         )
+    begins_with_model = backend.of_model and not spec.trainer.external
     trainer = Trainer(
         queue=queue,
         sender=sender,
@@ -159,7 +160,7 @@ async def serve(context: JobContext, *, make_backend: MakeBackend | None = None)
         announced=metrics.publish_seconds.observe,
         saved=metrics.checkpoint_seconds.observe,
         spans=context.spans,
-        materialise=lambda: materialize_weights(spec.model.source, folder) if backend.of_model else None,
+        materialise=lambda: materialize_weights(spec.model.source, folder) if begins_with_model else None,
         recorder=StepRecorder(options.workdir, rank=options.index, attempt=options.attempt),
     )
     metrics.watch_busy(trainer.meter.busy)

@@ -103,15 +103,14 @@ class ClaimedRows:
 class Engines:
     """The engines of a job, or a queue alone, to a user's process. Made by ``init_engines``; a context that closes it.
 
-    job: None for a queue alone; model: folder of the job's model, with θ_0; state: what the checkpoint holds that was
-    gone on from, as it was given to ``weight_sync_notify``, None at the beginning; partition: of the rows; step: the
-    last completed one; steps: how many there are. Who is not the job's trainer has no state, and 0 for a step.
+    job: None for a queue alone; state: what the checkpoint holds that was gone on from, as it was given to
+    ``weight_sync_notify``, None at the beginning; partition: of the rows; step: the last completed one; steps: how many
+    there are. Who is not the job's trainer has no state, and 0 for a step.
     """
 
     def __init__(self, *, session: TrainerSession | None, place: SessionPlace, partition: str) -> None:
         self.job: RLJob | None = None
         self.state: Any = None
-        self.model = Path()
         self.step = self.steps = 0
         self.partition = partition
         self._session = session
@@ -122,15 +121,23 @@ class Engines:
         self._lock = threading.Lock()
         self._closed = False
         LEASE_OWNERS[self._owner] = self
+        self._trains = session is not None
+        self._model = Path()
         if place.manifest is not None:
             assert place.workdir is not None
             self.job = place.job
-            self.steps, source = self.job.spec.algorithm.steps, self.job.spec.model.source
-            self.model = materialize_config(source, place.workdir)
+            self.steps = self.job.spec.algorithm.steps
+            self._model = materialize_config(self.job.spec.model.source, place.workdir)
             if session is not None:
                 handover = session.opened()
                 self.state, self.step = handover.state, handover.step
-                materialize_weights(source, self.model)
+
+    @property
+    def model(self) -> Path:
+        """Folder of the job's model, in the trainer's process with θ_0; a tiny model is made there at the first use."""
+        if self._trains and self.job is not None:
+            materialize_weights(self.job.spec.model.source, self._model)
+        return self._model
 
     def put_prompts_data(
         self,
