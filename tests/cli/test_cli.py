@@ -1,11 +1,14 @@
 import errno
 import os
+import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+import asyncflow
 from asyncflow import cli
 from asyncflow.api.load import load_job, to_yaml
 from asyncflow.commands.preflight import FOLDER, folder_of, runnable_job
@@ -13,7 +16,8 @@ from asyncflow.queue.ledger import events as ev
 from asyncflow.queue.ledger.log import pack
 from asyncflow.queue.protocol.messages import AuditReport
 
-BAD = sorted((Path(__file__).parents[1] / "api" / "bad").glob("*"))
+ROOT = Path(__file__).parents[2]
+BAD = sorted((ROOT / "tests" / "api" / "bad").glob("*"))
 
 
 def refused(capsys, *arguments):
@@ -298,6 +302,23 @@ def test_the_module_is_the_command_line():
     assert run.stdout.startswith("asyncflow ")
 
 
+def test_ctrl_c_while_the_command_line_is_imported_ends_as_any_other(monkeypatch, capsys):
+    class PressedThen:
+        @staticmethod
+        def find_spec(name, *_):
+            if name == "asyncflow.cli":
+                raise KeyboardInterrupt
+
+    (script,) = re.findall(r'^asyncflow = "(\S+):main"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    monkeypatch.setattr(sys, "meta_path", [PressedThen, *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "asyncflow.cli")
+    monkeypatch.delattr(asyncflow, "cli")
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
+        import_module(script).main()
+    assert ended.type is SystemExit
+    assert (ended.value.code, capsys.readouterr().err) == (130, "\n")
+
+
 def test_what_the_terminal_has_no_letter_for_is_written_out(manifest):
     command = [sys.executable, "-m", "asyncflow", "plan", str(manifest)]
     narrow = {**os.environ, "PYTHONIOENCODING": "ascii"}
@@ -307,7 +328,7 @@ def test_what_the_terminal_has_no_letter_for_is_written_out(manifest):
 
 
 def test_what_cannot_be_exported_is_said(tmp_path, capsys):
-    manifest = Path(__file__).parents[2] / "examples" / "counting.yaml"
+    manifest = ROOT / "examples" / "counting.yaml"
     (tmp_path / "job.yaml").write_bytes(manifest.read_bytes())
     (tmp_path / "there").mkdir()
     export, target = ("model", "export", tmp_path), tmp_path / "exported"
