@@ -5,14 +5,15 @@ import socket
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from asyncflow.errors import PeerLost
+from asyncflow.errors import ManifestError, PeerLost
 from asyncflow.queue.storage import mooncake
 from asyncflow.queue.storage.backend import Outcome
-from asyncflow.queue.storage.mooncake import MOST_KEYS, NO_ROOM, MooncakeConnection, MooncakeStore
+from asyncflow.queue.storage.mooncake import MOST_KEYS, NO_ROOM, MooncakeBackend, MooncakeConnection, MooncakeStore
 
 STUCK = -800
 
@@ -47,6 +48,14 @@ def library(monkeypatch):
     monkeypatch.setattr(mooncake, "load", lambda: made)
     monkeypatch.setattr(mooncake, "_REPLACE_EVERY_S", 0.0)
     return made
+
+
+def test_a_library_of_the_system_that_is_missing_is_told_before_anything_starts(monkeypatch):
+    lacks = "libibverbs.so.1: cannot open shared object file"
+    monkeypatch.setattr(mooncake, "find_program", lambda name: name)
+    monkeypatch.setattr(mooncake.importlib, "import_module", Mock(side_effect=ImportError(lacks)))
+    with pytest.raises(ManifestError, match=rf"{lacks}.*the system's libibverbs1"):
+        MooncakeBackend.check(servers=True)
 
 
 @contextlib.contextmanager

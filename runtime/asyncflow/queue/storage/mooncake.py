@@ -278,8 +278,9 @@ class MooncakeBackend(PackedBackend):
 
     @classmethod
     def check(cls, *, servers: bool) -> None:  # noqa: ARG003
-        """See that Mooncake is installed, whose package has client and master."""
+        """See that Mooncake is installed, whose package has client and master, and what of the system it needs."""
         find_program("mooncake_master")
+        load()
 
     @classmethod
     def made(cls, site: Site) -> Self:
