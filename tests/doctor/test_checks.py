@@ -249,6 +249,14 @@ def test_of_each_role_that_is_lost_the_fields_are_named(role: str) -> None:
     assert "failurePolicy." in finding.change
 
 
+def test_processes_that_were_told_to_leave_are_not_lost() -> None:
+    lives = restarted(2)["lives"]
+    assert isinstance(lives, dict)
+    for each in lives.values():
+        each.left = each.role == "rollout"
+    assert examine(evidence(lives=lives)) == []
+
+
 def test_a_larger_group_is_advised_where_it_would_help() -> None:
     words = CHECK_OF["equal-groups"].examine(evidence(**learning(silent_samples=120, reward=[0.04, 0.06] * 6)))
     assert words is not None

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncflow.driver.lives import Lives
+from asyncflow.driver.lives import HANDED_ON, Lives
 from asyncflow.driver.members import Members
 from asyncflow.rpc.directory import Directory
 from asyncflow.rpc.membership import Beat, Member
@@ -78,6 +78,19 @@ async def test_figures_survive_the_driver_and_those_who_died_before_it(tmp_path:
     second.observe(60.0)
     assert second.lives.tokens_generated == 35
     assert second.lives.up_s(0.0, 60.0) == pytest.approx(60.0, abs=1.0), "b lived while there was no driver"
+
+
+async def test_who_left_as_told_is_not_taken_for_lost(tmp_path: Path) -> None:
+    directory = Directory()
+    there = members(directory, tmp_path)
+    for index, (worker, reason) in enumerate((("a", HANDED_ON), ("b", "silent for 5 s"))):
+        join(directory, worker, index=index)
+        beat(directory, worker, busy_s=1.0)
+        there.observe(10.0)
+        directory.leave(worker, reason)
+    there.save(20.0)
+    known = members(Directory(), tmp_path).lives.dump()
+    assert {name: life["left"] for name, life in known.items() if name in "ab"} == {"a": True, "b": False}
 
 
 async def test_a_role_that_has_left_counts_as_none_and_is_not_left_out(tmp_path: Path) -> None:

@@ -57,6 +57,8 @@ def test_rollouts_join_a_run_that_waits_for_some_leave_it_and_come_back(tmp_path
     assert [placed.attempt for placed in rollouts(folder)] == [1, 1, 0]
     assert json.loads((folder / "summary.json").read_text())["trainer_attempts"] == 1
     told = capsys.readouterr().out
+    invoke(["doctor", str(folder)])
+    assert "lost-processes" not in capsys.readouterr().out
     assert re.search(
         r"rollout: 2 wanted of 0 to 3 \(asked for by asyncflow scale\); (none is there|[12] (start|run))", told
     )

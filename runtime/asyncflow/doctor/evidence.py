@@ -142,7 +142,7 @@ class Evidence:
 
     @cached_property
     def lost(self) -> Counter[str]:
-        """By role: processes that went while the job was up, and were started again."""
+        """By role: processes that went untold while the job was up, and were started again."""
         places: dict[str, list[Life]] = {}
         for name, life in self.lives.items():
             place = _PLACE.fullmatch(name)
@@ -150,6 +150,8 @@ class Evidence:
         gone: Counter[str] = Counter()
         for lives in places.values():
             for before, after in pairwise(sorted(lives, key=lambda life: life.started)):
+                if before.left:
+                    continue
                 others = (life for life in self.lives.values() if life is not before and life is not after)
                 gone[before.role] += any(_spans(life, before.seen, after.started) for life in others)
         return +gone

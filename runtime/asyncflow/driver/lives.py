@@ -26,6 +26,8 @@ from asyncflow.api.names import ROLE_NAME
 from asyncflow.api.status import RecentFigures
 from asyncflow.driver.journal import Count, Finite, Moment, Seconds
 
+HANDED_ON: Final = "its work is handed on"
+"""Reason for which a process leaves that was told to, and was not lost."""
 LAP_S: Final = 5.0
 """Least seconds of a lap: several heartbeats."""
 LAPS: Final = 3
@@ -39,7 +41,7 @@ class Life:
 
     busy_s: seconds of work that it reported last, at ``busy_seen``; held_s: seconds since ``held_since`` in which it
     had something to do, waiting for weights or rewards included; figures: the metrics that it reported last
-    (``telemetry.metrics.RoleMetrics.figures``).
+    (``telemetry.metrics.RoleMetrics.figures``); left: it went as it was told to.
     """
 
     role: Annotated[str, Meta(pattern=f"^{ROLE_NAME}$")]
@@ -53,6 +55,7 @@ class Life:
     figures: Annotated[dict[Annotated[str, Meta(max_length=128)], Finite], Meta(max_length=64)] = field(
         default_factory=dict
     )
+    left: bool = False
 
 
 @dataclass(kw_only=True)
@@ -87,6 +90,11 @@ class Lives:
             if held_s is not None:
                 life.held_s = held_s
                 life.held_since = now if life.held_since is None else life.held_since
+
+    def leave(self, incarnation: str) -> None:
+        """Note that a process went as it was told to."""
+        if (life := self._lives.get(incarnation)) is not None:
+            life.left = True
 
     def idle_shares(self, now: float) -> dict[str, float]:
         """Return the idle share of each role that reports its work and lived inside the window."""

@@ -23,7 +23,7 @@ from asyncflow.api.status import RolloutState, TaskState
 from asyncflow.api.versions import VersionsState
 from asyncflow.driver.instances import fleets, heard_of, rollout_state, task_states, versions_state
 from asyncflow.driver.journal import StateFile
-from asyncflow.driver.lives import Life, Lives
+from asyncflow.driver.lives import HANDED_ON, Life, Lives
 from asyncflow.driver.presence import MemberState, member_state
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, StaleHandle
 from asyncflow.flow.instance import SwapAt
@@ -254,7 +254,9 @@ class Members:
             self._weights.catalogue.fence(member.attempt)
         self._changed()
 
-    def _left(self, member: Member, _reason: str) -> None:
+    def _left(self, member: Member, reason: str) -> None:
+        if reason == HANDED_ON:
+            self.lives.leave(member.incarnation)
         self._somebody_left.set()
         self._drained.discard(member.incarnation)
         if member.role not in _WITHOUT_LEASES and self._dismissed < 0:

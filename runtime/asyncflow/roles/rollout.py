@@ -13,6 +13,7 @@ from asyncflow.api.job import RLJobSpec
 from asyncflow.api.placement import PROFILES
 from asyncflow.api.weights import FollowerSpec
 from asyncflow.api.workers import RolloutSpec
+from asyncflow.driver.lives import HANDED_ON
 from asyncflow.environments.pool import open_environment
 from asyncflow.environments.transcripts import stop_ids_of
 from asyncflow.flow.instance import Instance
@@ -91,7 +92,11 @@ async def serve(context: JobContext, *, make_engine: MakeEngine | None = None) -
         if not await context.unless_stopped(engine.start()):
             return
         membership = await context.join(metrics=metrics, status=status, ready=ready)
-        stack.push_async_callback(membership.close)
+
+        async def leave(error: type[BaseException] | None, *_: object) -> None:
+            await membership.close("left" if error else HANDED_ON)
+
+        stack.push_async_exit(leave)
         queue = QueueClient.of(membership, credentials=context.credentials)
         stack.push_async_callback(queue.close)
         receiver = WeightReceiver(
