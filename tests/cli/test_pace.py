@@ -70,6 +70,8 @@ def test_the_screen_shows_tasks_and_paces() -> None:
         placed=[
             Placed(role="rollout", index=0, attempt=0, state="running"),
             Placed(role="rollout", index=1, attempt=3, state="down"),
+            Placed(role="rollout", index=2, attempt=0, state="running"),
+            Placed(role="driver", index=0, attempt=0, state="running"),
         ],
         members=[MemberState(role="rollout", index=0, running=5, slots=8)],
         paces={("rollout", 0): ProcessPace(1234.0, 0.75)},
@@ -83,3 +85,4 @@ def test_the_screen_shows_tasks_and_paces() -> None:
     gone = next(line for line in text.splitlines() if "rollout-1" in line)
     assert "down" in gone
     assert gone.count("–") >= 3
+    assert [line.split()[0] for line in text.splitlines() if "the driver does not hear it" in line] == ["rollout-2"]

@@ -347,6 +347,8 @@ def _roles(frame: Frame) -> Table:
         rollout = serving.get(placed.index) if placed.role == "rollout" else None
         state = f"{rollout.state} θ{rollout.version} {rollout.inflight} in flight" if rollout else ""
         member = members.get(place)
+        silent = members and member is None and placed.state == "running" and placed.role != "driver"
+        said = ", ".join(filter(None, (state, member.state if member is not None else "")))
         table.add_row(
             f"{placed.role}-{placed.index}",
             str(placed.pid or ABSENT),
@@ -355,7 +357,7 @@ def _roles(frame: Frame) -> Table:
             *(_pace(member, frame.paces.get(place)) if members else ()),
             *((frame.causes.get(f"{placed.role}-{placed.index}", ""),) if frame.causes else ()),
             placed.http and f"{placed.http}/metrics",
-            ", ".join(filter(None, (state, member.state if member is not None else ""))),
+            Text("the driver does not hear it", style="yellow") if silent else said,
         )
     if len(frame.placed) > _MOST_ROWS:
         table.add_row(f"and {len(frame.placed) - _MOST_ROWS} more", *[""] * (len(table.columns) - 1))
