@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from asyncflow.api.load import load_job, to_yaml
 from asyncflow.cli import invoke
 from asyncflow.commands import scale as command
-from asyncflow.local.folder import Placed, Record, RunFolder, record_of, requests_of
+from asyncflow.local.folder import QUEUE, SYNC, Placed, Record, RunFolder, record_of, requests_of
 from asyncflow.local.scaling import Scale, Scaling, read_requests
 from asyncflow.plan.job import plan
 
@@ -139,6 +139,16 @@ from asyncflow.local.folder import RunFolder
 folder = RunFolder.claim(Path(sys.argv[1]))
 folder.job.write_text("{}")
 """
+
+
+@pytest.mark.parametrize(("words", "name"), [("scale", SYNC), ("follow", QUEUE)])
+def test_what_goes_on_and_is_no_run_is_said_to_be_none(tmp_path, capsys, words, name):
+    folder = RunFolder.claim(tmp_path, name=name)
+    folder.job.touch()
+    Record(mark="m", supervisor=1, started="", driver="tcp://127.0.0.1:1", http="").save(folder.processes)
+    assert invoke([words, str(tmp_path)]) == 2
+    assert f"{tmp_path}: there is no run. Give the folder of a run" in capsys.readouterr().err
+    folder.release()
 
 
 def test_the_units_of_a_queue_are_no_rollouts(tmp_path, capsys):

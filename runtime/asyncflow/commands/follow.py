@@ -7,7 +7,7 @@ from pathlib import Path
 
 from asyncflow.api.names import FOLLOWER, TLS_ENV
 from asyncflow.errors import ManifestError
-from asyncflow.local.folder import JOB, SYNC, record_of
+from asyncflow.local.folder import JOB, SYNC, check_run, record_of
 from asyncflow.roles.context import RoleOptions
 from asyncflow.roles.follower import main
 
@@ -15,10 +15,11 @@ from asyncflow.roles.follower import main
 def follow(run: Path, *, http_port: int, serve_port: int, sync: Path | None) -> int:
     """Follow the run, or the publisher, in a folder until a signal ends this process, and return the exit status.
 
-    sync: a WeightSync for followers of that run. Raises ManifestError where no run goes on there, or a publisher, which
-    has its own.
+    sync: a WeightSync for followers of that run. Raises ManifestError where no run goes on there, a publisher,
+    which has its own, or a queue.
     """
     record, published = record_of(run), (run / SYNC).is_file()
+    check_run(run, JOB, SYNC)
     if published and sync is not None:
         hint = f"Its own is {run / SYNC}: set update there (asyncflow publish --set)"
         raise ManifestError("a publisher's followers follow by its own WeightSync", where=str(sync), hint=hint)

@@ -15,7 +15,7 @@ import click
 
 from asyncflow.api.load import load_job
 from asyncflow.errors import ManifestError
-from asyncflow.local.folder import JOB, QUEUE, Record, record_of, requests_of
+from asyncflow.local.folder import JOB, QUEUE, Record, check_run, record_of, requests_of
 from asyncflow.local.lifecycle import ProcessState
 from asyncflow.local.scaling import AUTO, Scale, write_request
 from asyncflow.plan.job import plan
@@ -42,6 +42,7 @@ def scale(directory: Path, request: str | None) -> None:
         hint = "asyncflow queue drain takes the rows of a unit to others"
         raise ManifestError("it is a queue, whose number of units stays", where=str(directory), hint=hint)
     record = record_of(directory)
+    check_run(directory)
     roles: dict[str, Role] = {role.name: role for role in plan(load_job(directory / JOB)).roles}
     if request is None:
         click.echo(_words(roles["rollout"], record))
