@@ -47,8 +47,7 @@ class PeerRefused(ProtocolError):
 class Credentials:
     """Files in ``folder`` by which a process shows who it is, and knows the others of its job.
 
-    process: whom they name. Raises ManifestError where the files are missing, do not belong together, or are not valid
-    now.
+    process: whom they name. Raises ManifestError where files are missing, not of one another, or not valid now.
     """
 
     def __init__(self, folder: Path) -> None:
