@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
+import aiohttp
 import pytest
+from aiohttp import web
 
 from asyncflow.errors import AsyncFlowError, ManifestError, Refused
 from asyncflow.identity import SampleKey, Version
@@ -12,6 +18,7 @@ from asyncflow.plugins import read_options
 from asyncflow.rollout.engines.base import GenerationRequest, StopTexts
 from asyncflow.rollout.engines.vllm.engine import VllmEngine, _asked, _Open
 from asyncflow.rollout.engines.vllm.program import VllmOptions
+from asyncflow.rollout.engines.vllm.server import VllmServer
 
 V1, V2, V3 = (Version(0, step) for step in (1, 2, 3))
 
@@ -23,6 +30,26 @@ def request_begun(version: Version, *, spans: bool = False) -> _Open:
 def completed(said, open_, stops=None):
     open_.take(said)
     return open_.completion(stops)
+
+
+@asynccontextmanager
+async def served(server: VllmServer, folder: Path, said: bytes) -> AsyncIterator[None]:
+    """Answer with ``said`` whatever ``server`` is asked."""
+
+    async def answers(_: web.Request) -> web.Response:
+        return web.Response(body=said)
+
+    app = web.Application()
+    app.add_routes([web.post("/{path:.*}", answers)])
+    behind = web.AppRunner(app)
+    await behind.setup()
+    await web.UnixSite(behind, str(folder / "s")).start()
+    server._session = aiohttp.ClientSession("http://vllm", connector=aiohttp.UnixConnector(path=str(folder / "s")))
+    try:
+        yield
+    finally:
+        await server._session.close()
+        await behind.cleanup()
 
 
 def answer(ids, *, finish="stop", **more):
@@ -145,3 +172,45 @@ def test_an_answer_that_is_not_whole_is_an_error_and_not_a_short_response(broken
 def test_options_that_the_manifest_says_elsewhere_are_refused(name) -> None:
     with pytest.raises(ManifestError, match=f"args.{name}"):
         read_options({"args": {name: 1}}, VllmOptions, where="here")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"<html>Bad Gateway</html>",
+        b"\xff",
+        b"{}",
+        b'{"choices": [{"finish_reason": "stop"}]}',
+        b'{"choices": [{"token_ids": [3], "logprobs": {"content": [{"logprob": null}]}}]}',
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_answer_that_says_something_else_is_one_error_that_quotes_it(tmp_path, said, streamed) -> None:
+    engine = VllmEngine(folder=tmp_path, slots=4, max_length=16)
+    engine.version = V1
+    async with served(engine._server, tmp_path, b"data: " + said + b"\n\n" if streamed else said):
+        engine._server.paths = frozenset({"/update_weight_version"} if streamed else ())
+        quoted = re.escape(said.decode(errors="replace"))
+        with pytest.raises(AsyncFlowError, match=f"answer to /inference/v1/generate cannot be read: .*{quoted}"):
+            await engine.generate(request_begun(V1).request)
+    await engine.close()
+
+
+async def test_an_answer_without_choices_or_workers_is_such_an_error(tmp_path) -> None:
+    engine = VllmEngine(folder=tmp_path, slots=4, max_length=16)
+    engine.version = V1
+    async with served(engine._server, tmp_path, b'{"choices": [], "results": []}'):
+        with pytest.raises(AsyncFlowError, match=r"`array` of length >= 1 - at `\$\.choices`"):
+            await engine.generate(request_begun(V1).request)
+        with pytest.raises(AsyncFlowError, match=r"`array` of length >= 1 - at `\$\.results`"):
+            await engine._rpc("asyncflow_swap")
+    await engine.close()
+
+
+async def test_a_probe_of_which_a_token_has_no_log_prob_is_not_whole(tmp_path) -> None:
+    engine = VllmEngine(folder=tmp_path, slots=4, max_length=16)
+    async with served(engine._server, tmp_path, b'{"prompt_logprobs": [null, {"4": {"logprob": -1}}, null]}'):
+        assert (await engine.probe([3, 4])).tolist() == [-1.0]
+        with pytest.raises(AsyncFlowError, match="not whole: 1 log-probs of 2 tokens"):
+            await engine.probe([3, 4, 5])
+    await engine.close()

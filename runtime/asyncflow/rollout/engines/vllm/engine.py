@@ -21,11 +21,12 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import numpy as np
 import psutil
 from aiohttp import web
+from msgspec import Meta
 from numpy.typing import NDArray
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -80,6 +81,48 @@ _PREFIX = "vllm:"
 _PROGRESS = ("vllm:generation_tokens", "vllm:prompt_tokens")
 
 
+class _LogProb(TypedDict):
+    logprob: float
+
+
+class _LogProbs(TypedDict):
+    content: NotRequired[list[_LogProb] | None]
+
+
+class _Span(TypedDict):
+    """Tokens from ``start`` on that one version of the weights made."""
+
+    version: str
+    start: int
+
+
+class _Choice(TypedDict):
+    """A part of a response, or all of it."""
+
+    token_ids: list[int]
+    finish_reason: NotRequired[str | None]
+    logprobs: NotRequired[_LogProbs | None]
+    weight_versions: NotRequired[list[_Span] | None]
+
+
+class _Generated(TypedDict):
+    choices: Annotated[list[_Choice], Meta(min_length=1)]
+
+
+class _Event(TypedDict):
+    choices: list[_Choice]
+
+
+class _Probed(TypedDict):
+    prompt_logprobs: list[dict[str, _LogProb] | None]
+
+
+class _Results(TypedDict):
+    """The answers of the workers."""
+
+    results: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+
+
 class _Open:
     """A request that runs. marks: which version makes which of its tokens; ids: the tokens so far.
 
@@ -93,10 +136,10 @@ class _Open:
         self.ids: list[int] = []
         self._spans = spans
         self._certain: int | None = None
-        self._content: list[Mapping[str, Any]] = []
+        self._content: list[_LogProb] = []
         self._last: Mapping[str, Any] = {}
 
-    def take(self, choice: Mapping[str, Any]) -> None:
+    def take(self, choice: _Choice) -> None:
         """Take in the next part of the answer, or all of it."""
         self.ids += choice["token_ids"]
         self._content += (choice.get("logprobs") or {}).get("content") or []
@@ -281,13 +324,13 @@ class VllmEngine(RolloutEngine):
             self.version = None if self.version == version else self.version
             await self._stage(version, tensors)
             began, clear = time.monotonic(), "false" if self.keeps_prefix else "true"
-            await self._server.call("POST", "/pause", within_s=_CALL_S, mode="keep", clear_cache=clear)
+            await self._server.call("POST", "/pause", dict, within_s=_CALL_S, mode="keep", clear_cache=clear)
             paused = time.monotonic()
             try:
                 states = await self._rpc("asyncflow_swap")
                 if self._says_versions:
                     body = {"new_version": str(version.packed)}
-                    await self._server.call("POST", _SAYS_VERSIONS, body=body, within_s=_CALL_S)
+                    await self._server.call("POST", _SAYS_VERSIONS, dict, body=body, within_s=_CALL_S)
             except AsyncFlowError as error:
                 await self._server.close(why=f"{version} could not be loaded")
                 raise AsyncFlowError(
@@ -300,7 +343,7 @@ class VllmEngine(RolloutEngine):
             swapped = time.monotonic()
             self._mark(version, states[0]["tokens"])
             self.version = version
-            await self._server.call("POST", "/resume", within_s=_CALL_S)
+            await self._server.call("POST", "/resume", dict, within_s=_CALL_S)
             seconds = paused - began, swapped - paused, time.monotonic() - swapped
             log.info("%s: paused in %.3f s, swapped in %.3f s, resumed in %.3f s", version, *seconds)
 
@@ -353,9 +396,9 @@ class VllmEngine(RolloutEngine):
         """Take vLLM's answer to a request: in parts as they come, from a vLLM that says versions, else all at once."""
         body = _asked(open_)
         if not self._says_versions:
-            open_.take((await self._server.call("POST", GENERATE, body=body, within_s=None))["choices"][0])
+            open_.take((await self._server.call("POST", GENERATE, _Generated, body=body, within_s=None))["choices"][0])
             return
-        async with aclosing(self._server.events(GENERATE, body={**body, "stream": True})) as events:
+        async with aclosing(self._server.events(GENERATE, _Event, body={**body, "stream": True})) as events:
             async for event in events:
                 for choice in event["choices"]:
                     open_.take(choice)
@@ -365,15 +408,19 @@ class VllmEngine(RolloutEngine):
         wanted = {(purpose, key) for key in keys}
         ids = [f"generate-tokens-{open_.id}" for open_ in self._open.values() if open_.request.name in wanted]
         if ids:
-            await self._server.call("POST", "/abort_requests", body={"request_ids": ids}, within_s=_CALL_S)
+            await self._server.call("POST", "/abort_requests", dict, body={"request_ids": ids}, within_s=_CALL_S)
 
     async def probe(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """Return the log-probs of ``ids`` after the first; see the base class."""
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
         body = {"token_ids": list(ids), "sampling_params": sampling}
-        answer = await self._server.call("POST", GENERATE, body=body, within_s=_CALL_S)
-        pairs = zip(answer["prompt_logprobs"][1:], list(ids)[1:], strict=True)
-        return np.array([given[str(id_)]["logprob"] for given, id_ in pairs], dtype=np.float32)
+        answer = await self._server.call("POST", GENERATE, _Probed, body=body, within_s=_CALL_S)
+        pairs = zip(answer["prompt_logprobs"][1:], ids[1:], strict=False)
+        found = [said["logprob"] for given, id_ in pairs if (said := (given or {}).get(str(id_))) is not None]
+        if len(found) != len(ids) - 1:
+            what = f"vLLM's answer is not whole: {len(found)} log-probs of {len(ids) - 1} tokens"
+            raise AsyncFlowError(what, where="rollout.engine")
+        return np.array(found, dtype=np.float32)
 
     def routes(self) -> Iterable[web.RouteDef]:
         """Return vLLM's OpenAI-compatible routes; those that change weights are nobody's but this process's."""
@@ -460,9 +507,7 @@ class VllmEngine(RolloutEngine):
     async def _rpc(self, method: str, *, within_s: float = _CALL_S, **arguments: Any) -> list[dict[str, Any]]:
         """Call a method of ``worker`` in every worker."""
         body = {"method": method, "kwargs": arguments}
-        answer = await self._server.call("POST", "/collective_rpc", body=body, within_s=within_s)
-        results: list[dict[str, Any]] = answer["results"]
-        return results
+        return (await self._server.call("POST", "/collective_rpc", _Results, body=body, within_s=within_s))["results"]
 
 
 def _asked(open_: _Open) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
 import aiohttp
 import msgspec
@@ -31,6 +31,8 @@ from asyncflow.rollout.engines.base import OPTIONS
 from asyncflow.rollout.engines.vllm.program import REFUSED, ServerSettings
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _POLL_S = 0.25
 _END_S = 10.0
@@ -49,6 +51,12 @@ _ALWAYS = {
     "HF_HUB_OFFLINE": "1",
 }
 """Environment of every server: routes for weights, processes that end with their parent, nothing told to anybody."""
+
+
+class _Routes(TypedDict):
+    """The part of /openapi.json that is used."""
+
+    paths: dict[str, Any]
 
 
 class VllmServer:
@@ -110,7 +118,7 @@ class VllmServer:
                     hint=f"See its log above, or raise {OPTIONS}.start_s",
                 )
             await asyncio.wait([self._ended], timeout=_POLL_S)
-        self.paths = frozenset((await self.call("GET", "/openapi.json", within_s=self._start_s))["paths"])
+        self.paths = frozenset((await self.call("GET", "/openapi.json", _Routes, within_s=self._start_s))["paths"])
         log.info("the vLLM server answers after %.1f s, pid %d", time.monotonic() - began, self._process.pid)
 
     async def _answers(self) -> bool:
@@ -135,13 +143,14 @@ class VllmServer:
         self.check()
 
     async def call(
-        self, method: str, path: str, *, body: object = None, within_s: float | None, **query: str
-    ) -> dict[str, Any]:
-        """Call the server and return its answer. within_s: None where only the end of the server ends the waiting.
+        self, method: str, path: str, kind: type[T], *, body: object = None, within_s: float | None, **query: str
+    ) -> T:
+        """Call the server and return its answer, a ``kind``.
 
-        Raises PeerLost where it ends meanwhile, DeadlineExceeded, and AsyncFlowError for an answer that is an error.
+        within_s: None where only the end of the server ends the waiting. Raises PeerLost where it ends meanwhile,
+        DeadlineExceeded, and AsyncFlowError for an answer that is an error or no ``kind``.
         """
-        return msgspec.json.decode(await self._fetch(method, path, body, query, within_s) or b"{}", type=dict[str, Any])
+        return _read(await self._fetch(method, path, body, query, within_s) or b"{}", path, kind)
 
     async def relay(self, request: web.Request) -> web.StreamResponse:
         """Ask the server what was asked here, and pass on its answer as it comes.
@@ -181,18 +190,18 @@ class VllmServer:
         async with self._answered(method, path, body, query, within_s) as answer:
             return await answer.read()
 
-    async def events(self, path: str, *, body: object) -> AsyncGenerator[dict[str, Any]]:
-        """Call POST ``path`` and yield the events of its answer as they come; raises as ``call`` does."""
+    async def events(self, path: str, kind: type[T], *, body: object) -> AsyncGenerator[T]:
+        """Call POST ``path`` and yield the events of its answer, each a ``kind``, as they come; raises as ``call``."""
         async with self._answered("POST", path, body, {}, None) as answer:
             async for line in answer.content:
                 if not line.startswith(_EVENT) or line.startswith(_LAST):
                     continue
-                event = msgspec.json.decode(line.removeprefix(_EVENT), type=dict[str, Any])
-                if "error" in event:
+                event = line.removeprefix(_EVENT)
+                if (error := _read(event, path, dict[str, Any]).get("error")) is not None:
                     await self._soon_ended()
-                    what = f"vLLM ended its answer to {path}: {str(event['error'])[:_QUOTED]}"
+                    what = f"vLLM ended its answer to {path}: {str(error)[:_QUOTED]}"
                     raise AsyncFlowError(what, where="rollout.engine")
-                yield event
+                yield _read(event, path, kind)
 
     @contextlib.asynccontextmanager
     async def _answered(
@@ -240,6 +249,18 @@ class VllmServer:
         if self._session is not None:
             await self._session.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _read(data: bytes, path: str, kind: type[T]) -> T:
+    """Return what ``data`` says. Raises AsyncFlowError where it is no JSON, or no ``kind``."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise AsyncFlowError(
+            f"vLLM's answer to {path} cannot be read: {error}: {data[:_QUOTED].decode(errors='replace')}",
+            where="rollout.engine",
+            hint="Install a vLLM that was tried (docs/guide/vllm.md)",
+        ) from error
 
 
 def _short(folder: str) -> str:
