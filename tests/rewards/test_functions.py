@@ -1,5 +1,6 @@
 """Extractors, the registry, and the built-in functions inside real reward processes."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,14 @@ def test_math_verify_reads_what_was_in_a_box_as_mathematics(boxed_answer: str, a
     found = load("math_verify", workdir=Path(), place={"extractor": "boxed"})
     example = Example(prompt="", response=rf"So it is \boxed{{{boxed_answer}}}.", answer=answer)
     assert found.call(**found.arguments([example], extractor=boxed)) == value
+
+
+@pytest.mark.parametrize("answer", [None, "", " ", "$$", r"\boxed{}"])
+def test_math_verify_raises_where_the_source_s_answer_cannot_be_read(answer: object) -> None:
+    found = load("math_verify", workdir=Path(), place={"extractor": "boxed"})
+    for response in (r"\boxed{None}", r"\boxed{}", "3"):
+        with pytest.raises(ValueError, match=f"the source's answer is {re.escape(repr(answer))}"):
+            found.call(**found.arguments([Example(prompt="", response=response, answer=answer)], extractor=boxed))
 
 
 async def test_gym_scores_with_the_datasets_own_checker(tmp_path: Path) -> None:

@@ -25,8 +25,14 @@ class MathVerify:
         self._boxed = extractor == "boxed"
 
     def __call__(self, *, response: str, answer: Any) -> float:
-        """Compare expressions, LaTeX or plain; an answer without dollar signs is taken as LaTeX where it parses so."""
-        gold = parse(f"${answer}$") or parse(str(answer))
+        """Compare expressions, LaTeX or plain; an answer without dollar signs is taken as LaTeX where it parses so.
+
+        Raises ValueError for an answer that cannot be read, with which no response could be compared.
+        """
+        gold = [] if answer is None else parse(f"${answer}$") or parse(str(answer))
+        if not gold:
+            what = f"the source's answer is {answer!r}, which math-verify cannot read"
+            raise ValueError(f"{what}: mend it in the data, or leave the prompt out")
         return float(verify(gold, parse(f"\\boxed{{{response}}}" if self._boxed else response)))
 
 
