@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from asyncflow.api.learning import DataSpec
+from asyncflow.data.base import Message, Prompt
+from asyncflow.data.prompter import PromptFormat
 from asyncflow.data.sources import open_held_out, open_training
 from asyncflow.errors import ManifestError
 from asyncflow.models.source import materialize_config
@@ -92,3 +94,12 @@ def test_a_conversation_is_sent_as_it_is(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     assert asked(folder, 0) == "<user>1+1<assistant>2<user>+1<say>"
     assert asked(folder, 0, chat=True, system="Sum.") == "<system>Sum.<user>1+1<assistant>2<user>+1<say>"
+
+
+def test_a_second_system_message_is_refused(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    own = (Message(role="system", content="Add."), Message(role="user", content="1+1"))
+    prompt = Prompt(question="1+1 with a rule", messages=own)
+    assert PromptFormat(chat=True).messages(prompt) == own
+    with pytest.raises(ManifestError, match=r"system: the manifest gives a system .* 1\+1 with a rule\. Leave it out"):
+        PromptFormat(chat=True, system="Sum.").messages(prompt)

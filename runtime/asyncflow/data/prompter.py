@@ -13,8 +13,12 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from asyncflow.data.base import Message, Prompt, PromptSource
+from asyncflow.errors import ManifestError
 
 QUESTION = "{question}"
+SYSTEM = "system"
+"""Role of who says how the model is to answer."""
+_QUOTED = 200
 
 
 class PromptFormat(NamedTuple):
@@ -31,8 +35,14 @@ class PromptFormat(NamedTuple):
     chat_options: Mapping[str, Any] = MappingProxyType({})
 
     def messages(self, prompt: Prompt) -> tuple[Message, ...]:
-        """Return the conversation that asks ``prompt``."""
-        system = (Message(role="system", content=self.system),) if self.system else ()
+        """Return the conversation that asks ``prompt``. Raises ManifestError for two system messages."""
+        if self.system and any(message.role == SYSTEM for message in prompt.messages):
+            raise ManifestError(
+                f"the manifest gives a system message, and so does the conversation {prompt.question[:_QUOTED]}",
+                where="system",
+                hint="Leave it out of the manifest, or take those of the data out",
+            )
+        system = (Message(role=SYSTEM, content=self.system),) if self.system else ()
         if prompt.messages:
             return system + prompt.messages
         return (*system, Message(role="user", content=self.text(prompt)))
