@@ -72,6 +72,14 @@ def test_two_runs_and_a_resumed_one_have_the_same_bits(tiny_folder: Path, tmp_pa
     assert metrics[0]["kl"] > 0
 
 
+def test_what_was_not_computed_is_no_metric(tiny_folder: Path) -> None:
+    trainer, means = backend(tiny_folder), {"kl", "entropy", "surprise", "ratio", "approx_kl", "clip_low"}
+    assert means - train(trainer, 1, 1).keys() == {"kl", "entropy"}
+    nothing = trainer.finish_step(2)
+    assert not nothing.keys() & (means | {"ratio_max", "logprob_gap", "logprob_gap_p99"})
+    assert (nothing["loss"], nothing["grad_norm"], nothing["computed_tokens"]) == (0, 0, 0)
+
+
 @pytest.mark.parametrize("layout", ["separate", "shared-prompt"])
 @pytest.mark.parametrize("old", ["behaviour", "recompute"])
 def test_observation_tokens_have_no_gradient_to_the_bit(tiny_folder: Path, layout: LayoutName, old: Any) -> None:

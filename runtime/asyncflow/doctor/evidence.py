@@ -68,7 +68,7 @@ class Evidence:
 
     def values(self, name: str, last: int | None = None) -> list[float]:
         """Return a figure of the steps that have it, of the ``last`` ones. A step of whose tokens none counted in the
-        loss has none that is a mean over tokens, though its line has a 0.
+        loss has none that is a mean over tokens; its line has none, or a 0 as of ``grad_norm``.
         """
         of_tokens = name in _OF_TOKENS
         found = [

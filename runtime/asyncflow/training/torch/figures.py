@@ -1,7 +1,7 @@
 """The figures of a step: what is measured of every pack, and the metrics that a step makes of them.
 
-Invariant: figures of packs stay on the device that computed them, and nothing waits for them, until ``merged`` reads
-them all at once.
+Invariants: figures of packs stay on the device that computed them, and nothing waits for them, until ``merged`` reads
+them all at once; what was not computed, or of nothing, is NaN and no metric of the step.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class StepFigures:
         on_policy: 1 for targets that the current weights made.
         """
         policy, logratio = terms.policy, logprobs - behaviour
-        gap, zero = logratio.abs(), logprobs.new_zeros(())
+        gap, unknown = logratio.abs(), logprobs.new_full((), math.nan)
         values = {
             "loss": loss,
-            "kl": zero if terms.kl is None else terms.kl.detach().sum(),
-            "entropy": zero if entropy is None else entropy.detach().sum(),
+            "kl": unknown if terms.kl is None else terms.kl.detach().sum(),
+            "entropy": unknown if entropy is None else entropy.detach().sum(),
             "surprise": -logprobs.sum(),
             "ratio": policy.ratio.sum(),
             "ratio_max": policy.ratio.max(),
@@ -125,7 +125,7 @@ def metrics_of(meter: StepMeter, *, divisor: float, applied: Applied, own: tuple
     divided by.
     """
     sums = meter.sums
-    computed, gap_tokens = max(1.0, sums["computed"]), sums["gap_tokens"]
+    computed, gap_tokens = sums["computed"] or math.nan, sums["gap_tokens"]
     metrics = {name: sums[name] / computed for name in (*_MEANS, *own)} | {
         "loss": sums["loss"] / divisor,
         "ratio_max": meter.maxima["ratio_max"],
@@ -136,7 +136,7 @@ def metrics_of(meter: StepMeter, *, divisor: float, applied: Applied, own: tuple
         "computed_tokens": sums["computed"],
         "packed_tokens": sums["packed_tokens"],
         "logprob_gap_tokens": gap_tokens,
-        "logprob_gap": sums["gap"] / max(1.0, gap_tokens),
+        "logprob_gap": sums["gap"] / (gap_tokens or math.nan),
         "logprob_gap_p99": meter.histogram.quantile(0.99),
     }
     if tokens := sums["penalty_tokens"]:
