@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from asyncflow.errors import ManifestError
+from asyncflow.errors import ManifestError, PeerLost
 from asyncflow.models.device import load_npu
 from asyncflow.training.packing import LayoutName, Pack, pack_samples
 from asyncflow.training.torch import attention
 from asyncflow.training.torch.attention import Documents, NpuSequences, attend, sequences_of
+from asyncflow.training.torch.device import collective
 from asyncflow.training.torch.optimizer import has_fused_kernel
 
 CPU = torch.device("cpu")
@@ -163,3 +164,40 @@ def test_what_torch_npu_lacks_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_adamw_is_one_kernel_where_torch_has_one() -> None:
     assert has_fused_kernel(CPU)
     assert not has_fused_kernel(torch.device("privateuseone")), "no package of an NPU registers one here"
+
+
+HCCL = "create_config:torch_npu/csrc/distributed/HCCLUtils.cpp:130 HCCL function error: HcclAllreduce(), error code is"
+DIST = "\n[ERROR] 2026-10-09-08:38:05 (PID:237, Device:3, RankID:3) ERR02200 DIST call hccl api failed."
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"{HCCL} 9{DIST}", "error code is 9"),
+        (f"{HCCL} 21[ERROR] 2026-10-09-08:38:05", "error code is 21"),
+        (f"{HCCL} 1{DIST}\nCommunication_Error_Ranktable_Detect(EI0015): No rank can connect", "EI0015"),
+        (f"HCCL error in: ProcessGroupHCCL.cpp:64, \nHCCL_E_REMOTE: A call failed{DIST}", "HCCL_E_REMOTE: A call"),
+        ("error code is 507048\nEI0002: [PID: 7] The wait execution of the Notify register times out.", "EI0002"),
+        (f"OPS function error: HcclAllgather, error code is 6{DIST}\n  EI0006: Getting socket times out.", "EI0006"),
+    ],
+)
+def test_an_error_of_hccl_that_says_that_a_rank_is_gone_is_one(text: str, said: str) -> None:
+    with pytest.raises(PeerLost, match=rf"has ended, or has not answered in time: (?=\S).*{said}"), collective():
+        raise RuntimeError(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "The size of tensor a (3) must match the size of tensor b (2)",
+        f"{HCCL} 1{DIST}",
+        f"{HCCL} 15{DIST}",
+        f"{HCCL} 7{DIST}\nEJ0003: Failed to bind the IP port.",
+        f"{HCCL} 1{DIST}\nEI0001: Environment variable [HCCL_INTRA_PCIE_ENABLE] is invalid",
+    ],
+)
+def test_an_error_of_a_rank_s_own_stays_what_it_is(text: str) -> None:
+    with pytest.raises(RuntimeError) as raised, collective():
+        raise RuntimeError(text)
+    assert str(raised.value) == text

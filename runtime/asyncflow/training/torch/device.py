@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -32,6 +33,12 @@ from asyncflow.weights.torch_pair import listen
 
 _HOST_BYTES = 256
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+_GONE = re.compile(r"gloo|HCCL_E_REMOTE|HCCL function error: .*error code is (?:9|1[1-4]|19|21)\b|\bEI00(?:02|06|15)\b")
+"""What says that a rank is gone, in a RuntimeError that is no DistError: one of gloo, or of torch_npu.
+
+torch_npu (HCCLUtils.hpp) says HCCL's codes: 9 (no answer in time), 11 to 14 (connection, transfer), 19 (network), 21
+(the other side); and quotes CANN's: EI0002 (no word from a rank), EI0006 (no connection to one), EI0015 (to none).
+"""
 _SUMMED = 1 << 18
 """Most squares that are added up in one float32 sum: on a CPU the norm of 1e8 numbers would be 1 % too small."""
 
@@ -72,9 +79,11 @@ def collective(*, where: str = "trainer", who: str = "the trainer's ranks") -> I
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        lines = str(error).splitlines() or [""]
+        said = [lines[0]] if isinstance(error, dist.DistError) else list(filter(_GONE.search, lines))
+        if not said:
             raise
-        what = f"another rank has ended, or has not answered in time: {str(error).splitlines()[0]}"
+        what = f"another rank has ended, or has not answered in time: {said[0].strip()}"
         raise PeerLost(what, where=where, hint=f"The logs of {who} say which") from error
 
 
