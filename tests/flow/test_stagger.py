@@ -68,6 +68,24 @@ def test_who_asks_again_is_told_the_same_and_who_is_gone_keeps_nobody_waiting() 
     assert permits.out == frozenset()
 
 
+def test_a_permit_whose_end_was_not_heard_is_over_when_its_holder_asks_with_other_weights() -> None:
+    nobody_to_spare = supply(*[1.0] * 8, need=100.0, version_s=4.0)
+    permits = asked(1, *[2] * 7)
+    assert permits.grant(nobody_to_spare, now=1.0) == ["r0", "r1"]
+    permits.ask("r0", version=3, now=1000.0)
+    assert permits.out == {"r1"}
+    permits.end("r1", now=2.0)
+    assert permits.grant(nobody_to_spare, now=1000.0) == ["r2", "r3"], "it waits as the others do"
+    for name in ("r2", "r3", "r4", "r5", "r6", "r7"):
+        permits.end(name, now=1001.0)
+        permits.grant(nobody_to_spare, now=1000.0)
+    assert permits.out == {"r0"}
+    permits.end("r0", now=1001.0)
+    for index in range(8):
+        permits.ask(f"r{index}", version=4, now=1002.0)
+    assert len(permits.grant(nobody_to_spare, now=1002.0)) == 2, "nobody's permit took 999 seconds"
+
+
 def test_a_permit_that_does_not_end_is_not_waited_for() -> None:
     permits, little = asked(1, 1), supply(1, 1, need=2.0)
     assert permits.grant(little, now=1.0) == ["r0"]

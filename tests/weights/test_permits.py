@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncflow.errors import Refused
+from asyncflow.errors import DeadlineExceeded, PeerLost, Refused
 from asyncflow.flow.stagger import Permits, Supply
 from asyncflow.identity import Version
 from asyncflow.rpc.client import RpcClient
@@ -134,6 +134,25 @@ async def test_a_driver_that_was_started_again_is_asked_again(
         await has.end()
         assert driver.service._rollouts.permits.out == {"b"}, "the new driver knew of no permit of a"
         await waits.end()
+
+
+async def test_the_end_of_a_permit_that_is_not_heard_at_first_is_said_again(
+    driver: Driver, worker: Callable[..., SwapPermits]
+) -> None:
+    async with asyncio.timeout(20):
+        permits = worker("a")
+        has = Turn(permits, 1)
+        await has.begun.wait()
+        call, failures = permits._driver.call, iter([PeerLost("the line is cut"), DeadlineExceeded("no answer")])
+
+        async def failing(*asked: Any, **how: Any) -> Any:
+            if (error := next(failures, None)) is not None:
+                raise error
+            return await call(*asked, **how)
+
+        permits._driver.call = failing  # type: ignore[method-assign]
+        await has.end()
+        assert driver.service._rollouts.permits.out == frozenset()
 
 
 async def test_who_is_not_granted_a_permit_in_time_asks_again(

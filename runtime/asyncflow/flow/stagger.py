@@ -88,7 +88,9 @@ class FollowerFleet:
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _Turn:
+    """A permit that is waited for, or held, by an instance with the weights of ``version``."""
+
     version: int
     since: float
 
@@ -98,8 +100,8 @@ class Permits:
 
     def __init__(self, *, most: int | None = None) -> None:
         self._most = most
-        self._waiting: dict[str, _Waiting] = {}
-        self._out: dict[str, float] = {}
+        self._waiting: dict[str, _Turn] = {}
+        self._out: dict[str, _Turn] = {}
         self._permit_s: float | None = None
 
     @property
@@ -108,9 +110,14 @@ class Permits:
         return frozenset(self._out)
 
     def ask(self, name: str, *, version: int, now: float) -> None:
-        """Take in that an instance with the weights of ``version`` (packed) waits for a permit."""
+        """Take in that an instance with the weights of ``version`` (packed) waits for a permit.
+
+        One that holds a permit has not heard so; or, where it has other weights now, that permit is over unheard.
+        """
+        if name in self._out and self._out[name].version != version:
+            del self._out[name]
         since = self._waiting[name].since if name in self._waiting else now
-        self._waiting[name] = _Waiting(version, since)
+        self._waiting[name] = _Turn(version, since)
 
     def withdraw(self, name: str) -> None:
         """Take in that an instance waits no longer."""
@@ -118,10 +125,11 @@ class Permits:
 
     def end(self, name: str, *, now: float) -> None:
         """Take in that a permit is over, and learn how long one takes; one that is not known changes nothing."""
-        began = self._out.pop(name, None)
-        if began is not None:
-            before = now - began if self._permit_s is None else self._permit_s
-            self._permit_s = before + _SMOOTHING * (now - began - before)
+        held = self._out.pop(name, None)
+        if held is not None:
+            took_s = now - held.since
+            before = took_s if self._permit_s is None else self._permit_s
+            self._permit_s = before + _SMOOTHING * (took_s - before)
 
     def leave(self, name: str) -> None:
         """Take in that an instance is gone."""
@@ -137,7 +145,7 @@ class Permits:
     def grant(self, supply: Supply | FollowerFleet, *, now: float) -> list[str]:
         """Return those that hold a permit from now on, the oldest version first."""
         granted = [name for name in self._waiting if name in self._out]
-        held = {name for name, began in self._out.items() if now - began < self._overdue_s}
+        held = {name for name, turn in self._out.items() if now - turn.since < self._overdue_s}
         permit_s = self._permit_s or 0.0
         for name in sorted(self._waiting.keys() - granted, key=self._order):
             if len(self._out) >= supply.most or (self._most is not None and len(held) >= self._most):
@@ -146,7 +154,7 @@ class Permits:
                 break
             granted.append(name)
             held.add(name)
-            self._out[name] = now
+            self._out[name] = _Turn(self._waiting[name].version, now)
         for name in granted:
             del self._waiting[name]
         return granted

@@ -25,7 +25,7 @@ from asyncflow.flow.stagger import FollowerFleet, Permits, Supply
 from asyncflow.identity import Version
 from asyncflow.rpc.access import place_of
 from asyncflow.rpc.membership import Membership
-from asyncflow.rpc.retry import Outage
+from asyncflow.rpc.retry import Outage, retry
 from asyncflow.rpc.server import RpcServer
 
 log = logging.getLogger(__name__)
@@ -204,11 +204,14 @@ class SwapPermits:
             self.waiting = False
 
     async def give_back(self) -> None:
-        """Say that the weights are changed."""
+        """Say that the weights are changed, again where no answer comes."""
+        said = WeightsChanged(worker=self._worker)
+
+        async def say() -> None:
+            await self._driver.call("weights.changed", said, WeightsChangedReply, timeout=_CALL_S)
+
         try:
-            await self._driver.call(
-                "weights.changed", WeightsChanged(worker=self._worker), WeightsChangedReply, timeout=_CALL_S
-            )
+            await retry(say, what="saying that the weights are changed", timeout=_CALL_S)
         except AsyncFlowError as error:
             log.warning("the driver does not hear that the weights are changed: %s", error)
 
