@@ -98,6 +98,31 @@ def test_quota_idle_loads_what_is_staged_and_goes_back_for_rows_that_need_an_old
     assert instance.swap() == 0
 
 
+def test_quota_idle_does_not_go_to_and_fro_while_rows_of_the_older_version_come_one_by_one():
+    instance = at(0)
+    stage(instance, 1)
+    instance.parked("train")
+    assert instance.swap() == 1
+    instance.loaded(Version(0, 1))
+    instance.parked("eval")
+    assert begin(instance, work("first", 0)) == []
+    assert instance.swap() == 0
+    instance.loaded(Version(0, 0))
+    instance.parked("eval")
+    for name in ("first", "second"):
+        assert [w.id for w in instance.admit()] == [name]
+        instance.release(name)
+        instance.parked("train")
+        assert instance.swap() is None
+        assert instance.ask("train") == Ask(0, (1,), 4)
+        instance.take([work("second", 0)])
+        instance.ready(["second"])
+    instance.release("second")
+    instance.know(staged=Version(0, 2), in_memory=[0, 1, 2], available=[0, 1, 2])
+    instance.parked("train")
+    assert instance.swap() == 2, "it has not been there yet"
+
+
 def test_sequence_stops_admitting_lets_run_out_and_swaps():
     instance = at(4, swap_at="sequence")
     assert begin(instance, work("a", 3, newest=NEWEST)) == ["a"]

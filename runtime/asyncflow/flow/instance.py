@@ -4,8 +4,8 @@
 
 *quota*: every row names one version. The instance works for its version until there is nothing to claim for it; a claim
 that gives rows of another version is the sign to finish what runs, load that version and begin them. It may be an older
-one: the rows of an instance that died. Where no claim gives any, it loads what is staged, so that rows of that version
-find it ready.
+one: the rows of an instance that died. Where no claim gives any, it loads a version newer than all before, so that rows
+of that find it ready; one that it left for rows of an older version waits for rows.
 *sequence*: rows take any version that is new enough. As soon as a newer one is staged nothing is begun any more; what
 runs ends under the version it began with, then the instance swaps.
 *token*: as *sequence*, but training rows that run are carried over: they go on under the newer version, at once.
@@ -321,13 +321,18 @@ class Instance:
         misfit = self._misfit()
         if misfit is not None:
             return self._serving(misfit)
-        if self._staged is not None and self._forward() and (not self._back or self._idle()):
+        if self._staged is not None and self._forward() and (not self._back or self._idle(self._staged)):
             return self._staged.step
         return None
 
-    def _idle(self) -> bool:
-        """Return whether nothing is here, and claims of training rows, if it can make any, find none."""
-        return not self.works() and (self.current is None or "train" in self._dry)
+    def _idle(self, staged: Version) -> bool:
+        """Return whether nothing is here, claims of training rows find none, and ``staged`` was not left before.
+
+        With prompts that come one by one, it would go to and fro for each.
+        """
+        if self._newest is None:
+            return True
+        return not self.works() and "train" in self._dry and staged > self._newest
 
 
 def _within(work: Work, step: int) -> bool:
