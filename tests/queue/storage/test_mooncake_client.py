@@ -1,5 +1,6 @@
 """The client of Mooncake beside a library that fails as the real one does: what gets stuck once is replaced."""
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -23,6 +24,7 @@ class Library:
 
     def __init__(self):
         self.code, self.made, self.closed = 0, [], []
+        self.get = lambda keys, *_: [self.code] * len(keys)
         self.ReplicateConfig = SimpleNamespace
 
     def MooncakeDistributedStore(self):  # noqa: N802 — the library's name
@@ -38,6 +40,7 @@ class Library:
             register_buffer=lambda *_: 0,
             unregister_buffer=lambda *_: 0,
             batch_put_from=put,
+            batch_get_into=lambda *asked: self.get(*asked),
             close=lambda: self.closed.append(number),
         )
 
@@ -110,6 +113,20 @@ async def test_a_full_store_is_no_reason(library, store):
     for _ in range(5):
         assert await put(store, "a") == [Outcome.FULL]
     assert len(library.made) == 1
+
+
+async def test_reads_that_hang_longer_than_their_callers_wait_hold_up_no_other(library, store):
+    over = threading.Event()
+    library.get = lambda *_: over.wait(60)
+    try:
+        for _ in range(mooncake._AT_ONCE):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await store.read(["a"], [8], np.zeros(8, np.uint8))
+        async with asyncio.timeout(10):
+            assert await put(store, "b") == [Outcome.DONE]
+    finally:
+        over.set()
 
 
 @pytest.mark.parametrize("keys", [[], ["a", "a"], [""], [str(number) for number in range(MOST_KEYS + 1)]])

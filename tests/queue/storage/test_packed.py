@@ -186,6 +186,22 @@ async def test_a_store_that_never_answers_loses_nothing(monkeypatch):
     await backend.close()
 
 
+async def test_a_sample_that_cannot_be_read_to_be_made_smaller_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(packed, "PATIENCE_S", 0.01)
+
+    class Hanging(Flaky):
+        async def read(self, keys, sizes, values):
+            await asyncio.Event().wait()
+
+    backend = await opened(Hanging(random.Random(1)))
+    await backend.put(1, {"x": Jagged.from_rows([[1] * 9], "int8"), "y": Jagged.from_rows([[1]], "int8")})
+    await backend.free([Place(1, 0)], ["x"])
+    async with asyncio.timeout(10):
+        while backend._jobs:
+            await asyncio.sleep(0.01)
+    await backend.close()
+
+
 async def test_a_put_of_which_the_store_refuses_a_part_leaves_nothing():
     class Refusing(Flaky):
         async def write(self, keys, sizes, values):

@@ -7,8 +7,8 @@ that it filled both. The library keeps the interpreter's lock while a client is 
 the process runs: for 90 s where the master dies meanwhile, and for ever where it hangs. So a master must show that it
 lives first, and a setup is tried once.
 
-All calls block, so the back end runs them in a few threads; no call waits for room or
-for a lease, which is what the unit's event loop does.
+All calls block, and may for ever, so the back end runs them in threads; no call waits for room or for a lease, which is
+what the unit's event loop does.
 
 Invariants: a client is closed when it was replaced and no call refers to it any more, never before; a new one is set up
 by one thread, and all others wait for it. Values are written under keys that are new, hard pinned; buffers stay
@@ -45,7 +45,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_THREADS: Final = 4
+_AT_ONCE: Final = 4
+_THREADS: Final = 64
+"""Those of calls under way, and of calls that hang after their callers' deadlines."""
 MOST_KEYS: Final = Store.most_keys
 
 NO_ROOM: Final = -200
@@ -109,8 +111,7 @@ class MooncakeClient:
         if len(codes) != len(keys):
             raise AsyncFlowError(f"{len(codes)} answers came for {len(keys)} keys", where="Mooncake")
         outcomes = list(map(_outcome, codes))
-        stuck = {code for code in codes if _outcome(code) is Outcome.FAILED and code not in _LEASED}
-        if stuck:
+        if stuck := {code for code in codes if _outcome(code) is Outcome.FAILED and code not in _LEASED}:
             self.troubled += 1
             log.info("some of %d values could not be moved: %s", len(keys), sorted(stuck))
             return outcomes
@@ -205,6 +206,7 @@ class MooncakeStore(Store):
         self._stale = stale
         self._sweeping: asyncio.Task[None] | None = None
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="mooncake")
+        self._turns = asyncio.Semaphore(_AT_ONCE)
         self._pinned = connection.library.ReplicateConfig()
         self._pinned.replica_num = 1
         self._pinned.with_hard_pin = True
@@ -245,8 +247,7 @@ class MooncakeStore(Store):
 
     async def _sweep(self) -> int | None:
         """Remove what earlier incarnations have left and nobody reads; None where the store does not answer."""
-        removed = await self._run(lambda client: int(client.store.remove_by_regex(self._stale)))
-        if removed:
+        if removed := await self._run(lambda client: int(client.store.remove_by_regex(self._stale))):
             log.info("%d values of an earlier incarnation were removed", removed)
         return removed
 
@@ -263,14 +264,14 @@ class MooncakeStore(Store):
         return outcomes or [Outcome.AWAY] * len(keys)
 
     async def _run(self, call: Callable[[MooncakeClient], T]) -> T | None:
-        """Run ``call`` in a thread; None where the store does not answer."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._threads, lambda: call(self._connection.client())
-            )
-        except PeerLost as lost:
-            log.info("Mooncake is away: %s", lost)
-            return None
+        """Run ``call`` in a thread; None where the store does not answer. It may outlive its caller's wait."""
+        async with self._turns:
+            loop = asyncio.get_running_loop()
+            try:
+                return await loop.run_in_executor(self._threads, lambda: call(self._connection.client()))
+            except PeerLost as lost:
+                log.info("Mooncake is away: %s", lost)
+                return None
 
 
 class MooncakeBackend(PackedBackend):

@@ -258,8 +258,7 @@ class PackedBackend(Backend):
             answers = await asyncio.gather(*map(self._store.remove, batches(free, self._store.most_keys)))
             outcomes = zip(free, itertools.chain(*answers), strict=True)
             done = {key for key, outcome in outcomes if outcome in (Outcome.DONE, Outcome.LOST)}
-            left = [key for key in left if key not in done]
-            if left:
+            if left := [key for key in left if key not in done]:
                 await asyncio.sleep(next(waits))
 
     async def _shrink(self, place: Place, sample: Sample) -> None:
@@ -267,8 +266,8 @@ class PackedBackend(Backend):
         names = sample.columns
         if not names or self._samples.get(place) is not sample:
             return
-        with contextlib.suppress(BytesLost, PeerLost):
-            draft = _Draft(await self.get([place], names))
+        with contextlib.suppress(BytesLost, PeerLost, TimeoutError):
+            draft = _Draft(await asyncio.wait_for(self.get([place], names), PATIENCE_S))
             await self._write(draft)
             small = draft.samples[0]
             if self._samples.get(place) is sample and sample.columns == names:
