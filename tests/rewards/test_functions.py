@@ -10,7 +10,7 @@ from scoring_one import one
 
 from asyncflow.data.generated import open_gym
 from asyncflow.errors import ManifestError
-from asyncflow.rewards.functions import boxed, check, last_number, load, text
+from asyncflow.rewards.functions import boxed, check, exact, last_number, load, text
 from asyncflow.rewards.pool import PoolLimits, RewardPool
 from asyncflow.rewards.process import Scorer
 from asyncflow.rewards.wire import Example
@@ -60,6 +60,14 @@ def test_the_registry_refuses_what_it_can_tell_without_running_code(tmp_path: Pa
     for function, extractor in [("task", "nose"), ("tasks", "text"), ("a:b:c", "text"), ("absent_one:f", "text")]:
         with pytest.raises(ManifestError, match="reward"):
             check(function, extractor, workdir=tmp_path)
+
+
+@pytest.mark.parametrize("answer", [None, "", " "])
+def test_task_raises_where_the_source_has_no_answer(answer: object) -> None:
+    for response in ("None", "", "3"):
+        with pytest.raises(ValueError, match=f"the source's answer is {answer!r}: .* leave the prompt out"):
+            exact(response=response, answer=answer)
+    assert exact(response="0", answer=0) == 1
 
 
 async def test_math_verify_runs_in_the_main_thread_of_a_child(tmp_path: Path) -> None:

@@ -82,8 +82,15 @@ def load(
 
 
 def exact(*, response: str, answer: Any) -> float:
-    """Return 1 where the response is exactly the source's answer, as text, else 0."""
-    return float(response == str(answer).strip())
+    """Return 1 where the response is exactly the source's answer, as text, else 0.
+
+    Raises ValueError where the source has none: a response without an answer would be equal to it.
+    """
+    right = "" if answer is None else str(answer).strip()
+    if not right:
+        what = f"the source's answer is {answer!r}: name its field in config.answer, or leave the prompt out"
+        raise ValueError(what)
+    return float(response == right)
 
 
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w).])\.\d+)")
