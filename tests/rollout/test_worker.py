@@ -147,14 +147,19 @@ async def test_versions_are_merged_while_others_are_in_use_and_loaded_as_merged(
         merged.append(step)
         return {"whole": tensors["step"] + 100}
 
-    rollout = await world.rollout("r0", merge=merge, tokens=6, token_s=0.02)
-    load = rollout.worker._engine.load
+    rollout = await world.rollout("r0", merge=merge)
+    engine, over = rollout.worker._engine, asyncio.Event()
+    load, generate = engine.load, engine.generate
 
     async def seen(version, tensors):
         loaded[version.step] = tensors["whole"][0]
         await load(version, tensors)
 
-    rollout.worker._engine.load = seen
+    async def held(request):
+        await over.wait()
+        return await generate(request)
+
+    engine.load, engine.generate = seen, held
     await world.publish(0)
     await world.put([0], step=1, oldest=0)
     await until(lambda: rollout.worker.status()["running"] > 0, "sequences of θ0")
@@ -162,6 +167,7 @@ async def test_versions_are_merged_while_others_are_in_use_and_loaded_as_merged(
     await world.publish(1)
     await until(lambda: merged == [0, 1], "θ1 to be merged")
     assert loaded == {0: 100}
+    over.set()
     await world.put([1], step=2, oldest=1)
     assert steps(*await world.made(8)) == {1: {0}, 2: {1}}
     assert loaded == {0: 100, 1: 101}
