@@ -51,10 +51,11 @@ def test_help_shows_what_people_call(capsys):
     assert cli.invoke(["crds", "--help"]) == 0
 
 
-def test_a_run_of_the_command_line_never_imports_torch_before_its_roles(manifest):
+def test_a_run_of_the_command_line_leaves_torch_and_aiohttp_to_its_roles(manifest):
     code = (
         "import sys; from asyncflow import cli; import asyncflow.commands.run;"
-        f"cli.invoke(['plan', {str(manifest)!r}]); print([n for n in ('torch', 'transformers') if n in sys.modules])"
+        f"cli.invoke(['plan', {str(manifest)!r}]);"
+        "print([n for n in ('torch', 'transformers', 'aiohttp') if n in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert run.stdout.splitlines()[-1] == "[]"

@@ -30,8 +30,7 @@ from asyncflow.flow.instance import SwapAt
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import QueueStats
 from asyncflow.rpc.directory import Directory
-from asyncflow.rpc.membership import AGE, Best, Directives, Member, Status
-from asyncflow.telemetry.metrics import FIGURES
+from asyncflow.rpc.membership import AGE, FIGURES, Best, Directives, Member, Status
 from asyncflow.weights.service import CatalogueService
 
 log = logging.getLogger(__name__)

@@ -9,16 +9,14 @@ second is bounded, by the newest ``MOST_LINES`` lines of each file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from asyncflow.api.job import RLJob
 from asyncflow.queue.protocol.messages import QueueStats
-from asyncflow.rpc.membership import AGE, Member, Status
-from asyncflow.telemetry.metrics import FIGURES
+from asyncflow.rpc.membership import AGE, FIGURES, Member, Status
 
 MOST_LINES = 2000
 _PRIVATE = frozenset({"annotations", "config", "options", "template"})
@@ -127,18 +125,3 @@ def _public(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _public(entry) for key, entry in value.items() if key not in _PRIVATE}
     return [_public(entry) for entry in value] if isinstance(value, list) else value
-
-
-def looking_routes(*, live: Callable[[], LiveState], evidence: Callable[[], Mapping[str, Any]]) -> list[web.RouteDef]:
-    """Return the routes by which others look at the job."""
-
-    def answer(value: object) -> web.Response:
-        return web.Response(body=msgspec.json.encode(value), content_type="application/json")
-
-    async def get_live(_request: web.Request) -> web.Response:
-        return answer(live())
-
-    async def get_evidence(_request: web.Request) -> web.Response:
-        return answer(evidence())
-
-    return [web.get("/v1/live", get_live), web.get("/v1/evidence", get_evidence)]

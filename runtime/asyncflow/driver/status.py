@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, Protocol
 
+import msgspec
 from aiohttp import web
 
 from asyncflow.api.job import RLJobSpec
@@ -31,6 +32,7 @@ from asyncflow.api.status import (
 )
 from asyncflow.api.versions import VersionsState
 from asyncflow.driver.evaluation import SetResult
+from asyncflow.driver.presence import LiveState
 from asyncflow.driver.progress import RunProgress
 from asyncflow.plan.job import added_roles
 from asyncflow.plan.queue import holders
@@ -285,6 +287,21 @@ def status_route(status: Callable[[], DriverStatus]) -> web.RouteDef:
         return web.json_response(text=status().model_dump_json(by_alias=True))
 
     return web.get("/v1/status", get_status)
+
+
+def looking_routes(*, live: Callable[[], LiveState], evidence: Callable[[], Mapping[str, Any]]) -> list[web.RouteDef]:
+    """Return the routes by which others look at the job."""
+
+    def answer(value: object) -> web.Response:
+        return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+    async def get_live(_request: web.Request) -> web.Response:
+        return answer(live())
+
+    async def get_evidence(_request: web.Request) -> web.Response:
+        return answer(evidence())
+
+    return [web.get("/v1/live", get_live), web.get("/v1/evidence", get_evidence)]
 
 
 def control_routes(control: Control) -> list[web.RouteDef]:

@@ -60,10 +60,10 @@ from asyncflow.process import age_s
 from asyncflow.rpc.access import Access, job_table, worker_name
 from asyncflow.rpc.addresses import is_loopback
 from asyncflow.rpc.http import Guard, HttpServer, Ready, ready, role_routes
-from asyncflow.rpc.membership import AGE, Directives, Member, Membership, Status
+from asyncflow.rpc.membership import AGE, FIGURES, Directives, Member, Membership, Status
 from asyncflow.rpc.tls import Credentials
 from asyncflow.telemetry.logs import setup_logging
-from asyncflow.telemetry.metrics import FIGURES, RoleMetrics
+from asyncflow.telemetry.metrics import RoleMetrics
 from asyncflow.telemetry.spans import NO_SPANS, Spans
 from asyncflow.weights.transport import Transport, open_transport
 

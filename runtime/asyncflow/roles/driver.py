@@ -14,9 +14,8 @@ from asyncflow.data.put import PutSource
 from asyncflow.data.sources import CACHE, open_held_out, open_training
 from asyncflow.driver.driver import Driver
 from asyncflow.driver.journal import PROMPTS
-from asyncflow.driver.presence import looking_routes
 from asyncflow.driver.sinks import Sinks
-from asyncflow.driver.status import control_routes, last_words, status_route
+from asyncflow.driver.status import control_routes, last_words, looking_routes, status_route
 from asyncflow.models.source import materialize_config
 from asyncflow.models.tokenizer import Tokenizer
 from asyncflow.queue.client import QueueClient

@@ -32,8 +32,8 @@ Scalar: TypeAlias = str | int | float | bool
 Status: TypeAlias = dict[str, Any]
 """What a member says of itself in each heartbeat: JSON scalars, lists and dicts under names of its role's choice."""
 
-AGE = "age_s"
-"""In the status of a role: seconds since its process began."""
+AGE, FIGURES = "age_s", "figures"
+"""In the status of a role: seconds since its process began, and ``RoleMetrics.figures``."""
 
 _Name = Annotated[str, Meta(min_length=1, max_length=128)]
 _Text = Annotated[str, Meta(max_length=1024)]

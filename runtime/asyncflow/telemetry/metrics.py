@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -152,10 +152,6 @@ class Figure(Collector):
     def describe(self) -> Iterable[Metric]:
         """Yield the gauge, by whose name a registry finds it."""
         return self.collect()
-
-
-FIGURES: Final = "figures"
-"""Entry of a heartbeat's status that has ``RoleMetrics.figures``."""
 
 
 class RoleMetrics:
