@@ -64,6 +64,11 @@ def load_plugin(group: str, name: str, *, kind: type[Any], where: str) -> type[A
     return loaded
 
 
+def find_installed() -> None:
+    """Find what the installed packages offer, for this process and those that are forked from it."""
+    _select(tuple(sys.path))
+
+
 def _offered(group: str) -> dict[str, EntryPoint]:
     return {point.name: point for point in _select(tuple(sys.path))(group=group)}
 
@@ -72,7 +77,7 @@ def _offered(group: str) -> dict[str, EntryPoint]:
 def _select(_path: tuple[str, ...]) -> Callable[..., Iterable[EntryPoint]]:
     """Return the choice among what the packages on sys.path offer: read once, as they are hundreds of files.
 
-    What is installed later there is seen by the next process.
+    What is installed later there is seen by the next process that is started.
     """
     return entry_points().select
 

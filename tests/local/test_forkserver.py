@@ -117,6 +117,14 @@ async def test_what_is_imported_once_is_imported_in_each(forks):
     assert (forks.folder / "server.log").read_text() == "imported\n"
 
 
+async def test_what_packages_offer_is_read_once(forks):
+    group = "asyncflow.transports"
+    code = f"from asyncflow import plugins; plugins.entry_points = None; print(plugins.installed({group!r}))"
+    await forks.serve()
+    status, said = await forks.ended(forks.module("asks", code))
+    assert (status, "host" in said) == (ExitStatus(), True), said
+
+
 async def test_more_is_imported_when_a_role_needs_it(forks):
     await forks.serve("json")
     later = forks.module("later", "")

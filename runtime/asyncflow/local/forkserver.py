@@ -31,7 +31,7 @@ import setproctitle
 
 from asyncflow.local.lifecycle import ExitStatus
 from asyncflow.local.process import Process
-from asyncflow.plugins import importing
+from asyncflow.plugins import find_installed, importing
 from asyncflow.process import die_with_parent
 
 _log = logging.getLogger(__name__)
@@ -172,6 +172,7 @@ def main(modules: Sequence[str]) -> None:
     """Import and fork as the supervisor asks, until it closes its end; in what was forked, be the role."""
     die_with_parent()
     setproctitle.setproctitle("asyncflow fork server")
+    find_installed()
     with socket.socket(fileno=os.dup(0)) as supervisor:
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
