@@ -147,12 +147,10 @@ def _batch(tokenizer: Tokenizer, lesson: Iterator[tuple[str, tuple[str, ...]]]) 
     import torch
 
     coded = [list(_coded(tokenizer, question, turns)) for question, turns in lesson]
-    length = max(map(len, coded)) - 1
-    ids = torch.full((len(coded), length), tokenizer.pad_id)
-    targets = torch.full((len(coded), length), IGNORED)
-    for row, tokens in enumerate(coded):
-        ids[row, : len(tokens) - 1] = torch.tensor([token for token, _ in tokens[:-1]])
-        targets[row, : len(tokens) - 1] = torch.tensor([token if said else IGNORED for token, said in tokens[1:]])
+    length = max(map(len, coded))
+    rows = [tokens + [(tokenizer.pad_id, False)] * (length - len(tokens)) for tokens in coded]
+    ids = torch.tensor([[token for token, _ in row[:-1]] for row in rows])
+    targets = torch.tensor([[token if said else IGNORED for token, said in row[1:]] for row in rows])
     return ids, targets
 
 
