@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from one_run import EXAMPLES, counted_once, finish, kill, start, wait_for_step
+from one_run import EXAMPLES, counted_once, finish, kill, start, untrained, wait_for_step
 
 pytestmark = pytest.mark.process
 
@@ -35,6 +35,7 @@ def begun(folder: Path, name: str, *settings: str, spec: dict[str, Any]) -> subp
     manifest["spec"] |= {"environment": {"function": "slow:answer", "maxTurns": 3, "config": {"seconds": 0.2}}, **spec}
     folder.mkdir()
     (folder / "slow.py").write_text(ENVIRONMENT)
+    (folder / "judge.py").write_text(JUDGE)
     (folder / "job.yaml").write_text(yaml.safe_dump(manifest))
     return start(str(folder / "job.yaml"), folder / "run", list(settings))
 
@@ -68,19 +69,22 @@ def test_a_drain_between_turns_loses_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(200)
 def test_turns_are_trained_by_what_each_of_them_has_earned(tmp_path: Path) -> None:
-    spec = {"reward": {"function": "judge:steps"}, "evaluation": None}
-    manifest = yaml.safe_load((EXAMPLES / "tools.yaml").read_text())
-    manifest["spec"] |= spec | {"storage": {}}
-    (tmp_path / "judge.py").write_text(JUDGE)
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(manifest))
+    folder = tmp_path / "job"
+    spec = {
+        "model": {"source": str(untrained(tmp_path))},
+        "reward": {"function": "judge:steps"},
+        "environment": {"function": "slow:answer", "maxTurns": 3, "config": {"seconds": 0}},
+        "sampling": {"maxTokens": 32, "maxPromptTokens": 16, "stop": list("abcdefghijklmnop")},
+    }
     sizes = [
         "algorithm.steps=2",
         "algorithm.promptsPerStep=4",
         "algorithm.learningRate=0.001",
         "algorithm.advantage=dr-grpo",
     ]
-    finish(start(str(tmp_path / "job.yaml"), tmp_path / "run", ["algorithm.credit=turn", *sizes]), within_s=150)
-    texts = [json.loads(line) for file in (tmp_path / "run" / "samples").glob("*.jsonl") for line in file.open()]
+    run = begun(folder, "tools.yaml", "algorithm.credit=turn", *sizes, spec=spec)
+    finish(run, within_s=150)
+    texts = [json.loads(line) for file in (folder / "run" / "samples").glob("*.jsonl") for line in file.open()]
     several = [text for text in texts if text["details"].get("turns", 1) > 1]
     assert several
     for text in texts:
@@ -89,7 +93,7 @@ def test_turns_are_trained_by_what_each_of_them_has_earned(tmp_path: Path) -> No
         assert text["reward"] == pytest.approx(sum(turns))
     assert len({text["advantage"] for text in texts}) > 1
     assert all(
-        json.loads(line)["grad_norm"] > 0 for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        json.loads(line)["grad_norm"] > 0 for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
     )
 
 
