@@ -22,8 +22,13 @@ from asyncflow.queue.ledger.log import read_ledger
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 COUNTING = Path(__file__).parents[2] / "examples" / "counting.yaml"
-GROUP, PROMPTS = 4, 8
-GANG = ["trainer.replicas=2", "trainer.backend.options={capacity: 1024}", "evaluation.every=6"]
+GROUP, PROMPTS = 4, 4
+GANG = [
+    f"algorithm.promptsPerStep={PROMPTS}",
+    "trainer.replicas=2",
+    "trainer.backend.options={capacity: 1024}",
+    "evaluation.every=6",
+]
 
 
 @contextmanager
@@ -118,7 +123,7 @@ def test_sequences_are_carried_over_and_handed_on_and_each_sample_counts_once(tm
 
 def test_what_a_killed_rollout_had_saved_is_gone_on_from(tmp_path: Path) -> None:
     slowly = "rollout.engine={name: simulated, slots: 8, options: {token_s: 0.4}}"
-    small = ["algorithm.steps=2", "algorithm.promptsPerStep=4", "sampling.maxTokens=16", "rollout.leaseSeconds=3"]
+    small = ["algorithm.steps=2", "sampling.maxTokens=16", "rollout.leaseSeconds=3"]
     with job(tmp_path, slowly, *small, "evaluation=null") as made:
         victim = made.pods["rollout-0"]
 
@@ -149,16 +154,14 @@ def returned(made: Pods) -> set[str]:
 
 def test_a_trainer_that_is_told_to_end_loses_no_step(tmp_path: Path) -> None:
     slowly = "rollout.engine={name: simulated, slots: 16, options: {token_s: 0.05}}"
-    ranks = "trainer.ranksPerReplica=2"
-    with job(tmp_path, slowly, ranks, "algorithm.steps=10", "storage.checkpoints.every=50") as made:
+    ranks = ["trainer.replicas=1", "trainer.ranksPerReplica=2"]
+    few = ["rollout.replicas=1", "transferQueue.storageUnits=1", "algorithm.steps=10"]
+    with job(tmp_path, slowly, *ranks, *few, "storage.checkpoints.every=50") as made:
         done = made.until_step(2)
-        gang = [process for name, pod in made.pods.items() if "trainer" in name and (process := pod.process)]
-        for rank in gang:
-            rank.terminate()
-        assert [rank.wait(18) for rank in gang] == [TOLD_TO_END] * 2
+        assert made.pods["trainer-0"].end(signal.SIGTERM, within_s=18) == TOLD_TO_END
         kept = int(newest_checkpoint(made).name.removeprefix("step-"))
         assert done <= kept == made.step() < 10
-        made.start("trainer-0", "trainer-1")
+        made.start("trainer-0")
         assert set(made.finish(within_s=120).values()) == {0}, made.logs()
         exactly_once(made, steps=10)
     lines = (made.pods["driver-0"].folder / "metrics.jsonl").read_text().splitlines()
