@@ -29,6 +29,7 @@ from asyncflow.api.load import load_job, to_yaml  # noqa: E402
 from asyncflow.errors import AsyncFlowError, Fenced, ManifestError, Refused  # noqa: E402
 from asyncflow.identity import SampleKey  # noqa: E402
 from asyncflow.local.folder import Record, RunFolder  # noqa: E402
+from asyncflow.models import tiny  # noqa: E402
 from asyncflow.models.tiny import write_config  # noqa: E402
 from asyncflow.plan import plan  # noqa: E402
 from asyncflow.queue.ledger.audit import audit_ledgers  # noqa: E402
@@ -123,9 +124,10 @@ def trained_once(folder: Path, *, samples: int = SAMPLES) -> None:
     assert (report.dispatched, report.trained, report.lost, report.duplicated) == (samples, samples, 0, 0)
 
 
-def test_a_loop_that_is_killed_with_its_job_goes_on_and_trains_each_sample_once(tmp_path: Path) -> None:
+def test_a_loop_that_is_killed_with_its_job_goes_on_and_trains_each_sample_once(tmp_path: Path, untaught: str) -> None:
     folder = tmp_path / "run"
-    arguments = small("quickstart.yaml", folder, "rollout.engine={name: simulated, options: {token_s: 0.02}}")
+    simulated = "rollout.engine={name: simulated, options: {token_s: 0.02}}"
+    arguments = small("quickstart.yaml", folder, untaught, simulated)
     with subprocess.Popen([sys.executable, str(OWN / "loop.py"), *arguments]) as first:
         wait_for_step(folder, 3, first, within_s=200)
         first.send_signal(signal.SIGKILL)
@@ -365,11 +367,12 @@ def test_the_thread_of_the_page_does_what_is_left_to_it_and_ends_with_the_job(
     trained_once(folder, samples=len(learned))
 
 
-def test_trl_trains_what_the_queue_gives_it(tmp_path: Path, untaught: str) -> None:
+def test_trl_trains_what_the_queue_gives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl")
+    monkeypatch.setattr(tiny, "STEPS", 1)  # of the warm-up, by which there are weights
     folder = tmp_path / "run"
     sizes = ["algorithm.steps=2", "algorithm.groupSize=4"]
-    run_example("trl_grpo.py", *small("quickstart.yaml", folder, "rollout.engine={name: simulated}", untaught, *sizes))
+    run_example("trl_grpo.py", *small("quickstart.yaml", folder, "rollout.engine={name: simulated}", *sizes))
     report = audit_ledgers(folder / "ledger")
     assert (report.trained, report.duplicated, report.unfinished) == (2 * PROMPTS * 4, 0, 0)
 
