@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(420)]
 STEPS = 30
 SETTINGS = [
     f"algorithm.steps={STEPS}",
+    "algorithm.promptsPerStep=4",
     "trainer.ranksPerReplica=2",
     "trainer.backend.options={capacity: 1024}",
     "evaluation.every=30",
@@ -86,4 +87,4 @@ def test_ranks_of_one_replica_fail_together_and_lose_nothing(tmp_path: Path) -> 
     assert not [process for process in tree if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
     finish(start("counting.yaml", folder, ["trainer.ranksPerReplica=1"], "--resume"), within_s=150)
-    counted_once(folder, STEPS * 8 * 4)
+    counted_once(folder, STEPS * 4 * 4)

@@ -33,6 +33,7 @@ SETTINGS = [
     "critic.role={}",
     "storage.checkpoints.every=2",
     f"algorithm.steps={STEPS}",
+    "algorithm.promptsPerStep=4",
     "evaluation.every=3",
     "reward.function=null",
     "reward.components=[{name: group, function: 'judges:group'}, {name: alone, function: 'judges:alone', weight: 2}]",
@@ -58,7 +59,7 @@ def test_each_sample_is_scored_and_learned_once_whoever_is_killed(tmp_path: Path
     summary = json.loads((folder / "summary.json").read_text())
     assert audit.dropped > 0
     assert set(summary["rewards_failed"]) == {"invalid"}
-    assert audit.trained + audit.dropped == STEPS * 8 * 4
+    assert audit.trained + audit.dropped == STEPS * 4 * 4
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert {line["step"] for line in lines} == {*range(1, STEPS + 1)}, "some of them twice, by each attempt"
     assert all(line["reward_components"] == {"group": 1.0, "alone": 0.5} for line in lines)

@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 COUNTING = [
     "algorithm.steps=24",
+    "algorithm.promptsPerStep=4",
     "evaluation.every=12",
     "limits.activeDeadlineSeconds=200",
     "rollout.engine.options={token_s: 0.01}",
@@ -78,7 +79,7 @@ def test_every_sample_counts_once_although_each_role_is_killed(tmp_path: Path) -
         kill(folder, role)
         time.sleep(1)
     finish(run, within_s=200)
-    counted_once(folder, 24 * 8 * 4)
+    counted_once(folder, 24 * 4 * 4)
     timeline = every_second_has_a_cause(folder)
     killed = [track for track in timeline.tracks if track.killed]
     assert {track.role for track in killed} == {"rollout", "trainer", "controller", "storage", "driver"}
@@ -184,7 +185,7 @@ def test_a_suspended_job_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: p
     assert [said[name] for name in ("phase", "step", "steps")] == ["Suspended", summary(folder)["steps"], 24]
     finish(start("counting.yaml", folder, [*COUNTING, "storage.checkpoints.every=10"], "--resume"), within_s=120)
     report = audit_ledger(folder / "ledger")
-    assert (report.trained, report.lost, report.duplicated) == (24 * 8 * 4, 0, 0)
+    assert (report.trained, report.lost, report.duplicated) == (24 * 4 * 4, 0, 0)
     said = json.loads(words.read_text())
     assert [said[name] for name in ("phase", "step", "version")] == ["Succeeded", 24, 24]
     assert summary(folder)["phase"] == "Succeeded"

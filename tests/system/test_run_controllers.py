@@ -11,6 +11,7 @@ STEPS = 12
 SETTINGS = [
     "transferQueue.controllers=3",
     f"algorithm.steps={STEPS}",
+    "algorithm.promptsPerStep=4",
     "evaluation.every=6",
     "rollout.engine.options={token_s: 0.02}",
 ]
@@ -23,4 +24,4 @@ def test_every_sample_counts_once_although_each_controller_is_killed(tmp_path: P
         wait_for_step(folder, step, run)
         kill(folder, "controller", index)
     finish(run, within_s=200)
-    counted_once(folder, STEPS * 8 * 4)
+    counted_once(folder, STEPS * 4 * 4)

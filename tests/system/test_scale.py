@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 STEPS = 12
 SETTINGS = [
     f"algorithm.steps={STEPS}",
+    "algorithm.promptsPerStep=4",
     "evaluation=null",
     "schedule.swapAt=token",
     "schedule.maxStaleness=2",
@@ -53,7 +54,7 @@ def test_rollouts_join_a_run_that_waits_for_some_leave_it_and_come_back(tmp_path
     assert run.poll() is None
     assert invoke(["scale", str(folder), "rollout=3"]) == 0
     finish(run, within_s=120)
-    counted_once(folder, STEPS * 8 * 4)
+    counted_once(folder, STEPS * 4 * 4)
     assert [placed.attempt for placed in rollouts(folder)] == [1, 1, 0]
     assert json.loads((folder / "summary.json").read_text())["trainer_attempts"] == 1
     told = capsys.readouterr().out

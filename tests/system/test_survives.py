@@ -20,6 +20,7 @@ STEPS = 12
 DAY_S = 86_400
 SETTINGS = [
     f"algorithm.steps={STEPS}",
+    "algorithm.promptsPerStep=4",
     "evaluation.every=6",
     "storage.checkpoints.every=2",
     "rollout.leaseSeconds=2",
@@ -54,7 +55,7 @@ def test_a_job_goes_on_after_its_tree_was_stopped_and_killed_and_its_files_were_
     (folder / "lives.json").write_bytes(b"{" * 99)
     (folder / "run" / "processes.json").write_bytes(bytes(4096))
     finish(start("counting.yaml", folder, [*SETTINGS, "transferQueue.storageUnits=1"], "--resume"), within_s=150)
-    counted_once(folder, STEPS * 8 * 4)
+    counted_once(folder, STEPS * 4 * 4)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == STEPS
     assert 0 < summary["wall_s"] < DAY_S / 24, "the clock went forward by a month meanwhile, and back"
