@@ -48,7 +48,6 @@ class Job:
             unevaluated=lambda: self.unevaluated,
             suspending=lambda: self.suspending,
             export_s=export_s,
-            stop_s=1.0,
             devices=1,
             rewards=RewardTally(needed=1, keep=lambda totals: None),
             prompts_skipped=lambda: 0,

@@ -281,7 +281,6 @@ class Driver:
             unevaluated=self.versions.unevaluated,
             suspending=lambda: self.phase == "Suspending",
             export_s=spec.limits.stall_seconds,
-            stop_s=spec.limits.stop_seconds,
             devices=spec.devices,
             rewards=self.rewards,
             prompts_skipped=lambda: self._dispatcher.skipped,
@@ -322,10 +321,14 @@ class Driver:
         return self.phase
 
     async def conclude(self) -> None:
-        """Write the summary, then tell everybody to stop and wait until they have left."""
+        """Write the summary; a step that is made meanwhile is in it."""
         self.spans.enter("idle", waits="end")
         await self._samples.write(everything=True)
         await self._ending.conclude(self.phase)
+
+    async def dismiss(self) -> None:
+        """Tell everybody to stop, and wait until they have left."""
+        await self.members.dismiss(within_s=self.job.spec.limits.stop_seconds)
         await self.sinks.close()
 
     def status(self) -> DriverStatus:

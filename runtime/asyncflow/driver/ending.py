@@ -136,9 +136,8 @@ class Ending:
 
     changed: waits until something may have changed; unevaluated: returns the versions whose evaluation is still to
     come; suspending: whether the job is to be suspended; export_s: seconds that the trainer may take from the last
-    commit to the end of its export; stop_s: seconds that the others have to leave; devices: that the job uses;
-    prompts_skipped: returns how many were too long. checkpoint: step of the newest commit and when it was first seen,
-    by ``clock.now``.
+    commit to the end of its export; devices: that the job uses; prompts_skipped: returns how many were too long.
+    checkpoint: step of the newest commit and when it was first seen, by ``clock.now``.
     """
 
     folder: Path
@@ -149,7 +148,6 @@ class Ending:
     unevaluated: Callable[[], list[int]]
     suspending: Callable[[], bool]
     export_s: float
-    stop_s: float
     devices: int
     rewards: RewardTally
     prompts_skipped: Callable[[], int]
@@ -185,7 +183,7 @@ class Ending:
             self.checkpoint = (step, clock.now())
 
     async def conclude(self, phase: Phase) -> None:
-        """Write the summary, then tell everybody to stop and wait until they have left."""
+        """Write the summary."""
         if phase == "Succeeded":
             await self.queue.close_partition(partition=TRAIN, step=self.progress.steps, timeout=CALL_TIMEOUT_S)
         audit = await self.queue.audit(timeout=CALL_TIMEOUT_S)
@@ -207,7 +205,6 @@ class Ending:
             exports=self.members.exports,
         )
         write_whole(self.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
-        await self.members.dismiss(within_s=self.stop_s)
 
     async def _exported(self) -> None:
         try:

@@ -110,8 +110,9 @@ async def serve(context: JobContext) -> None:
         await control.start(context.host, options.control_port)
     try:
         if await context.unless_stopped(driver.run()):
-            said = last_words(status())
             await driver.conclude()
+            said = last_words(status())
+            await driver.dismiss()
             _say_last(said)
     finally:
         await sinks.abandon()
