@@ -489,9 +489,8 @@ async def aconnect(
     The client joins the queue's directory, which tells it where controllers and units are. Heartbeats go on in the
     running event loop, so the loop must be kept free. Leases end when their client leaves or falls silent.
 
-    credentials: of this process, by default those that ``ASYNCFLOW_TLS`` names, if any; timeout: seconds to wait for
-    the queue; worker: who holds the leases, where they are to outlive this client. Raises DeadlineExceeded when the
-    queue is not reached.
+    credentials: of this process, by default those that ``ASYNCFLOW_TLS`` names; timeout: seconds to wait for the queue;
+    worker: who holds the leases, where they are to outlive this client. Raises DeadlineExceeded without an answer.
     """
     credentials = credentials or Credentials.of_environment()
     identity = uuid.uuid4()

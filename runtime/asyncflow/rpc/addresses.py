@@ -26,9 +26,9 @@ from asyncflow.rpc.framing import ANYBODY, SERVER_SIZE, new_server
 from asyncflow.rpc.retry import delays
 
 SCHEME = "tcp://"
-LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"  # noqa: S104 - compared with, and bound to where the address says so
+EVERYWHERE = "0.0.0.0"  # noqa: S104 - compared with, and bound to where the address says so
 _LAST_PORT = 65_535
-ALL = (EVERYWHERE, "::", "*", "")
+_ALL = (EVERYWHERE, "::", "*", "")
 _SERVER = re.compile(f"(?!0+$)[0-9a-f]{{{2 * SERVER_SIZE}}}")
 
 Place: TypeAlias = tuple[socket.AddressFamily, tuple[Any, ...]]
@@ -76,7 +76,7 @@ async def dialled(bound: str, advertise: str = "") -> str:
 
     Raises Refused where this machine's own name has no address.
     """
-    if advertise or bound not in ALL:
+    if advertise or bound not in _ALL:
         return advertise or bound
     name = socket.gethostname()
     try:

@@ -9,6 +9,7 @@ of the oldest idle connection where there are too many or no descriptor is left,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
@@ -173,7 +174,7 @@ class HttpServer:
     ) -> str:
         """Start to serve and return the URL that others dial, at the host ``advertise`` if that is set.
 
-        Port 0 takes any free one, any other is served on the loopback too, to which ``kubectl port-forward`` leads;
+        Port 0 takes any free one; a given one is served on a free loopback too, where ``kubectl port-forward`` leads;
         bound: a socket to listen on that already has host and port. Raises Refused where it cannot listen.
         """
         beside: list[socket.socket] = []
@@ -181,8 +182,9 @@ class HttpServer:
             if bound is None:
                 places = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
                 bound = socket.create_server(places[0][4], family=places[0][0])
-                if port and places[0][4][0] not in (addresses.LOOPBACK, *addresses.ALL):
-                    beside = [socket.create_server((addresses.LOOPBACK, port))]
+                if port and not addresses.is_loopback(str(places[0][4][0])):
+                    with contextlib.suppress(OSError):  # taken, as by this very socket where it is at all addresses
+                        beside = [socket.create_server(("127.0.0.1", port))]
             bound.listen(_BACKLOG)
         except OSError as error:
             hint = "Another process may hold that port"

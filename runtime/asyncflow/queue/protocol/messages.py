@@ -209,8 +209,7 @@ class AuditReport(Struct, frozen=True, kw_only=True):
     peeked: rows, open ones too, that were taken from a task that had had them, or looked at without a lease; put: open
     rows, each counted once, of which so many were cleared or dropped, and so many remain; without_bytes: of those that
     remain, how many were lost with their storage unit and were not put again; skipped: serials without samples, because
-    their creator left them out; reasons: why rows were given out again (``redeliveries``), the most frequent ones with
-    how many each.
+    their creator left them out; reasons: why rows were given out again (``redeliveries``), the most frequent, counted.
     """
 
     dispatched: int
