@@ -102,6 +102,22 @@ sys.exit(3)
     assert said.splitlines()[1:] == ["to the log, too"]
 
 
+async def test_its_threads_and_exit_functions_end_before_it_does(forks):
+    code = """
+import atexit, sys, threading, time
+atexit.register(print, "at the end", end="")
+threading.Thread(target=lambda: (time.sleep(0.2), print("the thread"))).start()
+if sys.argv[1:]:
+    sys.exit(*sys.argv[1:])
+"""
+    await forks.serve("json")
+    module = forks.module("role", code)
+    assert await forks.ended(module) == (ExitStatus(status=0), "the thread\nat the end")
+    (forks.folder / "role.log").unlink()
+    status, said = await forks.ended(module, "words")
+    assert (status, sorted(said.split("\n"))) == (ExitStatus(status=1), ["at the end", "the thread", "words"])
+
+
 async def test_it_has_no_descriptor_of_the_server(forks):
     code = "import os; print(sorted(set(os.listdir('/proc/self/fd')) - {'0', '1', '2'}))"
     await forks.serve("json")

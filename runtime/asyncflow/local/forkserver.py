@@ -14,6 +14,7 @@ are started without it.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import json
 import logging
@@ -22,6 +23,7 @@ import runpy
 import select
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -264,7 +266,25 @@ def _become(argv: Sequence[str], env: Mapping[str, str], output: int, go: int) -
     if (torch := sys.modules.get("torch")) is not None and (threads := env.get("OMP_NUM_THREADS")):
         torch.set_num_threads(int(threads))
     sys.argv = list(argv[2:])
-    runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            raise
+        _end(ended.code)
+    _end(0)
+
+
+def _end(status: int | None) -> None:
+    """End this process as ``multiprocessing`` ends what it has forked, once its threads and exit functions have ended.
+
+    An interpreter that takes itself apart would first copy, page by page, what it shares with the server.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
+    atexit._run_exitfuncs()  # noqa: SLF001
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status or 0)
 
 
 if __name__ == "__main__":
