@@ -6,7 +6,7 @@ import pytest
 from one_job import OneJob
 from scripted_driver import ScriptedDrivers
 
-from asyncflow_operator.telemetry import MOST_SILENCE_S
+from asyncflow_operator.telemetry import MOST_STUCK_S
 from kube.plane import ControlPlane
 from operator_process import OperatorProcess
 from prometheus import Change, Series, check, course, scrape
@@ -100,7 +100,7 @@ def test_an_operator_that_is_behind_is_told(scraped: Scraped) -> None:
 def test_an_operator_that_is_deaf_is_told_before_its_liveness_probe_ends_it(scraped: Scraped) -> None:
     deaf = [*working("ok", per_minute=100), Change(f"{PREFIX}watch_age_seconds", {}, by=60, to=0)]
     told = [{"alertname": "AsyncFlowWatchSilent", "severity": "critical"}]
-    minutes = int(MOST_SILENCE_S // 60)
+    minutes = int(MOST_STUCK_S // 60)
     check(course(scraped, minutes=minutes, changes=deaf), minutes=minutes, firing=told)
 
 
