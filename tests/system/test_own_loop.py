@@ -179,7 +179,7 @@ def test_a_loop_puts_its_own_prompts_and_a_killed_driver_forgets_none(tmp_path: 
             engines.put_prompts_data("1")
 
     def killed(engines: asyncflow.Engines) -> None:
-        asked = ["1", "2", {"question": "3", "answer": "3"}]
+        asked = [{"question": text, "answer": text} for text in "123"]
         kill(tmp_path / "runs" / job.name, "driver")
         number = engines.prompts
         there = list(range(number, number + len(asked)))

@@ -120,7 +120,7 @@ def test_an_upgrade_changes_definitions_and_keeps_key_and_jobs(
     job = RLJOBS.format("namespaces/upgrade/") + "/quickstart"
     with working(bare, tmp_path):
         assert begun(bare, "quickstart").endswith(f":{__version__}")
-        bare.wait_until(lambda: bare.api.get(job)["status"].get("phase"), "the job's status")
+        bare.wait_until(lambda: driver_record(bare.api.get(job)).get("whole"), "the driver's pod to be on record")
     before, key = bare.api.get(job), bare.api.get(SECRET)["data"]
     pod = bare.api.get(f"{PODS}/quickstart-driver-0")
     assert len(base64.b64decode(key["master.key"])) == 64
@@ -141,6 +141,10 @@ def test_an_upgrade_changes_definitions_and_keeps_key_and_jobs(
     assert after["metadata"]["resourceVersion"] == before["metadata"]["resourceVersion"]
     assert bare.api.get(f"{PODS}/quickstart-driver-0")["metadata"] == pod["metadata"]
     bare.kubectl("delete", "rlj,tq,ws,pods", "--all", "--wait=false", "-n", "upgrade")
+
+
+def driver_record(job: dict[str, Any]) -> dict[str, Any]:
+    return dict(job.get("status", {}).get("failures", {}).get("driver", {}))
 
 
 def begun(plane: ControlPlane, name: str) -> str:
