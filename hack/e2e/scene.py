@@ -63,7 +63,8 @@ class Scene:
             timeout=_HELM_DEADLINE_S,
             check=False,
         )
-        self.telling.command(f"helm {' '.join(arguments)}", (ended.stdout + ended.stderr).replace(f"{ROOT}/", ""))
+        words, printed = f"helm {' '.join(arguments)}", ended.stdout + ended.stderr
+        self.telling.command(words.replace(f"{ROOT}/", ""), printed.replace(f"{ROOT}/", ""))
         if ended.returncode != 0:
             raise PlaneError(f"helm {arguments[0]} ended with {ended.returncode}")
 
