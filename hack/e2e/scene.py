@@ -120,8 +120,8 @@ class Scene:
     @contextlib.contextmanager
     def forwarded(self, pod: str, port: int) -> Iterator[int]:
         """Run ``kubectl port-forward`` during the body; yields the port of this machine that leads to the pod's."""
-        options = ("--kubeconfig", str(self.node.plane.admin), "port-forward", f"pod/{pod}", f":{port}")
-        command = [str(binary("kubectl")), *options]
+        options = ("--kubeconfig", str(self.node.plane.admin), "--pod-running-timeout", "30s")
+        command = [str(binary("kubectl")), "port-forward", *options, f"pod/{pod}", f":{port}"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
             try:
                 said = running.stdout.readline() if running.stdout is not None else ""

@@ -174,7 +174,7 @@ def _login(api: Api) -> Callable[..., Awaitable[kopf.ConnectionInfo]]:
     return login
 
 
-def project(kind: str, raw: Json, before: Any, *, now: Callable[[], float] = time.time) -> Any:
+def project(kind: str, raw: Json, before: Any, *, now: Callable[[], float]) -> Any:
     """Return the view of an object of any kind; see ``Store``."""
     if kind == "Pod":
         return pod_view(raw, before, now=now())

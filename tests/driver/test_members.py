@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncflow.driver.lives import HANDED_ON, Lives
+from asyncflow.api.names import HANDED_ON
+from asyncflow.driver.lives import Lives
 from asyncflow.driver.members import Members
 from asyncflow.rpc.directory import Directory
 from asyncflow.rpc.membership import Beat, Member

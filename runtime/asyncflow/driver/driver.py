@@ -327,7 +327,7 @@ class Driver:
         await self._ending.conclude(self.phase)
 
     async def dismiss(self) -> None:
-        """Tell everybody to stop, and wait until they have left."""
+        """Tell all members to stop, and wait until they have left."""
         await self.members.dismiss(within_s=self.job.spec.limits.stop_seconds)
         await self.sinks.close()
 

@@ -26,8 +26,6 @@ from asyncflow.api.names import ROLE_NAME
 from asyncflow.api.status import RecentFigures
 from asyncflow.driver.journal import Count, Finite, Moment, Seconds
 
-HANDED_ON: Final = "its work is handed on"
-"""Reason for which a process leaves that was told to, and was not lost."""
 LAP_S: Final = 5.0
 """Least seconds of a lap: several heartbeats."""
 LAPS: Final = 3

@@ -18,12 +18,12 @@ from pathlib import Path
 import msgspec
 
 from asyncflow.api.graph import JobGraph
-from asyncflow.api.names import FOLLOWER
+from asyncflow.api.names import FOLLOWER, HANDED_ON
 from asyncflow.api.status import RolloutState, TaskState
 from asyncflow.api.versions import VersionsState
 from asyncflow.driver.instances import fleets, heard_of, rollout_state, task_states, versions_state
 from asyncflow.driver.journal import StateFile
-from asyncflow.driver.lives import HANDED_ON, Life, Lives
+from asyncflow.driver.lives import Life, Lives
 from asyncflow.driver.presence import MemberState, member_state
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, StaleHandle
 from asyncflow.flow.instance import SwapAt

@@ -1,4 +1,5 @@
-"""Status of the job: as ``GET /v1/status`` answers it, as Prometheus gauges, and the HTTP requests that change it.
+"""Status of the job: as ``GET /v1/status`` answers it, as Prometheus gauges, as a driver leaves it when it ends; and
+the HTTP routes by which others look at the job and direct it.
 
 Invariants: a status says what is waited for whenever the job makes no progress; no figure has two definitions: what
 Prometheus scrapes is what a person reads; a request only sets what is wanted (drain this rollout, write a checkpoint,

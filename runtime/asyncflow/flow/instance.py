@@ -326,9 +326,10 @@ class Instance:
         return None
 
     def _idle(self, staged: Version) -> bool:
-        """Return whether nothing is here, claims of training rows find none, and ``staged`` was not left before.
+        """Return whether no weights are loaded, or there is no work and ``staged`` is newer than all that were.
 
-        With prompts that come one by one, it would go to and fro for each.
+        A version that it left for rows of an older one is not enough: it would go to and fro for each of them, where
+        prompts come one by one.
         """
         if self._newest is None:
             return True

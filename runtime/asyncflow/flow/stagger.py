@@ -112,7 +112,8 @@ class Permits:
     def ask(self, name: str, *, version: int, now: float) -> None:
         """Take in that an instance with the weights of ``version`` (packed) waits for a permit.
 
-        One that holds a permit has not heard so; or, where it has other weights now, that permit is over unheard.
+        One that holds a permit did not hear of it, and is granted it again; where its weights are others than those
+        that the permit was to leave, it has ended that permit, and the driver did not hear of that.
         """
         if name in self._out and self._out[name].version != version:
             del self._out[name]

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from asyncflow.api.job import RLJobSpec
+from asyncflow.api.names import HANDED_ON
 from asyncflow.api.placement import PROFILES
 from asyncflow.api.weights import FollowerSpec
 from asyncflow.api.workers import RolloutSpec
-from asyncflow.driver.lives import HANDED_ON
 from asyncflow.environments.pool import open_environment
 from asyncflow.environments.transcripts import stop_ids_of
 from asyncflow.flow.instance import Instance

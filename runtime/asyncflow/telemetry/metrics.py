@@ -114,44 +114,38 @@ _SERIES = ("_total", "_sum", "_count")
 """Endings of the series of a counter, and of those of a histogram that are sums."""
 
 
-class Total(Collector):
-    """A counter whose value is kept elsewhere: shown as ``<name>_total``."""
+class _Shown(Collector):
+    """A metric without labels of which the value is set as a whole; None: it has no sample."""
 
-    def __init__(self, name: str, words: str) -> None:
-        self._family = name, words
-        self._value = 0.0
+    family: ClassVar[type[CounterMetricFamily | GaugeMetricFamily]]
 
-    def set(self, value: float) -> None:
-        """Show ``value``, which is no less than the one before."""
+    def __init__(self, name: str, words: str, *, value: float | None = None) -> None:
+        self._named = name, words
         self._value = value
-
-    def collect(self) -> Iterable[Metric]:
-        """Yield the counter."""
-        yield CounterMetricFamily(*self._family, value=self._value)
-
-    def describe(self) -> Iterable[Metric]:
-        """Yield the counter, by whose name a registry finds it."""
-        return self.collect()
-
-
-class Figure(Collector):
-    """A gauge that is not shown until it has a value, because 0 would be taken for one."""
-
-    def __init__(self, name: str, words: str) -> None:
-        self._family = name, words
-        self._value: float | None = None
 
     def set(self, value: float) -> None:
         """Show ``value``."""
         self._value = value
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the gauge, without a sample while it has no value."""
-        yield GaugeMetricFamily(*self._family, value=self._value)
+        """Yield the metric."""
+        yield self.family(*self._named, value=self._value)
 
     def describe(self) -> Iterable[Metric]:
-        """Yield the gauge, by whose name a registry finds it."""
+        """Yield the metric, by whose name a registry finds it."""
         return self.collect()
+
+
+class Total(_Shown):
+    """A counter whose value is kept elsewhere, and never falls: shown as ``<name>_total``."""
+
+    family = CounterMetricFamily
+
+
+class Figure(_Shown):
+    """A gauge that is not shown until it has a value, because 0 would be taken for one."""
+
+    family = GaugeMetricFamily
 
 
 class RoleMetrics:
@@ -223,7 +217,7 @@ class RoleMetrics:
 
     def total(self, what: str, words: str) -> Total:
         """Declare a counter ``asyncflow_<role>_<what>_total`` whose value is set as a whole."""
-        made = Total(f"asyncflow_{self.role}_{what}", words)
+        made = Total(f"asyncflow_{self.role}_{what}", words, value=0.0)
         self.registry.register(made)
         return made
 

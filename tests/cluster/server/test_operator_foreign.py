@@ -1,8 +1,10 @@
 """What somebody else made is never taken over, of every kind that the operator writes, on a real API server."""
 
 import json
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,7 +59,7 @@ class Cluster:
     def __init__(self, plane: ControlPlane, api: Api, namespace: str) -> None:
         self.plane = plane
         self.owner = Owner(kind="RLJob", namespace=namespace, name="math", uid="0000-1111")
-        self.store = ObjectStore(project, lambda *_: None)
+        self.store = ObjectStore(partial(project, now=time.time), lambda *_: None)
         self.hands = PlanExecutor(api, self.store, NoDriver())
 
     def manifest(self, kind: str, **spec: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Looking at objects: with a real store and observer, and decisions that the test makes."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class World:
         self.decided: list[Any] = []
         self.refused = RefusalRecord(lambda: self.now)
         self.probe = DriverProbe()
-        self.store = ObjectStore(project, lambda *_: None)
+        self.store = ObjectStore(partial(project, now=lambda: self.now), lambda *_: None)
         self.observer = Observer(self.store, probe=lambda _: self.probe, nodes=lambda: None, refused=self.refused)
         self.api = Api(Configuration(host="http://127.0.0.1:1"))
         self.executor = PlanExecutor(self.api, self.store, NoDriver())
