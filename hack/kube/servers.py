@@ -6,15 +6,14 @@ writes only into the plane's folder.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import yaml
 
+from asyncflow.local.placement import PortReservation
 from kube.build import binary
 from kube.pki import Authority
 
@@ -63,12 +62,9 @@ class Site:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on; held until all are found, so that they differ."""
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((LOOPBACK, 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+    """Return ports that nobody listens on, and that no connection takes while a server is being started again."""
+    with PortReservation(count) as ports:
+        return list(ports)
 
 
 def etcd(site: Site) -> Command:

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from asyncflow.local.folder import requests_of
+from asyncflow.local.placement import PortReservation
 from asyncflow.local.scaling import write_request
 
 pytestmark = pytest.mark.process
@@ -95,8 +96,8 @@ def test_a_stopped_role_still_ends_in_order(start):
 
 
 def test_sigkill_of_the_supervisor_leaves_nothing(start):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    with PortReservation(1) as ports:
+        port = ports[0]
     run = start(**{**JOB, "driver": {"does": [f"listen={port}"]}})
     pids = [pid for replica in REPLICAS for pid in run.pids(replica)]
     assert len(run.reapers()) == 1

@@ -19,6 +19,7 @@ import pytest
 from msgspec import Struct
 
 from asyncflow.errors import PeerLost
+from asyncflow.local.placement import PortReservation
 from asyncflow.rpc import framing, listener, shm
 from asyncflow.rpc.access import Access
 from asyncflow.rpc.client import RpcClient
@@ -140,8 +141,8 @@ async def test_the_kernel_says_who_a_peer_is(made: list[int]) -> None:
 async def test_a_name_that_somebody_else_has_taken_costs_nothing_but_speed(
     made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    with PortReservation(1) as (port,):
+        address = f"tcp://127.0.0.1:{port}"
     with socket.socket(socket.AF_UNIX) as squatter:
         squatter.bind(shm._name(address))
         squatter.listen()
@@ -329,8 +330,8 @@ async def test_calls_that_are_sent_while_answers_come_do_not_block_each_other(ma
 
 
 async def test_a_server_that_comes_later_is_reached_by_shared_memory_too(made: list[int], arenas: Any) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    with PortReservation(1) as (port,):
+        address = f"tcp://127.0.0.1:{port}"
     client = RpcClient(name="client", resolve=address)
     early = asyncio.create_task(client.call("add", Number(value=1), Number, timeout=20))
     await asyncio.sleep(0.3)

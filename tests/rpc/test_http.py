@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, Refused
 from asyncflow.local.issuer import Issuer
+from asyncflow.local.placement import PortReservation
 from asyncflow.rpc import addresses, http
 from asyncflow.rpc.http import MAX_BODY, MAX_CONNECTIONS, MAX_LINE, Guard, HttpServer, role_routes
 from asyncflow.telemetry.metrics import RolloutMetrics
@@ -48,8 +49,8 @@ async def test_a_server_at_a_port_of_its_own_is_reached_from_its_own_pod_as_kube
     session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(addresses, "is_loopback", lambda host: host == "127.0.0.1")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    with PortReservation(1) as ports:
+        port = ports[0]
     server = HttpServer(role_routes(CollectorRegistry()))
     assert await server.start("127.0.0.2", port) == f"http://127.0.0.2:{port}"
     for host in ("127.0.0.2", "127.0.0.1"):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 
 import numpy as np
 import pytest
 from weights_world import Relay, RelayedTransport, bulk, receiver_that_prefers, until
 
 from asyncflow.identity import Version
+from asyncflow.local.placement import PortReservation
 from asyncflow.weights.host_transport import HostTransport
 from asyncflow.weights.manifest import digest_of
 
@@ -119,9 +119,8 @@ async def test_a_killed_trainer_leaves_its_versions_alive_at_the_rollouts(world,
 
 @pytest.mark.process
 async def test_a_killed_driver_that_comes_back_learns_everything_again(world, spawn):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        world.address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    with PortReservation(1) as (port,):
+        world.address = f"tcp://127.0.0.1:{port}"
     driver = await spawn("driver", world.address, "driver")
     await driver.says("ready")
     sender, receiver = await world.sender(), await world.receiver("early")

@@ -1,7 +1,6 @@
 """A whole queue that stands alone, in a thread of its own, so that the test can block as a training loop does."""
 
 import asyncio
-import socket
 import threading
 import uuid
 from contextlib import contextmanager
@@ -9,6 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from asyncflow.local.placement import PortReservation
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.protocol.messages import RowMeta, Samples, TaskSpec
@@ -65,8 +65,8 @@ class Served:
 
     async def _open(self, folder, issuer):
         self._folder, self._issuer = folder, issuer
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port = free.getsockname()[1]
+        with PortReservation(1) as ports:
+            self._port = ports[0]
         await self._start()
         self.members = [await self._join("controller", 0, self.address)]
         self.units = {}
