@@ -260,12 +260,19 @@ def test_a_reward_function_that_can_be_called_is_valid(manifest, judges, capsys,
     assert validated(capsys, manifest, f"reward.function={function}")[0] == 0
 
 
-def test_what_this_machine_lacks_is_no_fault_of_a_manifest_but_starts_no_run(manifest, tmp_path, capsys):
-    elsewhere = ("model.source=pvc://models/absent", "model.source=hf://nobody/nothing")
-    for setting in elsewhere:
+def test_what_this_machine_lacks_is_no_fault_of_a_manifest_but_starts_no_run(manifest, tmp_path, capsys, monkeypatch):
+    for package in ("mooncake.engine", "torch"):
+        monkeypatch.setitem(sys.modules, package, None)
+    elsewhere = {
+        "model.source=pvc://models/absent": "model.source: ",
+        "model.source=hf://nobody/nothing": "model.source: ",
+        "weightSync.transport=mooncake": "spec.weightSync.transport: Mooncake cannot be loaded",
+        "weightSync.transport=pairs": "spec.weightSync.transport: torch cannot be imported",
+    }
+    for setting, told in elsewhere.items():
         status, said = validated(capsys, manifest, setting)
         assert status == 0
-        assert "note: this machine could not run it: model.source: " in said
+        assert f"note: this machine could not run it: {told}" in said
         assert cli.invoke(["run", str(manifest), "--output", str(tmp_path / "out"), "--set", setting]) == 2
         assert "error: " in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

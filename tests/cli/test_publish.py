@@ -1,5 +1,6 @@
 """``asyncflow publish``, and ``asyncflow run`` of a WeightSync: refused in words, with nothing left behind."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,12 +26,18 @@ def test_a_weight_sync_that_follows_a_job_is_nothing_to_run(tmp_path: Path, caps
         (["hf://org/name", "--watch"], "only a folder may get another model"),
         (["model", "--set", "kepp=3"], "Did you mean keep?"),
         (["model", "--set", "follower.engine.name=counting"], "no installed package offers it"),
+        (["model", "--set", "transport=mooncake"], "Mooncake cannot be loaded"),
         (["no-such-folder"], "no-such-folder has no config.json"),
     ],
 )
 def test_what_is_wrong_with_it_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    told: str,
 ) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
     assert invoke(["publish", *words, "--output", str(tmp_path / "run")]) == 2
     assert told in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

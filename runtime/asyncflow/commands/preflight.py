@@ -54,18 +54,20 @@ from asyncflow.telemetry.sinks.base import check_sinks
 from asyncflow.training.backend import OPTIONS as BACKEND_OPTIONS
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.settings import TorchOptions
+from asyncflow.weights.transport import GROUP as TRANSPORTS
+from asyncflow.weights.transport import find_transport
 
 _PLUGINS = {
     "RLJob": (
         (("spec", "algorithm", "name"), ALGORITHMS),
         (("spec", "rollout", "engine", "name"), "asyncflow.rollout_engines"),
         (("spec", "trainer", "backend", "name"), "asyncflow.trainer_backends"),
-        (("spec", "weightSync", "transport"), "asyncflow.transports"),
+        (("spec", "weightSync", "transport"), TRANSPORTS),
         (("spec", "transferQueue", "backend"), BACKENDS),
     ),
     "TransferQueue": ((("spec", "backend"), BACKENDS),),
     "WeightSync": (
-        (("spec", "transport"), "asyncflow.transports"),
+        (("spec", "transport"), TRANSPORTS),
         (("spec", "follower", "engine", "name"), "asyncflow.rollout_engines"),
     ),
 }
@@ -239,6 +241,8 @@ def preflight(job: RLJob, folder: Path, *, source: str, elsewhere: bool = False)
     with findings.gather():
         _check_store(spec, findings, elsewhere=elsewhere)
     with findings.gather():
+        _check_transport(spec, findings, elsewhere=elsewhere)
+    with findings.gather():
         check_sinks(spec.telemetry.sinks)
     with findings.gather():
         check_format(spec.storage.samples.format)
@@ -284,6 +288,14 @@ def _check_store(spec: RLJobSpec, findings: _Findings, *, elsewhere: bool) -> No
     backend = load_plugin(BACKENDS, queue.backend, kind=Backend, where="spec.transferQueue.backend")
     try:
         backend.check(servers=queue.store is None)
+    except ManifestError as error:
+        _lacking(error, findings, elsewhere=elsewhere)
+
+
+def _check_transport(spec: RLJobSpec, findings: _Findings, *, elsewhere: bool) -> None:
+    """Check that the transport of weights has what it needs on this machine. Raises ManifestError."""
+    try:
+        find_transport(spec.weight_sync.transport).check()
     except ManifestError as error:
         _lacking(error, findings, elsewhere=elsewhere)
 

@@ -16,6 +16,7 @@ from asyncflow.local.folder import SYNC
 from asyncflow.models.source import materialize_config
 from asyncflow.plan.publisher import publisher_role
 from asyncflow.view.live import PublisherView
+from asyncflow.weights.transport import find_transport
 
 SMALLEST_SYNC = "{apiVersion: asyncflow.dev/v1alpha1, kind: WeightSync, metadata: {name: weights}}"
 """The manifest of a WeightSync of which nothing is said."""
@@ -39,6 +40,7 @@ def publish(source: Path | TextIO, overrides: Sequence[str], *, output: Path | N
         model = str((source.absolute().parent if isinstance(source, Path) else Path.cwd()) / model)
         anchored = sync.spec.source.model_copy(update={"model": model})
         sync = sync.model_copy(update={"spec": sync.spec.model_copy(update={"source": anchored})})
+    find_transport(sync.spec.transport).check()
     if not (watched or model.startswith("pvc://")):
         with TemporaryDirectory() as scratch:
             materialize_config(model, Path(scratch))

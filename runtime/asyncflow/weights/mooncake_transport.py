@@ -13,16 +13,17 @@ host network.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import itertools
 import logging
 import mmap
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import Any
 
-from asyncflow.errors import AsyncFlowError, ManifestError, PeerLost
+from asyncflow.errors import AsyncFlowError, PeerLost
+from asyncflow.mooncake import load_mooncake
 from asyncflow.rpc.addresses import host_and_port
 from asyncflow.weights.placed_transport import Block, PlacedLine, PlacedTransport, Pointer, address_of
 
@@ -31,13 +32,6 @@ log = logging.getLogger(__name__)
 PROTOCOL_ENV = "MOONCAKE_PROTOCOL"
 DEVICE_ENV = "MOONCAKE_DEVICE"
 _THREADS = 8
-_ENVIRONMENT = {
-    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
-    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
-    "MC_LOG_LEVEL": "ERROR",
-    "GLOG_minloglevel": "3",
-}
 
 
 class MooncakeTransport(PlacedTransport):
@@ -48,6 +42,11 @@ class MooncakeTransport(PlacedTransport):
         self._host = host_and_port(bind)[0]
         self._engine: Any = None
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights-mooncake")
+
+    @classmethod
+    def check(cls) -> None:
+        """See that Mooncake is installed, and what of the system it needs."""
+        _library()
 
     async def prepare(self) -> None:
         """Start the engine."""
@@ -87,17 +86,14 @@ class MooncakeTransport(PlacedTransport):
         return [buffer[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
+def _library() -> ModuleType:
+    """Import Mooncake's Transfer Engine. Raises ManifestError where it is not installed."""
+    return load_mooncake("mooncake.engine", where="spec.weightSync.transport", log_level=3)
+
+
 def _engine(host: str) -> Any:
     """Start an engine that others reach at ``host``. Raises ManifestError where the library is not installed."""
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    try:
-        library = importlib.import_module("mooncake.engine")
-    except ImportError as error:
-        hint = "pip install 'asyncflow[mooncake]', and the system's libibverbs1, libnuma1 and libcurl4"
-        where = "spec.weightSync.transport"
-        raise ManifestError(f"Mooncake cannot be loaded: {error}", where=where, hint=hint) from error
-    engine = library.TransferEngine()
+    engine = _library().TransferEngine()
     protocol, device = os.environ.get(PROTOCOL_ENV, "tcp"), os.environ.get(DEVICE_ENV, "")
     if (code := engine.initialize(host, "P2PHANDSHAKE", protocol, device)) != 0:
         raise AsyncFlowError(f"Mooncake's engine does not start with {protocol!r} and {device!r}: {code}", where=host)

@@ -17,6 +17,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import msgspec
@@ -103,6 +104,12 @@ class PairsTransport(FastTransport):
     def device_options(cls, device: str, collective: str) -> dict[str, Any]:
         """Return both."""
         return {"device": device, "collective": collective}
+
+    @classmethod
+    def check(cls) -> None:
+        """See that torch is there."""
+        if find_spec("torch") is None:
+            raise _lacks_torch("it is not installed")
 
     async def prepare(self) -> None:
         """Import torch."""
@@ -252,9 +259,12 @@ def _torch() -> Any:
         with importing():
             return importlib.import_module("asyncflow.weights.torch_pair")
     except ImportError as error:
-        hint = "pip install 'asyncflow[torch]'"
-        where = "spec.weightSync.transport"
-        raise ManifestError(f"torch cannot be imported: {error}", where=where, hint=hint) from error
+        raise _lacks_torch(str(error)) from error
+
+
+def _lacks_torch(why: str) -> ManifestError:
+    hint = "pip install 'asyncflow[torch]'"
+    return ManifestError(f"torch cannot be imported: {why}", where="spec.weightSync.transport", hint=hint)
 
 
 def _translated(work: Callable[..., T], *given: Any) -> T:

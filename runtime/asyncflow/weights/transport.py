@@ -109,6 +109,10 @@ class Transport(ABC):
         del device, collective
         return cls(**options)
 
+    @classmethod  # noqa: B027 - most transports need nothing
+    def check(cls) -> None:
+        """Raise ManifestError where this machine lacks what the transport needs; imports no torch."""
+
     def doubt(self, worker: str) -> None:  # noqa: B027 - most transports have one way only
         """Note that bytes which came from ``worker`` were not those that it had published."""
 
@@ -182,11 +186,15 @@ class CallTransport(Transport):
             await client.close()
 
 
+def find_transport(kind: str) -> type[Transport]:
+    """Return the class that is registered as ``kind``. Raises ManifestError where there is none."""
+    return load_plugin(GROUP, kind, kind=Transport, where="spec.weightSync.transport")
+
+
 def open_transport(kind: str, /, *, device: str = "cpu", collective: str = "gloo", **options: Any) -> Transport:
     """Make the transport that is registered as ``kind``. Raises ManifestError where there is none.
 
     device: torch's name of this worker's device; collective: the torch.distributed back end for such devices; options:
     ``name``, ``bind`` and ``credentials`` of what the transport listens with, as in ``RpcServer``.
     """
-    made: type[Transport] = load_plugin(GROUP, kind, kind=Transport, where="spec.weightSync.transport")
-    return made.of(device=device, collective=collective, **options)
+    return find_transport(kind).of(device=device, collective=collective, **options)

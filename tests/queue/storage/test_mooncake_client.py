@@ -56,7 +56,7 @@ def library(monkeypatch):
 def test_a_library_of_the_system_that_is_missing_is_told_before_anything_starts(monkeypatch):
     lacks = "libibverbs.so.1: cannot open shared object file"
     monkeypatch.setattr(mooncake, "find_program", lambda name: name)
-    monkeypatch.setattr(mooncake.importlib, "import_module", Mock(side_effect=ImportError(lacks)))
+    monkeypatch.setattr("importlib.import_module", Mock(side_effect=ImportError(lacks)))
     with pytest.raises(ManifestError, match=rf"{lacks}.*the system's libibverbs1"):
         MooncakeBackend.check(servers=True)
 

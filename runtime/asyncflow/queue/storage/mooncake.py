@@ -21,9 +21,7 @@ have left.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
-import os
 import re
 import socket
 import threading
@@ -35,7 +33,8 @@ from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 
-from asyncflow.errors import AsyncFlowError, ManifestError, PeerLost
+from asyncflow.errors import AsyncFlowError, PeerLost
+from asyncflow.mooncake import load_mooncake
 from asyncflow.queue.storage.backend import Outcome, Site, Store, answer_of
 from asyncflow.queue.storage.packed import PackedBackend
 from asyncflow.queue.storage.servers import LEASE_MS, find_program
@@ -60,26 +59,11 @@ _REPLACE_AFTER: Final = 2
 _REPLACE_EVERY_S: Final = 5.0
 _REACH_S: Final = 1.0
 _NO_REQUEST: Final = b"\0"
-_ENVIRONMENT: Final = {
-    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
-    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
-    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
-    "MC_LOG_LEVEL": "ERROR",
-    "GLOG_minloglevel": "2",
-}
 
 
 def load() -> ModuleType:
-    """Import ``mooncake.store``. Raises ManifestError where it is not installed."""
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    try:
-        return importlib.import_module("mooncake.store")
-    except ImportError as error:
-        hint = "pip install 'asyncflow[mooncake]', and the system's libibverbs1, libnuma1 and libcurl4"
-        where = "spec.transferQueue.backend"
-        raise ManifestError(f"Mooncake cannot be loaded: {error}", where=where, hint=hint) from error
+    """Import Mooncake's Store. Raises ManifestError where it is not installed."""
+    return load_mooncake("mooncake.store", where="spec.transferQueue.backend", log_level=2)
 
 
 class MooncakeClient:
