@@ -5,6 +5,7 @@ The kernel is played by what its documentation says of it: nothing here has run 
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +23,7 @@ from asyncflow.models.device import load_npu
 from asyncflow.training.packing import LayoutName, Pack, pack_samples
 from asyncflow.training.torch import attention
 from asyncflow.training.torch.attention import Documents, NpuSequences, attend, sequences_of
-from asyncflow.training.torch.device import collective
+from asyncflow.training.torch.device import collective, limit_waits
 from asyncflow.training.torch.optimizer import has_fused_kernel
 
 CPU = torch.device("cpu")
@@ -159,6 +160,15 @@ def test_what_torch_npu_lacks_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
     with pytest.raises(ManifestError, match=told):
         load_npu()
+
+
+@pytest.mark.parametrize(("device", "given", "waits"), [("npu", None, "21"), ("npu", "7", "7"), ("cuda", None, None)])
+def test_hccl_waits_as_long_as_a_collective_may_take(
+    monkeypatch: pytest.MonkeyPatch, device: str, given: str | None, waits: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", {} if given is None else {"HCCL_EXEC_TIMEOUT": given})
+    limit_waits(device, timeout_s=20.5)
+    assert os.environ.get("HCCL_EXEC_TIMEOUT") == waits
 
 
 def test_adamw_is_one_kernel_where_torch_has_one() -> None:

@@ -27,7 +27,14 @@ from asyncflow.training.ranks import SingleProcess
 from asyncflow.training.settings import BackendSettings, TorchOptions
 from asyncflow.training.slice_files import unwritable
 from asyncflow.training.torch.critic import Critic, open_critic
-from asyncflow.training.torch.device import TensorGroup, backends, choose_interface, collective, open_store
+from asyncflow.training.torch.device import (
+    TensorGroup,
+    backends,
+    choose_interface,
+    collective,
+    limit_waits,
+    open_store,
+)
 from asyncflow.training.torch.figures import StepFigures
 from asyncflow.training.torch.model import choose_kernels
 from asyncflow.training.torch.packs import Packs
@@ -51,6 +58,7 @@ class _Replicas:
         store.set(f"here/{meeting.rank}", "")
         store.wait([f"here/{rank}" for rank in range(meeting.world)], timeout)
         choose_interface(self._host)
+        limit_waits(device.type, timeout_s=timeout_s)
         try:
             dist.init_process_group(
                 backends(device), store=store, rank=meeting.rank, world_size=meeting.world, timeout=timeout

@@ -10,6 +10,7 @@ bfloat16; gloo, nccl and hccl run the same three lines: which one is the device'
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import socket
@@ -33,6 +34,8 @@ from asyncflow.weights.torch_pair import listen
 
 _HOST_BYTES = 256
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+_HCCL_WAITS = "HCCL_EXEC_TIMEOUT"
+"""Whole seconds, of which HCCL takes at most 1091 under the expansion mode AIV, which the profiles ask for."""
 _GONE = re.compile(r"gloo|HCCL_E_REMOTE|HCCL function error: .*error code is (?:9|1[1-4]|19|21)\b|\bEI00(?:02|06|15)\b")
 """What says that a rank is gone, in a RuntimeError that is no DistError: one of gloo, or of torch_npu.
 
@@ -106,6 +109,7 @@ class TensorGroup:
         if self._gang.world == 1 or self._group is not None:
             return
         choose_interface(self._host)
+        limit_waits(self._device.type, timeout_s=self._timeout.total_seconds())
         dist.init_process_group(
             backends(self._device),
             store=_store(self._gang, host=self._host, timeout=self._timeout),
@@ -162,6 +166,12 @@ def choose_interface(host: str) -> None:
     named = [name for name, addresses in psutil.net_if_addrs().items() if host in (each.address for each in addresses)]
     if named:
         os.environ.setdefault(_INTERFACE, named[0])
+
+
+def limit_waits(device: str, *, timeout_s: float) -> None:
+    """Make HCCL wait for other ranks no longer than this: it goes by a variable, not by the group's timeout."""
+    if device == "npu":
+        os.environ.setdefault(_HCCL_WAITS, str(math.ceil(timeout_s)))
 
 
 def _store(group: ProcessGroup, *, host: str, timeout: timedelta) -> dist.TCPStore:
