@@ -79,6 +79,14 @@ def test_bytes_with_a_mistaken_unit_are_refused(override: str) -> None:
     minimal(f"{place}=1Mi")
 
 
+@pytest.mark.parametrize("amount", ["4Gi", "500Mi", "1k", "2G"])
+def test_cores_in_a_unit_of_bytes_are_refused(amount: str) -> None:
+    with pytest.raises(ManifestError, match=f'cpu = "{amount}".*: is not a number of cores. Write e.g. 2, or 500m'):
+        minimal(f"trainer.resources.cpu={amount}")
+    for cores in ("2", "500m"):
+        minimal(f"trainer.resources.cpu={cores}")
+
+
 @pytest.mark.parametrize("path", ["algorithm.steps", "spec.algorithm.steps"])
 def test_an_override_may_leave_spec_out(path: str) -> None:
     assert load_job(QUICKSTART, [f"{path}=5"]).spec.algorithm.steps == 5

@@ -232,6 +232,16 @@ def _no_few_bytes(amount: Quantity) -> Quantity:
 Bytes = Annotated[Quantity, AfterValidator(_no_few_bytes)]
 """Memory or room on a disk: 1Mi at least, as nothing runs in less, while ``4m`` is written for ``4Mi``. The API server
 takes less: the definitions are as large as it takes them."""
+
+
+def _no_bytes(amount: Quantity) -> Quantity:
+    if amount.rstrip("m").strip("0123456789."):
+        raise PydanticCustomError("cores", "Input should be cores, such as 2 or 500m")
+    return amount
+
+
+Cores = Annotated[Quantity, AfterValidator(_no_bytes)]
+"""CPU: cores, or thousandths of one. The API server takes ``4Gi`` cores too, and no node ever has them."""
 Time = Annotated[str, StringConstraints(max_length=35)]
 """RFC 3339 in UTC, e.g. ``2026-11-21T10:46:00Z``."""
 

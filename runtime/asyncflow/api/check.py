@@ -129,6 +129,7 @@ _LIMITS = {
     "too_short": ("has too few entries", "Give at least {min_length}"),
     "quantity": ("is not an amount", "Write e.g. 512Mi, 4Gi, 500m or 2"),
     "few_bytes": ("is less than 1Mi", "Give bytes with a unit, e.g. 512Mi or 4Gi; m is a thousandth of a byte"),
+    "cores": ("is not a number of cores", "Write e.g. 2, or 500m for half of one"),
     "finite_number": ("is not finite", "Give a number"),
 }
 _FOLLOWS = ("default_factory_not_called",)

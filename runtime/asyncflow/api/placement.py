@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, StringConstraints
 
-from asyncflow.api.base import Annotations, Bytes, Labels, Name, Options, Quantity, Rule, Spec, keyed_by
+from asyncflow.api.base import Annotations, Bytes, Cores, Labels, Name, Options, Rule, Spec, keyed_by
 from asyncflow.api.durability import ClaimSpec
 
 PORTS_PER_PROCESS: Final = 64
@@ -287,7 +287,7 @@ class AcceleratorSpec(Spec):
 class ResourcesSpec(Spec):
     """CPU and memory of one process: requests, and for memory the limit too. Absent: the cluster's default."""
 
-    cpu: Quantity | None = None
+    cpu: Cores | None = None
     """Cores. Absent: ``threads``."""
     memory: Bytes | None = None
     """Bytes."""
