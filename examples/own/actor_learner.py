@@ -43,9 +43,10 @@ def learn(address: str) -> float:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit(__doc__)
-    if sys.argv[1] == "actor":
-        act(sys.argv[2])
-    else:
-        print(learn(sys.argv[2]))
+    match sys.argv[1:]:
+        case ["actor", address]:
+            act(address)
+        case ["learner", address]:
+            print(learn(address))
+        case _:
+            sys.exit(__doc__)

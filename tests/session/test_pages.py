@@ -33,8 +33,13 @@ def test_examples_that_pages_name_exist(name: str) -> None:
     assert (OWN / name).exists()
 
 
-@pytest.mark.parametrize("name", ["actor_learner.py", "algorithm.py", "loop.py"])
-def test_an_example_without_arguments_says_how_it_is_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [name])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("actor_learner.py", []), ("actor_learner.py", ["teacher", "nowhere"]), ("algorithm.py", []), ("loop.py", [])],
+)
+def test_an_example_that_is_called_wrong_says_how_it_is_called(
+    name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
     with pytest.raises(SystemExit, match=rf"python {name} "):
         runpy.run_path(str(OWN / name), run_name="__main__")
