@@ -11,6 +11,7 @@ import pytest
 from watched_page import Watched, shown
 
 from asyncflow import cli
+from asyncflow.api.status import DriverStatus, RolloutState
 from asyncflow.driver.sample_files import SampleText, write_samples
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -71,6 +72,7 @@ def test_a_finished_run_is_shown_whole(address: str, visit: Visit) -> None:
     assert at.text("#phase") == "succeeded"
     assert at.text("#link") == "the run has ended: succeeded"
     assert "grpo" in at.text("#facts")
+    assert "4 rollouts" in at.text("#facts")
     tiles = at.text("#tiles")
     for words in (f"{STEPS} of {STEPS}", "Accuracy, held out", "1 version", "Trainer waits"):
         assert words in tiles
@@ -88,6 +90,10 @@ def test_a_finished_run_is_shown_whole(address: str, visit: Visit) -> None:
       for (let i = 0; i < d.length; i += 4) if (d[i + 3]) seen.add(d.slice(i, i + 3).join());
       return seen.size; }"""
     assert at.page.evaluate(painted) > 8
+    now = DriverStatus(rollouts=(RolloutState(id="only"),)).model_dump(mode="json", by_alias=True)
+    at.page.route("**/changes*", lambda route: route.fulfill(json={**route.fetch().json(), "status": now}))
+    at.page.reload()
+    at.until("() => document.querySelector('#facts').innerText.includes(' 1 rollout ')")
     assert "evaluation" in at.text("#event-list")
     at.page.locator("input[value=cause]").check(force=True)
     for cause in ("at work", "starved", "tail", "back-pressure"):

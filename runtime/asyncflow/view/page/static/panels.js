@@ -10,8 +10,9 @@ function drawHeader(run) {
   const kind = run.status?.phase ?? run.end;
   say(byId("phase"), kind ? PHASE_WORDS[kind] ?? kind : run.read ? "silent" : "");
   byId("phase").dataset.phase = kind || "silent";
+  const rollouts = run.status?.rollouts?.length ?? job.rollouts;
   say(byId("facts"), job.algorithm ? visible([job.algorithm, job.model, `${job.mode}, staleness ≤ ${job.staleness}`,
-    plural(job.rollouts, "rollout"), plural(job.ranks, "trainer rank")].join("  ·  ")) : "");
+    plural(rollouts, "rollout"), plural(job.ranks, "trainer rank")].join("  ·  ")) : "");
   const bar = byId("progress"), { step, steps } = run, now = run.status?.stepProgress;
   bar.setAttribute("aria-valuemax", steps);
   bar.setAttribute("aria-valuenow", step);
