@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from asyncflow.errors import AsyncFlowError, ManifestError, Refused
 from asyncflow.identity import SampleKey, Version
 from asyncflow.plugins import read_options
 from asyncflow.rollout.engines.base import GenerationRequest, StopTexts
+from asyncflow.rollout.engines.vllm import engine as vllm_engine
 from asyncflow.rollout.engines.vllm.engine import VllmEngine, _asked, _Open
 from asyncflow.rollout.engines.vllm.program import VllmOptions
 from asyncflow.rollout.engines.vllm.server import VllmServer
@@ -214,3 +216,26 @@ async def test_a_probe_of_which_a_token_has_no_log_prob_is_not_whole(tmp_path) -
         with pytest.raises(AsyncFlowError, match="not whole: 1 log-probs of 2 tokens"):
             await engine.probe([3, 4, 5])
     await engine.close()
+
+
+async def test_a_line_of_metrics_that_nobody_understands_does_not_end_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = VllmEngine(folder=tmp_path, slots=4, max_length=16, options={"stall_s": 0.01})
+    engine._open = {"a": request_begun(V1)}
+    told = iter(['vllm:generation_tokens_total{model="a', "vllm:generation_tokens_total x"])
+    ended: list[str] = []
+
+    async def metrics() -> str:
+        return next(told, "vllm:generation_tokens_total 7") + "\n"
+
+    async def close(*, why: str) -> None:
+        ended.append(why)
+
+    monkeypatch.setattr(vllm_engine, "_WATCH_S", 0.001)
+    monkeypatch.setattr(engine, "metrics", metrics)
+    monkeypatch.setattr(engine._server, "close", close)
+    async with asyncio.timeout(5):
+        await engine._watch()
+    assert ended == ["it made no token for 0.01 s while 1 requests ran"]
+    assert [record.message.partition(",")[0] for record in caplog.records] == ["vLLM's metrics are not understood"]

@@ -472,15 +472,22 @@ class VllmEngine(RolloutEngine):
 
     async def _watch(self) -> None:
         """End a server that makes no token while requests run."""
-        seen, since = -1.0, time.monotonic()
+        seen, since, legible = -1.0, time.monotonic(), True
         while True:
             await asyncio.sleep(_WATCH_S)
             if not self._open or self._loading.locked():
                 seen, since = -1.0, time.monotonic()
                 continue
             made = -1.0
-            with suppress(AsyncFlowError):
+            try:
                 made = _progress(await self.metrics())
+            except AsyncFlowError:
+                pass
+            except (ValueError, IndexError) as error:  # what the parser raises
+                if legible:
+                    log.warning("vLLM's metrics are not understood, so nobody sees whether it hangs: %s", error)
+                seen, since, legible = -1.0, time.monotonic(), False
+                continue
             if made not in (seen, -1.0):
                 seen, since = made, time.monotonic()
             elif time.monotonic() - since > self._set.stall_s:
