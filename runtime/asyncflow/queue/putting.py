@@ -112,7 +112,7 @@ class Putter:
             number, weights = 0, _weights(columns, parts, request.outputs)
         made = RowIds([0] * rows, [True] * rows)
         waiting = dict.fromkeys(range(len(parts)))
-        tried: set[int] = set()
+        tried: dict[int, str] = {}
 
         async def send(unit: int, some: Sequence[int], seconds: float) -> None:
             indices = parts[some[0]] if len(some) == 1 else list(chain.from_iterable(parts[part] for part in some))
@@ -131,11 +131,10 @@ class Putter:
             peer = Peer("storage", unit)
             try:
                 put, _ = await self._peers.call(peer, "unit.put", part, RowIds, timeout=answer_s, frames=frames)
-            except Elsewhere:
-                tried.add(unit)
-                return
-            except (PeerLost, DeadlineExceeded):
-                tried.add(unit)
+            except (Elsewhere, PeerLost, DeadlineExceeded) as error:
+                tried[unit] = str(error)
+                if isinstance(error, Elsewhere):
+                    return
                 raise
             for place, (index, row) in enumerate(zip(indices, put.rows, strict=True)):
                 made.rows[index] = row
@@ -153,7 +152,7 @@ class Putter:
                 for some in weighed_batches(placed, weights.__getitem__, heaviest=LEAST_BYTES)
             )
             if waiting:
-                raise PeerLost("a storage unit leaves: its rows go to another", where="queue client")
+                raise PeerLost(f"rows go to another unit: {'; '.join(tried.values())}", where="queue client")
 
         await retry_within(attempt, what=f"putting {rows} rows", timeout=timeout)
         return made

@@ -72,9 +72,9 @@ _NOWHERE_S = 1.0
 class UnitSession:
     """Keeps a unit and its controllers in agreement, until the unit is replaced.
 
-    epoch: that of the unit's rows, 0 before the first session; session: with the controller, while there is one;
-    joined: set when the controller has taken the unit in; leaving: set when it orders the unit to drain; moved_rows: to
-    other units; address: returns the unit's own; find: returns that of process i of a role.
+    epoch: that of the unit's rows, 0 before the first session; given: row ids of it; session: with the controller,
+    while there is one; joined: set when the controller has taken the unit in; leaving: set when it orders the unit to
+    drain; moved_rows: to other units; address: returns the unit's own; find: returns that of process i of a role.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class UnitSession:
         find: Callable[[str, int], str | None] = lambda _role, _index: None,
         credentials: Credentials | None = None,
     ) -> None:
-        self.epoch = 0
+        self.epoch = self.given = 0
         self.session: Session | None = None
         self.joined = asyncio.Event()
         self.leaving = asyncio.Event()
@@ -104,7 +104,6 @@ class UnitSession:
         self._clients: dict[tuple[str, int], RpcClient] = {}
         self._replicas: dict[int, asyncio.Task[None]] = {}
         self._controllers = 1
-        self._rows = 0
         self._lost: dict[int, None] = {}
         self._changed: dict[int, None] = {}
         self._told = asyncio.Event()
@@ -137,8 +136,8 @@ class UnitSession:
 
     def new_rows(self, count: int) -> range:
         """Return row ids that were never used before."""
-        first = RowPlace(self.epoch, self._unit, self._rows).row
-        self._rows += count
+        first = RowPlace(self.epoch, self._unit, self.given).row
+        self.given += count
         return range(first, first + count)
 
     def submit(self, entry: Entry, blob: Blob) -> PendingPut:
@@ -218,7 +217,7 @@ class UnitSession:
     async def _hold_session(self, welcome: Welcome) -> None:
         if welcome.epoch != self.epoch:
             self._holdings.wipe()
-            self.epoch, self._rows = welcome.epoch, 0
+            self.epoch, self.given = welcome.epoch, 0
             self._lost.clear()
         self._controllers = welcome.controllers
         session = Session(self._unit, welcome.controller, welcome.epoch)

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Sequence
 
 from asyncflow.errors import DeadlineExceeded, Elsewhere, ProtocolError, Refused, StaleHandle
+from asyncflow.identity import COUNTER_BITS
 from asyncflow.plugins import load_plugin
 from asyncflow.queue.protocol.unit_calls import (
     MOST_ROWS,
@@ -40,6 +41,8 @@ from asyncflow.rpc.server import RpcServer
 from asyncflow.rpc.tls import Credentials
 
 Frames = Sequence[memoryview]
+_MOST_IDS = (1 << COUNTER_BITS) - (MOST_ROWS << 6)
+"""Row ids of one incarnation, but for those of puts that are under way when they run out."""
 _MOST = 1 << 40
 """Bytes of a put: the server bounds what comes in one message, the budget what is kept."""
 
@@ -159,6 +162,9 @@ class StorageUnit:
 
     async def _put(self, call: PutRows, frames: Frames) -> RowIds:
         await self._open(call.wait_s)
+        if self._session.given > _MOST_IDS:
+            hint = "Put the rows on another; this one has ids again when it was drained and begins anew"
+            raise Elsewhere("its row ids are used up", where=f"storage unit {self.index}", hint=hint)
         count = call.header.rows
         if count % call.group_size or (call.tags and len(call.tags) != count):
             raise ProtocolError(f"{count} rows came in groups of {call.group_size}, with {len(call.tags)} sets of tags")
