@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, Pe
 from asyncflow.flow.instance import Instance
 from asyncflow.identity import Version
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta
-from asyncflow.rollout.engines.base import Completion
+from asyncflow.rollout.engines.base import NOTHING, Completion
 from asyncflow.rollout.engines.simulated import SimulatedEngine
 from asyncflow.rollout.job import RESPONSE, Job, RolloutSettings, worth_saving
 from asyncflow.rollout.leases import InFlightTable
@@ -622,6 +623,17 @@ async def test_an_engine_that_has_other_weights_than_were_published_ends_the_wor
     await until(lambda: bool(staged) and len(asked) == 2, "the next version to be prepared, loaded and asked")
     assert asked == [ids.tolist()] * 2
     assert staged == [(Version(0, 1), {"step"})]
+
+
+async def test_a_response_that_cannot_be_written_ends_the_worker(world, monkeypatch):
+    rollout = await world.rollout("r0")
+    rollout.worker._scoring = None  # as where the reward is a role of its own
+    monkeypatch.setattr(SimulatedEngine, "generate", lambda *_: asyncio.sleep(0, replace(NOTHING, finish="stop")))
+    await world.publish(0)
+    await world.put([0], step=1, oldest=0)
+    with pytest.raises(ValueError, match="empty"):
+        async with asyncio.timeout(10):
+            await rollout.running
 
 
 async def test_an_engine_that_ends_while_nothing_runs_ends_the_worker(world, monkeypatch):

@@ -362,13 +362,21 @@ def by_unit(jobs: Iterable[Job]) -> Iterable[list[Job]]:
 
 
 class Delivery:
-    """Writes samples. settled: called with each outcome and whether the queue took it."""
+    """Writes samples. settled: called with each outcome and whether the queue took it; ended: with each task that has
+    written, whose error nobody would see otherwise.
+    """
 
     def __init__(
-        self, queue: QueueClient, *, settled: Callable[[SampleOutcome, bool], None], settings: RolloutSettings
+        self,
+        queue: QueueClient,
+        *,
+        settled: Callable[[SampleOutcome, bool], None],
+        ended: Callable[[asyncio.Task[None]], None],
+        settings: RolloutSettings,
     ) -> None:
         self._queue = queue
         self._settled = settled
+        self._ended = ended
         self._settings = settings
         self._waiting: dict[int, list[SampleOutcome]] = {}
         self._writers: dict[int, asyncio.Task[None]] = {}
@@ -378,7 +386,8 @@ class Delivery:
         unit = outcome.job.row.unit
         self._waiting.setdefault(unit, []).append(outcome)
         if unit not in self._writers:
-            self._writers[unit] = asyncio.create_task(self._write(unit), name=f"deliver to unit {unit}")
+            writer = self._writers[unit] = asyncio.create_task(self._write(unit), name=f"deliver to unit {unit}")
+            writer.add_done_callback(self._ended)
 
     async def flush(self, *, timeout: float) -> None:
         """Wait until nothing is undelivered, at most ``timeout`` seconds; then give up what is left."""

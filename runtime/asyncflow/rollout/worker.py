@@ -244,7 +244,7 @@ class RolloutWorker:
             unfinished=engine.unfinished,
             spans=spans,
         )
-        self._delivery = Delivery(queue, settled=self._settled, settings=settings)
+        self._delivery = Delivery(queue, settled=self._settled, ended=self._ended, settings=settings)
         self._claimers = [
             Claimer(
                 purpose,
