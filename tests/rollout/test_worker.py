@@ -87,10 +87,12 @@ async def test_standing_still_for_weights_is_counted_and_other_idleness_is_not(w
     meter = rollout.worker.meter
     await world.publish(0)
     await until(lambda: rollout.worker.loader.swaps == 1, "θ0")
-    await asyncio.sleep(0.1)
-    assert meter.stall_s == 0
     await world.publish(1)
-    await world.put([0], step=3, oldest=1)
+    await until(lambda: rollout.worker.loader.swaps == 2, "θ1, which nobody waits for")
+    assert meter.stall_s == 0
+    world.catalogue.require([2])
+    await world.publish(2)
+    await world.put([0], step=4, oldest=2)
     await world.made(4)
     waited = meter.busy.seconds()
     assert waited["swap"] >= 0.2
@@ -121,6 +123,16 @@ def test_waiting_that_shows_late_is_not_counted_beside_the_swap_before_it() -> N
         time.sleep(0.02)
     meter.running(0, waiting=True)
     assert meter.stall_s <= time.monotonic() - begun
+
+
+def test_a_swap_without_work_counts_from_when_there_is_some() -> None:
+    meter = RolloutMeter(RolloutMetrics())
+    with meter.swaps(1, idle=True):
+        time.sleep(0.01)
+        assert meter.stall_s == 0
+        meter.holding(2)
+        time.sleep(0.01)
+    assert 0.01 <= meter.stall_s == meter.busy.seconds()["swap"]
 
 
 async def test_a_rollout_is_occupied_while_it_has_rows_also_while_they_wait_for_weights(world):

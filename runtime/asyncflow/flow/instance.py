@@ -96,6 +96,11 @@ class Instance:
         return len(self._held)
 
     @property
+    def idle(self) -> bool:
+        """True while there is no row here, and the last claim of training rows has found none."""
+        return not self.works() and "train" in self._dry
+
+    @property
     def wants_permit(self) -> bool:
         """True while it generates with one version, a newer one is staged, and it has no permit to change to that."""
         return self._newer_staged() and not self._forward()
@@ -321,11 +326,11 @@ class Instance:
         misfit = self._misfit()
         if misfit is not None:
             return self._serving(misfit)
-        if self._staged is not None and self._forward() and (not self._back or self._idle(self._staged)):
+        if self._staged is not None and self._forward() and (not self._back or self._free_for(self._staged)):
             return self._staged.step
         return None
 
-    def _idle(self, staged: Version) -> bool:
+    def _free_for(self, staged: Version) -> bool:
         """Return whether no weights are loaded, or there is no work and ``staged`` is newer than all that were.
 
         A version that it left for rows of an older one is not enough: it would go to and fro for each of them, where
@@ -333,7 +338,7 @@ class Instance:
         """
         if self._newest is None:
             return True
-        return not self.works() and "train" in self._dry and staged > self._newest
+        return self.idle and staged > self._newest
 
 
 def _within(work: Work, step: int) -> bool:

@@ -9,9 +9,9 @@ Invariants: only the steering loop begins sequences and loads weights, so none b
 that is away for a while ends the worker, only what makes going on senseless does; a worker that leaves hands what runs
 on to others, who go on behind it where its versions allow that (``Job.request``). Of its time, ``generate`` counts that
 with at least one running sequence; ``receive`` that in which there was none although there was work, which waited for
-other weights (on their way, or here and not loaded yet); ``swap`` that in which weights were loaded: these never
-overlap. ``occupied`` counts the time with at least one row on lease: what a rollout has to do, waiting for weights and
-rewards included.
+other weights (on their way, or here and not loaded yet); ``swap`` that in which weights were loaded and there was work:
+these never overlap. ``occupied`` counts the time with at least one row on lease: what a rollout has to do, waiting for
+weights and rewards included.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class RolloutMeter:
         self._generating = False
         self._waiting = False
         self._holding = False
+        self._idle_swap = False
         self._free_since = time.monotonic()
         self._last = (time.monotonic(), 0.0, 0.0)
 
@@ -131,11 +132,22 @@ class RolloutMeter:
             self.scoring -= 1
 
     @contextlib.contextmanager
-    def swaps(self, step: int) -> Iterator[None]:
-        """Count the body as time in which nothing is generated since weights are loaded. step: theirs."""
+    def swaps(self, step: int, *, idle: bool = False) -> Iterator[None]:
+        """Count the body as time in which nothing is generated since weights are loaded. step: theirs.
+
+        idle: nothing would be, so the time counts only from when there are rows.
+        """
         self.running(0, waiting=False)
-        with self.busy("swap"), self.spans.main("swap", step=-1, version=step):
-            yield
+        self._idle_swap = idle
+        if not idle:
+            self.busy.begin("swap")
+        try:
+            with self.spans.main("swap", step=-1, version=step):
+                yield
+        finally:
+            if not self._idle_swap:
+                self.busy.end("swap")
+            self._idle_swap = False
         self._free_since = time.monotonic()
 
     def holding(self, rows: int) -> None:
@@ -143,6 +155,9 @@ class RolloutMeter:
         if bool(rows) != self._holding:
             self._holding = not self._holding
             (self.occupied.begin if self._holding else self.occupied.end)("rows")
+        if rows and self._idle_swap:
+            self._idle_swap = False
+            self.busy.begin("swap")
 
     def interval(self) -> SwapInterval:
         """Return the seconds since it was asked last, or since the start."""
@@ -335,7 +350,7 @@ class RolloutWorker:
             if step is None:
                 await self._changed.wait()
             else:
-                await self._swap(step)
+                await self._swap(step, idle=self._instance.idle and not waits)
 
     def _waits_for(self, *, weights: bool) -> str:
         """Return why no sequence runs, if none does; "" before the first weights."""
@@ -381,13 +396,13 @@ class RolloutWorker:
             self._looked.clear()
             await self._looked.wait()
 
-    async def _swap(self, step: int) -> None:
+    async def _swap(self, step: int, *, idle: bool) -> None:
         """Load the weights of ``step``; rows that need a version which cannot be had are given back.
 
-        What runs goes on until the engine loads them, and stands still while it does.
+        What runs goes on until the engine loads them, and stands still while it does. idle: there is no work.
         """
         began, loaded = time.monotonic(), self._instance.current
-        with self._standing_still(step, unless=loaded is None or self._instance.running > 0):
+        with self._standing_still(step, unless=loaded is None or self._instance.running > 0, idle=idle):
             try:
                 await self._receiver.ensure(step, timeout=self._settings.load_s)
             except DeadlineExceeded as error:
@@ -397,16 +412,17 @@ class RolloutWorker:
                 return
             prepared = await self.loader.prepare(step)
         began = time.monotonic() if self._instance.running else began
-        with self._standing_still(step, unless=loaded is None):
+        with self._standing_still(step, unless=loaded is None, idle=idle):
             await self.loader.load(prepared)
         self._instance.loaded(prepared.version)
         seconds = time.monotonic() - began
         self.loader.swapped(step, seconds)
         log.info("swapped to %s in %.3f s; %s", prepared.version, seconds, self.meter.interval())
 
-    def _standing_still(self, step: int, *, unless: bool) -> contextlib.AbstractContextManager[None]:
+    def _standing_still(self, step: int, *, unless: bool, idle: bool) -> contextlib.AbstractContextManager[None]:
         """Count the time as that of a swap, in which nothing is generated."""
-        return contextlib.nullcontext() if unless else self.meter.swaps(step)
+        idle = idle and not len(self._in_flight)
+        return contextlib.nullcontext() if unless else self.meter.swaps(step, idle=idle)
 
     async def _watch(self) -> None:
         """Wake the steering loop whenever other weights can be had."""
