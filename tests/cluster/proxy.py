@@ -5,6 +5,7 @@ to then it cannot tell this from the server itself. A Lease is no write.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import ssl
@@ -31,9 +32,9 @@ class KillingProxy:
     def __init__(self, kubeconfig: Path, folder: Path) -> None:
         self._given = yaml.safe_load(kubeconfig.read_text())
         self._folder = folder
-        self._loop = asyncio.new_event_loop()
         self._listens = threading.Event()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._end: Callable[[], Any] = lambda: None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._dead = True
         self.writes = 0
         self.deadly = 0
@@ -47,7 +48,7 @@ class KillingProxy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._end()
         self._thread.join(10)
 
     def arm(self, deadly: int, *, answered: bool, victim: Callable[[], int]) -> None:
@@ -69,9 +70,10 @@ class KillingProxy:
                 return self._kill()
             answer = web.StreamResponse(status=got.status)
             answer.headers.update({key: value for key, value in got.headers.items() if key.lower() not in HOP_BY_HOP})
-            await answer.prepare(request)
-            async for chunk in got.content.iter_any():
-                await answer.write(chunk)
+            with contextlib.suppress(ConnectionResetError):  # who asked has gone
+                await answer.prepare(request)
+                async for chunk in got.content.iter_any():
+                    await answer.write(chunk)
             return answer
 
     def _kill(self) -> web.Response:
@@ -81,35 +83,27 @@ class KillingProxy:
             os.kill(self.victim(), signal.SIGKILL)
         return web.Response(status=503)
 
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        end = self._loop.run_until_complete(self._listen())
-        self._loop.run_forever()
-        self._loop.run_until_complete(end())
-
-    async def _listen(self) -> Callable[[], Any]:
+    async def _serve(self) -> None:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        self._end = lambda: loop.call_soon_threadsafe(ended.set)
         (cluster,), (user,) = self._given["clusters"], self._given["users"]
         self._server = cluster["cluster"]["server"]
         tls = ssl.create_default_context(cafile=cluster["cluster"]["certificate-authority"])
         tls.load_cert_chain(user["user"]["client-certificate"], user["user"]["client-key"])
-        self._session = aiohttp.ClientSession(
+        async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=tls, limit=0),
             timeout=aiohttp.ClientTimeout(total=None),
             auto_decompress=False,
-        )
-        app = web.Application(client_max_size=1 << 26)
-        app.router.add_route("*", "/{path:.*}", self._pass)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        address: Any = runner.addresses[0]
-        cluster["cluster"] = {"server": f"http://127.0.0.1:{address[1]}"}
-        user["user"] = {}
-        self.kubeconfig.write_text(yaml.safe_dump(self._given))
-        self._listens.set()
-
-        async def end() -> None:
-            await self._session.close()
+        ) as self._session:
+            app = web.Application(client_max_size=1 << 26)
+            app.router.add_route("*", "/{path:.*}", self._pass)
+            runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            address: Any = runner.addresses[0]
+            cluster["cluster"] = {"server": f"http://127.0.0.1:{address[1]}"}
+            user["user"] = {}
+            self.kubeconfig.write_text(yaml.safe_dump(self._given))
+            self._listens.set()
+            await ended.wait()
             await runner.cleanup()
-
-        return end
