@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncflow.errors import DeadlineExceeded, Fenced
+from asyncflow.errors import DeadlineExceeded, Fenced, PeerLost
 from asyncflow.rpc.directory import Directory
-from asyncflow.rpc.membership import Directives, Member, Membership
+from asyncflow.rpc.membership import REGISTER, Directives, Member, Membership
 from asyncflow.rpc.server import RpcServer
 
 Join = Callable[..., Any]
@@ -139,6 +139,25 @@ async def test_broadcasts_reach_a_subscriber_and_what_it_holds_the_directory_bef
     await until(lambda: slow_directory.members("rollout") == [membership.member])
     slow_directory.broadcast(msgspec.msgpack.encode("fourth"))
     await until(lambda: subscriber.told[-1] == "fourth")
+
+
+async def test_a_registration_counts_although_its_answer_was_lost(
+    server: RpcServer, directory: Directory, join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    membership = await join(server.address)
+    call, lost = membership.driver.call, [PeerLost("the answer was lost")]
+
+    async def losing(method: str, *given: Any, **more: Any) -> Any:
+        answer = await call(method, *given, **more)
+        if method == REGISTER and lost:
+            raise lost.pop()
+        return answer
+
+    monkeypatch.setattr(membership.driver, "call", losing)
+    before = membership.registrations
+    directory.leave(membership.member.incarnation, "taken for lost")
+    await until(lambda: not lost and membership.connected)
+    assert membership.registrations > before
 
 
 async def test_one_of_many_does_not_report_before_its_turn(

@@ -153,7 +153,7 @@ class Membership:
     driver: address of the directory; member: who this process is; credentials: of this process; status: asked before
     each heartbeat for what to report (JSON scalars, lists, dicts). on_directives: functions that are called whenever
     the directives change; subscriber: hears broadcasts from the next heartbeat on, None for nobody; registrations: how
-    often this process has registered: each but the first means that the directory had forgotten it.
+    often this process has begun to register: where that has grown, the directory may have forgotten it.
     """
 
     def __init__(
@@ -256,11 +256,11 @@ class Membership:
 
     async def _register(self) -> None:
         self._revision = self._heard = -1
+        self.registrations += 1
         registered = await self.driver.call(REGISTER, self.member, Registered, timeout=_REGISTER_S)
         self._heartbeat_s = registered.heartbeat_s
         self._lost_after_s = registered.lost_after_s
         self.connected = True
-        self.registrations += 1
         self._learn(registered.revision, registered.peers)
 
     async def _beat_for_ever(self) -> None:
