@@ -3,6 +3,8 @@
 import multiprocessing
 import threading
 import time
+from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from asyncflow.errors import DeadlineExceeded, Refused, StaleHandle  # noqa: E40
 from asyncflow.local.issuer import Issuer  # noqa: E402
 from asyncflow.queue.blocking import BlockingPartition, connect  # noqa: E402
 from asyncflow.queue.torch import QueueAddress, StreamingDataset  # noqa: E402
+from asyncflow.queue.torch.dataset import Consumer  # noqa: E402
 from asyncflow.queue.values import encode  # noqa: E402
 from asyncflow.rpc.columns import Jagged  # noqa: E402
 from asyncflow.rpc.shm import SHARED_MEMORY_ENV  # noqa: E402
@@ -333,3 +336,22 @@ def test_what_cannot_be_is_refused(served, dataset):
     for wrong in ({"rows": 0}, {"columns": []}, {"prefetch": -1}, {"acknowledge": "never"}):
         with pytest.raises(Refused, match="cannot be"):
             dataset(**wrong)
+
+
+def test_a_lease_that_is_shorter_than_those_before_it_is_renewed_in_its_time(served, monkeypatch):
+    renewed = []
+
+    async def renew(leases, **_):
+        renewed.extend(leases)
+        return leases
+
+    with closing(Consumer(QueueAddress(address=served.address))) as consumer:
+        monkeypatch.setattr(consumer.client, "renew", renew)
+        for lease, until in (("long", 60.0), ("short", 0.03)):
+            consumer.run(consumer.keep([SimpleNamespace(lease=lease, until=until)]))
+        deadline = time.monotonic() + 2
+        while renewed.count("short") < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        consumer._kept.clear()
+    assert renewed[:2] == ["long", "short"]
+    assert renewed.count("short") >= 2

@@ -80,6 +80,7 @@ class Consumer:
         self._holder = holder
         self._kept: dict[str, list[LeasedRow]] = {}
         self._renewing: asyncio.Task[None] | None = None
+        self._shortest = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         if get_worker_info() is not None:
             self.run(_end_with_parent())
@@ -95,7 +96,10 @@ class Consumer:
     async def keep(self, rows: list[LeasedRow]) -> None:
         """Keep the lease of ``rows`` in force from now on."""
         self._kept[rows[0].lease] = rows
-        if self._renewing is None or self._renewing.done():
+        renewing = self._renewing
+        if renewing is None or renewing.done() or rows[0].until < self._shortest:
+            if renewing is not None:
+                renewing.cancel()  # it sleeps for too long
             self._renewing = self._begin(self._renew())
 
     async def complete(self, rows: list[LeasedRow], outputs: dict[str, Jagged]) -> list[bool]:
@@ -164,7 +168,8 @@ class Consumer:
 
     async def _renew(self) -> None:
         while self._kept:
-            await asyncio.sleep(min(rows[0].until for rows in self._kept.values()) / 3)
+            self._shortest = min(rows[0].until for rows in self._kept.values())
+            await asyncio.sleep(self._shortest / 3)
             asked = list(self._kept)
             try:
                 in_force = set(await self.client.renew(asked, timeout=CALL_S))
