@@ -306,16 +306,21 @@ class TaskWorker:
 
     async def _renew(self) -> None:
         """Renew the leases of all that is here, for ever; what has gone to another is forgotten."""
+        outage, third = Outage("renewing leases"), self._settings.lease_s / 3
+        pause = third
         while True:
-            await asyncio.sleep(self._settings.lease_s / 3)
+            await asyncio.sleep(pause)
+            pause = third
             asked = set(self._held)
             if not asked:
                 continue
             try:
-                valid = set(await self._queue.renew(sorted(asked), timeout=self._settings.lease_s / 3))
+                valid = set(await self._queue.renew(sorted(asked), timeout=third))
             except AsyncFlowError as error:
-                log.debug("leases are not renewed: %s", error)
+                await outage.wait(error)
+                pause = 0.0
                 continue
+            outage.end()
             for lease in asked - valid:
                 self._held.pop(lease, None)
 
