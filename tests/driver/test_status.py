@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from msgspec import structs
 
@@ -169,10 +170,17 @@ def test_last_the_evaluations_then_what_the_run_leaves_behind(tmp_path: Path) ->
 
 def test_a_rollout_lags_when_it_is_further_behind_than_the_schedule_allows() -> None:
     member = Member(role="rollout", index=0, incarnation="a")
-    states = [rollout_state(member, {"version": Version(0, step).packed}, newest=5, lag=1).state for step in (5, 3, 2)]
-    assert states == ["ready", "ready", "lagging"]
-    assert rollout_state(member, {"version": -1}, newest=5, lag=1).state == "starting"
-    assert rollout_state(member, {"version": 5, "draining": True}, newest=5, lag=1).state == "draining"
+
+    def state(version: int, silent_s: float = 0.5, **more: Any) -> str:
+        status = {"version": Version(0, version).packed} | more
+        return rollout_state((member, status, silent_s), newest=5, lag=1).state
+
+    assert [state(step) for step in (5, 3, 2)] == ["ready", "ready", "lagging"]
+    known = [Version(0, step).packed for step in (3, 4)]
+    assert [state(1, newest=each) for each in known] == ["ready", "lagging"], "when it said so"
+    assert state(1, newest=known[0], silent_s=4.0) == "lagging", "and has said nothing since"
+    assert rollout_state((member, {"version": -1}, 0.0), newest=5, lag=1).state == "starting"
+    assert state(5, draining=True) == "draining"
 
 
 def test_what_prometheus_scrapes_of_an_evaluation_is_what_the_status_says() -> None:

@@ -1,7 +1,8 @@
 """State of rollouts, followers and tasks by their heartbeats: the version of each, how far behind it is, and why. Pure.
 
-Invariant: what is returned of all of them together is bounded, however many there are; a cause is only what a heartbeat
-says, or that there was none.
+Invariants: what is returned of all of them together is bounded, however many there are; a cause is only what a
+heartbeat says, or that there was none. An instance is as far behind as it was when its heartbeat was made: it is
+compared with the newest version that it knew of then, and only one that is silent with what has come since.
 """
 
 from __future__ import annotations
@@ -49,15 +50,16 @@ def heard_of(directory: Directory) -> list[Heard]:
     ]
 
 
-def rollout_state(member: Member, status: Status, *, newest: int | None, lag: int) -> RolloutState:
+def rollout_state(heard: Heard, *, newest: int | None, lag: int) -> RolloutState:
     """Return one rollout's state from its last heartbeat; it lags when it is further behind than the schedule says."""
+    member, status, _ = heard
     version = _step_of(status, "version")
     standing: Standing = "ready"
     if status.get("draining"):
         standing = "draining"
     elif version is None:
         standing = "starting"
-    elif newest is not None and newest - version > lag + 1:
+    elif _lag(heard, newest) > lag + 1:
         standing = "lagging"
     return RolloutState(
         id=member.incarnation,
@@ -113,7 +115,7 @@ def versions_state(heard: Sequence[Heard], *, nbytes: int | None, newest: int | 
     publishing = [status for member, status, _ in heard if member.role in ("trainer", PUBLISHER)]
     loading = [each for each in heard if each[0].role in ("rollout", FOLLOWER)]
     serving = [each for each in loading if _step_of(each[1], "version") is not None]
-    behind = {member.incarnation: _lag(status, newest) for member, status, _ in serving}
+    behind = {each[0].incarnation: _lag(each, newest) for each in serving}
     late = sorted((each for each in serving if behind[each[0].incarnation]), key=lambda each: _order(each, behind))
     counts = Counter(member.role for member, _, _ in serving)
     served = Counter(_step_of(status, "version") or 0 for _, status, _ in serving)
@@ -200,8 +202,10 @@ def _order(heard: Heard, behind: Mapping[str, int]) -> tuple[int, str, int]:
     return -behind[member.incarnation], member.role, member.index
 
 
-def _lag(status: Status, newest: int | None) -> int:
-    return max(0, (newest or 0) - (_step_of(status, "version") or 0))
+def _lag(heard: Heard, newest: int | None) -> int:
+    _, status, silent_s = heard
+    known = _step_of(status, "newest") if silent_s <= SILENT_S else None
+    return max(0, ((newest or 0) if known is None else known) - (_step_of(status, "version") or 0))
 
 
 def _step_of(status: Status, which: str) -> int | None:

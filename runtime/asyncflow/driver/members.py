@@ -136,10 +136,8 @@ class Members:
 
     def rollouts(self, *, newest: int | None, lag: int) -> list[RolloutState]:
         """Return the state of each rollout; newest: step of the newest version; lag: how far behind is allowed."""
-        return [
-            rollout_state(member, self._directory.status(member.incarnation), newest=newest, lag=lag)
-            for member in self._directory.members("rollout")
-        ]
+        heard = (each for each in heard_of(self._directory) if each[0].role == "rollout")
+        return [rollout_state(each, newest=newest, lag=lag) for each in heard]
 
     def tasks(self, graph: JobGraph, stats: QueueStats | None) -> dict[str, TaskState]:
         """Return the state of each task that is a role of its own; stats: of the queue."""

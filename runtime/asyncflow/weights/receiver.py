@@ -121,11 +121,13 @@ class WeightReceiver:
     def status(self) -> dict[str, Any]:
         """Return what heartbeats report of versions, which are packed, -1 for none.
 
-        version: that which was taken last; received: share of ``receiving`` that is here; transfer_s, wire_bytes:
-        seconds that the last transfer took, and bytes that travelled for it, left out before the first.
+        version: that which was taken last; newest: the newest that is known; received: share of ``receiving`` that is
+        here; transfer_s, wire_bytes: seconds that the last transfer took, and bytes that travelled for it, left out
+        before the first.
         """
-        progress = self.progress
+        progress, newest = self.progress, max(self.view.available, default=None)
         status = {
+            "newest": -1 if newest is None else newest.packed,
             "version": -1 if self.current is None else self.current.packed,
             "staged": -1 if self.staged is None else self.staged.packed,
             "receiving": -1 if progress is None else progress[0].packed,
