@@ -183,7 +183,7 @@ class Observer:
             denied=tuple(
                 denial for each in (resource, *queues.values()) for denial in self._refused.denied(_key(each))
             ),
-            nodes=self._nodes() if any(pod.unschedulable for pod in pods) else None,
+            nodes=self._nodes_for(pods),
             found=self._found(resource, job, objects),
         )
 
@@ -209,6 +209,7 @@ class Observer:
             objects=objects,
             namespace_ending=self._refused.ends(owner.namespace),
             denied=self._refused.denied(_key(resource)),
+            nodes=None if job else self._nodes_for(pods),
         )
 
     def sync(self, resource: CustomResource) -> SyncState:
@@ -231,7 +232,12 @@ class Observer:
             probe=_of_leader(self._probe(owner.uid), pods),
             namespace_ending=self._refused.ends(owner.namespace),
             denied=self._refused.denied(_key(resource)),
+            nodes=self._nodes_for(pods),
         )
+
+    def _nodes_for(self, pods: Collection[PodView]) -> tuple[NodeFree, ...] | None:
+        """Return what the nodes have left where one of ``pods`` finds no place."""
+        return self._nodes() if any(pod.unschedulable for pod in pods) else None
 
     def _with_weights(self, resource: CustomResource) -> tuple[RLJob | None, str, str]:
         """Return the spec in force with the fields of the WeightSync that it names, and why the newest is refused.

@@ -213,7 +213,8 @@ class JobState:
 class TransferQueueState:
     """Everything that decides what happens to one TransferQueue.
 
-    queue: the spec in force, as of a job; job: its owner, where it belongs to a job.
+    queue: the spec in force, as of a job; job: its owner, where it belongs to a job; nodes: as of a job, which has them
+    where it belongs to one.
     """
 
     owner: Owner
@@ -226,14 +227,15 @@ class TransferQueueState:
     objects: Mapping[Ref, ObjectView] = field(default_factory=lambda: MappingProxyType({}))
     namespace_ending: bool = False
     denied: tuple[Denial, ...] = ()
+    nodes: tuple[NodeFree, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncState:
     """Everything that decides about one WeightSync.
 
-    job: whose versions it shows, None where it publishes a model by itself; pods, objects, probe, denied: of that
-    publisher, as of a job; of one for followers of a job, objects: the manifest that these read.
+    job: whose versions it shows, None where it publishes a model by itself; pods, objects, probe, denied, nodes: of
+    that publisher, as of a job; of one for followers of a job, objects: the manifest that these read.
     """
 
     owner: Owner
@@ -247,3 +249,4 @@ class SyncState:
     probe: DriverProbe = DriverProbe()
     namespace_ending: bool = False
     denied: tuple[Denial, ...] = ()
+    nodes: tuple[NodeFree, ...] | None = None

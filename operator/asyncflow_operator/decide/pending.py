@@ -6,7 +6,7 @@ that is known.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -56,17 +56,28 @@ def why_pending(roles: Sequence[Role], state: JobState) -> Obstacle | None:
     if not admitted(state) and (words := waits_for(state)):
         return Obstacle("Gang", _short(words))
     gang = state.job.spec.scheduling.gang if state.job is not None else "none"
-    waiting = [pod for role in roles for pod in _of(role, state.pods) if _stands_still(pod)]
-    claims = [
-        each for ref, each in state.objects.items() if ref.kind == "PersistentVolumeClaim" and each.phase == "Pending"
-    ]
-    for pod in waiting:
-        role = next(role for role in roles if role.name == pod.role)
-        if why := _of_pod(pod, role.resources, state.nodes, claims, gang):
-            others = len(waiting) - 1
-            more = f" ({others} more {'pod waits' if others == 1 else 'pods wait'})" if others else ""
-            return Obstacle(why.reason, why.message + more)
-    return why_denied(state.denied) if state.denied else None
+    why = why_waiting(roles, state.pods, state.objects, nodes=state.nodes, gang=gang)
+    return why or (why_denied(state.denied) if state.denied else None)
+
+
+def why_waiting(
+    roles: Sequence[Role],
+    pods: Collection[PodView],
+    objects: Mapping[Ref, ObjectView],
+    *,
+    nodes: Sequence[NodeFree] | None,
+    gang: str = "none",
+) -> Obstacle | None:
+    """Return why the first pod of ``roles`` that cannot run does not, None where there is none."""
+    waiting = [pod for role in roles for pod in _of(role, pods) if _stands_still(pod)]
+    if not waiting:
+        return None
+    claims = [each for ref, each in objects.items() if ref.kind == "PersistentVolumeClaim" and each.phase == "Pending"]
+    pod, *others = waiting
+    role = next(role for role in roles if role.name == pod.role)
+    why = _of_pod(pod, role.resources, nodes, claims, gang)
+    more = f" ({len(others)} more {'pod waits' if len(others) == 1 else 'pods wait'})" if others else ""
+    return Obstacle(why.reason, why.message + more)
 
 
 def why_denied(denied: Sequence[Denial]) -> Obstacle:
@@ -76,7 +87,7 @@ def why_denied(denied: Sequence[Denial]) -> Obstacle:
     first, *others = sorted(
         denied, key=lambda denial: (not denial.missing, denial.failed, denial.ref.kind != "Pod", denial.ref)
     )
-    more = f" ({len(others)} more {'is' if len(others) == 1 else 'are'} refused)" if others else ""
+    more = f" ({len(others)} more {'is' if len(others) == 1 else 'are'} not written)" if others else ""
     goes_on = "" if first.missing else ". What runs goes on as it is"
     if first.failed:
         remedy = (
@@ -146,7 +157,7 @@ def _stands_still(pod: PodView) -> bool:
 
 def _of_pod(
     pod: PodView, needs: Resources, nodes: Sequence[NodeFree] | None, claims: Sequence[ObjectView], gang: str
-) -> Obstacle | None:
+) -> Obstacle:
     if pod.gated:
         return Obstacle("Gated", f"{pod.name} is held by a scheduling gate until {_scheduler_name(gang)} admits it")
     if pod.unschedulable:

@@ -24,7 +24,7 @@ from asyncflow_operator.decide.admission import admitted
 from asyncflow_operator.decide.alone import make_alone
 from asyncflow_operator.decide.draft import Draft, accept, refuse
 from asyncflow_operator.decide.failure import FailureResult, record_ends
-from asyncflow_operator.decide.pending import why_denied
+from asyncflow_operator.decide.pending import why_denied, why_waiting
 from asyncflow_operator.decide.progress import ACTIVE, lacking, may_start, ready_of
 from asyncflow_operator.decide.replicas import PodReplica, ReplicaMoves, plan_replicas
 from asyncflow_operator.decide.secrets import has_certificate
@@ -179,9 +179,12 @@ def _report(
             conditions.set(kind, False, reason)
         return
     lacks = lacking(setting.roles, ready)
-    conditions.set(
-        "Ready", not lacks, "Waiting" if lacks else "Ready", f"Only {', '.join(lacks)} ready" if lacks else ""
-    )
+    if lacks:
+        why = None if state.job else why_waiting(setting.roles, state.pods, state.objects, nodes=state.nodes)
+        only = f"Only {', '.join(lacks)} ready"
+        conditions.set("Ready", False, why.reason if why else "Waiting", f"{only}. {why.message}" if why else only)
+    else:
+        conditions.set("Ready", True, "Ready")
     if state.denied:
         why = why_denied(state.denied)
         if state.job is None and not conditions.states("Progressing", why.message):

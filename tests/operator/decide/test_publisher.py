@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from model_samples import DESIRED, START, dead, pod_view
+from model_samples import DESIRED, START, dead, pending, pod_view
 
 from asyncflow.api.status import DriverStatus
 from asyncflow.api.versions import VersionsState
@@ -82,6 +82,9 @@ def test_until_it_has_published_it_says_what_it_waits_for():
     refused = state(denied=(Denial(ref=Ref("Pod", POD), why="exceeded quota", missing=True),))
     assert condition(decide(refused), "Ready")[0] == "False"
     assert "exceeded quota" in condition(decide(refused), "Ready")[2]
+    pulls = condition(decide(state(pending("publisher", waiting="ImagePullBackOff"))), "Ready")
+    assert pulls[:2] == ("False", "ImagePull")
+    assert "demo-publisher-0 cannot have its image" in pulls[2]
 
 
 def test_one_that_ends_is_made_again_as_a_newer_attempt_after_its_backoff():

@@ -10,7 +10,7 @@ from asyncflow.api.queue import QueueStatus, TransferQueue
 from asyncflow.api.status import DriverStatus, QueueDepth
 from asyncflow_operator.actions import Apply, Plan
 from asyncflow_operator.decide import decide_queue
-from asyncflow_operator.observed import Denial, DriverProbe, ObjectView, Owner, Ref, TransferQueueState
+from asyncflow_operator.observed import Denial, DriverProbe, NodeFree, ObjectView, Owner, Ref, TransferQueueState
 
 OWNER = Owner(kind="TransferQueue", namespace="team", name="demo", uid="uid-queue", generation=2)
 
@@ -67,6 +67,19 @@ def test_alone_it_says_where_it_is_and_when_it_is_ready():
     assert condition(ready, "Ready") == ("True", "Ready")
     waiting = decide(alone(pod_view("controller"), pod_view("storage", 0), pending("storage", 1)))
     assert condition(waiting, "Ready") == ("False", "Waiting")
+
+
+def test_alone_it_says_why_a_process_does_not_run():
+    claim = Ref("PersistentVolumeClaim", "demo-ledger")
+    pod = pending("controller", unschedulable="pod has unbound immediate PersistentVolumeClaims")
+    state = alone(pod, objects={claim: ObjectView(ref=claim, uid="u", phase="Pending")})
+    (ready,) = (each for each in decide(state).status["conditions"] if each["type"] == "Ready")
+    assert (ready["status"], ready["reason"]) == ("False", "ClaimPending")
+    only, why = "Only controller 0/1, storage 0/2 ready", "demo-controller-0 needs a volume, and no volume is bound to"
+    assert ready["message"] == f"{only}. {why} demo-ledger"
+    nodes = (NodeFree(name="n", free={"cpu": 0.5}),)
+    small = decide(alone(replace(pod, unschedulable="Insufficient cpu"), nodes=nodes))
+    assert condition(small, "Ready") == ("False", "Unschedulable")
 
 
 def test_once_it_was_ready_a_unit_does_not_wait_for_the_controller():
