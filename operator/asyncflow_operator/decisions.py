@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,13 +56,13 @@ class DecisionLog:
         *,
         now: float,
         left: Iterable[Ref] = (),
-        denied: Iterable[Denial] = (),
+        denied: Collection[Denial] = (),
         errors: Iterable[str] = (),
     ) -> None:
         """Write a decision that did something.
 
-        left: objects that were left alone, because they were refused before; denied, errors: what was refused now, and
-        what else failed.
+        left: objects that were left alone, because they could not be written before; denied, errors: what was refused
+        now or met a failure of the server, and what else failed.
         """
         if not any(plan.stages) and not plan.notes:
             return
@@ -79,7 +79,8 @@ class DecisionLog:
             "observed": name,
             "decided": outline(plan),
             "left": sorted(f"{ref.kind}/{_bare(ref)}" for ref in left),
-            "refused": [str(denial) for denial in denied],
+            "refused": [str(denial) for denial in denied if not denial.failed],
+            "server_failed": [str(denial) for denial in denied if denial.failed],
             "failed": list(errors),
         }
         try:

@@ -134,8 +134,9 @@ def _about(line: Manifest, pod: str | None) -> Iterator[str]:
         if pod is None or re.search(rf"{re.escape(pod)}(?![\w-])", message):
             yield f"event {sort} {reason}: {message}"
     named = [f"{action.get('kind')}/{action.get('name')}" for action in about]
-    yield from (f"left alone, as it was refused before: {each}" for each in line["left"] if each in named)
-    yield from (f"the API server refused {each}" for each in line["refused"] if each.partition(": ")[0] in named)
+    yield from (f"left alone for a time, as it could not be written: {each}" for each in line["left"] if each in named)
+    for did, what in (("refused", line["refused"]), ("failed at", line.get("server_failed", ()))):
+        yield from (f"the API server {did} {each}" for each in what if each.partition(": ")[0] in named)
     yield from (f"failed: {each}" for each in line["failed"] if about)
 
 

@@ -180,18 +180,20 @@ def test_no_secret_is_in_the_log_and_a_job_with_one_is_decided_again(tmp_path: P
     assert "secrets were left out" in done.output
 
 
-def test_what_was_refused_is_told_beside_what_was_tried(tmp_path: Path) -> None:
+def test_what_was_refused_is_told_beside_what_was_tried_and_a_server_that_failed_is_no_refusal(tmp_path: Path) -> None:
     world, log, pod = World(job_of()), log_in(tmp_path), Ref("Pod", "demo-rollout-1")
     world.see_all()
     manifest = {"kind": pod.kind, "metadata": {"name": pod.name, "labels": {LABEL_ATTEMPT: "3"}}}
     denied = [Denial(pod, "exceeded quota", missing=True), Denial(Ref("Pod", "demo-rollout-12"), "no", missing=True)]
+    denied.append(Denial(pod, "connection refused", missing=True, failed=True))
     plan = Plan(stages=((Apply(manifest=manifest), DriverOrder(path="/v1/suspend")),))
     log.record(KEY, world.observe(JOB), plan, now=START, denied=denied, errors=["no answer"], left=[pod])
     assert list(sentences(lines(tmp_path), name="demo", namespace="team", pod=pod.name)) == [
         "2027-01-15T08:00:00Z  RLJob team/demo",
         "  made Pod/demo-rollout-1 (attempt 3)",
-        "  left alone, as it was refused before: Pod/demo-rollout-1",
+        "  left alone for a time, as it could not be written: Pod/demo-rollout-1",
         "  the API server refused Pod/demo-rollout-1: exceeded quota",
+        "  the API server failed at Pod/demo-rollout-1: connection refused",
         "  failed: no answer",
     ]
     whole = list(sentences(lines(tmp_path), name="demo", namespace=None, pod=None))
