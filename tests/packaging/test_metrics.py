@@ -15,6 +15,7 @@ from prometheus_client.metrics import MetricWrapperBase
 import chart
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load
+from asyncflow.api.names import LABEL_QUEUE, LABEL_SYNC
 from asyncflow.rpc.server import RpcCounters
 from asyncflow.telemetry.metrics import (
     BusyClock,
@@ -37,7 +38,7 @@ from asyncflow_operator.telemetry import Metrics
 FILES = Path(__file__).parents[2] / "charts" / "asyncflow" / "files"
 PAGE = FILES.parents[2] / "docs" / "reference" / "metrics.md"
 DASHBOARDS = sorted((FILES / "dashboards").glob("*.json"))
-SCRAPED = {"namespace", "pod", "instance", "rljob", "queue", "role", "index"}
+SCRAPED = {"namespace", "pod", "instance", "rljob", "queue", "weightsync", "role", "index"}
 """Labels that the scraper adds, those of the chart's PodMonitor among them."""
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 
@@ -232,7 +233,8 @@ def test_the_pod_monitor_finds_the_pods_of_a_job(render: Callable[..., list[dict
     assert endpoint["port"] in {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
     seen = {f"__meta_kubernetes_pod_label_{re.sub('[./-]', '_', label)}" for label in labels}
     wanted = {source for each in endpoint["relabelings"] for source in each["sourceLabels"]}
-    assert wanted - seen == {"__meta_kubernetes_pod_label_asyncflow_dev_queue"}
+    alone = {f"__meta_kubernetes_pod_label_{re.sub('[./-]', '_', label)}" for label in (LABEL_QUEUE, LABEL_SYNC)}
+    assert wanted - seen == alone
     assert {each["targetLabel"] for each in endpoint["relabelings"]} <= SCRAPED
 
 
