@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any, Final, Never, TextIO
+from typing import Any, Final, Never, TextIO, get_args
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -25,6 +25,7 @@ from prometheus_client.exposition import choose_encoder
 
 from asyncflow.api.names import kind_of_role
 from asyncflow.errors import Refused
+from asyncflow.api.status import Phase
 from asyncflow.plan import plan
 from asyncflow_operator.cluster.kinds import CUSTOM_KINDS, POD, QUEUE, RLJOB, SYNC
 from asyncflow_operator.cluster.owners import CustomResource
@@ -133,8 +134,8 @@ def update_gauges(store: ObjectStore, metrics: Metrics) -> None:
     pods = collections.Counter((kind_of_role(pod.role), pod.phase) for pod in owned)
     for gauge in (metrics.jobs, metrics.pods, metrics.budget_used):
         gauge.clear()
-    for phase, count in phases.items():
-        metrics.jobs.labels(phase).set(count)
+    for phase in get_args(Phase):
+        metrics.jobs.labels(phase).set(phases[phase])
     for (role, phase), count in pods.items():
         metrics.pods.labels(role, phase).set(count)
     for role, share in used.items():

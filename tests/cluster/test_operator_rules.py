@@ -80,11 +80,15 @@ def test_a_budget_that_is_nearly_used_is_told_until_its_window_is_over(scraped: 
     check(course(scraped, minutes=10, changes=used), minutes=10, firing=told)
 
 
-def test_a_publisher_that_is_degraded_is_told(scraped: Scraped) -> None:
+def test_a_publisher_that_is_degraded_and_a_job_that_has_failed_are_told(scraped: Scraped) -> None:
     degraded = Change(f"{PREFIX}degraded_count", {"kind": "WeightSync"}, to=1)
-    told = {"alertname": "AsyncFlowDegraded", "kind": "WeightSync", "namespace": TARGET["namespace"], **ON}
-    changes = [*working("ok", per_minute=100), degraded]
-    check(course(scraped, minutes=10, changes=changes), minutes=10, firing=[told])
+    failed = Change(f"{PREFIX}jobs_count", {"phase": "Failed"}, to=1)
+    told = [
+        {"alertname": "AsyncFlowDegraded", "kind": "WeightSync", "namespace": TARGET["namespace"], **ON},
+        {"alertname": "AsyncFlowJobFailed", "namespace": TARGET["namespace"], **ON},
+    ]
+    changes = [*working("ok", per_minute=100), degraded, failed]
+    check(course(scraped, minutes=10, changes=changes), minutes=10, firing=told)
 
 
 def test_an_operator_that_is_behind_is_told(scraped: Scraped) -> None:

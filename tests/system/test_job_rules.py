@@ -8,6 +8,7 @@ import pytest
 import yaml
 from pod_world import pods
 
+from asyncflow.api.durability import LimitsSpec
 from asyncflow.api.load import load_job
 from asyncflow.plan import plan
 from prometheus import Change, RuleError, Series, check, course, lint, scrape
@@ -18,8 +19,7 @@ ROOT = Path(__file__).parents[2]
 COUNTING = ROOT / "examples" / "counting.yaml"
 SETTINGS = ["transferQueue.controllers=2", "transferQueue.storageUnits=1", "algorithm.steps=10000"]
 JOB = {"namespace": "team", "rljob": "math"}
-STEP = "asyncflow_driver_step"
-TARGET = "asyncflow_driver_target_step"
+STALL = "asyncflow_driver_stall_ratio"
 Scraped = dict[Series, float]
 
 
@@ -52,10 +52,11 @@ def test_prometheus_reads_the_rules() -> None:
     lint()
 
 
-def test_a_job_that_makes_no_step_has_stalled_until_it_is_done(scraped: Scraped) -> None:
-    told(scraped, minutes=60, firing=["AsyncFlowJobStalled"])
-    told(scraped, Change(STEP, {}, by=1, to=0), minutes=60, firing=[])
-    told(scraped, Change(STEP, {}, to=total(scraped, TARGET)), minutes=60, firing=[])
+def test_a_job_that_makes_no_step_for_as_long_as_it_says_has_stalled(scraped: Scraped) -> None:
+    assert 0 < total(scraped, STALL) < 60 / LimitsSpec().stall_seconds
+    told(scraped, minutes=60, firing=[])
+    told(scraped, Change(STALL, {}, by=1 / 30), minutes=29, firing=[])
+    told(scraped, Change(STALL, {}, by=1 / 30), minutes=32, firing=["AsyncFlowJobStalled"])
 
 
 def test_a_job_whose_driver_is_gone_is_told(scraped: Scraped) -> None:
@@ -65,11 +66,10 @@ def test_a_job_whose_driver_is_gone_is_told(scraped: Scraped) -> None:
 
 
 def test_a_full_queue_and_a_silent_controller_are_told(scraped: Scraped) -> None:
-    steps = Change(STEP, {}, by=1, to=0)
     full = Change("asyncflow_storage_held_bytes", {}, to=0.99 * total(scraped, "asyncflow_storage_limit_bytes"))
-    told(scraped, steps, full, minutes=30, firing=["AsyncFlowQueueFull"])
+    told(scraped, full, minutes=30, firing=["AsyncFlowQueueFull"])
     silent = Change("asyncflow_controller_silence_seconds", {"controller": "1"}, by=60)
-    told(scraped, steps, silent, minutes=30, firing=["AsyncFlowQueueControllerSilent"], controller="1")
+    told(scraped, silent, minutes=30, firing=["AsyncFlowQueueControllerSilent"], controller="1")
 
 
 def test_a_full_queue_that_stands_alone_is_told_beside_an_empty_one(scraped: Scraped) -> None:
@@ -101,4 +101,4 @@ def test_a_rule_about_what_nobody_exposes_is_found_out(scraped: Scraped) -> None
     with pytest.raises(RuleError, match="nobody exposes asyncflow_driver_steps"):
         course(scraped, minutes=1, changes=[Change("asyncflow_driver_steps", {})])
     with pytest.raises(RuleError, match="AsyncFlowJobStalled"):
-        told(scraped, minutes=60, firing=[])
+        told(scraped, Change(STALL, {}, to=2), minutes=60, firing=[])

@@ -215,6 +215,7 @@ class Driver:
         )
         self._full_at = -1
         self._moved = clock.now()
+        metrics.stall.set_function(self._stall)
         self._dispatcher = Dispatcher(
             queue=queue,
             prompts=PromptColumns.of(spec, prompter=train_prompts, what="prompt"),
@@ -366,6 +367,11 @@ class Driver:
                 unasked=self.assignment.lacks(self.progress.done + 1) if self._dispatcher.lacks_prompts else 0,
             ),
         )
+
+    def _stall(self) -> float:
+        """Return the time since the last step as a share of what the job allows, 0 once all are made."""
+        left = self.progress.done < self.progress.steps
+        return left * (clock.now() - self._moved) / self.job.spec.limits.stall_seconds
 
     def live(self) -> LiveState:
         """Return what ``GET /v1/live`` answers."""

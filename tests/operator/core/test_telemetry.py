@@ -78,6 +78,7 @@ def test_the_fleet_is_counted_without_names() -> None:
     assert value("asyncflow_operator_restart_budget_used_ratio", {"role": "rollout"}) == 0.75, "of those that go on"
     assert value("asyncflow_operator_restart_budget_used_ratio", {"role": "reward"}) == 1, "a role that the job adds"
 
+    assert value("asyncflow_operator_jobs_count", {"phase": "Succeeded"}) == 0, "a series that alerts may rely on"
 
 def test_what_stands_alone_and_is_degraded_is_counted() -> None:
     store = ObjectStore(lambda _kind, raw, _before: raw["view"], lambda *_: None)
