@@ -64,14 +64,27 @@ def test_what_is_made_from_the_chart_is_up_to_date() -> None:
     assert chart.out_of_date() == []
 
 
-@pytest.mark.parametrize("by", ["release", "override"])
+def released(name: str, values: Object | None = None) -> list[Object]:
+    text = chart.helm("template", name, str(CHART), "--kube-version", chart.KUBERNETES, values=values or {})
+    return [each for each in yaml.load_all(text, Loader=yaml.CSafeLoader) if each]
+
+
+@pytest.mark.parametrize(
+    ("release", "override"),
+    [("r" * 53, ""), ("r", "r" * 63), ("team.a", ""), ("true", "")],
+    ids=["longest", "longest override", "with a dot", "no word"],
+)
 @pytest.mark.usefixtures("render")
-def test_the_longest_name_that_a_release_may_have_leaves_room_for_what_follows_it(by: str) -> None:
-    named = ("r" * 53, {}) if by == "release" else ("r", {"fullnameOverride": "r" * 63})
-    text = chart.helm("template", named[0], str(CHART), "--kube-version", chart.KUBERNETES, values=named[1])
-    made = yaml.load_all(text, Loader=yaml.CSafeLoader)
-    (service,) = of([each for each in made if each], "Service")
-    assert len(service["metadata"]["name"]) <= 63
+def test_every_name_that_a_release_may_have_is_one_of_a_service(release: str, override: str) -> None:
+    (service,) = of(released(release, {"fullnameOverride": override}), "Service")
+    assert re.fullmatch("[a-z]([-a-z0-9]{,61}[a-z0-9])?", service["metadata"]["name"])
+    assert service["spec"]["selector"]["app.kubernetes.io/instance"] == release
+
+
+@pytest.mark.usefixtures("render")
+def test_a_release_whose_name_cannot_be_one_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ChartError, match='"1a-operator" is no name for a Service: give another release name'):
+        released("1a")
 
 
 def test_the_chart_has_the_version_of_the_package() -> None:

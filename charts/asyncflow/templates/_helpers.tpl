@@ -1,6 +1,10 @@
-{{- /* A Service has a name of 63 characters at most, and "-metrics" comes after this one. */ -}}
+{{- /* A Service has a name of 63 characters at most, without dots, and "-metrics" comes after this one. */ -}}
 {{- define "asyncflow.name" -}}
-{{- .Values.fullnameOverride | default (printf "%s-operator" .Release.Name) | trunc 55 | trimSuffix "-" -}}
+{{- $name := .Values.fullnameOverride | default (printf "%s-operator" .Release.Name | replace "." "-") | trunc 55 | trimSuffix "-" -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
+{{- fail (printf "%q is no name for a Service: give another release name, or fullnameOverride, of lower-case letters, digits and -, with a letter first" $name) -}}
+{{- end -}}
+{{- $name -}}
 {{- end -}}
 
 {{- define "asyncflow.serviceAccount" -}}
@@ -13,7 +17,7 @@
 
 {{- define "asyncflow.selector" -}}
 app.kubernetes.io/name: asyncflow-operator
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "asyncflow.labels" -}}
