@@ -67,8 +67,8 @@ class Settings(BaseModel):
     """Seconds between two reconciliations of everything, changed or not."""
     rights_seconds: Annotated[float, Field(gt=0, le=3600)] = 30.0
     """Seconds between two looks at which namespaces of those to serve the operator has its rights in."""
-    http_host: str = "0.0.0.0"  # noqa: S104 - a pod's probes come from the node
-    """Address of /healthz, /readyz and /metrics."""
+    http_host: str = "*"
+    """Address of /healthz, /readyz and /metrics; * for all of this machine, by IPv6 too where it has that."""
     http_port: Annotated[int, Field(ge=0, le=65_535)] = 8080
     """Port of /healthz, /readyz and /metrics; 0 takes any free one."""
     decisions: Path | None = None

@@ -13,6 +13,7 @@ import asyncio
 import collections
 import json
 import logging
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -24,8 +25,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.exposition import choose_encoder
 
 from asyncflow.api.names import kind_of_role
-from asyncflow.errors import Refused
 from asyncflow.api.status import Phase
+from asyncflow.errors import Refused
 from asyncflow.plan import plan
 from asyncflow_operator.cluster.kinds import CUSTOM_KINDS, POD, QUEUE, RLJOB, SYNC
 from asyncflow_operator.cluster.owners import CustomResource
@@ -219,7 +220,7 @@ class Http:
         """Serve, and return the port. Raises Refused where it cannot listen."""
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, host, port).start()
+            await web.SockSite(self._runner, _bound(host, port)).start()
         except OSError as error:
             await self._runner.cleanup()
             hint = "Another process may hold that port: choose another by --http-port"
@@ -241,6 +242,15 @@ class Http:
         self._refresh()
         encode, form = choose_encoder(request.headers.get("Accept", ""))
         return web.Response(body=encode(self._metrics.registry), headers={"Content-Type": form})
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to ``host``, ``*`` for all addresses of this machine."""
+    if host == "*":
+        host = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104 - a pod's probes come from the node
+    both = host == "::" and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, dualstack_ipv6=both)
 
 
 def _health_response(wrong: list[str]) -> web.Response:

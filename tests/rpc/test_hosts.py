@@ -81,7 +81,7 @@ def test_an_address_is_read_and_written(address: str, expected: tuple[str, int])
 
 
 def test_a_star_is_any_host_or_any_port() -> None:
-    assert addresses.host_and_port("tcp://*:5571") == ("0.0.0.0", 5571)
+    assert addresses.host_and_port("tcp://*:5571") == (addresses.EVERYWHERE, 5571)
     assert addresses.host_and_port("tcp://127.0.0.1:*") == ("127.0.0.1", 0)
 
 

@@ -2,6 +2,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,11 +10,13 @@ from msgspec import Struct
 
 from asyncflow.api.names import INSECURE_ENV
 from asyncflow.errors import DeadlineExceeded, Fenced, PeerLost, ProtocolError, Refused, RemoteError
+from asyncflow.rpc import addresses
 from asyncflow.rpc.client import RpcClient
 from asyncflow.rpc.columns import Jagged, encode_batch
 from asyncflow.rpc.server import RpcServer
 
 pytestmark = pytest.mark.usefixtures("way")
+HAS_IPV6 = socket.has_dualstack_ipv6() and bool(Path("/proc/net/if_inet6").read_text())
 
 
 class Number(Struct, frozen=True, kw_only=True):
@@ -229,8 +232,11 @@ async def test_an_address_in_use_is_refused_and_a_freed_one_is_waited_for(server
     await second.close()
 
 
-async def test_an_unbound_host_is_advertised(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unbound_host_is_advertised_and_reached_by_ipv4_and_by_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(INSECURE_ENV, "1")
-    server = RpcServer(name="server", bind="tcp://0.0.0.0:*", advertise="pod-3.job")
-    assert (await server.start()).startswith("tcp://pod-3.job:")
+    server = RpcServer(name="server", bind="tcp://*:*", advertise="pod-3.job")
+    host, port = addresses.host_and_port(await server.start())
+    assert host == "pod-3.job"
+    for loopback in ("127.0.0.1", "::1") if HAS_IPV6 else ("127.0.0.1",):
+        socket.create_connection((loopback, port), timeout=5).close()
     await server.close()

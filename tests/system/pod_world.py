@@ -156,7 +156,7 @@ class Pods:
         command = pod.role.command(
             index=pod.index,
             attempt=pod.attempt,
-            driver=f"tcp://0.0.0.0:{self.port}" if leads else self.address,
+            driver=f"tcp://*:{self.port}" if leads else self.address,
             job=str(self.config / "job.yaml"),
             workdir=str(pod.folder),
             http_port=HTTP_PORT,

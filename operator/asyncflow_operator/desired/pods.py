@@ -50,7 +50,7 @@ _NEAR_WEIGHT: Final = 10
 _HOLDS_LEASES: Final = ("rollout", "reward", "reference", TASK)
 USER: Final = 65532
 """User and group of the runtime images."""
-_EVERYWHERE: Final = f"tcp://0.0.0.0:{RPC_PORT}"
+_EVERYWHERE: Final = f"tcp://*:{RPC_PORT}"
 _DEFAULT_CONTAINER: Final = MappingProxyType({"kubectl.kubernetes.io/default-container": CONTAINER})
 _ONCE: Final = MappingProxyType({"restartPolicy": "Never"})
 """Field of every pod's spec that no template changes."""

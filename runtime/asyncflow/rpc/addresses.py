@@ -26,9 +26,9 @@ from asyncflow.rpc.framing import ANYBODY, SERVER_SIZE, new_server
 from asyncflow.rpc.retry import delays
 
 SCHEME = "tcp://"
-EVERYWHERE = "0.0.0.0"  # noqa: S104 - compared with, and bound to where the address says so
+EVERYWHERE = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104 - only where the address says so
 _LAST_PORT = 65_535
-_ALL = (EVERYWHERE, "::", "*", "")
+_ALL = ("0.0.0.0", "::", "*", "")  # noqa: S104 - compared with
 _SERVER = re.compile(f"(?!0+$)[0-9a-f]{{{2 * SERVER_SIZE}}}")
 
 Place: TypeAlias = tuple[socket.AddressFamily, tuple[Any, ...]]
@@ -38,7 +38,8 @@ _under_way: dict[tuple[int, str, int], Future[list[Place]]] = {}
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Return where ``address`` is, ``tcp://HOST:PORT[/SERVER]``: IPv6 hosts in brackets, ``*`` for any host or port.
+    """Return where ``address`` is, ``tcp://HOST:PORT[/SERVER]``: IPv6 hosts in brackets, ``*`` for any host or port;
+    any host is all addresses of this machine, by IPv6 too where it has that.
 
     Raises ManifestError where it is none.
     """
@@ -179,16 +180,13 @@ async def _bound(place: Place) -> socket.socket:
     deadline = asyncio.get_running_loop().time() + _BIND_S
     waits = delays(longest=_LONGEST_DELAY_S)
     while True:
-        made = socket.socket(place[0])
         try:
-            made.setblocking(False)
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(place[1])
-            made.listen(_BACKLOG)
+            both = place[1][0] == EVERYWHERE == "::"
+            made = socket.create_server(place[1], family=place[0], backlog=_BACKLOG, dualstack_ipv6=both)
         except OSError as error:
-            made.close()
             if error.errno != errno.EADDRINUSE or asyncio.get_running_loop().time() > deadline:
                 raise
         else:
+            made.setblocking(False)
             return made
         await asyncio.sleep(next(waits))

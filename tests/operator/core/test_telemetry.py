@@ -1,6 +1,7 @@
 import io
 import json
 import logging
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from asyncflow.errors import Refused
 from asyncflow_operator.cluster.store import ObjectStore
 from asyncflow_operator.telemetry import MOST_STUCK_S, HealthChecks, Http, JsonLogFormatter, Metrics, update_gauges
 
+HAS_IPV6 = socket.has_dualstack_ipv6() and bool(Path("/proc/net/if_inet6").read_text())
 EXAMPLE = Path(__file__).parents[3] / "examples" / "quickstart.yaml"
 
 
@@ -31,15 +33,17 @@ class World:
         )
 
 
-async def get(port: int, path: str) -> tuple[int, str]:
-    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}{path}") as answer:
+async def get(port: int, path: str, *, host: str = "127.0.0.1") -> tuple[int, str]:
+    async with aiohttp.ClientSession() as session, session.get(f"http://{host}:{port}{path}") as answer:
         return answer.status, await answer.text()
 
 
 async def test_problems_and_missing_lists_are_reported() -> None:
     world = World()
-    port = await world.http.start("127.0.0.1", 0)
+    port = await world.http.start("*", 0)
     assert await get(port, "/healthz") == (200, "ok")
+    if HAS_IPV6:
+        assert await get(port, "/healthz", host="[::1]") == (200, "ok")
     world.watch_s = world.work_s = MOST_STUCK_S + 1
     status, words = await get(port, "/healthz")
     assert status == 503
@@ -74,11 +78,11 @@ def test_the_fleet_is_counted_without_names() -> None:
     update_gauges(store, metrics)
     value = metrics.registry.get_sample_value
     assert value("asyncflow_operator_jobs_count", {"phase": "Running"}) == 2
+    assert value("asyncflow_operator_jobs_count", {"phase": "Succeeded"}) == 0, "a series that alerts may rely on"
     assert value("asyncflow_operator_jobs_stalled_count") == 3
     assert value("asyncflow_operator_restart_budget_used_ratio", {"role": "rollout"}) == 0.75, "of those that go on"
     assert value("asyncflow_operator_restart_budget_used_ratio", {"role": "reward"}) == 1, "a role that the job adds"
 
-    assert value("asyncflow_operator_jobs_count", {"phase": "Succeeded"}) == 0, "a series that alerts may rely on"
 
 def test_what_stands_alone_and_is_degraded_is_counted() -> None:
     store = ObjectStore(lambda _kind, raw, _before: raw["view"], lambda *_: None)

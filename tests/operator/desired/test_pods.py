@@ -90,7 +90,7 @@ def test_units_of_a_job_see_the_password_of_its_store(desired: Desired, job_stat
 
 @pytest.mark.parametrize("role", ROLES)
 def test_all_dial_the_driver_and_the_driver_listens(desired: Desired, job_state: JobStates, role):
-    expected = "tcp://0.0.0.0:5571" if role == "driver" else LEADER
+    expected = "tcp://*:5571" if role == "driver" else LEADER
     pod = desired.pod(job_state(), role, 0, 0)
     assert argument(pod, "driver") == expected
     assert [port["name"] for port in container(pod)["ports"]] == (

@@ -28,7 +28,7 @@ def test_it_serves_where_its_followers_dial_and_reads_the_claim(desired: Desired
     (container,) = pod["spec"]["containers"]
     command = container["command"]
     assert command[command.index("role") + 1] == "publisher"
-    assert command[command.index("--driver") + 1] == "tcp://0.0.0.0:5571"
+    assert command[command.index("--driver") + 1] == "tcp://*:5571"
     assert command[command.index("--attempt") + 1] == "4"
     assert [port["name"] for port in container["ports"]] == ["rpc", "http"]
     assert {"name": "model", "mountPath": "/mnt/exports", "readOnly": True} in container["volumeMounts"]

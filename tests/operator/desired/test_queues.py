@@ -22,7 +22,7 @@ def test_its_controller_is_the_address_that_units_dial(desired: Desired, queue_s
     for role in ("controller", "storage"):
         command = desired.queue_pod(state, role, 0, 0)["spec"]["containers"][0]["command"]
         dialled[role] = command[command.index("--driver") + 1]
-    assert dialled == {"controller": "tcp://0.0.0.0:5571", "storage": "tcp://shared-controller.team-a.svc:5571"}
+    assert dialled == {"controller": "tcp://*:5571", "storage": "tcp://shared-controller.team-a.svc:5571"}
     service = next(each for each in desired.queue_supporting(state) if each["kind"] == "Service")
     assert service["metadata"]["name"] == "shared-controller"
     labels = {"asyncflow.dev/queue": "shared", "asyncflow.dev/role": "controller", "asyncflow.dev/index": "0"}
