@@ -89,7 +89,7 @@ PAIRS: dict[str, tuple[Evidence, Evidence]] = {
         evidence(**learning(silent_samples=102, reward=[0.2, 0.3] * 6)),
     ),
     "few-effective": (evidence(**learning(correction_ess=0.29)), evidence(**learning(correction_ess=0.3))),
-    "lost-processes": (evidence(**restarted(2)), evidence(**restarted(1))),
+    "lost-processes": (evidence("elasticity.enabled=true", **restarted(2)), evidence(**restarted(1))),
     "lease-timeouts": (
         evidence(**with_life("controller", lease_timeouts_total=1.0)),
         evidence(**with_life("controller", lease_timeouts_total=0.0, redeliveries_total=9.0)),

@@ -282,6 +282,25 @@ def test_a_time_in_which_nothing_of_the_job_was_there_is_nobodys(tmp_path):
     assert marks == sorted(marks, key=lambda mark: mark[0])
 
 
+@pytest.mark.parametrize("waits", ["end", "lost"])
+def test_the_time_until_a_rollout_that_left_comes_again_is_nobodys_and_that_of_one_that_failed_is_lost(tmp_path, waits):
+    life(tmp_path, "driver", 0, 100, 300)
+    ticks = Ticks()
+    ticks.now = 150
+    path = tmp_path / "spans" / "rollout-0-0.spans"
+    spans = Spans(path, role="rollout", index=0, attempt=0, began=100, now=ticks)
+    spans.enter("idle", waits=waits)
+    ticks.now = 151
+    spans.close()
+    life(tmp_path, "rollout", 1, 200, 290)
+    timeline = read_timeline(tmp_path)
+    main = [span for track in timeline.tracks if track.name == "rollout-0" for span in track.main]
+    gap = [(span.waits, span.begin, span.end) for span in main if 151 <= span.begin < 200]
+    assert gap == ([] if waits == "end" else [("lost", 151, 200)])
+    marks = {(mark.at, mark.what) for mark in timeline.marks if mark.of == "rollout-0"}
+    assert marks == ({(151, "left"), (200, "joined")} if waits == "end" else {(200, "started again")}) | {(290, "left")}
+
+
 def test_a_folder_without_spans_is_refused(tmp_path):
     with pytest.raises(ManifestError, match="no spans were recorded there"):
         read_timeline(tmp_path)

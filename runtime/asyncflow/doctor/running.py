@@ -52,7 +52,7 @@ def stalled(evidence: Evidence) -> Words | None:
 def lost_processes(evidence: Evidence) -> Words | None:
     """Find processes that end and are started again, more than once."""
     often = {role: count for role, count in evidence.lost.items() if count >= LOST}
-    if not often or (evidence.spec.elasticity.acts and set(often) == {"rollout"}):
+    if not often:
         return None
     named = ", ".join(f"{count} {role}" for role, count in sorted(often.items()))
     role = max(often, key=lambda name: often[name])

@@ -505,7 +505,7 @@ class RolloutWorker:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks)
-        self.meter.running(0, waiting=False, waits="end")
+        self.meter.running(0, waiting=False, waits="end" if self._failure is None else "lost")
         await self._in_flight.give_back(list(self._in_flight), reason=_LEAVES, there=there)
         await self._in_flight.returned()
         log.info("left; %d tokens were made here", sum(self._engine.stats().tokens.values()))

@@ -208,8 +208,8 @@ def read_timeline(folder: Path) -> Timeline:
 
     The window is that of ``wall_s``: from the start of the first driver to the end of the run. Where rings have let go
     of older spans, it begins where all still have theirs. The time in which a process was not there is idle, its reason
-    ``lost`` behind a life of it, ``start`` before one, but for that in which nothing of the job was there. Raises
-    ManifestError where nothing was recorded.
+    ``lost`` behind a life of it, ``start`` before one, but for that in which nothing of the job was there, or a rollout
+    that had left was not wanted. Raises ManifestError where nothing was recorded.
     """
     files = sorted((folder / FOLDER).glob(f"*{ENDING}"))
     lives = [recording for path in files if (recording := read_recording(path)) is not None]
@@ -268,17 +268,23 @@ def _tracks_of(lives: Sequence[Recording], *, began: float, ended: float, seen: 
         before = own[0].track.begin if late or own[0].wrapped else min(began, own[0].track.begin)
         for life, after in zip(own, [*own[1:], None], strict=True):
             track, main = life.track, list(life.track.main)
+            left = _left(track)
             killed = not life.ended and (after is not None or seen - life.seen > _SILENT_S)
             back = max((begin for begin, _ in there if begin <= track.begin), default=track.begin)
             if max(back, before) < track.begin:
                 main.insert(0, Span(kind="idle", waits="start", begin=max(back, before), end=track.begin))
             until = after.track.begin if after is not None else ended if killed else track.end
             gone = min(next(end for begin, end in there if begin <= track.end <= end), until)
-            if track.end < gone:
+            if track.end < gone and not left:
                 main.append(Span(kind="idle", waits="lost", begin=track.end, end=gone))
-            before = max(gone, track.end)
+            before = until if left else max(gone, track.end)
             tracks.append(msgspec.structs.replace(track, main=main, killed=killed))
     return tracks
+
+
+def _left(track: Track) -> bool:
+    """Return whether a rollout went as it was told to, and handed its work on: until it comes again nobody lacks it."""
+    return track.role == "rollout" and not track.killed and track.main[-1].waits == "end"
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -303,13 +309,14 @@ def _changes_of(tracks: Sequence[Track], *, ended: float) -> list[Mark]:
         again = place > 0 and tracks[place - 1].name == track.name
         follows = place + 1 < len(tracks) and tracks[place + 1].name == track.name
         there = [span for span in track.main if span.waits not in ("lost", "start")]
-        if again:
+        late = track.main[0].waits != "start" and track.begin > min(one.begin for one in tracks) + _TOGETHER_S
+        if again and not _left(tracks[place - 1]):
             marks.append(Mark(at=there[0].begin, what="started again", of=track.name))
-        elif track.main[0].waits != "start" and track.begin > min(one.begin for one in tracks) + _TOGETHER_S:
+        elif again or late:
             marks.append(Mark(at=there[0].begin, what="joined", of=track.name))
         if track.killed:
             marks.append(Mark(at=there[-1].end, what="killed", of=track.name))
-        elif not follows and there[-1].end < ended:
+        elif (_left(track) or not follows) and there[-1].end < ended:
             marks.append(Mark(at=there[-1].end, what="left", of=track.name))
     return marks
 
