@@ -1,8 +1,9 @@
 """``asyncflow-operator``: the command line.
 
 Invariant: exit status 0 after SIGTERM or SIGINT, 2 where a setting is wrong and nothing was started, 3 where another
-process is to go on: another operator leads now, the namespaces with rights are others, or a watch has ended; 1 for
-anything else. A mistake of the user costs one line, and a traceback is a bug.
+process is to go on: another operator leads now, the namespaces with rights are others, a watch has ended, or the API
+server has gone back to an older state; 1 for anything else. A mistake of the user costs one line, and a traceback is a
+bug.
 """
 
 from __future__ import annotations

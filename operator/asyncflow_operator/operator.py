@@ -181,8 +181,8 @@ class Operator:
         try:
             await _first(tasks, until=kopf_ready.wait())
             take_signals()
-            watching = (self._vitals.run(), self._watch.run(), until_a_watch_ends(self._namespaces))
-            tasks |= {asyncio.create_task(each) for each in watching}
+            watching = (self._watch.run(), self._watch.resync(), until_a_watch_ends(self._namespaces))
+            tasks |= {asyncio.create_task(each) for each in (self._vitals.run(), *watching)}
             if await _first(tasks, until=self._prepare()):
                 background = (self._drivers.run(), self._capacity.run(), self._lookups.run())
                 work = (*background, self._dispatch(), self._keep())

@@ -84,7 +84,7 @@ async def run_kopf(
 
 
 class WatchEnded(Exception):
-    """A watch of kopf has ended for good: a new process is to begin it anew."""
+    """A watch has ended for good, or what it has told holds no more: a new process is to begin anew."""
 
 
 async def until_a_watch_ends(namespaces: tuple[str, ...]) -> Never:
@@ -236,31 +236,44 @@ class ClusterWatch:
         now = time.monotonic()
         return max(now - each.moved for each in self._informers)
 
-    async def run(self) -> Never:
-        """Follow the cluster until cancelled."""
+    async def run(self) -> None:
+        """Follow what the operator makes until cancelled."""
         async with asyncio.TaskGroup() as group:
             for informer in self._informers:
                 group.create_task(informer.run(), name=f"informer {informer.kind.plural}")
-            while True:
-                try:
-                    for kind in CUSTOM_KINDS:
-                        for namespace in self._namespaces or ("",):
-                            await self._relist(kind, namespace)
-                except ApiError as error:
-                    _log.warning("could not list the custom resources", extra={"why": str(error)})
-                    await asyncio.sleep(_RETRY_S)
-                    continue
-                self._listed.set()
-                await asyncio.sleep(self._resync_s)
+
+    async def resync(self) -> Never:
+        """List the custom resources now and then until cancelled. Raises WatchEnded where they are of an older time."""
+        while True:
+            try:
+                for kind in CUSTOM_KINDS:
+                    for namespace in self._namespaces or ("",):
+                        await self._relist(kind, namespace)
+            except ApiError as error:
+                _log.warning("could not list the custom resources", extra={"why": str(error)})
+                await asyncio.sleep(_RETRY_S)
+                continue
+            self._listed.set()
+            await asyncio.sleep(self._resync_s)
 
     async def _relist(self, kind: Kind, namespace: str) -> None:
-        """Compare the store with a list, and have everything reconciled once."""
+        """Compare the store with a list, and have everything reconciled once.
+
+        Where an object is older than it was before the list was asked for, etcd was restored from a backup: watches go
+        on where they were, and hear nothing, and what has come since is taken for old.
+        """
+        known = {entry.uid: entry.version for _, _, entry in self.store.all(kind.name)}
         listed: set[str] = set()
         version = "0"
         async for page in self._api.pages(kind, namespace=namespace):
             version = page["metadata"]["resourceVersion"]
             for raw in page.get("items") or ():
-                listed.add(raw["metadata"]["uid"])
+                meta = raw["metadata"]
+                if int(meta["resourceVersion"]) < known.get(meta["uid"], 0):
+                    what = f"{kind.name}/{meta['namespace']}/{meta['name']}"
+                    _log.error("the API server has gone back to an older state, beginning anew", extra={"object": what})
+                    raise WatchEnded
+                listed.add(meta["uid"])
                 self.store.put(kind.name, {"apiVersion": kind.api_version, "kind": kind.name} | raw)
                 await self._recover_accepted(kind, raw)
             await asyncio.sleep(0)

@@ -1,13 +1,16 @@
 """Which custom resources are to be reconciled after one of them has changed."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncflow.api.document import parse
+from asyncflow_operator.cluster.kinds import Kind
 from asyncflow_operator.references import Key
-from asyncflow_operator.watch import ClusterWatch
+from asyncflow_operator.watch import ClusterWatch, WatchEnded
 
 QUICKSTART = Path(__file__).parents[3] / "examples/quickstart.yaml"
 FIRST, SECOND = Key("RLJob", "ns", "first"), Key("RLJob", "ns", "second")
@@ -22,13 +25,14 @@ NAMES = {
 
 
 class World:
-    """marked: what was marked since it was asked for last."""
+    """marked: what was marked since it was asked for last; listed: what a list answers."""
 
     def __init__(self) -> None:
         self._marked: set[Key] = set()
         self._version = 0
+        self.listed: dict[Key, dict[str, Any]] = {}
         mark = self._marked.add
-        self._watch = ClusterWatch(None, namespaces=(), mark=mark, renew=mark, resync_s=1.0)  # type: ignore[arg-type]
+        self.watch = ClusterWatch(self, namespaces=(), mark=mark, renew=mark, resync_s=60.0)  # type: ignore[arg-type]
         for key in NAMES:
             self.put(key)
 
@@ -42,16 +46,18 @@ class World:
         self._version += 1
         usual = parse(QUICKSTART.read_text(), source="q").data["spec"] if key.kind == "RLJob" else {}
         meta = {"name": key.name, "namespace": key.namespace, "uid": key.name, "generation": generation}
-        self._watch.store.put(
-            key.kind,
-            {
-                "apiVersion": "asyncflow.dev/v1alpha1",
-                "kind": key.kind,
-                "metadata": meta | {"resourceVersion": str(self._version)},
-                "spec": usual | NAMES[key] | spec,
-                "status": status or {},
-            },
-        )
+        self.listed[key] = {
+            "apiVersion": "asyncflow.dev/v1alpha1",
+            "kind": key.kind,
+            "metadata": meta | {"resourceVersion": str(self._version)},
+            "spec": usual | NAMES[key] | spec,
+            "status": status or {},
+        }
+        self.watch.store.put(key.kind, self.listed[key])
+
+    async def pages(self, kind: Kind, **_: Any) -> AsyncIterator[dict[str, Any]]:
+        items = [raw for key, raw in self.listed.items() if key.kind == kind.name]
+        yield {"metadata": {"resourceVersion": str(self._version)}, "items": items}
 
 
 @pytest.fixture
@@ -76,3 +82,16 @@ def test_a_phase_or_a_spec_concerns_all_that_refer_to_it(world: World) -> None:
     assert world.marked == {FIRST, SECOND, SHARED, FLEET}
     world.put(SHARED, generation=2, keep=3)
     assert world.marked == {FIRST, SECOND, SHARED}
+
+
+async def test_a_server_that_has_gone_back_to_an_older_state_makes_the_operator_begin_anew(world: World) -> None:
+    backup = dict(world.listed)
+    resync = asyncio.create_task(world.watch.resync())
+    async with asyncio.timeout(10):
+        while "the first list of custom resources" in world.watch.missing():
+            await asyncio.sleep(0)
+        resync.cancel()
+        world.put(FIRST, status={"phase": "Running"})
+        world.listed = backup
+        with pytest.raises(WatchEnded):
+            await world.watch.resync()
