@@ -179,17 +179,18 @@ def _report(
             conditions.set(kind, False, reason)
         return
     lacks = lacking(setting.roles, ready)
+    denied = why_denied(state.denied) if state.denied else None
     if lacks:
-        why = None if state.job else why_waiting(setting.roles, state.pods, state.objects, nodes=state.nodes)
+        waits = why_waiting(setting.roles, state.pods, state.objects, nodes=state.nodes)
+        why = None if state.job is not None else waits or denied
         only = f"Only {', '.join(lacks)} ready"
         conditions.set("Ready", False, why.reason if why else "Waiting", f"{only}. {why.message}" if why else only)
     else:
         conditions.set("Ready", True, "Ready")
-    if state.denied:
-        why = why_denied(state.denied)
-        if state.job is None and not conditions.states("Progressing", why.message):
-            draft.note(why.reason, why.message, warning=True)
-        conditions.set("Progressing", False, why.reason, why.message)
+    if denied is not None:
+        if state.job is None and not conditions.states("Progressing", denied.message):
+            draft.note(denied.reason, denied.message, warning=True)
+        conditions.set("Progressing", False, denied.reason, denied.message)
     else:
         conditions.set("Progressing", bool(lacks) and failure is None, "Starting" if lacks else "Settled")
     if failure is not None:

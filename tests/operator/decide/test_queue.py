@@ -212,4 +212,5 @@ def test_a_queue_that_is_being_deleted_is_left_alone():
 def test_a_driver_says_nothing_of_a_queue_that_stands_alone():
     assert DriverStatus().queue.ready == 0
     denied = (Denial(Ref("Pod", "demo-controller-0"), "exceeded quota", missing=True),)
-    assert condition(decide(alone(denied=denied)), "Progressing") == ("False", "Denied")
+    for kind in ("Progressing", "Ready"):
+        assert condition(decide(alone(denied=denied)), kind) == ("False", "Denied")
