@@ -120,6 +120,9 @@ def test_null_removes_what_is_optional() -> None:
         ("algorithm.stesp=5", "Did you mean steps"),
         ("algorithm.steps=-5", "too small"),
         ("algorithm.steps=five", "not an integer"),
+        ("algorithm.steps=5\nseed: 3", "path=value"),
+        ("algorithm.stéps\udce9=5", "not UTF-8"),
+        ("data.train.source=caf\udce9.jsonl", "not UTF-8"),
         ("kind=TransferQueue", "unknown field"),
     ],
 )
@@ -228,7 +231,7 @@ def test_a_wrong_kind_is_told_with_all_that_is_wrong_at_the_top() -> None:
 
 def test_files_named_in_a_job_must_be_there(tmp_path: Path) -> None:
     job = minimal(
-        "model.source=model", "data.train.source=jsonl://train.jsonl?prompt=q", "data.eval={source: held.jsonl}"
+        "model.source=model", "data.train.source='jsonl://train #1.jsonl?prompt=q'", "data.eval={source: held.jsonl}"
     )
     with pytest.raises(ManifestError) as refused:
         check_files(job, tmp_path)
@@ -236,7 +239,7 @@ def test_files_named_in_a_job_must_be_there(tmp_path: Path) -> None:
         assert place in str(refused.value)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "train.jsonl").write_text("{}\n")
+    (tmp_path / "train #1.jsonl").write_text("{}\n")
     (tmp_path / "held.jsonl").write_text("{}\n")
     check_files(job, tmp_path)
 

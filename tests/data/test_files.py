@@ -130,8 +130,8 @@ def test_a_jsonl_file_that_is_replaced_stays_as_it_was_and_one_written_into_is_r
 
 
 def test_lines_are_ended_by_line_feeds_alone(tmp_path: Path) -> None:
-    (tmp_path / "data.jsonl").write_bytes('\ufeff{"prompt": "a\u2028b"}\r\n\n  {"prompt": "c"}'.encode())
-    source = opened(tmp_path, "data.jsonl")
+    (tmp_path / "data #1.jsonl").write_bytes('\ufeff{"prompt": "a\u2028b"}\r\n\n  {"prompt": "c"}'.encode())
+    source = opened(tmp_path, "data #1.jsonl")
     assert {source.prompt(serial).question for serial in range(2)} == {"a\u2028b", "c"}
 
 
@@ -166,7 +166,9 @@ def test_a_split_is_a_folder_of_what_was_saved(tmp_path: Path) -> None:
         ("parquet://good.parquet", {"columns": []}, "unknown field `columns`"),
         ("parquet://good.parquet?prompt=a", {"prompt": "b"}, "prompt is given twice"),
         ("parquet://dated.parquet", {}, r"column 'day' is date32.*config\.meta.*of: prompt$"),
-        ("good.jsonl", {"answer": "truth"}, r"has no field 'truth'.*It has: a, prompt"),
+        ("good.jsonl", {"answer": "truth"}, r"has no field 'truth'.*It has: a, none, prompt"),
+        ("good.jsonl", {"prompt": "none"}, r"'none' is neither a text nor a list of messages: .* Give a text, or"),
+        ("good.csv", {}, r"good\.csv:1: is not JSON: .* Write one JSON object a line"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_when_it_is_opened(
@@ -183,7 +185,8 @@ def test_what_is_wrong_with_a_file_is_said_when_it_is_opened(
     Dataset.from_dict({"prompt": [{"x": 1}]}).to_parquet(tmp_path / "mixed" / "2.parquet")
     pa.parquet.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "none.parquet")
     Dataset.from_dict({"prompt": ["p"], "day": [date(2024, 1, 1)]}).to_parquet(tmp_path / "dated.parquet")
-    (tmp_path / "good.jsonl").write_text('{"prompt": "p", "a": "1"}')
+    (tmp_path / "good.jsonl").write_text('{"prompt": "p", "a": "1", "none": []}')
+    (tmp_path / "good.csv").write_text("prompt,a\np,1\n")
     capfd.readouterr()
     with pytest.raises(ManifestError, match=said):
         opened(tmp_path, source, **config)

@@ -219,10 +219,17 @@ def apply(document: Document, overrides: Sequence[str]) -> None:
         keys = path.strip().split(".")
         if not separator or not all(keys):
             raise ManifestError("not of the form path=value", where=where, hint="E.g. --set algorithm.steps=5")
+        try:
+            override.encode()
+        except UnicodeEncodeError as error:
+            raise ManifestError("not UTF-8 text", where=where, hint="Write it in UTF-8") from error
         if keys[0] not in _ROOTS:
             keys = ["spec", *keys]
         document.lines = {place: line for place, line in document.lines.items() if place[: len(keys)] != tuple(keys)}
-        _put(document.data, keys, parse(f"value: {text}", source=where).data["value"], where=where)
+        value, *more = parse(f"value: {text}", source=where).data.values()
+        if more:
+            raise ManifestError("not of the form path=value", where=where, hint="Give each value a --set of its own")
+        _put(document.data, keys, value, where=where)
 
 
 def latest(overrides: Sequence[str]) -> list[str]:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from os.path import normpath
 from pathlib import Path
 from typing import IO, Any, TypeVar
-from urllib.parse import urlsplit
 
 from asyncflow.api.base import Spec
 from asyncflow.api.check import MISSING, Problem, broken, inspect, refusal
@@ -138,7 +137,8 @@ def _lacks(place: Place, source: str, base: Path, folder: bool, mount: Path | No
     scheme, separator, rest = source.partition("://")
     if separator and scheme not in FILE_SCHEMES:
         return None
-    file = base / urlsplit(f"file:{rest if separator else source}").path
+    path = rest if separator else source
+    file = base / (path if folder else path.partition("?")[0])
     if mount is not None and Path(normpath(file)).is_relative_to(mount):
         return None
     needed = file / "config.json" if folder else file

@@ -22,7 +22,7 @@ import os
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -239,9 +239,11 @@ def _question(asked: Any, field: str, *, place: str) -> tuple[str, tuple[Message
     if isinstance(asked, str):
         return asked, ()
     try:
-        messages = msgspec.convert(asked, tuple[Message, ...])
+        messages = msgspec.convert(asked, Annotated[tuple[Message, ...], msgspec.Meta(min_length=1)])
     except msgspec.ValidationError as error:
-        raise ManifestError(f"{field!r} is neither a text nor a list of messages: {error}", where=place) from error
+        hint = "Give a text, or {role, content} for each turn"
+        what = f"{field!r} is neither a text nor a list of messages: {error}"
+        raise ManifestError(what, where=place, hint=hint) from error
     return json.dumps(asked), messages
 
 
@@ -250,6 +252,7 @@ def _fingerprint(question: str) -> int:
 
 
 _PIECE = 1 << 16
+_EACH_LINE = "Write one JSON object a line, a task each, in UTF-8"
 
 
 class JsonlRows:
@@ -300,9 +303,9 @@ def _fields(line: bytes, *, place: str) -> dict[str, Any]:
     try:
         fields = json.loads(line.decode("utf-8-sig"))
     except ValueError as error:
-        raise ManifestError(f"is not JSON: {error}", where=place) from error
+        raise ManifestError(f"is not JSON: {error}", where=place, hint=_EACH_LINE) from error
     if not isinstance(fields, dict):
-        raise ManifestError("is not a JSON object", where=place, hint="Write one JSON object a line, a task each")
+        raise ManifestError("is not a JSON object", where=place, hint=_EACH_LINE)
     return fields
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
 from asyncflow.api.learning import FILE_SCHEMES, DataSpec, EvalDataSpec, TrainDataSpec
 from asyncflow.data.base import GeneratedSource, PromptSource, Purpose
@@ -85,14 +85,14 @@ def _rows(scheme: str, path: Path, config: FileConfig, cache: Path, *, where: st
 
 def _file(text: str, *, scheme: str, where: str) -> tuple[Path, dict[str, str]]:
     """Return path and field names of ``PATH?prompt=FIELD&answer=FIELD``."""
-    parts = urlsplit(f"file:{text}")
-    fields = dict(parse_qsl(parts.query))
+    path, _, query = text.partition("?")
+    fields = dict(parse_qsl(query))
     unknown = sorted(set(fields) - {"prompt", "answer"})
-    if unknown or not parts.path:
+    if unknown or not path:
         raise ManifestError(
             f"{text!r} is not understood", where=f"{where}.source", hint=f"{scheme}://PATH?prompt=FIELD&answer=FIELD"
         )
-    return Path(parts.path), fields
+    return Path(path), fields
 
 
 def open_training(data: DataSpec, encoder: Encoder, *, folder: Path, cache: Path) -> Prompter:
