@@ -23,15 +23,22 @@ seen = []
 def progress(status):
     seen.append(status.step)
     if raise_at and status.step >= int(raise_at[0]):
-        raise ValueError("that is enough")
+        sys.exit("that is enough")
+
+
+def on_term(number, frame):
+    pass
 
 
 came = {}
+signal.signal(signal.SIGTERM, on_term)
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
 try:
     came["summary"] = asyncflow.train(asyncflow.load(manifest), output=output, progress=progress)
-except (AsyncFlowError, ValueError, KeyboardInterrupt) as error:
+except (AsyncFlowError, SystemExit, KeyboardInterrupt) as error:
     came["error"] = type(error).__name__, str(error)
 came["seen"] = seen
 came["logging"] = logging.getLogger().handlers == handlers and logging.getLogger().level == logging.INFO
-came["signals"] = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+kept = map(signal.getsignal, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+came["signals"] = list(kept) == [signal.default_int_handler, on_term, signal.SIG_IGN]
 sys.stdout.write(json.dumps(came))

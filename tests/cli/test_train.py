@@ -50,7 +50,7 @@ def test_a_job_is_trained_and_its_summary_returned(manifest, tmp_path):
 @pytest.mark.process
 def test_what_progress_raises_ends_the_run_and_is_raised(manifest, tmp_path):
     came = ended(start(manifest, tmp_path / "out", "2", steps=600))
-    assert came["error"] == ["ValueError", "that is enough"]
+    assert came["error"] == ["SystemExit", "that is enough"]
     assert came["seen"][-1] in (2, 3)
     assert (came["logging"], came["signals"]) == (True, True)
     assert nothing_runs(tmp_path / "out")

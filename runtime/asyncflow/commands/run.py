@@ -127,7 +127,7 @@ def train(
     resolved, notes = resolve(runnable_job(job, overrides))
     for note in notes + preflight(resolved, folder_of(resolved), source=source_name(job)):
         _log.info("note: %s", note)
-    with _callers_logging():
+    with _callers_own():
         outcome, view, folder = _carry_out(
             resolved,
             path,
@@ -160,13 +160,17 @@ def _check_thread() -> None:
 
 
 @contextlib.contextmanager
-def _callers_logging() -> Iterator[None]:
-    """Restore the logging of the caller at the end: meanwhile all records go to the log of the supervisor."""
+def _callers_own() -> Iterator[None]:
+    """Restore the logging and the signal handlers of the caller at the end: the supervisor has its own meanwhile."""
     root, own = logging.getLogger(), logging.getLogger("asyncflow")
     handlers, levels, warned = root.handlers[:], (root.level, own.level), warnings.showwarning
+    on_signal = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
+        for number, handler in on_signal.items():
+            if handler is not None:  # not of C code
+                signal.signal(number, handler)
         root.handlers[:] = handlers
         root.setLevel(levels[0])
         own.setLevel(levels[1])

@@ -115,7 +115,7 @@ class ProgressView(LiveView):
     def __init__(self, *, progress: Callable[[DriverStatus], None] | None, **options: Any) -> None:
         super().__init__(**options)
         self._progress = progress
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
 
     def _show(self) -> None:
         before = DriverStatus()
@@ -132,7 +132,7 @@ class ProgressView(LiveView):
     def _call(self, progress: Callable[[DriverStatus], None], status: DriverStatus) -> None:
         try:
             progress(status)
-        except Exception as error:  # noqa: BLE001  the caller's code: the run is ended, and raises it
+        except BaseException as error:  # noqa: BLE001  the caller's code: the run is ended, and raises it
             self.failure = error
             with suppress(RuntimeError):  # the run has ended meanwhile
                 self.stop()
