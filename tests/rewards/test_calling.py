@@ -196,8 +196,15 @@ def test_each_of_many_values_is_judged_alone() -> None:
         told = scores(lambda *, responses, prompts, values=values: values)
         assert [each.value for each in told] == [1.0, 0.0, 3.0]
         assert [bool(each.failure) for each in told] == [False, True, False]
-    array = scores(lambda *, responses, prompt: np.arange(3.0))
-    assert [each.value for each in array] == [0.0, 1.0, 2.0]
+    for array in (np.arange(3.0), np.arange(3) > 0):
+        told = scores(lambda *, responses, prompt, array=array: array)
+        assert [each.value for each in told] == [float(each) for each in array]
+    assert score({"turns": np.array([True, False])}).turns == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("value", [True, np.True_, np.float32(1), np.array(1)])
+def test_a_number_may_be_that_of_an_array(value: object) -> None:
+    assert score(value).value == score({"reward": value}).value == 1.0
 
 
 @pytest.mark.parametrize(

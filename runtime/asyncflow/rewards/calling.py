@@ -123,7 +123,7 @@ class RewardFunction:
         """Return the answer that says what the function returned for so many samples. Raises what its types raise."""
         if self.takes == "sample":
             return ScoreAnswer(nonce=b"", scores=[_score(returned)])
-        listed = list(returned) if _is_list(returned) else None
+        listed = _listed(returned)
         if listed is None or len(listed) != samples:
             count = f"a {type(returned).__name__}" if listed is None else f"{len(listed)} values"
             return failed("invalid", f"the reward function returned {count}; it must return a list of {samples}")
@@ -183,11 +183,11 @@ def _takes(names: set[str], *, rest: bool, name: str) -> Takes:
     raise ManifestError(what, where="reward.function", hint=_HINT)
 
 
-def _is_list(value: Any) -> bool:
-    """Return whether a value is a list of values: a sequence that is no text, or an array of one dimension."""
+def _listed(value: Any) -> list[Any] | None:
+    """Return the values of a sequence that is no text, or of an array of one dimension; None of anything else."""
     if isinstance(value, list | tuple):
-        return not hasattr(value, "_fields")
-    return getattr(value, "ndim", 0) == 1 and hasattr(value, "tolist")
+        return None if hasattr(value, "_fields") else list(value)
+    return value.tolist() if getattr(value, "ndim", 0) == 1 and hasattr(value, "tolist") else None
 
 
 def _judged_alone(value: Any) -> Score:
@@ -203,7 +203,7 @@ def _score(value: Any) -> Score:
     turns: list[float] = []
     if isinstance(value, dict) and value.keys() - {"details"} == {"turns"}:
         value, details = value["turns"], value.get("details", {})
-        if not _is_list(value) or not len(value) or None in (found := list(map(_as_float, value))):
+        if not (listed := _listed(value)) or None in (found := list(map(_as_float, listed))):
             return _invalid(f"the rewards of the turns are {value!r}; they must be a list of numbers, one a turn")
         turns = [each for each in found if each is not None]
         value = math.fsum(turns)
@@ -251,6 +251,8 @@ def _invalid(why: str) -> Score:
 
 def _as_float(value: object) -> float | None:
     """Return a number as a float, None for what is no number. Raises anything, since a type may say how."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()  # of an array without dimensions, and numpy's bool
     if not isinstance(value, numbers.Real):
         return None
     try:
