@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncflow.errors import DeadlineExceeded, Fenced, PeerLost
+from asyncflow.errors import DeadlineExceeded, Fenced, ManifestError, PeerLost
 from asyncflow.rpc.directory import Directory
 from asyncflow.rpc.membership import REGISTER, Directives, Member, Membership
 from asyncflow.rpc.server import RpcServer
@@ -187,9 +187,12 @@ async def test_what_does_not_come_is_said_at_the_deadline(server: RpcServer, dir
 async def test_nobody_to_join_is_said_at_the_deadline() -> None:
     member = Member(role="rollout", index=0, incarnation="a")
     membership = Membership(driver="tcp://127.0.0.1:1", member=member)
-    with pytest.raises(DeadlineExceeded, match=r"joining the job did not succeed within 0\.3 s"):
+    said = r"joining did not succeed within 0\.3 s; last: .* by tcp://127\.0\.0\.1:1 within .* s: nobody listens there$"
+    with pytest.raises(DeadlineExceeded, match=said):
         await membership.join(0.3)
     await membership.close()
+    with pytest.raises(ManifestError, match=r"'http://127\.0\.0\.1:1' is no address\. An address is tcp://HOST:PORT"):
+        Membership(driver="http://127.0.0.1:1", member=member)
 
 
 async def test_one_that_was_replaced_is_told_to_stop_and_stays_away(

@@ -226,6 +226,8 @@ class RpcClient:
         max_message: int = framing.MAX_MESSAGE,
     ) -> None:
         self.name = name
+        if isinstance(resolve, str):
+            host_and_port(resolve)  # a ManifestError where it is none
         self._resolve = resolve if callable(resolve) else lambda: resolve
         self._credentials = credentials
         self._expects = expects

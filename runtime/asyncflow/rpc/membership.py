@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, Fenced, PeerLost
 from asyncflow.rpc.client import RpcClient
-from asyncflow.rpc.retry import retry
+from asyncflow.rpc.retry import retry_within
 from asyncflow.rpc.tls import Credentials
 
 REGISTER = "directory.register"
@@ -174,7 +174,6 @@ class Membership:
         self.on_directives: list[Callable[[Directives], None]] = []
         self.subscriber: Subscriber | None = None
         self.registrations = 0
-        self._heard = -1
         self._pace_s = 0.0
         self._status = status
         self._members: dict[tuple[str, int], Member] = {}
@@ -182,7 +181,7 @@ class Membership:
         self._listed: dict[tuple[str, int], Member] = {}
         self._by_role: dict[str, tuple[Member, ...]] = {}
         self._trusted_from = 0.0
-        self._revision = -1
+        self._revision = self._heard = -1
         self._heartbeat_s = 1.0
         self._lost_after_s = 5.0
         self._changed = asyncio.Event()
@@ -194,7 +193,7 @@ class Membership:
 
         Raises DeadlineExceeded when the directory was not reached, Fenced when a newer incarnation has this place.
         """
-        await retry(self._register, what=f"{self.member}: joining the job", timeout=timeout)
+        await retry_within(self._register, what=f"{self.member}: joining", timeout=timeout)
         self._beating = asyncio.get_running_loop().create_task(self._beat_for_ever(), name=f"heartbeat {self.member}")
 
     async def close(self, reason: str = "left") -> None:
@@ -232,7 +231,7 @@ class Membership:
     async def announce(self, *, info: dict[str, Scalar], timeout: float) -> None:
         """Register again with another ``info``."""
         member = self.member = replace(self.member, info=info)
-        await retry(self._register, what=f"{member}: announcing itself", timeout=timeout)
+        await retry_within(self._register, what=f"{member}: announcing itself", timeout=timeout)
 
     async def wait_for(self, predicate: Callable[[], T], what: str, timeout: float) -> T:
         """Wait until ``predicate()``, asked at every change of members or directives, gives something true; give that.
@@ -254,12 +253,11 @@ class Membership:
             ) from None
         return found
 
-    async def _register(self) -> None:
+    async def _register(self, within_s: float = _REGISTER_S) -> None:
         self._revision = self._heard = -1
         self.registrations += 1
-        registered = await self.driver.call(REGISTER, self.member, Registered, timeout=_REGISTER_S)
-        self._heartbeat_s = registered.heartbeat_s
-        self._lost_after_s = registered.lost_after_s
+        registered = await self.driver.call(REGISTER, self.member, Registered, timeout=min(within_s, _REGISTER_S))
+        self._heartbeat_s, self._lost_after_s = registered.heartbeat_s, registered.lost_after_s
         self.connected = True
         self._learn(registered.revision, registered.peers)
 
