@@ -1,5 +1,6 @@
 """The trainer's thread and the user's thread, which hand each other samples and weights."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -20,6 +21,7 @@ from asyncflow.errors import CheckpointError, DeadlineExceeded, Fenced, Manifest
 from asyncflow.identity import SampleKey  # noqa: E402
 from asyncflow.rpc.columns import Jagged  # noqa: E402
 from asyncflow.session.handover import Handover  # noqa: E402
+from asyncflow.session.role import TrainerSession  # noqa: E402
 from asyncflow.training.batch import MicroBatch  # noqa: E402
 from asyncflow.training.checkpoint import MANIFEST, CheckpointManifest  # noqa: E402
 from asyncflow.training.ranks import GroupLeft, SingleProcess  # noqa: E402
@@ -172,3 +174,26 @@ def test_an_algorithm_whose_advantages_the_trainer_makes_is_refused(handover, al
     settings = replace(handover.settings, loss=Loss(algorithm=algorithm))
     with pytest.raises(ManifestError, match=r"spec\.algorithm\.name"):
         Handover(settings, group=SingleProcess())
+
+
+def test_a_session_that_nobody_closed_leaves_when_the_interpreter_ends():
+    def script():
+        waits, left = threading.Event(), threading.Event()
+
+        class Session(TrainerSession):
+            def leave(self):
+                super().leave()
+                left.set()
+
+        def place():
+            waits.set()
+            left.wait()
+
+        Session(place, run=None, host="127.0.0.1", timeout=WAIT_S)
+        waits.wait()
+
+    process = multiprocessing.get_context("fork").Process(target=script)
+    process.start()
+    process.join(10.0)
+    process.kill()
+    assert process.exitcode == 0

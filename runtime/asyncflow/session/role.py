@@ -8,8 +8,11 @@ then every call of the user's says which of these it was.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures.thread  # noqa: F401  it registers what waits for threads at the interpreter's end
 import contextlib
+import os
 import threading
+import weakref
 from collections.abc import Callable
 
 from asyncflow.api.job import RLJob
@@ -58,7 +61,7 @@ class TrainerSession:
         self._loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, name="asyncflow session", daemon=True)
         self.thread.start()
-        threading.Thread(target=self._leave_with_main, name="end of asyncflow session", daemon=True).start()
+        _sessions.add(self)
 
     def opened(self) -> Handover:
         """Return the handover as soon as the checkpoint is read. Raises what ended the session instead."""
@@ -102,11 +105,6 @@ class TrainerSession:
             self._loop.call_soon_threadsafe(self._stop)
         if self.handover is not None:
             self.handover.end(self.reason)
-
-    def _leave_with_main(self) -> None:
-        """Leave when the main thread has ended: the interpreter waits for threads that wait for the user's loop."""
-        threading.main_thread().join()
-        self.leave()
 
     def _stop(self) -> None:
         for context in self._contexts:
@@ -187,6 +185,22 @@ class TrainerSession:
             self.handover.end(self.reason)
         self._joined.set()
         return self.handover
+
+
+_sessions: weakref.WeakSet[TrainerSession] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    """Leave before the interpreter, which ends, waits for threads that wait for the user's loop."""
+    sessions = list(_sessions)
+    for session in sessions:
+        session.leave()
+    for session in sessions:
+        session.thread.join(_CALL_S)
+
+
+threading._register_atexit(_leave_all)  # type: ignore[attr-defined]  # noqa: SLF001  called first: registered last
+os.register_at_fork(after_in_child=_sessions.clear)
 
 
 def _next_attempt(place: SessionPlace) -> int:
