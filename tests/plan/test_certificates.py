@@ -79,10 +79,11 @@ def test_an_authority_signs_processes_and_no_authorities():
     assert (basic.ca, basic.path_length) == (True, 0)
 
 
-def test_openssl_verifies_a_certificate_under_its_own_authority_only(tmp_path: Path):
+@pytest.mark.parametrize("period", [0, 10_300], ids=["the clock begins", "2026"])
+def test_openssl_verifies_a_certificate_under_its_own_authority_only(tmp_path: Path, period: int):
     one, other = Authority(seed=SEED, job="job-7"), Authority(seed=SEED, job="job-8")
-    at = 10_300 * PERIOD_S + 1
-    (tmp_path / "leaf").write_bytes(one.leaf("rollout", 3, period=10_300).certificate)
+    at = period * PERIOD_S + 1
+    (tmp_path / "leaf").write_bytes(one.leaf("rollout", 3, period=period).certificate)
     (tmp_path / "own").write_bytes(one.certificate)
     (tmp_path / "other").write_bytes(other.certificate)
 

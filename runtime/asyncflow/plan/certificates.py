@@ -34,9 +34,10 @@ _LATE_S: Final = 5 * 86_400
 _SERIAL_BYTES: Final = 16
 _KEY_BYTES: Final = 48
 """Bytes that become a private key: 16 more than one has, so that the remainder is as good as uniform."""
-_SINCE: Final = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+_SINCE: Final = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _FOR_EVER: Final = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
-"""The end of a certificate that has none (RFC 5280, 4.1.2.5): an authority ends with its job."""
+"""The end of a certificate that has none (RFC 5280, 4.1.2.5): an authority ends with its job, and is valid by any clock
+before, since a machine that has lost the time begins in 1970."""
 
 
 @dataclass(frozen=True, kw_only=True)
