@@ -147,6 +147,7 @@ def test_two_replicas_that_avoid_each_other(render: Render) -> None:
     assert deployment["spec"]["replicas"] == 2
     assert "podAntiAffinity" in deployment["spec"]["template"]["spec"]["affinity"]
     assert budget["spec"]["maxUnavailable"] == 1
+    assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow", "else two that are not ready hold up a drain"
     assert of(render({"replicas": 1}), "PodDisruptionBudget") == []
 
 
