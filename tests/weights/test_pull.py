@@ -141,6 +141,8 @@ async def test_the_newest_version_is_staged_while_another_is_in_use(world, weigh
     await sender.publish(Version(0, 1), weights(1), timeout=SOON)
     await receiver.wait_for(lambda: receiver.staged == Version(0, 1), what="θ1", timeout=SOON)
     assert receiver.current == Version(0, 0)
+    told = receiver.status()
+    assert (told["version"], told["newest"]) == (Version(0, 0).packed, Version(0, 1).packed)
     assert same(dict(old), weights(0))
     receiver.take(1)
     assert receiver.staged is None
