@@ -72,12 +72,13 @@ class Leader:
             return
         self._holds = False
         try:
-            lease = await self._api.get(LEASE, self._namespace, self._name)
-            if lease["spec"].get("holderIdentity") == self._identity:
-                lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1}
-                await self._api.replace(LEASE, self._namespace, self._name, lease, deadline_s=_CALL_S)
-        except ApiError as error:
-            _log.warning("could not release the lease", extra={"why": str(error)})
+            async with asyncio.timeout(_CALL_S):
+                lease = await self._api.get(LEASE, self._namespace, self._name)
+                if lease["spec"].get("holderIdentity") == self._identity:
+                    lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1}
+                    await self._api.replace(LEASE, self._namespace, self._name, lease, deadline_s=_CALL_S)
+        except (ApiError, TimeoutError) as error:
+            _log.warning("could not release the lease", extra={"why": str(error) or "no answer"})
 
     async def _try(self) -> bool:
         """Take or renew the Lease, and return whether this process holds it now."""

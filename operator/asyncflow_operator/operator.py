@@ -1,7 +1,8 @@
 """The operator process: all parts put together, from the first list to the last write.
 
 Invariant: nothing is written before everything has been listed and this process leads; and nothing after it has lost
-the lead. Asked to stop, it takes nothing new, lets what is under way end within ``FINISH_S``, and releases the lead.
+the lead. Asked to stop, it takes nothing new, and lets what is under way end within ``FINISH_S``; whatever ends it, it
+releases the lead.
 """
 
 from __future__ import annotations
@@ -194,6 +195,7 @@ class Operator:
                 task.cancel()
             kopf_stop.set()
             await asyncio.wait(tasks | self._running, timeout=_END_S)
+            await self._leader.release()
             await http.close()
         for task in tasks:
             if task.done() and not task.cancelled():
