@@ -49,19 +49,9 @@ STATS = QueueStats(
     ledger_bytes=0,
 )
 
-REPORT = describe(
-    StepTally(),
-    {},
-    attempt=0,
-    ranks=1,
-    step=1,
-    published=True,
-    spent={},
-    publication_s=None,
-    busy_s=0.0,
-    started=0.0,
-    ended=1.0,
-)
+OF_STEP_1 = {"attempt": 0, "ranks": 1, "step": 1, "published": True, "spent": {}, "publication_s": None}
+TIMES = {"busy_s": 0.0, "started": 0.0, "ended": 1.0}
+REPORT = describe(StepTally(), {}, **OF_STEP_1, **TIMES)  # type: ignore[arg-type]
 NOTHING = dict.fromkeys(("newest", "stats", "checkpoint", "best", "recent", "desired_rollouts", "step_progress")) | {
     "phase": "Running",
     "attempt": 0,
@@ -229,6 +219,14 @@ def test_importance_weights_are_shown_where_the_job_has_them(tmp_path: Path) -> 
         progress.step(each)
         shown.append(build_status(progress, **NOTHING).correction)  # type: ignore[arg-type]
     assert shown == [None, CorrectionFigures(effective_share=0.75, bounded_share=0.1875)]
+
+
+def test_a_figure_that_is_not_finite_is_left_out_and_the_step_read_back(tmp_path: Path) -> None:
+    odd = {"loss": float("nan"), "kl": float("inf"), "logprob_gap_p99": float("nan"), "entropy": 0.5}
+    line = line_of(describe(StepTally(), odd, **OF_STEP_1, **TIMES), at=1.0)  # type: ignore[arg-type]
+    assert ("loss" in line, "kl" in line, line["logprob_gap_p99"], line["entropy"]) == (False, False, None, 0.5)
+    RunProgress(tmp_path, steps=60, now=0.0).step(line)
+    assert RunProgress(tmp_path, steps=60, now=3.0).done == REPORT.step
 
 
 def test_components_of_the_reward_are_shown_where_it_has_them(tmp_path: Path) -> None:

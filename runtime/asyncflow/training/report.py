@@ -8,6 +8,7 @@ digest only if they are the same set, as far as 64 bits can tell.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -228,7 +229,11 @@ def describe(
     started: float,
     ended: float,
 ) -> TrainReport:
-    """Make the report of ``step``. spent: seconds by the names of ``Seconds``; what is missing there is 0."""
+    """Make the report of ``step``, without metrics that are not finite, which JSON cannot say.
+
+    spent: seconds by the names of ``Seconds``; what is missing there is 0.
+    """
+    metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
     return TrainReport(
         attempt=attempt,
         ranks=ranks,
