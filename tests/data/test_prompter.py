@@ -44,6 +44,13 @@ def test_a_template_is_put_around_the_question_and_nothing_else_is_replaced(fold
     assert asked(folder, 1, template="Q: {question} {y}\nA:") == "Q: 5 {x} {y}\nA:"
 
 
+def test_a_prompt_without_tokens_is_refused(folder: Path) -> None:
+    (folder.parent.parent / "chats.jsonl").write_text('{"prompt": "", "answer": 5}\n')
+    assert asked(folder, 1, template="{question}?") == "?"
+    with pytest.raises(ManifestError, match=r"the prompt '' has no tokens\. Take it out, or give a template"):
+        asked(folder, 1)
+
+
 def test_chats(folder: Path) -> None:
     with pytest.raises(ManifestError, match="no chat template"):
         asked(folder, 1, chat=True)

@@ -79,8 +79,13 @@ class Prompter:
         if self.form.chat or prompt.messages:
             messages = self.form.messages(prompt)
             turns = [{"role": turn.role, "content": turn.content} for turn in messages]
-            return self._tokenizer.chat(turns, options=self.form.chat_options)
-        return self._tokenizer.encode(self.form.text(prompt), add_special_tokens=True)
+            ids = self._tokenizer.chat(turns, options=self.form.chat_options)
+        else:
+            ids = self._tokenizer.encode(self.form.text(prompt), add_special_tokens=True)
+        if not ids:
+            hint = "Take it out, or give a template: a model is asked with a token at least"
+            raise ManifestError(f"the prompt {prompt.question[:_QUOTED]!r} has no tokens", where="data", hint=hint)
+        return ids
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
