@@ -1,4 +1,4 @@
-"""Processes that end with their parent, and one that adopts the orphans below it.
+"""Processes that end with their parent, what they leave behind, and one that adopts the orphans below it.
 
 ``python -m asyncflow.process COMMAND ...`` becomes a program that knows nothing of this, and ends with its parent, too.
 
@@ -17,6 +17,9 @@ from pathlib import Path
 
 PARENT = "ASYNCFLOW_PARENT"
 """Environment variable that holds the pid of the process that this one ends with."""
+
+RUN = "ASYNCFLOW_RUN"
+"""Environment variable that holds the mark of the run that this process belongs to (``local.reaper.MARK``)."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -45,6 +48,13 @@ def die_with_parent(parent: int | None = None) -> None:
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("the parent ended before this process began")
+
+
+def scratch_folder() -> Path:
+    """Make a folder for temporary files, by whose name the run's supervisor finds it when this process was killed."""
+    import tempfile
+
+    return Path(tempfile.mkdtemp(prefix=f"asyncflow-scratch-{os.environ.get(RUN, '')}-"))
 
 
 def age_s() -> float:

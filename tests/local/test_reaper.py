@@ -1,12 +1,13 @@
 import os
 import subprocess
 import sys
+import tempfile
 import uuid
 
 import pytest
 
 from asyncflow.local import reaper
-from asyncflow.process import PARENT
+from asyncflow.process import PARENT, scratch_folder
 
 pytestmark = pytest.mark.process
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
@@ -26,8 +27,14 @@ def sleeper():
         process.wait()
 
 
-def test_members_are_those_of_its_sessions_and_those_with_its_mark(sleeper):
+def test_members_are_those_of_its_sessions_and_those_with_its_mark(sleeper, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     mark = uuid.uuid4().hex
+    made = []
+    for each in (mark, mark + "0", ""):
+        monkeypatch.setenv(reaper.MARK, each)
+        made.append(scratch_folder())
+        (made[-1] / "file").write_text("")
     marked = sleeper(env={reaper.MARK: mark})
     in_session = sleeper(env={}, start_new_session=True)
     others = [sleeper(), sleeper(env={reaper.MARK: mark + "0"}), sleeper(env={"OTHER": f"{reaper.MARK}={mark}"})]
@@ -35,6 +42,7 @@ def test_members_are_those_of_its_sessions_and_those_with_its_mark(sleeper):
     assert reaper.sweep(mark=mark, sessions={in_session.pid}) == []
     assert marked.wait(5) == in_session.wait(5) == -9
     assert [other.poll() for other in others] == [None, None, None]
+    assert [folder.exists() for folder in made] == [False, True, True]
 
 
 def test_a_process_whose_parent_is_already_gone_ends_itself():

@@ -1,4 +1,5 @@
-"""Ends what belongs to a run. Runs as its own small process as well, in case the supervisor is killed with SIGKILL.
+"""Ends what belongs to a run, and removes the temporary folders of what was killed. Runs as its own small process as
+well, in case the supervisor is killed with SIGKILL.
 
 A process belongs to a run when its session was begun by one of the run's roles, or when its environment carries the
 run's mark. Roles die with the supervisor by themselves (``process``); this is for what their code has started.
@@ -9,10 +10,13 @@ pins the process, has been opened. Standard library only: the reaper process sta
 
 from __future__ import annotations
 
+import glob
 import os
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Collection
 
@@ -69,7 +73,10 @@ def kill(*, mark: str | None, sessions: Collection[int]) -> dict[int, int]:
 
 
 def sweep(*, mark: str | None, sessions: Collection[int], within_s: float = _PATIENCE_S) -> list[int]:
-    """Kill members until none is left. Return the pids that were still alive after ``within_s`` seconds."""
+    """Kill members until none is left. Return the pids that were still alive after ``within_s`` seconds.
+
+    mark: of the run whose temporary folders (``process.scratch_folder``) are removed then.
+    """
     deadline = time.monotonic() + within_s
     while killed := kill(mark=mark, sessions=sessions):
         poll = select.poll()
@@ -80,6 +87,8 @@ def sweep(*, mark: str | None, sessions: Collection[int], within_s: float = _PAT
             os.close(pidfd)
         if time.monotonic() >= deadline:
             return members(mark=mark, sessions=sessions)
+    for folder in glob.glob(f"{glob.escape(tempfile.gettempdir())}/asyncflow-scratch-{mark}-*") if mark else ():
+        shutil.rmtree(folder, ignore_errors=True)
     return []
 
 

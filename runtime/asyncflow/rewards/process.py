@@ -17,7 +17,6 @@ import secrets
 import shutil
 import signal
 import sys
-import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from asyncflow.api.names import REWARD_VARIABLES
 from asyncflow.api.placement import PROFILES, AcceleratorSpec
 from asyncflow.api.rewards import RewardSpec
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, PeerLost
+from asyncflow.process import scratch_folder
 from asyncflow.rewards.sandbox import MOST_THREADS, Sandbox
 from asyncflow.rewards.wire import LENGTH, MAX_ANSWER, Example, Load, Question, ScoreAnswer, Takes, frame
 
@@ -141,7 +141,7 @@ class RewardProcess:
         process ended, or the machine has no room for it.
         """
         try:
-            scratch = Path(tempfile.mkdtemp(prefix="asyncflow-reward-"))
+            scratch = scratch_folder()
             try:
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-P", "-m", scorer.module),
