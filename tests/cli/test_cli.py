@@ -129,6 +129,15 @@ def test_a_file_that_is_not_there_is_refused(tmp_path, capsys):
     assert "No such file" in refused(capsys, "run", tmp_path / "absent.yaml")
 
 
+def test_a_job_that_comes_by_a_pipe_is_refused(manifest, tmp_path, capsys):
+    read_end, write_end = os.pipe()
+    os.write(write_end, manifest.read_bytes())
+    os.close(write_end)
+    said = refused(capsys, "run", f"/dev/fd/{read_end}", "--output", tmp_path / "out")
+    os.close(read_end)
+    assert "it is a pipe, which can be read but once. Write the manifest into a file" in said
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

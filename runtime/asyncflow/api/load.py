@@ -91,7 +91,10 @@ def _section(model: type[S], source: Path) -> S:
 
 
 def kind_of(source: Path) -> str:
-    """Return the kind of a manifest, whatever else is wrong with it. Raises ManifestError."""
+    """Return the kind of a manifest that is run, whatever else is wrong with it. Raises ManifestError."""
+    if source.is_fifo():
+        hint = "Write the manifest into a file: a run is continued with it, too"
+        raise ManifestError("it is a pipe, which can be read but once", where=str(source), hint=hint)
     return _kind(_read(source, str(source))[0], str(source))
 
 
