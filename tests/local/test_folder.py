@@ -382,3 +382,10 @@ def test_a_disk_without_room_is_refused_before_anything_is_made(tmp_path, monkey
     with pytest.raises(ManifestError, match=r"only \d+ KiB are free there.*Free some space"):
         RunFolder.claim(tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_no_manifest_could_hold_is_refused(tmp_path):
+    path = tmp_path / os.fsdecode(b"\xff")
+    with pytest.raises(ManifestError, match=r"the path is not UTF-8\. Give another --output"):
+        RunFolder.claim(path)
+    assert not path.exists()

@@ -304,6 +304,12 @@ class RunFolder:
         is asked for, or ``resume`` is asked for and there is nothing to continue.
         """
         path = path.absolute()
+        try:
+            str(path).encode()
+        except UnicodeEncodeError as error:
+            raise ManifestError(
+                "the path is not UTF-8", where=ascii(str(path)), hint="Give another --output"
+            ) from error
         held = holds_run(path) and not _came_to_nothing(path)
         if resume and not (path / name).is_file():
             raise ManifestError(
