@@ -31,6 +31,7 @@ def on_term(number, frame):
 
 
 came = {}
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
 signal.signal(signal.SIGTERM, on_term)
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 try:

@@ -215,7 +215,8 @@ class Driver:
         )
         self._full_at = -1
         self._moved = clock.now()
-        metrics.stall.set_function(self._stall)
+        metrics.quiet.set_function(self._quiet_s)
+        metrics.stall_limit.set(spec.limits.stall_seconds)
         self._dispatcher = Dispatcher(
             queue=queue,
             prompts=PromptColumns.of(spec, prompter=train_prompts, what="prompt"),
@@ -368,10 +369,9 @@ class Driver:
             ),
         )
 
-    def _stall(self) -> float:
-        """Return the time since the last step as a share of what the job allows, 0 once all are made."""
-        left = self.progress.done < self.progress.steps
-        return left * (clock.now() - self._moved) / self.job.spec.limits.stall_seconds
+    def _quiet_s(self) -> float:
+        """Return the seconds since the last step, 0 once all are made."""
+        return clock.now() - self._moved if self.progress.done < self.progress.steps else 0.0
 
     def live(self) -> LiveState:
         """Return what ``GET /v1/live`` answers."""

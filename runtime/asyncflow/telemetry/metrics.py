@@ -243,7 +243,8 @@ class DriverMetrics(RoleMetrics):
         self.step = self.gauge("step", "optimizer steps done")
         self.target_step = self.gauge("target_step", "optimizer steps of the job")
         self.step_seconds = self.histogram("step_seconds", "time from one optimizer step to the next")
-        self.stall = self.gauge("stall_ratio", "time since the last step, as a share of the limit, 0 after all steps")
+        self.quiet = self.gauge("quiet_seconds", "time since the last step, 0 once all are made")
+        self.stall_limit = self.gauge("stall_limit_seconds", "time without a step after which the job has stalled")
         self.reward_mean = self.figure("reward_mean", "mean reward of the last step's samples")
         self.reward_component = self.gauge(
             "reward_component_mean", "mean of a component of the reward, last step's samples", "component"
