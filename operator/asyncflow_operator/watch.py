@@ -259,21 +259,22 @@ class ClusterWatch:
     async def _relist(self, kind: Kind, namespace: str) -> None:
         """Compare the store with a list, and have everything reconciled once.
 
-        Where an object is older than it was before the list was asked for, etcd was restored from a backup: watches go
-        on where they were, and hear nothing, and what has come since is taken for old.
+        Where an object, or the list itself, is older than what was known before it was asked for, etcd was restored
+        from a backup: watches go on where they were, and hear nothing, and what has come since is taken for old.
         """
         known = {entry.uid: entry.version for _, _, entry in self.store.all(kind.name)}
+        newest = max(known.values(), default=0)
         listed: set[str] = set()
         version = "0"
         async for page in self._api.pages(kind, namespace=namespace):
             version = page["metadata"]["resourceVersion"]
-            for raw in page.get("items") or ():
-                meta = raw["metadata"]
-                if int(meta["resourceVersion"]) < known.get(meta["uid"], 0):
-                    what = f"{kind.name}/{meta['namespace']}/{meta['name']}"
-                    _log.error("the API server has gone back to an older state, beginning anew", extra={"object": what})
-                    raise WatchEnded
-                listed.add(meta["uid"])
+            items = page.get("items") or ()
+            older = any(int(raw["metadata"]["resourceVersion"]) < known.get(raw["metadata"]["uid"], 0) for raw in items)
+            if older or int(version) < newest:
+                _log.error("the API server has gone back to an older state, beginning anew", extra={"kind": kind.name})
+                raise WatchEnded
+            for raw in items:
+                listed.add(raw["metadata"]["uid"])
                 self.store.put(kind.name, {"apiVersion": kind.api_version, "kind": kind.name} | raw)
                 await self._recover_accepted(kind, raw)
             await asyncio.sleep(0)

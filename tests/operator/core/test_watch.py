@@ -25,11 +25,11 @@ NAMES = {
 
 
 class World:
-    """marked: what was marked since it was asked for last; listed: what a list answers."""
+    """marked: what was marked since it was asked for last; listed, version: what a list answers."""
 
     def __init__(self) -> None:
         self._marked: set[Key] = set()
-        self._version = 0
+        self.version = 0
         self.listed: dict[Key, dict[str, Any]] = {}
         mark = self._marked.add
         self.watch = ClusterWatch(self, namespaces=(), mark=mark, renew=mark, resync_s=60.0)  # type: ignore[arg-type]
@@ -43,13 +43,13 @@ class World:
         return marked
 
     def put(self, key: Key, *, generation: int = 1, status: Any = None, **spec: Any) -> None:
-        self._version += 1
+        self.version += 1
         usual = parse(QUICKSTART.read_text(), source="q").data["spec"] if key.kind == "RLJob" else {}
         meta = {"name": key.name, "namespace": key.namespace, "uid": key.name, "generation": generation}
         self.listed[key] = {
             "apiVersion": "asyncflow.dev/v1alpha1",
             "kind": key.kind,
-            "metadata": meta | {"resourceVersion": str(self._version)},
+            "metadata": meta | {"resourceVersion": str(self.version)},
             "spec": usual | NAMES[key] | spec,
             "status": status or {},
         }
@@ -57,7 +57,7 @@ class World:
 
     async def pages(self, kind: Kind, **_: Any) -> AsyncIterator[dict[str, Any]]:
         items = [raw for key, raw in self.listed.items() if key.kind == kind.name]
-        yield {"metadata": {"resourceVersion": str(self._version)}, "items": items}
+        yield {"metadata": {"resourceVersion": str(self.version)}, "items": items}
 
 
 @pytest.fixture
@@ -84,14 +84,20 @@ def test_a_phase_or_a_spec_concerns_all_that_refer_to_it(world: World) -> None:
     assert world.marked == {FIRST, SECOND, SHARED}
 
 
-async def test_a_server_that_has_gone_back_to_an_older_state_makes_the_operator_begin_anew(world: World) -> None:
-    backup = dict(world.listed)
+@pytest.mark.parametrize("kept", [True, False], ids=["an object is older", "the list is older than an object"])
+async def test_a_server_that_has_gone_back_to_an_older_state_makes_the_operator_begin_anew(
+    world: World, *, kept: bool
+) -> None:
+    backup, version = dict(world.listed), world.version
     resync = asyncio.create_task(world.watch.resync())
     async with asyncio.timeout(10):
         while "the first list of custom resources" in world.watch.missing():
             await asyncio.sleep(0)
         resync.cancel()
         world.put(FIRST, status={"phase": "Running"})
+        if not kept:
+            del backup[FIRST]
+            world.version = version
         world.listed = backup
         with pytest.raises(WatchEnded):
             await world.watch.resync()
