@@ -67,6 +67,12 @@ async def test_a_server_at_a_port_of_its_own_is_reached_from_its_own_pod_as_kube
             await session.get(f"http://{host}:{port}/healthz")
 
 
+async def test_the_url_has_an_ipv6_address_in_brackets() -> None:
+    server = HttpServer(role_routes(CollectorRegistry()))
+    assert (await server.start(advertise="fd00::7")).startswith("http://[fd00::7]:")
+    await server.close()
+
+
 class Slow:
     """A handler that answers when it may. begun: released by each request that has come to it."""
 

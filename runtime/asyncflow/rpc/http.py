@@ -201,7 +201,8 @@ class HttpServer:
             make_room=partial(self._make_room, server),
             refused=self._guard.count if self._guard is not None else lambda refused: log.debug("%s", refused),
         )
-        return f"{self._scheme}://{await addresses.dialled(host, advertise)}:{bound.getsockname()[1]}"
+        address = addresses.address_of(await addresses.dialled(host, advertise), bound.getsockname()[1])
+        return address.replace(addresses.SCHEME, f"{self._scheme}://")
 
     async def close(self) -> None:
         """Stop serving and end all connections, within a second."""
