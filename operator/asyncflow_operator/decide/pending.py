@@ -6,7 +6,7 @@ that is known.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,7 +15,16 @@ from asyncflow.plan.roles import Resources, Role
 from asyncflow_operator.decide.admission import admitted, waits_for
 from asyncflow_operator.decide.replicas import OVERDUE_S
 from asyncflow_operator.decide.times import Alarm
-from asyncflow_operator.observed import Denial, JobState, NodeFree, ObjectView, PodView, Ref
+from asyncflow_operator.observed import (
+    Denial,
+    JobState,
+    NodeFree,
+    ObjectView,
+    PodView,
+    Ref,
+    SyncState,
+    TransferQueueState,
+)
 
 ATTACH_S: Final = 60.0
 """Seconds after which a pod that has a node and mounts a claim is said to wait for its volume."""
@@ -51,31 +60,29 @@ def why_pending(roles: Sequence[Role], state: JobState) -> Obstacle | None:
     """
     if state.namespace_ending:
         return Obstacle("NamespaceTerminating", "The namespace is being deleted, so nothing can be made in it")
-    if missing := [denial for denial in state.denied if denial.missing]:
-        return why_denied(missing)
-    if not admitted(state) and (words := waits_for(state)):
+    is_refused = any(denial.missing for denial in state.denied)
+    if not is_refused and not admitted(state) and (words := waits_for(state)):
         return Obstacle("Gang", _short(words))
-    gang = state.job.spec.scheduling.gang if state.job is not None else "none"
-    why = why_waiting(roles, state.pods, state.objects, nodes=state.nodes, gang=gang)
-    return why or (why_denied(state.denied) if state.denied else None)
+    return why_waiting(roles, state, gang=state.job.spec.scheduling.gang if state.job is not None else "none")
 
 
 def why_waiting(
-    roles: Sequence[Role],
-    pods: Collection[PodView],
-    objects: Mapping[Ref, ObjectView],
-    *,
-    nodes: Sequence[NodeFree] | None,
-    gang: str = "none",
+    roles: Sequence[Role], state: JobState | TransferQueueState | SyncState, *, gang: str = "none"
 ) -> Obstacle | None:
-    """Return why the first pod of ``roles`` that cannot run does not, None where there is none."""
-    waiting = [pod for role in roles for pod in _of(role, pods) if _stands_still(pod)]
+    """Return what the API server refused to make, else why the first pod of ``roles`` that cannot run does not, else
+    what change it refused; None where there is none of these.
+    """
+    if missing := [denial for denial in state.denied if denial.missing]:
+        return why_denied(missing)
+    waiting = [pod for role in roles for pod in _of(role, state.pods) if _stands_still(pod)]
     if not waiting:
-        return None
-    claims = [each for ref, each in objects.items() if ref.kind == "PersistentVolumeClaim" and each.phase == "Pending"]
+        return why_denied(state.denied) if state.denied else None
+    claims = [
+        each for ref, each in state.objects.items() if ref.kind == "PersistentVolumeClaim" and each.phase == "Pending"
+    ]
     pod, *others = waiting
     role = next(role for role in roles if role.name == pod.role)
-    why = _of_pod(pod, role.resources, nodes, claims, gang)
+    why = _of_pod(pod, role.resources, state.nodes, claims, gang)
     more = f" ({len(others)} more {'pod waits' if len(others) == 1 else 'pods wait'})" if others else ""
     return Obstacle(why.reason, why.message + more)
 

@@ -181,8 +181,7 @@ def _report(
     lacks = lacking(setting.roles, ready)
     denied = why_denied(state.denied) if state.denied else None
     if lacks:
-        waits = why_waiting(setting.roles, state.pods, state.objects, nodes=state.nodes)
-        why = None if state.job is not None else waits or denied
+        why = why_waiting(setting.roles, state) if state.job is None else None
         only = f"Only {', '.join(lacks)} ready"
         conditions.set("Ready", False, why.reason if why else "Waiting", f"{only}. {why.message}" if why else only)
     else:

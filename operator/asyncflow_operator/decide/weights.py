@@ -20,7 +20,7 @@ from asyncflow_operator.actions import Plan
 from asyncflow_operator.decide.alone import make_alone
 from asyncflow_operator.decide.draft import Draft, refuse
 from asyncflow_operator.decide.failure import record_ends
-from asyncflow_operator.decide.pending import why_denied, why_waiting
+from asyncflow_operator.decide.pending import why_waiting
 from asyncflow_operator.decide.progress import ACTIVE, four_digits
 from asyncflow_operator.decide.replicas import ReplicaMoves, followed, plan_replicas
 from asyncflow_operator.decide.secrets import DesiredSecrets
@@ -120,15 +120,13 @@ def _publish(draft: Draft[WeightsStatus], state: SyncState, role: Role, desired:
         denied=state.denied,
         desired=desired,
     )
-    seen = state.probe.status
-    if state.denied:
-        why = why_denied(state.denied)
+    seen, why = state.probe.status, why_waiting((role,), state)
+    if state.denied and why is not None:
         draft.conditions.set("Ready", False, why.reason, why.message)
     elif seen is None or seen.versions.bytes is None:
         waits_for = f"The publisher waits for {seen.waiting_for}" if seen is not None and seen.waiting_for else ""
-        obstacle = why_waiting((role,), state.pods, state.objects, nodes=state.nodes)
-        words = obstacle.message if obstacle else waits_for or "The publisher has not published yet"
-        draft.conditions.set("Ready", False, obstacle.reason if obstacle else "NoVersion", words)
+        words = why.message if why else waits_for or "The publisher has not published yet"
+        draft.conditions.set("Ready", False, why.reason if why else "NoVersion", words)
         draft.fields |= {"followers": 0, "behind": 0, "serving": (), "lag": (), "laggards": ()}
     else:
         _report(draft, seen, seen.versions, allowed=0, followed=True)

@@ -85,6 +85,9 @@ def test_until_it_has_published_it_says_what_it_waits_for():
     pulls = condition(decide(state(pending("publisher", waiting="ImagePullBackOff"))), "Ready")
     assert pulls[:2] == ("False", "ImagePull")
     assert "demo-publisher-0 cannot have its image" in pulls[2]
+    change = (Denial(ref=Ref("ConfigMap", "demo"), why="no", missing=False),)
+    both = state(pending("publisher", waiting="ImagePullBackOff"), denied=change)
+    assert condition(decide(both), "Ready")[:2] == ("False", "ImagePull"), "as WhyPending of a job"
 
 
 def test_one_that_ends_is_made_again_as_a_newer_attempt_after_its_backoff():

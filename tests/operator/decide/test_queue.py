@@ -80,6 +80,10 @@ def test_alone_it_says_why_a_process_does_not_run():
     nodes = (NodeFree(name="n", free={"cpu": 0.5}),)
     small = decide(alone(replace(pod, unschedulable="Insufficient cpu"), nodes=nodes))
     assert condition(small, "Ready") == ("False", "Unschedulable")
+    quota = (Denial(Ref("Pod", "demo-storage-0"), "exceeded quota", missing=True),)
+    assert condition(decide(alone(pod, denied=quota)), "Ready") == ("False", "Denied"), "as WhyPending of a job"
+    change = (replace(quota[0], missing=False),)
+    assert condition(decide(alone(pod, denied=change)), "Ready") == ("False", "Unschedulable")
 
 
 def test_once_it_was_ready_a_unit_does_not_wait_for_the_controller():
