@@ -21,6 +21,7 @@ import logging
 import multiprocessing
 import os
 import threading
+import time
 import uuid
 from collections.abc import AsyncGenerator, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, closing
@@ -80,7 +81,7 @@ class Consumer:
         self._holder = holder
         self._kept: dict[str, list[LeasedRow]] = {}
         self._renewing: asyncio.Task[None] | None = None
-        self._shortest = 0.0
+        self._due = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         if get_worker_info() is not None:
             self.run(_end_with_parent())
@@ -96,11 +97,11 @@ class Consumer:
     async def keep(self, rows: list[LeasedRow]) -> None:
         """Keep the lease of ``rows`` in force from now on."""
         self._kept[rows[0].lease] = rows
-        renewing = self._renewing
-        if renewing is None or renewing.done() or rows[0].until < self._shortest:
+        renewing, due = self._renewing, time.monotonic() + rows[0].until / 3
+        if renewing is None or renewing.done() or due < self._due:
             if renewing is not None:
                 renewing.cancel()  # it sleeps for too long
-            self._renewing = self._begin(self._renew())
+            self._due, self._renewing = due, self._begin(self._renew())
 
     async def complete(self, rows: list[LeasedRow], outputs: dict[str, Jagged]) -> list[bool]:
         """Complete ``rows`` of one lease; False where it had ended, so that somebody else has the row."""
@@ -168,11 +169,12 @@ class Consumer:
 
     async def _renew(self) -> None:
         while self._kept:
-            self._shortest = min(rows[0].until for rows in self._kept.values())
-            await asyncio.sleep(self._shortest / 3)
+            await asyncio.sleep(self._due - time.monotonic())
             asked = list(self._kept)
+            third = min((rows[0].until / 3 for rows in self._kept.values()), default=CALL_S)
+            self._due = time.monotonic() + third
             try:
-                in_force = set(await self.client.renew(asked, timeout=CALL_S))
+                in_force = set(await self.client.renew(asked, timeout=third))
             except AsyncFlowError as error:
                 log.warning("%d leases could not be renewed: %s", len(asked), error)
                 continue
