@@ -45,6 +45,12 @@ def test_members_are_those_of_its_sessions_and_those_with_its_mark(sleeper, tmp_
     assert [folder.exists() for folder in made] == [False, True, True]
 
 
+def test_a_full_disk_on_which_no_folder_can_be_temporary_does_not_stop_a_sweep(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
+    assert reaper.sweep(mark=uuid.uuid4().hex, sessions=()) == []
+
+
 def test_a_process_whose_parent_is_already_gone_ends_itself():
     code = "from asyncflow.process import die_with_parent; die_with_parent(); print('went on')"
     env = {**os.environ, PARENT: "1"}

@@ -10,6 +10,7 @@ pins the process, has been opened. Standard library only: the reaper process sta
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import select
@@ -87,8 +88,9 @@ def sweep(*, mark: str | None, sessions: Collection[int], within_s: float = _PAT
             os.close(pidfd)
         if time.monotonic() >= deadline:
             return members(mark=mark, sessions=sessions)
-    for folder in glob.glob(f"{glob.escape(tempfile.gettempdir())}/asyncflow-scratch-{mark}-*") if mark else ():
-        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):  # no folder for temporary files, as all disks are full
+        for folder in glob.glob(f"{glob.escape(tempfile.gettempdir())}/asyncflow-scratch-{mark}-*") if mark else ():
+            shutil.rmtree(folder, ignore_errors=True)
     return []
 
 
