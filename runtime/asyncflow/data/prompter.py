@@ -83,7 +83,7 @@ class Prompter:
         else:
             ids = self._tokenizer.encode(self.form.text(prompt), add_special_tokens=True)
         if not ids:
-            hint = "Take it out, or give a template: a model is asked with a token at least"
+            hint = "Take it out, or give a template: a prompt has one token at least"
             raise ManifestError(f"the prompt {prompt.question[:_QUOTED]!r} has no tokens", where="data", hint=hint)
         return ids
 
