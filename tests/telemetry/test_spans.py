@@ -239,9 +239,20 @@ def test_a_process_that_was_killed_leaves_what_it_did(tmp_path):
     }
 
 
-def life(folder: Path, role: str, attempt: int, begin: float, end: float, *, index: int = 0, closes: bool = True):
+def life(
+    folder: Path,
+    role: str,
+    attempt: int,
+    begin: float,
+    end: float,
+    *,
+    index: int = 0,
+    closes: bool = True,
+    waits: str = "",
+):
+    """Record a life; waits: why it was idle in its last second."""
     ticks = Ticks()
-    ticks.now = end
+    ticks.now = end - 1 if waits else end
     spans = Spans(
         folder / "spans" / f"{role}-{index}-{attempt}.spans",
         role=role,
@@ -250,7 +261,8 @@ def life(folder: Path, role: str, attempt: int, begin: float, end: float, *, ind
         began=begin,
         now=ticks,
     )
-    spans.enter("generate")
+    spans.enter("idle" if waits else "generate", waits=waits)
+    ticks.now = end
     (spans.close if closes else spans.pulse)()
 
 
@@ -285,13 +297,7 @@ def test_a_time_in_which_nothing_of_the_job_was_there_is_nobodys(tmp_path):
 @pytest.mark.parametrize("waits", ["end", "lost"])
 def test_the_time_until_a_rollout_that_left_comes_again_is_nobodys_and_that_of_one_that_failed_is_lost(tmp_path, waits):
     life(tmp_path, "driver", 0, 100, 300)
-    ticks = Ticks()
-    ticks.now = 150
-    path = tmp_path / "spans" / "rollout-0-0.spans"
-    spans = Spans(path, role="rollout", index=0, attempt=0, began=100, now=ticks)
-    spans.enter("idle", waits=waits)
-    ticks.now = 151
-    spans.close()
+    life(tmp_path, "rollout", 0, 100, 151, waits=waits)
     life(tmp_path, "rollout", 1, 200, 290)
     timeline = read_timeline(tmp_path)
     main = [span for track in timeline.tracks if track.name == "rollout-0" for span in track.main]
@@ -299,6 +305,21 @@ def test_the_time_until_a_rollout_that_left_comes_again_is_nobodys_and_that_of_o
     assert gap == ([] if waits == "end" else [("lost", 151, 200)])
     marks = {(mark.at, mark.what) for mark in timeline.marks if mark.of == "rollout-0"}
     assert marks == ({(151, "left"), (200, "joined")} if waits == "end" else {(200, "started again")}) | {(290, "left")}
+
+
+def test_a_rollout_that_left_with_its_job_starts_with_it_and_one_that_comes_later_joins(tmp_path):
+    life(tmp_path, "driver", 0, 100, 200)
+    life(tmp_path, "driver", 1, 1000, 1100)
+    for index, again in enumerate((1040, 1070)):
+        life(tmp_path, "rollout", 0, 100, 190, index=index, waits="end")
+        life(tmp_path, "rollout", 1, again, 1100, index=index)
+    absent = {
+        (track.name, span.waits, span.begin, span.end)
+        for track in read_timeline(tmp_path).tracks
+        for span in track.main
+        if span.waits in ("start", "lost") and track.role == "rollout"
+    }
+    assert absent == {("rollout-0", "start", 1000, 1040)}
 
 
 def test_a_folder_without_spans_is_refused(tmp_path):

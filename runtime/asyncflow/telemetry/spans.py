@@ -258,28 +258,33 @@ def _tracks_of(lives: Sequence[Recording], *, began: float, ended: float, seen: 
     by_name: defaultdict[str, list[Recording]] = defaultdict(list)
     for life in sorted(lives, key=lambda life: (life.track.role, life.track.index, life.track.begin)):
         by_name[life.track.name].append(life)
-    firsts: dict[str, float] = {}
-    for own in by_name.values():
-        role, begin = own[0].track.role, own[0].track.begin
-        firsts[role] = min(begin, firsts.get(role, begin))
+    firsts: dict[tuple[str, float], float] = {}
+    for life in lives:
+        key = life.track.role, _up_since(there, life.track)
+        firsts[key] = min(life.track.begin, firsts.get(key, life.track.begin))
     tracks: list[Track] = []
     for own in by_name.values():
-        late = own[0].track.begin > firsts[own[0].track.role] + _TOGETHER_S
-        before = own[0].track.begin if late or own[0].wrapped else min(began, own[0].track.begin)
+        before, unasked = own[0].track.begin if own[0].wrapped else min(began, own[0].track.begin), True
         for life, after in zip(own, [*own[1:], None], strict=True):
             track, main = life.track, list(life.track.main)
-            left = _left(track)
             killed = not life.ended and (after is not None or seen - life.seen > _SILENT_S)
-            back = max((begin for begin, _ in there if begin <= track.begin), default=track.begin)
-            if max(back, before) < track.begin:
+            back = _up_since(there, track)
+            late = unasked and track.begin > firsts[track.role, back] + _TOGETHER_S
+            if not late and max(back, before) < track.begin:
                 main.insert(0, Span(kind="idle", waits="start", begin=max(back, before), end=track.begin))
             until = after.track.begin if after is not None else ended if killed else track.end
             gone = min(next(end for begin, end in there if begin <= track.end <= end), until)
-            if track.end < gone and not left:
+            unasked = _left(track)
+            if track.end < gone and not unasked:
                 main.append(Span(kind="idle", waits="lost", begin=track.end, end=gone))
-            before = until if left else max(gone, track.end)
+            before = max(gone, track.end)
             tracks.append(msgspec.structs.replace(track, main=main, killed=killed))
     return tracks
+
+
+def _up_since(there: Sequence[tuple[float, float]], track: Track) -> float:
+    """Return since when anything of the job was there, up to the begin of a track."""
+    return max((begin for begin, _ in there if begin <= track.begin), default=track.begin)
 
 
 def _left(track: Track) -> bool:
