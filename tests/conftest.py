@@ -30,7 +30,7 @@ BINARIES = {
     "scraped": ("promtool",),
 }
 """By fixture: what must be built for it."""
-LONGEST = ("system", "processes")
+LONGEST = ("system", "processes", "weights")
 """Folders whose tests begin next, so that at the end no worker waits for one of them."""
 
 settings.register_profile("asyncflow", deadline=None, derandomize=True)
