@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 
 from asyncflow.errors import AsyncFlowError, DeadlineExceeded, ManifestError, PeerLost
-from asyncflow.flow.instance import Instance
 from asyncflow.identity import Version
 from asyncflow.queue.protocol.messages import LeasedRow, RowMeta
 from asyncflow.rollout.engines.base import NOTHING, Completion
 from asyncflow.rollout.engines.simulated import SimulatedEngine
 from asyncflow.rollout.job import RESPONSE, Job, RolloutSettings, worth_saving
-from asyncflow.rollout.leases import InFlightTable
 from asyncflow.rollout.worker import RolloutMeter
 from asyncflow.telemetry.metrics import RolloutMetrics
 from asyncflow.weights.probe import WeightProbe, probe_ids
@@ -433,43 +431,6 @@ async def test_rows_that_are_being_given_back_when_an_instance_leaves_are_given_
     goes_on.set()
     await rollout.running
     assert (await world.queue.stats(timeout=10)).leased.get("train/rollout", 0) == 0
-
-
-async def test_a_lease_is_renewed_in_time_after_one_renewal_that_took_all_its_time(monkeypatch):
-    """Time passes in sleeps and calls alone."""
-    now, renewed, sleep = 0.0, asyncio.Event(), asyncio.sleep
-
-    async def pass_by(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-        await sleep(0)
-
-    class Slow:
-        calls = 0
-
-        async def renew(self, leases, *, timeout):
-            self.calls += 1
-            if self.calls == 1:
-                await pass_by(timeout)
-                raise DeadlineExceeded("the controller does not answer")
-            renewed.set()
-            await asyncio.Event().wait()
-
-    settings = RolloutSettings(temperature=1.0, max_tokens=8, stop_ids=(1,), seed=7)
-    table = InFlightTable(
-        queue=Slow(),
-        instance=Instance(swap_at="quota", slots=4),
-        settings=settings,
-        changed=lambda: None,
-        holding=lambda _: None,
-        spawn=asyncio.create_task,
-    )
-    table._jobs.add(leased(purpose="train", there=()))
-    monkeypatch.setattr(asyncio, "sleep", pass_by)
-    renewing = asyncio.create_task(table.renew())
-    await renewed.wait()
-    renewing.cancel()
-    assert now < settings.lease_s * 0.9
 
 
 async def test_rows_taken_over_by_another_are_dropped_without_a_word(world):

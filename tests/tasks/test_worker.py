@@ -15,7 +15,6 @@ import pytest
 from asyncflow.api.load import load_job
 from asyncflow.api.names import EVAL, TRAIN
 from asyncflow.driver.tasks import tasks_of
-from asyncflow.errors import DeadlineExceeded
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.controller.controller import Controller
 from asyncflow.queue.protocol.calls import Claimed
@@ -260,35 +259,3 @@ async def test_rewards_are_written_in_both_partitions_with_the_tags_that_decide(
     assert sorted(judged) == [(partition, sample) for partition in (EVAL, TRAIN) for sample in range(4)]
     assert (worker.status()["done"], worker.status()["failed"]) == (6, {"raised": 2})
     assert worker.status()["first_failure"] == "raised: KeyError"
-
-
-async def test_a_lease_is_renewed_in_time_after_one_renewal_that_took_all_its_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Time passes in sleeps and calls alone."""
-    now, renewed, sleep = 0.0, asyncio.Event(), asyncio.sleep
-
-    async def pass_by(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-        await sleep(0)
-
-    class Slow:
-        calls = 0
-
-        async def renew(self, leases: list[str], *, timeout: float) -> list[str]:
-            self.calls += 1
-            if self.calls == 1:
-                await pass_by(timeout)
-                raise DeadlineExceeded("the controller does not answer")
-            renewed.set()
-            await asyncio.Event().wait()
-            return leases
-
-    worker = TaskWorker(queue=Slow(), settings=SETTINGS, compute=None, metrics=TaskMetrics())  # type: ignore[arg-type]
-    worker._held["l"] = 1
-    monkeypatch.setattr(asyncio, "sleep", pass_by)
-    renewing = asyncio.create_task(worker._renew())
-    await renewed.wait()
-    renewing.cancel()
-    assert now < SETTINGS.lease_s * 0.9

@@ -28,6 +28,7 @@ from asyncflow.flow.claims import ENDED_S, PARKED_S, claims_more, rows_at_once
 from asyncflow.flow.instance import Ask, Instance, Purpose
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow
+from asyncflow.renewal import keep_renewing
 from asyncflow.rollout.engines.base import Completion, SequenceName
 from asyncflow.rollout.job import (
     INPUTS,
@@ -243,25 +244,19 @@ class InFlightTable:
             return await self._queue.fetch([job.row for job in jobs], names, timeout=self._settings.fetch_s)
 
     async def renew(self) -> None:
-        """Renew the leases of all that is here, for ever."""
-        outage, third = Outage("renewing leases"), self._settings.lease_s / 3
-        pause = third
-        while True:
-            await asyncio.sleep(pause)
-            pause = third
-            asked = {job.row.lease for job in self._jobs}
-            if not asked:
-                continue
-            try:
-                valid = set(await self._queue.renew(sorted(asked), timeout=third))
-            except AsyncFlowError as error:
-                await outage.wait(error)
-                pause = 0.0
-                continue
-            outage.end()
-            for job in [job for job in self._jobs if job.row.lease in asked - valid]:
+        """Renew the leases of all that is here, for ever; what has gone to another is forgotten."""
+
+        def ended(leases: set[str]) -> None:
+            for job in [job for job in self._jobs if job.row.lease in leases]:
                 self.lost += 1
                 self.forget(job)
+
+        await keep_renewing(
+            self._queue,
+            held=lambda: {job.row.lease for job in self._jobs},
+            ended=ended,
+            lease_s=self._settings.lease_s,
+        )
 
     def there(self) -> dict[Job, Completion]:
         """Return what there is of each response that is not delivered, as far as others can go on behind it."""

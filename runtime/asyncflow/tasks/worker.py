@@ -25,6 +25,7 @@ from asyncflow.errors import AsyncFlowError, Refused, StaleHandle
 from asyncflow.flow.claims import ENDED_S
 from asyncflow.queue.client import QueueClient
 from asyncflow.queue.protocol.messages import LeasedRow, Tag
+from asyncflow.renewal import keep_renewing
 from asyncflow.rpc.columns import Jagged
 from asyncflow.rpc.membership import Status
 from asyncflow.rpc.retry import Outage
@@ -306,23 +307,12 @@ class TaskWorker:
 
     async def _renew(self) -> None:
         """Renew the leases of all that is here, for ever; what has gone to another is forgotten."""
-        outage, third = Outage("renewing leases"), self._settings.lease_s / 3
-        pause = third
-        while True:
-            await asyncio.sleep(pause)
-            pause = third
-            asked = set(self._held)
-            if not asked:
-                continue
-            try:
-                valid = set(await self._queue.renew(sorted(asked), timeout=third))
-            except AsyncFlowError as error:
-                await outage.wait(error)
-                pause = 0.0
-                continue
-            outage.end()
-            for lease in asked - valid:
+
+        def ended(leases: set[str]) -> None:
+            for lease in leases:
                 self._held.pop(lease, None)
+
+        await keep_renewing(self._queue, held=lambda: set(self._held), ended=ended, lease_s=self._settings.lease_s)
 
 
 def _failure(result: Outcome) -> str:

@@ -1,0 +1,40 @@
+"""Leases that are renewed while time passes in sleeps and calls alone."""
+
+import asyncio
+
+import pytest
+
+from asyncflow.errors import DeadlineExceeded
+from asyncflow.renewal import keep_renewing
+
+LEASE_S = 30.0
+
+
+async def test_a_lease_is_renewed_in_time_after_one_renewal_that_took_all_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, renewed, sleep = 0.0, asyncio.Event(), asyncio.sleep
+
+    async def pass_by(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        await sleep(0)
+
+    class Slow:
+        calls = 0
+
+        async def renew(self, leases: list[str], *, timeout: float) -> list[str]:
+            self.calls += 1
+            if self.calls == 1:
+                await pass_by(timeout)
+                raise DeadlineExceeded("the controller does not answer")
+            renewed.set()
+            await asyncio.Event().wait()
+            return leases
+
+    monkeypatch.setattr(asyncio, "sleep", pass_by)
+    renewing = keep_renewing(Slow(), held=lambda: {"l"}, ended=lambda _: None, lease_s=LEASE_S)  # type: ignore[arg-type]
+    task = asyncio.create_task(renewing)
+    await renewed.wait()
+    task.cancel()
+    assert now < LEASE_S * 0.9
