@@ -166,6 +166,15 @@ def test_sequences_longer_than_the_models_positions_are_refused(manifest, capsys
     assert "has 512 positions" in refused(capsys, manifest, "sampling.maxTokens=500", *TORCH)
 
 
+def test_every_wrong_sink_is_named_by_its_number(manifest, capsys):
+    sinks = "[{kind: lines}, {kind: tensorboard, options: {a: 1}}, {kind: mlflow, options: {b: 2}}]"
+    said = refused(capsys, manifest, f"telemetry.sinks={sinks}")
+    assert "3 problems" in said
+    assert "'lines'" in said
+    assert "spec.telemetry.sinks[1].options: unknown option a" in said
+    assert "spec.telemetry.sinks[2].options: unknown option b" in said
+
+
 def test_the_options_of_both_plugins_are_checked_at_once(manifest, capsys):
     said = refused(capsys, manifest, "rollout.engine.options={quick: 1}", "trainer.backend.options={slow: 1}")
     assert "2 problems" in said

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from sinks_world import EXAMPLE, RunFolder, again, evaluation, job_with, step, third_party, wandb_records
 
 from asyncflow.api.load import load_job
+from asyncflow.commands.sinks import sinks as feed_sinks
 from asyncflow.errors import AsyncFlowError, ManifestError
-from asyncflow.telemetry.sinks.base import MetricSink, SinkRun, check_sinks
+from asyncflow.telemetry.sinks.base import MetricSink, SinkRun, check_sink
 from asyncflow.telemetry.sinks.feed import SinkFeed, feed
 from asyncflow.telemetry.sinks.names import FIELD, evaluation_values, step_values
 from asyncflow.telemetry.sinks.wandb import _id_of
@@ -166,9 +167,18 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path, monk
         ({"kind": "mlflow", "options": {"tracking_uri": "https://me:secret@host"}}, "tracking_uri has a password"),
     ):
         with pytest.raises(ManifestError, match=said) as refused:
-            check_sinks(job_with([sink]).spec.telemetry.sinks)
+            check_sink(*job_with([sink]).spec.telemetry.sinks, number=0)
         assert "me:secret" not in str(refused.value)
-    check_sinks(job_with([{"kind": "lines"}, {"kind": "tensorboard"}]).spec.telemetry.sinks)
+    for number, spec in enumerate(job_with([{"kind": "lines"}, {"kind": "tensorboard"}]).spec.telemetry.sinks):
+        check_sink(spec, number=number)
+
+
+def test_a_sink_that_is_fed_alone_is_named_by_its_number_in_the_job(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    made = job_with([{"kind": "lines"}, {"kind": "tensorboard", "options": {"colour": "red"}}])
+    job.write_text(made.model_dump_json(by_alias=True, exclude_none=True))
+    with pytest.raises(ManifestError, match=r"spec.telemetry.sinks\[1\].options: unknown option colour"):
+        feed_sinks(tmp_path, kind="tensorboard", job=job, follow=False)
 
 
 def test_a_sink_is_told_nothing_that_may_be_secret(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ from asyncflow.rollout.engines.base import OPTIONS as ENGINE_OPTIONS
 from asyncflow.rollout.engines.base import RolloutEngine
 from asyncflow.rollout.engines.vllm.program import VllmOptions
 from asyncflow.tasks.loading import check_function
-from asyncflow.telemetry.sinks.base import check_sinks
+from asyncflow.telemetry.sinks.base import check_sink
 from asyncflow.training.backend import OPTIONS as BACKEND_OPTIONS
 from asyncflow.training.backend import TrainerBackend
 from asyncflow.training.settings import TorchOptions
@@ -242,8 +242,9 @@ def preflight(job: RLJob, folder: Path, *, source: str, elsewhere: bool = False)
         _check_store(spec, findings, elsewhere=elsewhere)
     with findings.gather():
         _check_transport(spec, findings, elsewhere=elsewhere)
-    with findings.gather():
-        check_sinks(spec.telemetry.sinks)
+    for number, sink in enumerate(spec.telemetry.sinks):
+        with findings.gather():
+            check_sink(sink, number=number)
     with findings.gather():
         check_format(spec.storage.samples.format)
     with findings.gather():

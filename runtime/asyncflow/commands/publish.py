@@ -40,7 +40,10 @@ def publish(source: Path | TextIO, overrides: Sequence[str], *, output: Path | N
         model = str((source.absolute().parent if isinstance(source, Path) else Path.cwd()) / model)
         anchored = sync.spec.source.model_copy(update={"model": model})
         sync = sync.model_copy(update={"spec": sync.spec.model_copy(update={"source": anchored})})
-    find_transport(sync.spec.transport).check()
+    try:
+        find_transport(sync.spec.transport).check()
+    except ManifestError as error:
+        raise ManifestError(error.what, where="spec.transport", hint=error.hint) from error
     if not (watched or model.startswith("pvc://")):
         with TemporaryDirectory() as scratch:
             materialize_config(model, Path(scratch))

@@ -9,7 +9,7 @@ import click
 from asyncflow.api.load import load_job
 from asyncflow.errors import AsyncFlowError, ManifestError
 from asyncflow.local.folder import JOB, check_run
-from asyncflow.telemetry.sinks.base import check_sinks
+from asyncflow.telemetry.sinks.base import check_sink
 from asyncflow.telemetry.sinks.feed import feed
 
 
@@ -21,12 +21,14 @@ def sinks(run: Path, *, kind: str | None, job: Path | None, follow: bool) -> Non
     if job is None:
         check_run(run)
     manifest = load_job(job or run / JOB)
-    chosen = [sink for sink in manifest.spec.telemetry.sinks if kind in (None, sink.kind)]
+    every = enumerate(manifest.spec.telemetry.sinks)
+    chosen = {number: sink for number, sink in every if kind in (None, sink.kind)}
     if not chosen:
         what = "the job has no sinks" if kind is None else f"the job has no sink {kind}"
         raise ManifestError(what, where=str(job or run / JOB), hint="Name some in spec.telemetry.sinks")
-    check_sinks(chosen)
-    for sink in chosen:
+    for number, sink in chosen.items():
+        check_sink(sink, number=number)
+    for sink in chosen.values():
         try:
             written = feed(manifest, kind=sink.kind, folder=run, follow=follow)
         except AsyncFlowError:

@@ -10,7 +10,7 @@ environment variable, no option that the manifest has for anything else.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,15 +94,17 @@ def sink_class(kind: str) -> type[MetricSink]:
     return loaded
 
 
-def check_sinks(sinks: Iterable[SinkSpec]) -> None:
-    """Refuse a sink whose package is not installed, or whose options are wrong. Raises ManifestError."""
-    for number, spec in enumerate(sinks):
-        where = f"{WHERE}[{number}]"
-        sink = sink_class(spec.kind)
-        if absent := [name for name in sink.needs if find_spec(name) is None]:
-            hint = f"pip install '{sink.needs[absent[0]]}'"
-            raise ManifestError(f"not installed: {', '.join(absent)}", where=where, hint=hint)
-        sink.check(read_options(spec.options, sink.Options, where=f"{where}.options"))
+def check_sink(spec: SinkSpec, *, number: int) -> None:
+    """Refuse a sink whose package is not installed, or whose options are wrong. Raises ManifestError.
+
+    number: its place among the sinks of its job, from 0.
+    """
+    where = f"{WHERE}[{number}]"
+    sink = sink_class(spec.kind)
+    if absent := [name for name in sink.needs if find_spec(name) is None]:
+        hint = f"pip install '{sink.needs[absent[0]]}'"
+        raise ManifestError(f"not installed: {', '.join(absent)}", where=where, hint=hint)
+    sink.check(read_options(spec.options, sink.Options, where=f"{where}.options"))
 
 
 def check_address(address: str, *, option: str) -> None:
