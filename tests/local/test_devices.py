@@ -24,7 +24,7 @@ def role(name: RoleName, replicas: int = 1, *, count: int = 1, share: float = 1.
         replicas=replicas,
         core=replicas,
         most=replicas,
-        gang=name == "trainer",
+        gang=name in ("trainer", "critic"),
         resources=Resources(cpu=1, profile=profile, accelerators=count, share=share),
         readiness=Readiness(path="/readyz", port="http", within_s=1),
         restart=RestartPolicy(max_restarts=0, window_s=1, backoff_s=1),
@@ -60,6 +60,17 @@ def test_ranks_of_a_gang_never_share_one() -> None:
         ManifestError, match=r"too few for trainer 2 x 0.5 of one, .*; ranks of a trainer never share one"
     ):
         handed(*both, devices=1)
+    two = handed(role("trainer", 2, share=0.5), role("critic", 2, share=0.5), devices=2)
+    assert two == {"trainer-0": "0", "trainer-1": "1", "critic-0": "0", "critic-1": "1"}
+
+
+def test_devices_are_shared_to_the_last_part() -> None:
+    thirds = role("trainer", share=0.4), role("rollout", 2, share=0.3)
+    assert handed(*thirds, devices=1) == dict.fromkeys(("trainer-0", "rollout-0", "rollout-1"), "0")
+    with pytest.raises(ManifestError) as refused:
+        handed(role("rollout", 2, share=0.6), devices=1)
+    assert "this machine has 1 NVIDIA device, too few for rollout 2 x 0.6 of one" in str(refused.value)
+    assert "ranks of a trainer" not in str(refused.value)
 
 
 def job(trainer: dict[str, Any], rollout: dict[str, Any], **more: Any) -> RLJob:
@@ -94,19 +105,21 @@ def test_auto_is_what_the_machine_has() -> None:
 def test_auto_stands_for_devices_of_tasks_too() -> None:
     base = job({"profile": "cpu"}, {}).model_dump(mode="json", by_alias=True, exclude_none=True)
     task = {"name": "a", "function": "m:f", "reads": ["reward"], "writes": [{"name": "x"}], "accelerator": AUTO}
-    base["spec"] |= {"tasks": [task], "reference": {"accelerator": AUTO}}
+    base["spec"] |= {"tasks": [task], "reference": {"accelerator": AUTO}, "critic": {"role": {"accelerator": AUTO}}}
     base["spec"]["reward"]["role"] = {"accelerator": AUTO}
-    base["spec"]["algorithm"]["kl"] = {"coefficient": 0.1}
+    base["spec"]["algorithm"] |= {"name": "ppo", "kl": {"coefficient": 0.1}}
     given, notes = resolve(
         RLJob.model_validate(base), find=lambda facts: ["0"] if facts.visible == "CUDA_VISIBLE_DEVICES" else []
     )
-    assert given.spec.reference is not None
-    assert given.spec.reward.role is not None
-    for asking in (given.spec.reference, given.spec.reward.role, given.spec.tasks[0]):
+    critic = given.spec.critic
+    assert critic is not None
+    for asking in (given.spec.reference, critic.role, given.spec.reward.role, given.spec.tasks[0]):
+        assert asking is not None
         chosen = asking.accelerator
         assert (chosen.profile, chosen.count) == ("nvidia", 1)
     assert [note.partition(":")[0] for note in notes] == [
         "spec.reference.accelerator",
+        "spec.critic.role.accelerator",
         "spec.reward.role.accelerator",
         "spec.tasks.0.accelerator",
     ]
@@ -141,6 +154,10 @@ def test_too_few_are_refused_with_what_all_roles_ask_for() -> None:
         handed(role("trainer", 2, count=2), role("rollout", count=1), devices=4)
     assert refused.value.where == "spec.rollout.accelerator"
     assert "this machine has 4 NVIDIA devices, too few for trainer 2 x 2, rollout 1 x 1" in str(refused.value)
+    for name, section in (("task-mine", "spec.tasks[mine]"), ("critic", "spec.critic.role")):
+        with pytest.raises(ManifestError) as refused:
+            handed(role(name), devices=0)
+        assert refused.value.where == f"{section}.accelerator"
 
 
 def test_vendors_do_not_mix_and_profiles_of_one_vendor_do() -> None:

@@ -1,4 +1,6 @@
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from asyncflow.api.job import RLJob
@@ -7,8 +9,9 @@ from asyncflow.identity import ProcessIdentity
 from asyncflow.local.folder import RunFolder
 from asyncflow.local.issuer import Issuer
 from asyncflow.local.lifecycle import LocalReplica
-from asyncflow.local.placement import Places, launcher, replicas_of
+from asyncflow.local.placement import Places, launcher, modules_of, replicas_of
 from asyncflow.plan.job import plan
+from asyncflow.plan.roles import Role
 from asyncflow.rpc.tls import Credentials
 
 JOB = RLJob.model_validate(
@@ -28,11 +31,11 @@ ROLES = plan(JOB).roles
 PORTS = dict(zip(replicas_of(ROLES), range(16000, 16005), strict=True))
 
 
-def places() -> Places:
-    return Places(ROLES, ports=PORTS, another_port=iter(range(17000, 17009)).__next__)
+def places(roles: Sequence[Role] = ROLES) -> Places:
+    return Places(roles, ports=PORTS, another_port=iter(range(17000, 17009)).__next__)
 
 
-def test_every_seat_gets_the_command_line_of_the_plan(tmp_path):
+def test_every_replica_gets_the_command_line_of_the_plan(tmp_path):
     folder = RunFolder(tmp_path, lock=-1)
     launch = launcher(ROLES, folder=folder, issuer=Issuer(folder.tls), driver="tcp://127.0.0.1:15001", places=places())
     trainer = launch(LocalReplica("trainer", 0), 4)
@@ -44,7 +47,7 @@ def test_every_seat_gets_the_command_line_of_the_plan(tmp_path):
     assert Credentials(Path(trainer.env[TLS_ENV])).process == ProcessIdentity(job, "trainer", 0)
 
 
-def test_every_seat_serves_at_a_port_of_its_own_that_stays(tmp_path):
+def test_every_replica_serves_at_a_port_of_its_own_that_stays(tmp_path):
     launch = launcher(
         ROLES,
         folder=RunFolder(tmp_path, lock=-1),
@@ -75,3 +78,11 @@ def test_a_replica_that_joins_is_given_a_port_and_keeps_it(tmp_path):
             given.give(LocalReplica("rollout", index))
     served = [launch(LocalReplica("rollout", index), 0).http for index in range(3)]
     assert served == ["http://127.0.0.1:16004", "http://127.0.0.1:17000", "http://127.0.0.1:17001"]
+
+
+def test_only_a_role_whose_libraries_read_no_variable_of_the_users_may_be_forked(tmp_path):
+    folder, address = RunFolder(tmp_path, lock=-1), "tcp://127.0.0.1:15001"
+    roles = [replace(each, env={**each.env, "MINE": "1"}) if each.name == "rollout" else each for each in ROLES]
+    launch = launcher(roles, folder=folder, issuer=Issuer(folder.tls), driver=address, places=places(roles))
+    forked = {each.name: launch(LocalReplica(each.name, 0), 0).imports for each in roles}
+    assert forked == {each.name: None if each.name == "rollout" else modules_of(each) for each in roles}
