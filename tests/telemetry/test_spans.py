@@ -14,7 +14,7 @@ from track_flaws import flaw_of
 
 from asyncflow import clock
 from asyncflow.errors import ManifestError
-from asyncflow.telemetry.span_file import read_recording
+from asyncflow.telemetry.span_file import Recording, read_recording
 from asyncflow.telemetry.spans import NO_SPANS, Spans, read_timeline
 from asyncflow.timeline.tracks import KINDS, WAITS
 
@@ -96,17 +96,27 @@ def test_a_torn_file_costs_what_was_torn_and_no_more(tmp_path_factory, entries, 
 
 
 def test_one_state_of_two_is_always_whole(tmp_path):
-    path = tmp_path / "a.spans"
-    spans = played(path, [("generate", "", 1, 2.0), ("idle", "claim", 2, 1.0)])
-    spans.pulse()
-    for at in (2048, 3072):
-        data = bytearray(path.read_bytes())
-        data[at + 100] ^= 1
-        torn = tmp_path / f"torn-{at}.spans"
-        torn.write_bytes(data)
-        read = read_recording(torn)
-        assert read is not None
-        assert (read.track.main[0].kind, read.track.main[0].seconds) == ("generate", 2.0)
+    path, ticks = tmp_path / "a.spans", Ticks()
+    spans, told = played(path, [("generate", "", 1, 2.0), ("idle", "claim", 2, 1.0)], ticks=ticks), []
+    for _ in range(2):
+        ticks.now += 1
+        spans.pulse()
+        told.append(read_recording(path))
+    whole = path.read_bytes()
+
+    def torn(*places: int) -> Recording | None:
+        data = bytearray(whole)
+        for at in places:
+            data[at] ^= 1
+        damaged = tmp_path / "torn.spans"
+        damaged.write_bytes(data)
+        return read_recording(damaged)
+
+    found = [torn(at) for at in (2048, 3072)]
+    assert sorted(found, key=lambda read: read.seen) == told
+    assert [torn(at + 100) for at in (2048, 3072)] == found
+    assert torn(2048, 3072) is None
+    assert torn(20) is None
     (tmp_path / "b.spans").write_bytes(b"no such file")
     assert read_recording(tmp_path / "b.spans") is None
 
