@@ -178,7 +178,7 @@ def _drain(pod: PodView, registered: RegisteredRollouts, *, since: float, drain_
     if not alarm.until(since + drain_s + LET_GO_S):
         why = f"{_TOO_MANY}, and it had {drain_s:g} s to hand back its work"
         return ReplicaMoves(remove=removed([pod], alarm, why=why))
-    known = (registered.by_index or {}).get(pod.index)
+    known = registered.by_index.get(pod.index)
     if known is None:
         waits = registered.at < since and alarm.until(since + LET_GO_S)
         gone = () if waits else removed([pod], alarm, why=f"{_TOO_MANY}, and it has handed back its work")

@@ -7,8 +7,16 @@ from model_samples import START, dead, pod_view
 
 from asyncflow.api.records import RoleRecord
 from asyncflow.plan.roles import MOST_DISRUPTIONS, Readiness, Resources, RestartPolicy, Role
-from asyncflow_operator.decide.failure import DISMISSED_S, PodEnd, delay, end_of, may_be_replaced, record_ends
-from asyncflow_operator.decide.times import Alarm, from_rfc3339
+from asyncflow_operator.decide.failure import (
+    DISMISSED_S,
+    SETTLED_S,
+    PodEnd,
+    delay,
+    end_of,
+    may_be_replaced,
+    record_ends,
+)
+from asyncflow_operator.decide.times import Alarm, from_rfc3339, to_rfc3339
 
 POLICY = RestartPolicy(max_restarts=3, window_s=100.0, backoff_s=2.0)
 
@@ -45,7 +53,9 @@ def ends(pods, record=None, *, now=START + 10, of=None):
         (dead("rollout", code=3, disrupted=True), PodEnd.TAKEN),
         (dead("rollout", code=2, disrupted=True), PodEnd.TAKEN),
         (dead("rollout", code=0), PodEnd.DONE),
-        (replace(dead("rollout"), exit_code=None), PodEnd.FAILED),
+        (dead("rollout", code=0, exit_code=None), PodEnd.DONE),
+        (dead("rollout", code=0, phase="Failed"), PodEnd.DONE),
+        (dead("rollout", exit_code=None), PodEnd.FAILED),
     ],
 )
 def test_every_end_has_its_class(pod, end):
@@ -58,7 +68,7 @@ def test_a_failure_is_entered_once_however_often_it_is_seen():
     assert first.record.restarts == 1
     assert first.record.attempt == 1
     assert first.record.counted == (pods[0].uid,)
-    assert [note.reason for note in first.notes] == ["RolloutFailed"]
+    assert [(note.type, note.reason) for note in first.notes] == [("Warning", "RolloutFailed")]
     again = ends(pods, first.record, now=START + 20)
     assert again.record == first.record
     assert again.notes == ()
@@ -66,8 +76,10 @@ def test_a_failure_is_entered_once_however_often_it_is_seen():
 
 def test_a_pod_that_was_taken_away_uses_no_budget_but_has_a_new_attempt():
     for pod in (dead("rollout", disrupted=True), pod_view("rollout", deleting=True)):
-        record = ends([pod]).record
+        found = ends([pod])
+        record = found.record
         assert (record.restarts, record.attempt, record.counted) == (0, 1, (pod.uid,))
+        assert [(note.type, note.reason) for note in found.notes] == [("Normal", "RolloutGone")]
 
 
 def test_an_end_caused_by_another_process_uses_no_budget_but_waits_and_is_bounded():
@@ -102,6 +114,8 @@ def test_of_a_gang_one_end_counts_for_all_ranks():
     first = ends(ranks, of=role(gang=True))
     assert (first.record.restarts, first.record.attempt, first.record.counted) == (1, 1, ())
     assert ends(ranks, first.record, of=role(gang=True)).record == first.record
+    refuses = ends([dead("trainer", code=2)], first.record, of=role(gang=True))
+    assert (refuses.record, refuses.failure) == (first.record, None), "it is of an attempt that is over"
 
 
 def test_only_ends_of_successors_count_as_in_a_row():
@@ -112,8 +126,10 @@ def test_only_ends_of_successors_count_as_in_a_row():
         now += 5
         record = ends([dead("rollout", attempt=attempt, started=now - 2, at=now)], record, now=now).record
         assert record.in_a_row == attempt + 1
-    settled = dead("rollout", attempt=4, started=now, at=now + 25)
-    assert ends([settled], record, now=now + 25).record.in_a_row == 1
+    never_begun = dead("rollout", attempt=4, started=None, at=now + 25)
+    assert ends([never_begun], record, now=now + 25).record.in_a_row == 5
+    settled = dead("rollout", attempt=4, started=now, at=now + SETTLED_S)
+    assert ends([settled], record, now=now + SETTLED_S).record.in_a_row == 1
 
 
 def test_delays_double_up_to_a_minute():
@@ -153,12 +169,23 @@ def test_the_budget_is_one_of_a_window():
     assert from_rfc3339(later.record.window_start) == START + 120
 
 
+def test_the_end_that_is_told_of_a_budget_is_the_last_one():
+    never_begun = dead("rollout", 2, exit_code=None, started=None, finished=None)
+    pods = [dead("rollout", 0, code=5, at=START + 6), dead("rollout", 1, code=6, at=START + 5), never_begun]
+    failure = ends(pods, RoleRecord(restarts=3, window_start=to_rfc3339(START))).failure
+    assert failure is not None
+    assert failure.message.startswith("demo-rollout-0 ended with exit code 5, and the 3 restarts")
+
+
 def test_a_process_that_refuses_its_input_is_not_started_again():
     words = "error: spec.model.source: no such folder"
     failure = ends([dead("rollout", code=2, last_words=words), dead("rollout", 1)]).failure
     assert failure is not None
     assert failure.reason == "Refused"
     assert words in failure.message
+    silent = ends([dead("rollout", code=2)]).failure
+    assert silent is not None
+    assert silent.message == "demo-rollout-0 ended with exit code 2, which no restart can mend."
 
 
 def test_a_process_that_ended_by_itself_waits_for_the_end_of_the_job():

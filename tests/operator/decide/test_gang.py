@@ -103,7 +103,7 @@ def test_after_a_failure_it_waits_for_the_backoff():
 @pytest.mark.parametrize(("known", "pods"), [(7, []), (0, ranks(0, attempt=7))])
 def test_an_attempt_that_is_known_elsewhere_is_never_used_again(known, pods):
     record = caught_up(RoleRecord(attempt=2), pods, known=known)
-    assert (record.attempt, record.begun) == (7, True)
+    assert (record.attempt, record.begun, record.whole) == (7, True, False)
     assert caught_up(record, pods, known=known) == record
 
 

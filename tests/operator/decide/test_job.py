@@ -311,6 +311,7 @@ def test_a_driver_that_is_gone_before_anybody_saw_it_end_has_a_successor_of_the_
     world = World(job_of())
     world.settle()
     (driver,) = world.with_role("driver")
+    assert world.record("driver").attempt == driver.attempt
     world.vanish(driver)
     world.settle()
     (successor,) = world.with_role("driver")

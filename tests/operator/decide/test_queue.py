@@ -99,6 +99,8 @@ def test_units_come_and_go_at_the_upper_end_one_after_another():
     leaving = replace(units[3], deleting=True)
     assert removed(decide(alone(controller, *units[:3], leaving, units=2))) == []
     assert removed(decide(alone(controller, *units[:3], units=2))) == ["demo-storage-2"]
+    unbegun = pending("storage", 2, outdated=True)
+    assert removed(decide(alone(controller, *units[:2], unbegun, units[3], units=2))) == ["demo-storage-3"]
 
 
 def test_a_holder_too_many_goes_after_its_unit():

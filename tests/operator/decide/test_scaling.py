@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from model import World
 from model_samples import JOB, START, dead, job_of, names, pending, pod_view
 
@@ -11,7 +12,7 @@ from asyncflow.plan import plan
 from asyncflow_operator.decide.replicas import ReplicaMoves
 from asyncflow_operator.decide.rollouts import RegisteredRollouts, plan_rollouts, still_draining
 from asyncflow_operator.decide.times import Alarm, to_rfc3339
-from asyncflow_operator.observed import DriverProbe
+from asyncflow_operator.observed import DriverProbe, PodView
 
 ROLE = plan(job_of()).role("rollout")
 NOBODY = RegisteredRollouts(None, 0.0)
@@ -56,14 +57,14 @@ def test_new_ones_get_the_lowest_free_names():
 def test_rollouts_are_drained_in_order_not_running_least_work_oldest_last():
     pods = [pod_view("rollout", index) for index in range(5)] + [pending("rollout", 5)]
     registered = known(
-        (0, 4, 9, "ready"), (1, 1, 9, "ready"), (2, 1, 7, "ready"), (3, 2, 9, "ready"), (4, 2, 9, "ready")
+        (0, 4, 9, "ready"), (1, 1, 7, "ready"), (2, 1, 9, "ready"), (3, 2, 9, "ready"), (4, 2, 9, "ready")
     )
     assert [chosen(plan_replicas(pods, target=count, registered=registered)) for count in (5, 4, 3, 2, 1)] == [
         [5],
-        [5, 2],
-        [5, 2, 1],
-        [5, 2, 1, 4],
-        [5, 2, 1, 4, 3],
+        [5, 1],
+        [5, 1, 2],
+        [5, 1, 2, 4],
+        [5, 1, 2, 4, 3],
     ]
 
 
@@ -106,7 +107,7 @@ def test_an_ended_overdue_or_unknown_rollout_is_deleted():
     for pods, registered, now in (
         ([dead("rollout", 0, code=0)], draining, START + 50),
         ([slow], draining, START + 81),
-        ([slow], NOBODY, START + 50),
+        ([slow], NOBODY, START + 41),
     ):
         rollouts = plan_replicas(pods, target=0, draining=[leaves(pods[0])], registered=registered, now=now)
         assert [delete.uid for delete in rollouts.moves.remove] == [pods[0].uid]
@@ -138,9 +139,9 @@ def test_a_name_that_has_another_pod_by_now_is_not_draining():
     assert still_draining((leaves(old),), [new]) == ()
 
 
-def test_remains_are_deleted_before_any_running_rollout():
-    pods = [dead("rollout", 0), pod_view("rollout", 1)]
-    assert chosen(plan_replicas(pods, target=1, registered=known((1, 0, 0, "ready")))) == [0]
+@pytest.mark.parametrize("idle", [dead("rollout"), pending("rollout"), pod_view("rollout", deleting=True)])
+def test_what_does_not_run_leaves_before_any_rollout_that_does(idle: PodView):
+    assert chosen(plan_replicas([idle, pod_view("rollout", 1)], target=1, registered=known((1, 0, 0, "ready")))) == [0]
 
 
 def test_an_old_answer_of_the_driver_is_no_answer():
