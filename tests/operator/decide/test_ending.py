@@ -38,17 +38,36 @@ def test_a_suspended_job_has_saved_and_released_everything():
     assert (world.status.phase, world.pods) == ("Suspended", {})
     assert condition(world, "Suspended").status == "True"
     assert condition(world, "Ready").status == "False"
-    assert world.status.start_time is None
+    assert (world.status.start_time, world.status.replicas, world.status.ready_rollouts) == (None, 0, 0)
+    assert world.notes.count("Suspended") == 1
 
 
-def test_a_job_that_is_paused_saves_before_it_is_suspended():
+@pytest.mark.parametrize(("phase", "heard"), [("Paused", True), ("Running", False)])
+def test_a_job_that_is_paused_or_not_heard_yet_saves_before_it_is_suspended(phase: str, heard: bool):
     world = running()
-    world.driver_phase = "Paused"
+    world.driver_phase = phase
     world.edit(suspend=True)
     world.see_all()
     world.look_at_driver()
+    world.probe = world.probe if heard else DriverProbe()
     world.reconcile(JOB)
     assert world.suspending
+    assert not any(pod.deleting for pod in world.pods.values())
+
+
+def test_a_job_that_has_not_begun_has_nothing_to_save():
+    starts = World(job_of())
+    starts.run_rounds(3)
+    again = running()
+    again.driver_phase = "Starting"
+    for world in (starts, again):
+        world.edit(suspend=True)
+        world.see_all()
+        world.look_at_driver()
+        world.reconcile(JOB)
+        assert not world.suspending
+        assert world.pods
+        assert all(pod.deleting for pod in world.pods.values())
 
 
 def test_a_resumed_job_begins_the_next_attempt():
@@ -67,13 +86,15 @@ def test_a_resumed_job_begins_the_next_attempt():
 def test_a_driver_that_never_saves_is_not_waited_for_for_ever():
     world = running()
     world.edit(suspend=True)
+    told = []
     for _ in range(25):
         world.look_at_driver()
         world.see_all()
-        world.reconcile(JOB)
+        told += [note.message for note in world.reconcile(JOB).notes]
         world.suspending = False
         world.now += 5
-    assert world.status.phase == "Suspending"
+    assert told[-1].endswith(": the job is suspended, and its driver had its time for a checkpoint")
+    assert (world.status.phase, condition(world, "Suspended").status) == ("Suspending", "False")
     assert all(pod.deleting for pod in world.pods.values())
     world.settle()
     assert world.status.phase == "Suspended"
@@ -81,6 +102,8 @@ def test_a_driver_that_never_saves_is_not_waited_for_for_ever():
 
 def test_a_job_that_never_ran_is_suspended_at_once():
     world = World(job_of(suspend=True))
+    world.reconcile(JOB)
+    assert (world.status.phase, condition(world, "Suspended").status) == ("Suspended", "True")
     world.settle()
     assert world.status.phase == "Suspended"
     assert world.made == {}
@@ -152,6 +175,7 @@ def test_the_end_keeps_the_drivers_pod_and_is_final():
     assert (world.status.phase, names(world.pods.values())) == ("Succeeded", ["driver-0"])
     assert condition(world, "Complete").status == "True"
     assert condition(world, "Failed") is None
+    assert world.notes.count("Succeeded") == 1
     assert world.status.progress == "10/10"
     world.edit(rollout={"replicas": 3}, suspend=True)
     world.settle()
@@ -190,9 +214,10 @@ def test_a_budget_that_is_used_up_fails_the_job_and_names_the_role(role):
 @pytest.mark.parametrize("role", ["rollout", "controller"])
 def test_a_process_that_refuses_its_input_fails_the_job_at_once(role):
     world = running()
+    world.step = 7
     world.end(world.with_role(role)[0], code=2)
     world.settle()
-    assert world.status.phase == "Failed"
+    assert (world.status.phase, world.status.step) == ("Failed", 7)
     assert condition(world, "Failed").reason == "Refused"
     assert f"{role}-0" in names(world.pods.values())
 
@@ -212,6 +237,7 @@ def test_a_deadline_counts_from_the_start_and_not_while_suspended():
     world.edit(suspend=False)
     world.settle(rounds=30)
     assert world.status.phase == "Running"
+    world.vanish(world.with_role("driver")[0])
     world.now += 601
     world.settle()
     assert (world.status.phase, condition(world, "Failed").reason) == ("Failed", "DeadlineExceeded")
