@@ -150,7 +150,8 @@ def test_gates_of_kueue_are_removed_from_core_pods_and_from_no_others():
     (release,) = release_pods(replace(state({}, job=job), pods=(replace(pods[0], finalizers=()),)))
     assert release.finalizers is None
     assert release_pods(replace(state({}, job=job), pods=(pod_view("rollout", gates=("example.com/mine",)),))) == ()
-    assert release_pods(replace(state({}, job=job_of()), pods=pods)) == ()
+    plain = job_of(rollout={"replicas": 2, "minReplicas": 1})
+    assert release_pods(replace(state({}, job=plain), pods=pods)) == ()
 
 
 @pytest.mark.parametrize("phase", ["Suspending", "Succeeded"])

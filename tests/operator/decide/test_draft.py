@@ -3,9 +3,11 @@
 from model_samples import START
 
 from asyncflow.api.status import JobStatus
-from asyncflow_operator.decide.draft import ConditionSet, to_write
+from asyncflow_operator.actions import Delete
+from asyncflow_operator.decide.draft import ConditionSet, Draft, accept, to_write
 from asyncflow_operator.decide.progress import FIGURES
 from asyncflow_operator.decide.times import Alarm, to_rfc3339
+from asyncflow_operator.observed import Owner, Ref
 
 
 def status(*, at: float = START, said: tuple[str, bool | None, str, str] | None = None, **fields) -> JobStatus:
@@ -88,3 +90,33 @@ def test_a_message_is_bounded():
 def test_a_map_that_has_become_empty_is_left_out_of_what_is_written():
     found, _ = write(status(restarts={"driver": 1}), status(restarts={}), now=START + 1)
     assert "restarts" not in found
+
+
+def draft(before: JobStatus) -> Draft[JobStatus]:
+    owner = Owner(kind="RLJob", namespace="team", name="demo", uid="uid-job", generation=5)
+    return Draft(owner=owner, before=before, now=START)
+
+
+def test_pods_that_are_deleted_for_one_reason_are_one_event():
+    drafted = draft(JobStatus())
+    reasons = ["it is over"] * 10 + ["it is new"]
+    drafted.delete_pods(Delete(ref=Ref("Pod", f"p{number}"), uid="u", why=why) for number, why in enumerate(reasons))
+    assert [(note.type, note.message) for note in drafted.notes] == [
+        ("Normal", "p0, p1, p2, p3, p4, p5, p6, p7 and 2 more: it is over"),
+        ("Normal", "p10: it is new"),
+    ]
+    drafted.delete_pods([Delete(ref=Ref("Pod", "lost"), uid="u", why="", grace_s=0)])
+    assert (drafted.notes[-1].type, drafted.notes[-1].reason) == ("Warning", "NodeLost")
+    assert len(drafted.first) == 12
+
+
+def test_a_spec_that_is_refused_says_which_one_counts():
+    for accepted, counts in ((3, "Generation 3 runs on"), (None, "What runs goes on as it was accepted")):
+        drafted = draft(JobStatus(accepted_generation=accepted))
+        accept(drafted, problem="spec.x: wrong", reason="Invalid")
+        (said,) = drafted.conditions.current
+        assert [(note.type, note.reason) for note in drafted.notes] == [("Warning", "Invalid")]
+        assert (said.status, said.reason, said.observed_generation) == ("False", "Invalid", 5)
+        assert said.message.startswith(f"{counts}; ")
+        assert said.message.endswith(" spec.x: wrong")
+        assert drafted.after().accepted_generation == accepted

@@ -61,6 +61,13 @@ def test_cores_and_memory(resources, message):
     assert message in why(pod, rollout={"resources": resources}).message
 
 
+def test_less_than_a_gibibyte_is_said_in_mebibytes():
+    pod = pending("rollout", unschedulable="0/1 nodes are available: 1 Insufficient memory.")
+    small = (NodeFree(name="n", free={"cpu": 4.0, "memory": 512.0 * 2**20}),)
+    found = why(pod, nodes=small, rollout={"resources": {"memory": "1Gi"}})
+    assert found.message == "demo-rollout-0 needs 1Gi memory on one node; the largest free is 512Mi on n"
+
+
 def test_none_at_all():
     bare = (NodeFree(name="node-1", free={"cpu": 4.0}),)
     assert "none is free" in why(pending("trainer", unschedulable=SCHEDULER), nodes=bare).message
@@ -86,6 +93,8 @@ def test_where_arithmetic_says_nothing_the_scheduler_does():
             "ContainerConfig",
             'secret "s" not found',
         ),
+        (pending("rollout", waiting="ErrImagePull"), "ImagePull", "cannot have its image: ErrImagePull. "),
+        (pending("rollout", waiting_message="too slow."), "Waiting", "waits: Pending: too slow"),
         (pending("rollout", gated=True), "Gated", "scheduling gate"),
         (
             pending("rollout", waiting="ContainerCreating", waiting_message="MountVolume failed"),
@@ -103,11 +112,11 @@ def test_every_other_reason_why_a_pod_waits(pod, reason, said):
 
 def test_a_claim_without_a_volume():
     ref = Ref("PersistentVolumeClaim", "demo-ledger")
-    claims = {ref: ObjectView(ref=ref, uid="u", phase="Pending")}
+    claims = {each: ObjectView(ref=each, uid="u", phase="Pending") for each in (ref, Ref("PodGroup", "demo"))}
     words = "0/1 nodes are available: pod has unbound immediate PersistentVolumeClaims."
     found = why(pending("controller", unschedulable=words), objects=claims)
     assert found.reason == "ClaimPending"
-    assert "demo-ledger" in found.message
+    assert found.message.endswith("no volume is bound to demo-ledger")
 
 
 def test_a_waiting_gang_names_its_scheduler():
@@ -131,6 +140,14 @@ def test_a_node_that_does_not_answer_is_named():
     assert leaving.reason == "Terminating"
     assert "demo-trainer-0 has yet to go from node-1" in leaving.message
     assert "--force" not in found.message + leaving.message
+    other = pod_view("rollout", ready=False, unreachable=True)
+    assert why_lacking(["trainer 0/1"], [other], ran=True, alarm=Alarm(START)).reason == "Starting"
+
+
+def test_a_process_that_starts_is_not_yet_said_to_be_unready():
+    pod = pod_view("trainer", ready=False)
+    assert lacking(pod).reason == "NotReady"
+    assert why_lacking(["trainer 0/1"], [pod], ran=False, alarm=Alarm(START)).reason == "Starting"
 
 
 def test_a_volume_that_is_still_attached_elsewhere_is_named():
@@ -152,6 +169,8 @@ def test_the_obstacle_that_stops_everything_comes_first():
     denied = why(waiting, denied=[Denial(Ref("Pod", "demo-rollout-1"), "exceeded quota: pods=10", missing=True)])
     assert denied.reason == "Denied"
     assert "exceeded quota: pods=10. Raise the quota" in denied.message
+    workload = Denial(Ref("Workload", "demo"), "exceeded quota: workloads", missing=True)
+    assert [why(gang="kueue").reason, why(denied=[workload], gang="kueue").reason] == ["Gang", "Denied"]
     assert (
         why(waiting, denied=[Denial(Ref("Pod", "x"), "x", missing=True)], ending=True).reason == "NamespaceTerminating"
     )

@@ -1,7 +1,7 @@
 """Figures in the words of ``kubectl get``, and the watchdog that says when there are no new ones."""
 
 import pytest
-from model_samples import START, pod_view
+from model_samples import START, job_of, pending, pod_view
 
 from asyncflow.api.durability import LimitsSpec
 from asyncflow.api.status import (
@@ -15,8 +15,9 @@ from asyncflow.api.status import (
     SetState,
     Staleness,
 )
+from asyncflow.plan import plan
 from asyncflow_operator.decide.draft import ConditionSet
-from asyncflow_operator.decide.progress import figures, set_stalled
+from asyncflow_operator.decide.progress import figures, reached, ready_of, set_stalled
 from asyncflow_operator.decide.times import Alarm, to_rfc3339
 from asyncflow_operator.observed import DriverProbe
 
@@ -26,11 +27,11 @@ TRAINERS = [pod_view("trainer", started=START + 10)]
 
 
 def stall_condition(
-    *, now: float, seen: DriverStatus | None = None, failing_since: float | None = None, trainers=TRAINERS
+    *, now: float, seen: DriverStatus | None = None, failing_since: float | None = None, trainers=TRAINERS, status=BEGUN
 ):
     conditions, alarm = ConditionSet((), 1, now), Alarm(now)
     probe = DriverProbe(status=seen, at=START, failing_since=failing_since)
-    set_stalled(conditions, limits=LIMITS, status=BEGUN, probe=probe, trainers=trainers, alarm=alarm)
+    set_stalled(conditions, limits=LIMITS, status=status, probe=probe, trainers=trainers, alarm=alarm)
     return conditions.current[0], alarm.again_in_s
 
 
@@ -44,7 +45,7 @@ def test_figures_are_the_drivers():
         staleness=Staleness(start=1.0, mean=0.4),
         version=12,
         queue=QueueDepth(ready=32),
-        rollouts=(RolloutState(id="a", state="ready"), RolloutState(id="b", state="lagging")),
+        rollouts=tuple(RolloutState(id=state, state=state) for state in ("ready", "lagging", "draining")),
         checkpoint=CheckpointState(step=10),
         best=BestState(step=5, by="accuracy", value=0.5),
         eval_sets={"aime": SetState(accuracy=0.25)},
@@ -55,6 +56,11 @@ def test_figures_are_the_drivers():
     assert (shown["best_step"], shown["eval_sets"]) == (5, {"aime": 0.25})
     assert (shown["progress"], shown["eta"], shown["staleness"], shown["queue_depth"]) == ("12/60", "2h13m", 1.0, 32)
     assert (shown["checkpoint_step"], shown["ready_rollouts"], shown["waiting_for"]) == (10, 1, "1 rollout")
+
+
+def test_what_a_driver_does_not_know_yet_is_left_out():
+    shown = figures(DriverStatus(steps=60), ())
+    assert (shown["eta"], shown["checkpoint_step"], shown["best_step"], shown["reward"]) == ("", None, None, None)
 
 
 def test_without_a_driver_only_pods_are_counted():
@@ -77,6 +83,7 @@ def test_patience_is_ten_steps_between_a_minute_and_the_limit(seen, patience):
     assert (fine.status, again) == ("False", 1.0)
     stalled, _ = stall_condition(now=since + patience, seen=seen)
     assert (stalled.status, stalled.reason) == ("True", "NoStep")
+    assert stalled.message.endswith(", after step 0 of 60")
 
 
 def test_the_status_names_what_the_driver_waits_for():
@@ -115,6 +122,22 @@ def test_a_trainer_that_began_again_gets_its_time():
     seen = DriverStatus(step=3, steps=60, step_p95=6.0, last_step_at=to_rfc3339(START + 20))
     again = [pod_view("trainer", started=START + 500)]
     assert stall_condition(now=START + 550, seen=seen, trainers=again)[0].status == "False"
+    lost = stall_condition(now=START + 20, seen=DriverStatus(steps=60), status=JobStatus())
+    assert lost[0].status == "False", "of a status that somebody has emptied"
+
+
+def test_a_job_starts_once_its_gang_is_on_record_and_a_process_runs():
+    roles = plan(job_of()).roles
+    runs, waits = pod_view("driver", ready=False), pending("driver")
+
+    def phase(before, *pods, begun=True):
+        return reached(before, roles, pods, ready_of(pods), begun=begun)
+
+    assert phase("Pending", waits) == "Pending"
+    assert phase("Pending", runs, begun=False) == "Pending"
+    assert phase("Pending", runs) == "Starting"
+    assert phase("Starting", waits, begun=False) == "Starting"
+    assert phase("Running") == "Running"
 
 
 def test_of_a_driver_that_is_silent_nobody_knows():

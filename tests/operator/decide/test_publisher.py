@@ -72,6 +72,8 @@ def test_its_status_says_where_it_is_and_what_followers_have():
     assert status["certificate"].startswith("demo-tls-follower-")
     assert (status["version"], status["attempt"], status["followers"], status["bytes"]) == (7, 2, 3, 1000)
     assert condition(plan, "Ready")[:2] == ("True", "Serving")
+    silent = decide(replace(after(state(pod_view("publisher")), plan), probe=DriverProbe()), START + 60).status
+    assert [silent.get(name) for name in ("followers", "behind", "lag")] == [0, 0, []]
 
 
 def test_until_it_has_published_it_says_what_it_waits_for():
@@ -94,6 +96,7 @@ def test_one_that_ends_is_made_again_as_a_newer_attempt_after_its_backoff():
     lost = state(dead("publisher", at=START))
     counted = decide(lost)
     assert removed(counted) == []
+    assert [note.reason for note in counted.notes] == ["PublisherFailed"]
     lost = after(lost, counted)
     assert removed(decide(lost, START + 5)) == [POD]
     again = decide(replace(lost, pods=()), START + 6)

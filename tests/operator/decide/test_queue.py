@@ -55,7 +55,11 @@ def test_alone_the_controller_comes_first():
     first = decide(alone(objects={}))
     assert made(first) == ["demo-controller-0"]
     assert {each.manifest["kind"] for each in first.stages[0]} >= {"ConfigMap", "Secret", "Service"}
-    assert made(decide(alone(pod_view("controller", ready=False)))) == []
+    starts = alone(pod_view("controller", ready=False))
+    assert made(decide(starts)) == []
+    assert made(decide(after(starts, decide(starts)))) == []
+    going = {ref: replace(view, deleting=ref.kind == "Service") for ref, view in starts.objects.items()}
+    assert made(decide(replace(starts, objects=going))) == []
     assert made(decide(alone(pod_view("controller")))) == ["demo-storage-0", "demo-storage-1"]
 
 
@@ -65,8 +69,11 @@ def test_alone_it_says_where_it_is_and_when_it_is_ready():
     assert ready.status["readyUnits"] == 2
     assert "rows" not in ready.status
     assert condition(ready, "Ready") == ("True", "Ready")
+    assert condition(ready, "Accepted") == ("True", "Accepted")
+    assert condition(ready, "Progressing") == ("False", "Settled")
     waiting = decide(alone(pod_view("controller"), pod_view("storage", 0), pending("storage", 1)))
     assert condition(waiting, "Ready") == ("False", "Waiting")
+    assert condition(waiting, "Progressing") == ("True", "Starting")
 
 
 def test_alone_it_says_why_a_process_does_not_run():
@@ -118,6 +125,7 @@ def test_a_lost_unit_is_replaced_alone_after_its_backoff():
     state = alone(pod_view("controller"), pod_view("storage", 0), lost)
     counted = decide(state, START)
     assert removed(counted) == []
+    assert [note.reason for note in counted.notes] == ["StorageFailed"]
     state = after(state, counted)
     assert removed(decide(state, START + 1)) == [lost.name]
     again = decide(replace(state, pods=state.pods[:2]), START + 2)
@@ -194,6 +202,20 @@ def test_a_jobs_queue_waits_for_the_driver_and_stops_with_the_job():
     world.settle()
     assert names(world.pods.values()) == []
     assert world.decide(QUEUE).stages == ()
+
+
+def test_a_queue_whose_job_is_being_deleted_or_refused_makes_nothing():
+    world = World(job_of())
+    world.settle()
+    world.vanish(world.with_role("storage")[0])
+    world.see_all()
+    state = world.observe(QUEUE)
+    assert made(decide(state, world.now)) == ["demo-storage-0"]
+    going = replace(state.job, owner=replace(state.job.owner, deleting=True))
+    for job in (going, replace(state.job, job=None, problem="spec.x: wrong")):
+        plan = decide(replace(state, job=job), world.now)
+        assert made(plan) == []
+        assert condition(plan, "Ready") == ("False", "Inactive")
 
 
 def test_restarts_of_the_queue_are_shown_by_its_job():

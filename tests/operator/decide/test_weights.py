@@ -77,11 +77,14 @@ def test_the_status_says_what_the_driver_says_and_how_to_follow():
     assert (status["bytes"], status["wireBytes"]) == (1000, 100)
     assert status["seconds"] == {"publish": 0.1, "transfer": 0.05133, "stage": 0.2, "swap": 0.01}
     assert (status["job"], status["address"], status["certificate"]) == ("demo", "tcp://demo-driver", "demo-follower")
+    assert conditions(plan)["Accepted"] == ("True", "Accepted")
     assert plan.stages == ()
 
 
 def test_lagging_begins_late_and_ends_when_all_have_caught_up():
     assert conditions(decided(state(0, 2)))["Lagging"] == ("False", "CaughtUp")
+    close = WeightsStatus.model_validate(decided(state(0, 1)).status, by_name=False)
+    assert conditions(decided(state(0, 2, status=close), now=START + 60))["Lagging"] == ("False", "CaughtUp")
     behind = decided(state(0, 3))
     assert conditions(behind)["Lagging"] == ("True", "Behind")
     said = next(each["message"] for each in behind.status["conditions"] if each["type"] == "Lagging")
@@ -95,6 +98,10 @@ def test_without_a_job_or_an_answer_it_says_so():
     assert conditions(decided(replace(state(), job=None)))["Ready"] == ("False", "NoJob")
     assert conditions(decided(replace(state(sync=FOLLOWED), job=None)))["Ready"] == ("False", "NoSource")
     assert conditions(decided(state(phase="Suspended")))["Ready"] == ("False", "Suspended")
+    known = WeightsStatus.model_validate(decided(state(0, 1, followers=2)).status, by_name=False)
+    ended = decided(state(phase="Succeeded", status=known), now=START + 60).status
+    assert [ended.get(name) for name in ("rollouts", "followers", "behind")] == [0, 0, 0]
+    assert [ended.get(name) for name in ("serving", "lag", "laggards")] == [[], [], []]
     silent = replace(state(), job=replace(state().job, probe=DriverProbe()))
     assert conditions(decided(silent))["Ready"] == ("False", "NoVersion")
     assert conditions(decided(state(0)))["Ready"] == ("True", "Serving")
