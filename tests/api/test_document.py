@@ -27,6 +27,7 @@ REFUSED = {
     "python object": ("a: !!python/object/apply:os.system [ls]", "tag"),
     "binary": ("a: !!binary aGk=", "tag"),
     "own tag": ("a: !secret b", "tag"),
+    "tag of a text": ("a: ! 5", "tag"),
     "alias of nothing": ("a: *b", "not YAML|alias"),
     "alias of itself": ("a: &a [*a]", "alias"),
     "billion laughs": (LAUGHS, "more than"),
@@ -81,6 +82,17 @@ def test_a_modest_alias_is_fine_and_shares_nothing() -> None:
     data = parse("a: &a {b: [1]}\nc: *a", source="s").data
     assert data == {"a": {"b": [1]}, "c": {"b": [1]}}
     assert data["a"] is not data["c"]
+
+
+def test_aliases_behind_a_long_list_cost_what_they_repeat() -> None:
+    text = f"a: [{'1,' * (MAX_NODES // 2)}]\nb: &b {{c: 1}}\nd: [{'*b,' * 90}]"
+    assert parse(text, source="s").data["d"] == [{"c": 1}] * 90
+
+
+def test_what_is_written_keeps_its_order_and_is_quoted_only_where_it_must() -> None:
+    assert dump({"b": "plain: not", "a": "plain", "c": {"z": 1, "y": "1"}}) == (
+        "b: 'plain: not'\na: plain\nc:\n  z: 1\n  y: '1'\n"
+    )
 
 
 def test_every_value_knows_its_line() -> None:

@@ -8,6 +8,7 @@ from asyncflow.api.graph import flaws, graph_of, trained_columns
 from asyncflow.api.job import RLJob
 from asyncflow.api.load import load_job
 from asyncflow.api.names import EVAL, TRAIN
+from asyncflow.api.rewards import MOST_DETAILS
 from asyncflow.driver.tasks import tasks_of
 from asyncflow.errors import ManifestError
 from asyncflow.plan import plan
@@ -129,6 +130,14 @@ def test_what_tasks_write_has_room_in_the_queue() -> None:
     room = {name: size for name, size in more.output_bytes.items() if name not in bare.output_bytes}
     assert room == {"x": 8 * 8, "ref_logprobs": 4 * 8}
     assert more.bytes_of_interval > bare.bytes_of_interval
+
+
+def test_the_columns_of_a_sample_have_the_bytes_of_their_dtypes() -> None:
+    """Token ids and log-probabilities of 4 bytes, versions of 8, masks of 1; an advantage for each turn."""
+    bare = {"response_ids": 32, "logprobs": 32, "versions": 64, "reward": 4, "details": MOST_DETAILS, "advantage": 4}
+    assert job().spec.output_bytes == bare
+    turns = job("environment={function: calculator, maxTurns: 3}", "algorithm.credit=turn").spec
+    assert turns.output_bytes == bare | {"loss_mask": 8, "advantage": 12}
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

@@ -113,7 +113,7 @@ class _Reader:
         self._count(event, 1 + len(getattr(event, "value", "")) // _CHARACTERS_OF_A_NODE)
         if len(path) > MAX_DEPTH:
             raise self._refuse(event, f"nested more than {MAX_DEPTH} deep", "A manifest is not that deep")
-        if event.tag is not None and event.tag != "!":
+        if event.tag is not None:
             raise self._refuse(event, f"tag {event.tag!r}", "Write plain values, without tags")
         self._lines.setdefault(path, _line(event))
         value: Any

@@ -243,17 +243,13 @@ def flaws(graph: JobGraph) -> Iterator[Flaw]:
             blamed = own[0] if own else circle[0]
             fix = "Read only what tasks before it write; users' tasks come before advantage"
             yield _flaw(blamed, "reads", f"the tasks {names} wait for each other", fix)
-        for task in tasks:
-            if task.replicas < 1:
-                why = f"no process runs the task {task.name}: the role {task.role} has no replicas"
-                yield _flaw(task, "replicas", why, "Give at least 1")
 
 
 def _twice(tasks: Sequence[Task]) -> Iterator[Flaw]:
     counts = Counter(task.name for task in tasks)
     seen: set[str] = set()
     for task in tasks:
-        if counts[task.name] > 1 and task.name in seen:
+        if task.name in seen:
             yield _flaw(task, "name", f"two tasks are called {task.name!r}", "Take another name")
         seen.add(task.name)
     for task in tasks:
