@@ -220,6 +220,41 @@ def test_starved_rollouts_are_told_how_many_would_be_busy() -> None:
     assert "rollout.replicas: 2 instead of 4" in words.change  # 4 x 0.3 = 1.2 would be busy all the time
 
 
+def test_of_trainer_and_rollouts_one_is_starved_or_both_take_turns() -> None:
+    assert examine(evidence(lines=steps(wait=0.9), lives={})) == []
+    both = evidence(*SYNC, lines=steps(wait=0.7), **rollout(busy=0.2))
+    assert [each.name for each in examine(both)] == ["taking-turns"]
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "advice"),
+    [
+        ("rollouts-starved", PAIRS["rollouts-starved"][0], "a smaller device share, or 2.6 times as fast a trainer"),
+        ("checkpoint-stall", PAIRS["checkpoint-stall"][0], "storage.checkpoints.every: 22 instead of 10 makes"),
+        ("slow-rewards", PAIRS["slow-rewards"][0], "reward.workers.max: 32 instead of 8"),
+        (
+            "evaluation-share",
+            evidence(EVALUATES, **rollout(tokens=1000, tokens_generated_eval=750.0)),
+            "evaluation.every: 27 instead of 1 makes that 10 %",
+        ),
+        (
+            "tail",
+            evidence("schedule.swapAt=quota", causes={"rollout": {"tail": 25.0}}, lived={"rollout": 100.0}),
+            ", or swapAt: sequence",
+        ),
+    ],
+)
+def test_advice_is_worked_out(name: str, found: Evidence, advice: str) -> None:
+    words = CHECK_OF[name].examine(found)
+    assert words is not None
+    assert advice in words.change
+
+
+def test_the_queue_holds_up_who_makes_or_trains_samples_and_nobody_else() -> None:
+    others = {"storage": {"data plane": 90.0}, "trainer": {"data plane": 19.0}}
+    assert examine(evidence(causes=others, lived={"storage": 100.0, "trainer": 100.0})) == []
+
+
 def test_causes_of_idle_time_are_named_where_spans_tell() -> None:
     known = {"causes": {"trainer": {"starved": 60.0, "sync": 2.0}}, "lived": {"trainer": 100.0}}
     words = CHECK_OF["trainer-starved"].examine(evidence(lines=steps(wait=0.7), **rollout(busy=0.9), **known))

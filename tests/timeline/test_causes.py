@@ -109,6 +109,8 @@ def test_what_is_not_there_keeps_others_waiting():
     assert why(killed, trainer, of="trainer-0") == [(0, 5, "starved", "rollout-0"), (5, 20, "lost", "rollout-0")]
     unit = lane("storage-0", ("idle: calls", 0, 5), ("idle: lost", 5, 20))
     assert why(rollout, trainer, unit, of="trainer-0")[1:] == [(5, 20, "lost", "storage-0")]
+    due = lane("rollout-0", ("idle: start", 0, 5), ("idle: claim", 5, 20))
+    assert why(due, trainer, of="trainer-0") == [(0, 5, "starting", "rollout-0"), (5, 20, "data plane", "")]
     gone = lane("trainer-0", ("compute", 0, 5, 1), ("idle: lost", 5, 9), ("starting", 9, 20))
     assert why(gone, lane("rollout-0", ("idle: claim", 0, 20)), of="rollout-0")[1:] == [
         (5, 9, "lost", "trainer-0"),
@@ -138,6 +140,27 @@ def test_evaluations_and_other_tasks_keep_the_trainer_waiting():
         lane("reference-0", ("idle: claim", 0, 10)),
         of="reference-0",
     ) == [(0, 10, "back-pressure", "trainer-0")]
+
+
+def test_a_rank_without_samples_is_not_held_back_by_another_one_that_trains():
+    ranks = lane("trainer-0", ("compute", 0, 10, 1)), lane("trainer-1", ("idle: claim", 0, 10, 1))
+    assert why(*ranks, lane("rollout-0", ("idle: claim", 0, 10)), of="trainer-1") == [(0, 10, "data plane", "")]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "cause"),
+    [
+        (lane("rollout-0", ("idle: claim", 0, 10), beside=(("receive", 0, 10),)), "sync"),
+        (lane("rollout-0", ("idle: weights", 0, 10)), "sync"),
+        (lane("rollout-0", ("idle: fetch", 0, 10), beside=(("receive", 0, 10),)), "data plane"),
+        (lane("rollout-0", ("idle: delivery", 0, 10), beside=(("receive", 0, 10),)), "data plane"),
+    ],
+)
+def test_a_trainer_waits_for_bytes_of_samples_before_it_waits_for_those_of_weights(rollout, cause):
+    (found,) = why(lane("trainer-0", ("idle: claim", 0, 10, 1)), rollout, of="trainer-0")
+    assert found[2] == cause
+    (found,) = why(rollout, lane("rollout-1", ("idle: claim", 0, 10)), of="rollout-1")
+    assert found[2] == "sync", "a rollout without prompts makes no samples"
 
 
 def test_who_serves_is_idle_while_others_work():
@@ -180,11 +203,16 @@ def test_each_idle_second_has_one_cause_and_the_seconds_sum_to_the_time_in_the_w
             same = one.kind == other.kind == "idle" and (one.waits, one.step) == (other.waits, other.step)
             whole = {span.end for span in before.main}
             assert not same or one.end in whole or (one.cause, one.by) != (other.cause, other.by)
-    spent = shares(found)
+    spent, middle = shares(found), (timeline.begin + timeline.end) / 2
+    halves = shares(found, end=middle), shares(found, begin=middle)
     for track in timeline.tracks:
         lived = max(0, min(track.end, timeline.end) - max(track.begin, timeline.begin))
         share = spent.get(track.name)
         assert (share.seconds if share else 0) == pytest.approx(lived)
+        parts = [half[track.name].seconds for half in halves if track.name in half]
+        assert sum(parts) == pytest.approx(lived)
         if share:
+            assert "idle" not in share.kinds
+            assert all(share.idle)
             assert sum(share.kinds.values()) + sum(share.idle.values()) == pytest.approx(lived)
             assert {cause: sum(by.values()) for cause, by in share.by.items()} == pytest.approx(share.idle)
