@@ -47,6 +47,9 @@ def waiting(words: str, phase: str = "Running") -> dict[str, object]:
     return {"status": DriverStatus(phase=phase, waiting_for=words, rewards=RewardState(first_failure="x"))}  # type: ignore[arg-type]
 
 
+FAR = evidence(
+    "algorithm.kl={coefficient: 0.1, target: {value: 0.02, horizon: 100}}", **learning(kl=0.2, approx_kl=0.01)
+)
 GROWS = [0.02] * 4 + [0.03] * 4
 SYNCED = {"ledger_syncs_total": 100.0}
 EVALUATES = "evaluation.every=1"
@@ -196,6 +199,11 @@ def test_of_responses_that_are_made_up_nothing_is_learned() -> None:
 def test_a_solved_task_has_a_constant_reward_and_equal_groups() -> None:
     assert examine(evidence(**learning(reward=1.0, silent_samples=128))) == []
     assert examine(evidence(**learning(reward=[0.95, 0.99] * 6, silent_samples=120))) == []
+    assert examine(evidence("evaluation=null", **learning(reward=1.0, silent_samples=128))) == []
+
+
+def test_of_a_constant_reward_nothing_else_is_said() -> None:
+    assert [each.name for each in examine(PAIRS["constant-reward"][0])] == ["constant-reward"]
 
 
 def test_starved_trainer_is_told_the_rollouts_that_leave_it_waiting_as_the_policy_aims_at() -> None:
@@ -242,12 +250,44 @@ def test_of_trainer_and_rollouts_one_is_starved_or_both_take_turns() -> None:
             evidence("schedule.swapAt=quota", causes={"rollout": {"tail": 25.0}}, lived={"rollout": 100.0}),
             ", or swapAt: sequence",
         ),
+        (
+            "rewards-fail",
+            evidence(scored=90, failed={"timeout": 6, "raised": 4}),
+            "reward.timeoutSeconds: 30 instead of 10, or reward.workers.max: 16 instead of 8",
+        ),
+        ("rewards-fail", evidence(scored=90, failed={"timeout": 5, "raised": 5}), "mend the function"),
+        ("rewards-fail", evidence(scored=90, failed={"raised": 10}), "10 % of the samples get no reward"),
+        ("slow-ledger", PAIRS["slow-ledger"][0], "20 ms each (2.0 % of the controller's life)"),
+        ("slow-ledger", PAIRS["slow-ledger"][0], "below 5 ms, 4 times less), or sync: interval"),
+        ("stalled", evidence(**waiting("", "Paused")), "somebody to resume it, at step 0 of 0; the first sample"),
+        ("stalled", evidence(**waiting("a person", "Paused")), "it waits for a person"),
+        ("lost-processes", PAIRS["lost-processes"][0], "raise rollout.resources"),
+        ("gradient-norm", PAIRS["gradient-norm"][0], "a third of the learning rate (0.0001)"),
+        ("equal-groups", PAIRS["equal-groups"][0], "the gradient comes from 25 samples"),
+        ("entropy-collapse", PAIRS["entropy-collapse"][0], "the mean entropy of a token fell from 1 to 0.1 nats"),
+        ("kl-runaway", PAIRS["kl-runaway"][0], "algorithm.learningRate from 0.0003 to about 9e-05"),
+        ("kl-runaway", FAR, "0.2 nats a token in the median of the last 5 steps, 10.0 times"),
+        ("kl-runaway", FAR, "algorithm.kl.coefficient: 1 instead of 0.1, or give a horizon below 100"),
     ],
 )
 def test_advice_is_worked_out(name: str, found: Evidence, advice: str) -> None:
     words = CHECK_OF[name].examine(found)
     assert words is not None
-    assert advice in words.change
+    assert advice in f"{words.what} {words.why} {words.change}"
+
+
+@pytest.mark.parametrize(
+    "well",
+    [
+        evidence(**learning(kl=9.0, approx_kl=0.01)),
+        evidence(lines=steps(20, grad_norm=[0.01] * 15 + [0.9] * 5)),
+        evidence(**with_life("driver", dropped_total=1.0)),
+        evidence("storage.ledger.sync=always", **with_life("controller", ledger_sync_seconds_total=9.0)),
+    ],
+    ids=["no target", "below the clipping", "another counter", "no syncs"],
+)
+def test_nothing_is_found_of_what_has_no_measure(well: Evidence) -> None:
+    assert examine(well) == []
 
 
 def test_the_queue_holds_up_who_makes_or_trains_samples_and_nobody_else() -> None:
@@ -297,6 +337,9 @@ def test_a_larger_group_is_advised_where_it_would_help() -> None:
     assert words is not None
     size = next(size for size in range(9, 65) if 0.95**size + 0.05**size <= 0.5)
     assert f"algorithm.groupSize {size} instead of 8" in words.change
+    alike = CHECK_OF["equal-groups"].examine(PAIRS["equal-groups"][0])
+    assert alike is not None
+    assert "groupSize" not in alike.change, "only a tenth of independent groups of 8 would be equal"
 
 
 def test_a_step_without_a_token_in_its_loss_says_nothing_of_tokens() -> None:

@@ -257,13 +257,16 @@ def _functions(evidence: Evidence) -> str:
 
 
 def _more_samples(right: float, size: int) -> str:
-    """Return the advice for a larger group, where rewards are shares of right answers: p^n + (1 - p)^n are alike."""
-    if not 0.0 < right < 1.0:
-        return ""
+    """Return the advice for a larger group, where rewards are shares of right answers: p^n + (1 - p)^n are alike.
+
+    It is "" where no such group would help: chance makes few groups of this size alike, so something else does.
+    """
 
     def alike(samples: int) -> float:
         return right**samples + (1 - right) ** samples
 
+    if not 0.0 < right < 1.0 or alike(size) <= 0.5:
+        return ""
     for samples in range(size + 1, 8 * size + 1):
         if alike(samples) <= 0.5:
             return (
