@@ -67,8 +67,6 @@ _OUTGROWN: Final = (
     "Kueue has admitted the job as it was: what pods ask for beyond that is not counted until the job is suspended and "
     "resumed"
 )
-_UNFIT: Final = frozenset(("Refused", "BudgetExceeded"))
-"""Reasons of a queue's condition Degraded with which its job cannot go on."""
 
 
 def decide_job(state: JobState, *, now: float, desired: DesiredJob) -> Plan:
@@ -299,6 +297,6 @@ class _Running:
 def _queue_failure(state: JobState) -> FailureResult | None:
     """Return the failure where the job's own queue cannot go on, else None."""
     for condition in state.queue.conditions if state.queue is not None else ():
-        if condition.type == "Degraded" and condition.status == "True" and condition.reason in _UNFIT:
+        if condition.type == "Degraded" and condition.status == "True":
             return FailureResult(condition.reason, condition.message)
     return None

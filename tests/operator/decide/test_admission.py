@@ -154,12 +154,36 @@ def test_gates_of_kueue_are_removed_from_core_pods_and_from_no_others():
     assert release_pods(replace(state({}, job=plain), pods=pods)) == ()
 
 
-@pytest.mark.parametrize("phase", ["Suspending", "Succeeded"])
-def test_pods_of_a_job_that_ends_are_freed_of_it_too(phase: str):
+def test_before_it_is_admitted_a_job_has_neither_pods_nor_secrets():
+    waits = decide_job(state(workload(QuotaReserved=("False", ""))), now=START, desired=DESIRED)
+    kinds = {action.ref.kind for stage in waits.stages for action in stage}
+    assert not kinds & {"Pod", "Secret"}
+    assert {"ConfigMap", "TransferQueue"} <= kinds
+
+
+@pytest.mark.parametrize("phase", ["Running", "Suspending", "Succeeded"])
+def test_pods_of_a_job_that_runs_or_ends_are_freed_of_it(phase: str):
     held = pod_view("trainer", finalizers=("kueue.x-k8s.io/managed",), deleting=True)
     ends = replace(state({}), pods=(held,), status=JobStatus(phase=phase, start_time=to_rfc3339(START)))
     actions = [action for stage in decide_job(ends, now=START, desired=DESIRED).stages for action in stage]
     assert [action.finalizers for action in actions if isinstance(action, Release)] == [()]
+
+
+def test_a_job_whose_place_is_wanted_is_suspended_and_then_waits_for_another():
+    begun = JobStatus(phase="Starting", start_time=to_rfc3339(START))
+    objects = workload(ADMISSION, Evicted=("True", "Preempted by a"))
+    runs = replace(state(objects), pods=(pod_view("rollout"),), status=begun)
+    plan = decide_job(runs, now=START, desired=DESIRED)
+    assert plan.status["phase"] == "Suspending"
+    (delete,) = (action for stage in plan.stages for action in stage)
+    assert (delete.ref.name, delete.why) == (
+        "demo-rollout-0",
+        "the place of the job is wanted for another one (Kueue)",
+    )
+    gone = replace(runs, pods=(), status=JobStatus.model_validate(plan.status, by_name=False))
+    plan = decide_job(gone, now=START, desired=DESIRED)
+    assert plan.status["phase"] == "Suspended"
+    assert [type(action) for stage in plan.stages for action in stage] == [Report]
 
 
 def test_a_job_that_has_not_begun_and_is_refused_frees_its_quota():

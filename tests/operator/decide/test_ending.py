@@ -80,6 +80,7 @@ def test_a_resumed_job_begins_the_next_attempt():
     assert world.status.attempt == 1
     assert {pod.attempt for pod in world.with_role("trainer") + world.with_role("rollout")} == {1}
     assert condition(world, "Suspended").status == "False"
+    assert world.notes.count("Resumed") == 1
     assert world.status.failures["trainer"].restarts == 0
 
 

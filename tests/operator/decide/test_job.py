@@ -63,7 +63,7 @@ def test_roles_start_when_those_before_them_are_ready():
         ALL,
     ]
     assert world.status.phase == "Running"
-    assert condition(world, "Ready").status == "True"
+    assert (condition(world, "Ready").status, condition(world, "Ready").reason) == ("True", "Ready")
 
 
 def test_a_gang_scheduler_sees_all_of_the_core_at_once():
@@ -253,6 +253,16 @@ def test_an_attempt_that_only_the_driver_knows_is_not_used_again():
     world.settle()
     assert world.status.attempt == 7
     assert world.with_role("trainer")[0].attempt == 7
+
+
+def test_a_job_that_is_paused_makes_no_progress_until_it_goes_on():
+    world = World(job_of())
+    world.settle()
+    for phase, said in (("Paused", ("False", "Stalled")), ("Running", ("True", "Running"))):
+        world.driver_phase = phase
+        world.look_at_driver()
+        world.reconcile(JOB)
+        assert (condition(world, "Progressing").status, condition(world, "Progressing").reason) == said
 
 
 def test_a_pod_that_the_api_server_lost_on_the_way_is_asked_for_again_as_the_same_attempt():

@@ -218,6 +218,26 @@ def test_a_secret_is_written_again_where_a_pod_misses_it():
     assert writes(world.decide(JOB)).keys() == {"rollout"}
 
 
+@pytest.mark.parametrize(("role", "missing"), [("driver", "keys"), ("driver", "driver"), ("rollout", "keys")])
+def test_the_keys_are_written_again_where_one_that_mounts_them_misses_them(role: str, missing: str):
+    world = World(job_of())
+    world.settle()
+    world.now += 1000
+    pod, says = world.with_role(role)[0], f'secret "{world.status.secrets[missing].name}" not found'
+    waits = pending(role, pod.index, created=world.now, scheduled=True, waiting_message=says, waiting="Other")
+    world.pods[pod.name] = world.seen_pods[pod.name] = replace(waits, uid=pod.uid)
+    assert writes(world.decide(JOB)).keys() == (set() if role == "rollout" else {missing})
+
+
+def test_a_pod_without_a_node_misses_no_secret():
+    world = World(job_of())
+    world.settle()
+    pod = world.with_role("rollout")[0]
+    world.pods[pod.name] = world.seen_pods[pod.name] = pending("rollout", pod.index, created=world.now)
+    world.now += 1000
+    assert writes(world.decide(JOB)) == {}
+
+
 def test_a_queue_that_stands_alone_has_its_own_and_one_for_whoever_uses_it():
     owner = Owner(kind="TransferQueue", namespace="team", name="demo", uid="uid-queue", generation=2)
     spec = {"metadata": {"name": "demo", "namespace": "team"}, "spec": {"storageUnits": 2, "backend": "mooncake"}}
